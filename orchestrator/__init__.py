@@ -1,0 +1,1 @@
+"""One run: pure decisions in ``core``, ``policies`` and ``detection``; effects in ``shell``."""

@@ -1,0 +1,121 @@
+"""What the shell is to do, in the imperative. The shell performs, and reports back by an event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ucp_core.layout import ParallelLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSlot:
+    """Reserve room for one worker (a placement group); pending ones are the autoscaler's demand.
+
+    Answered by ``SlotGranted``, perhaps much later. ``avoid`` lists nodes that must not be used.
+    """
+
+    slot: int
+    avoid: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseSlot:
+    """Give the reservation back, granted or pending."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWorker:
+    """Start a worker process on ``node``; answered by ``WorkerReady`` or ``WorkerExited``."""
+
+    worker: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillWorker:
+    """SIGKILL the process of ``worker``; answered by ``WorkerExited``."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FenceAttempt:
+    """Abort ``attempt`` in ``workers``; each answers by ``WorkerLeft`` or ``WorkerExited``.
+
+    Idempotent: the shell sends it to who is still inside and lets who has left be.
+    """
+
+    attempt: int
+    workers: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YieldAttempt:
+    """Ask ``workers`` to leave ``attempt`` at the next step boundary, with that step committed."""
+
+    attempt: int
+    workers: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadCommitted:
+    """Read from storage which version to resume from, now that ``attempt`` is fenced.
+
+    ``lineage`` (attempt, resume_step) says which commits of old attempts still count.
+    Answered by ``CommittedRead``.
+    """
+
+    attempt: int
+    lineage: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartAttempt:
+    """Put ``members`` (rank order: worker, node, slot) to work as ``attempt`` from ``resume_step``."""
+
+    attempt: int
+    members: tuple[tuple[str, str, int], ...]
+    layout: ParallelLayout
+    resume_step: int
+    resume_attempt: int
+    lineage: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurveyWorkers:
+    """After a controller restart, find out who lives; answered by ``WorkersSurveyed``."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishRun:
+    """The run is over: release everything and write the summary.
+
+    Attributes:
+        outcome: "completed", "stopped" or "failed".
+        reason: One line; for "failed" the user's traceback comes first if a user error caused it.
+    """
+
+    outcome: str
+    reason: str
+
+
+Action: TypeAlias = (
+    RequestSlot
+    | ReleaseSlot
+    | StartWorker
+    | KillWorker
+    | FenceAttempt
+    | YieldAttempt
+    | ReadCommitted
+    | StartAttempt
+    | SurveyWorkers
+    | FinishRun
+)

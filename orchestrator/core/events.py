@@ -1,0 +1,225 @@
+"""What happened in the world, as facts in the past tense.
+
+The shell makes them, the journal keeps them, ``machine.step`` folds them. Every event carries
+``at_s``, the shell's monotonic clock; what belongs to an attempt names it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerStarted:
+    """A controller process began (``life`` counts from 1). From life 2 on the journal was folded first.
+
+    The machine answers with ``SurveyWorkers``: which workers live and in which attempt they are.
+    """
+
+    at_s: float
+    life: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersSurveyed:
+    """After a controller restart: what was found alive.
+
+    Attributes:
+        alive: ``(worker, node, attempt)`` of each living worker; attempt 0 if it is in none.
+        slots: ``(slot, node)`` of each reservation that still holds.
+        pending_slots: Reservations that are still asked for.
+    """
+
+    at_s: float
+    alive: tuple[tuple[str, str, int], ...]
+    slots: tuple[tuple[int, str], ...]
+    pending_slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeJoined:
+    """A node with room for workers is in the cluster."""
+
+    at_s: float
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLost:
+    """A node is gone or silent beyond its bound; its workers and reservations are gone with it."""
+
+    at_s: float
+    node: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDraining:
+    """The provider takes the node back at ``deadline_s`` (same clock as ``at_s``)."""
+
+    at_s: float
+    node: str
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotGranted:
+    """The reservation ``slot`` was placed on ``node``: one worker can run there."""
+
+    at_s: float
+    slot: int
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReady:
+    """A worker process is up with torch imported and can be assigned; it is a standby until then."""
+
+    at_s: float
+    worker: str
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExited:
+    """The process of ``worker`` is gone.
+
+    Attributes:
+        cause: "crash" (its process died), "node" (its node died), "killed" (we killed it),
+            "preempted" (its node had been given notice).
+        detail: One line for people.
+    """
+
+    at_s: float
+    worker: str
+    cause: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFormed:
+    """``worker`` has built its mesh and model in ``attempt`` and has loaded its state."""
+
+    at_s: float
+    attempt: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCompleted:
+    """Every rank of ``attempt`` finished ``step``: it is in the history unless it is redone."""
+
+    at_s: float
+    attempt: int
+    step: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCommitted:
+    """The checkpoint of ``step`` written by ``attempt`` has its manifest."""
+
+    at_s: float
+    attempt: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLeft:
+    """``worker`` has left ``attempt`` and will write nothing more in it; its process lives.
+
+    Attributes:
+        how: "completed", "yielded", "fenced" or "peer_lost" (a collective failed under it).
+        step: The last step it completed.
+        detail: One line for people.
+    """
+
+    at_s: float
+    attempt: int
+    worker: str
+    how: str
+    step: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRaised:
+    """The training code of ``worker`` raised; the process lives and has left the attempt."""
+
+    at_s: float
+    attempt: int
+    worker: str
+    step: int
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangFound:
+    """Detection reached a verdict on an attempt that makes no progress.
+
+    Attributes:
+        guilty: Workers proven to hold the others up; empty if it could not be decided.
+        evidence: One line for people: the rule that fired and the numbers.
+    """
+
+    at_s: float
+    attempt: int
+    guilty: tuple[str, ...]
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedRead:
+    """Storage was read after ``attempt`` was fenced: the newest version to resume from.
+
+    Attributes:
+        attempt: The fenced attempt.
+        step: 0 if nothing was ever committed.
+        committed_by: The attempt that committed it, 0 with ``step`` 0.
+        skipped: Names of damaged or half-written versions that were passed over.
+    """
+
+    at_s: float
+    attempt: int
+    step: int
+    committed_by: int
+    skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested:
+    """The user asked the run to stop at the next step boundary."""
+
+    at_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked:
+    """Time passed; deadlines in the state are compared with ``at_s``."""
+
+    at_s: float
+
+
+Event: TypeAlias = (
+    ControllerStarted
+    | WorkersSurveyed
+    | NodeJoined
+    | NodeLost
+    | NodeDraining
+    | SlotGranted
+    | WorkerReady
+    | WorkerExited
+    | WorkerFormed
+    | StepCompleted
+    | CheckpointCommitted
+    | WorkerLeft
+    | WorkerRaised
+    | HangFound
+    | CommittedRead
+    | StopRequested
+    | Ticked
+)

@@ -1,0 +1,89 @@
+"""Parallel layouts: how many ways each mesh axis splits the work, and which rank sits where.
+
+Pure arithmetic. Rank order is row-major over ``AXES``: the last axis varies fastest,
+so ranks that talk most (tp) are neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any
+
+#: Mesh axes, outermost first. ``ep`` regroups the data-parallel ranks, so it does not add ranks.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """The degree of every mesh axis.
+
+    Attributes:
+        pp: Pipeline stages.
+        dp_replicate: Full copies of the model (HSDP's outer axis).
+        dp_shard: Ways in which parameters and optimizer state are sharded (FSDP2).
+        cp: Context-parallel ways.
+        tp: Tensor-parallel ways.
+        ep: Expert-parallel ways, taken out of ``dp_shard * cp``.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            degree = getattr(self, field.name)
+            assert isinstance(degree, int), f"{field.name}={degree!r} is not an int"
+            assert degree >= 1, f"{field.name}={degree} must be at least 1"
+        assert (self.dp_shard * self.cp) % self.ep == 0, f"ep={self.ep} must divide dp_shard * cp"
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of workers that the layout needs."""
+        return prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def dp(self) -> int:
+        """Return the number of data-parallel ranks, each of which sees its own samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the place of ``rank`` on every axis of ``AXES``."""
+        assert 0 <= rank < self.world_size, f"rank {rank} is not in a world of {self.world_size}"
+        place: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return {axis: place[axis] for axis in AXES}
+
+    def rank(self, coordinates: dict[str, int]) -> int:
+        """Return the rank at ``coordinates``; the inverse of ``coordinates``."""
+        rank = 0
+        for axis in AXES:
+            degree = getattr(self, axis)
+            assert 0 <= coordinates[axis] < degree, f"{axis}={coordinates[axis]} of {degree}"
+            rank = rank * degree + coordinates[axis]
+        return rank
+
+    def data_rank(self, rank: int) -> int:
+        """Return which data-parallel rank, ``0 <= r < dp``, feeds ``rank``."""
+        place = self.coordinates(rank)
+        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+
+    def to_json(self) -> dict[str, int]:
+        """Return the degrees by axis name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> ParallelLayout:
+        """Return the layout that ``to_json`` wrote; an unknown axis raises ``TypeError``."""
+        return cls(**document)
+
+    def __str__(self) -> str:
+        """Return the axes above 1, as in ``dp_shard=4 x tp=2``; ``1 worker`` if there are none."""
+        parts = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)]
+        used = [part for part in parts if not part.endswith("=1")]
+        return " x ".join(used) or "1 worker"

@@ -1,0 +1,1 @@
+"""One training process per GPU and one keeper per node."""

@@ -1,0 +1,179 @@
+"""What a worker or keeper tells the orchestrator, and what it is told.
+
+Pure values: every message names the attempt that it belongs to, so that whoever reads it
+can drop what a later attempt has overtaken. Counterparts: ``workers.actor`` and
+``workers.keeper`` on one side, ``orchestrator.shell`` on the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from ucp_core.layout import ParallelLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Enter ``attempt`` as ``rank``. The worker holds the call until it has left the attempt.
+
+    Attributes:
+        attempt: Fencing token; larger than any the worker has seen.
+        rank: This worker's rank in the attempt.
+        layout: Degrees of the mesh.
+        store_host: Where the attempt's rendezvous store listens (never a member's process).
+        store_port: Its port.
+        resume_step: The committed step to load; 0 means initialise from the seed.
+        resume_attempt: The attempt that committed ``resume_step``; 0 with ``resume_step`` 0.
+        lineage: ``(attempt, resume_step)`` of every attempt up to this one, oldest first.
+    """
+
+    attempt: int
+    rank: int
+    layout: ParallelLayout
+    store_host: str
+    store_port: int
+    resume_step: int
+    resume_attempt: int
+    lineage: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """The run reached its last step, and that step is committed to storage."""
+
+    attempt: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yielded:
+    """The worker left at a step boundary because it was asked to; ``step`` is committed to storage."""
+
+    attempt: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fenced:
+    """The worker left because the orchestrator aborted the attempt; it will write nothing more."""
+
+    attempt: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLost:
+    """A collective failed under the worker. A hint that somebody died, never a proof of who."""
+
+    attempt: int
+    step: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """The training code raised.
+
+    Attributes:
+        step: The step that was under way (the last completed one plus 1).
+        error: Type and message in one line.
+        traceback: The user's frames first, as printed to the user.
+    """
+
+    attempt: int
+    step: int
+    error: str
+    traceback: str
+
+
+#: How a worker leaves an attempt.
+Outcome: TypeAlias = Completed | Yielded | Fenced | PeerLost | Raised
+
+
+class WorkerPhase(StrEnum):
+    """Where a worker is; ordered as a worker goes through them."""
+
+    IDLE = "idle"
+    FORMING = "forming"
+    LOADING = "loading"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REDUCING = "reducing"
+    UPDATING = "updating"
+    SAVING = "saving"
+    LEAVING = "leaving"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupState:
+    """What the record ring says of one process group of a rank.
+
+    Attributes:
+        group: Name of the group, equal on all its members (mesh axis and coordinates, or "world").
+        ranks: Global ranks of the members, in group order.
+        entered_seq: Number of collectives that this rank has called in the group.
+        finished_seq: Number of those whose result it has seen.
+        op: Name of the last one entered, "" if none.
+        size_bytes: Its payload.
+        waiting_s: How long the oldest unfinished one has been in flight; 0.0 if none is.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    entered_seq: int
+    finished_seq: int
+    op: str
+    size_bytes: int
+    waiting_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """What a keeper saw of one worker process on its node, from outside that process.
+
+    Attributes:
+        worker: Worker id, as ``w0007``.
+        pid: Process id on the node.
+        os_state: The kernel's letter for the process: R, S, D run; T stopped; Z zombie; X gone.
+        attempt: Attempt that the worker is in, 0 if none.
+        rank: Its rank there, -1 if none.
+        phase: Where it is.
+        step: Last step that it completed.
+        micro_batch: Micro-batches done in the step under way.
+        phase_s: How long it has been in ``phase``.
+        beat_age_s: Age of the last sign of life of the process's own beat thread.
+        step_s: Duration of the last completed step; 0.0 before the first.
+        loss: Loss of the last completed step, ``nan`` before the first.
+        groups: State of its process groups, from the record ring.
+    """
+
+    worker: str
+    pid: int
+    os_state: str
+    attempt: int
+    rank: int
+    phase: WorkerPhase
+    step: int
+    micro_batch: int
+    phase_s: float
+    beat_age_s: float
+    step_s: float
+    loss: float
+    groups: tuple[GroupState, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """One keeper's view of its node. Sent at a fixed period and at once when something changed.
+
+    Attributes:
+        node: Ray node id, hex.
+        seq: Counts up by 1 per keeper life; a gap means lost reports.
+        workers: One entry per worker process that registered on the node.
+    """
+
+    node: str
+    seq: int
+    workers: tuple[WorkerReport, ...]
