@@ -1,0 +1,134 @@
+"""Capacity as a set of placement groups, one per slot.
+
+Ray 2.60 cannot resize a placement group, so a run's capacity is a set of them: growing is
+creating one, shrinking is removing one, and pending ones are the demand that the autoscaler
+sees. A slot only reserves resources; which process uses it is the controller's to say, so a
+warm standby takes over the slot of a dead worker at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from orchestrator.shell.names import RunNames
+
+#: Pending groups are looked at this often. Ray offers no push that costs no worker process.
+POLL_S = 0.2
+
+
+@dataclass(slots=True)
+class _Slot:
+    group: PlacementGroup | None
+    node: str | None = None
+
+
+class Capacity:
+    """The run's slots. ``on_granted(slot, node)`` is called once per grant.
+
+    Args:
+        names: The run's names.
+        resources: What one worker needs, in Ray's terms: ``{"CPU": 1}`` or ``{"GPU": 1}``.
+        on_granted: Called on the event loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: RunNames,
+        resources: dict[str, float],
+        on_granted: Callable[[int, str], None],
+    ) -> None:
+        self._names = names
+        self._resources = resources
+        self._on_granted = on_granted
+        self._slots: dict[int, _Slot] = {}
+
+    def pending(self) -> list[int]:
+        """Return the slots that are asked for and not placed."""
+        return sorted(number for number, slot in self._slots.items() if slot.node is None)
+
+    def granted(self) -> list[tuple[int, str]]:
+        """Return (slot, node) of every placed slot."""
+        return sorted((n, slot.node) for n, slot in self._slots.items() if slot.node is not None)
+
+    async def request(self, slot: int, avoid: Sequence[str]) -> None:
+        """Ask for ``slot`` on any node but ``avoid``; returns at once. Asking twice is one request."""
+        if slot in self._slots:
+            return
+        self._slots[slot] = _Slot(group=None)
+        group = await asyncio.to_thread(self._create, slot, tuple(avoid))
+        entry = self._slots.get(slot)
+        if entry is None:  # released while it was being created
+            await asyncio.to_thread(remove_placement_group, group)
+        else:
+            entry.group = group
+
+    async def release(self, slot: int) -> None:
+        """Give ``slot`` back. Ray kills what runs *inside* the group; our workers do not."""
+        entry = self._slots.pop(slot, None)
+        if entry is not None and entry.group is not None:
+            await asyncio.to_thread(remove_placement_group, entry.group)
+
+    async def release_all(self) -> None:
+        """Give every slot back."""
+        for slot in sorted(self._slots):
+            await self.release(slot)
+
+    async def poll_forever(self) -> None:
+        """Report grants until cancelled."""
+        while True:
+            if self.pending():
+                for number, node in await asyncio.to_thread(self._placed):
+                    entry = self._slots.get(number)
+                    if entry is not None and entry.node is None:
+                        entry.node = node
+                        self._on_granted(number, node)
+            await asyncio.sleep(POLL_S)
+
+    async def adopt(self, lost_nodes: frozenset[str]) -> None:
+        """After a restart of the controller: find the run's groups again by their names."""
+        for row in await asyncio.to_thread(self._rows):
+            number = int(row["name"].removeprefix(self._names.slot_prefix))
+            group = await asyncio.to_thread(get_placement_group, row["name"])
+            node = _node_of(row)
+            self._slots[number] = _Slot(group=group, node=None if node in lost_nodes else node)
+
+    def _create(self, slot: int, avoid: tuple[str, ...]) -> PlacementGroup:
+        selector = [{"ray.io/node-id": f"!in({','.join(avoid)})"}] if avoid else None
+        return placement_group(
+            [self._resources],
+            name=self._names.slot(slot),
+            lifetime="detached",
+            bundle_label_selector=selector,
+        )
+
+    def _rows(self) -> list[dict[str, Any]]:
+        rows = placement_group_table().values()
+        mine = [row for row in rows if row["name"].startswith(self._names.slot_prefix)]
+        return [row for row in mine if row["state"] != "REMOVED"]
+
+    def _placed(self) -> list[tuple[int, str]]:
+        placed = []
+        for row in self._rows():
+            node = _node_of(row)
+            if node is not None:
+                placed.append((int(row["name"].removeprefix(self._names.slot_prefix)), node))
+        return sorted(placed)
+
+
+def _node_of(row: dict[str, Any]) -> str | None:
+    """Return the node that holds the only bundle of a placed group, None while it is pending."""
+    if row["state"] != "CREATED":
+        return None
+    return next(iter(row["bundles_to_node_id"].values()), None) or None

@@ -1,0 +1,254 @@
+"""The run's worker processes: start, put to work, fence, kill, and learn of their end.
+
+Every worker is a detached actor, so it outlives the controller and is found again by name.
+The controller holds one call per worker that never returns (the process's end makes it fail,
+30 ms after a crash and about 1.5 s after the loss of a machine) and one per attempt that
+returns how the worker left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.core.events import Event, WorkerExited, WorkerLeft, WorkerRaised, WorkerReady
+from orchestrator.shell.names import RunNames
+from workers.actor import Worker
+from workers.protocol import Assignment, Completed, Fenced, Outcome, PeerLost, Raised, Yielded
+
+_HOW = {Completed: "completed", Yielded: "yielded", Fenced: "fenced", PeerLost: "peer_lost"}
+
+#: A killed process whose node does not answer is taken for gone after this: it is fenced by
+#: its attempt number, so waiting longer buys nothing.
+KILL_CONFIRM_S = 0.5
+
+
+@dataclass(slots=True)
+class _Member:
+    handle: Any
+    node: str
+    pid: int = 0
+    killed: bool = False
+    exit_cause: str = ""
+
+    @property
+    def gone(self) -> bool:
+        return self.exit_cause != ""
+
+
+class Crew:
+    """Handles of the run's workers; turns what happens to them into events.
+
+    Args:
+        names: The run's names.
+        at_s: The run's clock.
+        post: Where events go; called on the event loop.
+        is_draining: Whether a node had been given notice.
+        boot: Keyword arguments of ``workers.actor.Worker`` that are equal for all workers.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: RunNames,
+        at_s: Callable[[], float],
+        post: Callable[[Event], None],
+        is_draining: Callable[[str], bool],
+        boot: dict[str, Any],
+    ) -> None:
+        self._names = names
+        self._at_s = at_s
+        self._post = post
+        self._is_draining = is_draining
+        self._boot = boot
+        self._members: dict[str, _Member] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def node_of(self, worker: str) -> str:
+        """Return the node of ``worker``, "" if it is unknown."""
+        member = self._members.get(worker)
+        return member.node if member is not None else ""
+
+    def is_unreachable(self, node: str) -> bool:
+        """Return whether ``node`` had workers, none lives, and one went with its machine."""
+        causes = [member.exit_cause for member in self._members.values() if member.node == node]
+        return "" not in causes and "node" in causes
+
+    def pid_of(self, worker: str) -> int:
+        """Return the process id of ``worker``, 0 while it is unknown."""
+        member = self._members.get(worker)
+        return member.pid if member is not None else 0
+
+    def start(self, worker: str, node: str) -> None:
+        """Start ``worker`` on ``node``; ``WorkerReady`` or ``WorkerExited`` follows."""
+        handle = Worker.options(
+            name=self._names.worker(worker),
+            namespace=self._names.namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        ).remote(worker=worker, directory=self._names.shared_directory(node), **self._boot)
+        self._members[worker] = _Member(handle=handle, node=node)
+        self._spawn(self._accompany(worker))
+
+    def kill(self, worker: str) -> None:
+        """SIGKILL ``worker``; ``WorkerExited`` follows, also if its node no longer answers."""
+        member = self._members.get(worker)
+        if member is None:
+            self._exited(worker, "killed", "it was already gone")
+            return
+        member.killed = True
+        self._spawn(self._kill(worker, member))
+
+    def enter(self, worker: str, assignment: Assignment, gpu_ids: tuple[int, ...]) -> None:
+        """Put ``worker`` to work; ``WorkerLeft`` or ``WorkerRaised`` follows when it leaves."""
+        member = self._members.get(worker)
+        if member is None:
+            return  # its WorkerExited is on the way
+        member.handle.enter.remote(assignment, gpu_ids)
+        self.attend(worker, assignment.attempt)
+
+    def attend(self, worker: str, attempt: int) -> None:
+        """Hold the call that returns how ``worker`` left ``attempt``."""
+        member = self._members[worker]
+        self._spawn(self._attend(worker, attempt, member.handle.attend.remote(attempt)))
+
+    def fence(self, attempt: int, workers: Iterable[str]) -> None:
+        """Abort ``attempt`` in ``workers``. Who is inside leaves; who has left is not disturbed."""
+        for member in self._known(workers):
+            member.handle.fence.remote(attempt)
+
+    def yield_at_boundary(self, attempt: int, workers: Iterable[str]) -> None:
+        """Ask ``workers`` to leave ``attempt`` at the next step boundary."""
+        for member in self._known(workers):
+            member.handle.yield_at_boundary.remote(attempt)
+
+    async def survey(self, workers: Iterable[str], *, timeout_s: float) -> list[tuple[str, str, int]]:
+        """After a controller restart, return (worker, node, attempt) of who answers in time."""
+        answers = await asyncio.gather(*(self._ask(worker, timeout_s) for worker in workers))
+        return sorted(answer for answer in answers if answer is not None)
+
+    def kill_all(self) -> None:
+        """SIGKILL every worker, without waiting."""
+        for member in self._members.values():
+            member.killed = True
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(member.handle, no_restart=True)
+
+    def close(self) -> None:
+        """Stop listening."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _known(self, workers: Iterable[str]) -> list[_Member]:
+        return [self._members[worker] for worker in workers if worker in self._members]
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accompany(self, worker: str) -> None:
+        member = self._members[worker]
+        try:
+            hello = await member.handle.hello.remote()
+            member.pid = hello["pid"]
+            self._post(
+                WorkerReady(at_s=self._at_s(), worker=worker, node=member.node, pid=member.pid)
+            )
+            await member.handle.hold.remote()
+        except RayError as error:
+            self._ended(worker, error)
+
+    async def _attend(self, worker: str, attempt: int, held: Any) -> None:
+        try:
+            outcome = await held
+        except RayError as error:
+            self._ended(worker, error)
+            return
+        self._post(_left(self._at_s(), worker, outcome))
+
+    async def _kill(self, worker: str, member: _Member) -> None:
+        with contextlib.suppress(RayError, ValueError):
+            await asyncio.to_thread(ray.kill, member.handle, no_restart=True)
+        await asyncio.sleep(KILL_CONFIRM_S)
+        if not member.gone:
+            self._exited(worker, "killed", "its node does not confirm the kill")
+
+    async def _ask(self, worker: str, timeout_s: float) -> tuple[str, str, int] | None:
+        try:
+            handle = ray.get_actor(self._names.worker(worker), namespace=self._names.namespace)
+            hello = await asyncio.wait_for(_awaited(handle.hello.remote()), timeout_s)
+        except (RayError, ValueError, TimeoutError):
+            return None
+        member = _Member(handle=handle, node=hello["node"], pid=hello["pid"])
+        self._members[worker] = member
+        self._spawn(self._hold(worker, member))
+        return (worker, member.node, hello["attempt"])
+
+    async def _hold(self, worker: str, member: _Member) -> None:
+        try:
+            await member.handle.hold.remote()
+        except RayError as error:
+            self._ended(worker, error)
+
+    def _ended(self, worker: str, error: RayError) -> None:
+        member = self._members.get(worker)
+        if member is None or member.gone:
+            return
+        if not isinstance(error, ActorDiedError):
+            # Unreachable is perhaps alive: end it, so that "exited" is true where it can be.
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(member.handle, no_restart=True)
+        self._exited(worker, self._cause(member, error), _first_line(error))
+
+    def _cause(self, member: _Member, error: RayError) -> str:
+        if member.killed:
+            return "killed"
+        if self._is_draining(member.node):
+            return "preempted"
+        return "crash" if isinstance(error, ActorDiedError) else "node"
+
+    def _exited(self, worker: str, cause: str, detail: str) -> None:
+        member = self._members.get(worker)
+        if member is not None:
+            if member.gone:
+                return
+            member.exit_cause = cause
+        self._post(WorkerExited(at_s=self._at_s(), worker=worker, cause=cause, detail=detail))
+
+
+async def _awaited(ref: Any) -> Any:
+    return await ref
+
+
+def _left(at_s: float, worker: str, outcome: Outcome) -> Event:
+    if isinstance(outcome, Raised):
+        return WorkerRaised(
+            at_s=at_s,
+            attempt=outcome.attempt,
+            worker=worker,
+            step=outcome.step,
+            error=outcome.error,
+            traceback=outcome.traceback,
+        )
+    return WorkerLeft(
+        at_s=at_s,
+        attempt=outcome.attempt,
+        worker=worker,
+        how=_HOW[type(outcome)],
+        step=outcome.step,
+        detail=outcome.detail if isinstance(outcome, PeerLost) else "",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,221 @@
+"""A Ray cluster of simulated nodes on this machine, for trying things and for tests.
+
+Every node is a real raylet with its own worker processes; killing one is killing a machine.
+``python -m orchestrator.shell.local_cluster`` hosts a cluster in a process of its own, so that
+it outlives the command that asked for it: killing the driver must not stop a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+#: A simulated machine's death is noticed by Ray after about 4 s instead of 12 s to 62 s; the
+#: run does not wait for it, but a returned node must not meet its own ghost for long.
+SYSTEM_CONFIG = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 3000,
+    "health_check_failure_threshold": 3,
+}
+#: Small: the run moves nothing through Ray's object store.
+OBJECT_STORE_BYTES = 80 * 2**20
+START_S_MAX = 120.0
+
+_RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+
+
+class LocalCluster:
+    """Simulated nodes in this process's care.
+
+    Args:
+        num_nodes: Nodes beside the head, which holds no workers.
+        cpus_per_node: Workers that fit on each.
+    """
+
+    def __init__(self, *, num_nodes: int, cpus_per_node: int) -> None:
+        os.environ.update(_RAY_ENVIRONMENT)
+        from ray.cluster_utils import Cluster  # noqa: PLC0415  seconds of import
+
+        self._cpus = cpus_per_node
+        self._cluster = Cluster(
+            initialize_head=True,
+            shutdown_at_exit=False,
+            head_node_args={
+                "num_cpus": 0,
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_system_config": SYSTEM_CONFIG,
+            },
+        )
+        self._nodes: dict[str, Any] = {}
+        for _ in range(num_nodes):
+            self.add_node()
+
+    @property
+    def address(self) -> str:
+        """Return what ``ray.init(address=...)`` takes."""
+        return str(self._cluster.address)
+
+    def nodes(self) -> list[str]:
+        """Return the Ray ids of the simulated nodes, oldest first."""
+        return list(self._nodes)
+
+    def add_node(self) -> str:
+        """Start one more node and return its Ray id. Blocks for one to two seconds."""
+        node = self._cluster.add_node(
+            wait=False, num_cpus=self._cpus, object_store_memory=OBJECT_STORE_BYTES
+        )
+        self._nodes[node.node_id] = node
+        return str(node.node_id)
+
+    def kill_node(self, node: str) -> None:
+        """SIGKILL the raylet of ``node``: its workers end with it, nothing says goodbye."""
+        processes = self._nodes.pop(node).all_processes
+        for info in (entry for entries in processes.values() for entry in entries):
+            info.process.kill()
+        for info in (entry for entries in processes.values() for entry in entries):
+            # Unreaped, a dead raylet counts as alive and its workers train on.
+            info.process.wait()
+
+    def shutdown(self) -> None:
+        """Stop every process of the cluster."""
+        self._cluster.shutdown()
+
+
+class HostedCluster:
+    """A local cluster in a process of its own, spoken to over a unix socket.
+
+    Args:
+        num_nodes: Nodes beside the head.
+        cpus_per_node: Workers that fit on each.
+    """
+
+    def __init__(self, *, num_nodes: int, cpus_per_node: int) -> None:
+        self._directory = tempfile.mkdtemp(prefix="everstep-cluster-")
+        self._socket_path = str(Path(self._directory) / "control")
+        command = [sys.executable, "-m", __spec__.name if __spec__ else __name__]
+        command += [self._socket_path, str(num_nodes), str(cpus_per_node)]
+        log = (Path(self._directory) / "log").open("wb")
+        self._process = subprocess.Popen(  # noqa: S603  our own module
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, **_RAY_ENVIRONMENT},
+        )
+        log.close()
+        self.address = self._wait_ready()
+
+    def nodes(self) -> list[str]:
+        """Return the Ray ids of the simulated nodes, oldest first."""
+        return list(self._ask("nodes"))
+
+    def add_node(self) -> str:
+        """Start one more node and return its Ray id."""
+        return str(self._ask("add_node"))
+
+    def kill_node(self, node: str) -> None:
+        """Kill ``node`` as a power cut would."""
+        self._ask("kill_node", node)
+
+    def stop_when(self, path: Path) -> None:
+        """Let the cluster live on without this process, and end once ``path`` exists."""
+        self._ask("stop_when", str(path))
+
+    def shutdown(self) -> None:
+        """Stop the cluster and its host."""
+        with contextlib.suppress(OSError):
+            self._ask("shutdown")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _wait_ready(self) -> str:
+        deadline_s = time.monotonic() + START_S_MAX
+        while time.monotonic() < deadline_s:
+            if self._process.poll() is not None:
+                break
+            with contextlib.suppress(OSError):
+                return str(self._ask("address"))
+            time.sleep(0.1)
+        log = (Path(self._directory) / "log").read_text(errors="replace")[-2000:]
+        message = f"the local Ray cluster did not start within {START_S_MAX:.0f} s:\n{log}"
+        raise RuntimeError(message)
+
+    def _ask(self, command: str, argument: str = "") -> Any:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self._socket_path)
+            connection.sendall(json.dumps([command, argument]).encode() + b"\n")
+            with connection.makefile("rb") as stream:
+                answer = json.loads(stream.readline() or b'["error", "the cluster host went away"]')
+        if answer[0] == "error":
+            raise RuntimeError(answer[1])
+        return answer[1]
+
+
+def serve(socket_path: str, num_nodes: int, cpus_per_node: int) -> None:
+    """Host a cluster until it is told to shut down."""
+    cluster = LocalCluster(num_nodes=num_nodes, cpus_per_node=cpus_per_node)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(socket_path)
+            listener.listen()
+            for command, argument, answer in _requests(listener):
+                if command == "stop_when":
+                    _shutdown_once_exists(Path(argument), socket_path)
+                    answer(None)
+                elif command == "shutdown":
+                    answer(None)
+                    return
+                else:
+                    result = getattr(cluster, command)
+                    answer(result(*([argument] if argument else [])) if callable(result) else result)
+    finally:
+        cluster.shutdown()
+
+
+def _requests(listener: socket.socket) -> Iterator[tuple[str, str, Any]]:
+    while True:
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rwb") as stream:
+            command, argument = json.loads(stream.readline())
+
+            def answer(value: Any, stream: Any = stream) -> None:
+                stream.write(json.dumps(["ok", value]).encode() + b"\n")
+                stream.flush()
+
+            try:
+                yield command, argument, answer
+            except Exception as error:  # noqa: BLE001  the edge: it becomes the asker's error
+                stream.write(json.dumps(["error", repr(error)]).encode() + b"\n")
+
+
+def _shutdown_once_exists(path: Path, socket_path: str) -> None:
+    """Ask our own server to shut down when ``path`` appears."""
+
+    def watch() -> None:
+        while not path.exists():
+            time.sleep(0.5)
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(socket_path)
+            connection.sendall(b'["shutdown", ""]\n')
+
+    threading.Thread(target=watch, daemon=True, name="stop-when").start()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

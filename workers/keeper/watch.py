@@ -1,0 +1,75 @@
+"""What a keeper sees on its node: the trainers' pages, looked at often and reported rarely."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from workers.progress import PageView, observe, read_page
+from workers.protocol import NodeReport, WorkerPhase
+
+PAGE_SUFFIX = ".page"
+RING_SUFFIX = ".ring"
+
+_NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
+
+
+def page_path(directory: Path, worker: str) -> Path:
+    """Return where ``worker`` keeps its progress page."""
+    return directory / (worker + PAGE_SUFFIX)
+
+
+def ring_path(directory: Path, worker: str) -> Path:
+    """Return where ``worker`` keeps its record ring."""
+    return directory / (worker + RING_SUFFIX)
+
+
+class NodeWatch:
+    """The trainers of one node, found by the pages in ``directory``.
+
+    Args:
+        node: Ray node id.
+        directory: Where the node's workers of one run keep their pages and rings.
+    """
+
+    def __init__(self, *, node: str, directory: Path) -> None:
+        self._node = node
+        self._directory = directory
+        self._seq = 0
+        self._milestones: dict[str, tuple[int, bool, bool]] = {}
+
+    def look(self) -> bool:
+        """Return whether a trainer passed a milestone since the last look.
+
+        Milestones are what somebody waits for: a worker appeared or went, it formed, it
+        finished the first step of an attempt. Ordinary steps are not, or a fast run would
+        send a report per step.
+        """
+        milestones: dict[str, tuple[int, bool, bool]] = {}
+        for path in self._pages():
+            view = read_page(path)
+            if view is not None:
+                milestones[path.stem] = _milestone(view, self._milestones.get(path.stem))
+        changed = milestones != self._milestones
+        self._milestones = milestones
+        return changed
+
+    def report(self) -> NodeReport:
+        """Return the state of every trainer on the node, dead ones included."""
+        self._seq += 1
+        now_ns = time.monotonic_ns()
+        workers = tuple(
+            observe(path.stem, path, path.with_suffix(RING_SUFFIX), now_ns=now_ns)
+            for path in self._pages()
+        )
+        return NodeReport(node=self._node, seq=self._seq, workers=workers)
+
+    def _pages(self) -> list[Path]:
+        return sorted(self._directory.glob("*" + PAGE_SUFFIX))
+
+
+def _milestone(view: PageView, last: tuple[int, bool, bool] | None) -> tuple[int, bool, bool]:
+    """Return (attempt, has formed in it, has finished a step in it)."""
+    same_attempt = last is not None and last[0] == view.attempt
+    formed = view.phase not in _NOT_FORMED or (same_attempt and last is not None and last[1])
+    return (view.attempt, formed, formed and view.step_s > 0.0)
