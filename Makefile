@@ -1,0 +1,82 @@
+# Every target does its own set-up: it needs Python 3.11 or later and make, nothing else.
+# Use another interpreter with `make PYTHON=/path/to/python3.12 ...`.
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.everstep-installed
+# One compute thread per process: tests and the demo start several on few cores.
+export OMP_NUM_THREADS ?= 1
+export RAY_USAGE_STATS_ENABLED := 0
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-fast test-ray test-chaos check format bench clean
+
+help:
+	@echo "make demo        train twice, once with faults, and compare (under 5 minutes on 2 cores)"
+	@echo "make test        every test but chaos and gpu"
+	@echo "make check       format, lint, types, import contracts, architecture tests"
+	@echo "make test-fast   what needs no Ray: unit, property, simulation, arch"
+	@echo "make test-ray    what starts a real local Ray"
+	@echo "make test-chaos  long runs under random faults"
+	@echo "make bench       the measurements of the README"
+	@echo "make format      let ruff format and fix"
+	@echo "make clean       remove .venv, caches and builds (runs/ stays)"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; \
+	found=""; \
+	for candidate in "$(PYTHON)" python3 python3.11 python3.12 python3.13; do \
+	  if [ -n "$$candidate" ] && command -v "$$candidate" >/dev/null 2>&1 \
+	     && "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	  then found="$$candidate"; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "make: no Python >= 3.11 found (tried PYTHON=, python3, python3.11, python3.12, python3.13)." >&2; \
+	  echo "      Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
+	  exit 1; \
+	fi; \
+	if ! [ -x $(BIN)/python ]; then \
+	  echo "venv: $$("$$found" --version) in $(VENV)"; \
+	  "$$found" -m venv $(VENV) || { \
+	    echo "make: $$found cannot make a virtual environment; on Debian: apt-get install python3-venv" >&2; \
+	    exit 1; }; \
+	fi; \
+	echo "venv: installing everstep with constraints.txt (first time: some minutes, about 2 GB)"; \
+	$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/everstep demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -m "not ray and not gpu and not chaos"
+
+test-ray: $(STAMP)
+	$(BIN)/python -m pytest -m ray
+
+test-chaos: $(STAMP)
+	$(BIN)/python -m pytest -m chaos
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m pytest -q --durations=0 tests/arch
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	$(BIN)/python -m tests.benchmarks
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,43 @@
+"""What holds for every suite: where markers come from and what is skipped, with the reason.
+
+No fixture lives here. Suites that start Ray have theirs in ``tests/integration/conftest.py``,
+one cluster per session; shared builders and fakes are plain modules in ``tests/support``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+# Set before anything imports ray or torch; children inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+TESTS = Path(__file__).parent
+
+#: A test under the folder has the marker without saying so.
+MARKER_BY_FOLDER = {"simulation": "simulation", "integration": "ray", "chaos": "chaos"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder in MARKER_BY_FOLDER:
+            item.add_marker(MARKER_BY_FOLDER[folder])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not _has_gpu():
+        pytest.skip("needs a CUDA device; torch sees none on this machine")
+
+
+def _has_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
