@@ -1,0 +1,62 @@
+"""What must not be in any file of the project, and what must be in each package."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.arch._tree import PACKAGES, ROOT, project_files, relative
+
+#: Somebody's home, somebody's workplace, somebody's package registry.
+FORBIDDEN = {
+    "a home directory": re.compile(r"/(?:home|Users)/[a-z][\w.-]*/|/root/"),
+    "a package registry": re.compile(r"(?:--(?:extra-)?index-url|--trusted-host|PIP_INDEX_URL)"),
+    "an unfinished thought": re.compile(r"\b(?:XX" r"X|FIX" r"ME)\b"),
+}
+BINARY_SUFFIXES = {".png", ".safetensors", ".ico", ".woff2"}
+
+
+def _text_files() -> list[Path]:
+    here = Path(__file__)
+    return [p for p in project_files() if p.suffix not in BINARY_SUFFIXES and p != here]
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_no_file_tells_of_one_machine(what: str) -> None:
+    """Paths and hosts of the machine that wrote a file work there and nowhere else."""
+    pattern = FORBIDDEN[what]
+    found = [
+        f"{relative(path)}:{number}: {line.strip()[:100]}"
+        for path in _text_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if pattern.search(line)
+    ]
+
+    assert not found, f"{what} is named in:\n" + "\n".join(found)
+
+
+def test_only_yaml_lives_in_cluster_configs() -> None:
+    """Code beside configuration would be run by nobody's tests."""
+    strays = [
+        relative(path)
+        for path in (ROOT / "cluster_configs").rglob("*")
+        if path.is_file() and path.suffix not in {".yaml", ".yml"}
+    ]
+
+    assert strays == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_exported_names_exist(package: str) -> None:
+    """A name left in ``__all__`` after a rename breaks ``import *`` and the docs, nothing else."""
+    for init in sorted((ROOT / package).rglob("__init__.py")):
+        name = relative(init.parent).replace("/", ".")
+        module = importlib.import_module(name)
+        exported = getattr(module, "__all__", [])
+        missing = [item for item in exported if not hasattr(module, item)]
+
+        assert not missing, f"{name}.__all__ lists {missing}, which {name} does not have"
+        assert len(exported) == len(set(exported)), f"{name}.__all__ lists a name twice"

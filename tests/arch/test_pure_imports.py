@@ -1,0 +1,61 @@
+"""The import contracts read code; these start an interpreter and look at what it really loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.arch._tree import ROOT, python_files, relative
+
+#: Frameworks that a pure module must not pull in, not even through somebody else.
+FRAMEWORKS = ("ray", "torch", "fsspec", "yaml", "pydantic", "numpy")
+
+PURE_FOLDERS = ("orchestrator/core", "orchestrator/policies", "orchestrator/detection")
+PURE_FILES = (
+    "workers/protocol.py",
+    "ucp_core/layout.py",
+    "ucp_core/boxes.py",
+    "ucp_core/statemap.py",
+    "ucp_core/plan.py",
+    "ucp_core/manifest.py",
+)
+
+
+def _module(path: Path) -> str:
+    return relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _pure_modules() -> list[str]:
+    paths = [path for folder in PURE_FOLDERS for path in python_files(folder)]
+    paths += [ROOT / name for name in PURE_FILES]
+    return [_module(path) for path in paths]
+
+
+def _loaded_after(statement: str, names: tuple[str, ...]) -> set[str]:
+    probe = f"{statement}\nimport sys\nprint(*(set({names!r}) & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, check=False, text=True
+    )
+    assert done.returncode == 0, f"{statement} failed:\n{done.stderr}"
+    return set(done.stdout.split())
+
+
+def test_pure_modules_load_no_framework() -> None:
+    """``import a.b`` runs ``a/__init__.py`` too: one careless line there makes all of it heavy."""
+    imports = "\n".join(f"import {name}" for name in _pure_modules())
+
+    assert _loaded_after(imports, FRAMEWORKS) == set()
+
+
+def test_ucp_core_works_without_the_other_packages_and_their_frameworks() -> None:
+    """A checkpoint must be readable where neither Ray nor torch is installed."""
+    modules = [_module(path) for path in python_files("ucp_core")]
+    imports = "\n".join(f"import {name}" for name in modules)
+
+    assert _loaded_after(imports, ("ray", "torch", "workers", "orchestrator")) == set()
+
+
+def test_workers_do_not_need_the_orchestrator() -> None:
+    """A dead controller must not break training, so nothing of it may be loaded in a worker."""
+    assert _loaded_after("import workers.protocol, workers.actor", ("orchestrator",)) == set()
