@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,48 +173,49 @@ def serve(socket_path: str, num_nodes: int, cpus_per_node: int) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(socket_path)
             listener.listen()
-            for command, argument, answer in _requests(listener):
-                if command == "stop_when":
-                    _shutdown_once_exists(Path(argument), socket_path)
-                    answer(None)
-                elif command == "shutdown":
-                    answer(None)
-                    return
-                else:
-                    result = getattr(cluster, command)
-                    answer(result(*([argument] if argument else [])) if callable(result) else result)
+            command = ""
+            while command != "shutdown":
+                connection, _ = listener.accept()
+                with connection, connection.makefile("rwb") as stream:
+                    command, argument = json.loads(stream.readline())
+                    stream.write(json.dumps(_perform(cluster, command, argument)).encode() + b"\n")
     finally:
         cluster.shutdown()
 
 
-def _requests(listener: socket.socket) -> Iterator[tuple[str, str, Any]]:
-    while True:
-        connection, _ = listener.accept()
-        with connection, connection.makefile("rwb") as stream:
-            command, argument = json.loads(stream.readline())
+def _perform(cluster: LocalCluster, command: str, argument: str) -> list[Any]:
+    try:
+        match command:
+            case "address":
+                return ["ok", cluster.address]
+            case "nodes":
+                return ["ok", cluster.nodes()]
+            case "add_node":
+                return ["ok", cluster.add_node()]
+            case "kill_node":
+                return ["ok", cluster.kill_node(argument)]
+            case "stop_when":
+                threading.Thread(target=_stop_when, args=(Path(argument),), daemon=True).start()
+                return ["ok", None]
+            case "shutdown":
+                return ["ok", None]
+            case _:
+                return ["error", f"unknown command {command!r}"]
+    except Exception as error:  # noqa: BLE001  the edge: it becomes the asker's error
+        return ["error", repr(error)]
 
-            def answer(value: Any, stream: Any = stream) -> None:
-                stream.write(json.dumps(["ok", value]).encode() + b"\n")
-                stream.flush()
 
-            try:
-                yield command, argument, answer
-            except Exception as error:  # noqa: BLE001  the edge: it becomes the asker's error
-                stream.write(json.dumps(["error", repr(error)]).encode() + b"\n")
+def _stop_when(path: Path) -> None:
+    """End this process, and with it the cluster, once ``path`` exists."""
+    while not path.exists():
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _shutdown_once_exists(path: Path, socket_path: str) -> None:
-    """Ask our own server to shut down when ``path`` appears."""
-
-    def watch() -> None:
-        while not path.exists():
-            time.sleep(0.5)
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(socket_path)
-            connection.sendall(b'["shutdown", ""]\n')
-
-    threading.Thread(target=watch, daemon=True, name="stop-when").start()
+def _raise_exit(_signal: int, _frame: Any) -> None:
+    raise SystemExit(0)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _raise_exit)
     serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

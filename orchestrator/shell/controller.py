@@ -1,0 +1,62 @@
+"""The controller: one detached, restartable actor per run, around the pure machine.
+
+Its loop is the whole of it: take an event, journal it, fold it, perform the actions. A
+restarted controller folds the journal again, asks who lives, and is back in charge; the
+workers train on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from typing import Any
+
+import ray
+
+from orchestrator.shell.run import Run
+from workers.protocol import NodeReport
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=64)
+class Controller:
+    """Ray's handle on a run.
+
+    The run lives on an event loop of its own thread that starts with the process: after a
+    restart nobody has to call anything.
+
+    Args:
+        run_id: The run's name in Ray.
+        config: The resolved ``RunConfig`` as JSON.
+    """
+
+    def __init__(self, *, run_id: str, config: dict[str, Any]) -> None:
+        with contextlib.suppress(PermissionError):
+            # Ray's workers run at niceness 15; decisions must not queue behind training.
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+        self._loop = asyncio.new_event_loop()
+        self._self = ray.get_runtime_context().current_actor
+        self._run = Run(run_id=run_id, config=config, controller=self._self)
+        threading.Thread(target=self._serve, name="run", daemon=True).start()
+
+    def observe(self, report: NodeReport) -> None:
+        """Take in a keeper's report."""
+        self._loop.call_soon_threadsafe(self._run.on_report, report)
+
+    def status(self) -> dict[str, Any]:
+        """Return what ``everstep status --json`` prints."""
+        return asyncio.run_coroutine_threadsafe(self._run.status(), self._loop).result()
+
+    def stop(self, reason: str) -> None:
+        """Stop the run at the next step boundary."""
+        self._loop.call_soon_threadsafe(self._run.request_stop, reason)
+
+    def pid(self) -> int:
+        """Return this process's id."""
+        return os.getpid()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._run.serve())
+        ray.kill(self._self, no_restart=True)

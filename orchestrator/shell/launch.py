@@ -1,0 +1,146 @@
+"""The driver: create or find the run's controller, and follow the run until it is over.
+
+The driver owns nothing that the run needs. Killing it leaves the run going; starting it again
+on the same run directory attaches to the controller that is there, or resumes a run whose
+cluster is gone from its last committed checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from orchestrator.config import RunConfig
+from orchestrator.errors import CapacityError
+from orchestrator.shell.controller import Controller
+from orchestrator.shell.local_cluster import HostedCluster
+from orchestrator.shell.names import RunNames
+from ucp_core.storage import open_store
+
+#: How often a followed run is looked at.
+FOLLOW_S = 0.25
+#: A new controller must answer within this; it took 1 to 8 s on a busy 2-core machine.
+CONTROLLER_START_S = 90.0
+
+
+def run_id(directory: str) -> str:
+    """Return the id of the run in ``directory``: readable, and equal for equal directories."""
+    where = directory if "://" in directory else str(Path(directory).resolve())
+    name = re.sub(r"[^a-zA-Z0-9]+", "-", Path(directory).name).strip("-").lower()[:24]
+    return f"{name}-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
+
+
+class Launched:
+    """A run that this process started or found.
+
+    Args:
+        config: The run's configuration; its directory is absolute.
+        cluster: Simulated nodes of this machine, if the run has them.
+    """
+
+    def __init__(self, config: RunConfig, cluster: HostedCluster | None) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.names = RunNames(run_id(config.run.directory))
+        self._store, self._path = open_store(config.run.directory)
+        self._controller = Controller.options(  # type: ignore[attr-defined]
+            name=self.names.controller,
+            namespace=self.names.namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            # The head's resource and not its id: a rebooted head has a new id.
+            resources={"node:__internal_head__": 0.001},
+        ).remote(run_id=self.names.run_id, config=config.model_dump(mode="json"))
+        ray.get(self._controller.pid.remote(), timeout=CONTROLLER_START_S)
+
+    def status(self) -> dict[str, Any] | None:
+        """Return the controller's status, None while it does not answer."""
+        try:
+            answer: dict[str, Any] = ray.get(self._controller.status.remote(), timeout=2.0)
+        except (RayError, TimeoutError):
+            return None
+        return answer
+
+    def controller_pid(self) -> int:
+        """Return the process id of the controller. Raises ``RayError`` while it is down."""
+        return int(ray.get(self._controller.pid.remote(), timeout=5.0))
+
+    def note_fault(self, kind: str, target: str) -> None:
+        """Write down that a fault is injected now, for the incident's ``t_fault_s``."""
+        with contextlib.suppress(RayError):
+            ray.get(self._controller.note_fault.remote(kind, target), timeout=2.0)
+
+    def stop(self, reason: str) -> None:
+        """Ask the run to stop at the next step boundary."""
+        self._controller.stop.remote(reason)
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the run's summary, None before the run is over."""
+        path = f"{self._path}/summary.json"
+        if not self._store.exists(path):
+            return None
+        document: dict[str, Any] = json.loads(self._store.read(path))
+        return document
+
+    def follow(self, on_status: Callable[[dict[str, Any] | None], None]) -> dict[str, Any]:
+        """Call ``on_status`` until the run is over; return its summary."""
+        while (summary := self.summary()) is None:
+            on_status(self.status())
+            time.sleep(FOLLOW_S)
+        return summary
+
+
+def open_cluster(config: RunConfig) -> HostedCluster | None:
+    """Connect to the cluster that the run asks for; start simulated nodes if it asks for those.
+
+    ``cluster.address``, else ``RAY_ADDRESS`` (set inside ``ray job submit``), else nodes on
+    this machine. Raises ``CapacityError`` if nothing answers.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    cluster = None
+    address = config.cluster.address
+    if address is None:
+        cluster = HostedCluster(
+            num_nodes=config.cluster.local_nodes, cpus_per_node=config.cpus_per_local_node()
+        )
+        address = cluster.address
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+    try:
+        ray.init(
+            address=address,
+            namespace=RunNames(run_id(config.run.directory)).namespace,
+            log_to_driver=False,
+            configure_logging=True,
+            logging_level="ERROR",
+        )
+    except (ConnectionError, RayError, OSError) as error:
+        raise CapacityError(
+            f"no Ray cluster answers at {address}: {error}. Start one with `ray start --head`, "
+            "or leave cluster.address out to use simulated nodes on this machine.",
+            address=address,
+        ) from error
+    return cluster
+
+
+def launch(config: RunConfig) -> Launched:
+    """Start the run in ``config``, or attach to it if it is there already."""
+    cluster = open_cluster(config)
+    try:
+        launched = Launched(config, cluster)
+    except BaseException:
+        if cluster is not None:
+            cluster.shutdown()
+        raise
+    if cluster is not None:
+        cluster.stop_when(Path(config.run.directory) / "summary.json")
+    return launched

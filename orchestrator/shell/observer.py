@@ -1,0 +1,114 @@
+"""Turns the keepers' reports into events: who has formed, which step is done, who hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from orchestrator.core.events import Event, HangFound, StepCompleted, WorkerFormed
+from orchestrator.detection import (
+    Detector,
+    Limits,
+    NodeSilent,
+    Verdict,
+    judge,
+    observe,
+)
+from workers.protocol import NodeReport, WorkerPhase, WorkerReport
+
+_NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
+
+
+class Observer:
+    """Keeps the last report of every worker and folds all of them into the detector.
+
+    Args:
+        post: Where events go.
+        at_s: The run's clock.
+        node_silent: Called with (node, cause) when a node says nothing beyond its bound.
+        limits: Bounds for the detector, from the observed step time.
+    """
+
+    def __init__(
+        self,
+        *,
+        post: Callable[[Event], None],
+        at_s: Callable[[], float],
+        node_silent: Callable[[str, str], None],
+        limits: Callable[[Detector], Limits],
+    ) -> None:
+        self._post = post
+        self._at_s = at_s
+        self._node_silent = node_silent
+        self._limits = limits
+        self._detector = Detector()
+        self._attempt = 0
+        self._members: tuple[str, ...] = ()
+        self._formed: set[str] = set()
+        self._step = 0
+        self._judged = False
+        self.reports: dict[str, WorkerReport] = {}
+        self.seen_at_s: dict[str, float] = {}
+
+    def begin(self, attempt: int, members: tuple[str, ...], resume_step: int) -> None:
+        """Watch ``attempt`` from now on; what older ones still say is only shown."""
+        self._attempt = attempt
+        self._members = members
+        self._formed = set()
+        self._step = resume_step
+        self._judged = False
+
+    def end(self) -> None:
+        """The attempt is over: its silence means nothing."""
+        self._members = ()
+
+    def on_report(self, report: NodeReport) -> None:
+        """Take in one keeper's report."""
+        at_s = self._at_s()
+        self._detector = observe(self._detector, report, at_s)
+        for row in report.workers:
+            self.reports[row.worker] = row
+            self.seen_at_s[row.worker] = at_s
+            self._note_formed(row, at_s)
+        self._note_step(at_s)
+
+    def judge(self) -> None:
+        """Post what the detector has come to, once per attempt."""
+        if not self._members or self._judged:
+            return
+        at_s = self._at_s()
+        verdict = judge(
+            self._detector,
+            at_s,
+            attempt=self._attempt,
+            members=self._members,
+            limits=self._limits(self._detector),
+        )
+        if isinstance(verdict, NodeSilent):
+            self._node_silent(verdict.node, verdict.evidence)
+        elif isinstance(verdict, Verdict):
+            self._judged = True
+            self._post(
+                HangFound(
+                    at_s=at_s,
+                    attempt=self._attempt,
+                    guilty=verdict.guilty,
+                    evidence=verdict.evidence,
+                )
+            )
+
+    def _note_formed(self, row: WorkerReport, at_s: float) -> None:
+        mine = row.attempt == self._attempt and row.worker in self._members
+        if mine and row.worker not in self._formed and row.phase not in _NOT_FORMED:
+            self._formed.add(row.worker)
+            self._post(WorkerFormed(at_s=at_s, attempt=self._attempt, worker=row.worker))
+
+    def _note_step(self, at_s: float) -> None:
+        rows = [self.reports.get(worker) for worker in self._members]
+        steps = [row.step for row in rows if row is not None and row.attempt == self._attempt]
+        if not steps or len(steps) < len(self._members) or min(steps) <= self._step:
+            return
+        self._step = min(steps)
+        step_s = max(row.step_s for row in rows if row is not None)
+        self._post(
+            StepCompleted(at_s=at_s, attempt=self._attempt, step=self._step, step_s=step_s)
+        )

@@ -1,0 +1,272 @@
+"""One run in the shell: the inbox, the loop, and the action performers. It decides nothing.
+
+``event -> journal -> machine.step -> actions -> effects -> events``. A worker's death becomes
+an event within 30 ms; from there to the next attempt there is no wait but for the answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from orchestrator.config import RunConfig
+from orchestrator.core import actions as act
+from orchestrator.core.events import (
+    CommittedRead,
+    ControllerStarted,
+    Event,
+    StopRequested,
+    Ticked,
+    WorkersSurveyed,
+)
+from orchestrator.core.journal import action_record, event_record, fold
+from orchestrator.core.machine import step
+from orchestrator.core.state import RunState, describe
+from orchestrator.shell.capacity import Capacity
+from orchestrator.shell.clock import RunClock, wall_time
+from orchestrator.shell.crew import Crew
+from orchestrator.shell.journal_file import JournalFile
+from orchestrator.shell.names import RunNames
+from orchestrator.shell.nodes import Nodes
+from orchestrator.shell.observer import Observer
+from orchestrator.shell.record import RunRecord
+from orchestrator.shell.rendezvous import Rendezvous, preload
+from orchestrator.shell.status_page import StatusPage
+from ucp_core.checkpoint import find_committed
+from ucp_core.storage import open_store
+from workers.protocol import Assignment, NodeReport
+
+log = logging.getLogger(__name__)
+
+#: Deadlines in the state are compared this often.
+TICK_S = 0.1
+#: A survey of living workers waits this long for an answer; a living one took 1 to 50 ms.
+SURVEY_S = 2.0
+
+
+class Run:
+    """The effects of one run. ``serve`` returns when the run is over.
+
+    Args:
+        run_id: The run's name in Ray.
+        config: The resolved configuration as JSON.
+        controller: Ray handle of the actor around this, given to the keepers.
+    """
+
+    def __init__(self, *, run_id: str, config: dict[str, Any], controller: Any) -> None:
+        self._config = RunConfig.model_validate(config)
+        self._controller = controller
+        self._names = RunNames(run_id)
+        self._rules = self._config.rules()
+        self._store, self._path = open_store(self._config.run.directory)
+        self._journal = JournalFile(self._store, self._path)
+        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
+        self._rendezvous = Rendezvous()
+        self._over = asyncio.Event()
+        self._background: set[asyncio.Task[Any]] = set()
+        segments = self._journal.read()
+        self._state, last = fold(segments, self._rules) if segments else (RunState(), None)
+        self._seq = last["seq"] if last else 0
+        self._clock = (
+            RunClock(last_at_s=last["at_s"], last_wall_time=last["wall_time"])
+            if last
+            else RunClock()
+        )
+        self._record = RunRecord(self._store, self._path, segments)
+        self._build_parts()
+
+    def _build_parts(self) -> None:
+        at_s, post = self._clock.at_s, self._post
+        self._capacity = Capacity(
+            names=self._names,
+            resources=self._config.worker_resources(),
+            on_granted=self._granted,
+        )
+        self._crew = Crew(
+            names=self._names,
+            at_s=at_s,
+            post=post,
+            is_draining=lambda node: self._nodes.is_draining(node),
+            boot={
+                "run_url": self._config.run.directory,
+                "settings": self._config.settings_json(),
+            },
+        )
+        self._nodes = Nodes(
+            names=self._names,
+            resources=self._config.worker_resources(),
+            at_s=at_s,
+            post=post,
+            is_unreachable=self._crew.is_unreachable,
+        )
+        self._observer = Observer(
+            post=post, at_s=at_s, node_silent=self._nodes.lost, patience=self._config.patience
+        )
+
+    async def serve(self) -> None:
+        """Be in charge until the run is over and everything is given back."""
+        page = StatusPage(
+            host=ray.util.get_node_ip_address(), status=self._status, registry=self._record.registry
+        )
+        self._record.announce(await page.start(), os.getpid())
+        if self._journal.life > 1:
+            await self._capacity.adopt(frozenset())
+        self._post(ControllerStarted(at_s=self._clock.at_s(), life=self._journal.life))
+        self._spawn(asyncio.to_thread(preload))
+        self._spawn(self._nodes.watch_forever(self._controller))
+        self._spawn(self._capacity.poll_forever())
+        self._spawn(self._judge_forever())
+        while not self._over.is_set():
+            await self._fold_next()
+        await self._close(page)
+
+    def on_report(self, report: NodeReport) -> None:
+        """Take in a keeper's report. On the loop."""
+        self._observer.on_report(report)
+
+    def request_stop(self, reason: str) -> None:
+        """Stop at the next step boundary. On the loop."""
+        self._post(StopRequested(at_s=self._clock.at_s(), reason=reason))
+
+    async def status(self) -> dict[str, Any]:
+        """Return the status document."""
+        return self._status()
+
+    def _post(self, event: Event) -> None:
+        self._inbox.put_nowait(event)
+
+    def _granted(self, slot: int, node: str) -> None:
+        self._post(SlotGranted(at_s=self._clock.at_s(), slot=slot, node=node))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        """A background task that fails is a bug of ours: say so and let Ray restart the process."""
+        self._background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("background_task_failed", exc_info=task.exception())
+            os._exit(1)
+
+    async def _fold_next(self) -> None:
+        try:
+            event = await asyncio.wait_for(self._inbox.get(), TICK_S)
+        except TimeoutError:
+            event = Ticked(at_s=self._clock.at_s())
+        before = self._state
+        self._state, actions = step(before, event, rules=self._rules)
+        if self._state is before and not actions:
+            return  # nothing changed, so a replay does not need it
+        records = [self._stamp(event_record(event))]
+        records += [self._stamp(action_record(action)) for action in actions]
+        self._journal.append(records)
+        for action in actions:
+            self._perform(action)
+        self._record.add(records)
+
+    def _stamp(self, record: dict[str, Any]) -> dict[str, Any]:
+        self._seq += 1
+        return {**record, "seq": self._seq, "wall_time": wall_time()}
+
+    def _perform(self, action: act.Action) -> None:
+        match action:
+            case act.RequestSlot():
+                self._spawn(self._capacity.request(action.slot, action.avoid))
+            case act.ReleaseSlot():
+                self._spawn(self._capacity.release(action.slot))
+            case act.StartWorker():
+                self._crew.start(action.worker, action.node)
+            case act.KillWorker():
+                self._crew.kill(action.worker)
+            case act.FenceAttempt():
+                self._observer.end()
+                self._crew.fence(action.attempt, action.workers)
+            case act.YieldAttempt():
+                self._crew.yield_at_boundary(action.attempt, action.workers)
+            case act.ReadCommitted():
+                self._spawn(self._read_committed(action))
+            case act.StartAttempt():
+                self._start_attempt(action)
+            case act.SurveyWorkers():
+                self._spawn(self._survey())
+            case act.FinishRun():
+                self._record.finish(action.outcome, action.reason)
+                self._over.set()
+            case _:
+                assert_never(action)
+
+    def _start_attempt(self, action: act.StartAttempt) -> None:
+        members = tuple(worker for worker, _, _ in action.members)
+        self._observer.begin(action.attempt, members, action.resume_step)
+        host, port = self._rendezvous.open()
+        for rank, (worker, _, slot) in enumerate(action.members):
+            assignment = Assignment(
+                attempt=action.attempt,
+                rank=rank,
+                layout=action.layout,
+                store_host=host,
+                store_port=port,
+                resume_step=action.resume_step,
+                resume_attempt=action.resume_attempt,
+                lineage=action.lineage,
+            )
+            self._crew.enter(worker, assignment, self._capacity.gpu_ids(slot))
+
+    async def _read_committed(self, action: act.ReadCommitted) -> None:
+        found = await asyncio.to_thread(
+            find_committed, self._store, f"{self._path}/checkpoints", lineage=action.lineage
+        )
+        self._post(
+            CommittedRead(
+                at_s=self._clock.at_s(),
+                attempt=action.attempt,
+                step=found.step if found else 0,
+                committed_by=found.attempt if found else 0,
+                skipped=tuple(f"{name}: {reason}" for name, reason in found.skipped)
+                if found
+                else (),
+            )
+        )
+
+    async def _survey(self) -> None:
+        names = [worker.name for worker in self._state.workers.values()]
+        alive = await self._crew.survey(names, timeout_s=SURVEY_S)
+        members = tuple(worker for worker, _, attempt in alive if attempt == self._state.attempt)
+        self._observer.begin(self._state.attempt, members, self._state.step)
+        for worker in members:
+            self._crew.attend(worker, self._state.attempt)
+        self._post(
+            WorkersSurveyed(
+                at_s=self._clock.at_s(),
+                alive=tuple(alive),
+                slots=tuple(self._capacity.granted()),
+                pending_slots=tuple(self._capacity.pending()),
+            )
+        )
+
+    async def _judge_forever(self) -> None:
+        while True:
+            self._observer.judge()
+            await asyncio.sleep(TICK_S)
+
+    def _status(self) -> dict[str, Any]:
+        return status_document(
+            described=describe(self._state),
+            observer=self._observer,
+            nodes=self._nodes,
+            at_s=self._clock.at_s(),
+        )
+
+    async def _close(self, page: StatusPage) -> None:
+        for task in list(self._background):
+            task.remove_done_callback(self._finished)
+            task.cancel()
+        self._crew.close()
+        self._crew.kill_all()
+        self._nodes.kill_keepers()
+        await self._capacity.release_all()
+        self._record.close()
+        await page.stop()

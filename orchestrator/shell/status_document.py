@@ -1,0 +1,80 @@
+"""The document that ``everstep status --json`` prints, put together from what the shell knows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from orchestrator.shell.nodes import NodeView
+from workers.protocol import WorkerReport
+
+
+def status_document(
+    *,
+    described: dict[str, Any],
+    reports: dict[str, WorkerReport],
+    seen_at_s: dict[str, float],
+    nodes: dict[str, NodeView],
+    at_s: float,
+    committed: tuple[int, int],
+) -> dict[str, Any]:
+    """Return the status of a run.
+
+    Args:
+        described: ``core.state.describe``.
+        reports: Last report of every worker.
+        seen_at_s: When each of those came, on the run's clock.
+        nodes: What the node watcher knows.
+        at_s: Now, on the run's clock.
+        committed: Newest committed (step, attempt) that is known.
+    """
+    rows = described["members"] + [{"rank": -1, **row} for row in described["standbys"]]
+    workers = [_worker(row, reports, seen_at_s, at_s) for row in rows]
+    members = [reports[row["worker"]] for row in described["members"] if row["worker"] in reports]
+    current = [report for report in members if report.attempt == described["attempt"]]
+    losses = [report.loss for report in current if not math.isnan(report.loss)]
+    known = {row["node"]: row for row in described["nodes"]}
+    return {
+        "phase": described["phase"],
+        "attempt": described["attempt"],
+        "step": max([described["step"], *(min(r.step for r in current) for _ in current[:1])]),
+        "loss": losses[0] if losses else None,
+        "layout": described["layout"],
+        "workers": workers,
+        "nodes": [
+            {
+                "node": view.node,
+                "raylet_pid": view.raylet_pid,
+                "state": view.state,
+                "slots": known.get(view.node, {}).get("slots", []),
+            }
+            for view in nodes.values()
+        ],
+        "pending_capacity": len(described["pending_slots"]),
+        "redundancy": {"kind": "checkpoint", "step": committed[0], "attempt": committed[1]},
+        "cause": described["cause"],
+        "reason": described["reason"],
+        "at_s": round(at_s, 3),
+    }
+
+
+def _worker(
+    row: dict[str, Any],
+    reports: dict[str, WorkerReport],
+    seen_at_s: dict[str, float],
+    at_s: float,
+) -> dict[str, Any]:
+    report = reports.get(row["worker"])
+    heartbeat_s = None
+    if report is not None:
+        heartbeat_s = round(report.beat_age_s + at_s - seen_at_s[row["worker"]], 3)
+    return {
+        "rank": row["rank"],
+        "worker": row["worker"],
+        "node": row["node"],
+        "pid": row["pid"],
+        "state": row["state"],
+        "phase": str(report.phase) if report is not None else None,
+        "step": report.step if report is not None else None,
+        "last_heartbeat_s": heartbeat_s,
+    }

@@ -1,0 +1,52 @@
+"""The controller's small HTTP page: ``/status`` for people's tools, ``/metrics`` for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+
+
+class StatusPage:
+    """Serves what ``status`` returns, read-only, on a free port of ``host``.
+
+    Args:
+        host: Address to listen on.
+        status: Called per request; returns a JSON document.
+        registry: The metrics to expose.
+    """
+
+    def __init__(
+        self, *, host: str, status: Callable[[], dict[str, Any]], registry: CollectorRegistry
+    ) -> None:
+        self._host = host
+        self._status = status
+        self._registry = registry
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> str:
+        """Begin to serve; return the page's URL."""
+        app = web.Application()
+        app.router.add_get("/status", self._get_status)
+        app.router.add_get("/metrics", self._get_metrics)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, 0)
+        await site.start()
+        port = self._runner.addresses[0][1]
+        return f"http://{self._host}:{port}"
+
+    async def stop(self) -> None:
+        """Stop serving."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _get_status(self, _request: web.Request) -> web.Response:
+        return web.json_response(self._status())
+
+    async def _get_metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(
+            body=generate_latest(self._registry), content_type="text/plain", charset="utf-8"
+        )

@@ -1,0 +1,91 @@
+"""The worker's Ray actor: orders in, outcomes out. Training runs in a thread of its own.
+
+The actor's methods are coroutines on Ray's event loop, so they answer while the training
+thread is stuck in a collective. One thread builds, trains and clears every attempt: torch
+keeps sharding caches per thread, and only the thread that filled them can empty them.
+
+Counterpart: ``orchestrator.shell.crew`` calls what is here, in this order: ``hello``, ``hold``,
+then per attempt ``enter``, ``attend`` and perhaps ``fence`` or ``yield_at_boundary``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from workers.protocol import Assignment, Fenced, Outcome
+
+
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=64)
+class Worker:
+    """One training process. It needs no orchestrator between two membership changes.
+
+    Args:
+        worker: Worker id, as ``w0007``.
+        directory: Shared-memory directory for this node's pages and rings.
+        run_url: The run directory.
+        settings: ``workers.train.settings.Settings`` as JSON.
+    """
+
+    def __init__(self, *, worker: str, directory: str, run_url: str, settings: Any) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        from workers.runner import AttemptRunner  # noqa: PLC0415  imports torch, in this process only
+
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        self._runner = AttemptRunner(
+            worker=worker, directory=Path(directory), run_url=run_url, settings=settings
+        )
+        self._outcomes: dict[int, Future[Outcome]] = {}
+        self._ordered: set[int] = set()
+        self._orders: queue.SimpleQueue[tuple[Assignment, tuple[int, ...]]] = queue.SimpleQueue()
+        threading.Thread(target=self._train_forever, name="train", daemon=True).start()
+
+    async def hello(self) -> dict[str, Any]:
+        """Return who this is: node, pid, and the attempt it is in (0 if none)."""
+        return {
+            "node": ray.get_runtime_context().get_node_id(),
+            "pid": os.getpid(),
+            "attempt": self._runner.attempt,
+        }
+
+    async def hold(self) -> None:
+        """Never return: the caller learns of this process's end by the call's failure."""
+        await asyncio.Event().wait()
+
+    async def enter(self, assignment: Assignment, gpu_ids: tuple[int, ...]) -> None:
+        """Join an attempt. Twice is once; an attempt that was fenced before is not entered."""
+        attempt = assignment.attempt
+        if attempt not in self._ordered and not self._runner.is_fenced(attempt):
+            self._ordered.add(attempt)
+            self._orders.put((assignment, gpu_ids))
+
+    async def attend(self, attempt: int) -> Outcome:
+        """Return how this worker left ``attempt``, when it has."""
+        return await asyncio.wrap_future(self._future(attempt))
+
+    async def fence(self, attempt: int) -> None:
+        """Leave ``attempt`` and never enter it again: wakes every collective it waits in."""
+        self._runner.fence(attempt)
+        if attempt not in self._ordered:
+            self._ordered.add(attempt)
+            self._future(attempt).set_result(Fenced(attempt=attempt, step=0))
+
+    async def yield_at_boundary(self, attempt: int) -> None:
+        """Leave ``attempt`` at the next step boundary that all its ranks agree on."""
+        self._runner.yield_at_boundary(attempt)
+
+    def _future(self, attempt: int) -> Future[Outcome]:
+        return self._outcomes.setdefault(attempt, Future())
+
+    def _train_forever(self) -> None:
+        while True:
+            assignment, gpu_ids = self._orders.get()
+            outcome = self._runner.run(assignment, gpu_ids)
+            self._outcomes[assignment.attempt].set_result(outcome)
