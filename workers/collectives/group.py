@@ -1,0 +1,291 @@
+"""The recorded process group: what torch.distributed calls, over gloo and NCCL.
+
+One Python subclass of ``ProcessGroup`` sees every collective of plain calls, functional
+collectives, DTensor, FSDP2 and DeviceMesh's sub-groups. torch 2.13 calls some collectives by
+new names (``all_gather_single``) and some by the old (``_allgather_base``): both are here, or
+a call would pass by unrecorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from workers.collectives.errors import AbortedError
+from workers.collectives.work import Call, RecordedWork, StreamWork
+
+if TYPE_CHECKING:
+    from workers.collectives.attempt import Attempt
+
+#: Groups of more members than this are named by their first, last and number.
+_NUM_RANKS_NAMED: Final = 8
+
+#: Method of ``ProcessGroup`` -> how it is recorded.
+_COLLECTIVES: Final = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "_allgather_base": "all_gather",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+}
+#: Collectives that name their outputs first; their payload is the second argument.
+_OUTPUT_FIRST: Final = frozenset({"all_gather", "all_to_all", "gather", "reduce_scatter"})
+_DTYPES: Final = {
+    dtype: code
+    for code, dtype in enumerate(
+        (
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.float64,
+            torch.int64,
+            torch.int32,
+            torch.uint8,
+            torch.int8,
+            torch.bool,
+        ),
+        start=1,
+    )
+}
+
+
+class RecordedGroup(dist.ProcessGroup):
+    """A process group that records every call and whose waits an abort ends.
+
+    Args:
+        attempt: The attempt that the group belongs to.
+        inner: The C++ group that does the work.
+        backends: Its backends by device type, "cpu" and perhaps "cuda".
+        ranks: Global ranks of the members, in group order.
+        rank: This process's place among them.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        inner: dist.ProcessGroup,
+        backends: dict[str, Any],
+        *,
+        ranks: tuple[int, ...],
+        rank: int,
+    ) -> None:
+        super().__init__(rank, len(ranks))
+        self._attempt = attempt
+        self._inner: Any = inner
+        self._backends = backends
+        self._ranks = ranks
+        self._rank = rank
+        self._index: int | None = None
+        self._label = ""
+        self._pairs: dict[tuple[int, int], int] = {}
+        # Functional collectives look the group up in C++ by a name that only a group with a
+        # backend of its own has.
+        for device, (kind, backend) in backends.items():
+            self._register_backend(torch.device(device), kind, backend)
+        self._set_default_backend(next(iter(backends.values()))[0])
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name that the group was asked for by."""
+        return self._attempt.backend_name
+
+    def abort(self) -> None:
+        """Abort the whole attempt: a group does not live on without the others."""
+        self._attempt.abort()
+
+    def abort_device(self) -> None:
+        """Abort what runs on the device; host waits are woken by the attempt."""
+        if "cuda" in self._backends:
+            self._backends["cuda"][1].abort()
+
+    def shutdown(self) -> None:
+        """End the inner backends, unless an abort left work in them."""
+        if not self._attempt.aborted.is_set():
+            for _, backend in self._backends.values():
+                backend.shutdown()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of later collectives."""
+        for _, backend in self._backends.values():
+            backend.set_timeout(timeout)
+
+    def release(self) -> tuple[Any, ...]:
+        """Let go of the inner group; return what must outlive it if work is in flight."""
+        held = (self._inner, self._backends)
+        self._inner, self._backends = None, {}
+        return held
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for every member."""
+        call = self._enter("barrier", 0, 0)
+        work = self._inner.barrier(opts if opts is not None else dist.BarrierOptions())
+        return self._returned(call, work, on_device="cuda" in self._backends)
+
+    def reduce_scatter_single(self, output: Any, value: Any, opts: Any = None) -> dist.Work:
+        """Reduce ``value`` over the members and leave this rank's part in ``output``."""
+        return self._reduce_scatter("reduce_scatter_single", [output], [value], opts)
+
+    def _reduce_scatter_base(self, output: Any, value: Any, opts: Any = None) -> dist.Work:
+        return self._reduce_scatter("reduce_scatter_single", [output], [value], opts)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Any], values: list[Any], opts: Any = None
+    ) -> dist.Work:
+        """Do as ``reduce_scatter_single`` for each pair."""
+        return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, values, opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Any], values: list[Any], opts: Any = None
+    ) -> dist.Work:
+        """Do as ``reduce_scatter_single`` for each pair."""
+        return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, values, opts)
+
+    def reduce_scatter(
+        self, outputs: list[Any], values: list[list[Any]], opts: Any = None
+    ) -> dist.Work:
+        """Reduce the members' lists and leave this rank's entry in ``outputs``."""
+        if outputs[0].is_cuda:
+            return self._reduce_scatter("reduce_scatter", outputs, values, opts)
+        joined = [torch.stack([tensor.contiguous() for tensor in parts]) for parts in values]
+        return self._reduce_scatter("reduce_scatter", outputs, joined, opts)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        """Send to the member ``peer``, by its place in the group."""
+        return self._point_to_point("send", self._rank, peer, tensors, tag)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        """Receive from the member ``peer``, by its place in the group."""
+        return self._point_to_point("recv", peer, self._rank, tensors, tag)
+
+    def _enter(self, op: str, size_bytes: int, dtype: int, pair: int | None = None) -> Call:
+        attempt = self._attempt
+        if attempt.aborted.is_set():
+            raise AbortedError(
+                f"attempt {attempt.number} was aborted; {op} was not started",
+                attempt=attempt.number,
+                op=op,
+            )
+        index = pair if pair is not None else self._index
+        if index is None:
+            self._label = group_name(self.group_desc, self._ranks, attempt.world_size)
+            index = self._index = attempt.ring.group(self._label, self._ranks)
+        number = attempt.ring.enter(index, op, size_bytes, dtype)
+        return Call(attempt, index, self._label, op, number, attempt.ring.seq(index))
+
+    def _reduce_scatter(
+        self, method: str, outputs: list[Any], values: list[Any], opts: Any
+    ) -> dist.Work:
+        opts = opts if opts is not None else dist.ReduceScatterOptions()
+        call = self._enter("reduce_scatter", *_payload(values))
+        if outputs[0].is_cuda:
+            single = method == "reduce_scatter_single"
+            arguments = (outputs[0], values[0]) if single else (outputs, values)
+            work = getattr(self._inner, method)(*arguments, opts)
+            return self._returned(call, work, on_device=True)
+        # As gloo's own (torch 2.13, ProcessGroupGloo::reduce_scatter_tensor_coalesced): an
+        # all-reduce of a copy. Its Work cannot be waited for in slices, an all-reduce's can.
+        buffers = [value.clone(memory_format=torch.contiguous_format) for value in values]
+        reduce_opts = dist.AllreduceOptions()
+        reduce_opts.reduceOp = opts.reduceOp
+        works = [self._inner.allreduce([buffer], reduce_opts) for buffer in buffers]
+
+        def finish() -> None:
+            for output, buffer in zip(outputs, buffers, strict=True):
+                part = buffer.view(len(self._ranks), -1)[self._rank]
+                output.copy_(part.view(output.shape))
+
+        return RecordedWork(call, works, finish=finish, keep=buffers)
+
+    def _point_to_point(
+        self, op: str, source: int, target: int, tensors: list[torch.Tensor], tag: int
+    ) -> dist.Work:
+        self._index_of_name()
+        pair = self._pairs.get((source, target))
+        if pair is None:
+            ranks = (self._ranks[source], self._ranks[target])
+            # Directed, so that the k-th send is the k-th receive whatever else the two do.
+            pair = self._attempt.ring.group(f"{self._label} {ranks[0]}>{ranks[1]}", ranks)
+            self._pairs[source, target] = pair
+        call = self._enter(op, *_payload(tensors), pair=pair)
+        peer = target if op == "send" else source
+        try:
+            work = getattr(self._inner, op)(tensors, peer, tag)
+        except RuntimeError as error:
+            # gloo refuses at once when the peer's connection is closed.
+            raise call.failed(error) from error
+        on_device = tensors[0].is_cuda
+        return self._returned(call, work, on_device=on_device, keep=tensors, sliced=False)
+
+    def _index_of_name(self) -> None:
+        if not self._label:
+            self._label = group_name(self.group_desc, self._ranks, self._attempt.world_size)
+
+    def _returned(
+        self, call: Call, work: Any, *, on_device: bool, keep: Any = None, sliced: bool = True
+    ) -> dist.Work:
+        if on_device:
+            return self._attempt.launched(StreamWork(call, work))
+        return RecordedWork(call, [work], keep=keep, sliced=sliced)
+
+
+def _collective(method: str, op: str) -> Callable[..., dist.Work]:
+    payload_at = 1 if op in _OUTPUT_FIRST else 0
+
+    def call(self: RecordedGroup, *args: Any) -> dist.Work:
+        size_bytes, dtype = _payload(args[payload_at])
+        entered = self._enter(op, size_bytes, dtype)
+        work = getattr(self._inner, method)(*args)
+        on_device = len(self._backends) > 1 and _on_device(args[payload_at])
+        return self._returned(entered, work, on_device=on_device, keep=args)
+
+    call.__name__ = method
+    call.__doc__ = f"Record an {op} and pass it to the inner group."
+    return call
+
+
+for _method, _op in _COLLECTIVES.items():
+    setattr(RecordedGroup, _method, _collective(_method, _op))
+
+
+def group_name(description: str, ranks: tuple[int, ...], world_size: int) -> str:
+    """Return the name of a group, the same on all its members.
+
+    ``world``, or the mesh axis and the members' global ranks, as in ``dp_shard[0,2]``: on a
+    mesh the ranks say as much as the coordinates on the other axes. Long groups are named by
+    first, last and number, which tells the groups of an axis apart.
+    """
+    axis = description.removeprefix("mesh_")
+    if axis in {"default_pg", "default"} and len(ranks) == world_size:
+        return "world"
+    if len(ranks) > _NUM_RANKS_NAMED:
+        return f"{axis}[{ranks[0]}..{ranks[-1]} of {len(ranks)}]"
+    return f"{axis}[{','.join(map(str, ranks))}]"
+
+
+def _payload(value: Any) -> tuple[int, int]:
+    """Return size in bytes and dtype code of a tensor or of nested lists of tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size(), _DTYPES.get(value.dtype, 0)
+    parts = [_payload(part) for part in value]
+    return sum(size for size, _ in parts), parts[0][1] if parts else 0
+
+
+def _on_device(value: Any) -> bool:
+    while not isinstance(value, torch.Tensor):
+        if not value:
+            return False
+        value = value[0]
+    return bool(value.is_cuda)

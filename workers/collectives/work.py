@@ -1,0 +1,331 @@
+"""Work that an abort can wake: what a recorded group returns for each collective.
+
+gloo's own ``abort`` leaves a waiter asleep until the timeout (torch 2.13; pytorch#130345), so
+nobody may wait inside gloo for long. A collective is waited for in slices; between two slices
+the waiter looks whether its attempt was aborted. A slice costs nothing when the collective is
+done within it; one that runs out costs about 70 us, 1 % of a core while a rank waits.
+Point-to-point works cannot be waited for in slices, since gloo closes the connection when one
+runs out: a helper thread waits, and the caller waits for the helper or the abort.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from workers.collectives.errors import AbortedError, CollectiveError
+from workers.collectives.ring import ABORTED, FAILED, FINISHED
+
+if TYPE_CHECKING:
+    from workers.collectives.attempt import Attempt
+
+#: Between two looks at the abort flag; bounds how late an abort is noticed.
+_SLICE: Final = timedelta(milliseconds=5)
+#: A helper thread without work ends after this long.
+_IDLE_S_MAX: Final = 2.0
+
+
+class Call:
+    """One collective, as the recorder and the errors name it."""
+
+    __slots__ = ("attempt", "group", "name", "number", "op", "seq")
+
+    def __init__(
+        self, attempt: Attempt, group: int, name: str, op: str, number: int, seq: int
+    ) -> None:
+        self.attempt = attempt
+        self.group = group
+        self.name = name
+        self.op = op
+        self.number = number
+        self.seq = seq
+
+    def end(self, flags: int) -> None:
+        """Record how the collective ended."""
+        self.attempt.ring.leave(self.group, self.seq, self.number, flags)
+
+    def aborted(self) -> AbortedError:
+        """Record that the attempt was aborted under the collective; return what to raise."""
+        self.end(ABORTED)
+        return AbortedError(
+            f"attempt {self.attempt.number} was aborted during {self.op} number {self.seq} "
+            f"of group {self.name}",
+            attempt=self.attempt.number,
+            op=self.op,
+        )
+
+    def failed(self, error: BaseException) -> CollectiveError | AbortedError:
+        """Record that the transport failed; return what to raise."""
+        if self.attempt.aborted.is_set():
+            return self.aborted()
+        self.end(FAILED)
+        return CollectiveError(
+            f"{self.op} number {self.seq} of group {self.name} failed in attempt "
+            f"{self.attempt.number}: {_first_line(error)}",
+            attempt=self.attempt.number,
+            group=self.name,
+            op=self.op,
+            seq=self.seq,
+        )
+
+
+class RecordedWork(dist.Work):
+    """A collective in flight on the CPU.
+
+    Args:
+        call: Its name and number.
+        inner: gloo's works; more than one for a coalesced collective.
+        finish: Run once, in the waiting thread, when all of ``inner`` are done.
+        keep: What must live as long as the transport may touch it.
+        sliced: Whether ``inner`` can be waited for in slices.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        inner: list[Any],
+        *,
+        finish: Callable[[], None] | None = None,
+        keep: Any = None,
+        sliced: bool = True,
+    ) -> None:
+        super().__init__()
+        self._call = call
+        self._inner = inner
+        self._finish = finish
+        self._keep = keep
+        self._sliced = sliced
+        self._done = False
+        self._error: Exception | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the collective is done; return True.
+
+        Raises:
+            AbortedError: The attempt was aborted.
+            CollectiveError: The transport failed.
+            RuntimeError: ``timeout`` passed; the collective goes on.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._done:
+            return True
+        # c10d passes 0 for "no timeout of its own".
+        limit_s = timeout.total_seconds() if timeout else None
+        try:
+            wait = self._wait_in_slices if self._sliced else self._wait_by_helper
+            wait(None if limit_s is None else time.monotonic() + limit_s)
+        except (AbortedError, CollectiveError) as error:
+            self._error = error
+            self._call.attempt.bury((self._inner, self._keep))
+            raise
+        if self._finish is not None:
+            self._finish()
+        self._done = True
+        self._call.end(FINISHED)
+        self._keep = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether ``wait`` would return at once."""
+        return self._done or (self._sliced and all(work.is_completed() for work in self._inner))
+
+    def is_success(self) -> bool:
+        """Return whether the collective was waited for and is done."""
+        return self._done
+
+    def exception(self) -> Any:
+        """Return what ``wait`` raised, or None."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Return nothing: every collective writes into its caller's tensors."""
+        return []
+
+    def synchronize(self) -> None:
+        """Do as ``wait`` does; there is no stream to order."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that a helper thread completes when the collective is done."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+
+        def complete() -> None:
+            try:
+                self.wait()
+            except (AbortedError, CollectiveError) as error:
+                future.set_exception(error)
+            else:
+                future.set_result([])
+
+        helpers.submit(complete)
+        return future
+
+    def _wait_in_slices(self, until_s: float | None) -> None:
+        aborted = self._call.attempt.aborted
+        for work in self._inner:
+            was_completed = False
+            while True:
+                if aborted.is_set():
+                    raise self._call.aborted()
+                try:
+                    work.wait(_SLICE)
+                    break
+                except RuntimeError as error:
+                    # The slice ran out, perhaps just before completion, or the work failed. A
+                    # wait for a completed work does not run out: then it is a failure.
+                    if was_completed:
+                        raise self._call.failed(error) from error
+                    was_completed = work.is_completed()
+                    if not was_completed:
+                        _check_limit(until_s, error)
+
+    def _wait_by_helper(self, until_s: float | None) -> None:
+        ended = self._call.attempt.waiter()
+        failures: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                for work in self._inner:
+                    work.wait()
+            except RuntimeError as error:
+                failures.append(error)
+            ended.set()
+
+        helpers.submit(wait)
+        if not ended.wait(None if until_s is None else until_s - time.monotonic()):
+            raise RuntimeError("the wait's own timeout passed")
+        if failures:
+            raise self._call.failed(failures[0]) from failures[0]
+        if not ended.finished:
+            raise self._call.aborted()
+
+
+class Waiter:
+    """An event that is set by its own completion or by the abort of its attempt."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.finished = False
+
+    def set(self) -> None:
+        """Wake the waiting thread: what it waits for is done."""
+        self.finished = True
+        self._event.set()
+
+    def wake(self) -> None:
+        """Wake the waiting thread: the attempt was aborted."""
+        self._event.set()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Block until woken; return False if ``timeout_s`` passed."""
+        return self._event.wait(timeout_s)
+
+
+class StreamWork(dist.Work):
+    """A collective in flight on a device. ``wait`` only orders streams, as NCCL's does.
+
+    The host never learns from ``wait`` when the device is done; the attempt settles the record
+    when it finds the work completed (``Attempt.settle``).
+    """
+
+    def __init__(self, call: Call, inner: Any) -> None:
+        super().__init__()
+        self._call = call
+        self._inner = inner
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Make the current stream wait for the collective; return True."""
+        if self._call.attempt.aborted.is_set():
+            raise self._call.aborted()
+        try:
+            return bool(self._inner.wait(timeout) if timeout else self._inner.wait())
+        except RuntimeError as error:
+            raise self._call.failed(error) from error
+
+    def settle(self) -> bool:
+        """Record the end if the device is done; return whether it is."""
+        if not self._inner.is_completed():
+            return False
+        self._call.end(FINISHED if self._inner.exception() is None else FAILED)
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the device is done."""
+        return bool(self._inner.is_completed())
+
+    def is_success(self) -> bool:
+        """Return whether the device is done and nothing failed."""
+        return bool(self._inner.is_success())
+
+    def exception(self) -> Any:
+        """Return the device's error, or None."""
+        return self._inner.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the inner work's tensors."""
+        return list(self._inner.result())
+
+    def synchronize(self) -> None:
+        """Order the current stream behind the collective."""
+        self._inner.synchronize()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return the inner work's future: it keeps the stream semantics."""
+        future: torch.futures.Future[Any] = self._inner.get_future()
+        return future
+
+
+class Helpers:
+    """Daemon threads for calls that block in C++ and cannot be interrupted.
+
+    A thread that finds no work for a while ends, so that re-formations leave none behind.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_idle = 0
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run ``task``, which must not raise, in a thread of its own at once."""
+        with self._lock:
+            if self._num_idle > 0:
+                self._num_idle -= 1
+            else:
+                threading.Thread(target=self._run, daemon=True, name="collectives").start()
+            self._queue.put(task)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                task = self._queue.get(timeout=_IDLE_S_MAX)
+            except queue.Empty:
+                with self._lock:
+                    if not self._queue.empty():
+                        continue
+                    self._num_idle -= 1
+                    return
+            task()
+            del task
+            with self._lock:
+                self._num_idle += 1
+
+
+helpers = Helpers()
+
+
+def _check_limit(until_s: float | None, error: RuntimeError) -> None:
+    if until_s is not None and time.monotonic() >= until_s:
+        raise error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
