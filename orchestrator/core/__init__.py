@@ -1,1 +1,1 @@
-"""The controller's decisions: ``machine.step`` folds events into the run state and returns actions."""
+"""The controller's decisions: ``machine.step`` folds events into a state, returns actions."""

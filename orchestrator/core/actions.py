@@ -77,7 +77,10 @@ class ReadCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartAttempt:
-    """Put ``members`` (rank order: worker, node, slot) to work as ``attempt`` from ``resume_step``."""
+    """Put ``members`` to work as ``attempt`` from ``resume_step``.
+
+    ``members`` is ``(worker, node, slot)`` in rank order.
+    """
 
     attempt: int
     members: tuple[tuple[str, str, int], ...]

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerStarted:
-    """A controller process began (``life`` counts from 1). From life 2 on the journal was folded first.
+    """A controller process began (``life`` counts from 1); from life 2 on the journal was folded.
 
     The machine answers with ``SurveyWorkers``: which workers live and in which attempt they are.
     """
@@ -74,7 +74,7 @@ class SlotGranted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady:
-    """A worker process is up with torch imported and can be assigned; it is a standby until then."""
+    """A worker process is up, has imported torch and can be assigned; a standby until then."""
 
     at_s: float
     worker: str

@@ -1,0 +1,71 @@
+"""The run controller as a pure function: (state, event) -> (state, actions).
+
+``step`` is the only way a run's state changes. It reads no clock, does no I/O and draws no
+random numbers, so a run replays exactly from its journal, and thousands of histories of faults
+can be simulated per second (``orchestrator.simulation``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from orchestrator.core import demand, on_fleet, on_members, on_time, planned, survey
+from orchestrator.core import events as ev
+from orchestrator.core.actions import Action
+from orchestrator.core.rules import RunRules
+from orchestrator.core.state import TERMINAL, RunState, freeze, next_deadline_s, thaw
+from orchestrator.core.turn import Turn
+
+Transition: TypeAlias = tuple[RunState, tuple[Action, ...]]
+
+#: One handler per kind of event; a test compares the keys with ``ev.Event``.
+_HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
+    ev.ControllerStarted: survey.controller_started,
+    ev.WorkersSurveyed: survey.surveyed,
+    ev.NodeJoined: on_fleet.node_joined,
+    ev.NodeLost: on_fleet.node_lost,
+    ev.NodeDraining: on_fleet.node_draining,
+    ev.SlotGranted: on_fleet.slot_granted,
+    ev.WorkerReady: on_fleet.worker_ready,
+    ev.WorkerExited: on_fleet.worker_exited,
+    ev.WorkerFormed: on_members.worker_formed,
+    ev.StepCompleted: on_members.step_completed,
+    ev.CheckpointCommitted: on_members.checkpoint_committed,
+    ev.WorkerLeft: on_members.worker_left,
+    ev.WorkerRaised: on_members.worker_raised,
+    ev.HangFound: on_members.hang_found,
+    ev.CommittedRead: on_members.committed_read,
+    ev.StopRequested: on_time.stop_requested,
+    ev.Ticked: on_time.ticked,
+}
+
+
+def step(state: RunState, event: ev.Event, *, rules: RunRules) -> Transition:
+    """Fold one event into the run.
+
+    Total: every event is legal in every phase. An event of another attempt than the current one
+    is stale and changes nothing; an event that comes twice changes nothing the second time.
+
+    Args:
+        state: The run before the event.
+        event: What happened.
+        rules: Of the run; the same at every call.
+
+    Returns:
+        The run after the event, and the actions to perform, in order. The very same state object
+        if the event changed nothing, so that the shell need not journal it.
+    """
+    if state.phase in TERMINAL and not isinstance(event, ev.ControllerStarted):
+        return state, ()
+    if isinstance(event, ev.Ticked) and event.at_s < next_deadline_s(state):
+        return state, ()
+    turn = Turn(thaw(state), rules, event.at_s)
+    _HANDLERS[type(event)](turn, event)
+    if turn.draft.phase not in TERMINAL:
+        demand.settle(turn)
+        planned.consider(turn)
+    after = freeze(turn.draft)
+    if not turn.actions and after == state:
+        return state, ()
+    return after, tuple(turn.actions)

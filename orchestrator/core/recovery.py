@@ -1,0 +1,260 @@
+"""From a fault to the next attempt: fence, read what was committed, decide.
+
+The order is what keeps the promises. Nothing is started before every member has left or is gone;
+what counts is read from storage, never from reports; who is blamed was proven guilty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from orchestrator.core import fleet
+from orchestrator.core.actions import FenceAttempt, ReadCommitted
+from orchestrator.core.ending import finish
+from orchestrator.core.formation import wait
+from orchestrator.core.state import Cause, Phase, WorkerStatus
+from orchestrator.core.turn import Turn
+from orchestrator.policies import budgets
+from orchestrator.policies.budgets import Fault, FaultClass, UserError
+
+#: How much a kind explains; what explains more replaces the cause while an attempt is fenced.
+_WEIGHT = {
+    "peer_lost": 0,
+    "controller_restart": 0,
+    "stop": 0,
+    "growth": 0,
+    "drain": 0,
+    "undecided": 1,
+    "hang": 3,
+    "exception": 2,
+    "preemption": 3,
+    "crash": 3,
+    "node_loss": 3,
+}
+_CLASS = {
+    "exception": FaultClass.USER,
+    "preemption": FaultClass.PREEMPTION,
+    "undecided": FaultClass.UNDECIDED,
+}
+#: Storage that did not answer this often in a row is taken for gone.
+_READS_MAX = 20
+
+
+def fault(turn: Turn, kind: str, guilty: tuple[str, ...], evidence: str) -> None:
+    """Note why the attempt cannot go on, and fence it if that was not begun yet."""
+    draft = turn.draft
+    cause = draft.cause
+    if draft.phase not in (Phase.FENCING, Phase.READING):
+        draft.cause = Cause(kind, guilty, evidence, turn.now_s)
+        _fence(turn)
+    elif cause is None or _WEIGHT[kind] > _WEIGHT[cause.kind]:
+        # The fault was found when the first hint of it came.
+        at_s = cause.at_s if cause else turn.now_s
+        draft.cause = Cause(kind, guilty, evidence, at_s)
+    elif kind == cause.kind and guilty and not set(guilty) <= set(cause.guilty):
+        draft.cause = replace(
+            cause, guilty=(*cause.guilty, *(g for g in guilty if g not in cause.guilty))
+        )
+
+
+def _fence(turn: Turn) -> None:
+    draft = turn.draft
+    assert draft.cause is not None
+    draft.phase = Phase.FENCING
+    draft.deadline_s = turn.now_s + turn.rules.bounds.fence_s
+    draft.down_since_s = min(draft.down_since_s, turn.now_s)
+    inside = members_inside(turn)
+    if inside:
+        turn.actions.append(
+            FenceAttempt(
+                attempt=draft.attempt,
+                workers=inside,
+                reason=draft.cause.evidence or draft.cause.kind,
+            )
+        )
+    draft.reads_pending = 0
+    if draft.num_inside:
+        # Read while the members leave: often the answer can be proven final when they have.
+        read(turn)
+
+
+def members_inside(turn: Turn) -> tuple[str, ...]:
+    """Return the members that are still in the attempt and not killed, in rank order."""
+    workers = (turn.draft.workers.get(number) for number in turn.draft.members)
+    return tuple(
+        worker.name
+        for worker in workers
+        if worker is not None and worker.inside and worker.status is WorkerStatus.READY
+    )
+
+
+def read(turn: Turn) -> None:
+    """Ask storage what was committed."""
+    draft = turn.draft
+    draft.reads_pending += 1
+    draft.read_after_fence = draft.num_inside == 0
+    draft.read_seen = False
+    turn.actions.append(ReadCommitted(attempt=draft.attempt, lineage=draft.lineage))
+
+
+def proceed(turn: Turn) -> None:
+    """Go on with a recovery if all members are gone and what to resume from is known."""
+    draft = turn.draft
+    if draft.phase is Phase.FENCING and draft.num_inside == 0:
+        draft.phase = Phase.READING
+        draft.deadline_s = turn.now_s + turn.rules.bounds.read_s
+    if draft.phase is not Phase.READING:
+        return
+    if _known_is_final(turn):
+        decide(turn)
+    elif draft.reads_pending == 0:
+        read(turn)
+
+
+def _known_is_final(turn: Turn) -> bool:
+    """Return whether no commit of the fenced attempt can be newer than the known one.
+
+    A commit of step s needs every rank to have completed s. So the least step that any member
+    had completed when it left bounds it. Where that is not reached, or nobody could say, only a
+    read that was sent after the fence is final. An attempt that never trained is always read
+    for, because what it failed to load may be damaged.
+    """
+    draft = turn.draft
+    if draft.read_seen and draft.read_after_fence:
+        return True
+    if not (draft.read_seen or draft.stepped) or draft.left_step < 0:
+        return False
+    every = turn.rules.checkpoint_every
+    if draft.yielded_step != -1 or draft.known[0] % every:
+        # A yield commits at any step.
+        every = 1
+    return draft.known[0] >= draft.left_step - draft.left_step % every
+
+
+def committed_read(turn: Turn, step: int, committed_by: int) -> None:
+    """Take the answer of storage."""
+    draft = turn.draft
+    if draft.phase not in (Phase.FENCING, Phase.READING) or draft.reads_pending == 0:
+        return
+    draft.reads_pending -= 1
+    draft.read_seen = True
+    # Also if older than what was known: a damaged version is passed over.
+    draft.known = (step, committed_by)
+    proceed(turn)
+
+
+def fence_bound(turn: Turn) -> None:
+    """Kill the members that did not leave in time; give up those that cannot be killed."""
+    draft = turn.draft
+    draft.deadline_s = turn.now_s + turn.rules.bounds.kill_s
+    for number in draft.members:
+        worker = draft.workers.get(number)
+        if worker is None or not worker.inside:
+            continue
+        if worker.status is WorkerStatus.READY:
+            fleet.kill_worker(turn, number, f"did not leave attempt {draft.attempt} when fenced")
+        elif worker.deadline_s <= turn.now_s:
+            give_up(turn, number)
+        else:
+            draft.deadline_s = min(draft.deadline_s, worker.deadline_s)
+    proceed(turn)
+
+
+def give_up(turn: Turn, number: int) -> None:
+    """Forget a killed process of which nothing was heard.
+
+    It cannot commit alone, and what it writes belongs to an attempt that no longer counts.
+    Its node does not do as told, which is a proven failure of the node.
+    """
+    node = turn.draft.workers[number].node
+    fleet.drop_worker(turn, number)
+    fleet.strike(turn, node)
+
+
+def read_bound(turn: Turn) -> None:
+    """Ask storage again, or give up on it."""
+    draft = turn.draft
+    if draft.reads_pending >= _READS_MAX:
+        waited_s = _READS_MAX * turn.rules.bounds.read_s
+        finish(turn, "failed", f"storage has not answered for {waited_s:.0f} s: check checkpoints/")
+        return
+    read(turn)
+    draft.deadline_s = turn.now_s + turn.rules.bounds.read_s
+
+
+def decide(turn: Turn) -> None:
+    """End the run or start the next attempt, now that the last one is fenced and read."""
+    draft = turn.draft
+    if draft.known[0] >= turn.rules.total_steps:
+        finish(turn, "completed", f"step {draft.known[0]} is committed")
+        return
+    if draft.stop_reason:
+        finish(turn, "stopped", draft.stop_reason)
+        return
+    problem = _charge(turn)
+    if problem:
+        finish(turn, "failed", problem)
+        return
+    wait(turn)
+
+
+def _charge(turn: Turn) -> str:
+    """Charge the failed attempt to its budget; return why the run must fail, or ""."""
+    draft, rules = turn.draft, turn.rules.budgets
+    bug = budgets.user_bug(draft.raised, draft.raised_before)
+    if bug is not None:
+        return (
+            f"{bug.traceback.rstrip()}\n\nrank {bug.rank} raised at step {bug.step}: {bug.error} "
+            f"(attempt {draft.attempt}; seen twice, so it is taken for a bug)"
+        )
+    # The last 64 are enough: what is to be recognised comes back at the same step, at once.
+    draft.raised_before = (*draft.raised_before, *draft.raised)[-64:]
+    kind = draft.cause.kind if draft.cause else "peer_lost"
+    fault_class = _CLASS.get(kind, FaultClass.INFRASTRUCTURE)
+    if kind not in ("growth", "drain", "stop", "controller_restart"):
+        draft.faults = budgets.charge(
+            draft.faults, Fault(at_s=turn.now_s, fault_class=fault_class), rules
+        )
+    progressed = draft.known[0] > draft.known_at_start[0]
+    draft.num_stuck = 0 if progressed else draft.num_stuck + 1
+    if draft.stepped and fault_class is not FaultClass.UNDECIDED:
+        draft.num_undecided = 0
+    elif fault_class is FaultClass.UNDECIDED:
+        draft.num_undecided = 1 if progressed else draft.num_undecided + 1
+    problem = budgets.overspent(
+        draft.faults,
+        num_stuck=draft.num_stuck,
+        num_undecided=draft.num_undecided,
+        rules=rules,
+    )
+    if not problem or draft.cause is None:
+        return problem
+    lines = (f"the last failure: {draft.cause.kind}: {draft.cause.evidence}", problem)
+    shown = [error.traceback.rstrip() for error in draft.raised[:1]]
+    return "\n".join((*shown, *lines))
+
+
+def note_raised(turn: Turn, error: UserError) -> None:
+    """Keep an exception of the current attempt for the verdict at its end."""
+    draft = turn.draft
+    if error not in draft.raised:
+        draft.raised = (*draft.raised, error)
+
+
+def phase_bound(turn: Turn) -> None:
+    """Handle the bound of a phase in which an attempt should have gone on."""
+    draft = turn.draft
+    workers = (draft.workers.get(number) for number in draft.members)
+    if draft.phase is Phase.FORMING:
+        late = [w.name for w in workers if w is not None and w.inside and not w.formed]
+        bound_s = turn.rules.bounds.form_s
+        what = "had not formed"
+    else:
+        late = [w.name for w in workers if w is not None and w.inside]
+        bound_s = turn.rules.bounds.yield_s
+        what = "had not yielded"
+    evidence = f"after {bound_s:g} s {', '.join(late[:8])} {what}"
+    draft.deadline_s = inf
+    fault(turn, "undecided", (), evidence)
+    proceed(turn)

@@ -1,0 +1,101 @@
+"""What a run may do, fixed at its start: sizes, bounds of waits, policies' limits.
+
+The shell derives the bounds from the configuration; the machine only compares them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from orchestrator.policies.budgets import BudgetRules
+from orchestrator.policies.growth import GrowthRules
+from orchestrator.policies.layout import LayoutRules, usable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """The bound of every wait, in seconds; what happens at it is said beside it.
+
+    Attributes:
+        grace_s: First attempt: wait this long for all ``max_workers``, then start with fewer.
+        capacity_s: Fewer than ``min_workers`` for this long: the run fails.
+        start_s: A worker process must be ready by then, or it is killed.
+        form_s: All members must have formed, or the attempt is fenced (nobody is blamed).
+        fence_s: A fenced member must have left, or it is killed.
+        kill_s: A killed process must be gone, or it is given up with its slot.
+        read_s: Storage must have answered, or it is asked again.
+        yield_s: Members must have left as asked, or the attempt is fenced; four steps come on top.
+        survey_s: The survey must have come, or it is asked for again.
+        drain_lead_s: A draining node is left this long before its deadline.
+        backoff_s: First pause after a worker process failed to start; doubles each time.
+    """
+
+    grace_s: float = 30.0
+    capacity_s: float = 86400.0
+    start_s: float = 60.0
+    form_s: float = 60.0
+    fence_s: float = 2.0
+    kill_s: float = 3.0
+    read_s: float = 10.0
+    yield_s: float = 5.0
+    survey_s: float = 10.0
+    drain_lead_s: float = 10.0
+    backoff_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert self.fence_s <= self.form_s, f"fence_s={self.fence_s} exceeds form_s={self.form_s}"
+        assert self.grace_s <= self.capacity_s, f"grace_s={self.grace_s} exceeds capacity_s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AvoidRules:
+    """When a node on which workers keep failing gets no new ones for a while.
+
+    Attributes:
+        strikes_max: Proven failures (crash, proven hang, failed start) within the window.
+        window_s: How long a strike counts.
+        avoid_s: How long the node is avoided; shorter if the run needs it to reach its minimum.
+    """
+
+    strikes_max: int = 3
+    window_s: float = 600.0
+    avoid_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRules:
+    """Everything ``machine.step`` needs besides state and event.
+
+    Attributes:
+        run: Name of the run.
+        min_workers: Fewest workers that may train.
+        max_workers: Most workers; as many slots are asked for, always.
+        standby_per_node: Warm processes per node beyond its slots.
+        total_steps: The run is complete when this step is committed.
+        checkpoint_every: Steps between commits; only a hint that saves a read of storage.
+        starts_failed_max: Worker processes that may die at start in a row before any got ready.
+    """
+
+    run: str
+    min_workers: int
+    max_workers: int
+    total_steps: int
+    standby_per_node: int = 0
+    checkpoint_every: int = 1
+    starts_failed_max: int = 20
+    layout: LayoutRules = field(default_factory=LayoutRules)
+    growth: GrowthRules = field(default_factory=GrowthRules)
+    budgets: BudgetRules = field(default_factory=BudgetRules)
+    avoid: AvoidRules = field(default_factory=AvoidRules)
+    bounds: Bounds = field(default_factory=Bounds)
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.min_workers <= self.max_workers, (
+            f"min_workers={self.min_workers} and max_workers={self.max_workers} are not ordered"
+        )
+        assert usable(self.max_workers, self.layout) >= self.min_workers, (
+            f"dp_replicate={self.layout.dp_replicate} leaves no layout with at least "
+            f"min_workers={self.min_workers} of max_workers={self.max_workers}"
+        )
+        assert self.checkpoint_every >= 1, f"checkpoint_every={self.checkpoint_every}"
+        assert self.total_steps >= 1, f"total_steps={self.total_steps}"

@@ -1,0 +1,140 @@
+"""After a controller restart: bring what the journal says in line with what is there.
+
+Nobody knows which of the last actions were performed. So every one that may have been lost is
+given again (all are idempotent), and an attempt that trains undisturbed is left alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from orchestrator.core import demand, fleet, formation, planned, recovery
+from orchestrator.core.actions import (
+    FenceAttempt,
+    FinishRun,
+    KillWorker,
+    ReleaseSlot,
+    RequestSlot,
+    SurveyWorkers,
+    YieldAttempt,
+)
+from orchestrator.core.events import ControllerStarted, WorkersSurveyed
+from orchestrator.core.state import ACTIVE, TERMINAL, Phase, WorkerStatus
+from orchestrator.core.turn import Turn
+
+
+def controller_started(turn: Turn, event: ControllerStarted) -> None:
+    """Begin the run, or ask what lives if it was begun by an earlier controller."""
+    draft = turn.draft
+    draft.life = max(draft.life, event.life)
+    if draft.phase in TERMINAL:
+        outcome = "failed" if draft.phase is Phase.FAILED else "completed"
+        if draft.phase is Phase.FINISHED and draft.stop_reason:
+            outcome = "stopped"
+        turn.actions.append(FinishRun(outcome=outcome, reason=draft.reason))
+    elif event.life > 1:
+        ask(turn)
+    elif draft.deadline_s == inf:
+        draft.waiting_since_s = turn.now_s
+        draft.deadline_s = turn.now_s + turn.rules.bounds.capacity_s
+
+
+def ask(turn: Turn) -> None:
+    """Ask what lives."""
+    turn.draft.surveying_until_s = turn.now_s + turn.rules.bounds.survey_s
+    turn.actions.append(SurveyWorkers(attempt=turn.draft.attempt))
+
+
+def surveyed(turn: Turn, event: WorkersSurveyed) -> None:
+    """Take the answer, and go on from there."""
+    draft = turn.draft
+    if draft.surveying_until_s == inf:
+        return
+    draft.surveying_until_s = inf
+    _reconcile_slots(turn, event)
+    dead, left = _reconcile_workers(turn, event)
+    # Starts that were ordered may have been lost: look at every node again.
+    draft.short = tuple(range(len(draft.node_ids)))
+    if draft.phase in ACTIVE:
+        _resume_attempt(turn, dead, left)
+    elif draft.phase is Phase.FENCING:
+        inside = recovery.members_inside(turn)
+        if inside:
+            turn.actions.append(
+                FenceAttempt(
+                    attempt=draft.attempt, workers=inside, reason="the controller restarted"
+                )
+            )
+        draft.reads_pending = 0
+        recovery.proceed(turn)
+    elif draft.phase is Phase.READING:
+        draft.reads_pending = 0
+        recovery.proceed(turn)
+    else:
+        formation.wait(turn)
+
+
+def _resume_attempt(turn: Turn, dead: list[str], left: list[str]) -> None:
+    """Leave an attempt alone that trains with all its members; fence any other."""
+    draft = turn.draft
+    if dead:
+        evidence = f"{', '.join(dead)} died while the controller was away"
+        recovery.fault(turn, "crash", tuple(dead), evidence)
+    elif left:
+        evidence = f"{', '.join(left)} left while the controller was away"
+        recovery.fault(turn, "controller_restart", (), evidence)
+    elif draft.phase is Phase.FORMING:
+        # Whether each member was given its assignment is not known.
+        recovery.fault(turn, "controller_restart", (), "restarted while the attempt formed")
+    elif draft.phase is Phase.YIELDING and draft.cause is not None and not draft.completed:
+        turn.actions.append(
+            YieldAttempt(
+                attempt=draft.attempt,
+                workers=recovery.members_inside(turn),
+                reason=draft.cause.evidence,
+            )
+        )
+        planned.all_left(turn)
+    recovery.proceed(turn)
+
+
+def _reconcile_slots(turn: Turn, event: WorkersSurveyed) -> None:
+    draft = turn.draft
+    granted = dict(event.slots)
+    pending = set(event.pending_slots)
+    for number, slot in sorted(draft.slots.items()):
+        if slot.node >= 0:
+            if granted.get(number) != draft.nodes[slot.node].name:
+                demand.release_slot(turn, number)
+        elif number in granted:
+            fleet.place_slot(turn, number, fleet.find_node(turn, granted[number]))
+        elif number not in pending:
+            turn.actions.append(RequestSlot(slot=number, avoid=slot.avoid))
+    for number in sorted((*granted, *pending)):
+        if number not in draft.slots:
+            turn.actions.append(ReleaseSlot(slot=number))
+
+
+def _reconcile_workers(turn: Turn, event: WorkersSurveyed) -> tuple[list[str], list[str]]:
+    """Return the members of the current attempt that died, and those that left it, unheard."""
+    draft = turn.draft
+    alive = {worker: attempt for worker, _, attempt in event.alive}
+    dead: list[str] = []
+    left: list[str] = []
+    for number, worker in sorted(draft.workers.items()):
+        if worker.name not in alive:
+            if worker.inside:
+                dead.append(worker.name)
+            fleet.drop_worker(turn, number)
+        elif worker.status is WorkerStatus.DYING:
+            turn.actions.append(
+                KillWorker(worker=worker.name, reason="killed before the controller restarted")
+            )
+        elif worker.inside and alive[worker.name] != draft.attempt:
+            left.append(worker.name)
+            fleet.put_worker(turn, number, replace(worker, inside=False))
+    for name in sorted(alive):
+        if fleet.find_worker(turn, name) is None:
+            turn.actions.append(KillWorker(worker=name, reason="not known to the run"))
+    return dead, left

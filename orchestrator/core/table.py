@@ -1,0 +1,93 @@
+"""A persistent map from small integers: an old version stays valid when a new one is made.
+
+The run state is a value, so a change must not touch the old one. A plain ``dict`` would be
+copied whole on every event; 10,000 nodes make that the controller's main cost. Keys are
+consecutive integers here, so the map is cut into chunks and only one chunk is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+V = TypeVar("V")
+
+#: Keys per chunk: with 30,000 keys a change copies 64 entries and 470 references, about 2 us.
+_CHUNK_BITS = 6
+
+
+class Table(Generic[V]):
+    """An immutable map from ``int >= 0``; iterates in ascending order of keys' chunks, then of age.
+
+    ``set`` and ``without`` return a new table and leave the old one as it is.
+    """
+
+    __slots__ = ("_chunks", "_len")
+
+    def __init__(self, _chunks: tuple[dict[int, V], ...] = (), _len: int = 0) -> None:
+        self._chunks = _chunks
+        self._len = _len
+
+    def get(self, key: int) -> V | None:
+        """Return the value of ``key``, or None."""
+        index = key >> _CHUNK_BITS
+        return self._chunks[index].get(key) if index < len(self._chunks) else None
+
+    def __getitem__(self, key: int) -> V:
+        """Return the value of ``key``; ``KeyError`` or ``IndexError`` if there is none."""
+        return self._chunks[key >> _CHUNK_BITS][key]
+
+    def __contains__(self, key: int) -> bool:
+        """Return whether ``key`` has a value."""
+        index = key >> _CHUNK_BITS
+        return index < len(self._chunks) and key in self._chunks[index]
+
+    def __len__(self) -> int:
+        """Return the number of keys."""
+        return self._len
+
+    def set(self, key: int, value: V) -> Table[V]:
+        """Return the table with ``key`` set to ``value``."""
+        assert key >= 0, f"key {key} is negative"
+        index = key >> _CHUNK_BITS
+        chunks = self._chunks
+        if index >= len(chunks):
+            chunks += tuple({} for _ in range(index + 1 - len(chunks)))
+        chunk = dict(chunks[index])
+        grown = self._len + (key not in chunk)
+        chunk[key] = value
+        return Table((*chunks[:index], chunk, *chunks[index + 1 :]), grown)
+
+    def without(self, key: int) -> Table[V]:
+        """Return the table without ``key``, which must be there."""
+        index = key >> _CHUNK_BITS
+        chunk = dict(self._chunks[index])
+        del chunk[key]
+        return Table((*self._chunks[:index], chunk, *self._chunks[index + 1 :]), self._len - 1)
+
+    def items(self) -> Iterator[tuple[int, V]]:
+        """Iterate over ``(key, value)``."""
+        for chunk in self._chunks:
+            yield from chunk.items()
+
+    def values(self) -> Iterator[V]:
+        """Iterate over the values."""
+        for chunk in self._chunks:
+            yield from chunk.values()
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the keys."""
+        for chunk in self._chunks:
+            yield from chunk
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both hold the same keys and values."""
+        return isinstance(other, Table) and dict(self.items()) == dict(other.items())
+
+    def __hash__(self) -> int:
+        """Tables hold mutable chunks inside, so a hash would only invite misuse."""
+        raise TypeError("a Table is not hashable")
+
+    def __repr__(self) -> str:
+        """Return the contents as a dict."""
+        return f"Table({dict(self.items())!r})"

@@ -1,0 +1,117 @@
+"""How much failing is too much, and whose fault it is.
+
+Pure. Infrastructure, preemption and user errors have budgets of their own: a spot cluster may
+lose a hundred nodes a day and be well, a training script that raises twice at one step will
+raise a third time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FaultClass(StrEnum):
+    """Which budget a failed attempt is charged to."""
+
+    INFRASTRUCTURE = "infrastructure"
+    PREEMPTION = "preemption"
+    USER = "user"
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetRules:
+    """Limits, as rates: what is far apart is survived for ever.
+
+    Attributes:
+        window_s: Length of the window in which faults are counted.
+        infrastructure_max: Most infrastructure faults in a window.
+        preemption_max: Most preemptions in a window.
+        user_max: Most single-rank user errors in a window.
+        undecided_max: Most hangs in a row, without a step between, that nobody could explain.
+        stuck_max: Most failed attempts in a row without one new committed step.
+    """
+
+    window_s: float = 3600.0
+    infrastructure_max: int = 1000
+    preemption_max: int = 10000
+    user_max: int = 3
+    undecided_max: int = 2
+    stuck_max: int = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One failed attempt, as charged."""
+
+    at_s: float
+    fault_class: FaultClass
+
+
+@dataclass(frozen=True, slots=True)
+class UserError:
+    """One rank's exception: what is compared between ranks and attempts, and what is shown."""
+
+    rank: int
+    step: int
+    error: str
+    traceback: str
+
+    @property
+    def error_type(self) -> str:
+        """Return the part before the message, as in ``ValueError``."""
+        return self.error.split(":", 1)[0]
+
+
+def charge(faults: tuple[Fault, ...], fault: Fault, rules: BudgetRules) -> tuple[Fault, ...]:
+    """Return the faults of the window that ends with ``fault``, which is the last of them."""
+    oldest_s = fault.at_s - rules.window_s
+    return (*(f for f in faults if f.at_s > oldest_s), fault)
+
+
+def overspent(
+    faults: Sequence[Fault], *, num_stuck: int, num_undecided: int, rules: BudgetRules
+) -> str:
+    """Return which budget is overspent, as one line for people; "" if none is."""
+    limits = {
+        FaultClass.INFRASTRUCTURE: rules.infrastructure_max,
+        FaultClass.PREEMPTION: rules.preemption_max,
+        FaultClass.USER: rules.user_max,
+    }
+    for fault_class, limit in limits.items():
+        count = sum(fault.fault_class is fault_class for fault in faults)
+        if count > limit:
+            return (
+                f"{count} {fault_class} failures within {rules.window_s:.0f} s "
+                f"(the budget is {limit})"
+            )
+    if num_undecided > rules.undecided_max:
+        return (
+            f"{num_undecided} hangs in a row without progress, and it is undecided "
+            "which worker causes them"
+        )
+    if num_stuck > rules.stuck_max:
+        return f"{num_stuck} attempts in a row failed without a new committed step"
+    return ""
+
+
+def user_bug(now: Sequence[UserError], before: Sequence[UserError]) -> UserError | None:
+    """Return the error that proves a bug in the user's code, or None.
+
+    One rank's exception may come from its machine, and is survived once. The same type on two
+    ranks in one attempt, or again at the same step in a later attempt, comes from the code.
+
+    Args:
+        now: Errors of the attempt that has just ended, in order of arrival.
+        before: Errors of earlier attempts.
+    """
+    for index, error in enumerate(now):
+        for other in now[:index]:
+            if other.rank != error.rank and other.error_type == error.error_type:
+                return now[0]
+        for earlier in before:
+            if earlier.step == error.step and earlier.error_type == error.error_type:
+                return error
+    return None
