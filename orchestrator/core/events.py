@@ -100,11 +100,20 @@ class WorkerExited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFormed:
-    """``worker`` has built its mesh and model in ``attempt`` and has loaded its state."""
+    """``worker`` has built its mesh and model in ``attempt`` and has loaded its state.
+
+    Attributes:
+        form_s: How long mesh and model took; 0.0 if it was not measured.
+        load_s: How long loading took.
+        sources: ``(source, bytes)`` that were loaded, by kind of source.
+    """
 
     at_s: float
     attempt: int
     worker: str
+    form_s: float = 0.0
+    load_s: float = 0.0
+    sources: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +207,15 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FaultInjected:
+    """We caused a fault ourselves (tests, ``everstep chaos``). Only the journal wants to know."""
+
+    at_s: float
+    fault: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked:
     """Time passed; deadlines in the state are compared with ``at_s``."""
 
@@ -221,5 +239,6 @@ Event: TypeAlias = (
     | HangFound
     | CommittedRead
     | StopRequested
+    | FaultInjected
     | Ticked
 )

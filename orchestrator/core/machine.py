@@ -37,6 +37,7 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     ev.HangFound: on_members.hang_found,
     ev.CommittedRead: on_members.committed_read,
     ev.StopRequested: on_time.stop_requested,
+    ev.FaultInjected: on_time.fault_injected,
     ev.Ticked: on_time.ticked,
 }
 

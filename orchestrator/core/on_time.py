@@ -7,7 +7,7 @@ from math import inf
 
 from orchestrator.core import demand, fleet, formation, recovery, survey
 from orchestrator.core.ending import finish
-from orchestrator.core.events import StopRequested, Ticked
+from orchestrator.core.events import FaultInjected, StopRequested, Ticked
 from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.turn import Turn
 
@@ -68,6 +68,10 @@ def _look_at_nodes(turn: Turn) -> None:
         forgiven |= 0.0 < node.avoid_until_s <= now_s
     if forgiven:
         demand.renew_pending(turn)
+
+
+def fault_injected(turn: Turn, event: FaultInjected) -> None:
+    """Change nothing: whoever causes a fault must not help to find it."""
 
 
 def stop_requested(turn: Turn, event: StopRequested) -> None:

@@ -34,25 +34,30 @@ def consider(turn: Turn) -> None:
     num_after = layout_policy.usable(
         min(draft.num_usable, turn.rules.max_workers), turn.rules.layout
     )
-    if draft.num_leaving and num_after >= turn.rules.min_workers:
-        _consider_drain(turn, num_after)
-    if draft.phase is Phase.RUNNING and num_after > len(draft.members):
+    may_leave = draft.num_leaving > 0 and num_after >= turn.rules.min_workers
+    if may_leave and _leaves_draining_nodes(turn, num_after):
+        return
+    if num_after > len(draft.members):
         _consider_growth(turn, num_after)
 
 
-def _consider_drain(turn: Turn, num_after: int) -> None:
-    """Leave draining nodes when replacements are ready, and in any case before the deadline."""
+def _leaves_draining_nodes(turn: Turn, num_after: int) -> bool:
+    """Leave draining nodes when replacements are ready, in any case before the deadline.
+
+    Returns whether the members were asked to leave.
+    """
     draft = turn.draft
     used = dict.fromkeys(draft.workers[member].node for member in draft.members)
     draining = [node for node in (draft.nodes[number] for number in used) if node.draining]
     if not draining:
-        return
+        return False
     leave_at_s = min(node.leave_by_s for node in draining) - turn.rules.bounds.drain_lead_s
     if num_after >= len(draft.members) or turn.now_s >= leave_at_s:
         names = ", ".join(sorted(node.name for node in draining))
         yield_attempt(turn, "drain", f"leaving {names} before the provider takes it")
-    else:
-        draft.deadline_s = min(draft.deadline_s, leave_at_s)
+        return True
+    draft.deadline_s = min(draft.deadline_s, leave_at_s)
+    return False
 
 
 def _consider_growth(turn: Turn, num_after: int) -> None:

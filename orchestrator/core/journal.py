@@ -1,0 +1,232 @@
+"""The journal's content: one JSON object for every event and every action of the run.
+
+Pure: values in, values out; ``orchestrator.shell`` does the writing, one segment per life of the
+controller. The journal is the input log, so an event's record is written before its actions are
+performed, and folding the events again gives the same state and the same actions. The last line
+of a segment may be torn, because a controller may die while it appends.
+
+A record: ``{"v": 1, "seq": 91, "at_s": 812.4, "wall_time": 1.7e9, "attempt": 3,
+"kind": "WorkerExited", "worker": "w0005", "cause": "crash", "detail": "..."}``. ``attempt`` is
+the one the item names; that of the state where it names none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
+from types import UnionType
+from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
+from orchestrator.core.machine import step
+from orchestrator.core.rules import RunRules
+from orchestrator.core.state import RunState
+from orchestrator.errors import JournalCorruptError
+from ucp_core.layout import ParallelLayout
+
+#: Version of the record format. A reader refuses a higher one.
+VERSION = 1
+
+JournalRecord: TypeAlias = dict[str, Any]
+_Decoder: TypeAlias = Callable[[Any], Any]
+
+
+def turn_records(
+    event: ev.Event, actions: Iterable[act.Action], *, attempt: int
+) -> list[JournalRecord]:
+    """Return the records of one event and the actions it led to, in order.
+
+    The writer adds ``seq`` (consecutive over the whole run) and ``wall_time``.
+
+    Args:
+        event: What was folded.
+        actions: What ``machine.step`` returned for it.
+        attempt: Of the state after the event.
+    """
+    items: list[ev.Event | act.Action] = [event, *actions]
+    return [_record(item, at_s=event.at_s, attempt=attempt) for item in items]
+
+
+def parse(record: Mapping[str, Any]) -> ev.Event | act.Action:
+    """Return the event or action of a record.
+
+    Raises:
+        JournalCorruptError: It is none of a version that is known here.
+    """
+    where = f"journal record seq={record.get('seq')}"
+    version = record.get("v")
+    if not isinstance(version, int) or version > VERSION:
+        raise JournalCorruptError(
+            f"{where} has version {version}, this program reads up to {VERSION}: "
+            "use the program that wrote it, or a newer one",
+            version=version,
+        )
+    try:
+        kind = _KINDS[record["kind"]]
+        values = {
+            name: decoder(record[name])
+            for name, decoder in _CODECS[kind].items()
+            if name in record or name in _REQUIRED[kind]
+        }
+        item: ev.Event | act.Action = kind(**values)
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise JournalCorruptError(
+            f"{where} cannot be read: {type(error).__name__}: {error}", record=dict(record)
+        ) from error
+    return item
+
+
+def is_event(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is of an event, and not of an action."""
+    return record.get("kind") in _EVENT_NAMES
+
+
+def read(segments: Sequence[bytes]) -> Iterator[JournalRecord]:
+    """Yield the records of all segments, oldest first; a torn last line of each is left out.
+
+    Raises:
+        JournalCorruptError: Another line cannot be read, or records are missing between two.
+    """
+    seq: int | None = None
+    for index, segment in enumerate(segments, start=1):
+        lines = segment.split(b"\n")
+        # A whole line ends with a line end, so what follows the last one is torn or empty.
+        for number, line in enumerate(lines[:-1], start=1):
+            where = f"journal segment {index}, line {number}"
+            record = _object(line, where)
+            if seq is not None and record["seq"] != seq + 1:
+                raise JournalCorruptError(
+                    f"{where} has seq {record['seq']} and follows {seq}: records are missing or "
+                    "doubled",
+                    segment=index,
+                    line=number,
+                )
+            seq = record["seq"]
+            yield record
+
+
+def fold(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, JournalRecord | None]:
+    """Return the state after the events of a journal, and the last record.
+
+    Raises:
+        JournalCorruptError: As ``read`` and ``parse``.
+    """
+    state, last = RunState(), None
+    for last in read(segments):
+        if is_event(last):
+            state, _ = step(state, _event(last), rules=rules)
+    return state, last
+
+
+def verify(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, JournalRecord | None]:
+    """Return what ``fold`` does, and check that the actions are those computed now.
+
+    Raises:
+        JournalCorruptError: They differ; or as ``read`` and ``parse``.
+    """
+    state, last, event = RunState(), None, None
+    computed: tuple[act.Action, ...] = ()
+    journaled: list[ev.Event | act.Action] = []
+    for last in read(segments):
+        if not is_event(last):
+            journaled.append(parse(last))
+            continue
+        # A restart may have cut the actions of the event before it short.
+        restarted = last["kind"] == ev.ControllerStarted.__name__
+        _compare(event, journaled, computed, cut_short=restarted)
+        event = last
+        state, computed = step(state, _event(last), rules=rules)
+        journaled = []
+    _compare(event, journaled, computed, cut_short=True)
+    return state, last
+
+
+def _compare(
+    event: JournalRecord | None,
+    journaled: Sequence[ev.Event | act.Action],
+    computed: Sequence[act.Action],
+    *,
+    cut_short: bool,
+) -> None:
+    expected = computed[: len(journaled)] if cut_short else computed
+    if event is None or list(journaled) == list(expected):
+        return
+    raise JournalCorruptError(
+        f"replay differs after {event['kind']} (seq={event['seq']}): the journal says "
+        f"{list(journaled)}, the machine says {list(computed)}; another version or other rules "
+        "wrote it",
+        seq=event["seq"],
+    )
+
+
+def _record(item: ev.Event | act.Action, *, at_s: float, attempt: int) -> JournalRecord:
+    record: JournalRecord = {
+        "v": VERSION,
+        "at_s": at_s,
+        "attempt": attempt,
+        "kind": type(item).__name__,
+    }
+    for name in _CODECS[type(item)]:
+        value = getattr(item, name)
+        record[name] = value.to_json() if isinstance(value, ParallelLayout) else value
+    return record
+
+
+def _event(record: JournalRecord) -> ev.Event:
+    item = parse(record)
+    assert isinstance(item, _EVENTS), f"{record['kind']} is not an event"
+    return item
+
+
+def _object(line: bytes, where: str) -> JournalRecord:
+    try:
+        record = json.loads(line)
+        if isinstance(record["seq"], int) and isinstance(record["kind"], str):
+            return dict(record)
+        problem = "seq or kind has the wrong type"
+    except (ValueError, KeyError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise JournalCorruptError(
+        f"{where} cannot be read ({problem}): it begins {line[:60]!r}; move the segment away to "
+        "go on from the ones before it",
+        line=where,
+    )
+
+
+def _decoder(hint: Any) -> _Decoder:
+    """Return what turns the JSON value of a field back into its type."""
+    if hint is ParallelLayout:
+        return ParallelLayout.from_json
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is tuple:
+        if args[-1] is Ellipsis:
+            inner = _decoder(args[0])
+            return lambda value: tuple(inner(part) for part in value)
+        inners = tuple(_decoder(arg) for arg in args)
+        return lambda value: tuple(inner(part) for inner, part in zip(inners, value, strict=True))
+    assert origin not in (Union, UnionType, list, dict), f"no codec for {hint}"
+    kind: type = float if hint is float else hint
+
+    def plain(value: Any) -> Any:
+        # JSON writes 1.0 as 1.0, but other writers may not.
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is not kind:
+            raise TypeError(f"{value!r} is not {kind.__name__}")
+        return value
+
+    return plain
+
+
+_EVENTS = get_args(ev.Event)
+_EVENT_NAMES = frozenset(kind.__name__ for kind in _EVENTS)
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*_EVENTS, *get_args(act.Action))}
+_CODECS: dict[type, dict[str, _Decoder]] = {}
+_REQUIRED: dict[type, frozenset[str]] = {}
+for _kind in _KINDS.values():
+    _hints = get_type_hints(_kind)
+    _CODECS[_kind] = {field.name: _decoder(_hints[field.name]) for field in fields(_kind)}
+    # A field with a default may be missing: an older record did not know it.
+    _REQUIRED[_kind] = frozenset(f.name for f in fields(_kind) if f.default is MISSING)
