@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from collections.abc import Iterable
 
+from orchestrator.core.journal import Record, encode
 from ucp_core.storage import Store
 
 DIRECTORY = "journal"
+
+
+def read_lines(store: Store) -> list[str]:
+    """Return the whole lines of every segment, oldest first.
+
+    A life that ended while it wrote leaves a torn last line; it was not acted upon, because
+    actions are performed after their line is written.
+    """
+    names = sorted(name for name in store.list(DIRECTORY) if name.endswith(".jsonl"))
+    texts = (store.read(f"{DIRECTORY}/{name}").decode() for name in names)
+    return [line for text in texts for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 class JournalFile:
@@ -18,27 +29,15 @@ class JournalFile:
     and of its page cache costs the last events, which the survey of living workers replaces.
 
     Args:
-        store: Where the run directory is.
-        run_path: Path of the run directory in ``store``.
+        store: The run directory.
     """
 
-    def __init__(self, store: Store, run_path: str) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._directory = f"{run_path}/{DIRECTORY}"
-        earlier = self.segments()
-        self.life = len(earlier) + 1
-        self._path = f"{self._directory}/{self.life:06d}.jsonl"
+        segments = [name for name in store.list(DIRECTORY) if name.endswith(".jsonl")]
+        self.life = len(segments) + 1
+        self._path = f"{DIRECTORY}/{self.life:06d}.jsonl"
 
-    def segments(self) -> list[str]:
-        """Return the paths of all segments, oldest first."""
-        names = self._store.list(self._directory)
-        return [f"{self._directory}/{name}" for name in sorted(names) if name.endswith(".jsonl")]
-
-    def read(self) -> list[bytes]:
-        """Return the content of every earlier segment, oldest first."""
-        return [self._store.read(path) for path in self.segments() if path != self._path]
-
-    def append(self, records: list[dict[str, Any]]) -> None:
+    def append(self, records: Iterable[Record]) -> None:
         """Write ``records`` behind what is there."""
-        lines = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
-        self._store.append(self._path, lines.encode())
+        self._store.append(self._path, "".join(encode(r) + "\n" for r in records).encode())

@@ -104,7 +104,12 @@ class Observer:
 
     def _note_step(self, at_s: float) -> None:
         rows = [self.reports.get(worker) for worker in self._members]
-        steps = [row.step for row in rows if row is not None and row.attempt == self._attempt]
+        # Before its first step in the attempt a page still shows an older attempt's step.
+        steps = [
+            row.step
+            for row in rows
+            if row is not None and row.attempt == self._attempt and row.step_s > 0.0
+        ]
         if not steps or len(steps) < len(self._members) or min(steps) <= self._step:
             return
         self._step = min(steps)

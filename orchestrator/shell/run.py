@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+import os
+from collections.abc import Coroutine
+from typing import Any, assert_never
+
+import ray
 
 from orchestrator.config import RunConfig
 from orchestrator.core import actions as act
@@ -16,26 +20,31 @@ from orchestrator.core.events import (
     CommittedRead,
     ControllerStarted,
     Event,
+    SlotGranted,
     StopRequested,
     Ticked,
     WorkersSurveyed,
 )
-from orchestrator.core.journal import action_record, event_record, fold
+from orchestrator.core.journal import Record, decode, fold
 from orchestrator.core.machine import step
 from orchestrator.core.state import RunState, describe
 from orchestrator.shell.capacity import Capacity
 from orchestrator.shell.clock import RunClock, wall_time
 from orchestrator.shell.crew import Crew
-from orchestrator.shell.journal_file import JournalFile
+from orchestrator.shell.journal_file import JournalFile, read_lines
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.nodes import Nodes
 from orchestrator.shell.observer import Observer
 from orchestrator.shell.record import RunRecord
 from orchestrator.shell.rendezvous import Rendezvous, preload
+from orchestrator.shell.status_document import status_document
 from orchestrator.shell.status_page import StatusPage
 from ucp_core.checkpoint import find_committed
 from ucp_core.storage import open_store
 from workers.protocol import Assignment, NodeReport
+
+#: Where the run directory keeps its versions.
+CHECKPOINTS = "checkpoints"
 
 log = logging.getLogger(__name__)
 
@@ -59,21 +68,20 @@ class Run:
         self._controller = controller
         self._names = RunNames(run_id)
         self._rules = self._config.rules()
-        self._store, self._path = open_store(self._config.run.directory)
-        self._journal = JournalFile(self._store, self._path)
+        self._store = open_store(self._config.run.directory)
+        lines = read_lines(self._store)
+        self._journal = JournalFile(self._store)
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._rendezvous = Rendezvous()
         self._over = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
-        segments = self._journal.read()
-        self._state, last = fold(segments, self._rules) if segments else (RunState(), None)
-        self._seq = last["seq"] if last else 0
+        self._state = fold(lines, self._rules)
+        self._seq = len(lines)
+        last = decode(lines[-1], number=len(lines)) if lines else None
         self._clock = (
-            RunClock(last_at_s=last["at_s"], last_wall_time=last["wall_time"])
-            if last
-            else RunClock()
+            RunClock(last_at_s=last.at_s, last_wall_time=last.wall_time) if last else RunClock()
         )
-        self._record = RunRecord(self._store, self._path, segments)
+        self._record = RunRecord(self._store, lines, total_steps=self._rules.total_steps)
         self._build_parts()
 
     def _build_parts(self) -> None:
@@ -160,16 +168,19 @@ class Run:
         self._state, actions = step(before, event, rules=self._rules)
         if self._state is before and not actions:
             return  # nothing changed, so a replay does not need it
-        records = [self._stamp(event_record(event))]
-        records += [self._stamp(action_record(action)) for action in actions]
+        records = [self._stamp(item, event.at_s) for item in (event, *actions)]
         self._journal.append(records)
         for action in actions:
             self._perform(action)
         self._record.add(records)
 
-    def _stamp(self, record: dict[str, Any]) -> dict[str, Any]:
+    def _stamp(self, item: Event | act.Action, at_s: float) -> Record:
+        attempt = getattr(item, "attempt", self._state.attempt)
+        record = Record(
+            seq=self._seq, at_s=at_s, wall_time=wall_time(), attempt=attempt, item=item
+        )
         self._seq += 1
-        return {**record, "seq": self._seq, "wall_time": wall_time()}
+        return record
 
     def _perform(self, action: act.Action) -> None:
         match action:
@@ -217,7 +228,7 @@ class Run:
 
     async def _read_committed(self, action: act.ReadCommitted) -> None:
         found = await asyncio.to_thread(
-            find_committed, self._store, f"{self._path}/checkpoints", lineage=action.lineage
+            find_committed, self._store, CHECKPOINTS, lineage=action.lineage
         )
         self._post(
             CommittedRead(
@@ -255,8 +266,9 @@ class Run:
     def _status(self) -> dict[str, Any]:
         return status_document(
             described=describe(self._state),
-            observer=self._observer,
-            nodes=self._nodes,
+            reports=self._observer.reports,
+            seen_at_s=self._observer.seen_at_s,
+            nodes=self._nodes.views,
             at_s=self._clock.at_s(),
         )
 

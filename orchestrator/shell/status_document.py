@@ -16,7 +16,6 @@ def status_document(
     seen_at_s: dict[str, float],
     nodes: dict[str, NodeView],
     at_s: float,
-    committed: tuple[int, int],
 ) -> dict[str, Any]:
     """Return the status of a run.
 
@@ -26,7 +25,6 @@ def status_document(
         seen_at_s: When each of those came, on the run's clock.
         nodes: What the node watcher knows.
         at_s: Now, on the run's clock.
-        committed: Newest committed (step, attempt) that is known.
     """
     rows = described["members"] + [{"rank": -1, **row} for row in described["standbys"]]
     workers = [_worker(row, reports, seen_at_s, at_s) for row in rows]
@@ -37,7 +35,7 @@ def status_document(
     return {
         "phase": described["phase"],
         "attempt": described["attempt"],
-        "step": max([described["step"], *(min(r.step for r in current) for _ in current[:1])]),
+        "step": described["step"],
         "loss": losses[0] if losses else None,
         "layout": described["layout"],
         "workers": workers,
@@ -51,7 +49,7 @@ def status_document(
             for view in nodes.values()
         ],
         "pending_capacity": len(described["pending_slots"]),
-        "redundancy": {"kind": "checkpoint", "step": committed[0], "attempt": committed[1]},
+        "redundancy": {"kind": "checkpoint", "step": described["committed_step"]},
         "cause": described["cause"],
         "reason": described["reason"],
         "at_s": round(at_s, 3),

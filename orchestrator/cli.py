@@ -1,0 +1,215 @@
+"""The ``everstep`` command.
+
+Exit codes: 0 success; 1 the run failed or the answer is "no"; 2 bad input (configuration,
+arguments, a run directory that holds no run); 3 no capacity or no cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+
+from orchestrator.errors import CapacityError, OrchestratorError, RunFailedError
+
+app = typer.Typer(
+    name="everstep",
+    help="Elastic training for torch on Ray: runs that heal themselves.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for machines.")]
+RunDirectory = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Path or fsspec URL.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Override settings.")
+]
+
+
+def main() -> NoReturn:
+    """Run the command line; the process ends with the documented exit code."""
+    app()
+    sys.exit(0)
+
+
+def _edge(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn our errors into one line on stderr and the exit code that says whose fault it was."""
+
+    @wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except OrchestratorError as error:
+            print(f"everstep: {error}", file=sys.stderr)
+            code = {RunFailedError: 1, CapacityError: 3}.get(type(error), 2)
+            raise typer.Exit(code) from error
+
+    return wrapped
+
+
+@app.command(
+    epilog="Example: everstep run cluster_configs/local/small.yaml train.steps=500 workers.max=3"
+)
+@_edge
+def run(
+    config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="The run's settings.")],
+    overrides: Overrides = None,
+    *,
+    address: Annotated[str | None, typer.Option(help="Ray cluster to train on.")] = None,
+    local_nodes: Annotated[int | None, typer.Option(help="Simulated nodes to start here.")] = None,
+    detach: Annotated[bool, typer.Option(help="Return at once; the run goes on.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train; or attach to, or resume, the run in the directory that CONFIG names.
+
+    Without --address and RAY_ADDRESS a Ray cluster of simulated nodes is started on this
+    machine. Ctrl-C leaves the run going; `everstep stop` ends it.
+    """
+    from orchestrator.config import load  # noqa: PLC0415  every command starts fast
+
+    extra = list(overrides or [])
+    if address is not None:
+        extra.append(f"cluster.address={address}")
+    if local_nodes is not None:
+        extra.append(f"cluster.local_nodes={local_nodes}")
+    settings = load(config, extra)
+    from orchestrator.shell.launch import launch  # noqa: PLC0415  imports Ray: seconds
+
+    launched = launch(settings)
+    console = Console(stderr=as_json)
+    console.print(f"run directory {settings.run.directory}", highlight=False)
+    if detach:
+        _print({"run_directory": settings.run.directory}, as_json=as_json)
+        return
+    from orchestrator.shell.console import RunView  # noqa: PLC0415
+
+    view = RunView(console, title=settings.run.name, total_steps=settings.train.steps)
+    with view:
+        summary = launched.follow(view.show)
+    if launched.cluster is not None:
+        launched.cluster.shutdown()
+    _finish(summary, as_json=as_json)
+
+
+@app.command(epilog="Example: everstep demo --json")
+@_edge
+def demo(
+    *,
+    directory: Annotated[str, typer.Option(help="Where the two run directories go.")] = "runs/demo",
+    as_json: Json = False,
+) -> None:
+    """Train a small LM twice: undisturbed, and with a worker and a node killed under it."""
+    import shutil  # noqa: PLC0415
+    from dataclasses import asdict  # noqa: PLC0415
+    from pathlib import Path  # noqa: PLC0415
+
+    from orchestrator.config import demo_config  # noqa: PLC0415
+    from orchestrator.demo import run_demo  # noqa: PLC0415
+
+    runs = [Path(directory) / name for name in ("undisturbed", "disturbed")]
+    for path in runs:
+        shutil.rmtree(path, ignore_errors=True)
+    undisturbed, disturbed = (demo_config(str(path.resolve())) for path in runs)
+    result = run_demo(undisturbed, disturbed, console=Console(stderr=as_json))
+    if as_json:
+        print(json.dumps(asdict(result)))
+    if not result.weights_equal:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: everstep status runs/small --json")
+@_edge
+def status(run_dir: RunDirectory, *, as_json: Json = False) -> None:
+    """Say where a run is: phase, step, loss, workers, nodes, capacity asked for."""
+    from orchestrator.status import read_status  # noqa: PLC0415
+
+    document = read_status(run_dir)
+    if as_json:
+        print(json.dumps(document))
+        return
+    console = Console()
+    for key, value in document.items():
+        if key in {"workers", "nodes"}:
+            console.print(f"{key}:", highlight=False)
+            for row in value:
+                console.print("  " + "  ".join(f"{k}={v}" for k, v in row.items()), highlight=False)
+        else:
+            console.print(f"{key}: {value}", highlight=False)
+
+
+@app.command(epilog="Example: everstep stop runs/small")
+@_edge
+def stop(run_dir: RunDirectory, *, as_json: Json = False) -> None:
+    """Stop a run at the next step boundary, with that step committed."""
+    from orchestrator.status import post_stop  # noqa: PLC0415
+
+    post_stop(run_dir)
+    _print({"stopping": run_dir}, as_json=as_json)
+
+
+@app.command(epilog="Example: everstep report runs/demo/disturbed --compare runs/demo/undisturbed")
+@_edge
+def report(
+    run_dir: RunDirectory,
+    *,
+    compare: Annotated[str | None, typer.Option(help="A second run to draw beside it.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write report.html into the run directory: loss, incidents, phases, goodput."""
+    from orchestrator.report import write_report  # noqa: PLC0415
+
+    _print({"report": str(write_report(run_dir, compare=compare))}, as_json=as_json)
+
+
+@app.command(epilog="Example: everstep replay runs/small --json")
+@_edge
+def replay(run_dir: RunDirectory, *, as_json: Json = False) -> None:
+    """Fold the journal again and check that it leads to the same decisions."""
+    from orchestrator.status import replay_run  # noqa: PLC0415
+
+    _print(replay_run(run_dir), as_json=as_json)
+
+
+@app.command(epilog="Example: everstep simulate --histories 1000 --seed 7")
+@_edge
+def simulate(
+    *,
+    histories: Annotated[int, typer.Option(help="How many; each has its own seed.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the first.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Run the controller's decisions against simulated faults and check the promises."""
+    from orchestrator.simulation import simulate_many  # noqa: PLC0415
+
+    result = simulate_many(histories=histories, seed=seed)
+    _print(result, as_json=as_json)
+    if result["violations"]:
+        raise typer.Exit(1)
+
+
+def _print(document: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(document))
+    else:
+        for key, value in document.items():
+            print(f"{key}: {value}")
+
+
+def _finish(summary: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        shown = {k: v for k, v in summary.items() if k not in {"incidents", "phases_s", "reason"}}
+        _print(shown, as_json=False)
+    if summary["outcome"] == "failed":
+        print(f"\n{summary['reason']}", file=sys.stderr)
+        raise typer.Exit(1)

@@ -1,0 +1,135 @@
+"""``everstep demo``: the same training twice, once left alone and once with machines dying under it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from orchestrator.config import RunConfig
+from orchestrator.report import write_report
+from orchestrator.run_directory import read_run
+from orchestrator.shell.console import RunView
+from orchestrator.shell.faults import kill_node_of, signal_rank, wait_for
+from orchestrator.shell.launch import Launched, open_cluster
+
+#: One act of the story must be over within this.
+ACT_S_MAX = 90.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """What the demo found; ``everstep demo --json`` prints it."""
+
+    undisturbed: dict[str, Any]
+    disturbed: dict[str, Any]
+    weights_equal: bool
+    report: str
+
+
+def run_demo(
+    undisturbed: RunConfig, disturbed: RunConfig, *, console: Console
+) -> DemoResult:
+    """Train both on one set of simulated nodes; print the story and write the report."""
+    console.print("Starting simulated nodes on this machine ...", highlight=False)
+    cluster = open_cluster(undisturbed)
+    assert cluster is not None, "the demo always brings its own nodes"
+    try:
+        calm = _train(Launched(undisturbed, cluster), "undisturbed", console, _nothing)
+        rough = _train(Launched(disturbed, cluster), "disturbed", console, _story)
+    finally:
+        cluster.shutdown()
+    report = write_report(disturbed.run.directory, compare=undisturbed.run.directory)
+    result = DemoResult(
+        undisturbed=calm,
+        disturbed=rough,
+        weights_equal=calm["weights_digest"] == rough["weights_digest"],
+        report=str(report),
+    )
+    _print_result(result, disturbed.run.directory, console)
+    return result
+
+
+Act = Callable[[Launched, RunView], None]
+
+
+def _train(run: Launched, title: str, console: Console, act: Act) -> dict[str, Any]:
+    with RunView(console, title=title, total_steps=run.config.train.steps) as view:
+        act(run, view)
+        return run.follow(view.show)
+
+
+def _nothing(_run: Launched, _view: RunView) -> None:
+    """Let it train."""
+
+
+def _story(run: Launched, view: RunView) -> None:
+    """Kill a worker, kill a node, bring a node back; each once the run has recovered."""
+    assert run.cluster is not None
+    total = run.config.train.steps
+
+    def reach(share: float, workers: int | None = None) -> dict[str, Any] | None:
+        return wait_for(
+            run,
+            lambda status: status["phase"] == "running"
+            and status["step"] >= share * total
+            and (workers is None or _num_training(status) == workers),
+            timeout_s=ACT_S_MAX,
+            on_status=view.show,
+        )
+
+    if reach(0.2) is None:
+        return
+    victim = signal_rank(run, 1, signal.SIGKILL)
+    view.say(f"[red]kill -9 {victim['pid']}[/red] (rank 1, {victim['worker']})")
+    status = reach(0.4)
+    if status is None:
+        return
+    workers_before = _num_training(status)
+    node = kill_node_of(run, _num_training(status) - 1)
+    view.say(f"[red]power off node {node[:8]}[/red] (raylet and all)")
+    if reach(0.6) is None:
+        return
+    node = run.cluster.add_node()
+    view.say(f"[green]a node is back: {node[:8]}[/green]")
+    reach(0.0, workers_before)
+
+
+def _num_training(status: dict[str, Any]) -> int:
+    return sum(worker["rank"] >= 0 for worker in status["workers"])
+
+
+def _print_result(result: DemoResult, directory: str, console: Console) -> None:
+    table = Table(title="Incidents of the disturbed run", title_justify="left", highlight=False)
+    for name in ("what", "who", "detected in", "lost steps", "back in", "before", "after"):
+        table.add_column(name, justify="right" if name.endswith(("in", "steps")) else "left")
+    for incident in read_run(directory).incidents:
+        table.add_row(
+            incident.kind,
+            ", ".join(incident.guilty) or "-",
+            _seconds(incident.detect_s),
+            str(incident.lost_steps),
+            _seconds(incident.recovery_s),
+            incident.layout_before,
+            incident.layout_after,
+        )
+    console.print(table)
+    for name, summary in (("undisturbed", result.undisturbed), ("disturbed", result.disturbed)):
+        loss = summary["validation_loss"]
+        console.print(
+            f"{name:>12}: validation loss {loss:.6f} after {summary['steps']} steps, "
+            f"{summary['lost_steps']} lost, {summary['wall_s']:.1f} s, goodput "
+            f"{summary['goodput']:.0%}, weights {summary['weights_digest'][:12]}",
+            highlight=False,
+        )
+    verdict = "[green]equal[/green]" if result.weights_equal else "[red]different[/red]"
+    console.print(f"The weights of the two runs are {verdict}.")
+    console.print(f"Report: {result.report}", highlight=False)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"

@@ -1,0 +1,68 @@
+"""Faults on purpose: what the demo, the chaos tests and the benchmarks do to a run.
+
+Only for simulated nodes on this machine: processes are signalled by pid.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from orchestrator.errors import CapacityError
+from orchestrator.shell.launch import Launched
+
+#: How often a condition is looked at.
+LOOK_S = 0.05
+
+
+def member(status: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return the worker with ``rank`` in ``status``."""
+    found = [worker for worker in status["workers"] if worker["rank"] == rank]
+    if not found:
+        raise CapacityError(f"rank {rank} is not in the run now", rank=rank)
+    return dict(found[0])
+
+
+def signal_rank(run: Launched, rank: int, number: signal.Signals) -> dict[str, Any]:
+    """Send ``number`` to the process of ``rank``; return the worker that was hit."""
+    status = run.status() or {"workers": []}
+    victim = member(status, rank)
+    run.note_fault(number.name, victim["worker"])
+    os.kill(victim["pid"], number)
+    return victim
+
+
+def kill_node_of(run: Launched, rank: int) -> str:
+    """Kill the simulated node on which ``rank`` runs, raylet and all; return its id."""
+    assert run.cluster is not None, "only simulated nodes can be killed"
+    node = str(member(run.status() or {"workers": []}, rank)["node"])
+    run.note_fault("node_kill", node)
+    run.cluster.kill_node(node)
+    return node
+
+
+def wait_for(
+    run: Launched,
+    condition: Callable[[dict[str, Any]], bool],
+    *,
+    timeout_s: float,
+    on_status: Callable[[dict[str, Any] | None], None] = lambda _: None,
+) -> dict[str, Any] | None:
+    """Return the first status that meets ``condition``; None if the run ended before.
+
+    Raises ``CapacityError`` after ``timeout_s``.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    status: dict[str, Any] | None = None
+    while time.monotonic() < deadline_s:
+        if run.summary() is not None:
+            return None
+        status = run.status()
+        on_status(status)
+        if status is not None and condition(status):
+            return status
+        time.sleep(LOOK_S)
+    raise CapacityError(f"the run did not get there within {timeout_s:.0f} s: {status}")

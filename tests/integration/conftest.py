@@ -1,0 +1,48 @@
+"""One set of simulated nodes for all tests that train for real; each test has a run of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config import RunConfig, demo_config
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """Two simulated nodes with room for two workers each, and this process connected."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    import ray
+
+    from orchestrator.shell.local_cluster import HostedCluster
+
+    hosted = HostedCluster(num_nodes=2, cpus_per_node=2)
+    ray.init(address=hosted.address, log_to_driver=False, logging_level="ERROR")
+    yield hosted
+    ray.shutdown()
+    hosted.shutdown()
+
+
+@pytest.fixture
+def nodes(cluster: Any) -> Iterator[Any]:
+    """The cluster with its two nodes, whatever the test before did to them."""
+    while len(cluster.nodes()) < 2:
+        cluster.add_node()
+    yield cluster
+    while len(cluster.nodes()) > 2:
+        cluster.kill_node(cluster.nodes()[-1])
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> Callable[..., RunConfig]:
+    """Return the demo's configuration with changes, in a directory of the test's own."""
+
+    def make(name: str = "run", **overrides: object) -> RunConfig:
+        settings = [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()]
+        return demo_config(str(tmp_path / name), settings)
+
+    return make

@@ -1,0 +1,93 @@
+"""What a worker process keeps from attempt to attempt, and how it is told to leave one.
+
+The training thread calls ``run``; any other thread may call ``fence`` and
+``yield_at_boundary``. A fence is for good: an attempt that was fenced is never entered.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ucp_core.storage import open_store
+from workers import collectives
+from workers.keeper.watch import page_path, ring_path
+from workers.progress import ProgressPage
+from workers.protocol import Assignment, Outcome, Raised, WorkerPhase
+from workers.train.loop import WorkerContext, run_attempt
+from workers.train.settings import Settings
+
+
+class AttemptRunner:
+    """Runs one attempt at a time in the caller's thread.
+
+    Args:
+        worker: Worker id.
+        directory: Shared-memory directory for the page and the ring.
+        run_url: The run directory.
+        settings: ``Settings.to_json()``.
+    """
+
+    def __init__(
+        self, *, worker: str, directory: Path, run_url: str, settings: dict[str, Any]
+    ) -> None:
+        self._page = ProgressPage.create(page_path(directory, worker), worker=worker)
+        self._context = WorkerContext(
+            worker=worker,
+            settings=Settings.from_json(settings),
+            store=open_store(run_url),
+            page=self._page,
+            ring_path=str(ring_path(directory, worker)),
+            fenced=self.is_fenced,
+            yield_requested=self._is_yielding,
+        )
+        self._fenced: set[int] = set()
+        self._yielding: set[int] = set()
+        self._lock = threading.Lock()
+        self.attempt = 0
+        # What is imported stays: collections after an attempt then look at the attempt only.
+        gc.collect()
+        gc.freeze()
+
+    def run(self, assignment: Assignment, gpu_ids: tuple[int, ...]) -> Outcome:
+        """Train in the attempt until it ends for this worker; never raises."""
+        if gpu_ids:
+            # Before CUDA is first used in this process; a standby has imported torch, no more.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
+        self.attempt = assignment.attempt
+        self._page.assign(assignment.attempt, assignment.rank)
+        try:
+            return run_attempt(assignment, self._context)
+        except Exception as error:  # noqa: BLE001  the edge: a bug of ours is an outcome too
+            return Raised(
+                attempt=assignment.attempt,
+                step=assignment.resume_step,
+                error=f"{type(error).__name__}: {error}",
+                traceback=traceback.format_exc(),
+            )
+        finally:
+            self.attempt = 0
+            self._page.assign(0, -1)
+            self._page.enter(WorkerPhase.IDLE)
+
+    def fence(self, attempt: int) -> None:
+        """Make ``attempt`` end here: its collectives fail at once, its writes are not committed."""
+        with self._lock:
+            self._fenced.add(attempt)
+        collectives.abort(attempt)
+
+    def is_fenced(self, attempt: int) -> bool:
+        """Return whether ``attempt`` was fenced."""
+        return attempt in self._fenced
+
+    def yield_at_boundary(self, attempt: int) -> None:
+        """Ask the training thread to leave ``attempt`` at the next boundary all ranks agree on."""
+        with self._lock:
+            self._yielding.add(attempt)
+
+    def _is_yielding(self, attempt: int) -> bool:
+        return attempt in self._yielding
