@@ -1,1 +1,1 @@
-"""Training state as a map: boxes, layouts, plans and checkpoints, usable without Ray and without a GPU."""
+"""Training state as a map: boxes, layouts, plans and checkpoints, without Ray or a GPU."""

@@ -1,0 +1,188 @@
+"""Half-open boxes of tensor elements, and where their elements lie in memory or in a file.
+
+Pure arithmetic on tuples. A box of a 0-d tensor is ``Box((), ())`` and holds one element.
+Memory is always C-contiguous: the last dim varies fastest.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+class Box(NamedTuple):
+    """The elements ``start[d] <= i[d] < stop[d]`` of a tensor, for every dim ``d``.
+
+    A NamedTuple, because opening a checkpoint makes one per fragment: 0.3 us against the 1.5 us
+    of a frozen dataclass.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def full(cls, shape: Sequence[int]) -> Box:
+        """Return the box that holds every element of ``shape``."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the extent of every dim."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        """Return the number of elements; 1 for a 0-d box."""
+        return prod(self.shape)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether the box holds no element."""
+        return any(a >= b for a, b in zip(self.start, self.stop, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """Return the elements in both boxes, or None if there are none."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, stop)
+
+    def contains(self, other: Box) -> bool:
+        """Return whether every element of ``other`` is in this box."""
+        return all(
+            a <= c and d <= b
+            for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True)
+        )
+
+    def subtract(self, other: Box) -> tuple[Box, ...]:
+        """Return disjoint boxes that hold the elements of this box that are not in ``other``."""
+        inner = self.intersect(other)
+        if inner is None:
+            return () if self.is_empty else (self,)
+        rest: list[Box] = []
+        start, stop = list(self.start), list(self.stop)
+        for dim in range(len(start)):
+            if start[dim] < inner.start[dim]:
+                below = [*stop[:dim], inner.start[dim], *stop[dim + 1 :]]
+                rest.append(Box(tuple(start), tuple(below)))
+            if inner.stop[dim] < stop[dim]:
+                above = [*start[:dim], inner.stop[dim], *start[dim + 1 :]]
+                rest.append(Box(tuple(above), tuple(stop)))
+            start[dim], stop[dim] = inner.start[dim], inner.stop[dim]
+        return tuple(rest)
+
+    def split(self, dim: int, parts: int) -> tuple[Box, ...]:
+        """Return ``parts`` boxes of nearly equal extent along ``dim``; the first are larger.
+
+        Boxes at the end are empty where ``parts`` exceeds the extent.
+        """
+        extent = self.stop[dim] - self.start[dim]
+        small, extra = divmod(extent, parts)
+        boxes: list[Box] = []
+        low = self.start[dim]
+        for part in range(parts):
+            high = low + small + (part < extra)
+            boxes.append(self.with_dim(dim, low, high))
+            low = high
+        return tuple(boxes)
+
+    def with_dim(self, dim: int, start: int, stop: int) -> Box:
+        """Return the box with other bounds along ``dim``."""
+        return Box(
+            (*self.start[:dim], start, *self.start[dim + 1 :]),
+            (*self.stop[:dim], stop, *self.stop[dim + 1 :]),
+        )
+
+    def relative_to(self, outer: Box) -> Box:
+        """Return the same elements, counted from the start of ``outer``."""
+        return Box(
+            tuple(a - o for a, o in zip(self.start, outer.start, strict=True)),
+            tuple(b - o for b, o in zip(self.stop, outer.start, strict=True)),
+        )
+
+    def __str__(self) -> str:
+        """Return the bounds as in ``[0:4, 2:8]``."""
+        bounds = (f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True))
+        return f"[{', '.join(bounds)}]"
+
+
+def span(inner: Box, outer: Box) -> tuple[int, int]:
+    """Return the half-open range of flat positions in ``outer`` from first to last of ``inner``.
+
+    ``inner`` lies in ``outer`` and is not empty. Positions count elements.
+    """
+    first = last = 0
+    for a, b, low, high in zip(inner.start, inner.stop, outer.start, outer.stop, strict=True):
+        extent = high - low
+        first = first * extent + a - low
+        last = last * extent + b - 1 - low
+    return first, last + 1
+
+
+def is_contiguous(inner: Box, outer: Box) -> bool:
+    """Return whether the elements of ``inner`` lie side by side in the memory of ``outer``."""
+    first, last = span(inner, outer)
+    return last - first == inner.num_elements
+
+
+def runs(inner: Box, outer: Box) -> Iterator[tuple[int, int]]:
+    """Yield the half-open flat ranges of ``outer`` that hold ``inner``, ascending, not touching."""
+    if inner.is_empty:
+        return
+    ndim = len(inner.start)
+    # Dims from ``dim`` on are whole in ``outer``, so a run spans them and part of dim - 1.
+    dim = ndim
+    while dim > 0 and (inner.start[dim - 1], inner.stop[dim - 1]) == (
+        outer.start[dim - 1],
+        outer.stop[dim - 1],
+    ):
+        dim -= 1
+    lead = max(dim - 1, 0)
+    index = list(inner.start[:lead])
+    while True:
+        low = Box((*index, *inner.start[lead:]), (*(i + 1 for i in index), *inner.stop[lead:]))
+        yield span(low, outer)
+        for d in reversed(range(lead)):
+            index[d] += 1
+            if index[d] < inner.stop[d]:
+                break
+            index[d] = inner.start[d]
+        else:
+            return
+
+
+def flat_range(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """Return disjoint boxes, in memory order, that hold the flat positions ``[start, stop)``.
+
+    At most ``2 * ndim - 1`` boxes: an optimizer that cuts flattened tensors (ZeRO) is described
+    by them.
+    """
+    total = prod(shape)
+    assert 0 <= start <= stop <= total, f"[{start}, {stop}) is not in a tensor of {total} elements"
+    if start == stop:
+        return ()
+    if not shape:
+        return (Box((), ()),)
+    row = prod(shape[1:])
+    first, first_rest = divmod(start, row)
+    last, last_rest = divmod(stop, row)
+    if first == last:
+        return _rows(shape, first, flat_range(shape[1:], first_rest, last_rest))
+    boxes: list[Box] = []
+    if first_rest:
+        boxes += _rows(shape, first, flat_range(shape[1:], first_rest, row))
+        first += 1
+    if first < last:
+        boxes.append(Box.full(shape).with_dim(0, first, last))
+    if last_rest:
+        boxes += _rows(shape, last, flat_range(shape[1:], 0, last_rest))
+    return tuple(boxes)
+
+
+def _rows(shape: Sequence[int], row: int, boxes: Iterable[Box]) -> tuple[Box, ...]:
+    assert row < shape[0], f"row {row} is not in a tensor of shape {tuple(shape)}"
+    return tuple(Box((row, *box.start), (row + 1, *box.stop)) for box in boxes)

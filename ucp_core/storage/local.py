@@ -1,0 +1,303 @@
+"""Local and mounted file systems, by system calls: no layer between a tensor and the kernel."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ucp_core.errors import StorageError
+from ucp_core.storage.base import is_temporary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ucp_core.storage.base import Buffer, ReadRange
+
+#: Linux takes at most this many buffers in one call (IOV_MAX).
+_BUFFERS_MAX = 1024
+#: Small chunks are gathered into one call up to this size; a call costs about 1 us, 1 MiB 150 us.
+_GATHER_BYTES = 1 << 20
+
+_ADVICE = {
+    errno.ENOENT: "does not exist",
+    errno.EACCES: "is not permitted: check the owner and mode of the directory",
+    errno.EPERM: "is not permitted: check the owner and mode of the directory",
+    errno.EROFS: "is on a read-only file system",
+    errno.ENOSPC: "does not fit: the file system is full",
+    errno.EDQUOT: "does not fit: the quota is used up",
+}
+
+
+class LocalStore:
+    """Files of this machine or of a mounted file system; paths are file paths."""
+
+    def __init__(self) -> None:
+        # Threads of a process share the pid: the count keeps their temporary files apart.
+        self._count = itertools.count()
+
+    def read(self, path: str) -> bytes:
+        """Return the whole file."""
+        with _named(path):
+            return Path(path).read_bytes()
+
+    def read_range(self, path: str, offset_bytes: int, size_bytes: int) -> bytes:
+        """Return exactly ``size_bytes`` from ``offset_bytes``."""
+        data = bytearray(size_bytes)
+        with _opened(path) as fd:
+            _fill(fd, path, offset_bytes, [memoryview(data)])
+        return bytes(data)
+
+    def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
+        """Fill the buffers of every range."""
+        with _opened(path) as fd:
+            for item in ranges:
+                offset_bytes = item.offset_bytes
+                for batch in _batches(item.buffers):
+                    _fill(fd, path, offset_bytes, batch)
+                    offset_bytes += sum(map(len, batch))
+
+    def write_atomic(
+        self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
+    ) -> bool:
+        """Put ``data`` at ``path`` at once."""
+        with _named(path):
+            temporary, fd = self._create(path)
+            try:
+                try:
+                    _write_all(fd, [memoryview(data)])
+                    if fsync:
+                        os.fsync(fd)
+                finally:
+                    os.close(fd)
+                placed = _place(temporary, path, exclusive=exclusive)
+            except BaseException:
+                _remove(temporary)
+                raise
+            if fsync:
+                _sync_directory(path)
+            return placed
+
+    def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
+        """Write ``chunks`` one after the other and return the size."""
+        size_bytes = 0
+        with _named(path):
+            temporary, fd = self._create(path)
+            try:
+                try:
+                    for batch in _gathered(chunks):
+                        size_bytes += _write_all(fd, batch)
+                    if fsync:
+                        os.fsync(fd)
+                finally:
+                    os.close(fd)
+                _place(temporary, path, exclusive=False)
+            except BaseException:
+                _remove(temporary)
+                raise
+            if fsync:
+                _sync_directory(path)
+            return size_bytes
+
+    def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
+        """Add ``data`` at the end of the file, in one call where it is small."""
+        with _named(path):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            try:
+                fd = os.open(path, flags, 0o644)
+            except FileNotFoundError:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                fd = os.open(path, flags, 0o644)
+            try:
+                _write_all(fd, [memoryview(data)])
+                if fsync:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def list(self, directory: str) -> tuple[str, ...]:
+        """Return the names in ``directory``, sorted."""
+        with _named(directory):
+            try:
+                names = [entry.name for entry in Path(directory).iterdir()]
+            except (FileNotFoundError, NotADirectoryError):
+                return ()
+        return tuple(sorted(name for name in names if not is_temporary(name)))
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Return the size of every file of ``list``."""
+        found: dict[str, int] = {}
+        with _named(directory):
+            try:
+                entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+            for entry in entries:
+                # A file may go between the listing and the look at it: then it is not there.
+                with suppress(FileNotFoundError):
+                    if not is_temporary(entry.name) and entry.is_file():
+                        found[entry.name] = entry.stat().st_size
+        return found
+
+    def exists(self, path: str) -> bool:
+        """Return whether a file or directory is there."""
+        with _named(path):
+            return Path(path).exists()
+
+    def size(self, path: str) -> int:
+        """Return the size of a file."""
+        with _named(path):
+            return Path(path).stat().st_size
+
+    def delete(self, path: str) -> None:
+        """Remove a file, or a directory with all in it."""
+        with _named(path), suppress(FileNotFoundError):
+            if Path(path).is_dir():
+                shutil.rmtree(path)
+            else:
+                Path(path).unlink()
+
+    def makedirs(self, path: str) -> None:
+        """Make a directory and its parents."""
+        with _named(path):
+            Path(path).mkdir(parents=True, exist_ok=True)
+
+    def _create(self, path: str) -> tuple[str, int]:
+        """Open a new temporary file beside ``path``, so that a rename stays in one file system."""
+        directory, name = os.path.split(path)
+        temporary = f"{directory or '.'}/.tmp-{os.getpid()}-{next(self._count)}-{name}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            return temporary, os.open(temporary, flags, 0o644)
+        except FileNotFoundError:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            return temporary, os.open(temporary, flags, 0o644)
+
+
+def _place(temporary: str, path: str, *, exclusive: bool) -> bool:
+    """Rename ``temporary`` to ``path``; if ``exclusive``, only where nothing is there."""
+    if not exclusive:
+        Path(temporary).replace(path)
+        return True
+    try:
+        # A rename would replace; a hard link fails where the name is taken, atomically.
+        os.link(temporary, path)
+    except FileExistsError:
+        _remove(temporary)
+        return False
+    except OSError as error:
+        if error.errno not in {errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS}:
+            raise
+        # Some mounts know no hard links. There a look before the rename has to do.
+        if Path(path).exists():
+            _remove(temporary)
+            return False
+        Path(temporary).replace(path)
+        return True
+    _remove(temporary)
+    return True
+
+
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):
+        Path(path).unlink()
+
+
+def _sync_directory(path: str) -> None:
+    """Make the name durable: fsync of a file does not cover its directory's entry."""
+    fd = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _gathered(chunks: Iterable[Buffer]) -> Iterator[list[memoryview]]:
+    """Yield chunks in batches for one call each.
+
+    Chunks that the giver reuses cannot be gathered; it may reuse one when asked for the next, so
+    small ones are copied.
+    """
+    batch: list[memoryview] = []
+    size_bytes = 0
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        if len(view) < _GATHER_BYTES:
+            view = memoryview(bytes(view))
+        batch.append(view)
+        size_bytes += len(view)
+        if size_bytes >= _GATHER_BYTES or len(batch) == _BUFFERS_MAX:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _write_all(fd: int, batch: list[memoryview]) -> int:
+    """Write every buffer and return the number of bytes; a call may write only a part."""
+    total = sum(len(view) for view in batch)
+    left = total
+    while left:
+        done = os.writev(fd, batch)
+        left -= done
+        if left:
+            batch = _advanced(batch, done)
+    return total
+
+
+def _fill(fd: int, path: str, offset_bytes: int, batch: Sequence[memoryview]) -> None:
+    """Fill every buffer from ``offset_bytes`` on; a call may read only a part."""
+    left = sum(map(len, batch))
+    while left:
+        done = os.preadv(fd, batch, offset_bytes)
+        if done == 0:
+            raise StorageError(
+                f"{path} ends at byte {offset_bytes}, {left} bytes early: truncated", path=path
+            )
+        left -= done
+        offset_bytes += done
+        if left:
+            batch = _advanced(batch, done)
+
+
+def _advanced(batch: Sequence[memoryview], done_bytes: int) -> list[memoryview]:
+    rest = list(batch)
+    while rest and done_bytes >= len(rest[0]):
+        done_bytes -= len(rest.pop(0))
+    if done_bytes:
+        rest[0] = rest[0][done_bytes:]
+    return rest
+
+
+def _batches(buffers: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
+    for low in range(0, len(buffers), _BUFFERS_MAX):
+        yield buffers[low : low + _BUFFERS_MAX]
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    with _named(path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names ``path`` and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, f"failed: {error.strerror}")
+        raise StorageError(
+            f"{path} {advice}",
+            path=path,
+            errno=error.errno,
+            missing=isinstance(error, FileNotFoundError),
+        ) from error

@@ -1,0 +1,116 @@
+"""A store in this process's memory: the model that other stores are tested against."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from ucp_core.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ucp_core.storage.base import Buffer, ReadRange
+
+
+class MemoryStore:
+    """Files in a dict. ``fsync`` has no meaning here."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def read(self, path: str) -> bytes:
+        """Return the whole file."""
+        try:
+            return self._files[_key(path)]
+        except KeyError:
+            raise _missing(path) from None
+
+    def read_range(self, path: str, offset_bytes: int, size_bytes: int) -> bytes:
+        """Return exactly ``size_bytes`` from ``offset_bytes``."""
+        data = self.read(path)
+        if offset_bytes + size_bytes > len(data):
+            raise StorageError(
+                f"{path} ends at byte {len(data)}, before {offset_bytes + size_bytes}: truncated",
+                path=path,
+            )
+        return data[offset_bytes : offset_bytes + size_bytes]
+
+    def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
+        """Fill the buffers of every range."""
+        for item in ranges:
+            offset_bytes = item.offset_bytes
+            for buffer in item.buffers:
+                buffer[:] = self.read_range(path, offset_bytes, len(buffer))
+                offset_bytes += len(buffer)
+
+    def write_atomic(
+        self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
+    ) -> bool:
+        """Put ``data`` at ``path`` at once."""
+        del fsync
+        with self._lock:
+            if exclusive and _key(path) in self._files:
+                return False
+            self._files[_key(path)] = bytes(data)
+            return True
+
+    def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
+        """Write ``chunks`` one after the other and return the size."""
+        data = b"".join(bytes(chunk) for chunk in chunks)
+        self.write_atomic(path, data, fsync=fsync)
+        return len(data)
+
+    def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
+        """Add ``data`` at the end of the file."""
+        del fsync
+        with self._lock:
+            self._files[_key(path)] = self._files.get(_key(path), b"") + bytes(data)
+
+    def list(self, directory: str) -> tuple[str, ...]:
+        """Return the names in ``directory``, sorted."""
+        inside = _inside(directory)
+        with self._lock:
+            names = {k[len(inside) :].split("/")[0] for k in self._files if k.startswith(inside)}
+        return tuple(sorted(names))
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Return the size of every file of ``list``."""
+        inside = _inside(directory)
+        with self._lock:
+            return {
+                key[len(inside) :]: len(self._files[key])
+                for key in sorted(self._files)
+                if key.startswith(inside) and "/" not in key[len(inside) :]
+            }
+
+    def exists(self, path: str) -> bool:
+        """Return whether a file or directory is there."""
+        return _key(path) in self._files or bool(self.list(path))
+
+    def size(self, path: str) -> int:
+        """Return the size of a file."""
+        return len(self.read(path))
+
+    def delete(self, path: str) -> None:
+        """Remove a file, or a directory with all in it."""
+        with self._lock:
+            doomed = [k for k in self._files if k == _key(path) or k.startswith(_inside(path))]
+            for key in doomed:
+                del self._files[key]
+
+    def makedirs(self, path: str) -> None:
+        """Do nothing: directories exist where files are."""
+
+
+def _key(path: str) -> str:
+    return path.strip("/")
+
+
+def _inside(directory: str) -> str:
+    return f"{_key(directory)}/" if _key(directory) else ""
+
+
+def _missing(path: str) -> StorageError:
+    return StorageError(f"{path} does not exist", path=path, missing=True)
