@@ -75,9 +75,15 @@ def release_slot(turn: Turn, number: int) -> None:
 
 
 def release_failing_slots(turn: Turn, number: int) -> None:
-    """Move the unused slots of an avoided node elsewhere, if the run can do without them."""
+    """Move the unused slots of an avoided node elsewhere, if the run can do without them.
+
+    It also can where no process comes up: such a node may long be gone.
+    """
     node = turn.draft.nodes[number]
-    if node.avoid_until_s <= turn.now_s or turn.draft.num_usable < turn.rules.min_workers:
+    if node.avoid_until_s <= turn.now_s:
+        return
+    nothing_starts = node.num_failed_starts >= turn.rules.avoid.strikes_max
+    if turn.draft.num_usable < turn.rules.min_workers and not nothing_starts:
         return
     busy = sum(turn.draft.workers[w].status is WorkerStatus.READY for w in node.workers)
     for slot in fleet.free_slots(turn, node)[: len(node.slots) - busy]:

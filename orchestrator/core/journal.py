@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from types import UnionType
-from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, Union, cast, get_args, get_origin, get_type_hints
 
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
@@ -176,8 +176,8 @@ def _record(item: ev.Event | act.Action, *, at_s: float, attempt: int) -> Journa
 
 def _event(record: JournalRecord) -> ev.Event:
     item = parse(record)
-    assert isinstance(item, _EVENTS), f"{record['kind']} is not an event"
-    return item
+    assert type(item) in _EVENTS, f"{record['kind']} is not an event"
+    return cast("ev.Event", item)
 
 
 def _object(line: bytes, where: str) -> JournalRecord:

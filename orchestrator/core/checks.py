@@ -1,0 +1,79 @@
+"""What must hold of every run state, whatever happened. Used by tests and the simulation."""
+
+from __future__ import annotations
+
+from math import isinf
+
+from orchestrator.core.state import ACTIVE, Phase, RunState, WorkerStatus
+
+#: Phases that end by themselves or at their bound.
+_BOUNDED = frozenset({Phase.WAITING, Phase.FORMING, Phase.YIELDING, Phase.FENCING, Phase.READING})
+
+
+def check(state: RunState) -> None:
+    """Assert every invariant of ``state``; costs the size of the fleet."""
+    _check_attempt(state)
+    _check_workers(state)
+    _check_nodes(state)
+
+
+def _check_attempt(state: RunState) -> None:
+    attempts = [attempt for attempt, _ in state.lineage]
+    assert attempts == list(range(1, state.attempt + 1)), f"attempts {attempts} are not consecutive"
+    if state.phase in _BOUNDED and state.attempt:
+        assert not isinf(state.deadline_s), f"{state.phase} has no bound"
+    inside = [n for n, worker in state.workers.items() if worker.inside]
+    assert len(inside) == state.num_inside, f"num_inside={state.num_inside}, inside={inside}"
+    assert set(inside) <= set(state.members), f"{inside} are inside and no members"
+    if state.phase in (Phase.FORMING, Phase.RUNNING):
+        assert state.num_inside == len(state.members), f"{state.phase} without all members"
+        unformed = sum(not state.workers[member].formed for member in state.members)
+        assert unformed == state.num_unformed, f"num_unformed={state.num_unformed} of {unformed}"
+        assert state.layout is not None
+        assert state.layout.world_size == len(state.members)
+    if state.phase in ACTIVE:
+        for member in inside:
+            worker = state.workers[member]
+            assert worker.status is WorkerStatus.READY, f"{worker} trains in {state.phase}"
+            assert worker.slot, f"{worker} trains without a slot"
+    if state.phase in (Phase.WAITING, Phase.READING):
+        assert not inside, f"{inside} are inside in {state.phase}"
+
+
+def _check_workers(state: RunState) -> None:
+    used: dict[int, str] = {}
+    for number, worker in state.workers.items():
+        assert worker.name == f"w{number:04d}", f"{worker.name} is kept as {number}"
+        assert number in state.nodes[worker.node].workers, f"{worker.name} is not on its node"
+        assert number < state.next_worker, f"{worker.name} was never started"
+        if worker.slot:
+            assert worker.slot not in used, f"{worker.name}, {used[worker.slot]}: one slot"
+            used[worker.slot] = worker.name
+            assert state.slots[worker.slot].node == worker.node, f"{worker.name}: slot elsewhere"
+    starting = sum(w.status is WorkerStatus.STARTING for w in state.workers.values())
+    assert starting == state.num_starting, f"num_starting={state.num_starting} of {starting}"
+
+
+def _check_nodes(state: RunState) -> None:
+    usable = leaving = 0
+    num_slots = sum(slot.node < 0 for slot in state.slots.values())
+    for number, node in state.nodes.items():
+        assert state.node_ids[node.name] == number
+        assert node.alive or not (node.slots or node.workers), f"lost {node} has slots or workers"
+        for slot in node.slots:
+            assert state.slots[slot].node == number, f"slot {slot} is not on {node.name}"
+        ready = sum(state.workers[w].status is WorkerStatus.READY for w in node.workers)
+        expected = min(len(node.slots), ready)
+        assert node.usable == expected, f"{node.name}: usable={node.usable} of {expected}"
+        if node.draining:
+            leaving += expected
+        else:
+            usable += expected
+            num_slots += len(node.slots)
+    placed = sum(len(node.slots) for node in state.nodes.values())
+    assert placed == sum(slot.node >= 0 for slot in state.slots.values()), "a slot is on no node"
+    assert (usable, leaving, num_slots) == (
+        state.num_usable,
+        state.num_leaving,
+        state.num_slots,
+    ), "the fleet's counts are wrong"
