@@ -99,7 +99,7 @@ class ProgressPage:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], *, worker: str) -> ProgressPage:
-        """Return the page of ``worker`` at ``path``; it appears whole, instead of what was there."""
+        """Return the page of ``worker`` at ``path``; it appears whole in place of an old one."""
         path = Path(path)
         draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
         with draft.open("w+b") as file:

@@ -83,7 +83,8 @@ class RecordedGroup(dist.ProcessGroup):
         ranks: tuple[int, ...],
         rank: int,
     ) -> None:
-        super().__init__(rank, len(ranks))
+        # The C++ side takes no store from a subclass in Python; torch's stub does not know.
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self._attempt = attempt
         self._inner: Any = inner
         self._backends = backends
@@ -153,7 +154,7 @@ class RecordedGroup(dist.ProcessGroup):
         """Do as ``reduce_scatter_single`` for each pair."""
         return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, values, opts)
 
-    def reduce_scatter(
+    def reduce_scatter(  # type: ignore[override]  # the overload that torch calls
         self, outputs: list[Any], values: list[list[Any]], opts: Any = None
     ) -> dist.Work:
         """Reduce the members' lists and leave this rank's entry in ``outputs``."""
@@ -180,10 +181,9 @@ class RecordedGroup(dist.ProcessGroup):
             )
         index = pair if pair is not None else self._index
         if index is None:
-            self._label = group_name(self.group_desc, self._ranks, attempt.world_size)
-            index = self._index = attempt.ring.group(self._label, self._ranks)
-        number = attempt.ring.enter(index, op, size_bytes, dtype)
-        return Call(attempt, index, self._label, op, number, attempt.ring.seq(index))
+            index = self._index = attempt.ring.group(self._named(), self._ranks)
+        seq, number = attempt.ring.enter(index, op, size_bytes, dtype)
+        return Call(attempt, index, self._label, op, number, seq)
 
     def _reduce_scatter(
         self, method: str, outputs: list[Any], values: list[Any], opts: Any
@@ -212,12 +212,11 @@ class RecordedGroup(dist.ProcessGroup):
     def _point_to_point(
         self, op: str, source: int, target: int, tensors: list[torch.Tensor], tag: int
     ) -> dist.Work:
-        self._index_of_name()
         pair = self._pairs.get((source, target))
         if pair is None:
             ranks = (self._ranks[source], self._ranks[target])
             # Directed, so that the k-th send is the k-th receive whatever else the two do.
-            pair = self._attempt.ring.group(f"{self._label} {ranks[0]}>{ranks[1]}", ranks)
+            pair = self._attempt.ring.group(f"{self._named()} {ranks[0]}>{ranks[1]}", ranks)
             self._pairs[source, target] = pair
         call = self._enter(op, *_payload(tensors), pair=pair)
         peer = target if op == "send" else source
@@ -229,9 +228,11 @@ class RecordedGroup(dist.ProcessGroup):
         on_device = tensors[0].is_cuda
         return self._returned(call, work, on_device=on_device, keep=tensors, sliced=False)
 
-    def _index_of_name(self) -> None:
+    def _named(self) -> str:
+        # Not before the first call: torch describes a group after making it.
         if not self._label:
             self._label = group_name(self.group_desc, self._ranks, self._attempt.world_size)
+        return self._label
 
     def _returned(
         self, call: Call, work: Any, *, on_device: bool, keep: Any = None, sliced: bool = True
@@ -244,10 +245,10 @@ class RecordedGroup(dist.ProcessGroup):
 def _collective(method: str, op: str) -> Callable[..., dist.Work]:
     payload_at = 1 if op in _OUTPUT_FIRST else 0
 
-    def call(self: RecordedGroup, *args: Any) -> dist.Work:
+    def call(self: RecordedGroup, *args: Any, **kwargs: Any) -> dist.Work:
         size_bytes, dtype = _payload(args[payload_at])
         entered = self._enter(op, size_bytes, dtype)
-        work = getattr(self._inner, method)(*args)
+        work = getattr(self._inner, method)(*args, **kwargs)
         on_device = len(self._backends) > 1 and _on_device(args[payload_at])
         return self._returned(entered, work, on_device=on_device, keep=args)
 

@@ -164,10 +164,10 @@ class RecordRing:
             self._words[_NUM_GROUPS_WORD] = index + 1
             return index
 
-    def enter(self, group: int, op: str, size_bytes: int, dtype: int = 0) -> int:
-        """Record that a collective was called; return its record number, for ``leave``."""
+    def enter(self, group: int, op: str, size_bytes: int, dtype: int = 0) -> tuple[int, int]:
+        """Record that a collective was called; return its number in the group and its record's."""
         if group < 0:
-            return -1
+            return 0, -1
         code = _OP_CODES[op]
         with self._lock:
             now_ns = time.monotonic_ns()
@@ -183,7 +183,7 @@ class RecordRing:
                 self._memory, at, number + 1, group, seq, word, size_bytes, now_ns, number + 1, 0
             )
             self._store(state)
-            return number
+            return seq, number
 
     def leave(self, group: int, seq: int, number: int, flags: int) -> None:
         """Record the end of the collective ``seq`` of ``group``.
@@ -204,9 +204,10 @@ class RecordRing:
                     state.in_flight.popleft()
                 self._store(state)
 
-    def seq(self, group: int) -> int:
-        """Return how many collectives were called in ``group``."""
-        return self._groups[group].entered if group >= 0 else 0
+    def num_in_flight(self) -> int:
+        """Return how many collectives were called and not seen to end."""
+        with self._lock:
+            return sum(len(state.in_flight) for state in self._groups)
 
     def close(self) -> None:
         """Mark the attempt as left: a reader sees no groups any more. The file stays."""
