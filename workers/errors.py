@@ -1,0 +1,50 @@
+"""Errors that the workers raise on purpose.
+
+WorkerError
++ SettingsError      settings that cannot work, every problem at once
++ DataError          data that cannot be read, is too small, or differs between workers
++ StateError         saved state that does not fit the model
++ TaskError          a training script that uses the session wrongly
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["DataError", "SettingsError", "StateError", "TaskError", "WorkerError"]
+
+
+class WorkerError(Exception):
+    """Base of every error that a worker raises on purpose.
+
+    Attributes:
+        facts: What the message says, for machines: path, step, found, expected.
+    """
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.facts = facts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ray ships errors; the default would lose the keyword arguments.
+        return (_rebuild, (type(self), str(self), self.facts))
+
+
+class SettingsError(WorkerError):
+    """Settings are refused; ``facts["problems"]`` lists all that is wrong, one line each."""
+
+
+class DataError(WorkerError):
+    """The training data cannot be used."""
+
+
+class StateError(WorkerError):
+    """Saved state does not fit the model, or no saved state could be read."""
+
+
+class TaskError(WorkerError):
+    """A training script uses the session in a way that cannot work."""
+
+
+def _rebuild(kind: type[WorkerError], message: str, facts: dict[str, Any]) -> WorkerError:
+    return kind(message, **facts)

@@ -1,0 +1,138 @@
+"""Sizes of the reference decoder: presets and exact parameter counts.
+
+Pure arithmetic. ``workers.models.decoder`` builds what is described here; a test compares the
+counts with the modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["PRESETS", "ModelShape", "num_parameters", "parameter_shapes", "shape_problems"]
+
+#: Bytes 0 to 255, the end of a document, and room up to a multiple of 8.
+BYTE_VOCAB_SIZE = 264
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder; every size counts elements.
+
+    Attributes:
+        vocab_size: Rows of the embedding.
+        dim: Width of the residual stream.
+        num_layers: Decoder blocks.
+        num_heads: Query heads; ``dim / num_heads`` is the size of a head.
+        num_kv_heads: Key and value heads; each serves ``num_heads / num_kv_heads`` query heads.
+        ffn_dim: Width inside the feed-forward part.
+        tied: Whether the output layer is the embedding.
+        rope_theta: Base of the rotary position frequencies.
+    """
+
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_dim: int
+    tied: bool
+    rope_theta: float = 10_000.0
+
+    @property
+    def head_dim(self) -> int:
+        """Return the size of one attention head."""
+        return self.dim // self.num_heads
+
+
+def _shape(*sizes: int, tied: bool, rope_theta: float = 10_000.0) -> ModelShape:
+    vocab_size, dim, num_layers, num_heads, num_kv_heads, ffn_dim = sizes
+    return ModelShape(
+        vocab_size=vocab_size,
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        ffn_dim=ffn_dim,
+        tied=tied,
+        rope_theta=rope_theta,
+    )
+
+
+#: From a model that two CPU cores train in a minute to the published Llama 3 shapes (1b, 3b and
+#: 8b are those of Llama 3.2 and 3.1; 125m has the width, depth and vocabulary of GPT-2 small).
+PRESETS: Mapping[str, ModelShape] = MappingProxyType(
+    {
+        "tiny": _shape(BYTE_VOCAB_SIZE, 64, 2, 4, 2, 160, tied=True),
+        "small": _shape(BYTE_VOCAB_SIZE, 192, 2, 6, 2, 576, tied=True),
+        "10m": _shape(BYTE_VOCAB_SIZE, 384, 6, 6, 2, 1024, tied=True),
+        "125m": _shape(50_304, 768, 12, 12, 12, 2048, tied=True),
+        "350m": _shape(32_000, 1024, 24, 16, 8, 2816, tied=True),
+        "1b": _shape(128_256, 2048, 16, 32, 8, 8192, tied=True, rope_theta=500_000.0),
+        "3b": _shape(128_256, 3072, 28, 24, 8, 8192, tied=True, rope_theta=500_000.0),
+        "8b": _shape(128_256, 4096, 32, 32, 8, 14_336, tied=False, rope_theta=500_000.0),
+    }
+)
+
+
+def shape_problems(shape: ModelShape) -> list[str]:
+    """Return what is impossible about ``shape``, one line per problem, path first."""
+    problems = [
+        f"{field.name}: {getattr(shape, field.name)} must be at least 1"
+        for field in fields(shape)
+        if field.name not in {"tied", "rope_theta"} and getattr(shape, field.name) < 1
+    ]
+    if problems:
+        return problems
+    if shape.dim % shape.num_heads:
+        problems.append(f"num_heads: {shape.num_heads} does not divide dim={shape.dim}")
+    elif shape.head_dim % 2:
+        problems.append(
+            f"num_heads: {shape.num_heads} leaves heads of {shape.head_dim} elements; rotary "
+            "positions need an even number"
+        )
+    if shape.num_heads % shape.num_kv_heads:
+        problems.append(
+            f"num_kv_heads: {shape.num_kv_heads} does not divide num_heads={shape.num_heads}"
+        )
+    return problems
+
+
+def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter by fully qualified name; a tied output has none."""
+    dim, kv_dim = shape.dim, shape.num_kv_heads * shape.head_dim
+    block = {
+        "attention_norm.weight": (dim,),
+        "attention.query.weight": (dim, dim),
+        "attention.key.weight": (kv_dim, dim),
+        "attention.value.weight": (kv_dim, dim),
+        "attention.out.weight": (dim, dim),
+        "ffn_norm.weight": (dim,),
+        "ffn.gate.weight": (shape.ffn_dim, dim),
+        "ffn.up.weight": (shape.ffn_dim, dim),
+        "ffn.down.weight": (dim, shape.ffn_dim),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (shape.vocab_size, dim)}
+    for layer in range(shape.num_layers):
+        shapes.update({f"layers.{layer}.{name}": size for name, size in block.items()})
+    shapes["norm.weight"] = (dim,)
+    if not shape.tied:
+        shapes["head.weight"] = (shape.vocab_size, dim)
+    return shapes
+
+
+def num_parameters(shape: ModelShape) -> int:
+    """Return the number of trained values; a tied output layer counts once."""
+    dim, kv_dim = shape.dim, shape.num_kv_heads * shape.head_dim
+    block = 2 * dim * dim + 2 * kv_dim * dim + 3 * shape.ffn_dim * dim + 2 * dim
+    embeddings = shape.vocab_size * dim * (1 if shape.tied else 2)
+    return embeddings + shape.num_layers * block + dim
+
+
+def resolve(preset: str, overrides: Mapping[str, Any]) -> ModelShape:
+    """Return the preset with ``overrides`` in place; ``KeyError`` if there is no such preset."""
+    base = PRESETS[preset]
+    values = {field.name: getattr(base, field.name) for field in fields(base)}
+    return ModelShape(**{**values, **overrides})

@@ -1,0 +1,322 @@
+"""What a worker is told about the training: model, data, optimizer, checkpoints, sharding.
+
+Frozen values without torch, so that the orchestrator can build and check them anywhere.
+``problems`` finds everything that is wrong at once; ``to_json`` and ``from_json`` are inverse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Final, TypeVar
+
+from workers.errors import SettingsError
+from workers.models.shape import (
+    BYTE_VOCAB_SIZE,
+    PRESETS,
+    ModelShape,
+    resolve,
+    shape_problems,
+)
+
+__all__ = [
+    "CheckpointSettings",
+    "DataSettings",
+    "ModelSettings",
+    "ParallelSettings",
+    "Settings",
+    "TrainSettings",
+    "from_json",
+    "model_shape",
+    "problems",
+    "to_json",
+]
+
+SCHEDULES: Final = ("cosine", "linear", "constant")
+PRECISIONS: Final = ("fp32", "bf16")
+STDLIB: Final = "stdlib"
+NUM_BETAS: Final = 2
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """Which decoder to train.
+
+    Attributes:
+        preset: A name of ``workers.models.shape.PRESETS``.
+        vocab_size: In place of the preset's; None keeps it. So for all below.
+        dim: Width.
+        num_layers: Blocks.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        ffn_dim: Width of the feed-forward part.
+        tied: Whether embedding and output layer are one.
+    """
+
+    preset: str = "small"
+    vocab_size: int | None = None
+    dim: int | None = None
+    num_layers: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    ffn_dim: int | None = None
+    tied: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """Where the text comes from and how it is cut into samples.
+
+    Attributes:
+        source: "stdlib" for the Python standard library's own source files, or a glob of text
+            or ``.jsonl`` files, local or as a URL.
+        tokenizer: A Hugging Face ``tokenizer.json``; "" reads bytes.
+        text_field: Which field of a JSON line is the text.
+        sequence_length: Tokens that a sample predicts.
+        seed: Order of the samples.
+        validation_share: Part of the files (or lines, if there is one file) held out.
+        validation_samples: At most so many held-out samples are looked at, the same each time.
+        cache_directory: Where tokens are kept between processes of a node; "" for the
+            machine's temporary directory.
+    """
+
+    source: str = STDLIB
+    tokenizer: str = ""
+    text_field: str = "text"
+    sequence_length: int = 128
+    seed: int = 0
+    validation_share: float = 0.05
+    validation_samples: int = 64
+    cache_directory: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings:
+    """The optimization, the same whatever the number of workers.
+
+    Attributes:
+        steps: Optimizer steps of the whole run.
+        global_batch: Samples per step over all workers.
+        micro_batch: Samples per forward pass; divides ``global_batch``.
+        lr: Peak learning rate.
+        warmup_steps: Steps of linear increase up to ``lr``.
+        schedule: What follows the warm-up: "cosine", "linear" or "constant".
+        lr_min_ratio: Learning rate of the last step as a part of ``lr``.
+        weight_decay: AdamW's, on matrices; vectors (norms) are not decayed.
+        betas: AdamW's decay rates.
+        eps: AdamW's.
+        clip_norm: Largest gradient norm; 0 does not clip.
+        precision: "fp32", or "bf16" to compute in bfloat16 with fp32 masters.
+        seed: Initial weights and dropout.
+        deterministic: Sum gradients in one order whatever the number of workers, so that the
+            weights are the same to the bit.
+        validation_every: Steps between two validations; 0 validates at the end only.
+    """
+
+    steps: int = 200
+    global_batch: int = 16
+    micro_batch: int = 2
+    lr: float = 3e-3
+    warmup_steps: int = 20
+    schedule: str = "cosine"
+    lr_min_ratio: float = 0.1
+    weight_decay: float = 0.1
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+    precision: str = "fp32"
+    seed: int = 0
+    deterministic: bool = False
+    validation_every: int = 0
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Return how many micro-batches a step has over all workers."""
+        return self.global_batch // self.micro_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSettings:
+    """How often state goes to storage.
+
+    Attributes:
+        every_steps: Steps between two checkpoints. The last step is always saved.
+        keep: Committed checkpoints that are kept; 0 keeps all.
+        fsync: Whether files are forced to the disk before the commit. Without it a checkpoint
+            outlives its process but perhaps not its machine.
+        threads: Readers per worker while loading.
+    """
+
+    every_steps: int = 1
+    keep: int = 3
+    fsync: bool = False
+    threads: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSettings:
+    """How the model is spread; the degrees themselves come with each attempt.
+
+    Attributes:
+        reshard_after_forward: Whether gathered parameters are dropped between forward and
+            backward: less memory, one more gather.
+        collective_timeout_s: A collective fails by itself after this. A backstop: faults are
+            found and attempts aborted much sooner.
+    """
+
+    reshard_after_forward: bool = True
+    collective_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything a worker is told about the training.
+
+    Attributes:
+        script: A training script that calls ``workers.api.run``; "" trains the built-in
+            language model.
+    """
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    script: str = ""
+
+
+def model_shape(settings: ModelSettings) -> ModelShape:
+    """Return the sizes of the model that ``settings`` ask for."""
+    names = [name.name for name in fields(settings) if name.name != "preset"]
+    given = {name: getattr(settings, name) for name in names}
+    return resolve(
+        settings.preset, {name: value for name, value in given.items() if value is not None}
+    )
+
+
+def problems(settings: Settings) -> list[str]:
+    """Return everything that is wrong with ``settings``, one line each, path first."""
+    return [
+        *_model_problems(settings),
+        *_data_problems(settings.data),
+        *_train_problems(settings.train),
+        *_rest_problems(settings),
+    ]
+
+
+def to_json(settings: Settings) -> dict[str, Any]:
+    """Return ``settings`` as nested dictionaries of plain values."""
+    document = asdict(settings)
+    document["train"]["betas"] = list(settings.train.betas)
+    return document
+
+
+def from_json(document: dict[str, Any]) -> Settings:
+    """Return what ``to_json`` wrote; a missing name takes its default.
+
+    Raises:
+        SettingsError: Names that do not exist, all of them.
+    """
+    unknown: list[str] = []
+    settings = _read(Settings, document, "", unknown)
+    if unknown:
+        raise SettingsError("; ".join(unknown), problems=unknown)
+    return settings
+
+
+def _read(kind: type[_T], document: dict[str, Any], path: str, unknown: list[str]) -> _T:
+    assert is_dataclass(kind)
+    known = {entry.name: entry for entry in fields(kind)}
+    values: dict[str, Any] = {}
+    for name, value in document.items():
+        if name not in known:
+            unknown.append(f"{path}{name}: unknown name; one of {', '.join(sorted(known))}")
+            continue
+        factory: Any = known[name].default_factory
+        if isinstance(factory, type) and is_dataclass(factory):
+            values[name] = _read(factory, value, f"{path}{name}.", unknown)
+        else:
+            values[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
+
+
+def _model_problems(settings: Settings) -> list[str]:
+    model = settings.model
+    if model.preset not in PRESETS:
+        return [f"model.preset: {model.preset!r} is none of {', '.join(PRESETS)}"]
+    shape = model_shape(model)
+    found = [f"model.{problem}" for problem in shape_problems(shape)]
+    if not settings.data.tokenizer and shape.vocab_size < BYTE_VOCAB_SIZE:
+        found.append(
+            f"model.vocab_size: {shape.vocab_size} is too few for bytes, which need "
+            f"{BYTE_VOCAB_SIZE}; raise it or name a data.tokenizer"
+        )
+    return found
+
+
+def _data_problems(data: DataSettings) -> list[str]:
+    found = [] if data.source else ["data.source: is empty; 'stdlib' or a glob of files"]
+    found += _at_least("data", data, sequence_length=2, validation_samples=1, seed=0)
+    if not 0 < data.validation_share < 1:
+        found.append(
+            f"data.validation_share: {data.validation_share} must be between 0 and 1, both excluded"
+        )
+    return found
+
+
+def _train_problems(train: TrainSettings) -> list[str]:
+    found = _at_least(
+        "train", train, steps=1, global_batch=1, micro_batch=1, warmup_steps=0, seed=0,
+        validation_every=0, weight_decay=0, clip_norm=0,
+    )  # fmt: skip
+    if train.micro_batch >= 1 and train.global_batch % train.micro_batch:
+        found.append(
+            f"train.global_batch: {train.global_batch} is not a multiple of "
+            f"train.micro_batch={train.micro_batch}"
+        )
+    checks: list[tuple[bool, str]] = [
+        (_finite(train.lr) and train.lr > 0, f"lr: {train.lr} must be above 0"),
+        (0 <= train.lr_min_ratio <= 1, f"lr_min_ratio: {train.lr_min_ratio} must be in [0, 1]"),
+        (train.eps > 0, f"eps: {train.eps} must be above 0"),
+        (
+            len(train.betas) == NUM_BETAS and all(0 <= beta < 1 for beta in train.betas),
+            f"betas: {list(train.betas)} must be two numbers in [0, 1)",
+        ),
+        (
+            train.warmup_steps <= train.steps,
+            f"warmup_steps: {train.warmup_steps} is more than train.steps={train.steps}",
+        ),
+        _one_of("schedule", train.schedule, SCHEDULES),
+        _one_of("precision", train.precision, PRECISIONS),
+    ]
+    return found + [f"train.{text}" for right, text in checks if not right]
+
+
+def _rest_problems(settings: Settings) -> list[str]:
+    found = _at_least("checkpoint", settings.checkpoint, every_steps=1, keep=0, threads=1)
+    if settings.checkpoint.keep == 1:
+        found.append(
+            "checkpoint.keep: 1 leaves nothing to fall back to if the newest is damaged; 2 or more"
+        )
+    timeout_s = settings.parallel.collective_timeout_s
+    if not (_finite(timeout_s) and timeout_s > 0):
+        found.append(f"parallel.collective_timeout_s: {timeout_s} must be above 0")
+    return found
+
+
+def _at_least(path: str, values: Any, **least: int) -> list[str]:
+    return [
+        f"{path}.{name}: {getattr(values, name)} must be at least {bound}"
+        for name, bound in least.items()
+        if not getattr(values, name) >= bound
+    ]
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> tuple[bool, str]:
+    return value in choices, f"{name}: {value!r} is none of {', '.join(choices)}"
+
+
+_finite: Callable[[float], bool] = math.isfinite
