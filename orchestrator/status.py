@@ -7,11 +7,12 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from orchestrator.config import read_resolved
-from orchestrator.core.journal import fold, verify
+from orchestrator.config import load
+from orchestrator.core.journal import fold, replay
 from orchestrator.core.state import describe
-from orchestrator.errors import RunNotFoundError
-from ucp_core.storage import Store, open_store
+from orchestrator.errors import JournalCorruptError, RunNotFoundError
+from orchestrator.shell.journal_file import read_lines
+from ucp_core.storage import Store, join, open_store
 
 #: Written by the controller of each life: where its status page is.
 CONTROLLER_FILE = "controller.json"
@@ -24,23 +25,23 @@ def read_status(url: str) -> dict[str, Any]:
 
     While the controller is down the document is folded from the journal: what was true last.
     """
-    store = open_store(url)
-    contact = _contact(store, url)
-    if not store.exists("summary.json"):
+    store, path = open_store(url)
+    contact = _contact(store, path, url)
+    if not store.exists(join(path, "summary.json")):
         try:
             with urllib.request.urlopen(contact["url"] + "/status", timeout=ANSWER_S) as answer:  # noqa: S310  http
                 return {**json.load(answer), "controller": "alive"}
         except (urllib.error.URLError, TimeoutError, OSError):
             pass
-    over = store.exists("summary.json")
-    state, _ = fold(_segments(store), read_resolved(store).rules())
+    over = store.exists(join(path, "summary.json"))
+    state = fold(read_lines(store, path), load(join(path, "config.yaml"), []).rules())
     described = describe(state)
     workers = [] if over else [*described["members"], *described["standbys"]]
     return {
         "phase": described["phase"],
         "attempt": described["attempt"],
         "step": described["step"],
-        "loss": _last_loss(store),
+        "loss": _last_loss(store, join(path, "metrics/rank0.jsonl")),
         "layout": described["layout"],
         "workers": [{"rank": -1, "last_heartbeat_s": None, **worker} for worker in workers],
         "nodes": [{"raylet_pid": 0, **node} for node in described["nodes"]],
@@ -54,35 +55,37 @@ def read_status(url: str) -> dict[str, Any]:
 
 def replay_run(url: str) -> dict[str, Any]:
     """Fold the journal of ``url`` again; raise ``JournalCorruptError`` where the actions differ."""
-    store = open_store(url)
-    _contact(store, url)
-    state, last = verify(_segments(store), read_resolved(store).rules())
-    return {"records": last["seq"] if last else 0, "same_decisions": True, **describe(state)}
+    store, path = open_store(url)
+    _contact(store, path, url)
+    lines = read_lines(store, path)
+    divergence = replay(lines, load(join(path, "config.yaml"), []).rules())
+    if divergence is not None:
+        raise JournalCorruptError(
+            f"line {divergence.line} of the journal led to {divergence.journaled} then and to "
+            f"{divergence.computed} now: another version wrote it, or a decision is not pure",
+            url=url,
+            line=divergence.line,
+        )
+    return {"records": len(lines), "same_decisions": True}
 
 
 def contact(url: str) -> dict[str, Any]:
     """Return how to reach the controller of the run in ``url``."""
-    return _contact(open_store(url), url)
+    return _contact(*open_store(url), url)
 
 
-def _contact(store: Store, url: str) -> dict[str, Any]:
-    if not store.exists(CONTROLLER_FILE):
+def _contact(store: Store, path: str, url: str) -> dict[str, Any]:
+    if not store.exists(join(path, CONTROLLER_FILE)):
         raise RunNotFoundError(
             f"{url} holds no run: {CONTROLLER_FILE} is not there; "
             "name the folder that `everstep run` printed as its run directory",
             url=url,
         )
-    document: dict[str, Any] = json.loads(store.read(CONTROLLER_FILE))
+    document: dict[str, Any] = json.loads(store.read(join(path, CONTROLLER_FILE)))
     return document
 
 
-def _segments(store: Store) -> list[bytes]:
-    names = sorted(name for name in store.list("journal") if name.endswith(".jsonl"))
-    return [store.read(f"journal/{name}") for name in names]
-
-
-def _last_loss(store: Store) -> float | None:
-    path = "metrics/rank0.jsonl"
+def _last_loss(store: Store, path: str) -> float | None:
     if not store.exists(path):
         return None
     lines = store.read(path).splitlines()

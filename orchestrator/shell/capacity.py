@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -20,6 +21,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orchestrator.shell.names import RunNames
 
@@ -31,6 +33,7 @@ POLL_S = 0.2
 class _Slot:
     group: PlacementGroup | None
     node: str | None = None
+    gpu_ids: tuple[int, ...] = ()
 
 
 class Capacity:
@@ -62,6 +65,11 @@ class Capacity:
         """Return (slot, node) of every placed slot."""
         return sorted((n, slot.node) for n, slot in self._slots.items() if slot.node is not None)
 
+    def gpu_ids(self, slot: int) -> tuple[int, ...]:
+        """Return the GPUs of its node that ``slot`` holds; none for a slot without GPUs."""
+        entry = self._slots.get(slot)
+        return entry.gpu_ids if entry is not None else ()
+
     async def request(self, slot: int, avoid: Sequence[str]) -> None:
         """Ask for ``slot`` on any node but ``avoid``; returns at once. Asking twice is one request."""
         if slot in self._slots:
@@ -91,18 +99,29 @@ class Capacity:
             if self.pending():
                 for number, node in await asyncio.to_thread(self._placed):
                     entry = self._slots.get(number)
-                    if entry is not None and entry.node is None:
+                    if entry is not None and entry.node is None and entry.group is not None:
+                        entry.gpu_ids = await self._held_gpus(entry.group)
                         entry.node = node
                         self._on_granted(number, node)
             await asyncio.sleep(POLL_S)
 
-    async def adopt(self, lost_nodes: frozenset[str]) -> None:
+    async def adopt(self) -> None:
         """After a restart of the controller: find the run's groups again by their names."""
         for row in await asyncio.to_thread(self._rows):
             number = int(row["name"].removeprefix(self._names.slot_prefix))
             group = await asyncio.to_thread(get_placement_group, row["name"])
             node = _node_of(row)
-            self._slots[number] = _Slot(group=group, node=None if node in lost_nodes else node)
+            gpu_ids = await self._held_gpus(group) if node else ()
+            self._slots[number] = _Slot(group=group, node=node, gpu_ids=gpu_ids)
+
+    async def _held_gpus(self, group: PlacementGroup) -> tuple[int, ...]:
+        """Ask inside the group: its GPUs stay the same for as long as it is placed."""
+        num_gpus = self._resources.get("GPU", 0)
+        if not num_gpus:
+            return ()
+        inside = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        probe = _visible_gpus.options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=inside)
+        return tuple(await probe.remote())
 
     def _create(self, slot: int, avoid: tuple[str, ...]) -> PlacementGroup:
         selector = [{"ray.io/node-id": f"!in({','.join(avoid)})"}] if avoid else None
@@ -125,6 +144,11 @@ class Capacity:
             if node is not None:
                 placed.append((int(row["name"].removeprefix(self._names.slot_prefix)), node))
         return sorted(placed)
+
+
+@ray.remote(max_retries=3)
+def _visible_gpus() -> list[int]:
+    return [int(number) for number in ray.get_gpu_ids()]
 
 
 def _node_of(row: dict[str, Any]) -> str | None:

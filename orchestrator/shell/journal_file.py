@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from orchestrator.core.journal import Record, encode
-from ucp_core.storage import Store
+from ucp_core.storage import Store, join
 
 DIRECTORY = "journal"
 
 
-def read_lines(store: Store) -> list[str]:
-    """Return the whole lines of every segment, oldest first.
+def read_lines(store: Store, run_path: str) -> list[str]:
+    """Return the whole lines of every segment in the run directory, oldest first.
 
     A life that ended while it wrote leaves a torn last line; it was not acted upon, because
     actions are performed after their line is written.
     """
-    names = sorted(name for name in store.list(DIRECTORY) if name.endswith(".jsonl"))
-    texts = (store.read(f"{DIRECTORY}/{name}").decode() for name in names)
+    directory = join(run_path, DIRECTORY)
+    names = sorted(name for name in store.list(directory) if name.endswith(".jsonl"))
+    texts = (store.read(join(directory, name)).decode() for name in names)
     return [line for text in texts for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
@@ -29,14 +30,15 @@ class JournalFile:
     and of its page cache costs the last events, which the survey of living workers replaces.
 
     Args:
-        store: The run directory.
+        store: Where the run directory is.
+        run_path: Its path there.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, run_path: str) -> None:
         self._store = store
-        segments = [name for name in store.list(DIRECTORY) if name.endswith(".jsonl")]
-        self.life = len(segments) + 1
-        self._path = f"{DIRECTORY}/{self.life:06d}.jsonl"
+        directory = join(run_path, DIRECTORY)
+        self.life = sum(name.endswith(".jsonl") for name in store.list(directory)) + 1
+        self._path = join(directory, f"{self.life:06d}.jsonl")
 
     def append(self, records: Iterable[Record]) -> None:
         """Write ``records`` behind what is there."""

@@ -40,7 +40,7 @@ from orchestrator.shell.rendezvous import Rendezvous, preload
 from orchestrator.shell.status_document import status_document
 from orchestrator.shell.status_page import StatusPage
 from ucp_core.checkpoint import find_committed
-from ucp_core.storage import open_store
+from ucp_core.storage import join, open_store
 from workers.protocol import Assignment, NodeReport
 
 #: Where the run directory keeps its versions.
@@ -68,9 +68,9 @@ class Run:
         self._controller = controller
         self._names = RunNames(run_id)
         self._rules = self._config.rules()
-        self._store = open_store(self._config.run.directory)
-        lines = read_lines(self._store)
-        self._journal = JournalFile(self._store)
+        self._store, self._path = open_store(self._config.run.directory)
+        lines = read_lines(self._store, self._path)
+        self._journal = JournalFile(self._store, self._path)
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._rendezvous = Rendezvous()
         self._over = asyncio.Event()
@@ -81,7 +81,8 @@ class Run:
         self._clock = (
             RunClock(last_at_s=last.at_s, last_wall_time=last.wall_time) if last else RunClock()
         )
-        self._record = RunRecord(self._store, lines, total_steps=self._rules.total_steps)
+        self._record = RunRecord(
+            self._store, self._path, lines, total_steps=self._rules.total_steps)
         self._build_parts()
 
     def _build_parts(self) -> None:
@@ -119,7 +120,7 @@ class Run:
         )
         self._record.announce(await page.start(), os.getpid())
         if self._journal.life > 1:
-            await self._capacity.adopt(frozenset())
+            await self._capacity.adopt()
         self._post(ControllerStarted(at_s=self._clock.at_s(), life=self._journal.life))
         self._spawn(asyncio.to_thread(preload))
         self._spawn(self._nodes.watch_forever(self._controller))
@@ -228,7 +229,7 @@ class Run:
 
     async def _read_committed(self, action: act.ReadCommitted) -> None:
         found = await asyncio.to_thread(
-            find_committed, self._store, CHECKPOINTS, lineage=action.lineage
+            find_committed, self._store, join(self._path, CHECKPOINTS), lineage=action.lineage
         )
         self._post(
             CommittedRead(

@@ -1,0 +1,132 @@
+"""Real training on simulated nodes, real signals; judged by what the run wrote, not by internals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from orchestrator.config import RunConfig
+from orchestrator.shell.faults import kill_node_of, member, signal_rank, wait_for
+from orchestrator.shell.launch import Launched
+from tests.support.history import read_history
+
+pytestmark = pytest.mark.timeout(180)
+
+#: Generous: the machine of a test run is shared. Tight bounds are the benchmark's business.
+ACT_S_MAX = 90.0
+
+
+def _reach(run: Launched, step: int, *, workers: int | None = None, attempt: int = 0) -> dict[str, Any]:
+    status = wait_for(
+        run,
+        lambda s: s["phase"] == "running"
+        and s["step"] >= step
+        and s["attempt"] >= attempt
+        and (workers is None or _num_training(s) == workers),
+        timeout_s=ACT_S_MAX,
+    )
+    assert status is not None, f"the run ended before step {step}"
+    return status
+
+
+def _num_training(status: dict[str, Any]) -> int:
+    return sum(worker["rank"] >= 0 for worker in status["workers"])
+
+
+def _finish(run: Launched) -> dict[str, Any]:
+    summary = run.follow(lambda _: None)
+    assert summary["outcome"] == "completed", summary["reason"]
+    return summary
+
+
+@pytest.fixture(scope="module")
+def undisturbed_digest(
+    cluster: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[RunConfig], str]:
+    """Return the digest of the same configuration trained without a fault, once per module."""
+    known: dict[str, str] = {}
+
+    def digest(config: RunConfig) -> str:
+        key = config.train.model_dump_json()
+        if key not in known:
+            directory = str(tmp_path_factory.mktemp("undisturbed") / "run")
+            calm = config.model_copy(
+                update={"run": config.run.model_copy(update={"directory": directory})}
+            )
+            known[key] = _finish(Launched(calm, cluster))["weights_digest"]
+        return known[key]
+
+    return digest
+
+
+def test_killed_worker_is_replaced_and_the_weights_end_equal(
+    nodes: Any, make_config: Callable[..., RunConfig], undisturbed_digest: Any
+) -> None:
+    """A standby takes the dead worker's place; in deterministic mode nothing shows afterwards."""
+    config = make_config(train__steps=60)
+    run = Launched(config, nodes)
+    before = _reach(run, 10)
+    survivor = member(before, 0)["pid"]
+
+    signal_rank(run, 1, signal.SIGKILL)
+    after = _reach(run, 11, attempt=before["attempt"] + 1)
+    summary = _finish(run)
+
+    assert member(after, 0)["pid"] == survivor, "a healthy process was restarted"
+    assert [i["kind"] for i in summary["incidents"]] == ["crash"]
+    assert summary["weights_digest"] == undisturbed_digest(config)
+    read_history(config.run.directory).check_exactly_once(config)
+
+
+def test_lost_node_shrinks_the_run_and_its_return_grows_it(
+    nodes: Any, make_config: Callable[..., RunConfig], undisturbed_digest: Any
+) -> None:
+    """Raylet and all: Ray needs 12 s and more to notice, the run must not."""
+    config = make_config(train__steps=60)
+    run = Launched(config, nodes)
+    before = _reach(run, 10, workers=4)
+
+    kill_node_of(run, 3)
+    _reach(run, 11, workers=2, attempt=before["attempt"] + 1)
+    nodes.add_node()
+    _reach(run, 12, workers=4)
+    summary = _finish(run)
+
+    assert [i["kind"] for i in summary["incidents"]] == ["node_loss", "growth"]
+    assert summary["weights_digest"] == undisturbed_digest(config)
+    read_history(config.run.directory).check_exactly_once(config)
+
+
+def test_stopped_worker_is_named_and_removed(
+    nodes: Any, make_config: Callable[..., RunConfig]
+) -> None:
+    """SIGSTOP leaves process, sockets and Ray's view alive: only its silence tells."""
+    run = Launched(make_config(train__steps=60), nodes)
+    before = _reach(run, 10)
+
+    victim = signal_rank(run, 2, signal.SIGSTOP)
+    _reach(run, 11, attempt=before["attempt"] + 1)
+    summary = _finish(run)
+
+    hangs = [i for i in summary["incidents"] if i["kind"] == "hang"]
+    assert [i["guilty"] for i in hangs] == [[victim["worker"]]]
+
+
+def test_killed_controller_is_back_in_charge_and_training_never_stopped(
+    nodes: Any, make_config: Callable[..., RunConfig]
+) -> None:
+    """The workers' attempt must be the same afterwards: they were adopted, not restarted."""
+    run = Launched(make_config(train__steps=80), nodes)
+    before = _reach(run, 10)
+
+    os.kill(run.controller_pid(), signal.SIGKILL)
+    after = _reach(run, before["step"] + 5)
+
+    assert after["attempt"] == before["attempt"]
+    signal_rank(run, 1, signal.SIGKILL)
+    _reach(run, after["step"] + 1, attempt=after["attempt"] + 1)
+    _finish(run)
