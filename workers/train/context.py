@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from ucp_core.storage import Store
 from workers.protocol import WorkerPhase
 from workers.train.settings import Settings
 
-__all__ = ["Flag", "Progress", "WorkerContext"]
-
-
-class Flag(Protocol):
-    """What can be asked whether it was set, as ``threading.Event`` can."""
-
-    def is_set(self) -> bool:
-        """Return whether it was set."""
+__all__ = ["Progress", "WorkerContext"]
 
 
 class Progress(Protocol):
@@ -40,18 +32,22 @@ class Progress(Protocol):
         """Store that ``step`` is completed."""
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
-    """The worker that an attempt runs in. One per attempt or per process, as the caller likes.
+    """The worker that attempts run in; one per process.
 
     Attributes:
         worker: Worker id, as ``w0007``.
         settings: What to train.
-        store: The run directory.
+        store: Where the run directory is.
+        directory: Its path in the store.
         page: Where the worker says how far it is.
         ring_path: Where its collectives are recorded.
-        device_type: "cpu" or "cuda"; on "cuda" the current device is used.
-        yield_requested: Set when the worker is to leave at the next step boundary.
+        yield_requested: Whether the worker is to leave an attempt at the next step boundary.
         fenced: Whether an attempt may write no more. Asked from several threads.
         on_formed: Called once per attempt, by the training thread, when the groups stand, the
             model is built and its state is loaded.
@@ -60,9 +56,9 @@ class WorkerContext:
     worker: str
     settings: Settings
     store: Store
+    directory: str
     page: Progress
-    ring_path: Path
-    device_type: str
-    yield_requested: Flag
+    ring_path: str
+    yield_requested: Callable[[int], bool]
     fenced: Callable[[int], bool]
-    on_formed: Callable[[], None]
+    on_formed: Callable[[], None] = _nothing

@@ -1,7 +1,7 @@
 """What a worker is told about the training: model, data, optimizer, checkpoints, sharding.
 
 Frozen values without torch, so that the orchestrator can build and check them anywhere.
-``problems`` finds everything that is wrong at once; ``to_json`` and ``from_json`` are inverse.
+``problems`` finds everything that is wrong at once.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ __all__ = [
     "ParallelSettings",
     "Settings",
     "TrainSettings",
-    "from_json",
     "model_shape",
     "problems",
-    "to_json",
 ]
 
 SCHEDULES: Final = ("cosine", "linear", "constant")
@@ -187,6 +185,25 @@ class Settings:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     script: str = ""
 
+    def to_json(self) -> dict[str, Any]:
+        """Return nested dictionaries of plain values."""
+        document = asdict(self)
+        document["train"]["betas"] = list(self.train.betas)
+        return document
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Settings:
+        """Return what ``to_json`` wrote; a missing name takes its default.
+
+        Raises:
+            SettingsError: Names that do not exist, all of them.
+        """
+        unknown: list[str] = []
+        settings = _read(cls, document, "", unknown)
+        if unknown:
+            raise SettingsError("; ".join(unknown), problems=unknown)
+        return settings
+
 
 def model_shape(settings: ModelSettings) -> ModelShape:
     """Return the sizes of the model that ``settings`` ask for."""
@@ -205,26 +222,6 @@ def problems(settings: Settings) -> list[str]:
         *_train_problems(settings.train),
         *_rest_problems(settings),
     ]
-
-
-def to_json(settings: Settings) -> dict[str, Any]:
-    """Return ``settings`` as nested dictionaries of plain values."""
-    document = asdict(settings)
-    document["train"]["betas"] = list(settings.train.betas)
-    return document
-
-
-def from_json(document: dict[str, Any]) -> Settings:
-    """Return what ``to_json`` wrote; a missing name takes its default.
-
-    Raises:
-        SettingsError: Names that do not exist, all of them.
-    """
-    unknown: list[str] = []
-    settings = _read(Settings, document, "", unknown)
-    if unknown:
-        raise SettingsError("; ".join(unknown), problems=unknown)
-    return settings
 
 
 def _read(kind: type[_T], document: dict[str, Any], path: str, unknown: list[str]) -> _T:
