@@ -25,7 +25,7 @@ def node_joined(turn: Turn, event: NodeJoined) -> None:
     if not node.alive or node.draining:
         fleet.revive_node(turn, number)
         demand.release_surplus(turn)
-    elif not node.slots:
+        # Slots that are still pending may have been asked for anywhere but here.
         demand.renew_pending(turn)
 
 

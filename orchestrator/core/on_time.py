@@ -15,8 +15,11 @@ from orchestrator.core.turn import Turn
 def ticked(turn: Turn, event: Ticked) -> None:
     """Compare every bound with the present."""
     draft = turn.draft
-    if draft.surveying_until_s <= event.at_s:
-        survey.ask(turn)
+    if draft.surveying_until_s != inf:
+        # What did not come may have come while nobody listened: only the survey's bound counts.
+        if draft.surveying_until_s <= event.at_s:
+            survey.ask(turn)
+        return
     if draft.wake_s <= event.at_s:
         _look_at_fleet(turn)
     if draft.deadline_s > event.at_s:

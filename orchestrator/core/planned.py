@@ -88,11 +88,18 @@ def yield_attempt(turn: Turn, kind: str, reason: str) -> None:
     draft = turn.draft
     draft.cause = Cause(kind, (), reason, turn.now_s)
     draft.phase = Phase.YIELDING
-    # A step may just have begun, the flag travels with the next one: two, and as many in reserve.
-    draft.deadline_s = turn.now_s + turn.rules.bounds.yield_s + 4 * draft.step_s
+    draft.deadline_s = yield_deadline_s(turn)
     turn.actions.append(
         YieldAttempt(attempt=draft.attempt, workers=recovery.members_inside(turn), reason=reason)
     )
+
+
+def yield_deadline_s(turn: Turn) -> float:
+    """Return by when members that are asked now must have left.
+
+    A step may just have begun and the flag travels with the next one: two, and two in reserve.
+    """
+    return turn.now_s + turn.rules.bounds.yield_s + 4 * turn.draft.step_s
 
 
 def member_yielded(turn: Turn, step: int) -> None:
@@ -114,7 +121,7 @@ def member_completed(turn: Turn, step: int) -> None:
     if draft.phase is not Phase.YIELDING:
         draft.phase = Phase.YIELDING
         draft.cause = Cause("completed", (), f"step {step} is committed", turn.now_s)
-        draft.deadline_s = turn.now_s + turn.rules.bounds.yield_s + 4 * draft.step_s
+        draft.deadline_s = yield_deadline_s(turn)
     all_left(turn)
 
 

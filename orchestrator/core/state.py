@@ -285,7 +285,9 @@ def next_deadline_s(state: RunState) -> float:
     """Return the earliest ``at_s`` at which a ``Ticked`` may do something; infinity if none."""
     if state.phase in TERMINAL:
         return inf
-    return min(state.deadline_s, state.wake_s, state.surveying_until_s)
+    if state.surveying_until_s != inf:
+        return state.surveying_until_s
+    return min(state.deadline_s, state.wake_s)
 
 
 def worker_number(name: str) -> int:

@@ -59,6 +59,7 @@ def surveyed(turn: Turn, event: WorkersSurveyed) -> None:
     if draft.phase in ACTIVE:
         _resume_attempt(turn, dead, left)
     elif draft.phase is Phase.FENCING:
+        draft.deadline_s = turn.now_s + turn.rules.bounds.fence_s
         inside = recovery.members_inside(turn)
         if inside:
             turn.actions.append(
@@ -69,6 +70,7 @@ def surveyed(turn: Turn, event: WorkersSurveyed) -> None:
         draft.reads_pending = 0
         recovery.proceed(turn)
     elif draft.phase is Phase.READING:
+        draft.deadline_s = turn.now_s + turn.rules.bounds.read_s
         draft.reads_pending = 0
         recovery.proceed(turn)
     else:
@@ -88,6 +90,7 @@ def _resume_attempt(turn: Turn, dead: list[str], left: list[str]) -> None:
         # Whether each member was given its assignment is not known.
         recovery.fault(turn, "controller_restart", (), "restarted while the attempt formed")
     elif draft.phase is Phase.YIELDING and draft.cause is not None and not draft.completed:
+        draft.deadline_s = planned.yield_deadline_s(turn)
         turn.actions.append(
             YieldAttempt(
                 attempt=draft.attempt,
@@ -127,13 +130,28 @@ def _reconcile_workers(turn: Turn, event: WorkersSurveyed) -> tuple[list[str], l
             if worker.inside:
                 dead.append(worker.name)
             fleet.drop_worker(turn, number)
-        elif worker.status is WorkerStatus.DYING:
+            # Not to be found is not to be dead: end what can be reached.
             turn.actions.append(
-                KillWorker(worker=worker.name, reason="killed before the controller restarted")
+                KillWorker(worker=worker.name, reason="not found after the controller restarted")
             )
-        elif worker.inside and alive[worker.name] != draft.attempt:
-            left.append(worker.name)
-            fleet.put_worker(turn, number, replace(worker, inside=False))
+        elif worker.status is WorkerStatus.READY:
+            # A member that never formed may yet get its assignment from the dead controller:
+            # only its answer to a fence shows that it is out.
+            has_entered = worker.formed or draft.stepped
+            if worker.inside and alive[worker.name] != draft.attempt and has_entered:
+                left.append(worker.name)
+                fleet.put_worker(turn, number, replace(worker, inside=False))
+        else:
+            # Nobody was there to hear of it in time: the bounds begin anew.
+            is_dying = worker.status is WorkerStatus.DYING
+            bounds = turn.rules.bounds
+            deadline_s = turn.now_s + (bounds.kill_s if is_dying else bounds.start_s)
+            fleet.put_worker(turn, number, replace(worker, deadline_s=deadline_s))
+            turn.wake_by(deadline_s)
+            if is_dying:
+                turn.actions.append(
+                    KillWorker(worker=worker.name, reason="killed before the controller restarted")
+                )
     for name in sorted(alive):
         if fleet.find_worker(turn, name) is None:
             turn.actions.append(KillWorker(worker=name, reason="not known to the run"))

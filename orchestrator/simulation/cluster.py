@@ -1,0 +1,454 @@
+"""The virtual cluster: nodes, reservations, worker processes, attempts, and the wires between.
+
+It performs the machine's actions as the shell would and reports what happens, late, twice or not
+at all where the real thing may do so. It knows the truth; the machine hears only the reports.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
+from orchestrator.core.rules import RunRules
+from orchestrator.simulation.storage import Storage
+from orchestrator.simulation.violations import Monitor
+
+
+class SimNode:
+    """A machine with room for ``room`` workers."""
+
+    __slots__ = ("alive", "cut_off", "draining_until_s", "name", "room", "slots", "workers")
+
+    def __init__(self, name: str, room: int) -> None:
+        self.name = name
+        self.room = room
+        self.alive = True
+        # Cut off: declared lost while its processes train on, as in a network partition.
+        self.cut_off = False
+        self.draining_until_s: float | None = None
+        self.slots: set[int] = set()
+        self.workers: dict[str, SimWorker] = {}
+
+
+class SimWorker:
+    """A worker process. ``attempt`` is what it is in, 0 if none; ``refuses`` what it was fenced of."""
+
+    __slots__ = (
+        "alive",
+        "attempt",
+        "completed",
+        "formed",
+        "hung",
+        "name",
+        "node",
+        "ready",
+        "refuses",
+    )
+
+    def __init__(self, name: str, node: SimNode) -> None:
+        self.name = name
+        self.node = node
+        self.alive = True
+        self.ready = False
+        self.hung = False
+        self.attempt = 0
+        self.refuses = 0
+        self.completed = 0
+        self.formed = False
+
+
+class SimAttempt:
+    """One attempt as it really goes: members step together or not at all."""
+
+    __slots__ = ("arrived", "formed", "layout", "members", "number", "records", "step", "yielding")
+
+    def __init__(self, number: int, members: list[str], step: int) -> None:
+        self.number = number
+        self.members = members
+        self.step = step
+        self.arrived: set[str] = set()
+        self.formed: set[str] = set()
+        self.records: dict[int, set[str]] = {}
+        self.yielding = False
+
+
+class SimCluster:
+    """The world. ``at`` schedules, ``post`` reports, ``perform`` does what the machine ordered."""
+
+    def __init__(self, rng: Random, rules: RunRules, monitor: Monitor) -> None:
+        self.rng = rng
+        self.rules = rules
+        self.monitor = monitor
+        self.now_s = 0.0
+        self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.serial = 0
+        self.life = 0
+        self.num_lives = 1
+        self.controller_up = True
+        self.inbox: list[ev.Event] = []
+        self.nodes: dict[str, SimNode] = {}
+        self.workers: dict[str, SimWorker] = {}
+        self.pending: dict[int, tuple[str, ...]] = {}
+        self.granted: dict[int, str] = {}
+        self.storage = Storage()
+        self.attempts: dict[int, SimAttempt] = {}
+        self.step_s = 0.1
+        self.delay_s = rng.choice((0.001, 0.01, 0.1))
+        self.loss = rng.choice((0.0, 0.0, 0.02, 0.1))
+        self.doubling = rng.choice((0.0, 0.0, 0.05))
+        self.start_failure = 0.0
+        self.raises_at: dict[int, tuple[int, ...]] = {}
+        self.raises_once: set[int] = set()
+
+    # Time and wires
+
+    def at(self, delay_s: float, do: Callable[..., None], *args: Any) -> None:
+        """Do something after ``delay_s``."""
+        self.serial += 1
+        heapq.heappush(self.queue, (self.now_s + delay_s, self.serial, do, args))
+
+    def run_next(self) -> None:
+        """Let the next scheduled thing happen."""
+        self.now_s, _, do, args = heapq.heappop(self.queue)
+        do(*args)
+
+    def wire_s(self) -> float:
+        """Return how long one message takes: a lost one is sent again and comes late."""
+        delay_s = self.rng.random() * self.delay_s
+        if self.loss and self.rng.random() < self.loss:
+            delay_s += 0.2 + self.rng.random()
+        return delay_s
+
+    def post(self, kind: type, delay_s: float = 0.0, **values: Any) -> None:
+        """Report something to the controller's present life, perhaps twice."""
+        self.at(delay_s + self.wire_s(), self._arrive, self.life, kind, values)
+        if self.doubling and self.rng.random() < self.doubling:
+            self.at(delay_s + self.rng.random(), self._arrive, self.life, kind, values)
+
+    def post_or_lose(self, kind: type, **values: Any) -> None:
+        """Report something that nobody repeats if it is lost."""
+        if not (self.loss and self.rng.random() < self.loss):
+            self.post(kind, **values)
+
+    def _arrive(self, life: int, kind: type, values: dict[str, Any]) -> None:
+        if life == self.life:
+            self.inbox.append(kind(at_s=self.now_s, **values))
+
+    # Actions
+
+    def perform(self, action: act.Action) -> None:
+        """Do what the machine ordered, as the shell would."""
+        _PERFORM[type(action)](self, action)
+
+    def _request_slot(self, action: act.RequestSlot) -> None:
+        self.at(self.wire_s(), self._requested, action.slot, action.avoid)
+
+    def _requested(self, slot: int, avoid: tuple[str, ...]) -> None:
+        if slot not in self.granted:
+            self.pending[slot] = avoid
+            self.place()
+
+    def _release_slot(self, action: act.ReleaseSlot) -> None:
+        self.at(self.wire_s(), self._released, action.slot)
+
+    def _released(self, slot: int) -> None:
+        if self.pending.pop(slot, None) is None:
+            name = self.granted.pop(slot, None)
+            if name is None:
+                # The release overtook the request, which must not come into force any more.
+                self.granted[slot] = ""
+                return
+            if name:
+                self.nodes[name].slots.discard(slot)
+                self.place()
+
+    def place(self) -> None:
+        """Grant pending reservations where there is room."""
+        for slot, avoid in list(self.pending.items()):
+            for node in self.nodes.values():
+                free = node.alive and not node.cut_off and node.draining_until_s is None
+                if free and len(node.slots) < node.room and node.name not in avoid:
+                    del self.pending[slot]
+                    node.slots.add(slot)
+                    self.granted[slot] = node.name
+                    self.post(ev.SlotGranted, slot=slot, node=node.name)
+                    break
+
+    def _start_worker(self, action: act.StartWorker) -> None:
+        node = self.nodes[action.node]
+        if action.worker in self.workers:
+            return
+        self.monitor.started(action.worker)
+        if not node.alive or node.cut_off:
+            detail = "no such node"
+            self.monitor.troubled.add(node.name)
+            self.post(ev.WorkerExited, 0.5, worker=action.worker, cause="crash", detail=detail)
+            return
+        worker = SimWorker(action.worker, node)
+        self.workers[action.worker] = node.workers[action.worker] = worker
+        self.at(0.5 + self.rng.random(), self._ready, worker)
+
+    def _ready(self, worker: SimWorker) -> None:
+        if not worker.alive:
+            return
+        if self.start_failure and self.rng.random() < self.start_failure:
+            self.monitor.troubled.add(worker.node.name)
+            if self.rng.random() < 0.5:
+                self.die(worker, "crash")
+            # Otherwise it never gets ready: its bound has to end it.
+            return
+        worker.ready = True
+        self.post(ev.WorkerReady, worker=worker.name, node=worker.node.name, pid=1)
+
+    def _kill_worker(self, action: act.KillWorker) -> None:
+        self.at(self.wire_s(), self._killed, action.worker)
+
+    def _killed(self, name: str) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and worker.alive and not worker.node.cut_off:
+            self.die(worker, "killed")
+        elif worker is None:
+            # The order overtook the start: the process must not come up any more.
+            self.post(ev.WorkerExited, worker=name, cause="killed", detail="")
+
+    def die(self, worker: SimWorker, cause: str) -> None:
+        """End a process and let the world notice."""
+        worker.alive = False
+        worker.node.workers.pop(worker.name, None)
+        del self.workers[worker.name]
+        if worker.node.alive:
+            self.post(ev.WorkerExited, 0.03, worker=worker.name, cause=cause, detail=cause)
+        self.shake(worker)
+
+    def shake(self, worker: SimWorker) -> None:
+        """Let the peers of a worker that stopped answering notice it, or not."""
+        attempt = self.attempts.get(worker.attempt)
+        if attempt is not None:
+            for name in attempt.members:
+                if name != worker.name and self.rng.random() < 0.7:
+                    self.at(0.02 * self.rng.random(), self._peer_lost, name, attempt.number)
+
+    def _peer_lost(self, name: str, number: int) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and worker.attempt == number and not worker.hung:
+            self.leave(worker, "peer_lost")
+
+    def leave(self, worker: SimWorker, how: str) -> None:
+        """Take a worker out of its attempt; it writes nothing more there."""
+        number, worker.attempt = worker.attempt, 0
+        worker.refuses = max(worker.refuses, number)
+        if worker.node.cut_off:
+            return
+        self.post(
+            ev.WorkerLeft,
+            attempt=number,
+            worker=worker.name,
+            how=how,
+            step=worker.completed,
+            detail=how,
+        )
+
+    def _fence_attempt(self, action: act.FenceAttempt) -> None:
+        for name in action.workers:
+            self.at(self.wire_s(), self._fenced, name, action.attempt)
+
+    def _fenced(self, name: str, number: int) -> None:
+        worker = self.workers.get(name)
+        if worker is None or worker.hung or worker.node.cut_off:
+            return
+        if worker.attempt == number:
+            self.leave(worker, "fenced")
+        elif worker.refuses < number:
+            # The fence overtook the assignment: it will be refused, and that is an answer too.
+            worker.refuses = number
+            self.post(
+                ev.WorkerLeft,
+                attempt=number,
+                worker=name,
+                how="fenced",
+                step=0,
+                detail="never entered",
+            )
+
+    def _yield_attempt(self, action: act.YieldAttempt) -> None:
+        for name in action.workers:
+            self.at(self.wire_s(), self._asked_to_yield, name, action.attempt)
+
+    def _asked_to_yield(self, name: str, number: int) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and worker.attempt == number and not worker.hung:
+            # The flag rides in the next all-reduce, so one member's knowledge is enough.
+            self.attempts[number].yielding = True
+
+    def _read_committed(self, action: act.ReadCommitted) -> None:
+        self.at(self.wire_s(), self._read, action.attempt, action.lineage)
+
+    def _read(self, attempt: int, lineage: tuple[tuple[int, int], ...]) -> None:
+        step, committed_by = self.storage.newest(lineage)
+        self.post(
+            ev.CommittedRead, attempt=attempt, step=step, committed_by=committed_by, skipped=()
+        )
+
+    # An attempt
+
+    def _start_attempt(self, action: act.StartAttempt) -> None:
+        self.monitor.attempt_started(self, action)
+        members = [worker for worker, _, _ in action.members]
+        self.attempts[action.attempt] = SimAttempt(action.attempt, members, action.resume_step)
+        for name in members:
+            self.at(self.wire_s(), self._enter, name, action.attempt)
+
+    def _enter(self, name: str, number: int) -> None:
+        worker = self.workers.get(name)
+        if worker is None or worker.hung or worker.node.cut_off or worker.refuses >= number:
+            return
+        attempt = self.attempts[number]
+        worker.attempt, worker.formed = number, False
+        worker.completed = attempt.step
+        attempt.arrived.add(name)
+        if len(attempt.arrived) == len(attempt.members):
+            for member in attempt.members:
+                self.at(0.05 + 0.1 * self.rng.random(), self._form, member, attempt)
+        elif any(member not in self.workers for member in attempt.members):
+            self.at(0.05, self._peer_lost, name, number)
+
+    def _form(self, name: str, attempt: SimAttempt) -> None:
+        worker = self.workers.get(name)
+        if worker is None or worker.attempt != attempt.number or worker.hung:
+            return
+        worker.formed = True
+        self.post(ev.WorkerFormed, attempt=attempt.number, worker=name)
+        attempt.formed.add(name)
+        if len(attempt.formed) == len(attempt.members):
+            self.at(self.step_s, self._step, attempt)
+
+    def present(self, attempt: SimAttempt) -> list[SimWorker] | None:
+        """Return the members if all can take part in a collective, else None."""
+        members: list[SimWorker] = []
+        for name in attempt.members:
+            worker = self.workers.get(name)
+            if worker is None or worker.attempt != attempt.number or worker.hung:
+                return None
+            members.append(worker)
+        return members
+
+    def _step(self, attempt: SimAttempt) -> None:
+        members = self.present(attempt)
+        if members is None:
+            return
+        step = attempt.step + 1
+        if step in self.raises_at and self._raise(attempt, members, step):
+            return
+        attempt.step = step
+        for worker in members:
+            worker.completed = step
+        self.monitor.stepped(attempt.number, step)
+        self.post_or_lose(ev.StepCompleted, attempt=attempt.number, step=step, step_s=self.step_s)
+        last = step >= self.rules.total_steps
+        if last or attempt.yielding or step % self.rules.checkpoint_every == 0:
+            attempt.records[step] = set()
+            for worker in members:
+                self.at(0.05 * self.rng.random(), self._write, attempt, worker, step)
+        if last:
+            self.at(0.06, self._leave_together, attempt, "completed", step)
+        elif attempt.yielding:
+            self.at(0.06, self._leave_together, attempt, "yielded", step)
+        else:
+            self.at(self.step_s, self._step, attempt)
+
+    def _raise(self, attempt: SimAttempt, members: list[SimWorker], step: int) -> bool:
+        """Raise at ``step`` in the ranks that are to; return whether any did."""
+        ranks = [rank for rank in self.raises_at[step] if rank < len(members)]
+        if step in self.raises_once:
+            del self.raises_at[step]
+        for rank in ranks:
+            worker = members[rank]
+            worker.attempt, worker.refuses = 0, max(worker.refuses, attempt.number)
+            self.post(
+                ev.WorkerRaised,
+                attempt=attempt.number,
+                worker=worker.name,
+                step=step,
+                error="ValueError: simulated",
+                traceback="Traceback: simulated",
+            )
+        for worker in members:
+            if worker.attempt == attempt.number and self.rng.random() < 0.7:
+                self.at(0.02 * self.rng.random(), self._peer_lost, worker.name, attempt.number)
+        return bool(ranks)
+
+    def _write(self, attempt: SimAttempt, worker: SimWorker, step: int) -> None:
+        """Write one rank's record; with the last one the version is committed."""
+        if not worker.alive or worker.attempt != attempt.number or worker.hung:
+            return
+        records = attempt.records[step]
+        records.add(worker.name)
+        if len(records) == len(attempt.members):
+            self.storage.commit(step, attempt.number, self.now_s)
+            self.post_or_lose(ev.CheckpointCommitted, attempt=attempt.number, step=step)
+
+    def _leave_together(self, attempt: SimAttempt, how: str, step: int) -> None:
+        """Leave once the step is committed; where a record is missing everybody waits."""
+        if (step, attempt.number) not in self.storage.commits:
+            return
+        if how == "yielded" and self.present(attempt) is not None:
+            self.monitor.all_yielded(attempt.number, step)
+        for name in attempt.members:
+            worker = self.workers.get(name)
+            if worker is not None and worker.attempt == attempt.number and not worker.hung:
+                self.leave(worker, how)
+
+    def _finish_run(self, action: act.FinishRun) -> None:
+        self.monitor.finished(action)
+
+    # A new life of the controller
+
+    def _survey_workers(self, action: act.SurveyWorkers) -> None:
+        self.at(0.01, self._survey, self.life)
+
+    def _survey(self, life: int) -> None:
+        if life != self.life:
+            return
+        alive = [
+            (w.name, w.node.name, w.attempt)
+            for w in self.workers.values()
+            if not w.node.cut_off and w.node.alive
+        ]
+        slots = [(slot, name) for slot, name in self.granted.items() if name]
+        # The survey and what happens after it come from one loop, so they keep their order.
+        self._arrive(
+            life,
+            ev.WorkersSurveyed,
+            {
+                "alive": tuple(alive),
+                "slots": tuple(slots),
+                "pending_slots": tuple(self.pending),
+            },
+        )
+        for worker in list(self.workers.values()):
+            if worker.ready and not worker.node.cut_off:
+                self.post(ev.WorkerReady, worker=worker.name, node=worker.node.name, pid=1)
+        for node in self.nodes.values():
+            if node.alive and not node.cut_off:
+                self.post(ev.NodeJoined, node=node.name)
+                if node.draining_until_s is not None:
+                    deadline_s = node.draining_until_s
+                    self.post(ev.NodeDraining, 0.01, node=node.name, deadline_s=deadline_s)
+
+
+_PERFORM: dict[type, Callable[[SimCluster, Any], None]] = {
+    act.RequestSlot: SimCluster._request_slot,
+    act.ReleaseSlot: SimCluster._release_slot,
+    act.StartWorker: SimCluster._start_worker,
+    act.KillWorker: SimCluster._kill_worker,
+    act.FenceAttempt: SimCluster._fence_attempt,
+    act.YieldAttempt: SimCluster._yield_attempt,
+    act.ReadCommitted: SimCluster._read_committed,
+    act.StartAttempt: SimCluster._start_attempt,
+    act.SurveyWorkers: SimCluster._survey_workers,
+    act.FinishRun: SimCluster._finish_run,
+}

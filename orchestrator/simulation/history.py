@@ -1,0 +1,260 @@
+"""One seed, one history: a safety phase with faults, then a liveness phase without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from random import Random
+
+from orchestrator.core import events as ev
+from orchestrator.core import machine
+from orchestrator.core.actions import Action, FenceAttempt, KillWorker, RequestSlot
+from orchestrator.core.checks import check
+from orchestrator.core.rules import AvoidRules, Bounds, RunRules
+from orchestrator.core.state import TERMINAL, Phase, RunState, next_deadline_s
+from orchestrator.policies.budgets import BudgetRules
+from orchestrator.policies.growth import GrowthRules
+from orchestrator.policies.layout import LayoutRules, usable
+from orchestrator.simulation import faults
+from orchestrator.simulation.cluster import SimCluster, SimNode
+from orchestrator.simulation.violations import Monitor, Violation, require
+
+#: Every wait of the machine is shorter than a minute here, and some follow each other.
+LIVENESS_S = 120.0
+#: A history that needs more events than this goes round in circles.
+EVENTS_MAX = 20_000
+
+_BOUNDS = Bounds(
+    grace_s=1.0,
+    capacity_s=10_000.0,
+    start_s=4.0,
+    form_s=2.5,
+    fence_s=0.4,
+    kill_s=0.5,
+    read_s=1.0,
+    yield_s=1.5,
+    survey_s=1.0,
+    drain_lead_s=0.7,
+    backoff_s=0.2,
+)
+#: Budgets beyond what any seed injects: here every fault must be survived.
+_BUDGETS = BudgetRules(user_max=100, undecided_max=100, stuck_max=300)
+
+_PHASES_FOR_SECOND_FAULT = frozenset({Phase.FENCING, Phase.READING, Phase.FORMING, Phase.YIELDING})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryResult:
+    """What one history amounted to."""
+
+    seed: int
+    num_events: int
+    num_attempts: int
+    num_faults: int
+    num_lost_steps: int
+    virtual_s: float
+
+
+class History:
+    """Drives the machine through one seed.
+
+    Args:
+        seed: Decides everything.
+        fault_limit: Inject only the first so many faults; how a failing seed is made smaller.
+        observe: Called with every event, the state after it, and the actions.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        fault_limit: int | None = None,
+        observe: Callable[[ev.Event, RunState, Sequence[Action]], None] | None = None,
+    ) -> None:
+        self.seed = seed
+        self.observe = observe
+        self.rng = rng = Random(seed)
+        self.monitor = Monitor()
+        self.rules, rooms = _draw_rules(rng)
+        self.cluster = SimCluster(rng, self.rules, self.monitor)
+        self.state = RunState()
+        self.num_events = 0
+        self.num_faults = 0
+        self.fault_limit = 10_000 if fault_limit is None else fault_limit
+        self.second_fault = rng.choice((0.0, 0.1, 0.3))
+        # Not all kinds in one history: some bugs need many faults of one kind.
+        kinds = rng.sample(faults.FAULTS, k=rng.randint(1, len(faults.FAULTS)))
+        self.kinds: tuple[faults.Fault, ...] = tuple(kinds)
+        self.check_always = seed % 8 == 0
+        self.healing = False
+        cluster = self.cluster
+        cluster.start_failure = rng.choice((0.0, 0.0, 0.1))
+        for index, room in enumerate(rooms):
+            node = SimNode(f"n{index}", room)
+            cluster.nodes[node.name] = node
+            cluster.post(ev.NodeJoined, node=node.name)
+        safety_s = 2.0 + self.rules.total_steps * cluster.step_s
+        for _ in range(rng.randint(0, 6)):
+            cluster.at(1.0 + rng.random() * safety_s, self._inject)
+        cluster.at(safety_s + 2.0, self._heal)
+        cluster.inbox.append(ev.ControllerStarted(at_s=0.0, life=1))
+
+    def run(self) -> HistoryResult:
+        """Run to the end; raise ``Violation`` if a promise was broken."""
+        cluster = self.cluster
+        try:
+            while self.state.phase not in TERMINAL:
+                self._turn()
+            self._check_end()
+        except Violation:
+            raise
+        except AssertionError as error:
+            raise Violation(f"invariant: {error}") from error
+        return HistoryResult(
+            seed=self.seed,
+            num_events=self.num_events,
+            num_attempts=self.state.attempt,
+            num_faults=self.num_faults,
+            num_lost_steps=self.monitor.num_lost_steps,
+            virtual_s=cluster.now_s,
+        )
+
+    def _turn(self) -> None:
+        """Let the next thing happen, in the world or at a bound of the machine."""
+        cluster = self.cluster
+        if cluster.inbox:
+            events, cluster.inbox = cluster.inbox, []
+            for index, event in enumerate(events):
+                self._fold(event)
+                if not cluster.controller_up:
+                    return
+                assert index < EVENTS_MAX
+            return
+        deadline_s = next_deadline_s(self.state) if cluster.controller_up else inf
+        next_s = cluster.queue[0][0] if cluster.queue else inf
+        require(min(deadline_s, next_s) < inf, "L2", f"{self.state.phase} waits for nothing")
+        if deadline_s < next_s:
+            cluster.now_s = max(deadline_s, cluster.now_s)
+            self._fold(ev.Ticked(at_s=cluster.now_s))
+        else:
+            cluster.run_next()
+
+    def _fold(self, event: ev.Event) -> None:
+        before = self.state
+        self.state, actions = machine.step(before, event, rules=self.rules)
+        self.num_events += 1
+        state, cluster = self.state, self.cluster
+        require(self.num_events < EVENTS_MAX, "L2", "the machine goes round in circles")
+        if self.observe is not None:
+            self.observe(event, state, actions)
+        if self.check_always or state.phase is not before.phase:
+            check(state)
+        if actions:
+            # A controller may die between two actions of one event.
+            dies = self._may_inject() and self.rng.random() < 0.004
+            done = self.rng.randint(0, len(actions)) if dies else len(actions)
+            for action in actions[:done]:
+                self._observe_action(action)
+                cluster.perform(action)
+            if dies:
+                self.num_faults += 1
+                faults.kill_controller(cluster)
+        if state.phase is not before.phase:
+            self._phase_changed(state)
+
+    def _observe_action(self, action: Action) -> None:
+        kind = type(action)
+        if kind is KillWorker:
+            assert isinstance(action, KillWorker)
+            self.monitor.killing(self.cluster, action)
+        elif kind is FenceAttempt:
+            self.monitor.fence_began_s = self.cluster.now_s
+        elif kind is RequestSlot:
+            assert isinstance(action, RequestSlot)
+            self.monitor.requesting(self.cluster, action)
+
+    def _phase_changed(self, state: RunState) -> None:
+        if state.phase is Phase.FENCING:
+            self.monitor.fence_began_s = self.cluster.now_s
+        # Not the rng of the world: a limit on faults must not change what else happens.
+        if state.phase in _PHASES_FOR_SECOND_FAULT and self.rng.random() < self.second_fault:
+            self.cluster.at(0.2 * self.rng.random(), self._inject)
+
+    def _may_inject(self) -> bool:
+        return not self.healing and self.num_faults < self.fault_limit
+
+    def _inject(self) -> None:
+        if self._may_inject() and self.state.phase not in TERMINAL:
+            self.num_faults += 1
+            self.rng.choice(self.kinds)(self.cluster)
+
+    def _heal(self) -> None:
+        """Enter the liveness phase: no new faults, and a core that is large enough stays up."""
+        cluster = self.cluster
+        self.healing = True
+        cluster.loss = cluster.doubling = cluster.start_failure = 0.0
+        cluster.raises_at.clear()
+        nodes = list(cluster.nodes.values())
+        for node in nodes:
+            faults.heal_node(cluster, node)
+        stay = [node for node in nodes if node.alive and node.draining_until_s is None]
+        room = sum(node.room for node in stay)
+        replicate = self.rules.layout.dp_replicate
+        needed = -(-self.rules.min_workers // replicate) * replicate
+        if room < needed:
+            faults.return_node(cluster, needed - room)
+        cluster.at(LIVENESS_S, self._must_be_over)
+
+    def _must_be_over(self) -> None:
+        raise Violation(
+            f"L1: {LIVENESS_S:g} s after the last fault the run is {self.state.phase} in attempt "
+            f"{self.state.attempt} at step {self.state.step} of {self.rules.total_steps}"
+        )
+
+    def _check_end(self) -> None:
+        check(self.state)
+        outcome = self.monitor.outcome
+        if outcome is None:
+            # The controller died before the run's last action; its next life repeats it.
+            return
+        require(
+            outcome.outcome == "completed", "L1", f"the run {outcome.outcome}: {outcome.reason}"
+        )
+        total = self.rules.total_steps
+        done = any(
+            step >= total and self.monitor.counts(step, attempt)
+            for step, attempt in self.cluster.storage.commits
+        )
+        require(done, "S2", f"completed without a commit of step {total}")
+
+
+def _draw_rules(rng: Random) -> tuple[RunRules, list[int]]:
+    rooms = [rng.randint(1, 3) for _ in range(rng.randint(1, 5))]
+    dp_replicate = rng.choice((1, 1, 1, 2))
+    total_room = max(sum(rooms), dp_replicate)
+    if sum(rooms) < dp_replicate:
+        rooms[0] += dp_replicate - sum(rooms)
+    max_workers = rng.randint(dp_replicate, total_room + 1)
+    layout = LayoutRules(dp_replicate=dp_replicate)
+    most = min(usable(max_workers, layout), usable(total_room, layout))
+    rules = RunRules(
+        run="simulated",
+        min_workers=rng.randint(1, most),
+        max_workers=max_workers,
+        standby_per_node=rng.randint(0, 1),
+        total_steps=rng.randint(10, 40),
+        checkpoint_every=rng.choice((1, 1, 2, 3)),
+        starts_failed_max=1000,
+        layout=layout,
+        growth=GrowthRules(interval_s_min=0.5, gather_s=0.3, pause_guess_s=0.2),
+        budgets=_BUDGETS,
+        avoid=AvoidRules(strikes_max=3, window_s=20.0, avoid_s=5.0),
+        bounds=_BOUNDS,
+    )
+    return rules, rooms
+
+
+def run_history(seed: int, *, fault_limit: int | None = None) -> HistoryResult:
+    """Run one history; raise ``Violation`` if a promise was broken."""
+    return History(seed, fault_limit=fault_limit).run()

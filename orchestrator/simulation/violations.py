@@ -1,0 +1,136 @@
+"""What must never happen, checked against the truth of the virtual cluster.
+
+The monitor keeps its own books: which attempts began where, which steps and commits are real. It
+never asks the machine what it thinks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from orchestrator.core.actions import FinishRun, KillWorker, RequestSlot, StartAttempt
+
+if TYPE_CHECKING:
+    from orchestrator.simulation.cluster import SimCluster
+
+
+class Violation(AssertionError):  # noqa: N818  it is a finding, reported with its promise
+    """A promise was broken; the message begins with its name in the design."""
+
+
+def require(holds: bool, promise: str, what: str) -> None:  # noqa: FBT001
+    """Raise ``Violation`` unless ``holds``."""
+    if not holds:
+        raise Violation(f"{promise}: {what}")
+
+
+class Monitor:
+    """Checks every action and everything that happens in the world."""
+
+    def __init__(self) -> None:
+        self.starts: list[tuple[int, int]] = []
+        self.last_step = 0
+        self.fence_began_s = 0.0
+        self.yielded: tuple[int, int] | None = None
+        self.kill_ordered: set[str] = set()
+        self.started_names: set[str] = set()
+        self.outcome: FinishRun | None = None
+        self.num_lost_steps = 0
+        self.troubled: set[str] = set()
+        self.cut_off: dict[int, bool] = {}
+
+    @property
+    def attempt(self) -> int:
+        """Return the newest attempt that was started."""
+        return self.starts[-1][0] if self.starts else 0
+
+    def started(self, name: str) -> None:
+        """Check the start of a worker process."""
+        require(name not in self.started_names, "S1", f"{name} was started twice")
+        self.started_names.add(name)
+
+    def attempt_started(self, cluster: SimCluster, action: StartAttempt) -> None:
+        """Check the start of an attempt."""
+        number, rules = action.attempt, cluster.rules
+        require(number > self.attempt, "S1", f"attempt {number} follows {self.attempt}")
+        names = [name for name, _, _ in action.members]
+        slots = [slot for _, _, slot in action.members]
+        require(len({*names}) == len(names), "S1", f"a worker twice in {names}")
+        require(len({*slots}) == len(slots), "S1", f"a slot twice in {slots}")
+        size = action.layout.world_size
+        require(size == len(names), "S3", f"{size} ranks, {len(names)} members")
+        require(
+            rules.min_workers <= size <= rules.max_workers, "L1", f"{size} members out of bounds"
+        )
+        for worker in cluster.workers.values():
+            still_in = 0 < worker.attempt < number and worker.name not in self.kill_ordered
+            require(not still_in, "S1", f"{worker.name} is in {worker.attempt} as {number} begins")
+        if self.starts:
+            old = cluster.attempts[self.attempt].members
+            self.cut_off[self.attempt] = all(name in self.kill_ordered for name in old)
+        self._check_resume(cluster, action)
+        self.starts.append((number, action.resume_step))
+        # A controller may have died between the decision and the start of an attempt.
+        missing = set(self.starts) - set(action.lineage)
+        require(not missing, "S3", f"lineage {action.lineage} lacks {missing}")
+        require(action.lineage == tuple(sorted(action.lineage)), "S3", f"{action.lineage}")
+        self.last_step = action.resume_step
+
+    def _check_resume(self, cluster: SimCluster, action: StartAttempt) -> None:
+        at = (action.resume_step, action.resume_attempt)
+        commits = cluster.storage.commits
+        require(at == (0, 0) or at in commits, "S2", f"attempt {action.attempt} from {at}: no such")
+        valid = [
+            (commit.step, commit.attempt)
+            for commit in commits.values()
+            if not commit.damaged and self.counts(commit.step, commit.attempt)
+        ]
+        require(at == (0, 0) or at in valid, "S3", f"resumes from {at}, which does not count")
+        before_fence = [v for v in valid if commits[v].landed_s < self.fence_began_s]
+        newest = max(before_fence, default=(0, 0))
+        require(at >= newest, "S3", f"resumes from {at}, though {newest} was committed")
+        if self.yielded is not None and self.yielded[0] == self.attempt:
+            require(at[0] == self.yielded[1], "L3", f"yielded at {self.yielded}, resumes {at}")
+        self.num_lost_steps += max(self.last_step - action.resume_step, 0)
+
+    def counts(self, step: int, attempt: int) -> bool:
+        """Return whether a commit is in the history: no later attempt began before its step."""
+        return all(resume >= step for number, resume in self.starts if number > attempt)
+
+    def stepped(self, attempt: int, step: int) -> None:
+        """Check a completed step."""
+        if attempt != self.attempt and self.cut_off.get(attempt):
+            # All of it was declared lost, and nothing reaches it. It trains on for nobody.
+            return
+        require(attempt == self.attempt, "S1", f"attempt {attempt} steps during {self.attempt}")
+        require(step == self.last_step + 1, "S3", f"step {step} follows {self.last_step}")
+        self.last_step = step
+
+    def all_yielded(self, attempt: int, step: int) -> None:
+        """Note that every member left together."""
+        self.yielded = (attempt, step)
+
+    def killing(self, cluster: SimCluster, action: KillWorker) -> None:
+        """Check that nobody is killed without proof."""
+        self.kill_ordered.add(action.worker)
+        worker = cluster.workers.get(action.worker)
+        if worker is None or worker.hung or not worker.ready or worker.attempt != self.attempt:
+            return
+        reachable = worker.node.alive and not worker.node.cut_off
+        if not reachable or action.reason.startswith("node lost"):
+            return
+        overdue = cluster.now_s - self.fence_began_s >= cluster.rules.bounds.fence_s - 1e-9
+        fenced = action.reason.startswith(("did not leave", "killed before")) and overdue
+        require(fenced or not self.attempt, "S5", f"healthy {action.worker}: {action.reason}")
+
+    def requesting(self, cluster: SimCluster, action: RequestSlot) -> None:
+        """Check that no healthy node is avoided."""
+        for name in action.avoid:
+            node = cluster.nodes[name]
+            known = name in self.troubled or node.draining_until_s is not None
+            require(known or node.cut_off, "S5", f"healthy node {name} is avoided")
+
+    def finished(self, action: FinishRun) -> None:
+        """Note the end."""
+        require(self.outcome is None or self.outcome == action, "S1", f"{action} after the end")
+        self.outcome = action
