@@ -1,0 +1,151 @@
+"""Tokens on disk, cut into samples: two splits, memory-mapped, the same on every worker.
+
+Tokenizing happens once per node: the result is a file under the cache directory, named by all
+that it depends on, and mapped by every process. Within a process it is opened once, so that a
+new attempt costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.data.text import Source, find_source, is_held_out
+from workers.data.tokens import Tokenizer, open_tokenizer
+from workers.errors import DataError
+from workers.train.settings import DataSettings
+
+__all__ = ["Split", "Texts", "open_texts"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Split:
+    """One row of tokens, cut into samples that overlap by one token.
+
+    Attributes:
+        tokens: All of it, on disk.
+        sequence_length: Tokens that a sample predicts; it holds one more.
+    """
+
+    tokens: NDArray[np.uint16] | NDArray[np.uint32]
+    sequence_length: int
+
+    @property
+    def num_samples(self) -> int:
+        """Return how many whole samples there are."""
+        return max(0, len(self.tokens) - 1) // self.sequence_length
+
+    def batch(self, samples: Iterable[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return inputs and targets, ``(len(samples), sequence_length)`` each."""
+        length = self.sequence_length
+        rows = [self.tokens[at * length : (at + 1) * length + 1] for at in samples]
+        tokens = np.stack(rows).astype(np.int64)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Texts:
+    """A source, tokenized.
+
+    Attributes:
+        train: What is trained on.
+        held_out: What is only looked at; from other documents than ``train``.
+        vocab_size: Token ids are below this.
+        digest: Hash over the tokens of both splits: equal on workers with equal data.
+    """
+
+    train: Split
+    held_out: Split
+    vocab_size: int
+    digest: str
+
+
+@functools.lru_cache(maxsize=4)
+def open_texts(settings: DataSettings) -> Texts:
+    """Return the samples that ``settings`` mean; the second call in a process is free.
+
+    Raises:
+        DataError: There is nothing to read, it cannot be read, or it is too little.
+    """
+    tokenizer = open_tokenizer(settings.tokenizer)
+    source = find_source(settings)
+    directory = _cache_directory(settings, source, tokenizer)
+    index = directory / "index.json"
+    if not index.exists():
+        _tokenize(settings, source, tokenizer, directory)
+    digest = json.loads(index.read_text())["digest"]
+    splits = [
+        Split(np.load(directory / f"{name}.npy", mmap_mode="r"), settings.sequence_length)
+        for name in ("train", "held_out")
+    ]
+    for name, split in zip(("training", "validation"), splits, strict=True):
+        if split.num_samples < 1:
+            raise DataError(
+                f"data.source: {source.described} leaves {len(split.tokens)} tokens for {name}, "
+                f"less than one sample of {settings.sequence_length + 1}; give more text, or "
+                "change data.sequence_length or data.validation_share",
+                source=settings.source,
+            )
+    return Texts(splits[0], splits[1], tokenizer.vocab_size, digest)
+
+
+def _cache_directory(settings: DataSettings, source: Source, tokenizer: Tokenizer) -> Path:
+    """Return a directory whose name changes with anything that the tokens depend on."""
+    depends = {
+        **asdict(settings),
+        "tokenizer": tokenizer.name,
+        "files": [(name, _stamp(source, path)) for name, path in source.files],
+    }
+    for name in ("sequence_length", "validation_samples", "cache_directory"):
+        del depends[name]
+    key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:24]
+    root = settings.cache_directory or str(
+        Path(tempfile.gettempdir()) / f"everstep-data-{getpass.getuser()}"
+    )
+    return Path(root) / key
+
+
+def _stamp(source: Source, path: str) -> list[int]:
+    if source.is_remote:
+        return []
+    status = Path(path).stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _tokenize(
+    settings: DataSettings, source: Source, tokenizer: Tokenizer, directory: Path
+) -> None:
+    """Write both splits and, last, the index; several processes may do it at once."""
+    parts: dict[str, list[NDArray[np.uint32]]] = {"train": [], "held_out": []}
+    end = np.array([tokenizer.end], np.uint32)
+    for document in source.documents():
+        held_out = is_held_out(document.name, share=settings.validation_share, seed=settings.seed)
+        parts["held_out" if held_out else "train"] += [tokenizer.encode(document.text), end]
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    digest = hashlib.sha256()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, arrays in parts.items():
+            tokens = np.concatenate(arrays or [end[:0]]).astype(dtype)
+            digest.update(f"{name} {len(tokens)} {tokenizer.name} ".encode())
+            digest.update(tokens.tobytes())
+            draft = directory / f"{name}.{os.getpid()}.draft.npy"
+            np.save(draft, tokens)
+            draft.replace(directory / f"{name}.npy")
+        draft = directory / f"index.{os.getpid()}.draft"
+        draft.write_text(json.dumps({"digest": digest.hexdigest()}))
+        draft.replace(directory / "index.json")
+    except OSError as error:
+        raise DataError(
+            f"data.cache_directory: {directory} cannot be written: {error}", path=str(directory)
+        ) from error

@@ -1,0 +1,95 @@
+"""The data order: which samples a step sees, as a pure function of (seed, step).
+
+The order is an endless row of positions. Position ``p`` lies in epoch ``p // num_samples``, and
+every epoch is a permutation of all samples of its own, so a step may begin in one epoch and end
+in the next. Step ``s``, counted from 1, takes ``global_batch`` positions from
+``(s - 1) * global_batch`` on. Nothing depends on the number of workers.
+
+A permutation is a keyed Feistel network on the smallest even number of bits that holds
+``num_samples``, walked until it lands inside (Black and Rogaway 2002, "Ciphers with arbitrary
+finite domains"): constant memory, at most 4 walks expected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["DataOrder"]
+
+_NUM_ROUNDS: Final = 6
+_MASK: Final = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOrder:
+    """The order of ``num_samples`` samples under ``seed``, cut into steps.
+
+    Attributes:
+        seed: Another seed, another order.
+        num_samples: Samples there are, at least 1; a sample is an index below this.
+        global_batch: Samples per step, at least 1; may exceed ``num_samples``.
+    """
+
+    seed: int
+    num_samples: int
+    global_batch: int
+
+    def __post_init__(self) -> None:
+        assert self.num_samples >= 1, "an order needs at least one sample"
+        assert self.global_batch >= 1, "a step needs at least one sample"
+
+    def positions(self, step: int) -> tuple[int, int]:
+        """Return the half-open range of positions that ``step`` (from 1) takes."""
+        assert step >= 1, f"steps count from 1, not {step}"
+        return (step - 1) * self.global_batch, step * self.global_batch
+
+    def step(self, step: int) -> NDArray[np.int64]:
+        """Return the samples of ``step`` in order, ``(global_batch,)``."""
+        return self.samples(*self.positions(step))
+
+    def samples(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the samples at the positions ``start <= p < stop``, in order."""
+        parts: list[NDArray[np.int64]] = []
+        while start < stop:
+            epoch, first = divmod(start, self.num_samples)
+            last = min(self.num_samples, first + stop - start)
+            parts.append(self._permuted(epoch, np.arange(first, last, dtype=np.uint64)))
+            start += last - first
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _permuted(self, epoch: int, places: NDArray[np.uint64]) -> NDArray[np.int64]:
+        half_bits = max(1, ((self.num_samples - 1).bit_length() + 1) // 2)
+        keys = [_mix(self.seed, epoch, number) for number in range(_NUM_ROUNDS)]
+        values = _feistel(places, half_bits, keys)
+        outside = values >= self.num_samples
+        while outside.any():
+            values[outside] = _feistel(values[outside], half_bits, keys)
+            outside = values >= self.num_samples
+        return values.astype(np.int64)
+
+
+def _feistel(values: NDArray[np.uint64], half_bits: int, keys: list[int]) -> NDArray[np.uint64]:
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (_scramble(right ^ np.uint64(key)) & mask)
+    return (left << shift) | right
+
+
+def _scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return SplitMix64's finalizer of each value (Steele, Lea, Flood 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _mix(seed: int, epoch: int, number: int) -> int:
+    """Return 64 bits that depend on all three."""
+    state = np.array([seed & _MASK], dtype=np.uint64)
+    for part in (epoch, number):
+        state = _scramble(state * np.uint64(0x9E3779B97F4A7C15) + np.uint64(part + 1))
+    return int(state[0])

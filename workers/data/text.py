@@ -1,0 +1,160 @@
+"""Documents of a source: the standard library's own files, or text and JSON lines by glob.
+
+What every worker of a run must agree on is decided here: which documents there are, in which
+order, and which of them are held out.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ucp_core.errors import UcpError
+from ucp_core.storage import open_store
+from workers.errors import DataError
+from workers.train.settings import STDLIB, DataSettings
+
+__all__ = ["Document", "Source", "find_source"]
+
+#: Parts of the standard library that are not alike on every machine, or are other people's.
+_LEFT_OUT: Final = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "__pycache__", "ensurepip", "idlelib"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One text. ``name`` is its place in the source, the same on every machine."""
+
+    name: str
+    text: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where documents are read from.
+
+    Attributes:
+        described: For people: the setting and how many files it means.
+        files: ``(name, path)`` of every file, sorted; ``name`` does not say where it lies.
+        is_remote: Whether the paths are URLs.
+        text_field: Which field of a JSON line is the text.
+    """
+
+    described: str
+    files: tuple[tuple[str, str], ...]
+    is_remote: bool
+    text_field: str
+
+    def documents(self) -> Iterator[Document]:
+        """Yield every document; a file of JSON lines holds one per line.
+
+        Raises:
+            DataError: A file cannot be read, or a line of it is not what it should be.
+        """
+        for name, path in self.files:
+            content = self._read(path)
+            if path.endswith(".jsonl"):
+                yield from self._lines(name, path, content)
+            elif content:
+                yield Document(name=name, text=content)
+
+    def _read(self, path: str) -> bytes:
+        try:
+            if not self.is_remote:
+                return Path(path).read_bytes()
+            store, at = open_store(path)
+            return store.read(at)
+        except (OSError, UcpError) as error:
+            raise DataError(f"data.source: {path} cannot be read: {error}", path=path) from error
+
+    def _lines(self, name: str, path: str, content: bytes) -> Iterator[Document]:
+        for number, line in enumerate(content.splitlines(), start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)[self.text_field]
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"data.source: {path} line {number} is not a JSON object with the field "
+                    f"{self.text_field!r}; set data.text_field or mend the line",
+                    path=path,
+                    line=number,
+                ) from error
+            if not isinstance(text, str):
+                raise DataError(
+                    f"data.source: {path} line {number}: {self.text_field!r} is "
+                    f"{type(text).__name__}, not text",
+                    path=path,
+                    line=number,
+                )
+            yield Document(name=f"{name}:{number}", text=text.encode())
+
+
+def find_source(settings: DataSettings) -> Source:
+    """Return the files that ``settings.source`` means.
+
+    Raises:
+        DataError: There are none, or the place cannot be listed.
+    """
+    source = settings.source
+    if source == STDLIB:
+        root = sysconfig.get_path("stdlib")
+        paths = list(_walk(root))
+    elif "://" in source:
+        root = source.rpartition("/")[0]
+        paths = _list_remote(source)
+    else:
+        root = _fixed_part(source)
+        pattern = source.removeprefix(root).lstrip("/")
+        paths = [str(path) for path in Path(root or ".").glob(pattern) if path.is_file()]
+    if not paths:
+        raise DataError(
+            f"data.source: {source!r} matches no file; give 'stdlib', or a glob such as "
+            "'/data/**/*.txt'",
+            source=source,
+        )
+    names = sorted((path.removeprefix(root).lstrip("/"), path) for path in paths)
+    return Source(
+        described=f"{source} ({len(names)} files)",
+        files=tuple(names),
+        is_remote="://" in source,
+        text_field=settings.text_field,
+    )
+
+
+def is_held_out(name: str, *, share: float, seed: int) -> bool:
+    """Return whether a document is for validation; depends on its name and the seed only."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") < share * 2**64
+
+
+def _walk(root: str) -> Iterator[str]:
+    for directory, names, files in os.walk(root):
+        # In place, so that what is left out is not even listed.
+        names[:] = [name for name in names if name not in _LEFT_OUT]
+        yield from (f"{directory}/{name}" for name in files if name.endswith(".py"))
+
+
+def _fixed_part(pattern: str) -> str:
+    """Return the directories of a glob before its first wildcard."""
+    parts = pattern.split("/")
+    fixed = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts) - 1)
+    return "/".join(parts[:fixed]) or ("/" if pattern.startswith("/") else "")
+
+
+def _list_remote(source: str) -> list[str]:
+    directory, _, pattern = source.rpartition("/")
+    try:
+        store, at = open_store(directory)
+        names = store.list(at)
+    except UcpError as error:
+        raise DataError(f"data.source: {directory} cannot be listed: {error}") from error
+    return [f"{directory}/{name}" for name in names if fnmatch.fnmatch(name, pattern)]

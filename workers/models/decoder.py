@@ -1,0 +1,162 @@
+"""The reference decoder: RoPE, grouped-query attention, RMSNorm, SwiGLU, tied or not.
+
+Shape letters: B sequences, T positions, D ``dim``, H heads, K key/value heads, E ``head_dim``,
+F ``ffn_dim``, V ``vocab_size``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from workers.models.shape import ModelShape
+
+__all__ = ["Decoder", "initial_value", "mean_loss"]
+
+NORM_EPS = 1e-5
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and shared key/value heads."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        kv_dim = shape.num_kv_heads * shape.head_dim
+        self.query = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.key = nn.Linear(shape.dim, kv_dim, bias=False)
+        self.value = nn.Linear(shape.dim, kv_dim, bias=False)
+        self.out = nn.Linear(shape.dim, shape.dim, bias=False)
+
+    def forward(
+        self,
+        x_BTD: Tensor,  # noqa: N803  shape letters, see the top of the file
+        rotary: tuple[Tensor, Tensor],  # cosines and sines, (T, E / 2) each
+    ) -> Tensor:
+        """Return the mixed positions, (B, T, D)."""
+        batch, length, _ = x_BTD.shape
+        heads = (batch, length, -1, self.head_dim)
+        query = self.query(x_BTD).view(heads).transpose(1, 2)
+        key = self.key(x_BTD).view(heads).transpose(1, 2)
+        value = self.value(x_BTD).view(heads).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(
+            _rotate(query, rotary),
+            _rotate(key, rotary),
+            value,
+            is_causal=True,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: the gate decides how much of each hidden value passes."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+        self.up = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+        self.down = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:  # noqa: N803
+        """Return (B, T, D)."""
+        return self.down(functional.silu(self.gate(x_BTD)) * self.up(x_BTD))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.dim, eps=NORM_EPS)
+        self.attention = Attention(shape)
+        self.ffn_norm = nn.RMSNorm(shape.dim, eps=NORM_EPS)
+        self.ffn = FeedForward(shape)
+
+    def forward(
+        self,
+        x_BTD: Tensor,  # noqa: N803
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Return (B, T, D)."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary)  # noqa: N806
+        return x_BTD + self.ffn(self.ffn_norm(x_BTD))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model. ``layers`` are what FSDP wraps one by one."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab_size, shape.dim)
+        # By name and not by position, so that a part of the layers keeps its names.
+        self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
+        self.norm = nn.RMSNorm(shape.dim, eps=NORM_EPS)
+        self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        self.tie()
+        self._rotary: tuple[Tensor, Tensor] | None = None
+
+    def tie(self) -> None:
+        """Make the output layer the embedding, if so asked; again after every ``to_empty``."""
+        if self.shape.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803  int64 token ids
+        """Return the logits of the next token, (B, T, V)."""
+        x_BTD = self.embedding(tokens_BT)  # noqa: N806
+        rotary = self._rotary_for(tokens_BT.shape[1], x_BTD)
+        for layer in self.layers.values():
+            x_BTD = layer(x_BTD, rotary)  # noqa: N806
+        return self.head(self.norm(x_BTD))  # type: ignore[no-any-return]
+
+    def _rotary_for(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        held = self._rotary
+        if held is None or held[0].shape[0] != length or held[0].dtype != like.dtype:
+            head_dim = self.shape.head_dim
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+            frequencies = self.shape.rope_theta**-exponents
+            angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
+            held = self._rotary = (angles.cos().to(like), angles.sin().to(like))
+        return held
+
+
+def _rotate(
+    x_BHTE: Tensor,  # noqa: N803
+    rotary: tuple[Tensor, Tensor],
+) -> Tensor:
+    cosines, sines = rotary
+    first, second = x_BHTE.chunk(2, dim=-1)
+    return torch.cat((first * cosines - second * sines, first * sines + second * cosines), dim=-1)
+
+
+def mean_loss(
+    logits_BTV: Tensor,  # noqa: N803  any float dtype
+    targets_BT: Tensor,  # noqa: N803  int64 token ids
+) -> Tensor:
+    """Return the mean cross entropy over all tokens, a scalar in float32."""
+    logits = logits_BTV.float().reshape(-1, logits_BTV.shape[-1])
+    return functional.cross_entropy(logits, targets_BT.reshape(-1))
+
+
+def initial_value(fqn: str, size: tuple[int, ...], *, seed: int, num_layers: int) -> Tensor:
+    """Return the whole initial value of one parameter, float32 on the CPU.
+
+    Each parameter has a generator of its own, keyed by seed and name, so the value does not
+    depend on the layout or on which other parameters this rank holds. Norms begin at 1; matrices
+    are normal with standard deviation 0.02, those that write to the residual stream scaled down
+    by ``sqrt(2 * num_layers)`` (GPT-2, section 2.3).
+    """
+    if len(size) == 1:
+        return torch.ones(size)
+    key = hashlib.sha256(f"{seed}/{fqn}".encode()).digest()
+    # 63 bits, because torch takes a signed seed.
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+    deviation = 0.02
+    if fqn.endswith(("attention.out.weight", "ffn.down.weight")):
+        deviation /= math.sqrt(2 * num_layers)
+    return torch.randn(size, generator=generator) * deviation

@@ -1,0 +1,138 @@
+"""Spread a model over the mesh with FSDP2, from the meta device.
+
+``spread`` wraps, ``materialize`` gives memory. Nothing is communicated before the first
+forward pass: whoever fills the parameters fills local pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ucp_core.boxes import Box
+from workers.errors import TaskError
+from workers.parallel.mesh import Mesh
+
+__all__ = ["Piece", "fsdp_modules", "materialize", "pieces", "spread"]
+
+#: Blocks of this many parameters or more are gathered one by one; smaller children of the root
+#: are gathered with it, since a collective costs more than their bytes.
+_BLOCK_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """This rank's part of one parameter.
+
+    Attributes:
+        fqn: Name of the parameter in the model.
+        shape: Its full shape.
+        box: Which elements this rank has; may be empty.
+        parameter: The parameter in the model; its gradient appears there.
+        local: The elements themselves, the memory that the model uses.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    box: Box
+    parameter: nn.Parameter
+    local: Tensor
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Return the local gradient, of the shape of ``local``; None before the first."""
+        gradient: Any = self.parameter.grad
+        return gradient.to_local() if gradient is not None else None
+
+
+def spread(model: nn.Module, mesh: Mesh, *, precision: str, reshard_after_forward: bool) -> None:
+    """Shard ``model``, still on the meta device, over the mesh; every rank calls it alike.
+
+    Args:
+        model: What to shard; members of its top-level lists of modules are gathered one by one.
+        mesh: Over which ranks.
+        precision: "fp32", or "bf16" to compute in bfloat16; parameters and gradient sums stay
+            float32.
+        reshard_after_forward: Whether gathered parameters are dropped after the forward pass.
+    """
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if precision == "bf16"
+        else MixedPrecisionPolicy()
+    )
+    for container in model.children():
+        if isinstance(container, _BLOCK_CONTAINERS):
+            for block in container.children():
+                if any(True for _ in block.parameters()):
+                    fully_shard(
+                        block,
+                        mesh=mesh.sharding,
+                        mp_policy=policy,
+                        reshard_after_forward=reshard_after_forward,
+                    )
+    # The root's own parameters are needed again right at the start of the backward pass.
+    fully_shard(model, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
+    for module in fsdp_modules(model):
+        # Gradients are sums over tokens; the training step divides by their number.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give the parameters of a spread model memory, and keep shared ones shared.
+
+    Buffers come up uninitialised: ``workers.train.session`` refuses models that have any.
+    """
+    shared = _shared(model)
+    model.to_empty(device=device)
+    for owners in shared:
+        first = getattr(*owners[0])
+        for module, name in owners[1:]:
+            # to_empty makes a parameter of its own for every place (torch 2.13).
+            setattr(module, name, first)
+
+
+def pieces(model: nn.Module) -> list[Piece]:
+    """Return this rank's part of every parameter, sorted by name; a shared one comes once.
+
+    Raises:
+        TaskError: A parameter is not float32, or lies in several pieces.
+    """
+    found: list[Piece] = []
+    for fqn, parameter in sorted(model.named_parameters()):
+        if parameter.dtype != torch.float32:
+            raise TaskError(
+                f"parameter {fqn} is {parameter.dtype}; masters are float32, use "
+                "train.precision=bf16 to compute in bfloat16",
+                fqn=fqn,
+            )
+        sharded: Any = parameter
+        chunks = sharded.__create_chunk_list__()
+        assert len(chunks) <= 1, f"{fqn} lies in {len(chunks)} pieces under FSDP2"
+        local = sharded.to_local().detach()
+        shape = tuple(parameter.shape)
+        start = tuple(chunks[0].offsets) if chunks else (0,) * len(shape)
+        size = tuple(local.shape)
+        box = Box(start, tuple(a + n for a, n in zip(start, size, strict=True)))
+        found.append(Piece(fqn=fqn, shape=shape, box=box, parameter=parameter, local=local))
+    return found
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """Yield the modules that FSDP2 gathers and reduces as one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield module
+
+
+def _shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append((module, name))
+    return [places for places in owners.values() if len(places) > 1]
