@@ -18,8 +18,9 @@ from workers import collectives
 from workers.keeper.watch import page_path, ring_path
 from workers.progress import ProgressPage
 from workers.protocol import Assignment, Outcome, Raised, WorkerPhase
-from workers.train.loop import WorkerContext, run_attempt
-from workers.train.settings import Settings
+from workers.train.context import WorkerContext
+from workers.train.loop import run_attempt
+from workers.train.settings import from_json
 
 
 class AttemptRunner:
@@ -29,17 +30,19 @@ class AttemptRunner:
         worker: Worker id.
         directory: Shared-memory directory for the page and the ring.
         run_url: The run directory.
-        settings: ``Settings.to_json()``.
+        settings: ``workers.train.settings.to_json``.
     """
 
     def __init__(
         self, *, worker: str, directory: Path, run_url: str, settings: dict[str, Any]
     ) -> None:
+        store, path = open_store(run_url)
         self._page = ProgressPage.create(page_path(directory, worker), worker=worker)
         self._context = WorkerContext(
             worker=worker,
-            settings=Settings.from_json(settings),
-            store=open_store(run_url),
+            settings=from_json(settings),
+            store=store,
+            directory=path,
             page=self._page,
             ring_path=str(ring_path(directory, worker)),
             fenced=self.is_fenced,

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from orchestrator.core.events import Event, HangFound, StepCompleted, WorkerFormed
-from orchestrator.detection import (
-    Detector,
-    Limits,
-    NodeSilent,
-    Verdict,
-    judge,
-    observe,
-)
+from orchestrator.detection import Detector, NodeSilent, Verdict, judge, limits_from, observe
 from workers.protocol import NodeReport, WorkerPhase, WorkerReport
 
 _NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
@@ -25,7 +18,7 @@ class Observer:
         post: Where events go.
         at_s: The run's clock.
         node_silent: Called with (node, cause) when a node says nothing beyond its bound.
-        limits: Bounds for the detector, from the observed step time.
+        patience: A step may take this many times the observed p99.
     """
 
     def __init__(
@@ -34,12 +27,12 @@ class Observer:
         post: Callable[[Event], None],
         at_s: Callable[[], float],
         node_silent: Callable[[str, str], None],
-        limits: Callable[[Detector], Limits],
+        patience: float,
     ) -> None:
         self._post = post
         self._at_s = at_s
         self._node_silent = node_silent
-        self._limits = limits
+        self._patience = patience
         self._detector = Detector()
         self._attempt = 0
         self._members: tuple[str, ...] = ()
@@ -81,7 +74,7 @@ class Observer:
             at_s,
             attempt=self._attempt,
             members=self._members,
-            limits=self._limits(self._detector),
+            limits=limits_from(self._detector.step_s_p99, patience=self._patience),
         )
         if isinstance(verdict, NodeSilent):
             self._node_silent(verdict.node, verdict.evidence)

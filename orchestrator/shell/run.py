@@ -202,6 +202,8 @@ class Run:
                 self._spawn(self._read_committed(action))
             case act.StartAttempt():
                 self._start_attempt(action)
+            case act.ReportIncident():
+                pass  # it is in the journal, which is all it is for
             case act.SurveyWorkers():
                 self._spawn(self._survey())
             case act.FinishRun():

@@ -1,0 +1,205 @@
+"""How long a run stands still per fault, on simulated nodes of this machine.
+
+Every time is read from what the run wrote: from the fault (our clock, just before the signal)
+to the end of the first step of the next attempt (``wall_time`` of rank 0's metric line).
+
+    python -m tests.benchmarks.bench_recovery --kills 20 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config import RunConfig, demo_config
+from orchestrator.shell.faults import kill_node_of, member, signal_rank, wait_for
+from orchestrator.shell.launch import Launched, open_cluster
+from tests.benchmarks.common import spread
+
+ACT_S_MAX = 120.0
+NUM_WORKERS = 4
+
+
+class Bench:
+    """One endless run of the small preset that is hurt again and again."""
+
+    def __init__(self, config: RunConfig, cluster: Any) -> None:
+        self.run = Launched(config, cluster)
+        self._metrics = Path(config.run.directory) / "metrics/rank0.jsonl"
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the metric lines so far."""
+        text = self._metrics.read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def settle(self, *, workers: int = NUM_WORKERS, standbys: int = 0) -> dict[str, Any]:
+        """Wait until ``workers`` train, ``standbys`` wait, and a few steps passed in between."""
+        status = self._until(
+            lambda s: s["phase"] == "running"
+            and sum(w["rank"] >= 0 for w in s["workers"]) == workers
+            and sum(w["rank"] < 0 and w["state"] == "ready" for w in s["workers"]) >= standbys
+        )
+        goal = status["step"] + 5
+        return self._until(lambda s: s["phase"] == "running" and s["step"] >= goal)
+
+    def recovery(self, before: dict[str, Any], fault_s: float) -> dict[str, float]:
+        """Return seconds from ``fault_s`` to the first step of a later attempt, and lost steps."""
+        self._until(lambda s: s["attempt"] > before["attempt"] and s["step"] > 0)
+        line: dict[str, Any] | None = None
+        while line is None:
+            line = next((x for x in self.lines() if x["attempt"] > before["attempt"]), None)
+            time.sleep(0.01)
+        old = max(x["step"] for x in self.lines() if x["attempt"] <= before["attempt"])
+        return {"seconds": line["wall_time"] - fault_s, "lost_steps": old - line["step"] + 1}
+
+    def _until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        status = wait_for(self.run, condition, timeout_s=ACT_S_MAX)
+        assert status is not None, "the run ended during the benchmark"
+        return status
+
+
+def kill_workers(bench: Bench, count: int, *, standbys: int) -> list[dict[str, float]]:
+    """SIGKILL one worker ``count`` times, each in turn of rank."""
+    results = []
+    for number in range(count):
+        before = bench.settle(standbys=standbys)
+        fault_s = time.time()  # noqa: TID251  matched with the run's wall clock
+        signal_rank(bench.run, number % NUM_WORKERS, signal.SIGKILL)
+        results.append(bench.recovery(before, fault_s))
+    return results
+
+
+def stop_workers(bench: Bench, count: int) -> list[dict[str, Any]]:
+    """SIGSTOP one worker ``count`` times; say whether the right one was named."""
+    results = []
+    for number in range(count):
+        before = bench.settle()
+        fault_s = time.time()  # noqa: TID251  matched with the run's wall clock
+        victim = signal_rank(bench.run, number % NUM_WORKERS, signal.SIGSTOP)
+        result: dict[str, Any] = bench.recovery(before, fault_s)
+        status = bench.settle()
+        guilty = (status["cause"] or {}).get("guilty", [])
+        result["named_right"] = guilty == [victim["worker"]] or _was_named(bench, victim["worker"])
+        results.append(result)
+    return results
+
+
+def _was_named(bench: Bench, worker: str) -> bool:
+    journal = Path(bench.run.config.run.directory) / "journal"
+    lines = [json.loads(x) for p in sorted(journal.iterdir()) for x in p.read_text().splitlines()]
+    verdicts = [line for line in lines if line["kind"] == "HangFound"]
+    return bool(verdicts) and verdicts[-1]["guilty"] == [worker]
+
+
+def lose_nodes(bench: Bench, count: int) -> tuple[list[dict[str, float]], list[float]]:
+    """Kill a node and bring one back, ``count`` times; return recoveries and growth pauses."""
+    recoveries, pauses = [], []
+    for _ in range(count):
+        before = bench.settle()
+        fault_s = time.time()  # noqa: TID251  matched with the run's wall clock
+        kill_node_of(bench.run, NUM_WORKERS - 1)
+        recoveries.append(bench.recovery(before, fault_s))
+        bench.settle(workers=NUM_WORKERS // 2)
+        assert bench.run.cluster is not None
+        bench.run.cluster.add_node()
+        bench.settle()
+        pauses.append(_growth_pause(bench.lines()))
+    return recoveries, pauses
+
+
+def _growth_pause(lines: list[dict[str, Any]]) -> float:
+    """Return how much longer than a step the incumbents stood still at the last growth."""
+    grown = max(
+        i for i in range(1, len(lines)) if lines[i]["num_workers"] > lines[i - 1]["num_workers"]
+    )
+    gap_s = lines[grown]["wall_time"] - lines[grown - 1]["wall_time"]
+    return float(gap_s - lines[grown - 1]["step_s"])
+
+
+def kill_controller(bench: Bench, count: int) -> list[dict[str, float]]:
+    """SIGKILL the controller; return when it was back and the longest gap between steps."""
+    results = []
+    for _ in range(count):
+        before = bench.settle()
+        pid = bench.run.controller_pid()
+        fault_s = time.time()  # noqa: TID251  matched with the run's wall clock
+        os.kill(pid, signal.SIGKILL)
+        while True:
+            status = bench.run.status()
+            if status is not None and status["phase"] == "running" and status["step"] > 0:
+                break
+            time.sleep(0.02)
+        back_s = time.time() - fault_s  # noqa: TID251
+        bench.settle()
+        times = [line["wall_time"] for line in bench.lines() if line["wall_time"] >= fault_s - 1]
+        gap_s = max(b - a for a, b in zip(times, times[1:], strict=False))
+        same = all(x["attempt"] == before["attempt"] for x in bench.lines()[-3:])
+        results.append({"seconds": back_s, "gap_s": gap_s, "same_attempt": float(same)})
+    return results
+
+
+@contextlib.contextmanager
+def running(*, standby_per_node: int) -> Iterator[Bench]:
+    """Bring up nodes and an endless run; take all down at the end."""
+    directory = tempfile.mkdtemp(prefix="everstep-bench-")
+    settings = [
+        "train.steps=1000000", "train.schedule=constant", "train.deterministic=false",
+        f"workers.max={NUM_WORKERS}", f"workers.standby_per_node={standby_per_node}",
+        "recovery.infrastructure_max=100000",
+    ]  # fmt: skip
+    config = demo_config(str(Path(directory) / "run"), settings)
+    cluster = open_cluster(config)
+    assert cluster is not None
+    try:
+        yield Bench(config, cluster)
+    finally:
+        cluster.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--nodes", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {}
+    with running(standby_per_node=1) as bench:
+        steps = [line["step_s"] for line in _after_settling(bench)]
+        result["step"] = spread(steps)
+        result["kill_standby"] = _spread(kill_workers(bench, arguments.kills, standbys=2))
+        stops = stop_workers(bench, arguments.kills)
+        result["stop"] = {**_spread(stops), "named": sum(s["named_right"] for s in stops)}
+        controller = kill_controller(bench, arguments.nodes)
+        result["controller"] = {**_spread(controller), "gap_s": max(c["gap_s"] for c in controller)}
+    with running(standby_per_node=0) as bench:
+        result["kill_shrink"] = _spread(kill_workers(bench, arguments.kills, standbys=0))
+        losses, pauses = lose_nodes(bench, arguments.nodes)
+        result["node"] = _spread(losses)
+        result["growth_pause"] = spread(pauses)
+    print(json.dumps(result) if arguments.json else json.dumps(result, indent=2))
+
+
+def _after_settling(bench: Bench) -> list[dict[str, Any]]:
+    bench.settle()
+    bench.settle()
+    return bench.lines()[-8:]
+
+
+def _spread(results: list[dict[str, Any]]) -> dict[str, float]:
+    lost = [result["lost_steps"] for result in results if "lost_steps" in result]
+    return {**spread([r["seconds"] for r in results]), **({"lost_max": max(lost)} if lost else {})}
+
+
+if __name__ == "__main__":
+    main()
