@@ -117,7 +117,8 @@ class GroupState:
         finished_seq: Number of those whose result it has seen.
         op: Name of the last one entered, "" if none.
         size_bytes: Its payload.
-        waiting_s: How long the oldest unfinished one has been in flight; 0.0 if none is.
+        waiting_s: How long ago the collective ``finished_seq + 1`` was called, if this rank waits
+            for it; 0.0 if it waits for none, also with one in flight that was started ahead.
     """
 
     group: str

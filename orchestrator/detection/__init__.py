@@ -1,1 +1,22 @@
-"""."""
+"""Finds out that an attempt hangs, and who is to blame. Pure: reports in, verdict out.
+
+``observe`` folds the keepers' reports into a ``Detector``; ``judge`` looks at it. A waiting
+rank is never named, and what cannot be decided is said to be undecided.
+"""
+
+from orchestrator.detection.detector import Detector, observe
+from orchestrator.detection.timeouts import PATIENCE, Limits, limits_from, table
+from orchestrator.detection.verdict import Judgement, NodeSilent, Verdict, judge
+
+__all__ = [
+    "PATIENCE",
+    "Detector",
+    "Judgement",
+    "Limits",
+    "NodeSilent",
+    "Verdict",
+    "judge",
+    "limits_from",
+    "observe",
+    "table",
+]

@@ -131,9 +131,10 @@ class RecordedGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for every member."""
-        call = self._enter("barrier", 0, 0)
+        on_device = "cuda" in self._backends
+        call = self._enter("barrier", (0, 0), on_device=on_device)
         work = self._inner.barrier(opts if opts is not None else dist.BarrierOptions())
-        return self._returned(call, work, on_device="cuda" in self._backends)
+        return self._returned(call, work, on_device=on_device)
 
     def reduce_scatter_single(self, output: Any, value: Any, opts: Any = None) -> dist.Work:
         """Reduce ``value`` over the members and leave this rank's part in ``output``."""
@@ -171,7 +172,15 @@ class RecordedGroup(dist.ProcessGroup):
         """Receive from the member ``peer``, by its place in the group."""
         return self._point_to_point("recv", peer, self._rank, tensors, tag)
 
-    def _enter(self, op: str, size_bytes: int, dtype: int, pair: int | None = None) -> Call:
+    def _enter(
+        self,
+        op: str,
+        payload: tuple[int, int],
+        *,
+        on_device: bool = False,
+        pair: int | None = None,
+    ) -> Call:
+        size_bytes, dtype = payload
         attempt = self._attempt
         if attempt.aborted.is_set():
             raise AbortedError(
@@ -182,15 +191,16 @@ class RecordedGroup(dist.ProcessGroup):
         index = pair if pair is not None else self._index
         if index is None:
             index = self._index = attempt.ring.group(self._named(), self._ranks)
-        seq, number = attempt.ring.enter(index, op, size_bytes, dtype)
+        seq, number = attempt.ring.enter(index, op, size_bytes, dtype, on_device=on_device)
         return Call(attempt, index, self._label, op, number, seq)
 
     def _reduce_scatter(
         self, method: str, outputs: list[Any], values: list[Any], opts: Any
     ) -> dist.Work:
         opts = opts if opts is not None else dist.ReduceScatterOptions()
-        call = self._enter("reduce_scatter", *_payload(values))
-        if outputs[0].is_cuda:
+        on_device = outputs[0].is_cuda
+        call = self._enter("reduce_scatter", _payload(values), on_device=on_device)
+        if on_device:
             single = method == "reduce_scatter_single"
             arguments = (outputs[0], values[0]) if single else (outputs, values)
             work = getattr(self._inner, method)(*arguments, opts)
@@ -218,14 +228,14 @@ class RecordedGroup(dist.ProcessGroup):
             # Directed, so that the k-th send is the k-th receive whatever else the two do.
             pair = self._attempt.ring.group(f"{self._named()} {ranks[0]}>{ranks[1]}", ranks)
             self._pairs[source, target] = pair
-        call = self._enter(op, *_payload(tensors), pair=pair)
+        on_device = tensors[0].is_cuda
+        call = self._enter(op, _payload(tensors), on_device=on_device, pair=pair)
         peer = target if op == "send" else source
         try:
             work = getattr(self._inner, op)(tensors, peer, tag)
         except RuntimeError as error:
             # gloo refuses at once when the peer's connection is closed.
             raise call.failed(error) from error
-        on_device = tensors[0].is_cuda
         return self._returned(call, work, on_device=on_device, keep=tensors, sliced=False)
 
     def _named(self) -> str:
@@ -246,10 +256,10 @@ def _collective(method: str, op: str) -> Callable[..., dist.Work]:
     payload_at = 1 if op in _OUTPUT_FIRST else 0
 
     def call(self: RecordedGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        size_bytes, dtype = _payload(args[payload_at])
-        entered = self._enter(op, size_bytes, dtype)
+        payload = args[payload_at]
+        on_device = len(self._backends) > 1 and _on_device(payload)
+        entered = self._enter(op, _payload(payload), on_device=on_device)
         work = getattr(self._inner, method)(*args, **kwargs)
-        on_device = len(self._backends) > 1 and _on_device(args[payload_at])
         return self._returned(entered, work, on_device=on_device, keep=args)
 
     call.__name__ = method

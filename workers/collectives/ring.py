@@ -68,8 +68,8 @@ _NUM_GROUPS_WORD: Final = 8
 _LEFT_WORD: Final = 9
 _NUM_DROPPED_WORD: Final = 10
 
-# store, entered, finished, enter_ns of the oldest unfinished or 0, size_bytes, op, store
-_STATE = struct.Struct("<QQQQQQ8xQ")
+# store, entered, finished, number and enter_ns of the one waited for or 0, size_bytes, op, store
+_STATE = struct.Struct("<QQQQQQQQ")
 # length of the name, the name in UTF-8, index of the first rank, number of ranks
 _NAME = struct.Struct("<Q112sII")
 _GROUP_BYTES: Final = 2 * _STATE.size + _NAME.size
@@ -108,12 +108,18 @@ class Record:
 class _GroupWriter:
     """The writer's own memory of one group."""
 
-    __slots__ = ("entered", "finished", "in_flight", "offset", "op", "size_bytes", "stores")
+    __slots__ = (
+        "entered", "finished", "in_flight", "offset", "on_device", "op", "size_bytes", "stores",
+        "waited",
+    )  # fmt: skip
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
         self.stores = self.entered = self.finished = self.size_bytes = self.op = 0
+        # Number and enter_ns: of those in flight, and of the one that a thread waits for.
         self.in_flight: deque[tuple[int, int]] = deque()
+        self.waited = (0, 0)
+        self.on_device = False
 
 
 class RecordRing:
@@ -164,8 +170,13 @@ class RecordRing:
             self._words[_NUM_GROUPS_WORD] = index + 1
             return index
 
-    def enter(self, group: int, op: str, size_bytes: int, dtype: int = 0) -> tuple[int, int]:
-        """Record that a collective was called; return its number in the group and its record's."""
+    def enter(
+        self, group: int, op: str, size_bytes: int, dtype: int = 0, *, on_device: bool = False
+    ) -> tuple[int, int]:
+        """Record that a collective was called; return its number in the group and its record's.
+
+        On a device it counts as waited for from now on: nothing tells when a stream waits.
+        """
         if group < 0:
             return 0, -1
         code = _OP_CODES[op]
@@ -173,7 +184,7 @@ class RecordRing:
             now_ns = time.monotonic_ns()
             state = self._groups[group]
             seq = state.entered = state.entered + 1
-            state.op, state.size_bytes = code, size_bytes
+            state.op, state.size_bytes, state.on_device = code, size_bytes, on_device
             number = self._num_records
             self._num_records = number + 1
             state.in_flight.append((seq, now_ns))
@@ -184,6 +195,19 @@ class RecordRing:
             )
             self._store(state)
             return seq, number
+
+    def wait(self, group: int, seq: int) -> None:
+        """Record that a thread waits for the collective ``seq`` of ``group``.
+
+        Not called when the result comes at once. A collective that was started ahead and that
+        nobody waits for yet must not make its rank look like a waiting one.
+        """
+        if group < 0:
+            return
+        with self._lock:
+            state = self._groups[group]
+            state.waited = next((one for one in state.in_flight if one[0] == seq), (0, 0))
+            self._store(state)
 
     def leave(self, group: int, seq: int, number: int, flags: int) -> None:
         """Record the end of the collective ``seq`` of ``group``.
@@ -202,6 +226,8 @@ class RecordRing:
                 state.finished = seq
                 while state.in_flight and state.in_flight[0][0] <= seq:
                     state.in_flight.popleft()
+                if state.waited[0] <= seq:
+                    state.waited = (0, 0)
                 self._store(state)
 
     def num_in_flight(self) -> int:
@@ -216,14 +242,16 @@ class RecordRing:
 
     def _store(self, state: _GroupWriter) -> None:
         stores = state.stores = state.stores + 1
-        oldest_ns = state.in_flight[0][1] if state.in_flight else 0
+        waited = state.waited
+        if state.on_device and state.in_flight:
+            waited = state.in_flight[0]
         _STATE.pack_into(
             self._memory,
             state.offset + stores % 2 * _STATE.size,
             stores,
             state.entered,
             state.finished,
-            oldest_ns,
+            *waited,
             state.size_bytes,
             state.op,
             stores,
@@ -319,12 +347,12 @@ def _read_group(memory: mmap.mmap, index: int, now_ns: int) -> GroupState | None
         copies = [_STATE.unpack_from(memory, offset + i * _STATE.size) for i in (0, 1)]
         again = [_STATE.unpack_from(memory, offset + i * _STATE.size) for i in (0, 1)]
         # Twice, because the store begins by zeroing the copy from its head on.
-        whole = [a for a, b in zip(copies, again, strict=True) if a == b and a[0] == a[6]]
+        whole = [a for a, b in zip(copies, again, strict=True) if a == b and a[0] == a[7]]
         if whole:
             break
     else:
         return None
-    stores, entered, finished, oldest_ns, size_bytes, op, _ = max(whole)
+    stores, entered, finished, waited, since_ns, size_bytes, op, _ = max(whole)
     if stores == 0:
         return None
     length, name, first, count = _NAME.unpack_from(memory, offset + 2 * _STATE.size)
@@ -332,10 +360,11 @@ def _read_group(memory: mmap.mmap, index: int, now_ns: int) -> GroupState | None
         group=name[:length].decode(),
         ranks=struct.unpack_from(f"<{count}I", memory, _ints_offset(first)),
         entered_seq=entered,
-        finished_seq=finished,
+        # Whoever waits for a number has use for the earlier ones' results only afterwards.
+        finished_seq=max(finished, waited - 1),
         op=OPS[op],
         size_bytes=size_bytes,
-        waiting_s=max(0, now_ns - oldest_ns) / 1e9 if oldest_ns else 0.0,
+        waiting_s=max(1, now_ns - since_ns) / 1e9 if waited else 0.0,
     )
 
 

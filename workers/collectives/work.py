@@ -47,6 +47,10 @@ class Call:
         self.number = number
         self.seq = seq
 
+    def wait(self) -> None:
+        """Record that a thread waits for the collective."""
+        self.attempt.ring.wait(self.group, self.seq)
+
     def end(self, flags: int) -> None:
         """Record how the collective ended."""
         self.attempt.ring.leave(self.group, self.seq, self.number, flags)
@@ -171,7 +175,7 @@ class RecordedWork(dist.Work):
     def _wait_in_slices(self, until_s: float | None) -> None:
         aborted = self._call.attempt.aborted
         for work in self._inner:
-            was_completed = False
+            was_completed = waits = False
             while True:
                 if aborted.is_set():
                     raise self._call.aborted()
@@ -186,9 +190,13 @@ class RecordedWork(dist.Work):
                     was_completed = work.is_completed()
                     if not was_completed:
                         _check_limit(until_s, error)
+                        if not waits:
+                            waits = True
+                            self._call.wait()
 
     def _wait_by_helper(self, until_s: float | None) -> None:
         ended = self._call.attempt.waiter()
+        self._call.wait()
         failures: list[BaseException] = []
 
         def wait() -> None:

@@ -1,0 +1,155 @@
+"""What the detector remembers of the keepers' reports: who stood still, seen for how long.
+
+Stillness is counted in *watched* time: the time between reports that follow each other
+closely. When a machine was suspended, or the controller was busy, nobody watched, and what
+happened meanwhile proves nothing; only fresh reports count. Pure: time comes in as ``at_s``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import ceil
+from types import MappingProxyType
+from typing import Final
+
+from workers.protocol import NodeReport, WorkerReport
+
+#: Reports further apart than this leave a gap in which nobody watched: 4 periods of a keeper.
+WATCH_GAP_S: Final = 1.0
+#: Step durations that are remembered; with 256, p99 is the third largest.
+NUM_STEPS_KEPT: Final = 256
+#: With fewer durations than this the largest is doubled: 8 steps do not show a p99.
+_NUM_STEPS_FEW: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """One worker as last reported.
+
+    Attributes:
+        node: Where it is.
+        report: The last report of it.
+        still_since_s: Watched time at which it was last seen to progress.
+    """
+
+    node: str
+    report: WorkerReport
+    still_since_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedNode:
+    """One node: when it last reported, in watched time, and on whom."""
+
+    heard_s: float
+    workers: Mapping[str, Watched]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detector:
+    """Everything that is remembered. Value: ``observe`` returns a new one.
+
+    Attributes:
+        watched_s: Time during which reports came without a gap.
+        heard_at_s: When the last report came, on the shell's clock.
+        nodes: The nodes that have reported.
+        steps_s: The last durations of steps, oldest first; first steps of an attempt are not
+            among them.
+    """
+
+    watched_s: float = 0.0
+    heard_at_s: float = float("-inf")
+    nodes: Mapping[str, WatchedNode] = field(default_factory=lambda: MappingProxyType({}))
+    steps_s: tuple[float, ...] = ()
+
+    @property
+    def step_s_p99(self) -> float:
+        """Return the slowest usual step; 0.0 while none was observed."""
+        if not self.steps_s:
+            return 0.0
+        ordered = sorted(self.steps_s)
+        if len(ordered) < _NUM_STEPS_FEW:
+            return 2.0 * ordered[-1]
+        return ordered[ceil(0.99 * len(ordered)) - 1]
+
+    def worker(self, name: str) -> Watched | None:
+        """Return what is known of a worker: the last report on it, if it moved."""
+        found = [node.workers[name] for node in self.nodes.values() if name in node.workers]
+        return max(found, key=lambda watched: watched.still_since_s, default=None)
+
+    def still_s(self, watched: Watched) -> float:
+        """Return for how long the worker has been watched without progress."""
+        return self.nodes[watched.node].heard_s - watched.still_since_s
+
+    def silent_s(self, node: str) -> float:
+        """Return for how long others reported and ``node`` did not."""
+        return self.watched_s - self.nodes[node].heard_s
+
+
+def observe(state: Detector, report: NodeReport, at_s: float) -> Detector:
+    """Return ``state`` with one keeper's report taken in, received at ``at_s``."""
+    passed_s = at_s - state.heard_at_s
+    watched_s = state.watched_s + (passed_s if passed_s <= WATCH_GAP_S else 0.0)
+    before = state.nodes.get(report.node)
+    if passed_s > WATCH_GAP_S:
+        # Nobody watched. Every stillness and silence is counted anew from here.
+        state = _forget_stillness(state)
+        before = None if before is None else state.nodes[report.node]
+    gap = before is None or watched_s - before.heard_s > WATCH_GAP_S
+    steps_s = list(state.steps_s)
+    workers: dict[str, Watched] = {}
+    for row in report.workers:
+        known = before.workers.get(row.worker) if before is not None else None
+        if known is not None and _finished_step(known.report, row):
+            steps_s.append(row.step_s)
+        since_s = watched_s
+        if before is not None and known is not None and not gap:
+            still = _progress(known.report) == _progress(row)
+            since_s = (
+                known.still_since_s
+                if still
+                else max(before.heard_s, watched_s - _last_sign_age_s(row))
+            )
+        workers[row.worker] = Watched(node=report.node, report=row, still_since_s=since_s)
+    node = WatchedNode(heard_s=watched_s, workers=MappingProxyType(workers))
+    return Detector(
+        watched_s=watched_s,
+        heard_at_s=at_s,
+        nodes=MappingProxyType({**state.nodes, report.node: node}),
+        steps_s=tuple(steps_s[-NUM_STEPS_KEPT:]),
+    )
+
+
+def _forget_stillness(state: Detector) -> Detector:
+    now_s = state.watched_s
+    nodes = {
+        name: WatchedNode(
+            heard_s=now_s,
+            workers=MappingProxyType(
+                {key: replace(old, still_since_s=now_s) for key, old in node.workers.items()}
+            ),
+        )
+        for name, node in state.nodes.items()
+    }
+    return replace(state, nodes=MappingProxyType(nodes))
+
+
+def _progress(row: WorkerReport) -> tuple[object, ...]:
+    seqs = tuple((group.group, group.entered_seq, group.finished_seq) for group in row.groups)
+    return (row.pid, row.attempt, row.phase, row.step, row.micro_batch, seqs)
+
+
+def _finished_step(before: WorkerReport, now: WorkerReport) -> bool:
+    # The first step of an attempt warms caches up; it would spoil the p99.
+    return now.step != before.step and now.attempt == before.attempt and before.step_s > 0.0
+
+
+def _last_sign_age_s(row: WorkerReport) -> float:
+    """Return how long before the report the worker last did something, where that is known.
+
+    A waiting rank last did something when it called the collective, a silent one at its last
+    beat. Without this, the report period would be added to every detection.
+    """
+    waits_s = [group.waiting_s for group in row.groups if group.waiting_s > 0.0]
+    return min([*waits_s, row.phase_s]) if waits_s else row.beat_age_s

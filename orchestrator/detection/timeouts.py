@@ -1,0 +1,93 @@
+"""Every bound on waiting, derived from the observed step time by one knob.
+
+A fixed timeout is wrong on every machine but one: torch's 10 and 30 minutes cost an idle
+cluster, and a few seconds would evict healthy workers of a slow one. So all bounds are
+multiples of one, the hang bound, which is a multiple of the slowest usual step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Final
+
+#: Period of a worker's beat and of a keeper's reports (``workers.progress``, ``workers.keeper``).
+BEAT_S: Final = 0.1
+REPORT_S: Final = 0.25
+
+#: Default of the one knob: a step may take 3x its p99 before it counts as hung. On a shared
+#: 2-core machine single steps of 2x the median are common, 3x the p99 was not seen.
+PATIENCE: Final = 3.0
+
+# Multiples of the hang bound. What has no observed duration of its own (saving, forming) gets
+# room; a bound that ends a wait without naming anybody comes after those that name somebody.
+_SUSPECT: Final = 0.5
+_NODE_SILENT: Final = 2.0
+_UNDECIDED: Final = 3.0
+_SAVING: Final = 10.0
+_FIRST_STEP: Final = 30.0
+_FORMING: Final = 40.0
+_GROUP: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds on waiting in seconds, in their order.
+
+    Attributes:
+        beat_s: Period of a process's beat.
+        report_s: Period of a keeper's reports.
+        suspect_s: A beat older than this is silent.
+        hang_s: No member progressed for this long: somebody is named if it can be proven.
+        node_silent_s: A node without reports for this long, while others report, is lost.
+        undecided_s: No member progressed for this long, and nobody can be named.
+        saving_s: As ``hang_s``, for a worker that is saving or leaving.
+        first_step_s: As ``hang_s``, until a worker's first step of the attempt is done.
+        forming_s: As ``hang_s``, for a worker that is forming, loading, or did not come.
+        group_timeout_s: A collective fails by itself; the backstop behind all others.
+    """
+
+    beat_s: float
+    report_s: float
+    suspect_s: float
+    hang_s: float
+    node_silent_s: float
+    undecided_s: float
+    saving_s: float
+    first_step_s: float
+    forming_s: float
+    group_timeout_s: float
+
+    def __post_init__(self) -> None:
+        bounds = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        for (shorter, a_s), (longer, b_s) in pairwise(bounds):
+            assert a_s < b_s, f"{shorter}={a_s} must be shorter than {longer}={b_s}"
+
+
+def limits_from(step_s_p99: float, *, patience: float = PATIENCE) -> Limits:
+    """Return the bounds for an observed step time.
+
+    Args:
+        step_s_p99: The slowest usual step; 0.0 while none was observed.
+        patience: A step may take this many times ``step_s_p99``, at least 2. With the default
+            of 3 the hang bound is never below 1 s: below, scheduling alone looks like a hang.
+    """
+    assert patience >= 2.0, f"patience={patience} must be at least 2"  # noqa: PLR2004
+    hang_s = patience * max(step_s_p99, 1.0 / PATIENCE)
+    return Limits(
+        beat_s=BEAT_S,
+        report_s=REPORT_S,
+        suspect_s=_SUSPECT * hang_s,
+        hang_s=hang_s,
+        node_silent_s=_NODE_SILENT * hang_s,
+        undecided_s=_UNDECIDED * hang_s,
+        saving_s=_SAVING * hang_s,
+        first_step_s=_FIRST_STEP * hang_s,
+        forming_s=_FORMING * hang_s,
+        group_timeout_s=_GROUP * hang_s,
+    )
+
+
+def table(limits: Limits) -> str:
+    """Return the bounds for people, one a line, in their order."""
+    return "\n".join(f"{f.name:16} {getattr(limits, f.name):9.2f} s" for f in fields(limits))

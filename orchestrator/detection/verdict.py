@@ -1,0 +1,266 @@
+"""From what was observed to who is guilty, with the evidence; or to nobody.
+
+The rules, strongest evidence first. Each needs that no member has progressed for its bound,
+in watched time, and that every member's node reports.
+
+1. *gone*: the kernel knows no such process, or only a zombie.
+2. *stopped*: the kernel holds the process (state T) while another member runs.
+3. *silent*: its beat is silent though it does not compute (state not R), while another member
+   beats. A thread that only sleeps and stores needs nothing but the process to be scheduled
+   and the interpreter lock to be free; a rank that waits in a collective leaves that free.
+4. *missing*: others wait, directly or along a chain over groups, for a collective that this
+   rank has not called, and it waits nowhere itself (``waits``). C4's non-communication hang.
+5. *stuck*: it computes, waits nowhere, and others wait. As 4, where no chain leads to it.
+6. *undecided*: all wait and nobody is missing (a network, or ranks that disagree about what to
+   call), or they wait in a circle, or all compute alike. Nobody is named: with a stopped rank,
+   a rule "who is behind" names a rank that waits (seen on 4 ranks: the one next to it).
+
+When all members are stopped, nobody holds anybody up and there is no verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from orchestrator.detection.detector import WATCH_GAP_S, Detector, Watched
+from orchestrator.detection.timeouts import Limits
+from orchestrator.detection.waits import WaitGraph, mismatch, wait_graph, waits
+from workers.protocol import WorkerPhase, WorkerReport
+
+_COMPUTING = frozenset({WorkerPhase.FORWARD, WorkerPhase.BACKWARD, WorkerPhase.UPDATING})
+_SLOW_TO_FORM = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
+_SLOW_TO_SAVE = frozenset({WorkerPhase.SAVING, WorkerPhase.LEAVING})
+_GONE = frozenset("XZ")
+_STOPPED = "T"
+_RUNNING = "R"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """An attempt makes no progress.
+
+    Attributes:
+        attempt: Which.
+        guilty: Workers proven to hold the others up, sorted; empty if ``undecided``.
+        undecided: Whether nobody could be named.
+        rule: The rule that fired, by its name above.
+        evidence: One line for people.
+        waited_s: For how long no member was seen to progress.
+    """
+
+    attempt: int
+    guilty: tuple[str, ...]
+    undecided: bool
+    rule: str
+    evidence: str
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSilent:
+    """A node says nothing while others do.
+
+    Attributes:
+        node: Which.
+        workers: The members of the attempt on it, sorted.
+        evidence: One line for people.
+        silent_s: For how long.
+    """
+
+    node: str
+    workers: tuple[str, ...]
+    evidence: str
+    silent_s: float
+
+
+Judgement: TypeAlias = Verdict | NodeSilent | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """An attempt as it is judged. Ranks are places in ``members``."""
+
+    attempt: int
+    members: tuple[str, ...]
+    rows: Mapping[int, WorkerReport | None]
+    graph: WaitGraph
+    still_s: float
+    limits: Limits
+
+    def verdict(self, rule: str, guilty: list[int], evidence: str) -> Verdict:
+        return Verdict(
+            attempt=self.attempt,
+            guilty=tuple(sorted(self.members[rank] for rank in guilty)),
+            undecided=not guilty,
+            rule=rule,
+            evidence=f"{rule}: {evidence}; no progress for {self.still_s:.2f} s",
+            waited_s=self.still_s,
+        )
+
+
+def judge(
+    state: Detector, at_s: float, *, attempt: int, members: tuple[str, ...], limits: Limits
+) -> Judgement:
+    """Return what is proven about ``attempt`` at ``at_s``, or None while nothing is.
+
+    Args:
+        state: The detector.
+        at_s: Now, on the clock of ``observe``.
+        attempt: The attempt that is under way.
+        members: Its workers in rank order.
+        limits: Bounds, as ``limits_from(state.step_s_p99)``.
+    """
+    if not members or at_s - state.heard_at_s > WATCH_GAP_S:
+        # Nobody watches at present: the reports are late, or the controller is.
+        return None
+    known = {rank: state.worker(worker) for rank, worker in enumerate(members)}
+    silent = _silent_node(state, members, known, limits)
+    if silent is not None:
+        return silent
+    watched = [one for one in known.values() if one is not None]
+    if not watched or any(state.silent_s(one.node) > limits.suspect_s for one in watched):
+        return None
+    still_s = min(state.still_s(one) for one in watched)
+    if still_s < limits.hang_s:
+        return None
+    rows = {rank: None if one is None else one.report for rank, one in known.items()}
+    case = _Case(
+        attempt=attempt,
+        members=members,
+        rows=rows,
+        graph=wait_graph(rows, attempt=attempt),
+        still_s=still_s,
+        limits=limits,
+    )
+    return _by_process(case) or _by_waits(case) or _undecided(case)
+
+
+def _silent_node(
+    state: Detector,
+    members: tuple[str, ...],
+    known: Mapping[int, Watched | None],
+    limits: Limits,
+) -> NodeSilent | None:
+    nodes = {one.node for one in known.values() if one is not None}
+    for node in sorted(nodes):
+        silent_s = state.silent_s(node)
+        if silent_s >= limits.node_silent_s:
+            workers = sorted(
+                members[rank] for rank, one in known.items() if one and one.node == node
+            )
+            return NodeSilent(
+                node=node,
+                workers=tuple(workers),
+                evidence=f"no report from node {node} for {silent_s:.2f} s while others report",
+                silent_s=silent_s,
+            )
+    return None
+
+
+def _by_process(case: _Case) -> Verdict | None:
+    """Rules 1 to 3: what the kernel and the beat say of the process itself."""
+    rows = {rank: row for rank, row in case.rows.items() if row is not None}
+    gone = [rank for rank, row in rows.items() if row.os_state in _GONE]
+    if gone:
+        return case.verdict("gone", gone, f"{_names(case, gone)} has no living process")
+    stopped = [rank for rank, row in rows.items() if row.os_state == _STOPPED]
+    if _all_stopped(case):
+        return None
+    if stopped:
+        return case.verdict(
+            "stopped", stopped, f"{_names(case, stopped)} is stopped by a signal (state T)"
+        )
+    silent = [
+        rank
+        for rank, row in rows.items()
+        if row.beat_age_s >= case.limits.hang_s and row.os_state != _RUNNING
+    ]
+    beating = [row for row in rows.values() if row.beat_age_s < case.limits.suspect_s]
+    if silent and beating:
+        age_s = min(rows[rank].beat_age_s for rank in silent)
+        return case.verdict(
+            "silent", silent, f"{_names(case, silent)} has not beaten for {age_s:.2f} s"
+        )
+    return None
+
+
+def _by_waits(case: _Case) -> Verdict | None:
+    """Rules 4 and 5: what the record rings say of who waits for whom."""
+    if _all_stopped(case):
+        return None
+    missing = sorted(
+        rank for rank in case.graph.sinks if case.still_s >= _bound_s(case, case.rows[rank])
+    )
+    if missing:
+        return case.verdict("missing", missing, _who_waits_for(case, missing))
+    waiting = len(case.graph.waits_for)
+    stuck = [
+        rank
+        for rank, row in case.rows.items()
+        if row is not None
+        and row.attempt == case.attempt
+        and row.phase in _COMPUTING
+        and rank not in case.graph.waits_for
+        and case.still_s >= case.limits.undecided_s
+        and case.still_s >= _bound_s(case, row)
+    ]
+    if stuck and (waiting or len(case.members) == 1):
+        phase = " and ".join(sorted({str(r.phase) for r in _rows(case, stuck)}))
+        return case.verdict(
+            "stuck", stuck, f"{_names(case, stuck)} is stuck in {phase}, {waiting} others wait"
+        )
+    return None
+
+
+def _undecided(case: _Case) -> Verdict | None:
+    bound_s = max(case.limits.undecided_s, *(_bound_s(case, row) for row in case.rows.values()))
+    if case.still_s < bound_s or _all_stopped(case):
+        return None
+    wrong = mismatch(case.rows)
+    if wrong is not None:
+        return case.verdict("undecided", [], wrong)
+    waiting = case.graph.waits_for
+    if len(waiting) < len(case.members):
+        return case.verdict("undecided", [], "no member waits for another")
+    if any(waiting.values()):
+        return case.verdict("undecided", [], "the members wait for each other in a circle")
+    return case.verdict("undecided", [], "every member waits and none is missing: the network")
+
+
+def _bound_s(case: _Case, row: WorkerReport | None) -> float:
+    """Return how long a worker may stand still where it is."""
+    if row is None or row.attempt != case.attempt or row.phase in _SLOW_TO_FORM:
+        return case.limits.forming_s
+    if row.step_s == 0.0:
+        return case.limits.first_step_s
+    return case.limits.saving_s if row.phase in _SLOW_TO_SAVE else case.limits.hang_s
+
+
+def _all_stopped(case: _Case) -> bool:
+    # A single worker is stopped by somebody who did not stop its keeper: it is named.
+    stopped = all(row is None or row.os_state == _STOPPED for row in case.rows.values())
+    return stopped and len(case.members) > 1
+
+
+def _who_waits_for(case: _Case, missing: list[int]) -> str:
+    for rank in sorted(case.graph.waits_for):
+        row = case.rows[rank]
+        if row is None or not case.graph.waits_for[rank] & set(missing):
+            continue
+        for group in waits(row):
+            return (
+                f"{_names(case, missing)} has not called {group.op} number "
+                f"{group.finished_seq + 1} of group {group.group}, in which "
+                f"{case.members[rank]} waits for {group.waiting_s:.2f} s"
+            )
+    return f"{_names(case, missing)} has not come; {len(case.graph.waits_for)} others wait"
+
+
+def _rows(case: _Case, ranks: list[int]) -> list[WorkerReport]:
+    return [row for rank in ranks if (row := case.rows[rank]) is not None]
+
+
+def _names(case: _Case, ranks: list[int]) -> str:
+    return ", ".join(f"{case.members[rank]} (rank {rank})" for rank in sorted(ranks))

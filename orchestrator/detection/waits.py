@@ -1,0 +1,85 @@
+"""Who waits for whom: the graph over all process groups, and its sinks.
+
+A collective ends when every member of its group has called it. So a rank that waits in a
+collective waits for the members that have not called it, and those may wait, in another group,
+for others still. At the end of the chain is who holds everybody up. C4 (arXiv 2406.04594,
+section 3) looks at one communicator at a time and suspects the ranks that lag behind in it; on
+a mesh of groups that blames ranks that wait themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from workers.protocol import GroupState, WorkerPhase, WorkerReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitGraph:
+    """Members of an attempt by rank.
+
+    Attributes:
+        waits_for: For each rank that waits: the ranks that have not called its collective.
+            Empty if all of them have, so that it waits for the network.
+        sinks: Ranks that somebody waits for, directly or not, and that do not wait themselves.
+    """
+
+    waits_for: Mapping[int, frozenset[int]]
+    sinks: frozenset[int]
+
+
+def wait_graph(reports: Mapping[int, WorkerReport | None], *, attempt: int) -> WaitGraph:
+    """Return the graph for the members ``reports``, by rank in the attempt.
+
+    A member without a report, or in another attempt, has called nothing.
+    """
+    present = {
+        rank: row for rank, row in reports.items() if row is not None and row.attempt == attempt
+    }
+    entered = {
+        rank: {group.group: group.entered_seq for group in row.groups}
+        for rank, row in present.items()
+    }
+    waits_for: dict[int, frozenset[int]] = {}
+    for rank, row in present.items():
+        waiting = tuple(waits(row))
+        if waiting:
+            waits_for[rank] = frozenset(
+                member
+                for group in waiting
+                for member in group.ranks
+                if member in reports
+                and member != rank
+                and entered.get(member, {}).get(group.group, 0) <= group.finished_seq
+            )
+        elif row.phase is WorkerPhase.FORMING:
+            # No group exists yet; forming ends when every member has come.
+            waits_for[rank] = frozenset(reports) - frozenset(present)
+    wanted = frozenset(rank for missing in waits_for.values() for rank in missing)
+    return WaitGraph(waits_for=waits_for, sinks=wanted - frozenset(waits_for))
+
+
+def waits(row: WorkerReport) -> Iterator[GroupState]:
+    """Return the groups in which the worker waits for a collective."""
+    return (group for group in row.groups if group.waiting_s > 0.0)
+
+
+def mismatch(reports: Mapping[int, WorkerReport | None]) -> str | None:
+    """Return how members of one group wait in different operations of the same number, if so.
+
+    That is a mistake in the program, or ranks that disagree about data; nobody is to blame for
+    it as a machine.
+    """
+    seen: dict[tuple[str, int], tuple[int, str]] = {}
+    for rank, row in sorted(reports.items()):
+        for group in waits(row) if row is not None else ():
+            if group.entered_seq != group.finished_seq + 1:
+                continue
+            first, op = seen.setdefault((group.group, group.entered_seq), (rank, group.op))
+            if op != group.op:
+                return (
+                    f"rank {first} called {op} and rank {rank} called {group.op} "
+                    f"as number {group.entered_seq} of group {group.group}"
+                )
+    return None
