@@ -91,6 +91,28 @@ class StartAttempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportIncident:
+    """Put on record why ``attempt`` ended, now that it is known. The journal is all it needs.
+
+    Attributes:
+        attempt: The one that ended.
+        incident: crash, node_loss, preemption, hang, undecided, exception, peer_lost,
+            controller_restart; or planned: growth, drain, stop.
+        guilty: Workers proven to have caused it.
+        evidence: One line for people.
+        found_s: When it was found, or when the members were asked to leave.
+        fenced_s: When the last member was out.
+    """
+
+    attempt: int
+    incident: str
+    guilty: tuple[str, ...]
+    evidence: str
+    found_s: float
+    fenced_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SurveyWorkers:
     """After a controller restart, find out who lives; answered by ``WorkersSurveyed``."""
 
@@ -119,6 +141,7 @@ Action: TypeAlias = (
     | YieldAttempt
     | ReadCommitted
     | StartAttempt
+    | ReportIncident
     | SurveyWorkers
     | FinishRun
 )

@@ -4,9 +4,27 @@ from __future__ import annotations
 
 from math import inf
 
-from orchestrator.core.actions import FinishRun
+from orchestrator.core.actions import FinishRun, ReportIncident
 from orchestrator.core.state import Phase
 from orchestrator.core.turn import Turn
+
+
+def report_incident(turn: Turn) -> None:
+    """Put on record why the attempt ended, unless it did all there was to do."""
+    draft = turn.draft
+    cause = draft.cause
+    if cause is None or cause.kind == "completed":
+        return
+    turn.actions.append(
+        ReportIncident(
+            attempt=draft.attempt,
+            incident=cause.kind,
+            guilty=cause.guilty,
+            evidence=cause.evidence,
+            found_s=cause.at_s,
+            fenced_s=draft.fenced_s,
+        )
+    )
 
 
 def finish(turn: Turn, outcome: str, reason: str) -> None:

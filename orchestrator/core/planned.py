@@ -10,7 +10,7 @@ from math import inf
 
 from orchestrator.core import recovery
 from orchestrator.core.actions import YieldAttempt
-from orchestrator.core.ending import finish
+from orchestrator.core.ending import finish, report_incident
 from orchestrator.core.formation import wait
 from orchestrator.core.state import Cause, Phase
 from orchestrator.core.turn import Turn
@@ -130,6 +130,7 @@ def all_left(turn: Turn) -> None:
     draft = turn.draft
     if draft.phase is not Phase.YIELDING or draft.num_inside:
         return
+    draft.fenced_s = turn.now_s
     if draft.completed:
         finish(turn, "completed", f"step {draft.known[0]} is committed")
         return
@@ -139,6 +140,7 @@ def all_left(turn: Turn) -> None:
         recovery.proceed(turn)
         return
     draft.known = (draft.yielded_step, draft.attempt)
+    report_incident(turn)
     if draft.known[0] >= turn.rules.total_steps:
         finish(turn, "completed", f"step {draft.known[0]} is committed")
     elif draft.stop_reason:

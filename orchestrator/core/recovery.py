@@ -11,7 +11,7 @@ from math import inf
 
 from orchestrator.core import fleet
 from orchestrator.core.actions import FenceAttempt, ReadCommitted
-from orchestrator.core.ending import finish
+from orchestrator.core.ending import finish, report_incident
 from orchestrator.core.formation import wait
 from orchestrator.core.state import Cause, Phase, WorkerStatus
 from orchestrator.core.turn import Turn
@@ -103,6 +103,7 @@ def proceed(turn: Turn) -> None:
     draft = turn.draft
     if draft.phase is Phase.FENCING and draft.num_inside == 0:
         draft.phase = Phase.READING
+        draft.fenced_s = turn.now_s
         draft.deadline_s = turn.now_s + turn.rules.bounds.read_s
     if draft.phase is not Phase.READING:
         return
@@ -186,6 +187,7 @@ def read_bound(turn: Turn) -> None:
 def decide(turn: Turn) -> None:
     """End the run or start the next attempt, now that the last one is fenced and read."""
     draft = turn.draft
+    report_incident(turn)
     if draft.known[0] >= turn.rules.total_steps:
         finish(turn, "completed", f"step {draft.known[0]} is committed")
         return

@@ -161,6 +161,7 @@ class Draft:
         raised: Errors of the attempt that is ending.
         raised_before: Errors of earlier attempts, the newest last.
         faults: Charged to the budgets, within the window.
+        fenced_s: When the last member of the last attempt was out.
         num_stuck: Failed attempts in a row without a new committed step.
         num_undecided: Undecided hangs in a row without a step between.
         cause: Why the last attempt ended or is ending; None before.
@@ -212,6 +213,7 @@ class Draft:
     raised: tuple[UserError, ...] = ()
     raised_before: tuple[UserError, ...] = ()
     faults: tuple[Fault, ...] = ()
+    fenced_s: float = 0.0
     num_stuck: int = 0
     num_undecided: int = 0
     cause: Cause | None = None

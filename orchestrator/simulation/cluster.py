@@ -218,6 +218,7 @@ class SimCluster:
     def die(self, worker: SimWorker, cause: str) -> None:
         """End a process and let the world notice."""
         worker.alive = False
+        self.monitor.faulty.add(worker.name)
         worker.node.workers.pop(worker.name, None)
         del self.workers[worker.name]
         if worker.node.alive:
@@ -367,6 +368,7 @@ class SimCluster:
             del self.raises_at[step]
         for rank in ranks:
             worker = members[rank]
+            self.monitor.faulty.add(worker.name)
             worker.attempt, worker.refuses = 0, max(worker.refuses, attempt.number)
             self.post(
                 ev.WorkerRaised,
@@ -401,6 +403,9 @@ class SimCluster:
             worker = self.workers.get(name)
             if worker is not None and worker.attempt == attempt.number and not worker.hung:
                 self.leave(worker, how)
+
+    def _report_incident(self, action: act.ReportIncident) -> None:
+        self.monitor.incident(action)
 
     def _finish_run(self, action: act.FinishRun) -> None:
         self.monitor.finished(action)
@@ -449,6 +454,7 @@ _PERFORM: dict[type, Callable[[SimCluster, Any], None]] = {
     act.YieldAttempt: SimCluster._yield_attempt,
     act.ReadCommitted: SimCluster._read_committed,
     act.StartAttempt: SimCluster._start_attempt,
+    act.ReportIncident: SimCluster._report_incident,
     act.SurveyWorkers: SimCluster._survey_workers,
     act.FinishRun: SimCluster._finish_run,
 }

@@ -34,6 +34,7 @@ def hang(cluster: SimCluster) -> None:
     worker = _pick_worker(cluster)
     if worker is not None:
         worker.hung = True
+        cluster.monitor.faulty.add(worker.name)
         cluster.monitor.troubled.add(worker.node.name)
         cluster.at(0.3 + 0.3 * cluster.rng.random(), _detect, cluster, worker)
 
@@ -72,6 +73,7 @@ def cut_off(cluster: SimCluster) -> None:
     if node is None or node.draining_until_s is not None:
         return
     node.cut_off = True
+    cluster.monitor.faulty.update(node.workers)
     cluster.post(ev.NodeLost, 0.5, node=node.name, cause="silent")
     cluster.at(3.0 + 2 * cluster.rng.random(), heal_node, cluster, node)
 

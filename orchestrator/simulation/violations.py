@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orchestrator.core.actions import FinishRun, KillWorker, RequestSlot, StartAttempt
+from orchestrator.core.actions import FinishRun, KillWorker, ReportIncident, RequestSlot, StartAttempt
 
 if TYPE_CHECKING:
     from orchestrator.simulation.cluster import SimCluster
@@ -37,6 +37,7 @@ class Monitor:
         self.outcome: FinishRun | None = None
         self.num_lost_steps = 0
         self.troubled: set[str] = set()
+        self.faulty: set[str] = set()
         self.cut_off: dict[int, bool] = {}
 
     @property
@@ -129,6 +130,11 @@ class Monitor:
             node = cluster.nodes[name]
             known = name in self.troubled or node.draining_until_s is not None
             require(known or node.cut_off, "S5", f"healthy node {name} is avoided")
+
+    def incident(self, action: ReportIncident) -> None:
+        """Check that only who did fail is called guilty."""
+        for name in action.guilty:
+            require(name in self.faulty, "S5", f"{name} is blamed: {action.evidence}")
 
     def finished(self, action: FinishRun) -> None:
         """Note the end."""
