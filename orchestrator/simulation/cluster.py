@@ -35,7 +35,7 @@ class SimNode:
 
 
 class SimWorker:
-    """A worker process. ``attempt`` is what it is in, 0 if none; ``refuses`` what it was fenced of."""
+    """A worker process: the attempt it is in (0: none) and the one up to which it refuses."""
 
     __slots__ = (
         "alive",
@@ -103,6 +103,19 @@ class SimCluster:
         self.start_failure = 0.0
         self.raises_at: dict[int, tuple[int, ...]] = {}
         self.raises_once: set[int] = set()
+        self._perform: dict[type, Callable[[Any], None]] = {
+            act.RequestSlot: self._request_slot,
+            act.ReleaseSlot: self._release_slot,
+            act.StartWorker: self._start_worker,
+            act.KillWorker: self._kill_worker,
+            act.FenceAttempt: self._fence_attempt,
+            act.YieldAttempt: self._yield_attempt,
+            act.ReadCommitted: self._read_committed,
+            act.StartAttempt: self._start_attempt,
+            act.ReportIncident: self._report_incident,
+            act.SurveyWorkers: self._survey_workers,
+            act.FinishRun: self._finish_run,
+        }
 
     # Time and wires
 
@@ -116,22 +129,26 @@ class SimCluster:
         self.now_s, _, do, args = heapq.heappop(self.queue)
         do(*args)
 
+    def chance(self, probability: float) -> bool:
+        """Return True with ``probability``."""
+        return self.rng.random() < probability
+
     def wire_s(self) -> float:
         """Return how long one message takes: a lost one is sent again and comes late."""
         delay_s = self.rng.random() * self.delay_s
-        if self.loss and self.rng.random() < self.loss:
+        if self.loss and self.chance(self.loss):
             delay_s += 0.2 + self.rng.random()
         return delay_s
 
     def post(self, kind: type, delay_s: float = 0.0, **values: Any) -> None:
         """Report something to the controller's present life, perhaps twice."""
         self.at(delay_s + self.wire_s(), self._arrive, self.life, kind, values)
-        if self.doubling and self.rng.random() < self.doubling:
+        if self.doubling and self.chance(self.doubling):
             self.at(delay_s + self.rng.random(), self._arrive, self.life, kind, values)
 
     def post_or_lose(self, kind: type, **values: Any) -> None:
         """Report something that nobody repeats if it is lost."""
-        if not (self.loss and self.rng.random() < self.loss):
+        if not (self.loss and self.chance(self.loss)):
             self.post(kind, **values)
 
     def _arrive(self, life: int, kind: type, values: dict[str, Any]) -> None:
@@ -142,7 +159,7 @@ class SimCluster:
 
     def perform(self, action: act.Action) -> None:
         """Do what the machine ordered, as the shell would."""
-        _PERFORM[type(action)](self, action)
+        self._perform[type(action)](action)
 
     def _request_slot(self, action: act.RequestSlot) -> None:
         self.at(self.wire_s(), self._requested, action.slot, action.avoid)
@@ -195,9 +212,9 @@ class SimCluster:
     def _ready(self, worker: SimWorker) -> None:
         if not worker.alive:
             return
-        if self.start_failure and self.rng.random() < self.start_failure:
+        if self.start_failure and self.chance(self.start_failure):
             self.monitor.troubled.add(worker.node.name)
-            if self.rng.random() < 0.5:
+            if self.chance(0.5):
                 self.die(worker, "crash")
             # Otherwise it never gets ready: its bound has to end it.
             return
@@ -230,7 +247,7 @@ class SimCluster:
         attempt = self.attempts.get(worker.attempt)
         if attempt is not None:
             for name in attempt.members:
-                if name != worker.name and self.rng.random() < 0.7:
+                if name != worker.name and self.chance(0.7):
                     self.at(0.02 * self.rng.random(), self._peer_lost, name, attempt.number)
 
     def _peer_lost(self, name: str, number: int) -> None:
@@ -379,7 +396,7 @@ class SimCluster:
                 traceback="Traceback: simulated",
             )
         for worker in members:
-            if worker.attempt == attempt.number and self.rng.random() < 0.7:
+            if worker.attempt == attempt.number and self.chance(0.7):
                 self.at(0.02 * self.rng.random(), self._peer_lost, worker.name, attempt.number)
         return bool(ranks)
 
@@ -412,7 +429,7 @@ class SimCluster:
 
     # A new life of the controller
 
-    def _survey_workers(self, action: act.SurveyWorkers) -> None:
+    def _survey_workers(self, _action: act.SurveyWorkers) -> None:
         self.at(0.01, self._survey, self.life)
 
     def _survey(self, life: int) -> None:
@@ -443,18 +460,3 @@ class SimCluster:
                 if node.draining_until_s is not None:
                     deadline_s = node.draining_until_s
                     self.post(ev.NodeDraining, 0.01, node=node.name, deadline_s=deadline_s)
-
-
-_PERFORM: dict[type, Callable[[SimCluster, Any], None]] = {
-    act.RequestSlot: SimCluster._request_slot,
-    act.ReleaseSlot: SimCluster._release_slot,
-    act.StartWorker: SimCluster._start_worker,
-    act.KillWorker: SimCluster._kill_worker,
-    act.FenceAttempt: SimCluster._fence_attempt,
-    act.YieldAttempt: SimCluster._yield_attempt,
-    act.ReadCommitted: SimCluster._read_committed,
-    act.StartAttempt: SimCluster._start_attempt,
-    act.ReportIncident: SimCluster._report_incident,
-    act.SurveyWorkers: SimCluster._survey_workers,
-    act.FinishRun: SimCluster._finish_run,
-}

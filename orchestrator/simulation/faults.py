@@ -12,7 +12,7 @@ def _pick_worker(cluster: SimCluster) -> SimWorker | None:
     """Return a living worker, more likely one that trains."""
     workers = list(cluster.workers.values())
     training = [worker for worker in workers if worker.attempt]
-    pool = training if training and cluster.rng.random() < 0.8 else workers
+    pool = training if training and cluster.chance(0.8) else workers
     return cluster.rng.choice(pool) if pool else None
 
 
@@ -43,7 +43,7 @@ def _detect(cluster: SimCluster, worker: SimWorker) -> None:
     if not worker.alive or worker.name not in cluster.workers:
         return
     if worker.attempt:
-        guilty = (worker.name,) if cluster.rng.random() < 0.8 else ()
+        guilty = (worker.name,) if cluster.chance(0.8) else ()
         cluster.post(ev.HangFound, attempt=worker.attempt, guilty=guilty, evidence="no progress")
     cluster.at(0.5, _detect, cluster, worker)
 
@@ -57,13 +57,13 @@ def lose_node(cluster: SimCluster, node: SimNode | None = None) -> None:
     cause = "preempted" if node.draining_until_s is not None else "node"
     for worker in list(node.workers.values()):
         cluster.die(worker, cause)
-        if cluster.rng.random() < 0.5:
+        if cluster.chance(0.5):
             cluster.post(
                 ev.WorkerExited, 0.05, worker=worker.name, cause=cause, detail="its node died"
             )
     _forget_slots(cluster, node)
     cluster.post(ev.NodeLost, 0.5 + cluster.rng.random(), node=node.name, cause="died")
-    if cluster.rng.random() < 0.7:
+    if cluster.chance(0.7):
         cluster.at(2.0 + 3 * cluster.rng.random(), return_node, cluster, node.room)
 
 

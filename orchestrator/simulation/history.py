@@ -25,6 +25,9 @@ LIVENESS_S = 120.0
 #: A history that needs more events than this goes round in circles.
 EVENTS_MAX = 20_000
 
+#: Chance that the controller dies while it performs the actions of one event.
+_DEATH = 0.004
+
 _BOUNDS = Bounds(
     grace_s=1.0,
     capacity_s=10_000.0,
@@ -74,7 +77,7 @@ class History:
     ) -> None:
         self.seed = seed
         self.observe = observe
-        self.rng = rng = Random(seed)
+        self.rng = rng = Random(seed)  # noqa: S311  no secrets here
         self.monitor = Monitor()
         self.rules, rooms = _draw_rules(rng)
         self.cluster = SimCluster(rng, self.rules, self.monitor)
@@ -152,7 +155,7 @@ class History:
             check(state)
         if actions:
             # A controller may die between two actions of one event.
-            dies = self._may_inject() and self.rng.random() < 0.004
+            dies = self._may_inject() and cluster.chance(_DEATH)
             done = self.rng.randint(0, len(actions)) if dies else len(actions)
             for action in actions[:done]:
                 self._observe_action(action)
@@ -178,7 +181,7 @@ class History:
         if state.phase is Phase.FENCING:
             self.monitor.fence_began_s = self.cluster.now_s
         # Not the rng of the world: a limit on faults must not change what else happens.
-        if state.phase in _PHASES_FOR_SECOND_FAULT and self.rng.random() < self.second_fault:
+        if state.phase in _PHASES_FOR_SECOND_FAULT and self.cluster.chance(self.second_fault):
             self.cluster.at(0.2 * self.rng.random(), self._inject)
 
     def _may_inject(self) -> bool:

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orchestrator.core.actions import FinishRun, KillWorker, ReportIncident, RequestSlot, StartAttempt
+from orchestrator.core.actions import (
+    FinishRun,
+    KillWorker,
+    ReportIncident,
+    RequestSlot,
+    StartAttempt,
+)
 
 if TYPE_CHECKING:
     from orchestrator.simulation.cluster import SimCluster

@@ -1,0 +1,269 @@
+"""The journal's records, folded into numbers: incidents, goodput, lost steps, time by phase.
+
+Pure. ``everstep status``, ``summary.json``, the report and the Prometheus exporter all read
+these, so the numbers are the same everywhere, live and in a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ucp_core.layout import ParallelLayout
+
+#: Steps whose durations are kept for the case that they are redone; no resume reaches further.
+_STEPS_KEPT = 100_000
+
+
+@dataclass(slots=True, kw_only=True)
+class IncidentStats:
+    """One loss of service, or planned change, and what it took to go on.
+
+    Instants are on the journal's clock; None where the run did not get that far or it is not
+    known (``t_fault_s``: only for faults that we injected).
+
+    Attributes:
+        kind: As ``ReportIncident.incident``.
+        guilty: Workers proven to have caused it.
+        evidence: One line for people.
+        attempt: The attempt that it ended.
+        lost_steps: Completed steps that had to be redone.
+        layout_before: Layout of that attempt.
+        layout_after: Layout of the next one, "" if there was none.
+        t_fault_s: When the fault was injected.
+        t_detect_s: When it was found, or the change was begun.
+        t_fence_s: When the last member was out.
+        t_decide_s: When the next attempt was started.
+        t_reform_s: When its mesh and model stood.
+        t_load_s: When its state was loaded.
+        t_first_step_s: When its first step was complete.
+        sources: Bytes loaded, by kind of source.
+    """
+
+    kind: str
+    guilty: tuple[str, ...] = ()
+    evidence: str = ""
+    attempt: int = 0
+    lost_steps: int = 0
+    layout_before: str = ""
+    layout_after: str = ""
+    t_fault_s: float | None = None
+    t_detect_s: float | None = None
+    t_fence_s: float | None = None
+    t_decide_s: float | None = None
+    t_reform_s: float | None = None
+    t_load_s: float | None = None
+    t_first_step_s: float | None = None
+    sources: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def recovery_s(self) -> float | None:
+        """Return the time from the fault (detection if unknown) to the first new step."""
+        begin_s = self.t_detect_s if self.t_fault_s is None else self.t_fault_s
+        if begin_s is None or self.t_first_step_s is None:
+            return None
+        return self.t_first_step_s - begin_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields under the names that the run directory uses."""
+        document = {name: getattr(self, name) for name in self.__slots__}
+        return {**document, "guilty": list(self.guilty), "sources": dict(self.sources)}
+
+
+class RunStats:
+    """Numbers of a run so far. ``add`` takes the records of the journal in order.
+
+    Attributes:
+        attempt: The newest attempt.
+        step: Last completed step that is not to be redone.
+        layout: Of the newest attempt, for people.
+        num_workers: Workers in it.
+        incidents: Oldest first; the last ones may still be open.
+        lost_steps: Completed steps that had to be redone.
+        phase: waiting, forming, training, yielding, recovering or over.
+        spans: ``(phase, from_s, to_s)`` of every phase that has ended.
+        outcome: Of ``FinishRun``, "" before.
+        reason: Likewise.
+    """
+
+    def __init__(self) -> None:
+        self.attempt = 0
+        self.step = 0
+        self.layout = ""
+        self.num_workers = 0
+        self.incidents: list[IncidentStats] = []
+        self.lost_steps = 0
+        self.phase = "waiting"
+        self.spans: list[tuple[str, float, float]] = []
+        self.outcome = ""
+        self.reason = ""
+        self._began_s: float | None = None
+        self._now_s = 0.0
+        self._phase_since_s = 0.0
+        self._open: list[IncidentStats] = []
+        self._injected_s: list[float] = []
+        self._step_durations: dict[int, float] = {}
+        self._productive_s = 0.0
+        self._num_unformed = 0
+        self._takes: dict[str, Callable[[Mapping[str, Any], float], None]] = {
+            "FaultInjected": self._fault_injected,
+            "ControllerStarted": self._controller_started,
+            "ReportIncident": self._incident_reported,
+            "FenceAttempt": self._recovering,
+            "ReadCommitted": self._recovering,
+            "YieldAttempt": self._yielding,
+            "StartAttempt": self._attempt_started,
+            "WorkerFormed": self._worker_formed,
+            "StepCompleted": self._step_completed,
+            "FinishRun": self._finished,
+        }
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take in the next record of the journal; one that is of no concern is passed over."""
+        at_s = float(record["at_s"])
+        if self._began_s is None:
+            self._began_s = self._phase_since_s = at_s
+        self._now_s = max(self._now_s, at_s)
+        take = self._takes.get(record["kind"])
+        if take is not None:
+            take(record, at_s)
+
+    @property
+    def wall_s(self) -> float:
+        """Return the time from the first record to the last one."""
+        return 0.0 if self._began_s is None else self._now_s - self._began_s
+
+    @property
+    def goodput(self) -> float:
+        """Return the share of the wall time that went into steps which are in the history."""
+        return min(self._productive_s / self.wall_s, 1.0) if self.wall_s else 0.0
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """Return the time spent in each phase, the present one up to the last record."""
+        totals: dict[str, float] = {}
+        present = (self.phase, self._phase_since_s, self._now_s)
+        for phase, from_s, to_s in (*self.spans, present):
+            if phase != "over":
+                totals[phase] = totals.get(phase, 0.0) + to_s - from_s
+        return totals
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the journal contributes to ``summary.json``."""
+        return {
+            "outcome": self.outcome,
+            "reason": self.reason,
+            "steps": self.step,
+            "attempts": self.attempt,
+            "lost_steps": self.lost_steps,
+            "goodput": self.goodput,
+            "wall_s": self.wall_s,
+            "phases_s": self.phases_s,
+            "incidents": [incident.to_json() for incident in self.incidents],
+        }
+
+    def _enter(self, phase: str, at_s: float) -> None:
+        if phase != self.phase:
+            self.spans.append((self.phase, self._phase_since_s, at_s))
+            self.phase, self._phase_since_s = phase, at_s
+
+    def _fault_injected(self, _record: Mapping[str, Any], at_s: float) -> None:
+        self._injected_s.append(at_s)
+
+    def _controller_started(self, record: Mapping[str, Any], at_s: float) -> None:
+        if record["life"] > 1 and not self.outcome:
+            self._begin_incident(
+                IncidentStats(
+                    kind="controller_restart",
+                    evidence=f"life {record['life']} of the controller began",
+                    attempt=self.attempt,
+                    layout_before=self.layout,
+                    layout_after=self.layout,
+                    t_detect_s=at_s,
+                )
+            )
+
+    def _begin_incident(self, incident: IncidentStats) -> None:
+        detected_s = incident.t_detect_s
+        for index, injected_s in enumerate(self._injected_s):
+            if detected_s is None or injected_s <= detected_s:
+                incident.t_fault_s = injected_s
+                del self._injected_s[index]
+                break
+        self.incidents.append(incident)
+        self._open.append(incident)
+
+    def _incident_reported(self, record: Mapping[str, Any], _at_s: float) -> None:
+        kind = record["incident"]
+        last = self._open[-1] if self._open else None
+        if last is None or kind != "controller_restart" or last.kind != kind:
+            self._begin_incident(
+                IncidentStats(kind=kind, layout_before=self.layout, t_detect_s=record["found_s"])
+            )
+            last = self._open[-1]
+        last.guilty = tuple(record["guilty"])
+        last.evidence = record["evidence"]
+        last.attempt = record["attempt"]
+        last.layout_after = ""
+        last.t_fence_s = record["fenced_s"]
+        # A stop is asked for and is no loss of service that ends with a step.
+        if kind == "stop":
+            self._open.remove(last)
+
+    def _recovering(self, _record: Mapping[str, Any], at_s: float) -> None:
+        self._enter("recovering", at_s)
+
+    def _yielding(self, _record: Mapping[str, Any], at_s: float) -> None:
+        self._enter("yielding", at_s)
+
+    def _attempt_started(self, record: Mapping[str, Any], at_s: float) -> None:
+        self._enter("forming", at_s)
+        self.attempt = record["attempt"]
+        self.layout = str(ParallelLayout.from_json(dict(record["layout"])))
+        self.num_workers = self._num_unformed = len(record["members"])
+        num_lost = max(self.step - record["resume_step"], 0)
+        for step in range(record["resume_step"] + 1, self.step + 1):
+            self._productive_s -= self._step_durations.pop(step, 0.0)
+        self.step = record["resume_step"]
+        self.lost_steps += num_lost
+        for incident in self._open:
+            incident.t_decide_s = at_s if incident.t_fence_s is not None else None
+            incident.layout_after = self.layout
+        if self._open:
+            self._open[-1].lost_steps += num_lost
+
+    def _worker_formed(self, record: Mapping[str, Any], at_s: float) -> None:
+        if record["attempt"] != self.attempt:
+            return
+        self._num_unformed -= 1
+        for incident in self._open:
+            if incident.t_decide_s is None:
+                continue
+            incident.t_load_s = at_s
+            incident.t_reform_s = at_s - record.get("load_s", 0.0)
+            for source, num_bytes in record.get("sources", ()):
+                incident.sources[source] = incident.sources.get(source, 0) + num_bytes
+        if self._num_unformed == 0:
+            self._enter("training", at_s)
+
+    def _step_completed(self, record: Mapping[str, Any], at_s: float) -> None:
+        step = record["step"]
+        if record["attempt"] != self.attempt or step <= self.step or self.phase == "recovering":
+            return
+        if self.phase in ("forming", "waiting"):
+            self._enter("training", at_s)
+        for incident in self._open:
+            incident.t_first_step_s = at_s
+        self._open.clear()
+        # Reports of steps between may have been lost; they took about as long.
+        num_steps = step - self.step
+        for done in range(self.step + 1, step + 1):
+            self._step_durations[done] = record["step_s"]
+        self._productive_s += num_steps * record["step_s"]
+        self._step_durations.pop(step - _STEPS_KEPT, None)
+        self.step = step
+
+    def _finished(self, record: Mapping[str, Any], at_s: float) -> None:
+        self._enter("over", at_s)
+        self.outcome, self.reason = record["outcome"], record["reason"]
