@@ -1,0 +1,191 @@
+"""Which of a run's checkpoints count: validity under fencing, search, garbage collection."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ucp_core._open import MANIFEST_NAME, Checkpoint, open_checkpoint
+from ucp_core._save import try_commit
+from ucp_core.errors import CheckpointCorruptError, UcpError
+from ucp_core.manifest import from_bytes
+from ucp_core.storage.base import Store, join
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_STEP_NAME = re.compile(r"step-(\d{8,})")
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the directory name of ``step`` under ``checkpoints/``."""
+    return f"step-{step:08d}"
+
+
+def is_valid(*, step: int, attempt: int, lineage: Sequence[tuple[int, int]]) -> bool:
+    """Return whether the commit of ``(step, attempt)`` is part of the run's history.
+
+    It is unless a later attempt resumed from before it: then the run went another way, and the
+    commit was made by processes that were already fenced.
+
+    Args:
+        step: The committed step.
+        attempt: Who committed it.
+        lineage: ``(attempt, resume_step)`` of the attempts so far, in any order.
+    """
+    return all(resume_step >= step for later, resume_step in lineage if later > attempt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The newest valid checkpoint.
+
+    Attributes:
+        step: Its step.
+        attempt: The attempt that committed it.
+        directory: Its path in the store.
+        checkpoint: The same, opened.
+        skipped: ``(name, reason)`` of every newer directory that does not count.
+    """
+
+    step: int
+    attempt: int
+    directory: str
+    checkpoint: Checkpoint = field(repr=False, compare=False)
+    skipped: tuple[tuple[str, str], ...]
+
+
+def find_committed(
+    store: Store,
+    checkpoints_directory: str,
+    *,
+    lineage: Sequence[tuple[int, int]],
+    exclude: frozenset[str] = frozenset(),
+) -> Found | None:
+    """Return the newest checkpoint that is committed, valid under ``lineage`` and all there.
+
+    Reads the manifest and one listing of each directory down to the first that counts; the bytes
+    of tensors are verified when they are loaded. Nothing is deleted.
+
+    Args:
+        store: Where.
+        checkpoints_directory: Holds ``step-00001200`` and its like.
+        lineage: See ``is_valid``.
+        exclude: Names of directories to skip, because loading them failed.
+    """
+    skipped: list[tuple[str, str]] = []
+    for name in step_names(store, checkpoints_directory):
+        if name in exclude:
+            skipped.append((name, "excluded: it could not be loaded before"))
+            continue
+        directory = join(checkpoints_directory, name)
+        try:
+            checkpoint = _open_valid(store, directory, lineage)
+            _check_files(checkpoint)
+        except UcpError as error:
+            skipped.append((name, str(error)))
+            continue
+        return Found(
+            step=checkpoint.step,
+            attempt=checkpoint.attempt,
+            directory=directory,
+            checkpoint=checkpoint,
+            skipped=tuple(skipped),
+        )
+    return None
+
+
+def step_names(store: Store, checkpoints_directory: str) -> list[str]:
+    """Return the names of checkpoint directories, newest step first, committed or not."""
+    names = store.list(checkpoints_directory)
+    found = [(int(match[1]), match[0]) for match in map(_STEP_NAME.fullmatch, names) if match]
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def _open_valid(store: Store, directory: str, lineage: Sequence[tuple[int, int]]) -> Checkpoint:
+    checkpoint = open_checkpoint(store, directory)
+    if is_valid(step=checkpoint.step, attempt=checkpoint.attempt, lineage=lineage):
+        return checkpoint
+    # A fenced process that was slow can replace the manifest of a newer attempt in the instant
+    # between its look and its write. The newer records are still there, and commit again.
+    for attempt, world_size in _complete_attempts(store, directory):
+        step = checkpoint.step
+        if (
+            attempt > checkpoint.attempt
+            and is_valid(step=step, attempt=attempt, lineage=lineage)
+            and try_commit(store, directory, step=step, attempt=attempt, world_size=world_size)
+        ):
+            return open_checkpoint(store, directory)
+    overtaken = min(
+        a for a, resume in lineage if a > checkpoint.attempt and resume < checkpoint.step
+    )
+    raise CheckpointCorruptError(
+        f"attempt {checkpoint.attempt} committed it after it was fenced: attempt {overtaken} "
+        "resumed from an older step",
+        attempt=checkpoint.attempt,
+    )
+
+
+def _complete_attempts(store: Store, directory: str) -> list[tuple[int, int]]:
+    """Return ``(attempt, world_size)`` by the records of rank 0, newest first."""
+    found: list[tuple[int, int]] = []
+    for name in store.list(directory):
+        match = re.fullmatch(r"a(\d+)-r00000\.json", name)
+        if match:
+            path = join(directory, name)
+            try:
+                found.append((int(match[1]), from_bytes(store.read(path), where=path).world_size))
+            except CheckpointCorruptError:
+                continue
+    return sorted(found, reverse=True)
+
+
+def _check_files(checkpoint: Checkpoint) -> None:
+    sizes = checkpoint.store.sizes(checkpoint.directory)
+    for name, entry in checkpoint.manifest.files.items():
+        if "/" in name:
+            path = join(checkpoint.directory, name)
+            size = checkpoint.store.size(path) if checkpoint.store.exists(path) else None
+        else:
+            size = sizes.get(name)
+        if size != entry.num_bytes:
+            what = "is missing" if size is None else f"has {size} bytes, not {entry.num_bytes}"
+            raise CheckpointCorruptError(f"file {name} {what}", file=name)
+
+
+def collect_garbage(
+    store: Store,
+    checkpoints_directory: str,
+    *,
+    keep: int,
+    lineage: Sequence[tuple[int, int]],
+) -> list[str]:
+    """Delete the directories that are older than the ``keep`` newest valid checkpoints.
+
+    Nothing newer is touched: it may be under way. With fewer than ``keep`` valid ones nothing is
+    deleted, so the last committed one never is.
+
+    Returns:
+        The names of what was deleted.
+    """
+    assert keep >= 1, f"keep={keep} would delete the last committed checkpoint"
+    names = step_names(store, checkpoints_directory)
+    kept = 0
+    for index, name in enumerate(names):
+        try:
+            _check_files(_open_valid(store, join(checkpoints_directory, name), lineage))
+        except UcpError:
+            continue
+        kept += 1
+        if kept == keep:
+            doomed = names[index + 1 :]
+            break
+    else:
+        return []
+    for name in doomed:
+        directory = join(checkpoints_directory, name)
+        # First the commit, then the data: what is half deleted is not committed.
+        store.delete(join(directory, MANIFEST_NAME))
+        store.delete(directory)
+    return doomed

@@ -1,0 +1,160 @@
+"""A committed checkpoint: open it, and load any boxes of it into memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.boxes import Box
+from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from ucp_core.manifest import Kind, Manifest, from_bytes
+from ucp_core.plan import Part, plan
+from ucp_core.statemap import DTYPE_BYTES, StateMap, TensorKey
+from ucp_core.storage.base import Store, join
+from ucp_core.transfer import Source, execute
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+MANIFEST_NAME = "manifest.json"
+
+#: Scratch of one reading thread, and how far one copy reaches. Larger reads are no faster.
+_BATCH_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTensor:
+    """A piece of one logical tensor in this process's memory.
+
+    Attributes:
+        fqn: Fully qualified name of the parameter or buffer.
+        slot: ``weight``, or the optimizer's name for its tensor.
+        dtype: By safetensors' names: ``F32``, ``BF16``, ...
+        shape: Of the whole tensor.
+        box: The part held here; it may be empty.
+        data: The bytes of the part, C-contiguous; writable when loading.
+        replica: Another rank writes these elements, so saving skips them.
+    """
+
+    fqn: str
+    slot: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    data: memoryview
+    replica: bool = False
+
+
+def bytes_of(tensor: LocalTensor) -> memoryview:
+    """Return the data of ``tensor`` as bytes; its size must be that of the box."""
+    data = memoryview(tensor.data).cast("B")
+    expected = tensor.box.num_elements * DTYPE_BYTES[tensor.dtype]
+    assert len(data) == expected, (
+        f"{tensor.fqn} ({tensor.slot}): data has {len(data)} bytes, box {tensor.box} of "
+        f"{tensor.dtype} has {expected}"
+    )
+    return data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """What ``load`` did.
+
+    Attributes:
+        size_bytes: Bytes that were needed and are now in place.
+        read_bytes: Bytes that were read and verified for them.
+        seconds: Time of planning and reading.
+    """
+
+    size_bytes: int
+    read_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A committed checkpoint: where it is, and its manifest."""
+
+    store: Store = field(repr=False)
+    directory: str
+    manifest: Manifest = field(repr=False)
+
+    @property
+    def state_map(self) -> StateMap:
+        """Return which boxes of which tensor are where."""
+        return self.manifest.state_map
+
+    @property
+    def step(self) -> int:
+        """Return the step after which the state was taken."""
+        return self.manifest.step
+
+    @property
+    def attempt(self) -> int:
+        """Return the attempt that took it."""
+        return self.manifest.attempt
+
+    @property
+    def param_groups(self) -> Sequence[Mapping[str, Any]]:
+        """Return the optimizer's groups."""
+        return self.manifest.param_groups
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Return the small named values; those of a universal checkpoint are read from files."""
+        if self.manifest.kind is not Kind.UNIVERSAL:
+            return dict(self.manifest.extra)
+        from ucp_core.universal import read_extra
+
+        return read_extra(self)
+
+
+def open_checkpoint(store: Store, directory: str) -> Checkpoint:
+    """Return the checkpoint in ``directory``, native or universal.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is committed there.
+        CheckpointCorruptError: The manifest is damaged or contradicts itself.
+        UnsupportedVersionError: It was written in a newer format.
+    """
+    path = join(directory, MANIFEST_NAME)
+    try:
+        data = store.read(path)
+    except StorageError as error:
+        if not error.facts.get("missing"):
+            raise
+        raise CheckpointNotFoundError(
+            f"{directory} has no {MANIFEST_NAME}: nothing was committed there", path=path
+        ) from error
+    manifest = from_bytes(data, where=path)
+    if manifest.kind is Kind.RANK_RECORD:
+        raise CheckpointCorruptError(f"{path} is the record of a rank, not a manifest", path=path)
+    return Checkpoint(store=store, directory=directory, manifest=manifest)
+
+
+def load(checkpoint: Checkpoint, need: Sequence[LocalTensor], *, threads: int = 2) -> LoadResult:
+    """Fill the data of every tensor in ``need`` from the checkpoint, whatever layout saved it.
+
+    Args:
+        checkpoint: The source.
+        need: Boxes and writable memory; any number, any overlap, replicas too.
+        threads: Readers at most; small loads use one.
+
+    Raises:
+        UncoveredRegionError: The checkpoint does not hold a box that is needed.
+        ChecksumMismatchError: Damaged bytes; ``need`` is partly filled and must not be used.
+        CheckpointCorruptError: A tensor has another dtype or shape than needed.
+        StorageError: A file cannot be read.
+    """
+    begun = perf_counter()
+    parts = [Part(TensorKey(t.fqn, t.slot), t.dtype, tuple(t.shape), t.box) for t in need]
+    reads = plan(parts, [checkpoint.state_map], span_bytes_max=_BATCH_BYTES)
+    source = Source(checkpoint.store, checkpoint.directory, checkpoint.state_map.block_bytes)
+    targets = [bytes_of(tensor) if not tensor.box.is_empty else memoryview(b"") for tensor in need]
+    execute(reads, [source], targets, threads=threads, batch_bytes=_BATCH_BYTES)
+    return LoadResult(
+        size_bytes=reads.needed_bytes,
+        read_bytes=reads.read_bytes,
+        seconds=perf_counter() - begun,
+    )

@@ -1,0 +1,323 @@
+"""The document that defines a checkpoint: validate, parse, print, merge.
+
+Pure. ``SPEC.md`` is the normative text. Three kinds share one form: the manifest of a
+universal checkpoint, that of a native distributed one, and the record that each rank writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from ucp_core._validation import Problem, validate
+from ucp_core.boxes import Box
+from ucp_core.checksums import crc32
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    ChecksumMismatchError,
+    UcpError,
+    UnsupportedVersionError,
+)
+from ucp_core.statemap import Fragment, StateMap, TensorEntry, TensorKey
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+VERSION = 1
+
+__all__ = [
+    "VERSION",
+    "FileEntry",
+    "Kind",
+    "Manifest",
+    "Problem",
+    "from_bytes",
+    "merge",
+    "parse",
+    "to_bytes",
+    "to_json",
+    "validate",
+]
+
+
+class Kind(StrEnum):
+    """What a document describes; the value of its ``format``."""
+
+    UNIVERSAL = "everstep-universal"
+    DISTRIBUTED = "everstep-distributed"
+    RANK_RECORD = "everstep-rank-record"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """A file of the checkpoint: its size, and the crc32 of all its bytes."""
+
+    num_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A parsed manifest or rank record.
+
+    Attributes:
+        kind: Which of the three.
+        step: The optimizer step after which the state was taken.
+        attempt: The attempt that took it: the fencing token.
+        state_map: All tensors and their fragments; those of one rank in a rank record.
+        files: Every data file by its name in the directory.
+        param_groups: The optimizer's groups: ``params`` (fqns) and hyper-parameters.
+        extra: Small named values, JSON. In a universal manifest: name to file.
+        source: Who wrote it; free, JSON.
+        world_size: Ranks that saved; 0 in a universal manifest.
+        rank: The rank of a record; -1 in a manifest.
+    """
+
+    kind: Kind
+    step: int
+    attempt: int
+    state_map: StateMap
+    files: Mapping[str, FileEntry]
+    param_groups: Sequence[Mapping[str, Any]] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    source: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int = 0
+    rank: int = -1
+
+
+def parse(document: Any, *, where: str = "manifest") -> Manifest:
+    """Return the manifest that ``document`` describes.
+
+    Raises:
+        UnsupportedVersionError: A newer format.
+        CheckpointCorruptError: Lists every problem; they are in ``facts["problems"]``.
+    """
+    if isinstance(document, dict) and document.get("format") in set(Kind):
+        version = document.get("version")
+        if isinstance(version, int) and version > VERSION:
+            raise UnsupportedVersionError(
+                f"{where} has format version {version}, this program reads up to {VERSION}: "
+                "update everstep",
+                version=version,
+            )
+    problems = validate(document)
+    if problems:
+        lines = "; ".join(str(problem) for problem in problems[:8])
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""  # noqa: PLR2004
+        raise CheckpointCorruptError(
+            f"{where} is not valid: {lines}{more}", where=where, problems=tuple(problems)
+        )
+    entries: dict[TensorKey, TensorEntry] = {}
+    for fqn, tensor in document["tensors"].items():
+        for slot, value in tensor["slots"].items():
+            entry = _entry(TensorKey(fqn, slot), tensor, value)
+            entries[entry.key] = entry
+    return Manifest(
+        kind=Kind(document["format"]),
+        step=document["step"],
+        attempt=document["attempt"],
+        state_map=StateMap(entries=entries, block_bytes=document["block_bytes"]),
+        files={
+            name: FileEntry(num_bytes=value["nbytes"], crc32=value["crc32"])
+            for name, value in document["files"].items()
+        },
+        param_groups=document["param_groups"],
+        extra=document["extra"],
+        source=document["source"],
+        world_size=document.get("world_size", 0),
+        rank=document.get("rank", -1),
+    )
+
+
+def _entry(key: TensorKey, tensor: dict[str, Any], value: dict[str, Any]) -> TensorEntry:
+    shape = tuple(value.get("shape", tensor["shape"]))
+    if "fragments" in value:
+        fragments = [_fragment(_box(item["box"]), item) for item in value["fragments"]]
+        fragments.sort(key=lambda fragment: fragment.box)
+    else:
+        fragments = [_fragment(Box.full(shape), value)]
+    return TensorEntry(key=key, dtype=value["dtype"], shape=shape, fragments=tuple(fragments))
+
+
+def _box(bounds: list[list[int]]) -> Box:
+    return Box(tuple([b[0] for b in bounds]), tuple([b[1] for b in bounds]))
+
+
+def _fragment(box: Box, item: dict[str, Any]) -> Fragment:
+    return Fragment(
+        box,
+        item["file"],
+        item["offset"],
+        item["nbytes"],
+        item["crc32"],
+        tuple(item.get("blocks") or (item["crc32"],)),
+        item.get("replica", False),
+    )
+
+
+def to_json(manifest: Manifest) -> dict[str, Any]:
+    """Return the document that ``parse`` reads back to an equal manifest."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for key, entry in sorted(manifest.state_map.entries.items()):
+        shape = list(entry.shape)
+        tensor = tensors.setdefault(key.fqn, {"shape": shape, "slots": {}})
+        value: dict[str, Any] = {"dtype": entry.dtype}
+        if shape != tensor["shape"]:
+            value["shape"] = shape
+        if manifest.kind is Kind.UNIVERSAL:
+            value |= _location(entry.fragments[0])
+        else:
+            value["fragments"] = [
+                {"box": [list(b) for b in zip(*fragment.box, strict=True)]} | _location(fragment)
+                for fragment in entry.fragments
+            ]
+        tensor["slots"][key.slot] = value
+    document: dict[str, Any] = {
+        "format": str(manifest.kind),
+        "version": VERSION,
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "block_bytes": manifest.state_map.block_bytes,
+        "tensors": tensors,
+        "param_groups": list(manifest.param_groups),
+        "extra": dict(manifest.extra),
+        "files": {
+            name: {"nbytes": entry.num_bytes, "crc32": entry.crc32}
+            for name, entry in sorted(manifest.files.items())
+        },
+        "source": dict(manifest.source),
+    }
+    if manifest.kind is not Kind.UNIVERSAL:
+        document["world_size"] = manifest.world_size
+    if manifest.kind is Kind.RANK_RECORD:
+        document["rank"] = manifest.rank
+    return document
+
+
+def _location(fragment: Fragment) -> dict[str, Any]:
+    value: dict[str, Any] = {
+        "file": fragment.file,
+        "offset": fragment.offset_bytes,
+        "nbytes": fragment.num_bytes,
+        "crc32": fragment.crc32,
+    }
+    if len(fragment.blocks) > 1:
+        value["blocks"] = list(fragment.blocks)
+    if fragment.replica:
+        value["replica"] = True
+    return value
+
+
+_SEAL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
+_SEAL_BYTES = len(b',"crc32":"00000000"}\n')
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """Return the document as one line of JSON that ends with the crc32 of what precedes it.
+
+    Raises:
+        UcpError: ``extra``, ``param_groups`` or ``source`` is not JSON.
+    """
+    try:
+        text = json.dumps(to_json(manifest), separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UcpError(
+            f"extra, param_groups or source cannot be kept as JSON: {error}; "
+            "numbers must be finite, tensors belong into the tensors",
+        ) from error
+    body = text[:-1].encode()
+    return body + b',"crc32":"%08x"}\n' % crc32(body)
+
+
+def from_bytes(data: bytes, *, where: str = "manifest") -> Manifest:
+    """Return the manifest that ``to_bytes`` printed.
+
+    Raises:
+        ChecksumMismatchError: Not the bytes that were written: damaged, cut short or edited.
+        CheckpointCorruptError: Lists every problem of the document.
+        UnsupportedVersionError: A newer format.
+    """
+    seal = _SEAL.fullmatch(data, max(0, len(data) - _SEAL_BYTES))
+    if seal is None:
+        raise ChecksumMismatchError(
+            f"{where} does not end with its crc32: it is cut short or was edited", where=where
+        )
+    found = crc32(memoryview(data)[: seal.start()])
+    if found != int(seal[1], 16):
+        raise ChecksumMismatchError(
+            f"{where} is damaged: its crc32 is {found:08x}, written was {seal[1].decode()}",
+            where=where,
+        )
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{where} is not JSON: {error}", where=where) from error
+    return parse(document, where=where)
+
+
+def merge(records: Sequence[Manifest]) -> Manifest:
+    """Return the manifest of a distributed checkpoint from the records of all its ranks.
+
+    Deterministic: whoever merges gets the same. ``extra``, ``source`` and hyper-parameters are
+    those of rank 0; the ``params`` of a group are gathered over the ranks, because a pipeline
+    stage knows only its own.
+
+    Raises:
+        CheckpointCorruptError: Two ranks disagree on the dtype or shape of a tensor.
+        UncoveredRegionError: The ranks together do not hold every element exactly once.
+    """
+    records = sorted(records, key=lambda record: record.rank)
+    first = records[0]
+    fragments: dict[TensorKey, list[Fragment]] = defaultdict(list)
+    seen: dict[TensorKey, TensorEntry] = {}
+    for record in records:
+        for key, entry in record.state_map.entries.items():
+            known = seen.setdefault(key, entry)
+            if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                raise CheckpointCorruptError(
+                    f"{key}: rank {record.rank} saved {entry.dtype}{list(entry.shape)}, another "
+                    f"rank {known.dtype}{list(known.shape)}",
+                    fqn=key.fqn,
+                    slot=key.slot,
+                )
+            fragments[key] += entry.fragments
+    state_map = StateMap(
+        entries={
+            key: TensorEntry(
+                key=key,
+                dtype=entry.dtype,
+                shape=entry.shape,
+                fragments=tuple(sorted(fragments[key])),
+            )
+            for key, entry in sorted(seen.items())
+        },
+        block_bytes=first.state_map.block_bytes,
+    )
+    state_map.prove_coverage()
+    return Manifest(
+        kind=Kind.DISTRIBUTED,
+        step=first.step,
+        attempt=first.attempt,
+        state_map=state_map,
+        files={name: entry for record in records for name, entry in record.files.items()},
+        param_groups=_merged_groups(records),
+        extra=first.extra,
+        source=first.source,
+        world_size=first.world_size,
+    )
+
+
+def _merged_groups(records: Sequence[Manifest]) -> list[dict[str, Any]]:
+    merged: list[dict[str, Any]] = []
+    for record in records:
+        for index, group in enumerate(record.param_groups):
+            if index == len(merged):
+                merged.append(dict(group))
+            elif "params" in group:
+                names = [*merged[index].get("params", ()), *group["params"]]
+                merged[index]["params"] = list(dict.fromkeys(names))
+    return merged

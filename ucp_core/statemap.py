@@ -1,0 +1,186 @@
+"""Training state as a map: which boxes of which tensor are where, and the proof of it.
+
+Pure. A ``StateMap`` describes a checkpoint, a set of rank records, or what a rank holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucp_core.boxes import Box
+from ucp_core.errors import UncoveredRegionError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+#: Bytes of one element by the names that safetensors uses.
+DTYPE_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+
+
+class TensorKey(NamedTuple):
+    """One logical tensor of the state.
+
+    Attributes:
+        fqn: Fully qualified name of the parameter or buffer.
+        slot: ``weight``, or the optimizer's name for its tensor (``exp_avg``, ...).
+    """
+
+    fqn: str
+    slot: str
+
+    def __str__(self) -> str:
+        """Return ``fqn (slot)``."""
+        return f"{self.fqn} ({self.slot})"
+
+
+class Fragment(NamedTuple):
+    """The bytes of one box, C-contiguous in one file.
+
+    Attributes:
+        box: The elements, in coordinates of the whole tensor.
+        file: Name in the checkpoint's directory.
+        offset_bytes: Where the fragment starts in the file.
+        num_bytes: Its length.
+        crc32: Of all its bytes.
+        blocks: crc32 of each block of the map's ``block_bytes``; the last block may be shorter.
+        replica: Another fragment without this flag holds the same elements.
+    """
+
+    box: Box
+    file: str
+    offset_bytes: int
+    num_bytes: int
+    crc32: int
+    blocks: tuple[int, ...]
+    replica: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One logical tensor and the fragments that hold it, in order of their boxes."""
+
+    key: TensorKey
+    dtype: str
+    shape: tuple[int, ...]
+    fragments: tuple[Fragment, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the whole tensor."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateMap:
+    """Tensors by key.
+
+    Attributes:
+        entries: What is held.
+        block_bytes: The blocks that the fragments' checksums are for.
+    """
+
+    entries: Mapping[TensorKey, TensorEntry]
+    block_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all tensors, replicas counted once."""
+        return sum(entry.num_bytes for entry in self.entries.values())
+
+    def prove_coverage(self) -> None:
+        """Check that every element of every tensor is held exactly once, replicas aside.
+
+        Raises:
+            UncoveredRegionError: Names the first tensor, box and files that break it.
+        """
+        for entry in self.entries.values():
+            prove_entry(entry)
+
+
+def prove_entry(entry: TensorEntry) -> None:
+    """Check one tensor as ``StateMap.prove_coverage`` does.
+
+    Disjoint boxes inside the tensor whose sizes add up to its size cover it, so no element is
+    ever looked at. Cost: n log n for fragments along one dim.
+    """
+    whole = Box.full(entry.shape)
+    for fragment in entry.fragments:
+        if not whole.contains(fragment.box):
+            raise UncoveredRegionError(
+                f"{entry.key}: box {fragment.box} of file {fragment.file} reaches outside the "
+                f"tensor of shape {list(entry.shape)}",
+                **_facts(entry, fragment.box, fragment.file),
+            )
+    primary = [fragment for fragment in entry.fragments if not fragment.replica]
+    clash = _overlap(primary, len(entry.shape))
+    if clash is not None:
+        one, two = clash
+        both = one.box.intersect(two.box)
+        raise UncoveredRegionError(
+            f"{entry.key}: box {both} is held twice, in {one.file} and in {two.file}, and "
+            "neither is declared a replica",
+            **_facts(entry, both, one.file, two.file),
+        )
+    if sum(fragment.box.num_elements for fragment in primary) != prod(entry.shape):
+        hole = _hole(whole, primary)
+        raise UncoveredRegionError(
+            f"{entry.key}: box {hole} of shape {list(entry.shape)} is in none of the files "
+            f"{_names(primary)}",
+            **_facts(entry, hole, *(fragment.file for fragment in primary)),
+        )
+
+
+def _overlap(fragments: Sequence[Fragment], ndim: int) -> tuple[Fragment, Fragment] | None:
+    """Return two fragments that share an element, or None: a sweep along the most cut dim."""
+    fragments = [fragment for fragment in fragments if not fragment.box.is_empty]
+    if len(fragments) <= 1:
+        return None
+    if ndim == 0:
+        return fragments[0], fragments[1]
+    dim = max(range(ndim), key=lambda d: len({f.box.start[d] for f in fragments}))
+    active: list[Fragment] = []
+    for fragment in sorted(fragments, key=lambda f: f.box.start[dim]):
+        low = fragment.box.start[dim]
+        active = [other for other in active if other.box.stop[dim] > low]
+        for other in active:
+            if other.box.intersect(fragment.box) is not None:
+                return other, fragment
+        active.append(fragment)
+    return None
+
+
+def _hole(whole: Box, fragments: Sequence[Fragment]) -> Box | None:
+    left = [whole]
+    for fragment in fragments:
+        left = [rest for box in left for rest in box.subtract(fragment.box)]
+    return left[0] if left else None
+
+
+def _names(fragments: Sequence[Fragment]) -> str:
+    names = sorted({fragment.file for fragment in fragments})
+    shown = ", ".join(names[:4]) or "(none)"
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"  # noqa: PLR2004
+
+
+def _facts(entry: TensorEntry, box: Box | None, *files: str) -> dict[str, object]:
+    return {"fqn": entry.key.fqn, "slot": entry.key.slot, "box": box, "files": sorted(set(files))}
