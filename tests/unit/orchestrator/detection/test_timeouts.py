@@ -1,0 +1,67 @@
+"""The bounds and the step time that they come from."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+
+import pytest
+
+from orchestrator.detection import Detector, limits_from, table
+from tests.support.histories import calm, watch
+
+
+@pytest.mark.parametrize("step_s_p99", [0.0, 0.001, 0.2, 3.0, 600.0])
+@pytest.mark.parametrize("patience", [2.0, 3.0, 10.0])
+def test_bounds_are_ordered_for_every_step_time(step_s_p99: float, patience: float) -> None:
+    """A bound that passes another would fire first and say the wrong thing."""
+    bounds = astuple(limits_from(step_s_p99, patience=patience))
+
+    assert list(bounds) == sorted(set(bounds))
+
+
+def test_bounds_out_of_order_are_refused() -> None:
+    """The order is asserted where the bounds are made, not hoped for where they are used."""
+    with pytest.raises(AssertionError, match=r"hang_s=9\.0 must be shorter than node_silent_s"):
+        replace(limits_from(0.2), hang_s=9.0)
+
+
+def test_hang_bound_is_three_slow_steps_and_at_least_one_second() -> None:
+    """Promised to users, so pinned."""
+    assert limits_from(0.05).hang_s == 1.0
+    assert limits_from(2.0).hang_s == 6.0
+
+
+def test_table_shows_every_bound() -> None:
+    """It is printed at start; a bound that is not in it is a surprise later."""
+    lines = table(limits_from(0.2)).splitlines()
+
+    assert [line.split()[0] for line in lines] == list(type(limits_from(0.2)).__slots__)
+    assert "hang_s                1.00 s" in lines
+
+
+def steps(durations_s: list[float]) -> Detector:
+    state = Detector()
+    for step, step_s in enumerate([9.0, *durations_s], start=1):
+        row = replace(calm("w0", 0), step=step, step_s=step_s)
+        state, _ = watch([row], for_s=0.0, state=state, from_s=100.0 + step)
+    return state
+
+
+def test_p99_leaves_out_the_first_step_of_an_attempt() -> None:
+    """Here it took 9 s; with it every hang after a recovery would take half a minute to find."""
+    assert steps([0.2] * 20).step_s_p99 == 0.2
+
+
+def test_few_steps_are_not_trusted() -> None:
+    """Two steps of 0.2 s do not show how long a slow one takes."""
+    assert steps([0.2, 0.2]).step_s_p99 == 0.4
+
+
+def test_p99_forgets_old_steps() -> None:
+    """A slow hour yesterday must not make today's hangs hard to find."""
+    assert steps([5.0] * 10 + [0.2] * 256).step_s_p99 == 0.2
+
+
+def test_step_time_is_unknown_before_the_first_step() -> None:
+    """The default bounds hold then."""
+    assert Detector().step_s_p99 == 0.0

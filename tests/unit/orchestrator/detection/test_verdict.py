@@ -1,0 +1,302 @@
+"""Who is named, and above all who is not, in small hand-written histories of four workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.detection import Detector, NodeSilent, Verdict, judge, limits_from
+from tests.support.histories import ATTEMPT, WORKERS, calm, group, stop, watch
+from workers.protocol import WorkerPhase, WorkerReport
+
+LIMITS = limits_from(0.2)
+WORLD = (0, 1, 2, 3)
+
+
+def rows_with(**changed: WorkerReport) -> list[WorkerReport]:
+    """Return four workers that wait in all-reduce 9 of the world, except those that are given."""
+    waiting = {
+        worker: replace(
+            calm(worker, rank), groups=(group("world", WORLD, 9, waiting_s=2.0),), phase_s=2.0
+        )
+        for rank, worker in enumerate(WORKERS)
+    }
+    return list({**waiting, **changed}.values())
+
+
+def absent(worker: str, rank: int, *, seq: int = 8) -> WorkerReport:
+    """Return a worker that computes and has not called what the others wait in."""
+    return replace(calm(worker, rank), groups=(group("world", WORLD, seq),))
+
+
+def judged(state: Detector, at_s: float, **options: object) -> Verdict | NodeSilent | None:
+    assert not options
+    return judge(state, at_s, attempt=ATTEMPT, members=WORKERS, limits=LIMITS)
+
+
+def verdict_on(rows: list[WorkerReport], *, for_s: float) -> Verdict:
+    verdict = judged(*watch(rows, for_s=for_s))
+    assert isinstance(verdict, Verdict), verdict
+    return verdict
+
+
+def test_the_rank_that_all_others_wait_for_is_named() -> None:
+    """It is not the only one that stands still; the others do, too."""
+    verdict = verdict_on(rows_with(w2=absent("w2", 2)), for_s=1.25)
+
+    assert (verdict.guilty, verdict.rule) == (("w2",), "missing")
+    assert verdict.evidence == (
+        "missing: w2 (rank 2) has not called all_reduce number 9 of group world, in which w0 "
+        "waits for 2.00 s; no progress for 1.25 s"
+    )
+
+
+def test_nobody_is_named_before_the_limit() -> None:
+    """A pause shorter than the hang bound happens: a collection, a checkpoint, a neighbour."""
+    state, at_s = watch(rows_with(w2=stop(absent("w2", 2))), for_s=0.75)
+
+    assert judged(state, at_s) is None
+
+
+def test_a_short_stop_is_forgiven() -> None:
+    """Once the stopped process goes on, its earlier stop must not count towards the next one."""
+    state, at_s = watch(rows_with(w2=stop(absent("w2", 2))), for_s=0.75)
+    moved = [replace(row, step=8, groups=()) for row in rows_with()]
+    state, at_s = watch(moved, for_s=0.25, state=state, from_s=at_s + 0.25)
+    state, at_s = watch(
+        rows_with(w2=stop(absent("w2", 2), for_s=0.3)), for_s=0.5, state=state, from_s=at_s + 0.25
+    )
+
+    assert judged(state, at_s) is None
+
+
+def test_a_stopped_rank_is_named_though_it_is_inside_the_collective() -> None:
+    """It has called what the others wait in, so the ring alone says that nobody is missing."""
+    inside = replace(calm("w2", 2), groups=(group("world", WORLD, 9, waiting_s=2.0),))
+
+    verdict = verdict_on(rows_with(w2=stop(inside)), for_s=1.25)
+
+    assert (verdict.guilty, verdict.rule) == (("w2",), "stopped")
+
+
+def test_the_rank_next_to_a_stopped_one_is_not_named() -> None:
+    """Measured on gloo: the neighbour of a stopped rank is one collective behind the others."""
+    behind = replace(calm("w1", 1), groups=(group("world", WORLD, 8, waiting_s=2.0),))
+
+    verdict = verdict_on(rows_with(w1=behind, w2=stop(absent("w2", 2, seq=7))), for_s=1.25)
+
+    assert verdict.guilty == ("w2",)
+
+
+def test_a_rank_behind_that_waits_is_not_named() -> None:
+    """The same without a stopped process: rank 1 waits in an older collective for the network."""
+    behind = replace(calm("w1", 1), groups=(group("world", WORLD, 8, waiting_s=2.0),))
+
+    verdict = verdict_on(rows_with(w1=behind), for_s=4.0)
+
+    assert verdict.undecided
+    assert verdict.guilty == ()
+
+
+def test_a_chain_over_groups_leads_to_its_end() -> None:
+    """w1 has not called what w0 waits in, but it waits for w3 in another group."""
+    rows = [
+        replace(calm("w0", 0), groups=(group("dp[0,1]", (0, 1), 5, waiting_s=2.0),)),
+        replace(
+            calm("w1", 1),
+            groups=(group("dp[0,1]", (0, 1), 4), group("tp[1,3]", (1, 3), 6, waiting_s=2.0)),
+        ),
+        replace(calm("w2", 2), groups=(group("dp[2,3]", (2, 3), 5, waiting_s=2.0),)),
+        replace(calm("w3", 3), groups=(group("dp[2,3]", (2, 3), 4), group("tp[1,3]", (1, 3), 5))),
+    ]
+
+    assert verdict_on(rows, for_s=1.25).guilty == ("w3",)
+
+
+def test_a_circle_of_waiting_ranks_is_undecided() -> None:
+    """Two ranks that call two groups in different order: a mistake of the program."""
+    rows = [
+        replace(
+            calm("w0", 0),
+            groups=(group("a", WORLD, 3, waiting_s=2.0), group("b", WORLD, 3)),
+        ),
+        *(
+            replace(
+                calm(worker, rank),
+                groups=(group("a", WORLD, 2), group("b", WORLD, 4, waiting_s=2.0)),
+            )
+            for rank, worker in enumerate(WORKERS)
+            if rank > 0
+        ),
+    ]
+
+    verdict = verdict_on(rows, for_s=4.0)
+
+    assert verdict.undecided
+    assert "in a circle" in verdict.evidence
+
+
+def test_all_inside_the_same_collective_is_undecided() -> None:
+    """Every rank has called it, so the network holds them up; any name would be a guess."""
+    verdict = verdict_on(rows_with(), for_s=4.0)
+
+    assert (verdict.guilty, verdict.undecided) == ((), True)
+    assert "the network" in verdict.evidence
+    assert judged(*watch(rows_with(), for_s=1.5)) is None
+
+
+def test_different_operations_of_one_number_are_told_but_blame_nobody() -> None:
+    """The program is wrong on one side, and nothing says which."""
+    other = replace(
+        calm("w2", 2), groups=(group("world", WORLD, 9, waiting_s=2.0, op="broadcast"),)
+    )
+
+    verdict = verdict_on(rows_with(w2=other), for_s=4.0)
+
+    assert verdict.undecided
+    assert "rank 0 called all_reduce and rank 2 called broadcast as number 9" in verdict.evidence
+
+
+@pytest.mark.parametrize("letter", ["X", "Z"])
+def test_a_process_that_is_gone_is_named(letter: str) -> None:
+    """Ray usually says so first; a zombie of a parent that does not wait for it, it does not."""
+    verdict = verdict_on(rows_with(w2=replace(absent("w2", 2), os_state=letter)), for_s=1.25)
+
+    assert (verdict.guilty, verdict.rule) == (("w2",), "gone")
+
+
+def test_a_silent_beat_is_named_while_another_beats() -> None:
+    """A frozen container shows as asleep; only the beat tells it from a rank that waits."""
+    frozen = replace(calm("w2", 2), groups=(group("world", WORLD, 9, waiting_s=2.0),), beat_age_s=2)
+
+    verdict = verdict_on(rows_with(w2=frozen), for_s=1.25)
+
+    assert (verdict.guilty, verdict.rule) == (("w2",), "silent")
+
+
+def test_all_beats_silent_names_nobody() -> None:
+    """A machine that stood still as a whole looks like this for a moment after it goes on."""
+    rows = [replace(row, beat_age_s=9.0) for row in rows_with()]
+
+    assert judged(*watch(rows, for_s=2.0)) is None
+
+
+def test_all_stopped_names_nobody() -> None:
+    """Whoever stops a whole job does not want it evicted."""
+    rows = [stop(row) for row in rows_with()]
+
+    assert judged(*watch(rows, for_s=60.0)) is None
+
+
+def test_a_rank_stuck_in_compute_is_named_when_no_chain_leads_to_it() -> None:
+    """The others wait in a group that it is no member of."""
+    rows = [
+        replace(calm(w, r), groups=(group("dp[0,1,2]", (0, 1, 2), 5, waiting_s=4.0),))
+        for r, w in enumerate(WORKERS[:3])
+    ]
+
+    verdict = verdict_on([*rows, calm("w3", 3)], for_s=3.25)
+
+    assert (verdict.guilty, verdict.rule) == (("w3",), "stuck")
+
+
+def test_a_rank_with_a_collective_started_ahead_can_be_named() -> None:
+    """FSDP prefetches: the rank that computes has one in flight and waits for none."""
+    ahead = replace(
+        group("world", WORLD, 8), entered_seq=8, finished_seq=7, op="all_gather", waiting_s=0.0
+    )
+
+    verdict = verdict_on(rows_with(w2=replace(calm("w2", 2), groups=(ahead,))), for_s=1.25)
+
+    assert verdict.guilty == ("w2",)
+
+
+def test_a_gap_in_the_reports_blames_nobody() -> None:
+    """A laptop that slept an hour: every age is an hour, and nobody has done anything wrong."""
+    state, at_s = watch(rows_with(w2=absent("w2", 2)), for_s=0.75)
+    state, at_s = watch(
+        rows_with(w2=absent("w2", 2)), for_s=0.25, state=state, from_s=at_s + 3600.0
+    )
+
+    assert judged(state, at_s) is None
+
+
+def test_a_hang_that_lasts_beyond_a_gap_is_still_found() -> None:
+    """The gap only restarts the count; without fresh reports there would be no verdict ever."""
+    state, at_s = watch(rows_with(w2=absent("w2", 2)), for_s=0.75)
+    state, at_s = watch(
+        rows_with(w2=absent("w2", 2)), for_s=1.25, state=state, from_s=at_s + 3600.0
+    )
+
+    verdict = judged(state, at_s)
+    assert isinstance(verdict, Verdict)
+    assert verdict.guilty == ("w2",)
+
+
+def test_old_reports_prove_nothing_now() -> None:
+    """The controller was busy for long: what it knows is from before."""
+    state, at_s = watch(rows_with(w2=absent("w2", 2)), for_s=1.25)
+
+    assert judged(state, at_s + 1.5) is None
+
+
+def test_a_silent_node_is_another_verdict() -> None:
+    """Its workers may be healthy; what is known is that nobody can see them."""
+    node_of = {"w2": "n1", "w3": "n1"}
+    rows = rows_with(w2=absent("w2", 2))
+    state, at_s = watch(rows, for_s=1.0, node_of=node_of)
+    moving = [row for row in rows if row.worker in {"w0", "w1"}]
+
+    state, at_s = watch(moving, for_s=1.25, state=state, from_s=at_s + 0.25)
+    assert judged(state, at_s) is None
+    state, at_s = watch(moving, for_s=0.75, state=state, from_s=at_s + 0.25)
+
+    silent = judged(state, at_s)
+    assert isinstance(silent, NodeSilent)
+    assert (silent.node, silent.workers) == ("n1", ("w2", "w3"))
+
+
+def test_a_save_has_more_time_than_a_step() -> None:
+    """Storage has a duration of its own; a slow write is not a hang."""
+    saving = replace(absent("w2", 2), phase=WorkerPhase.SAVING)
+
+    assert judged(*watch(rows_with(w2=saving), for_s=2.5)) is None
+    assert verdict_on(rows_with(w2=saving), for_s=10.25).guilty == ("w2",)
+
+
+def test_the_first_step_has_more_time() -> None:
+    """Caches, allocators and connections are made in it, and no duration was seen yet."""
+    first = replace(absent("w2", 2), step_s=0.0)
+
+    assert judged(*watch(rows_with(w2=first), for_s=10.0)) is None
+    assert verdict_on(rows_with(w2=first), for_s=30.25).guilty == ("w2",)
+
+
+def test_a_worker_stopped_in_its_first_step_is_named_by_the_hang_limit() -> None:
+    """The kernel's word needs no patience for warm-up."""
+    first = stop(replace(absent("w2", 2), step_s=0.0))
+
+    assert verdict_on(rows_with(w2=first), for_s=1.25).guilty == ("w2",)
+
+
+def test_a_member_that_never_came_is_named() -> None:
+    """The others form and have no group yet, so no ring says anything."""
+    rows = [
+        replace(calm(worker, rank), phase=WorkerPhase.FORMING, step_s=0.0)
+        for rank, worker in enumerate(WORKERS)
+    ]
+    rows[1] = replace(rows[1], attempt=ATTEMPT - 1, phase=WorkerPhase.BACKWARD)
+
+    assert judged(*watch(rows, for_s=20.0)) is None
+    assert verdict_on(rows, for_s=40.25).guilty == ("w1",)
+
+
+def test_one_progressing_member_means_no_hang() -> None:
+    """A slow rank that goes on is a straggler; the ones that wait for it prove nothing."""
+    state, at_s = Detector(), 100.0
+    for micro_batch in range(40):
+        slow = replace(absent("w2", 2), micro_batch=micro_batch)
+        state, at_s = watch(rows_with(w2=slow), for_s=0.0, state=state, from_s=at_s + 0.25)
+
+    assert judged(state, at_s) is None
