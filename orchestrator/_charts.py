@@ -1,0 +1,184 @@
+"""Charts as SVG text: curves, staircases, marks and bands. Pure.
+
+Colours are CSS classes, so that one drawing serves light, dark and paper. Every number that is
+drawn is also reachable as text: points carry a ``<title>`` and the report has tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TypeAlias
+
+#: ``(x, y)`` in the units of the axes.
+Point: TypeAlias = tuple[float, float]
+
+#: Viewbox in SVG units; the page scales it. Wide and low: curves are read from left to right.
+WIDTH, HEIGHT = 960.0, 320.0
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 14.0, 26.0, 44.0
+#: More points than about two per pixel column cannot be seen.
+POINTS_MAX = 1600
+NUM_TICKS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One curve: its name in the legend, its CSS class, its points by rising x."""
+
+    label: str
+    css: str
+    points: tuple[Point, ...]
+    staircase: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """A stretch of the x axis with a label above it; a mark if ``end`` equals ``begin``."""
+
+    begin: float
+    end: float
+    label: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scale:
+    """Maps data to the viewbox."""
+
+    x_min: float
+    x_max: float
+    y_min: float
+    y_max: float
+
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.x_min) / (self.x_max - self.x_min) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        share = (value - self.y_min) / (self.y_max - self.y_min)
+        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+
+def chart(
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_label: str,
+    bands: Sequence[Band] = (),
+    y_from_zero: bool = False,
+) -> str:
+    """Return a chart as one ``<svg>`` element, or a sentence if there is nothing to draw."""
+    finite = [point for one in series for point in one.points if all(map(math.isfinite, point))]
+    if not finite:
+        return '<p class="empty">Nothing was recorded yet.</p>'
+    scale = _scale(finite, bands, y_from_zero=y_from_zero)
+    label = f"{escape(y_label)} over {escape(x_label)}"
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" aria-label="{label}">',
+        *(_band(band, scale) for band in bands),
+        *_axes(scale, x_label, y_label),
+        *(_curve(one, scale) for one in series),
+        _legend(series),
+        "</svg>",
+    ]
+    return "\n".join(parts)
+
+
+def thin(points: Sequence[Point], count_max: int = POINTS_MAX) -> list[Point]:
+    """Return at most about ``count_max`` points; each stretch keeps its lowest and its highest.
+
+    A stride would hide a spike of one step, which is what one looks for in a loss curve.
+    """
+    if len(points) <= count_max:
+        return list(points)
+    size = math.ceil(2 * len(points) / count_max)
+    kept: list[Point] = []
+    for begin in range(0, len(points), size):
+        bucket = points[begin : begin + size]
+        ends = {min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])}
+        kept.extend(sorted(ends))
+    return kept
+
+
+def ticks(low: float, high: float, count: int = NUM_TICKS) -> list[float]:
+    """Return about ``count`` round numbers within ``low`` to ``high``, both included if round."""
+    if high <= low:
+        return [low]
+    raw = (high - low) / count
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= raw)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def _scale(points: Sequence[Point], bands: Sequence[Band], *, y_from_zero: bool) -> _Scale:
+    xs = [x for x, _ in points] + [edge for band in bands for edge in (band.begin, band.end)]
+    ys = [y for _, y in points] + ([0.0] if y_from_zero else [])
+    x_min, x_max, y_min, y_max = min(xs), max(xs), min(ys), max(ys)
+    margin = 0.0 if y_from_zero else 0.05 * (y_max - y_min)
+    return _Scale(
+        x_min=x_min,
+        x_max=x_max if x_max > x_min else x_min + 1.0,
+        y_min=y_min - margin,
+        y_max=y_max + margin if y_max > y_min else y_min + 1.0,
+    )
+
+
+def _axes(scale: _Scale, x_label: str, y_label: str) -> list[str]:
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    parts = [f'<path class="axis" d="M{LEFT} {TOP}V{bottom}H{right}"/>']
+    for value in ticks(scale.y_min, scale.y_max):
+        y = scale.y(value)
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>')
+        parts.append(f'<text class="tick end" x="{LEFT - 8}" y="{y + 4:.1f}">{value:g}</text>')
+    for value in ticks(scale.x_min, scale.x_max, 10):
+        x = scale.x(value)
+        parts.append(f'<text class="tick mid" x="{x:.1f}" y="{bottom + 17}">{value:g}</text>')
+    middle = (LEFT + right) / 2
+    parts.append(
+        f'<text class="name mid" x="{middle}" y="{HEIGHT - 8}">{escape(x_label)}</text>'
+        f'<text class="name" x="8" y="{TOP - 10}">{escape(y_label)}</text>'
+    )
+    return parts
+
+
+def _band(band: Band, scale: _Scale) -> str:
+    begin, end = scale.x(band.begin), scale.x(band.end)
+    width = max(end - begin, 1.5)
+    # The label sits above the plot; near the right edge it would leave the picture.
+    anchor = "end" if begin > WIDTH - 90 else "mid"
+    return (
+        f'<g class="band"><title>{escape(band.title)}</title>'
+        f'<rect x="{begin:.1f}" y="{TOP}" width="{width:.1f}" height="{HEIGHT - TOP - BOTTOM}"/>'
+        f'<text class="{anchor}" x="{begin + width / 2:.1f}" y="{TOP - 6}">'
+        f"{escape(band.label)}</text></g>"
+    )
+
+
+def _curve(series: Series, scale: _Scale) -> str:
+    points = [p for p in thin(series.points) if all(map(math.isfinite, p))]
+    if not points:
+        return ""
+    pieces = [f"M{scale.x(points[0][0]):.1f} {scale.y(points[0][1]):.1f}"]
+    for x, y in points[1:]:
+        if series.staircase:
+            pieces.append(f"H{scale.x(x):.1f}V{scale.y(y):.1f}")
+        else:
+            pieces.append(f"L{scale.x(x):.1f} {scale.y(y):.1f}")
+    return (
+        f'<path class="curve {series.css}" d="{"".join(pieces)}">'
+        f"<title>{escape(series.label)}</title></path>"
+    )
+
+
+def _legend(series: Sequence[Series]) -> str:
+    parts, y = [], TOP + 16
+    for one in series:
+        parts.append(
+            f'<path class="curve {one.css}" d="M{WIDTH - 230} {y - 4}h26"/>'
+            f'<text class="legend" x="{WIDTH - 196}" y="{y}">{escape(one.label)}</text>'
+        )
+        y += 19
+    return "".join(parts)
