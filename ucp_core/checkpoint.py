@@ -28,6 +28,8 @@ from ucp_core._open import (
     open_checkpoint,
 )
 from ucp_core._save import SaveResult, save_rank, try_commit
+from ucp_core.universal import materialise
+from ucp_core.verification import verify
 
 __all__ = [
     "MANIFEST_NAME",
@@ -41,7 +43,9 @@ __all__ = [
     "find_committed",
     "is_valid",
     "load",
+    "materialise",
     "open_checkpoint",
     "save_rank",
     "try_commit",
+    "verify",
 ]
