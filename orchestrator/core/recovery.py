@@ -214,6 +214,8 @@ def _charge(turn: Turn) -> str:
     draft.raised_before = (*draft.raised_before, *draft.raised)[-64:]
     kind = draft.cause.kind if draft.cause else "peer_lost"
     fault_class = _CLASS.get(kind, FaultClass.INFRASTRUCTURE)
+    if kind == "exception" and all(error.is_of_data for error in draft.raised):
+        fault_class = FaultClass.INFRASTRUCTURE
     if kind not in ("growth", "drain", "stop", "controller_restart"):
         draft.faults = budgets.charge(
             draft.faults, Fault(at_s=turn.now_s, fault_class=fault_class), rules

@@ -111,7 +111,10 @@ def _reconcile_slots(turn: Turn, event: WorkersSurveyed) -> None:
             if granted.get(number) != draft.nodes[slot.node].name:
                 demand.release_slot(turn, number)
         elif number in granted:
-            fleet.place_slot(turn, number, fleet.find_node(turn, granted[number]))
+            node = fleet.find_node(turn, granted[number])
+            if not draft.nodes[node].alive:
+                fleet.revive_node(turn, node)
+            fleet.place_slot(turn, number, node)
         elif number not in pending:
             turn.actions.append(RequestSlot(slot=number, avoid=slot.avoid))
     for number in sorted((*granted, *pending)):

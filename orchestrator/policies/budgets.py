@@ -11,6 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+#: Errors about stored state (``ucp_core.errors``): every rank meets them at once, and they say
+#: nothing about the user's code. The next attempt reads storage anew.
+DATA_ERRORS = frozenset(
+    {
+        "CheckpointNotFoundError",
+        "CheckpointCorruptError",
+        "ChecksumMismatchError",
+        "UncoveredRegionError",
+        "StorageError",
+    }
+)
+
 
 class FaultClass(StrEnum):
     """Which budget a failed attempt is charged to."""
@@ -61,8 +73,13 @@ class UserError:
 
     @property
     def error_type(self) -> str:
-        """Return the part before the message, as in ``ValueError``."""
-        return self.error.split(":", 1)[0]
+        """Return the part before the message, without its module, as in ``ValueError``."""
+        return self.error.split(":", 1)[0].rsplit(".", 1)[-1]
+
+    @property
+    def is_of_data(self) -> bool:
+        """Return whether stored state is at fault, and not the code."""
+        return self.error_type in DATA_ERRORS
 
 
 def charge(faults: tuple[Fault, ...], fault: Fault, rules: BudgetRules) -> tuple[Fault, ...]:
@@ -107,6 +124,7 @@ def user_bug(now: Sequence[UserError], before: Sequence[UserError]) -> UserError
         now: Errors of the attempt that has just ended, in order of arrival.
         before: Errors of earlier attempts.
     """
+    now = [error for error in now if not error.is_of_data]
     for index, error in enumerate(now):
         for other in now[:index]:
             if other.rank != error.rank and other.error_type == error.error_type:

@@ -64,12 +64,22 @@ class SimWorker:
 class SimAttempt:
     """One attempt as it really goes: members step together or not at all."""
 
-    __slots__ = ("arrived", "formed", "layout", "members", "number", "records", "step", "yielding")
+    __slots__ = (
+        "arrived",
+        "formed",
+        "members",
+        "number",
+        "records",
+        "resumed_from",
+        "step",
+        "yielding",
+    )
 
-    def __init__(self, number: int, members: list[str], step: int) -> None:
+    def __init__(self, number: int, members: list[str], resumed_from: tuple[int, int]) -> None:
         self.number = number
         self.members = members
-        self.step = step
+        self.resumed_from = resumed_from
+        self.step = resumed_from[0]
         self.arrived: set[str] = set()
         self.formed: set[str] = set()
         self.records: dict[int, set[str]] = {}
@@ -152,7 +162,8 @@ class SimCluster:
             self.post(kind, **values)
 
     def _arrive(self, life: int, kind: type, values: dict[str, Any]) -> None:
-        if life == self.life:
+        # Nobody listens while the controller is down, and a new life has new wires.
+        if life == self.life and self.controller_up:
             self.inbox.append(kind(at_s=self.now_s, **values))
 
     # Actions
@@ -170,9 +181,10 @@ class SimCluster:
             self.place()
 
     def _release_slot(self, action: act.ReleaseSlot) -> None:
-        self.at(self.wire_s(), self._released, action.slot)
+        self.at(self.wire_s(), self.released, action.slot)
 
-    def _released(self, slot: int) -> None:
+    def released(self, slot: int) -> None:
+        """Give a reservation back, or see to it that it never comes into force."""
         if self.pending.pop(slot, None) is None:
             name = self.granted.pop(slot, None)
             if name is None:
@@ -307,7 +319,7 @@ class SimCluster:
 
     def _read(self, attempt: int, lineage: tuple[tuple[int, int], ...]) -> None:
         step, committed_by = self.storage.newest(lineage)
-        self.post(
+        self.post_or_lose(
             ev.CommittedRead, attempt=attempt, step=step, committed_by=committed_by, skipped=()
         )
 
@@ -316,7 +328,9 @@ class SimCluster:
     def _start_attempt(self, action: act.StartAttempt) -> None:
         self.monitor.attempt_started(self, action)
         members = [worker for worker, _, _ in action.members]
-        self.attempts[action.attempt] = SimAttempt(action.attempt, members, action.resume_step)
+        self.attempts[action.attempt] = SimAttempt(
+            action.attempt, members, (action.resume_step, action.resume_attempt)
+        )
         for name in members:
             self.at(self.wire_s(), self._enter, name, action.attempt)
 
@@ -337,6 +351,10 @@ class SimCluster:
     def _form(self, name: str, attempt: SimAttempt) -> None:
         worker = self.workers.get(name)
         if worker is None or worker.attempt != attempt.number or worker.hung:
+            return
+        resumed = self.storage.commits.get(attempt.resumed_from)
+        if resumed is not None and resumed.damaged:
+            self.raise_in(attempt, worker, attempt.step + 1, "CheckpointCorruptError: simulated")
             return
         worker.formed = True
         self.post(ev.WorkerFormed, attempt=attempt.number, worker=name)
@@ -384,21 +402,24 @@ class SimCluster:
         if step in self.raises_once:
             del self.raises_at[step]
         for rank in ranks:
-            worker = members[rank]
-            self.monitor.faulty.add(worker.name)
-            worker.attempt, worker.refuses = 0, max(worker.refuses, attempt.number)
-            self.post(
-                ev.WorkerRaised,
-                attempt=attempt.number,
-                worker=worker.name,
-                step=step,
-                error="ValueError: simulated",
-                traceback="Traceback: simulated",
-            )
+            self.raise_in(attempt, members[rank], step, "ValueError: simulated")
         for worker in members:
             if worker.attempt == attempt.number and self.chance(0.7):
                 self.at(0.02 * self.rng.random(), self._peer_lost, worker.name, attempt.number)
         return bool(ranks)
+
+    def raise_in(self, attempt: SimAttempt, worker: SimWorker, step: int, error: str) -> None:
+        """Let the training code of a worker raise, which takes it out of the attempt."""
+        self.monitor.faulty.add(worker.name)
+        worker.attempt, worker.refuses = 0, max(worker.refuses, attempt.number)
+        self.post(
+            ev.WorkerRaised,
+            attempt=attempt.number,
+            worker=worker.name,
+            step=step,
+            error=error,
+            traceback=f"Traceback: {error}",
+        )
 
     def _write(self, attempt: SimAttempt, worker: SimWorker, step: int) -> None:
         """Write one rank's record; with the last one the version is committed."""
@@ -417,9 +438,12 @@ class SimCluster:
         if how == "yielded" and self.present(attempt) is not None:
             self.monitor.all_yielded(attempt.number, step)
         for name in attempt.members:
-            worker = self.workers.get(name)
-            if worker is not None and worker.attempt == attempt.number and not worker.hung:
-                self.leave(worker, how)
+            self.at(0.05 * self.rng.random(), self._leave_alone, name, attempt, how)
+
+    def _leave_alone(self, name: str, attempt: SimAttempt, how: str) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and worker.attempt == attempt.number and not worker.hung:
+            self.leave(worker, how)
 
     def _report_incident(self, action: act.ReportIncident) -> None:
         self.monitor.incident(action)

@@ -122,6 +122,13 @@ def raise_once(cluster: SimCluster) -> None:
         cluster.raises_once.add(newest.step + 1)
 
 
+def damage(cluster: SimCluster) -> None:
+    """The newest version cannot be loaded any more."""
+    commits = cluster.storage.commits
+    if commits:
+        commits[next(reversed(commits))].damaged = True
+
+
 def kill_controller(cluster: SimCluster) -> None:
     """The controller's process dies: what was on its way to it is lost."""
     cluster.life += 1
@@ -154,5 +161,6 @@ FAULTS: tuple[Fault, ...] = (
     drain,
     new_node,
     raise_once,
+    damage,
     kill_controller,
 )

@@ -27,6 +27,9 @@ EVENTS_MAX = 20_000
 
 #: Chance that the controller dies while it performs the actions of one event.
 _DEATH = 0.004
+#: Share of the histories whose training code has a bug, and of those that are stopped.
+_BUG = 0.04
+_STOP = 0.04
 
 _BOUNDS = Bounds(
     grace_s=1.0,
@@ -98,10 +101,27 @@ class History:
             cluster.nodes[node.name] = node
             cluster.post(ev.NodeJoined, node=node.name)
         safety_s = 2.0 + self.rules.total_steps * cluster.step_s
-        for _ in range(rng.randint(0, 6)):
+        self.expected = self._draw_ending()
+        for _ in range(rng.choice((0, 1, 2, 3, 4, 6, 12))):
             cluster.at(1.0 + rng.random() * safety_s, self._inject)
         cluster.at(safety_s + 2.0, self._heal)
         cluster.inbox.append(ev.ControllerStarted(at_s=0.0, life=1))
+
+    def _draw_ending(self) -> str:
+        """Decide how the run is to end: most complete, some are stopped or have a bug."""
+        rng, cluster = self.rng, self.cluster
+        ending = rng.random()
+        if ending < _BUG:
+            cluster.raises_at[rng.randint(1, self.rules.total_steps)] = rng.choice(((0,), (0, 1)))
+            return "failed"
+        if ending < _BUG + _STOP:
+            at_s = rng.random() * self.rules.total_steps * cluster.step_s
+            cluster.at(at_s, self._stop)
+            return "stopped"
+        return "completed"
+
+    def _stop(self) -> None:
+        self.cluster.post(ev.StopRequested, reason="stopped")
 
     def run(self) -> HistoryResult:
         """Run to the end; raise ``Violation`` if a promise was broken."""
@@ -180,7 +200,6 @@ class History:
     def _phase_changed(self, state: RunState) -> None:
         if state.phase is Phase.FENCING:
             self.monitor.fence_began_s = self.cluster.now_s
-        # Not the rng of the world: a limit on faults must not change what else happens.
         if state.phase in _PHASES_FOR_SECOND_FAULT and self.cluster.chance(self.second_fault):
             self.cluster.at(0.2 * self.rng.random(), self._inject)
 
@@ -197,7 +216,8 @@ class History:
         cluster = self.cluster
         self.healing = True
         cluster.loss = cluster.doubling = cluster.start_failure = 0.0
-        cluster.raises_at.clear()
+        if self.expected != "failed":
+            cluster.raises_at.clear()
         nodes = list(cluster.nodes.values())
         for node in nodes:
             faults.heal_node(cluster, node)
@@ -217,13 +237,23 @@ class History:
 
     def _check_end(self) -> None:
         check(self.state)
+        cluster = self.cluster
+        kept = {slot for slot, node in cluster.granted.items() if node} | set(cluster.pending)
+        on_the_way = {args[0] for _, _, do, args in cluster.queue if do == cluster.released}
+        leaked = kept - set(self.state.slots) - on_the_way
+        require(not leaked, "L1", f"slots {sorted(leaked)} are reserved for nothing")
         outcome = self.monitor.outcome
         if outcome is None:
             # The controller died before the run's last action; its next life repeats it.
             return
-        require(
-            outcome.outcome == "completed", "L1", f"the run {outcome.outcome}: {outcome.reason}"
-        )
+        why = f"the run {outcome.outcome}: {outcome.reason}"
+        require(outcome.outcome in ("completed", self.expected), "L1", why)
+        if outcome.outcome == "failed":
+            require(outcome.reason.startswith("Traceback: ValueError"), "L1", why)
+        if outcome.outcome != "completed":
+            require(self.expected != "failed" or outcome.outcome == "failed", "L1", why)
+            return
+        require(self.expected != "failed", "L1", "a bug of the user's code was not seen")
         total = self.rules.total_steps
         done = any(
             step >= total and self.monitor.counts(step, attempt)
@@ -252,7 +282,7 @@ def _draw_rules(rng: Random) -> tuple[RunRules, list[int]]:
         layout=layout,
         growth=GrowthRules(interval_s_min=0.5, gather_s=0.3, pause_guess_s=0.2),
         budgets=_BUDGETS,
-        avoid=AvoidRules(strikes_max=3, window_s=20.0, avoid_s=5.0),
+        avoid=AvoidRules(strikes_max=rng.choice((2, 3)), window_s=20.0, avoid_s=5.0),
         bounds=_BOUNDS,
     )
     return rules, rooms

@@ -44,6 +44,7 @@ class Monitor:
         self.num_lost_steps = 0
         self.troubled: set[str] = set()
         self.faulty: set[str] = set()
+        self.found_damaged: set[tuple[int, int]] = set()
         self.cut_off: dict[int, bool] = {}
 
     @property
@@ -90,10 +91,16 @@ class Monitor:
         valid = [
             (commit.step, commit.attempt)
             for commit in commits.values()
-            if not commit.damaged and self.counts(commit.step, commit.attempt)
+            if self.counts(commit.step, commit.attempt)
         ]
         require(at == (0, 0) or at in valid, "S3", f"resumes from {at}, which does not count")
-        before_fence = [v for v in valid if commits[v].landed_s < self.fence_began_s]
+        damaged = at in commits and commits[at].damaged
+        require(not damaged or at not in self.found_damaged, "S6", f"loads {at} again")
+        if damaged:
+            self.found_damaged.add(at)
+        before_fence = [
+            v for v in valid if commits[v].landed_s < self.fence_began_s and not commits[v].damaged
+        ]
         newest = max(before_fence, default=(0, 0))
         require(at >= newest, "S3", f"resumes from {at}, though {newest} was committed")
         if self.yielded is not None and self.yielded[0] == self.attempt:
@@ -121,14 +128,17 @@ class Monitor:
         """Check that nobody is killed without proof."""
         self.kill_ordered.add(action.worker)
         worker = cluster.workers.get(action.worker)
-        if worker is None or worker.hung or not worker.ready or worker.attempt != self.attempt:
+        if worker is None or worker.hung or not worker.ready:
             return
         reachable = worker.node.alive and not worker.node.cut_off
-        if not reachable or action.reason.startswith("node lost"):
+        if not reachable or action.reason.startswith(("node lost", "not ready after")):
+            return
+        if worker.attempt == 0 and action.reason.startswith("no slot"):
             return
         overdue = cluster.now_s - self.fence_began_s >= cluster.rules.bounds.fence_s - 1e-9
+        # Its report may be late, though it is ready or has left: only the bound decides.
         fenced = action.reason.startswith(("did not leave", "killed before")) and overdue
-        require(fenced or not self.attempt, "S5", f"healthy {action.worker}: {action.reason}")
+        require(fenced, "S5", f"healthy {action.worker}: {action.reason}")
 
     def requesting(self, cluster: SimCluster, action: RequestSlot) -> None:
         """Check that no healthy node is avoided."""

@@ -1,0 +1,81 @@
+"""``python -m orchestrator.simulation``: simulate many histories, or show one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+
+from orchestrator.core.actions import Action
+from orchestrator.core.events import Event
+from orchestrator.core.state import RunState
+from orchestrator.simulation.campaign import Campaign, run_campaign
+from orchestrator.simulation.history import History
+from orchestrator.simulation.violations import Violation
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 0 if every promise held."""
+    parser = argparse.ArgumentParser(
+        prog="python -m orchestrator.simulation", description="Simulate runs with faults."
+    )
+    parser.add_argument("--histories", type=int, default=2000, help="how many seeds in a row")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--faults", type=int, default=None, help="with --show: only so many")
+    parser.add_argument("--show", action="store_true", help="print one history, event by event")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(argv)
+    if options.show:
+        return _show(options.seed, options.faults)
+    seeds = range(options.seed, options.seed + options.histories)
+    campaign = run_campaign(seeds, progress=None if options.json else _progress)
+    if options.json:
+        sys.stdout.write(json.dumps(campaign.to_json()) + "\n")
+    else:
+        sys.stdout.write(_report(campaign))
+    return 1 if campaign.failures else 0
+
+
+def _progress(campaign: Campaign) -> None:
+    if sys.stderr.isatty() and campaign.num_histories % 500 == 0:
+        sys.stderr.write(f"\r{campaign.num_histories} histories")
+        sys.stderr.flush()
+
+
+def _report(campaign: Campaign) -> str:
+    sums = (
+        f"{campaign.num_histories} histories, {campaign.num_events} events, "
+        f"{campaign.num_attempts} attempts, {campaign.num_faults} faults, "
+        f"{campaign.virtual_s / 3600:.1f} virtual hours, {len(campaign.failures)} violations"
+    )
+    lines = [sums]
+    for failure in campaign.failures:
+        lines += [f"seed {failure.seed}: {failure.violation}", f"  {failure.command}"]
+    return "\n".join(lines) + "\n"
+
+
+def _show(seed: int, fault_limit: int | None) -> int:
+    def show(event: Event, state: RunState, actions: Sequence[Action]) -> None:
+        sys.stdout.write(f"{event.at_s:9.3f} {_line(event)}\n")
+        for action in actions:
+            sys.stdout.write(f"            {_line(action)}\n")
+        sys.stdout.write(f"            [{state.phase} attempt={state.attempt}]\n")
+
+    try:
+        History(seed, fault_limit=fault_limit, observe=show).run()
+    except Violation as violation:
+        sys.stdout.write(f"violation: {violation}\n")
+        return 1
+    sys.stdout.write("every promise held\n")
+    return 0
+
+
+def _line(item: Event | Action) -> str:
+    values = (f"{f.name}={getattr(item, f.name)!r}" for f in fields(item) if f.name != "at_s")
+    return f"{type(item).__name__}({', '.join(values)})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
