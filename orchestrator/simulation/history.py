@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -11,6 +12,7 @@ from orchestrator.core import events as ev
 from orchestrator.core import machine
 from orchestrator.core.actions import Action, FenceAttempt, KillWorker, RequestSlot
 from orchestrator.core.checks import check
+from orchestrator.core.journal import fold, turn_records, verify
 from orchestrator.core.rules import AvoidRules, Bounds, RunRules
 from orchestrator.core.state import TERMINAL, Phase, RunState, next_deadline_s
 from orchestrator.policies.budgets import BudgetRules
@@ -93,6 +95,8 @@ class History:
         kinds = rng.sample(faults.FAULTS, k=rng.randint(1, len(faults.FAULTS)))
         self.kinds: tuple[faults.Fault, ...] = tuple(kinds)
         self.check_always = seed % 8 == 0
+        self.journal: list[bytes] | None = [] if seed % 16 == 0 else None
+        self.seq = 0
         self.healing = False
         cluster = self.cluster
         cluster.start_failure = rng.choice((0.0, 0.0, 0.1))
@@ -173,6 +177,8 @@ class History:
             self.observe(event, state, actions)
         if self.check_always or state.phase is not before.phase:
             check(state)
+        if self.journal is not None and state is not before:
+            self._write_journal(event, actions)
         if actions:
             # A controller may die between two actions of one event.
             dies = self._may_inject() and cluster.chance(_DEATH)
@@ -185,6 +191,22 @@ class History:
                 faults.kill_controller(cluster)
         if state.phase is not before.phase:
             self._phase_changed(state)
+
+    def _write_journal(self, event: ev.Event, actions: Sequence[Action]) -> None:
+        """Keep the journal as the shell does, and fold it where a new life would."""
+        assert self.journal is not None
+        if isinstance(event, ev.ControllerStarted):
+            self._check_journal_before(event)
+        for record in turn_records(event, actions, attempt=self.state.attempt):
+            self.seq += 1
+            stamped = {**record, "seq": self.seq, "wall_time": 0.0}
+            self.journal.append(json.dumps(stamped).encode() + b"\n")
+
+    def _check_journal_before(self, event: ev.ControllerStarted) -> None:
+        assert self.journal is not None
+        folded, _ = fold([b"".join(self.journal), b'{"v":1,"se'], self.rules)
+        state, _ = machine.step(folded, event, rules=self.rules)
+        require(state == self.state, "L1", "the journal does not lead to the state")
 
     def _observe_action(self, action: Action) -> None:
         kind = type(action)
@@ -237,6 +259,9 @@ class History:
 
     def _check_end(self) -> None:
         check(self.state)
+        if self.journal is not None:
+            replayed, _ = verify([b"".join(self.journal)], self.rules)
+            require(replayed == self.state, "L1", "a replay does not lead to the state")
         cluster = self.cluster
         kept = {slot for slot, node in cluster.granted.items() if node} | set(cluster.pending)
         on_the_way = {args[0] for _, _, do, args in cluster.queue if do == cluster.released}
