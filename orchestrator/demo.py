@@ -1,4 +1,4 @@
-"""``everstep demo``: the same training twice, once left alone and once with machines dying under it."""
+"""``everstep demo``: one training twice, left alone and with machines dying under it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ class DemoResult:
     report: str
 
 
-def run_demo(
-    undisturbed: RunConfig, disturbed: RunConfig, *, console: Console
-) -> DemoResult:
+def run_demo(undisturbed: RunConfig, disturbed: RunConfig, *, console: Console) -> DemoResult:
     """Train both on one set of simulated nodes; print the story and write the report."""
     console.print("Starting simulated nodes on this machine ...", highlight=False)
     cluster = open_cluster(undisturbed)
@@ -75,9 +73,11 @@ def _story(run: Launched, view: RunView) -> None:
     def reach(share: float, workers: int | None = None) -> dict[str, Any] | None:
         return wait_for(
             run,
-            lambda status: status["phase"] == "running"
-            and status["step"] >= share * total
-            and (workers is None or _num_training(status) == workers),
+            lambda status: (
+                status["phase"] == "running"
+                and status["step"] >= share * total
+                and (workers is None or _num_training(status) == workers)
+            ),
             timeout_s=ACT_S_MAX,
             on_status=view.show,
         )

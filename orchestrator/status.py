@@ -8,10 +8,10 @@ import urllib.request
 from typing import Any
 
 from orchestrator.config import load
-from orchestrator.core.journal import fold, replay
+from orchestrator.core.journal import fold, verify
 from orchestrator.core.state import describe
-from orchestrator.errors import JournalCorruptError, RunNotFoundError
-from orchestrator.shell.journal_file import read_lines
+from orchestrator.errors import RunNotFoundError
+from orchestrator.shell.journal_file import read_segments
 from ucp_core.storage import Store, join, open_store
 
 #: Written by the controller of each life: where its status page is.
@@ -34,7 +34,7 @@ def read_status(url: str) -> dict[str, Any]:
         except (urllib.error.URLError, TimeoutError, OSError):
             pass
     over = store.exists(join(path, "summary.json"))
-    state = fold(read_lines(store, path), load(join(path, "config.yaml"), []).rules())
+    state, _ = fold(read_segments(store, path), load(join(path, "config.yaml"), []).rules())
     described = describe(state)
     workers = [] if over else [*described["members"], *described["standbys"]]
     return {
@@ -57,16 +57,10 @@ def replay_run(url: str) -> dict[str, Any]:
     """Fold the journal of ``url`` again; raise ``JournalCorruptError`` where the actions differ."""
     store, path = open_store(url)
     _contact(store, path, url)
-    lines = read_lines(store, path)
-    divergence = replay(lines, load(join(path, "config.yaml"), []).rules())
-    if divergence is not None:
-        raise JournalCorruptError(
-            f"line {divergence.line} of the journal led to {divergence.journaled} then and to "
-            f"{divergence.computed} now: another version wrote it, or a decision is not pure",
-            url=url,
-            line=divergence.line,
-        )
-    return {"records": len(lines), "same_decisions": True}
+    rules = load(join(path, "config.yaml"), []).rules()
+    state, last = verify(read_segments(store, path), rules)
+    num_records = last["seq"] + 1 if last else 0
+    return {"records": num_records, "same_decisions": True, "phase": str(state.phase)}
 
 
 def contact(url: str) -> dict[str, Any]:

@@ -22,8 +22,10 @@ import ray
 
 from workers.protocol import Assignment, Fenced, Outcome
 
+#: It reserves nothing, because a slot does that; a dead one is replaced and not restarted.
+OPTIONS = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 64}
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=64)
+
 class Worker:
     """One training process. It needs no orchestrator between two membership changes.
 
@@ -36,7 +38,7 @@ class Worker:
 
     def __init__(self, *, worker: str, directory: str, run_url: str, settings: Any) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        from workers.runner import AttemptRunner  # noqa: PLC0415  imports torch, in this process only
+        from workers.runner import AttemptRunner
 
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._runner = AttemptRunner(

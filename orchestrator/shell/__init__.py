@@ -1,1 +1,1 @@
-"""The run's effects on Ray: it turns the world into events and actions into effects, and decides nothing."""
+"""The run's effects on Ray: the world into events, actions into effects, and no decisions."""

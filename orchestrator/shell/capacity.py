@@ -71,7 +71,7 @@ class Capacity:
         return entry.gpu_ids if entry is not None else ()
 
     async def request(self, slot: int, avoid: Sequence[str]) -> None:
-        """Ask for ``slot`` on any node but ``avoid``; returns at once. Asking twice is one request."""
+        """Ask for ``slot`` on any node but ``avoid``; does not wait. Twice is once."""
         if slot in self._slots:
             return
         self._slots[slot] = _Slot(group=None)
@@ -125,12 +125,13 @@ class Capacity:
 
     def _create(self, slot: int, avoid: tuple[str, ...]) -> PlacementGroup:
         selector = [{"ray.io/node-id": f"!in({','.join(avoid)})"}] if avoid else None
-        return placement_group(
+        group: PlacementGroup = placement_group(
             [self._resources],
             name=self._names.slot(slot),
             lifetime="detached",
             bundle_label_selector=selector,
         )
+        return group
 
     def _rows(self) -> list[dict[str, Any]]:
         rows = placement_group_table().values()

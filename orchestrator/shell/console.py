@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -39,7 +39,7 @@ class RunView:
         )
         self._task = self._progress.add_task(title, total=total_steps, facts="")
 
-    def __enter__(self) -> RunView:
+    def __enter__(self) -> Self:
         """Begin the live display."""
         self._progress.start()
         return self

@@ -18,8 +18,9 @@ import ray
 from orchestrator.shell.run import Run
 from workers.protocol import NodeReport
 
+OPTIONS = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 64}
 
-@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=64)
+
 class Controller:
     """Ray's handle on a run.
 
@@ -47,6 +48,10 @@ class Controller:
     def status(self) -> dict[str, Any]:
         """Return what ``everstep status --json`` prints."""
         return asyncio.run_coroutine_threadsafe(self._run.status(), self._loop).result()
+
+    def note_fault(self, fault: str, target: str) -> None:
+        """Journal that a fault is being injected now."""
+        self._loop.call_soon_threadsafe(self._run.note_fault, fault, target)
 
     def stop(self, reason: str) -> None:
         """Stop the run at the next step boundary."""

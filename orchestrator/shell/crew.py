@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.core.events import Event, WorkerExited, WorkerLeft, WorkerRaised, WorkerReady
 from orchestrator.shell.names import RunNames
-from workers.actor import Worker
+from workers.actor import OPTIONS, Worker
 from workers.protocol import Assignment, Completed, Fenced, Outcome, PeerLost, Raised, Yielded
 
 _HOW = {Completed: "completed", Yielded: "yielded", Fenced: "fenced", PeerLost: "peer_lost"}
@@ -30,17 +30,19 @@ _HOW = {Completed: "completed", Yielded: "yielded", Fenced: "fenced", PeerLost: 
 KILL_CONFIRM_S = 0.5
 
 
+#: The calls to a lost node's keeper and workers fail within 0.1 s of each other.
+NODE_CONFIRM_S = 0.3
+
+
 @dataclass(slots=True)
 class _Member:
     handle: Any
     node: str
     pid: int = 0
     killed: bool = False
-    exit_cause: str = ""
-
-    @property
-    def gone(self) -> bool:
-        return self.exit_cause != ""
+    unreachable: bool = False
+    gone: bool = False
+    attended: set[int] = field(default_factory=set)
 
 
 class Crew:
@@ -51,6 +53,7 @@ class Crew:
         at_s: The run's clock.
         post: Where events go; called on the event loop.
         is_draining: Whether a node had been given notice.
+        wait_lost: Wait, at most so many seconds, for a node to be declared lost.
         boot: Keyword arguments of ``workers.actor.Worker`` that are equal for all workers.
     """
 
@@ -61,12 +64,14 @@ class Crew:
         at_s: Callable[[], float],
         post: Callable[[Event], None],
         is_draining: Callable[[str], bool],
+        wait_lost: Callable[[str, float], Awaitable[bool]],
         boot: dict[str, Any],
     ) -> None:
         self._names = names
         self._at_s = at_s
         self._post = post
         self._is_draining = is_draining
+        self._wait_lost = wait_lost
         self._boot = boot
         self._members: dict[str, _Member] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,9 +82,10 @@ class Crew:
         return member.node if member is not None else ""
 
     def is_unreachable(self, node: str) -> bool:
-        """Return whether ``node`` had workers, none lives, and one went with its machine."""
-        causes = [member.exit_cause for member in self._members.values() if member.node == node]
-        return "" not in causes and "node" in causes
+        """Return whether ``node`` had workers and the last calls to all of them found nobody."""
+        members = [member for member in self._members.values() if member.node == node]
+        living = any(not member.gone and not member.unreachable for member in members)
+        return not living and any(member.unreachable for member in members)
 
     def pid_of(self, worker: str) -> int:
         """Return the process id of ``worker``, 0 while it is unknown."""
@@ -88,13 +94,18 @@ class Crew:
 
     def start(self, worker: str, node: str) -> None:
         """Start ``worker`` on ``node``; ``WorkerReady`` or ``WorkerExited`` follows."""
-        handle = Worker.options(
-            name=self._names.worker(worker),
-            namespace=self._names.namespace,
-            lifetime="detached",
-            get_if_exists=True,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        ).remote(worker=worker, directory=self._names.shared_directory(node), **self._boot)
+        handle = (
+            ray.remote(Worker)
+            .options(
+                **OPTIONS,
+                name=self._names.worker(worker),
+                namespace=self._names.namespace,
+                lifetime="detached",
+                get_if_exists=True,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            .remote(worker=worker, directory=self._names.shared_directory(node), **self._boot)
+        )
         self._members[worker] = _Member(handle=handle, node=node)
         self._spawn(self._accompany(worker))
 
@@ -116,24 +127,38 @@ class Crew:
         self.attend(worker, assignment.attempt)
 
     def attend(self, worker: str, attempt: int) -> None:
-        """Hold the call that returns how ``worker`` left ``attempt``."""
+        """Hold the call that returns how ``worker`` left ``attempt``; one per attempt."""
         member = self._members[worker]
-        self._spawn(self._attend(worker, attempt, member.handle.attend.remote(attempt)))
+        if attempt in member.attended:
+            return
+        member.attended.add(attempt)
+        self._spawn(self._attend(worker, member.handle.attend.remote(attempt)))
 
     def fence(self, attempt: int, workers: Iterable[str]) -> None:
-        """Abort ``attempt`` in ``workers``. Who is inside leaves; who has left is not disturbed."""
-        for member in self._known(workers):
-            member.handle.fence.remote(attempt)
+        """Abort ``attempt`` in ``workers``; every one that lives answers by an event.
+
+        One that is not inside answers too: it will refuse to enter.
+        """
+        for worker in workers:
+            if worker in self._members:
+                self._members[worker].handle.fence.remote(attempt)
+                self.attend(worker, attempt)
 
     def yield_at_boundary(self, attempt: int, workers: Iterable[str]) -> None:
         """Ask ``workers`` to leave ``attempt`` at the next step boundary."""
         for member in self._known(workers):
             member.handle.yield_at_boundary.remote(attempt)
 
-    async def survey(self, workers: Iterable[str], *, timeout_s: float) -> list[tuple[str, str, int]]:
-        """After a controller restart, return (worker, node, attempt) of who answers in time."""
-        answers = await asyncio.gather(*(self._ask(worker, timeout_s) for worker in workers))
-        return sorted(answer for answer in answers if answer is not None)
+    async def survey(
+        self, workers: Iterable[tuple[str, str]], *, timeout_s: float
+    ) -> list[tuple[str, str, int]]:
+        """After a controller restart, find ``workers`` (name, node) again.
+
+        Returns (worker, node, attempt) of who lives; attempt 0 for who is in none or does not
+        answer in time.
+        """
+        asked = (self._ask(worker, node, timeout_s) for worker, node in workers)
+        return sorted(answer for answer in await asyncio.gather(*asked) if answer is not None)
 
     def kill_all(self) -> None:
         """SIGKILL every worker, without waiting."""
@@ -167,7 +192,7 @@ class Crew:
         except RayError as error:
             self._ended(worker, error)
 
-    async def _attend(self, worker: str, attempt: int, held: Any) -> None:
+    async def _attend(self, worker: str, held: Any) -> None:
         try:
             outcome = await held
         except RayError as error:
@@ -182,16 +207,24 @@ class Crew:
         if not member.gone:
             self._exited(worker, "killed", "its node does not confirm the kill")
 
-    async def _ask(self, worker: str, timeout_s: float) -> tuple[str, str, int] | None:
+    async def _ask(self, worker: str, node: str, timeout_s: float) -> tuple[str, str, int] | None:
         try:
             handle = ray.get_actor(self._names.worker(worker), namespace=self._names.namespace)
-            hello = await asyncio.wait_for(_awaited(handle.hello.remote()), timeout_s)
-        except (RayError, ValueError, TimeoutError):
+        except ValueError:
             return None
-        member = _Member(handle=handle, node=hello["node"], pid=hello["pid"])
-        self._members[worker] = member
+        member = self._members[worker] = _Member(handle=handle, node=node)
+        try:
+            hello = await asyncio.wait_for(_awaited(handle.hello.remote()), timeout_s)
+        except TimeoutError:
+            # It is still starting, or it is stuck: alive, and perhaps ready later.
+            self._spawn(self._accompany(worker))
+            return (worker, node, 0)
+        except RayError:
+            del self._members[worker]
+            return None
+        member.pid = hello["pid"]
         self._spawn(self._hold(worker, member))
-        return (worker, member.node, hello["attempt"])
+        return (worker, node, hello["attempt"])
 
     async def _hold(self, worker: str, member: _Member) -> None:
         try:
@@ -203,25 +236,31 @@ class Crew:
         member = self._members.get(worker)
         if member is None or member.gone:
             return
-        if not isinstance(error, ActorDiedError):
-            # Unreachable is perhaps alive: end it, so that "exited" is true where it can be.
-            with contextlib.suppress(RayError, ValueError):
-                ray.kill(member.handle, no_restart=True)
-        self._exited(worker, self._cause(member, error), _first_line(error))
+        if isinstance(error, ActorDiedError):
+            self._exited(worker, self._cause(member), _first_line(error))
+        elif not member.unreachable:
+            member.unreachable = True
+            self._spawn(self._confirm(worker, member, error))
 
-    def _cause(self, member: _Member, error: RayError) -> str:
+    async def _confirm(self, worker: str, member: _Member, error: RayError) -> None:
+        """Unreachable is perhaps alive: end it, and see whether its whole node is gone."""
+        with contextlib.suppress(RayError, ValueError):
+            await asyncio.to_thread(ray.kill, member.handle, no_restart=True)
+        is_lost = await self._wait_lost(member.node, NODE_CONFIRM_S)
+        cause = "node" if is_lost else self._cause(member)
+        self._exited(worker, cause, _first_line(error))
+
+    def _cause(self, member: _Member) -> str:
         if member.killed:
             return "killed"
-        if self._is_draining(member.node):
-            return "preempted"
-        return "crash" if isinstance(error, ActorDiedError) else "node"
+        return "preempted" if self._is_draining(member.node) else "crash"
 
     def _exited(self, worker: str, cause: str, detail: str) -> None:
         member = self._members.get(worker)
         if member is not None:
             if member.gone:
                 return
-            member.exit_cause = cause
+            member.gone = True
         self._post(WorkerExited(at_s=self._at_s(), worker=worker, cause=cause, detail=detail))
 
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from orchestrator.core.journal import Record, encode
 from ucp_core.storage import Store, join
 
 DIRECTORY = "journal"
 
 
-def read_lines(store: Store, run_path: str) -> list[str]:
-    """Return the whole lines of every segment in the run directory, oldest first.
-
-    A life that ended while it wrote leaves a torn last line; it was not acted upon, because
-    actions are performed after their line is written.
-    """
+def read_segments(store: Store, run_path: str) -> list[bytes]:
+    """Return the content of every segment in the run directory, oldest first."""
     directory = join(run_path, DIRECTORY)
     names = sorted(name for name in store.list(directory) if name.endswith(".jsonl"))
-    texts = (store.read(join(directory, name)).decode() for name in names)
-    return [line for text in texts for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [store.read(join(directory, name)) for name in names]
 
 
 class JournalFile:
@@ -32,14 +28,14 @@ class JournalFile:
     Args:
         store: Where the run directory is.
         run_path: Its path there.
+        life: Which life of the controller this is, from 1.
     """
 
-    def __init__(self, store: Store, run_path: str) -> None:
+    def __init__(self, store: Store, run_path: str, *, life: int) -> None:
         self._store = store
-        directory = join(run_path, DIRECTORY)
-        self.life = sum(name.endswith(".jsonl") for name in store.list(directory)) + 1
-        self._path = join(directory, f"{self.life:06d}.jsonl")
+        self._path = join(run_path, DIRECTORY, f"{life:06d}.jsonl")
 
-    def append(self, records: Iterable[Record]) -> None:
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Write ``records`` behind what is there."""
-        self._store.append(self._path, "".join(encode(r) + "\n" for r in records).encode())
+        lines = (json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+        self._store.append(self._path, "".join(lines).encode())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import time
@@ -22,7 +23,7 @@ from ray.exceptions import RayError
 
 from orchestrator.config import RunConfig
 from orchestrator.errors import CapacityError
-from orchestrator.shell.controller import Controller
+from orchestrator.shell.controller import OPTIONS, Controller
 from orchestrator.shell.local_cluster import HostedCluster
 from orchestrator.shell.names import RunNames
 from ucp_core.storage import open_store
@@ -53,15 +54,20 @@ class Launched:
         self.cluster = cluster
         self.names = RunNames(run_id(config.run.directory))
         self._store, self._path = open_store(config.run.directory)
-        self._controller = Controller.options(  # type: ignore[attr-defined]
-            name=self.names.controller,
-            namespace=self.names.namespace,
-            lifetime="detached",
-            get_if_exists=True,
-            # The head's resource and not its id: a rebooted head has a new id.
-            resources={"node:__internal_head__": 0.001},
-        ).remote(run_id=self.names.run_id, config=config.model_dump(mode="json"))
-        ray.get(self._controller.pid.remote(), timeout=CONTROLLER_START_S)
+        self._controller: Any = (
+            ray.remote(Controller)
+            .options(
+                **OPTIONS,
+                name=self.names.controller,
+                namespace=self.names.namespace,
+                lifetime="detached",
+                get_if_exists=True,
+                # The head's resource and not its id: a rebooted head has a new id.
+                resources={"node:__internal_head__": 0.001},
+            )
+            .remote(run_id=self.names.run_id, config=config.model_dump(mode="json"))
+        )
+        self.controller_pid(timeout_s=CONTROLLER_START_S)
 
     def status(self) -> dict[str, Any] | None:
         """Return the controller's status, None while it does not answer."""
@@ -71,9 +77,9 @@ class Launched:
             return None
         return answer
 
-    def controller_pid(self) -> int:
+    def controller_pid(self, *, timeout_s: float = 5.0) -> int:
         """Return the process id of the controller. Raises ``RayError`` while it is down."""
-        return int(ray.get(self._controller.pid.remote(), timeout=5.0))
+        return int(ray.get(self._controller.pid.remote(), timeout=timeout_s))
 
     def note_fault(self, kind: str, target: str) -> None:
         """Write down that a fault is injected now, for the incident's ``t_fault_s``."""
@@ -121,7 +127,7 @@ def open_cluster(config: RunConfig) -> HostedCluster | None:
             namespace=RunNames(run_id(config.run.directory)).namespace,
             log_to_driver=False,
             configure_logging=True,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
         )
     except (ConnectionError, RayError, OSError) as error:
         raise CapacityError(
@@ -144,3 +150,19 @@ def launch(config: RunConfig) -> Launched:
     if cluster is not None:
         cluster.stop_when(Path(config.run.directory) / "summary.json")
     return launched
+
+
+def stop_run(contact: dict[str, Any], reason: str) -> None:
+    """Ask the controller that ``contact`` (its ``controller.json``) names to stop the run.
+
+    Raises ``CapacityError`` if it does not answer.
+    """
+    try:
+        ray.init(address=contact["ray_address"], log_to_driver=False, logging_level=logging.ERROR)
+        controller = ray.get_actor(RunNames("").controller, namespace=contact["namespace"])
+        ray.get(controller.stop.remote(reason), timeout=10.0)
+    except (ConnectionError, ValueError, RayError, TimeoutError) as error:
+        raise CapacityError(
+            f"the controller does not answer at {contact['ray_address']}: {error}",
+            address=contact["ray_address"],
+        ) from error

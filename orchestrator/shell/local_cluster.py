@@ -45,7 +45,7 @@ class LocalCluster:
 
     def __init__(self, *, num_nodes: int, cpus_per_node: int) -> None:
         os.environ.update(_RAY_ENVIRONMENT)
-        from ray.cluster_utils import Cluster  # noqa: PLC0415  seconds of import
+        from ray.cluster_utils import Cluster
 
         self._cpus = cpus_per_node
         self._cluster = Cluster(
@@ -104,7 +104,7 @@ class HostedCluster:
     def __init__(self, *, num_nodes: int, cpus_per_node: int) -> None:
         self._directory = tempfile.mkdtemp(prefix="everstep-cluster-")
         self._socket_path = str(Path(self._directory) / "control")
-        command = [sys.executable, "-m", __spec__.name if __spec__ else __name__]
+        command = [sys.executable, "-m", "orchestrator.shell.local_cluster"]
         command += [self._socket_path, str(num_nodes), str(cpus_per_node)]
         log = (Path(self._directory) / "log").open("wb")
         self._process = subprocess.Popen(  # noqa: S603  our own module
@@ -193,7 +193,8 @@ def _perform(cluster: LocalCluster, command: str, argument: str) -> list[Any]:
             case "add_node":
                 return ["ok", cluster.add_node()]
             case "kill_node":
-                return ["ok", cluster.kill_node(argument)]
+                cluster.kill_node(argument)
+                return ["ok", None]
             case "stop_when":
                 threading.Thread(target=_stop_when, args=(Path(argument),), daemon=True).start()
                 return ["ok", None]

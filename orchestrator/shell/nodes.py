@@ -7,6 +7,7 @@ soon as its keeper and every worker on it have become unreachable, and else when
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.core.events import Event, NodeDraining, NodeJoined, NodeLost
 from orchestrator.shell.names import RunNames
-from workers.keeper.actor import Keeper
+from workers.keeper.actor import OPTIONS, Keeper
 
 #: The node table and drain notices are read this often (2.6 ms a read on Ray 2.60).
 POLL_S = 0.3
@@ -36,6 +37,7 @@ class NodeView:
     raylet_pid: int = 0
     keeper: Any = None
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Nodes:
@@ -46,7 +48,6 @@ class Nodes:
         resources: What one worker needs; nodes with less in total are not looked at.
         at_s: The run's clock.
         post: Where events go.
-        is_unreachable: Whether the node had workers and none of them can be reached any more.
     """
 
     def __init__(
@@ -56,22 +57,36 @@ class Nodes:
         resources: dict[str, float],
         at_s: Callable[[], float],
         post: Callable[[Event], None],
-        is_unreachable: Callable[[str], bool],
     ) -> None:
         self._names = names
         self._resources = resources
         self._at_s = at_s
         self._post = post
-        self._is_unreachable = is_unreachable
+        self._is_unreachable: Callable[[str], bool] = bool
         self._draining: set[str] = set()
         self.views: dict[str, NodeView] = {}
 
     def is_draining(self, node: str) -> bool:
-        """Return whether ``node`` was ever given notice. Ray forgets when the node dies; we do not."""
+        """Return whether ``node`` was given notice. Ray forgets when the node dies; we do not."""
         return node in self._draining
 
-    async def watch_forever(self, controller: Any) -> None:
-        """Report joins, losses and notices until cancelled."""
+    async def wait_lost(self, node: str, timeout_s: float) -> bool:
+        """Return whether ``node`` is declared lost within ``timeout_s``."""
+        view = self.views.get(node)
+        if view is None:
+            return False
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(view.lost.wait(), timeout_s)
+        return view.lost.is_set()
+
+    async def watch_forever(self, controller: Any, is_unreachable: Callable[[str], bool]) -> None:
+        """Report joins, losses and notices until cancelled.
+
+        Args:
+            controller: Ray handle that the keepers report to.
+            is_unreachable: Whether a node had workers and none of them can be reached any more.
+        """
+        self._is_unreachable = is_unreachable
         while True:
             table, notices = await asyncio.to_thread(_read_cluster)
             for row in table:
@@ -83,9 +98,10 @@ class Nodes:
     def lost(self, node: str, cause: str) -> None:
         """Declare ``node`` lost, once."""
         view = self.views.get(node)
-        if view is None or view.state == "lost":
+        if view is None or view.lost.is_set():
             return
         view.state = "lost"
+        view.lost.set()
         for task in view.tasks:
             task.cancel()
         self._post(NodeLost(at_s=self._at_s(), node=node, cause=cause))
@@ -106,13 +122,18 @@ class Nodes:
         if node in self.views or not self._fits(row["Resources"]):
             return
         view = self.views[node] = NodeView(node=node)
-        view.keeper = Keeper.options(
-            name=self._names.keeper(node),
-            namespace=self._names.namespace,
-            lifetime="detached",
-            get_if_exists=True,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        ).remote(directory=self._names.shared_directory(node), controller=controller)
+        view.keeper = (
+            ray.remote(Keeper)
+            .options(
+                **OPTIONS,
+                name=self._names.keeper(node),
+                namespace=self._names.namespace,
+                lifetime="detached",
+                get_if_exists=True,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            .remote(directory=self._names.shared_directory(node), controller=controller)
+        )
         view.tasks.append(asyncio.get_running_loop().create_task(self._accompany(view)))
         self._post(NodeJoined(at_s=self._at_s(), node=node))
 
@@ -148,7 +169,7 @@ class Nodes:
         while time.monotonic() < deadline_s and not back.done():
             if self._is_unreachable(view.node):
                 break
-            await asyncio.wait({back}, timeout=0.05)
+            await asyncio.wait({back}, timeout=0.02)
         is_back = back.done() and back.result()
         back.cancel()
         return not is_back
@@ -164,6 +185,6 @@ async def _answers(keeper: Any) -> bool:
 
 def _read_cluster() -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Return Ray's node table and the drain notices (node -> deadline in ms since the epoch)."""
-    from ray._private.state import state as ray_state  # noqa: PLC0415  private: pinned to 2.60
+    from ray._private.state import state as ray_state
 
     return ray.nodes(), dict(ray_state.get_draining_nodes())

@@ -107,6 +107,4 @@ class Observer:
             return
         self._step = min(steps)
         step_s = max(row.step_s for row in rows if row is not None)
-        self._post(
-            StepCompleted(at_s=at_s, attempt=self._attempt, step=self._step, step_s=step_s)
-        )
+        self._post(StepCompleted(at_s=at_s, attempt=self._attempt, step=self._step, step_s=step_s))

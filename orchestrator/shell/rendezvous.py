@@ -18,7 +18,7 @@ CLIENT_TIMEOUT = timedelta(seconds=120)
 
 def preload() -> None:
     """Import torch, which takes seconds, before the first attempt asks for it."""
-    import torch.distributed  # noqa: F401, PLC0415
+    import torch.distributed  # noqa: F401
 
 
 class Rendezvous:
@@ -29,7 +29,7 @@ class Rendezvous:
 
     def open(self) -> tuple[str, int]:
         """Start a fresh store; return the host and port that members connect to. Blocks for ms."""
-        from torch.distributed import TCPStore  # noqa: PLC0415
+        from torch.distributed import TCPStore
 
         host = ray.util.get_node_ip_address()
         server = TCPStore(

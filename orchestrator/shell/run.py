@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
-from typing import Any, assert_never
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import ray
 
@@ -20,18 +20,19 @@ from orchestrator.core.events import (
     CommittedRead,
     ControllerStarted,
     Event,
+    FaultInjected,
     SlotGranted,
     StopRequested,
     Ticked,
     WorkersSurveyed,
 )
-from orchestrator.core.journal import Record, decode, fold
+from orchestrator.core.journal import fold, read, turn_records
 from orchestrator.core.machine import step
-from orchestrator.core.state import RunState, describe
+from orchestrator.core.state import describe
 from orchestrator.shell.capacity import Capacity
 from orchestrator.shell.clock import RunClock, wall_time
 from orchestrator.shell.crew import Crew
-from orchestrator.shell.journal_file import JournalFile, read_lines
+from orchestrator.shell.journal_file import JournalFile, read_segments
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.nodes import Nodes
 from orchestrator.shell.observer import Observer
@@ -69,21 +70,23 @@ class Run:
         self._names = RunNames(run_id)
         self._rules = self._config.rules()
         self._store, self._path = open_store(self._config.run.directory)
-        lines = read_lines(self._store, self._path)
-        self._journal = JournalFile(self._store, self._path)
+        segments = read_segments(self._store, self._path)
+        self._life = len(segments) + 1
+        self._journal = JournalFile(self._store, self._path, life=self._life)
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._rendezvous = Rendezvous()
         self._over = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
-        self._state = fold(lines, self._rules)
-        self._seq = len(lines)
-        last = decode(lines[-1], number=len(lines)) if lines else None
+        self._state, last = fold(segments, self._rules)
+        self._seq = last["seq"] + 1 if last else 0
         self._clock = (
-            RunClock(last_at_s=last.at_s, last_wall_time=last.wall_time) if last else RunClock()
+            RunClock(last_at_s=last["at_s"], last_wall_time=last["wall_time"])
+            if last
+            else RunClock()
         )
-        self._record = RunRecord(
-            self._store, self._path, lines, total_steps=self._rules.total_steps)
+        self._record = RunRecord(self._store, self._path, read(segments))
         self._build_parts()
+        self._performers = self._all_performers()
 
     def _build_parts(self) -> None:
         at_s, post = self._clock.at_s, self._post
@@ -92,22 +95,19 @@ class Run:
             resources=self._config.worker_resources(),
             on_granted=self._granted,
         )
+        self._nodes = Nodes(
+            names=self._names, resources=self._config.worker_resources(), at_s=at_s, post=post
+        )
         self._crew = Crew(
             names=self._names,
             at_s=at_s,
             post=post,
-            is_draining=lambda node: self._nodes.is_draining(node),
+            is_draining=self._nodes.is_draining,
+            wait_lost=self._nodes.wait_lost,
             boot={
                 "run_url": self._config.run.directory,
                 "settings": self._config.settings_json(),
             },
-        )
-        self._nodes = Nodes(
-            names=self._names,
-            resources=self._config.worker_resources(),
-            at_s=at_s,
-            post=post,
-            is_unreachable=self._crew.is_unreachable,
         )
         self._observer = Observer(
             post=post, at_s=at_s, node_silent=self._nodes.lost, patience=self._config.patience
@@ -118,12 +118,12 @@ class Run:
         page = StatusPage(
             host=ray.util.get_node_ip_address(), status=self._status, registry=self._record.registry
         )
-        self._record.announce(await page.start(), os.getpid())
-        if self._journal.life > 1:
+        self._record.announce(await page.start())
+        if self._life > 1:
             await self._capacity.adopt()
-        self._post(ControllerStarted(at_s=self._clock.at_s(), life=self._journal.life))
+        self._post(ControllerStarted(at_s=self._clock.at_s(), life=self._life))
         self._spawn(asyncio.to_thread(preload))
-        self._spawn(self._nodes.watch_forever(self._controller))
+        self._spawn(self._nodes.watch_forever(self._controller, self._crew.is_unreachable))
         self._spawn(self._capacity.poll_forever())
         self._spawn(self._judge_forever())
         while not self._over.is_set():
@@ -137,6 +137,10 @@ class Run:
     def request_stop(self, reason: str) -> None:
         """Stop at the next step boundary. On the loop."""
         self._post(StopRequested(at_s=self._clock.at_s(), reason=reason))
+
+    def note_fault(self, fault: str, target: str) -> None:
+        """Journal that a fault is being injected now. On the loop."""
+        self._post(FaultInjected(at_s=self._clock.at_s(), fault=fault, target=target))
 
     async def status(self) -> dict[str, Any]:
         """Return the status document."""
@@ -167,50 +171,39 @@ class Run:
             event = Ticked(at_s=self._clock.at_s())
         before = self._state
         self._state, actions = step(before, event, rules=self._rules)
-        if self._state is before and not actions:
+        if self._state is before and not actions and not isinstance(event, FaultInjected):
             return  # nothing changed, so a replay does not need it
-        records = [self._stamp(item, event.at_s) for item in (event, *actions)]
+        records = turn_records(event, actions, attempt=self._state.attempt)
+        for record in records:
+            record["seq"], record["wall_time"] = self._seq, wall_time()
+            self._seq += 1
         self._journal.append(records)
         for action in actions:
             self._perform(action)
         self._record.add(records)
 
-    def _stamp(self, item: Event | act.Action, at_s: float) -> Record:
-        attempt = getattr(item, "attempt", self._state.attempt)
-        record = Record(
-            seq=self._seq, at_s=at_s, wall_time=wall_time(), attempt=attempt, item=item
-        )
-        self._seq += 1
-        return record
-
     def _perform(self, action: act.Action) -> None:
-        match action:
-            case act.RequestSlot():
-                self._spawn(self._capacity.request(action.slot, action.avoid))
-            case act.ReleaseSlot():
-                self._spawn(self._capacity.release(action.slot))
-            case act.StartWorker():
-                self._crew.start(action.worker, action.node)
-            case act.KillWorker():
-                self._crew.kill(action.worker)
-            case act.FenceAttempt():
-                self._observer.end()
-                self._crew.fence(action.attempt, action.workers)
-            case act.YieldAttempt():
-                self._crew.yield_at_boundary(action.attempt, action.workers)
-            case act.ReadCommitted():
-                self._spawn(self._read_committed(action))
-            case act.StartAttempt():
-                self._start_attempt(action)
-            case act.ReportIncident():
-                pass  # it is in the journal, which is all it is for
-            case act.SurveyWorkers():
-                self._spawn(self._survey())
-            case act.FinishRun():
-                self._record.finish(action.outcome, action.reason)
-                self._over.set()
-            case _:
-                assert_never(action)
+        self._performers[type(action)](action)
+
+    def _all_performers(self) -> dict[type, Callable[[Any], None]]:
+        crew, capacity = self._crew, self._capacity
+        return {
+            act.RequestSlot: lambda a: self._spawn(capacity.request(a.slot, a.avoid)),
+            act.ReleaseSlot: lambda a: self._spawn(capacity.release(a.slot)),
+            act.StartWorker: lambda a: crew.start(a.worker, a.node),
+            act.KillWorker: lambda a: crew.kill(a.worker),
+            act.FenceAttempt: self._fence,
+            act.YieldAttempt: lambda a: crew.yield_at_boundary(a.attempt, a.workers),
+            act.ReadCommitted: lambda a: self._spawn(self._read_committed(a)),
+            act.StartAttempt: self._start_attempt,
+            act.SurveyWorkers: lambda _: self._spawn(self._survey()),
+            act.ReportIncident: lambda _: None,  # its line in the journal is what it is for
+            act.FinishRun: lambda _: self._over.set(),
+        }
+
+    def _fence(self, action: act.FenceAttempt) -> None:
+        self._observer.end()
+        self._crew.fence(action.attempt, action.workers)
 
     def _start_attempt(self, action: act.StartAttempt) -> None:
         members = tuple(worker for worker, _, _ in action.members)
@@ -246,8 +239,9 @@ class Run:
         )
 
     async def _survey(self) -> None:
-        names = [worker.name for worker in self._state.workers.values()]
-        alive = await self._crew.survey(names, timeout_s=SURVEY_S)
+        state = self._state
+        known = [(worker.name, state.nodes[worker.node].name) for worker in state.workers.values()]
+        alive = await self._crew.survey(known, timeout_s=SURVEY_S)
         members = tuple(worker for worker, _, attempt in alive if attempt == self._state.attempt)
         self._observer.begin(self._state.attempt, members, self._state.step)
         for worker in members:

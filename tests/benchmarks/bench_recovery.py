@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import RunConfig, demo_config
-from orchestrator.shell.faults import kill_node_of, member, signal_rank, wait_for
+from orchestrator.shell.faults import kill_node_of, signal_rank, wait_for
 from orchestrator.shell.launch import Launched, open_cluster
 from tests.benchmarks.common import spread
 
@@ -44,9 +45,11 @@ class Bench:
     def settle(self, *, workers: int = NUM_WORKERS, standbys: int = 0) -> dict[str, Any]:
         """Wait until ``workers`` train, ``standbys`` wait, and a few steps passed in between."""
         status = self._until(
-            lambda s: s["phase"] == "running"
-            and sum(w["rank"] >= 0 for w in s["workers"]) == workers
-            and sum(w["rank"] < 0 and w["state"] == "ready" for w in s["workers"]) >= standbys
+            lambda s: (
+                s["phase"] == "running"
+                and sum(w["rank"] >= 0 for w in s["workers"]) == workers
+                and sum(w["rank"] < 0 and w["state"] == "ready" for w in s["workers"]) >= standbys
+            )
         )
         goal = status["step"] + 5
         return self._until(lambda s: s["phase"] == "running" and s["step"] >= goal)
@@ -72,7 +75,7 @@ def kill_workers(bench: Bench, count: int, *, standbys: int) -> list[dict[str, f
     results = []
     for number in range(count):
         before = bench.settle(standbys=standbys)
-        fault_s = time.time()  # noqa: TID251  matched with the run's wall clock
+        fault_s = time.time()
         signal_rank(bench.run, number % NUM_WORKERS, signal.SIGKILL)
         results.append(bench.recovery(before, fault_s))
     return results
@@ -83,7 +86,7 @@ def stop_workers(bench: Bench, count: int) -> list[dict[str, Any]]:
     results = []
     for number in range(count):
         before = bench.settle()
-        fault_s = time.time()  # noqa: TID251  matched with the run's wall clock
+        fault_s = time.time()
         victim = signal_rank(bench.run, number % NUM_WORKERS, signal.SIGSTOP)
         result: dict[str, Any] = bench.recovery(before, fault_s)
         status = bench.settle()
@@ -105,7 +108,7 @@ def lose_nodes(bench: Bench, count: int) -> tuple[list[dict[str, float]], list[f
     recoveries, pauses = [], []
     for _ in range(count):
         before = bench.settle()
-        fault_s = time.time()  # noqa: TID251  matched with the run's wall clock
+        fault_s = time.time()
         kill_node_of(bench.run, NUM_WORKERS - 1)
         recoveries.append(bench.recovery(before, fault_s))
         bench.settle(workers=NUM_WORKERS // 2)
@@ -131,17 +134,17 @@ def kill_controller(bench: Bench, count: int) -> list[dict[str, float]]:
     for _ in range(count):
         before = bench.settle()
         pid = bench.run.controller_pid()
-        fault_s = time.time()  # noqa: TID251  matched with the run's wall clock
+        fault_s = time.time()
         os.kill(pid, signal.SIGKILL)
         while True:
             status = bench.run.status()
             if status is not None and status["phase"] == "running" and status["step"] > 0:
                 break
             time.sleep(0.02)
-        back_s = time.time() - fault_s  # noqa: TID251
+        back_s = time.time() - fault_s
         bench.settle()
         times = [line["wall_time"] for line in bench.lines() if line["wall_time"] >= fault_s - 1]
-        gap_s = max(b - a for a, b in zip(times, times[1:], strict=False))
+        gap_s = max(b - a for a, b in itertools.pairwise(times))
         same = all(x["attempt"] == before["attempt"] for x in bench.lines()[-3:])
         results.append({"seconds": back_s, "gap_s": gap_s, "same_attempt": float(same)})
     return results

@@ -1,4 +1,4 @@
-"""Real training on simulated nodes, real signals; judged by what the run wrote, not by internals."""
+"""Real training on simulated nodes, real signals; judged by what the run wrote."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ pytestmark = pytest.mark.timeout(180)
 ACT_S_MAX = 90.0
 
 
-def _reach(run: Launched, step: int, *, workers: int | None = None, attempt: int = 0) -> dict[str, Any]:
+def _reach(
+    run: Launched, step: int, *, workers: int | None = None, attempt: int = 0
+) -> dict[str, Any]:
     status = wait_for(
         run,
-        lambda s: s["phase"] == "running"
-        and s["step"] >= step
-        and s["attempt"] >= attempt
-        and (workers is None or _num_training(s) == workers),
+        lambda s: (
+            s["phase"] == "running"
+            and s["step"] >= step
+            and s["attempt"] >= attempt
+            and (workers is None or _num_training(s) == workers)
+        ),
         timeout_s=ACT_S_MAX,
     )
     assert status is not None, f"the run ended before step {step}"

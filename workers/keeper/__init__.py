@@ -1,1 +1,1 @@
-"""The keeper: one per node, outside the trainers. It watches their processes and speaks for the node."""
+"""The keeper: one per node, outside the trainers; it watches them and speaks for the node."""

@@ -28,7 +28,9 @@ LOOK_S = 0.02
 REPORT_S = 0.25
 
 
-@ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)
+OPTIONS = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 8}
+
+
 class Keeper:
     """One node's keeper for one run. Detached; restarted by Ray when its process dies."""
 

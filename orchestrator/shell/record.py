@@ -1,0 +1,80 @@
+"""What a run writes about itself beside the journal: contact, incidents, summary, metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ray
+from prometheus_client import CollectorRegistry
+
+from orchestrator.core.stats import RunStats
+from orchestrator.shell.metrics import RunMetrics
+from ucp_core.storage import Store, join
+
+#: Written by rank 0 when it completes the last step (``workers.train``).
+RESULT_FILE = "result.json"
+
+
+class RunRecord:
+    """Folds the journal into numbers as it grows, and writes them down when they are final.
+
+    Args:
+        store: Where the run directory is.
+        run_path: Its path there.
+        earlier: The journal's records of earlier lives of the controller.
+    """
+
+    def __init__(self, store: Store, run_path: str, earlier: Iterable[Mapping[str, Any]]) -> None:
+        self._store = store
+        self._path = run_path
+        self._stats = RunStats()
+        self.registry = CollectorRegistry()
+        self._metrics = RunMetrics(self.registry)
+        for record in earlier:
+            self._stats.add(record)
+        self._num_written = 0
+
+    def announce(self, status_url: str) -> None:
+        """Write down how to reach this controller."""
+        self._write(
+            "controller.json",
+            {
+                "url": status_url,
+                "pid": os.getpid(),
+                "node": ray.get_runtime_context().get_node_id(),
+                "ray_address": ray.get_runtime_context().gcs_address,
+                "namespace": ray.get_runtime_context().namespace,
+            },
+        )
+
+    def add(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Take in what was journaled; write the incidents that are over."""
+        for record in records:
+            self._stats.add(record)
+        self._metrics.show(self._stats)
+        self._write_incidents(final=False)
+
+    def close(self) -> None:
+        """Write the summary: its presence says that the run is over."""
+        self._write_incidents(final=True)
+        result_path = join(self._path, RESULT_FILE)
+        result: dict[str, Any] = {"weights_digest": None, "final_loss": None}
+        if self._store.exists(result_path):
+            result |= json.loads(self._store.read(result_path))
+        self._write("summary.json", {**result, **self._stats.summary()})
+
+    def _write_incidents(self, *, final: bool) -> None:
+        incidents = self._stats.incidents
+        while self._num_written < len(incidents):
+            incident = incidents[self._num_written]
+            if incident.t_first_step_s is None and incident.kind != "stop" and not final:
+                return
+            self._num_written += 1
+            self._write(f"incidents/{self._num_written:04d}/incident.json", incident.to_json())
+
+    def _write(self, name: str, document: dict[str, Any]) -> None:
+        data = json.dumps(document, indent=1).encode()
+        self._store.write_atomic(join(self._path, name), data, fsync=False)
