@@ -138,31 +138,33 @@ class RecordedGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Any, value: Any, opts: Any = None) -> dist.Work:
         """Reduce ``value`` over the members and leave this rank's part in ``output``."""
-        return self._reduce_scatter("reduce_scatter_single", [output], [value], opts)
+        return self._reduce_scatter([output], [value], opts, single=True)
 
     def _reduce_scatter_base(self, output: Any, value: Any, opts: Any = None) -> dist.Work:
-        return self._reduce_scatter("reduce_scatter_single", [output], [value], opts)
+        return self._reduce_scatter([output], [value], opts, single=True)
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Any], values: list[Any], opts: Any = None
     ) -> dist.Work:
         """Do as ``reduce_scatter_single`` for each pair."""
-        return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, values, opts)
+        return self._reduce_scatter(outputs, values, opts, single=False)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Any], values: list[Any], opts: Any = None
     ) -> dist.Work:
         """Do as ``reduce_scatter_single`` for each pair."""
-        return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, values, opts)
+        return self._reduce_scatter(outputs, values, opts, single=False)
 
     def reduce_scatter(  # type: ignore[override]  # the overload that torch calls
         self, outputs: list[Any], values: list[list[Any]], opts: Any = None
     ) -> dist.Work:
         """Reduce the members' lists and leave this rank's entry in ``outputs``."""
-        if outputs[0].is_cuda:
-            return self._reduce_scatter("reduce_scatter", outputs, values, opts)
-        joined = [torch.stack([tensor.contiguous() for tensor in parts]) for parts in values]
-        return self._reduce_scatter("reduce_scatter", outputs, joined, opts)
+        opts = opts if opts is not None else dist.ReduceScatterOptions()
+        on_device = outputs[0].is_cuda
+        call = self._enter("reduce_scatter", _payload(values), on_device=on_device)
+        work = self._inner.reduce_scatter(outputs, values, opts)
+        keep = (outputs, values)
+        return self._returned(call, work, on_device=on_device, keep=keep, sliced=False)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         """Send to the member ``peer``, by its place in the group."""
@@ -195,15 +197,16 @@ class RecordedGroup(dist.ProcessGroup):
         return Call(attempt, index, self._label, op, number, seq)
 
     def _reduce_scatter(
-        self, method: str, outputs: list[Any], values: list[Any], opts: Any
+        self, outputs: list[Any], values: list[Any], opts: Any, *, single: bool
     ) -> dist.Work:
         opts = opts if opts is not None else dist.ReduceScatterOptions()
         on_device = outputs[0].is_cuda
         call = self._enter("reduce_scatter", _payload(values), on_device=on_device)
         if on_device:
-            single = method == "reduce_scatter_single"
-            arguments = (outputs[0], values[0]) if single else (outputs, values)
-            work = getattr(self._inner, method)(*arguments, opts)
+            if single:
+                work = self._inner.reduce_scatter_single(outputs[0], values[0], opts)
+            else:
+                work = self._inner.reduce_scatter_single_coalesced(outputs, values, opts)
             return self._returned(call, work, on_device=True)
         # As gloo's own (torch 2.13, ProcessGroupGloo::reduce_scatter_tensor_coalesced): an
         # all-reduce of a copy. Its Work cannot be waited for in slices, an all-reduce's can.
