@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from ucp_core.storage.base import Buffer, ReadRange
 
-#: A file appears there only when it is complete: no detour by a temporary name.
-_ATOMIC_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "az", "oss", "memory"}
+#: Object stores: a file appears when it is complete, so no temporary name is needed. fsspec's
+#: own memory is not among them: it shows a file from its opening on.
+_ATOMIC_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "az", "oss"}
 
 
 class FsspecStore:
@@ -93,16 +94,20 @@ class FsspecStore:
         size_bytes = 0
         with _named(path):
             self._fs.makedirs(folder, exist_ok=True)
-            file: Any = self._fs.open(goal, "wb")
+            # Where files appear whole, only ``commit`` makes it appear.
+            options = {"autocommit": False} if self._is_atomic else {}
+            file: Any = self._fs.open(goal, "wb", **options)
             try:
                 for chunk in chunks:
                     file.write(chunk)
                     size_bytes += memoryview(chunk).nbytes
+                file.close()
             except BaseException:
-                _abandon(file)
+                self._abandon(file, goal)
                 raise
-            file.close()
-            if goal != path:
+            if self._is_atomic:
+                file.commit()
+            else:
                 self._fs.mv(goal, path)
         return size_bytes
 
@@ -171,12 +176,13 @@ class FsspecStore:
             and not is_temporary(posixpath.basename(entry["name"]))
         ]
 
-
-def _abandon(file: Any) -> None:
-    """Forget a file that is half written; what was uploaded of it is dropped."""
-    discard = getattr(file, "discard", None)
-    if discard is not None:
-        discard()
+    def _abandon(self, file: Any, path: str) -> None:
+        """Drop a file that is half written."""
+        if self._is_atomic:
+            file.discard()
+            return
+        file.close()
+        self._fs.rm(path)
 
 
 @contextmanager

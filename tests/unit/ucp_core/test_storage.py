@@ -1,0 +1,94 @@
+"""Every store passes the one conformance suite; what only local files do comes after."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from tests.support.store_conformance import StoreConformance
+from ucp_core.errors import StorageError
+from ucp_core.storage import LocalStore, MemoryStore, Store, open_store
+from ucp_core.storage.fsspec_store import FsspecStore
+
+
+class TestLocalStore(StoreConformance):
+    def make(self, tmp_path: Path) -> tuple[Store, str]:
+        return LocalStore(), str(tmp_path / "root")
+
+
+class TestMemoryStore(StoreConformance):
+    def make(self, tmp_path: Path) -> tuple[Store, str]:
+        del tmp_path
+        return MemoryStore(), "root"
+
+
+class TestFsspecMemory(StoreConformance):
+    def make(self, tmp_path: Path) -> tuple[Store, str]:
+        del tmp_path
+        # fsspec's memory is one for the whole process.
+        return open_store(f"memory://{uuid.uuid4().hex}/root")
+
+
+class TestFsspecWithRename(StoreConformance):
+    """A file system where a file grows in place, so that a rename has to make it atomic."""
+
+    def make(self, tmp_path: Path) -> tuple[Store, str]:
+        return FsspecStore(fsspec.filesystem("file")), str(tmp_path / "root")
+
+    def test_of_many_exclusive_writers_one_wins(self, place: tuple[Store, str]) -> None:
+        """Such file systems can only look first, as SPEC.md says: no more than that is claimed."""
+
+
+def test_a_writer_that_was_killed_leaves_nothing_that_is_listed(tmp_path: Path) -> None:
+    """SIGKILL runs no cleanup: the temporary file stays, and must never be taken for data."""
+    store = LocalStore()
+    pid = os.fork()
+    if pid == 0:
+
+        def chunks() -> object:
+            yield b"x" * (2 << 20)
+            os._exit(9)
+
+        store.write_file(str(tmp_path / "f"), chunks(), fsync=False)  # type: ignore[arg-type]
+    os.waitpid(pid, 0)
+
+    assert len(list(tmp_path.iterdir())) == 1
+    assert store.list(str(tmp_path)) == ()
+    assert store.sizes(str(tmp_path)) == {}
+
+
+def test_a_forbidden_place_says_what_to_check(tmp_path: Path) -> None:
+    """Errors of the system reach the user with the path and with advice."""
+    (tmp_path / "file").write_bytes(b"")
+
+    with pytest.raises(StorageError, match="file/sub/x"):
+        LocalStore().write_atomic(str(tmp_path / "file/sub/x"), b"", fsync=False)
+    with pytest.raises(StorageError, match="/proc/nothing/x"):
+        LocalStore().append("/proc/nothing/x", b"")
+
+
+@pytest.mark.parametrize("url", ["{}", "file://{}"])
+def test_local_urls_are_served_by_system_calls(url: str, tmp_path: Path) -> None:
+    """fsspec between a tensor and a local disk would cost half the speed."""
+    store, path = open_store(url.format(tmp_path / "a b"))
+
+    assert isinstance(store, LocalStore)
+    assert path == str(tmp_path / "a b")
+
+
+def test_a_relative_path_becomes_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Worker processes have other working directories than the driver."""
+    monkeypatch.chdir(tmp_path)
+
+    assert open_store("runs/x")[1] == str(tmp_path / "runs/x")
+
+
+@pytest.mark.parametrize("url", ["", "nosuch://x/y"])
+def test_a_url_that_nobody_serves_is_refused(url: str) -> None:
+    """With our own error, not with fsspec's or an import's."""
+    with pytest.raises(StorageError):
+        open_store(url)
