@@ -78,6 +78,9 @@ def worker_left(turn: Turn, event: WorkerLeft) -> None:
     draft = turn.draft
     number, worker = found
     _leave(turn, number, worker, event.step)
+    if event.how in ("yielded", "completed"):
+        # It left only after it had seen the commit.
+        draft.known = max(draft.known, (event.step, event.attempt))
     if draft.phase is Phase.FENCING:
         recovery.proceed(turn)
     elif event.how == "completed":

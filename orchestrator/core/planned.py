@@ -117,7 +117,6 @@ def member_completed(turn: Turn, step: int) -> None:
     """Note that a member reached the last step; the others are given time to do so too."""
     draft = turn.draft
     draft.completed = True
-    draft.known = max(draft.known, (step, draft.attempt))
     if draft.phase is not Phase.YIELDING:
         draft.phase = Phase.YIELDING
         draft.cause = Cause("completed", (), f"step {step} is committed", turn.now_s)

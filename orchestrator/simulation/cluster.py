@@ -185,15 +185,13 @@ class SimCluster:
 
     def released(self, slot: int) -> None:
         """Give a reservation back, or see to it that it never comes into force."""
-        if self.pending.pop(slot, None) is None:
-            name = self.granted.pop(slot, None)
-            if name is None:
-                # The release overtook the request, which must not come into force any more.
-                self.granted[slot] = ""
-                return
-            if name:
-                self.nodes[name].slots.discard(slot)
-                self.place()
+        self.pending.pop(slot, None)
+        name = self.granted.get(slot)
+        # A request that the release overtook must not come into force any more.
+        self.granted[slot] = ""
+        if name:
+            self.nodes[name].slots.discard(slot)
+            self.place()
 
     def place(self) -> None:
         """Grant pending reservations where there is room."""

@@ -117,7 +117,9 @@ def new_node(cluster: SimCluster) -> None:
 def raise_once(cluster: SimCluster) -> None:
     """One rank's training code raises at the next step, once."""
     newest = cluster.attempts.get(cluster.monitor.attempt)
-    if newest is not None and not cluster.raises_once:
+    if newest is None or cluster.raises_once:
+        return
+    if newest.step + 1 not in cluster.raises_at:
         cluster.raises_at[newest.step + 1] = (cluster.rng.randrange(len(newest.members)),)
         cluster.raises_once.add(newest.step + 1)
 

@@ -71,7 +71,8 @@ class Monitor:
             rules.min_workers <= size <= rules.max_workers, "L1", f"{size} members out of bounds"
         )
         for worker in cluster.workers.values():
-            still_in = 0 < worker.attempt < number and worker.name not in self.kill_ordered
+            gone = worker.name in self.kill_ordered or worker.node.cut_off
+            still_in = 0 < worker.attempt < number and not gone
             require(not still_in, "S1", f"{worker.name} is in {worker.attempt} as {number} begins")
         if self.starts:
             old = cluster.attempts[self.attempt].members
@@ -104,7 +105,10 @@ class Monitor:
         newest = max(before_fence, default=(0, 0))
         require(at >= newest, "S3", f"resumes from {at}, though {newest} was committed")
         if self.yielded is not None and self.yielded[0] == self.attempt:
-            require(at[0] == self.yielded[1], "L3", f"yielded at {self.yielded}, resumes {at}")
+            intact = not commits[self.yielded[1], self.attempt].damaged
+            heard = not self.cut_off[self.attempt]
+            lost = intact and heard and at[0] != self.yielded[1]
+            require(not lost, "L3", f"yielded at {self.yielded}, resumes {at}")
         self.num_lost_steps += max(self.last_step - action.resume_step, 0)
 
     def counts(self, step: int, attempt: int) -> bool:
