@@ -185,11 +185,11 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Run the controller's decisions against simulated faults and check the promises."""
-    from orchestrator.simulation import simulate_many
+    from orchestrator.simulation.campaign import run_campaign
 
-    result = simulate_many(histories=histories, seed=seed)
-    _print(result, as_json=as_json)
-    if result["violations"]:
+    campaign = run_campaign(range(seed, seed + histories))
+    _print(campaign.to_json(), as_json=as_json)
+    if campaign.failures:
         raise typer.Exit(1)
 
 

@@ -209,12 +209,14 @@ class Crew:
 
     async def _ask(self, worker: str, node: str, timeout_s: float) -> tuple[str, str, int] | None:
         try:
-            handle = ray.get_actor(self._names.worker(worker), namespace=self._names.namespace)
+            handle: Any = ray.get_actor(
+                self._names.worker(worker), namespace=self._names.namespace
+            )
         except ValueError:
             return None
         member = self._members[worker] = _Member(handle=handle, node=node)
         try:
-            hello = await asyncio.wait_for(_awaited(handle.hello.remote()), timeout_s)
+            hello: dict[str, Any] = await asyncio.wait_for(_asked(handle), timeout_s)
         except TimeoutError:
             # It is still starting, or it is stuck: alive, and perhaps ready later.
             self._spawn(self._accompany(worker))
@@ -264,8 +266,8 @@ class Crew:
         self._post(WorkerExited(at_s=self._at_s(), worker=worker, cause=cause, detail=detail))
 
 
-async def _awaited(ref: Any) -> Any:
-    return await ref
+async def _asked(handle: Any) -> Any:
+    return await handle.hello.remote()
 
 
 def _left(at_s: float, worker: str, outcome: Outcome) -> Event:

@@ -22,12 +22,14 @@ import ray
 from ray.exceptions import RayError
 
 from orchestrator.config import RunConfig
-from orchestrator.errors import CapacityError
+from orchestrator.errors import CapacityError, ConfigError
 from orchestrator.shell.controller import OPTIONS, Controller
 from orchestrator.shell.local_cluster import HostedCluster
 from orchestrator.shell.names import RunNames
-from ucp_core.storage import open_store
+from ucp_core.storage import join, open_store
 
+#: Written last: its presence says that the run is over.
+SUMMARY = "summary.json"
 #: How often a followed run is looked at.
 FOLLOW_S = 0.25
 #: A new controller must answer within this; it took 1 to 8 s on a busy 2-core machine.
@@ -54,6 +56,9 @@ class Launched:
         self.cluster = cluster
         self.names = RunNames(run_id(config.run.directory))
         self._store, self._path = open_store(config.run.directory)
+        self._store.write_atomic(
+            join(self._path, "config.yaml"), config.to_yaml().encode(), fsync=False
+        )
         self._controller: Any = (
             ray.remote(Controller)
             .options(
@@ -92,7 +97,7 @@ class Launched:
 
     def summary(self) -> dict[str, Any] | None:
         """Return the run's summary, None before the run is over."""
-        path = f"{self._path}/summary.json"
+        path = join(self._path, SUMMARY)
         if not self._store.exists(path):
             return None
         document: dict[str, Any] = json.loads(self._store.read(path))
@@ -139,7 +144,19 @@ def open_cluster(config: RunConfig) -> HostedCluster | None:
 
 
 def launch(config: RunConfig) -> Launched:
-    """Start the run in ``config``, or attach to it if it is there already."""
+    """Start the run in ``config``, or attach to it if it is there already.
+
+    Raises:
+        ConfigError: The run in that directory is over.
+        CapacityError: No cluster answers.
+    """
+    store, path = open_store(config.run.directory)
+    if store.exists(join(path, SUMMARY)):
+        raise ConfigError(
+            f"run.directory: the run in {config.run.directory} is over; name another directory, "
+            "or remove this one to train again",
+            problems=["run.directory"],
+        )
     cluster = open_cluster(config)
     try:
         launched = Launched(config, cluster)
@@ -148,7 +165,7 @@ def launch(config: RunConfig) -> Launched:
             cluster.shutdown()
         raise
     if cluster is not None:
-        cluster.stop_when(Path(config.run.directory) / "summary.json")
+        cluster.stop_when(Path(config.run.directory) / SUMMARY)
     return launched
 
 
