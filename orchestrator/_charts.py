@@ -17,7 +17,9 @@ Point: TypeAlias = tuple[float, float]
 
 #: Viewbox in SVG units; the page scales it. Wide and low: curves are read from left to right.
 WIDTH, HEIGHT = 960.0, 320.0
-LEFT, RIGHT, TOP, BOTTOM = 62.0, 14.0, 26.0, 44.0
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 14.0, 48.0, 44.0
+#: Baseline of the line above the plot, which names the y axis and the curves.
+LEGEND_Y = 16.0
 #: More points than about two per pixel column cannot be seen.
 POINTS_MAX = 1600
 NUM_TICKS = 6
@@ -139,7 +141,7 @@ def _axes(scale: _Scale, x_label: str, y_label: str) -> list[str]:
     middle = (LEFT + right) / 2
     parts.append(
         f'<text class="name mid" x="{middle}" y="{HEIGHT - 8}">{escape(x_label)}</text>'
-        f'<text class="name" x="8" y="{TOP - 10}">{escape(y_label)}</text>'
+        f'<text class="name" x="8" y="{LEGEND_Y}">{escape(y_label)}</text>'
     )
     return parts
 
@@ -174,11 +176,14 @@ def _curve(series: Series, scale: _Scale) -> str:
 
 
 def _legend(series: Sequence[Series]) -> str:
-    parts, y = [], TOP + 16
-    for one in series:
+    """Return the names of the curves, right-aligned above the plot where no curve can be."""
+    parts, right = [], WIDTH - RIGHT
+    for one in reversed(series):
+        # About 6.5 units a character at 12 px; the rest is the sample of the line.
+        left = right - 6.5 * len(one.label) - 40
         parts.append(
-            f'<path class="curve {one.css}" d="M{WIDTH - 230} {y - 4}h26"/>'
-            f'<text class="legend" x="{WIDTH - 196}" y="{y}">{escape(one.label)}</text>'
+            f'<path class="curve {one.css}" d="M{left:.0f} {LEGEND_Y - 4}h26"/>'
+            f'<text class="legend" x="{left + 33:.0f}" y="{LEGEND_Y}">{escape(one.label)}</text>'
         )
-        y += 19
+        right = left - 18
     return "".join(parts)

@@ -17,8 +17,7 @@ from markupsafe import Markup
 
 from orchestrator._charts import Band, Series, chart
 from orchestrator.run_directory import PHASES, Incident, RunRecord, StepRecord, read_run
-from ucp_core.storage import open_store
-from ucp_core.storage.base import join
+from ucp_core.storage import join, open_store
 
 REPORT_NAME = "report.html"
 
@@ -275,9 +274,18 @@ def _spent(run: RunRecord) -> list[tuple[str, float, str]]:
     return [(name, float(value), _css(name)) for name, value in ordered if float(value) > 0.0]
 
 
+#: Colour of each phase of a run (``core.stats``) and of a recovery, by CSS class.
+_CSS = {
+    "training": "p0",
+    "recovering": "p1",
+    "yielding": "p3",
+    "forming": "p4",
+    **{name: f"p{index}" for index, (name, _) in enumerate(PHASES, start=1)},
+}
+
+
 def _css(phase: str) -> str:
-    names = ["train", *(name for name, _ in PHASES)]
-    return f"p{names.index(phase)}" if phase in names else "p9"
+    return _CSS.get(phase, "p9")
 
 
 def _facts(run: RunRecord, other: RunRecord | None) -> list[tuple[str, str, str]]:
@@ -306,7 +314,7 @@ def incident_rows(incidents: Sequence[Incident]) -> list[dict[str, str]]:
     return [
         {
             "what": incident.kind,
-            "who": ", ".join(incident.guilty) or "undecided",
+            "who": incident.who,
             "detected in": seconds(incident.detect_s),
             "lost steps": str(incident.lost_steps),
             "back in": seconds(incident.recovery_s),

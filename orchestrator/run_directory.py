@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
-from ucp_core.storage import Store, open_store
-from ucp_core.storage.base import join
+from ucp_core.storage import Store, join, open_store
 
 #: Phases of a recovery in order: name, the instant at which it ends.
 PHASES = (
@@ -24,6 +23,9 @@ PHASES = (
     ("load", "t_load_s"),
     ("first step", "t_first_step_s"),
 )
+
+#: Kinds of incident that are nobody's fault (``orchestrator.core.actions.ReportIncident``).
+PLANNED = frozenset({"growth", "drain", "stop", "controller_restart"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +66,9 @@ class Incident:
 
     Attributes:
         number: Counts from 1.
-        kind: What happened, as ``crash``, ``node``, ``hang``.
-        guilty: Who, proven; empty if it was undecided.
+        kind: What happened, as ``crash``, ``node_loss``, ``hang``; ``growth`` and ``drain`` are
+            planned.
+        guilty: Who, proven; empty if it was undecided, or planned.
         evidence: One line: what proved it.
         instants: Instant by field name, ``t_fault_s`` to ``t_first_step_s``.
         lost_steps: Completed steps that had to be redone.
@@ -83,6 +86,12 @@ class Incident:
     layout_before: str
     layout_after: str
     sources: Mapping[str, int]
+
+    @property
+    def who(self) -> str:
+        """Return the guilty for people; nobody is looked for where a change was planned."""
+        nobody = "\N{EN DASH}" if self.kind in PLANNED else "undecided"
+        return ", ".join(self.guilty) or nobody
 
     @property
     def begin_s(self) -> float | None:

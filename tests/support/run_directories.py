@@ -61,7 +61,12 @@ def write_run(
             "lost_steps": sum(fault.lost_steps for fault in faults),
             "goodput": 0.93,
             "wall_s": at_s - 100.0,
-            "phases_s": {"train": STEP_S * steps, "detect": 0.4, "load": 0.8},
+            "phases_s": {
+                "waiting": 4.0,
+                "forming": 1.5,
+                "training": STEP_S * steps,
+                "recovering": 0.6,
+            },
         }
         (directory / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     return directory
