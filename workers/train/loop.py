@@ -1,0 +1,167 @@
+"""One attempt of one worker, from forming its groups to having left them.
+
+``run_attempt`` is the whole of it. It always returns an outcome, and when it returns nothing of
+the attempt is left in the process: no group, no model, no thread. A collective's exception
+travels through the training script's own loop, so whatever a script holds is let go of too.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from workers import collectives
+from workers.parallel.mesh import build_mesh
+from workers.parallel.state import HostBuffer
+from workers.protocol import (
+    Assignment,
+    Completed,
+    Fenced,
+    Outcome,
+    PeerLost,
+    Raised,
+    WorkerPhase,
+    Yielded,
+)
+from workers.train.boundary import YieldSignal
+from workers.train.context import WorkerContext
+from workers.train.lm import train_language_model
+from workers.train.script import Task, load_task
+from workers.train.session import Session
+
+__all__ = ["WorkerContext", "run_attempt"]
+
+log = logging.getLogger(__name__)
+
+#: Frames of these are left out above the user's own.
+_OURS: Final = str(Path(__file__).parents[1])
+#: The built-in training counts as a user's.
+_BUILT_IN: Final = str(Path(__file__).with_name("lm.py"))
+
+
+class _Process:
+    """What outlives an attempt."""
+
+    buffer = HostBuffer()
+
+
+def run_attempt(
+    assignment: Assignment, context: WorkerContext, task: Task | None = None
+) -> Outcome:
+    """Train in ``assignment`` until this worker leaves it; return how it left.
+
+    Blocks. Always call it from the same thread: DTensor keeps a cache per thread, which is
+    emptied on the way out.
+
+    Args:
+        assignment: Which attempt, as which rank.
+        context: The worker around it.
+        task: What to train; None for the settings' script, or the built-in training.
+    """
+    context.page.enter(WorkerPhase.FORMING)
+    try:
+        return _Attempt(assignment, context).run(task)
+    finally:
+        context.page.enter(WorkerPhase.LEAVING)
+        collectives.leave()
+
+
+class _Attempt:
+    """Holds the session, so that it can be closed whatever happened."""
+
+    def __init__(self, assignment: Assignment, context: WorkerContext) -> None:
+        self._assignment = assignment
+        self._context = context
+        self._session: Session | None = None
+        self._step = assignment.resume_step
+
+    def run(self, task: Task | None) -> Outcome:
+        attempt = self._assignment.attempt
+        try:
+            return self._train(task)
+        except YieldSignal as signal:
+            return Yielded(attempt=attempt, step=signal.step)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the edge: it becomes an outcome
+            return self._outcome_of(error)
+        finally:
+            self._close()
+
+    def _train(self, task: Task | None) -> Outcome:
+        assignment, context = self._assignment, self._context
+        task = task or _task(context.settings.script)
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        collectives.form(
+            backend="nccl" if device_type == "cuda" else "gloo",
+            store_host=assignment.store_host,
+            store_port=assignment.store_port,
+            attempt=assignment.attempt,
+            rank=assignment.rank,
+            world_size=assignment.layout.world_size,
+            ring_path=context.ring_path,
+            timeout_s=context.settings.parallel.collective_timeout_s,
+        )
+        mesh = build_mesh(
+            assignment.layout,
+            device_type=device_type,
+            attempt=assignment.attempt,
+            rank=assignment.rank,
+        )
+        self._session = Session(assignment, context, mesh, _Process.buffer)
+        task(self._session)
+        return Completed(attempt=assignment.attempt, step=self._session.step)
+
+    def _outcome_of(self, error: BaseException) -> Outcome:
+        attempt = self._assignment.attempt
+        step = self._session.step if self._session is not None else self._step
+        described = f"{type(error).__name__}: {error}"
+        if self._context.fenced(attempt):
+            log.info("left_fenced", extra={"attempt": attempt, "step": step, "error": described})
+            return Fenced(attempt=attempt, step=step)
+        if _is_of_groups(error):
+            return PeerLost(attempt=attempt, step=step, detail=described)
+        return Raised(
+            attempt=attempt, step=step + 1, error=described, traceback=_user_traceback(error)
+        )
+
+    def _close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None and not session.close():
+            # A write that cannot be interrupted still reads from the buffer: leave it to it.
+            _Process.buffer = HostBuffer()
+
+
+@functools.lru_cache(maxsize=1)
+def _task(script: str) -> Task:
+    return load_task(script) if script else train_language_model
+
+
+def _is_of_groups(error: BaseException) -> bool:
+    """Return whether a collective failed under the training, perhaps wrapped on its way."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        if isinstance(cause, collectives.GroupError | dist.DistError):
+            return True
+        seen.add(id(cause))
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _user_traceback(error: BaseException) -> str:
+    """Return the traceback from the user's first frame on."""
+    first: TracebackType | None = error.__traceback__
+    while first is not None and _is_ours(first):
+        first = first.tb_next
+    return "".join(traceback.format_exception(type(error), error, first or error.__traceback__))
+
+
+def _is_ours(frame: TracebackType) -> bool:
+    file = frame.tb_frame.f_code.co_filename
+    return file.startswith(_OURS) and file != _BUILT_IN

@@ -1,0 +1,327 @@
+"""A training script's view of one attempt: model, optimizer, steps.
+
+``workers.api`` documents how a script uses it; the built-in training (``workers.train.lm``) is
+written on it too, so there is one path. One session lives in one thread for one attempt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from workers.data.order import DataOrder
+from workers.errors import DataError, TaskError
+from workers.parallel.mesh import Mesh
+from workers.parallel.spread import Piece, materialize, pieces, spread
+from workers.parallel.state import HostBuffer, StateEntry, local_parameters, set_scalars
+from workers.protocol import Assignment, WorkerPhase
+from workers.train.boundary import Boundary
+from workers.train.context import WorkerContext
+from workers.train.evaluation import mean_over_samples
+from workers.train.parts import Parts
+from workers.train.quotas import Schedule, schedule
+from workers.train.reduction import Reduction, use_tree
+from workers.train.restoring import restore
+from workers.train.settings import Settings
+from workers.train.step import Step
+from workers.train.storing import Storing
+
+__all__ = ["Initialise", "Session"]
+
+VALIDATION: Final = "metrics/validation.jsonl"
+LOADS: Final = "metrics/loads.jsonl"
+
+Initialise = Callable[[str, tuple[int, ...]], Tensor]
+
+
+class Session:
+    """One attempt, as a training script sees it. Made by ``workers.train.loop``.
+
+    Attributes:
+        settings: What the run was asked to do.
+        device: Where to compute.
+        rank: This worker's rank.
+        world_size: Workers in the attempt.
+        step: Last completed step; where the attempt resumes from before its first.
+    """
+
+    def __init__(
+        self, assignment: Assignment, context: WorkerContext, mesh: Mesh, buffer: HostBuffer
+    ) -> None:
+        self.settings: Settings = context.settings
+        self.device = torch.device(mesh.sharding.device_type)
+        self.rank = assignment.rank
+        self.world_size = assignment.layout.world_size
+        self.step = 0
+        self._assignment = assignment
+        self._context = context
+        self._mesh = mesh
+        self._buffer = buffer
+        self._build: Callable[[], nn.Module] | None = None
+        self._initialise: Initialise | None = None
+        self._model: nn.Module | None = None
+        self._pieces: Sequence[Piece] = ()
+        self._parts: Parts | None = None
+        self._reduction = Reduction()
+        self._restored: dict[str, Any] = {}
+        self._validation_loss = math.nan
+        self._storing = Storing(
+            store=context.store,
+            directory=context.directory,
+            assignment=assignment,
+            settings=context.settings.checkpoint,
+            fenced=lambda: context.fenced(assignment.attempt),
+        )
+        self._boundary = Boundary(assignment, context, buffer, self._storing)
+
+    def model(self, build: Callable[[], nn.Module], initialise: Initialise | None = None) -> Any:
+        """Return the model that ``build`` makes, spread over the workers, not yet filled.
+
+        Args:
+            build: Makes the whole model; called on the meta device, where it needs no memory.
+            initialise: Returns the whole initial value of one parameter from its name and
+                shape, the same on every worker. Without it ``build`` is called once more on
+                the CPU, seeded, and its values are taken, as a plain script would have them;
+                then the whole model has to fit into memory for a moment.
+
+        Raises:
+            TaskError: The model cannot be trained in parts.
+        """
+        if self._model is not None:
+            raise TaskError("session.model was called twice in one attempt; call it once")
+        with torch.device("meta"):
+            model = build()
+        _check(model)
+        spread(
+            model,
+            self._mesh,
+            precision=self.settings.train.precision,
+            reshard_after_forward=self.settings.parallel.reshard_after_forward,
+        )
+        materialize(model, self.device)
+        self._pieces = pieces(model)
+        if self.settings.train.deterministic:
+            use_tree(model, self._reduction)
+        self._model, self._build, self._initialise = model, build, initialise
+        return model
+
+    def optimizer(
+        self, make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer that ``make`` builds, after loading the state of both.
+
+        Args:
+            make: Builds a torch optimizer over the parameters it is given by name. They are
+                this worker's parts; an optimizer must treat every element alike, as SGD and
+                Adam do.
+
+        Raises:
+            TaskError: There is no model yet.
+            StateError: The optimizer keeps what cannot be saved in parts.
+        """
+        if self._model is None:
+            raise TaskError("call session.model before session.optimizer")
+        self._context.page.enter(WorkerPhase.LOADING)
+        parameters = local_parameters(self._pieces)
+        self._parts = Parts(
+            model=self._model,
+            optimizer=make(parameters),
+            pieces=self._pieces,
+            parameters=parameters,
+            reduction=self._reduction,
+            mesh=self._mesh,
+            device=self.device,
+        )
+        self._load(self._parts)
+        self._context.page.resumed(self.step)
+        self._context.on_formed()
+        return self._parts.optimizer
+
+    def steps(self, num_samples: int, *, data_digest: str = "") -> Iterator[Step]:
+        """Yield the steps that are left, one at a time; call ``apply`` on each.
+
+        Between two steps the session saves, reports, and leaves if it is asked to.
+
+        Args:
+            num_samples: Samples of the training data; every sample is an index below this.
+            data_digest: Tells data apart; workers whose digests differ refuse to start.
+
+        Raises:
+            DataError: Workers, or this run and its checkpoint, have different data.
+            TaskError: A step was left without ``apply``.
+        """
+        parts = self._ready()
+        train = self.settings.train
+        order = DataOrder(
+            seed=self.settings.data.seed, num_samples=num_samples, global_batch=train.global_batch
+        )
+        cursor = self._agree_on_data(order, data_digest)
+        plan = self._schedule(train.num_micro_batches)
+        begun_s, loss = time.perf_counter(), math.nan
+
+        def applied(step: Step) -> None:
+            nonlocal begun_s
+            self.step = step.number
+            step_s, begun_s = time.perf_counter() - begun_s, time.perf_counter()
+            position = {"order_position": step.order_range[1]}
+            self._boundary.completed(step, step_s, parts, {**cursor, **position})
+
+        while self.step < train.steps:
+            step = Step(
+                self.step + 1,
+                order=order,
+                schedule=plan,
+                train=train,
+                parts=parts,
+                page=self._context.page,
+                yield_requested=self._context.yield_requested(self._assignment.attempt),
+                on_applied=applied,
+            )
+            yield step
+            if not step.is_applied:
+                raise TaskError(f"step {step.number} was left without step.apply(); call it once")
+            loss = step.loss
+            if step.leaves and step.number < train.steps:
+                self._boundary.leave(step.number)
+        self._boundary.finish(self.step, loss, self._validation_loss, parts)
+
+    def evaluate(
+        self, loss_of: Callable[[NDArray[Any]], tuple[Tensor, int]], num_samples: int
+    ) -> float:
+        """Return the mean loss per token over samples ``0 .. num_samples - 1``, to every worker.
+
+        Every worker calls it alike. The result does not depend on their number.
+
+        Args:
+            loss_of: Returns the mean loss over a micro-batch, and its number of tokens.
+            num_samples: Of the held-out data; rounded down to whole micro-batches.
+        """
+        parts = self._ready()
+        samples_each = min(self.settings.train.micro_batch, num_samples)
+        num_micro_batches = num_samples // samples_each
+        parts.model.eval()
+        loss = mean_over_samples(
+            loss_of,
+            schedule=self._schedule(num_micro_batches),
+            num_micro_batches=num_micro_batches,
+            samples_each=samples_each,
+            device=self.device,
+        )
+        parts.model.train()
+        self._validation_loss = loss
+        if self.rank == 0:
+            self._storing.append(VALIDATION, self._boundary.line(self.step, loss=loss))
+        return loss
+
+    def close(self) -> bool:
+        """Let go of the model and end writing; return whether the host buffer is free again."""
+        self._model = self._build = self._initialise = self._parts = None
+        self._pieces = ()
+        return self._storing.close()
+
+    def _ready(self) -> Parts:
+        if self._parts is None:
+            raise TaskError("call session.model and session.optimizer first")
+        return self._parts
+
+    def _schedule(self, num_micro_batches: int) -> Schedule:
+        return schedule(
+            num_micro_batches,
+            self._mesh.layout.dp,
+            self._mesh.data_rank,
+            fixed_tree=self.settings.train.deterministic,
+        )
+
+    def _load(self, parts: Parts) -> None:
+        def to_fill() -> Sequence[StateEntry]:
+            parts.prime()
+            return parts.state()
+
+        restored = restore(
+            self._assignment,
+            to_fill,
+            store=self._context.store,
+            directory=self._context.directory,
+            buffer=self._buffer,
+            threads=self.settings.checkpoint.threads,
+        )
+        self.step, self._restored = restored.step, restored.extra
+        if restored.step:
+            set_scalars(parts.parameters, parts.optimizer, restored.extra["optimizer"])
+        else:
+            parts.optimizer.state.clear()
+        self._fill(parts)
+        if restored.skipped and self.rank == 0:
+            skipped = [list(entry) for entry in restored.skipped]
+            self._storing.append(LOADS, self._boundary.line(self.step, skipped=skipped))
+
+    def _fill(self, parts: Parts) -> None:
+        """Give the parts that no checkpoint holds their value: buffers, and at step 0 weights."""
+        assert self._build is not None
+        is_new = self.step == 0
+        buffers = dict(parts.model.named_buffers())
+        values: dict[str, Tensor] = {}
+        if buffers or (is_new and self._initialise is None):
+            # Kept apart, so that a script's own random numbers do not shift.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.settings.train.seed)
+                whole = self._build()
+            values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(values[name])
+            for piece in parts.pieces if is_new else ():
+                if self._initialise is not None:
+                    value = self._initialise(piece.fqn, piece.shape)
+                else:
+                    value = values[piece.fqn]
+                bounds = zip(piece.box.start, piece.box.stop, strict=True)
+                piece.local.copy_(value[tuple(slice(start, stop) for start, stop in bounds)])
+
+    def _agree_on_data(self, order: DataOrder, digest: str) -> dict[str, Any]:
+        """Return what a checkpoint says about the data; raise if workers have different ones."""
+        cursor = {
+            "data_digest": digest,
+            "num_samples": order.num_samples,
+            "global_batch": order.global_batch,
+            "data_seed": order.seed,
+        }
+        for name, value in cursor.items():
+            before = self._restored.get(name, value)
+            if before != value:
+                raise DataError(
+                    f"{name} is {value} but the checkpoint of step {self.step} was made with "
+                    f"{before}; samples would be lost or seen twice. Resume with the same data "
+                    "and batch, or begin a new run",
+                    found=value,
+                    expected=before,
+                )
+        key = hashlib.sha256(repr(sorted(cursor.items())).encode()).digest()
+        number = int.from_bytes(key[:8], "little") >> 2
+        ends = torch.tensor([number, -number])
+        dist.all_reduce(ends, op=dist.ReduceOp.MIN)
+        if ends[0] != -ends[1]:
+            raise DataError(
+                f"the workers have different training data (here: {cursor}); give all nodes the "
+                "same files, and with data.source=stdlib the same Python"
+            )
+        return cursor
+
+
+def _check(model: nn.Module) -> None:
+    """Raise ``TaskError`` if ``model`` keeps state that would differ between workers."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:  # noqa: SLF001
+            raise TaskError(
+                f"module {name} ({type(module).__name__}) keeps running statistics, which depend "
+                "on the number of workers; use LayerNorm, RMSNorm or GroupNorm",
+                module=name,
+            )

@@ -1,0 +1,251 @@
+"""Checkpoints and metrics leave in the background, in order, and never after the fence.
+
+The training thread copies the state into host memory and goes on; one thread per attempt writes.
+Lines of metrics go the same way before the state that they tell of, so a committed step always
+has its line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ucp_core.checkpoint import (
+    LocalTensor,
+    checkpoint_name,
+    collect_garbage,
+    open_checkpoint,
+    save_rank,
+)
+from ucp_core.errors import CheckpointNotFoundError
+from ucp_core.storage import ReadRange, Store
+from ucp_core.storage.base import Buffer, join
+from workers.collectives import AbortedError, CollectiveError
+from workers.protocol import Assignment
+from workers.train.settings import CheckpointSettings
+
+__all__ = ["CHECKPOINTS", "SavedState", "Storing", "append_json"]
+
+#: Where a run directory keeps its checkpoints.
+CHECKPOINTS: Final = "checkpoints"
+
+#: How often a wait looks whether the attempt was fenced.
+_LOOK_S: Final = 0.02
+#: A fenced thread that is in the middle of a write gets this long to notice.
+_CLOSE_S_MAX: Final = 5.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """A state on its way to storage; see ``ucp_core.checkpoint.save_rank``."""
+
+    step: int
+    tensors: Sequence[LocalTensor]
+    extra: Mapping[str, Any]
+    param_groups: Sequence[Mapping[str, Any]]
+
+
+class Storing:
+    """Writes for one rank of one attempt. The training thread calls it and closes it.
+
+    Args:
+        store: Where the run directory is.
+        directory: Its path.
+        assignment: Attempt, rank and layout that the checkpoints are saved under.
+        settings: How often, how many, how safe.
+        fenced: Whether the attempt may write no more.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        directory: str,
+        assignment: Assignment,
+        settings: CheckpointSettings,
+        fenced: Callable[[], bool],
+    ) -> None:
+        self._store = _FencedStore(store, fenced, assignment.attempt)
+        self._directory = directory
+        self._assignment = assignment
+        self._settings = settings
+        self._fenced = fenced
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="storing", daemon=True)
+        self._thread.start()
+
+    def append(self, path: str, line: Mapping[str, Any]) -> None:
+        """Add a JSON line to a file of the run directory, behind what was asked for before."""
+        self._tasks.put(lambda: append_json(self._store, join(self._directory, path), line))
+
+    def save(self, state: SavedState) -> None:
+        """Write ``state``; its tensors are left alone until ``wait_idle`` returns."""
+        self._idle.clear()
+        self._tasks.put(lambda: self._save(state))
+
+    def wait_idle(self) -> None:
+        """Return when no save is under way.
+
+        Raises:
+            AbortedError: The attempt was fenced.
+            UcpError: A write failed.
+        """
+        while not self._idle.wait(_LOOK_S):
+            if self._fenced():
+                break
+        if self._fenced():
+            raise AbortedError(
+                f"attempt {self._assignment.attempt} was fenced while a checkpoint was written",
+                attempt=self._assignment.attempt,
+            )
+        if self._error is not None:
+            raise self._error
+
+    def wait_committed(self, step: int, *, timeout_s: float) -> None:
+        """Return when the checkpoint of ``step`` is committed by this attempt.
+
+        Raises:
+            AbortedError: The attempt was fenced.
+            CollectiveError: The other ranks' parts did not appear in time.
+        """
+        self.wait_idle()
+        directory = join(self._directory, CHECKPOINTS, checkpoint_name(step))
+        deadline_s = time.monotonic() + timeout_s
+        while not self._is_committed(directory):
+            self.wait_idle()
+            if time.monotonic() > deadline_s:
+                raise CollectiveError(
+                    f"the checkpoint of step {step} was not committed within {timeout_s} s: a "
+                    "rank has not written its part",
+                    attempt=self._assignment.attempt,
+                    op="commit",
+                )
+            time.sleep(_LOOK_S / 4)
+
+    def close(self) -> bool:
+        """End the thread; return whether it has let go of the tensors it was given.
+
+        What is queued is still written, unless the attempt is fenced.
+        """
+        self._tasks.put(None)
+        self._thread.join(_CLOSE_S_MAX)
+        return not self._thread.is_alive()
+
+    def _is_committed(self, directory: str) -> bool:
+        try:
+            return open_checkpoint(self._store, directory).attempt == self._assignment.attempt
+        except CheckpointNotFoundError:
+            return False
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                if not self._fenced():
+                    task()
+            except _WriteRefused:
+                log.info("write_refused", extra={"attempt": self._assignment.attempt})
+            except Exception as error:  # noqa: BLE001  raised again in the training thread
+                self._error = error
+                self._idle.set()
+
+    def _save(self, state: SavedState) -> None:
+        assignment = self._assignment
+        checkpoints = join(self._directory, CHECKPOINTS)
+        try:
+            save_rank(
+                self._store,
+                join(checkpoints, checkpoint_name(state.step)),
+                step=state.step,
+                attempt=assignment.attempt,
+                rank=assignment.rank,
+                world_size=assignment.layout.world_size,
+                tensors=state.tensors,
+                extra=state.extra,
+                param_groups=state.param_groups,
+                source={"writer": "everstep", "layout": assignment.layout.to_json()},
+                fsync=self._settings.fsync,
+            )
+        finally:
+            self._idle.set()
+        if assignment.rank == 0 and self._settings.keep:
+            collect_garbage(
+                self._store,
+                checkpoints,
+                keep=self._settings.keep,
+                lineage=assignment.lineage,
+            )
+
+
+def append_json(store: Store, path: str, line: Mapping[str, Any]) -> None:
+    """Add one JSON line to the file at ``path``."""
+    store.append(path, (json.dumps(line) + "\n").encode())
+
+
+class _WriteRefused(Exception):  # noqa: N818  not an error: the fence did what it is for
+    """The attempt was fenced before a write."""
+
+
+class _FencedStore:
+    """A store that changes nothing once the attempt is fenced; reading goes on."""
+
+    def __init__(self, store: Store, fenced: Callable[[], bool], attempt: int) -> None:
+        self._store = store
+        self._fenced = fenced
+        self._attempt = attempt
+        self.read = store.read
+        self.read_range = store.read_range
+        self.list = store.list
+        self.sizes = store.sizes
+        self.exists = store.exists
+        self.size = store.size
+
+    def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
+        """Do as the store does."""
+        self._store.read_ranges(path, ranges)
+
+    def write_atomic(
+        self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
+    ) -> bool:
+        """Do as the store does."""
+        self._check()
+        return self._store.write_atomic(path, data, fsync=fsync, exclusive=exclusive)
+
+    def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
+        """Do as the store does; stops between two chunks."""
+        return self._store.write_file(path, self._while_allowed(chunks), fsync=fsync)
+
+    def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
+        """Do as the store does."""
+        self._check()
+        self._store.append(path, data, fsync=fsync)
+
+    def delete(self, path: str) -> None:
+        """Do as the store does."""
+        self._check()
+        self._store.delete(path)
+
+    def makedirs(self, path: str) -> None:
+        """Do as the store does."""
+        self._check()
+        self._store.makedirs(path)
+
+    def _while_allowed(self, chunks: Iterable[Buffer]) -> Iterator[Buffer]:
+        for chunk in chunks:
+            self._check()
+            yield chunk
+        self._check()
+
+    def _check(self) -> None:
+        if self._fenced():
+            raise _WriteRefused(f"attempt {self._attempt} was fenced")
