@@ -20,7 +20,7 @@ from workers.progress import ProgressPage
 from workers.protocol import Assignment, Outcome, Raised, WorkerPhase
 from workers.train.context import WorkerContext
 from workers.train.loop import run_attempt
-from workers.train.settings import from_json
+from workers.train.settings import Settings
 
 
 class AttemptRunner:
@@ -30,7 +30,7 @@ class AttemptRunner:
         worker: Worker id.
         directory: Shared-memory directory for the page and the ring.
         run_url: The run directory.
-        settings: ``workers.train.settings.to_json``.
+        settings: ``Settings.to_json()``.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AttemptRunner:
         self._page = ProgressPage.create(page_path(directory, worker), worker=worker)
         self._context = WorkerContext(
             worker=worker,
-            settings=from_json(settings),
+            settings=Settings.from_json(settings),
             store=store,
             directory=path,
             page=self._page,
