@@ -243,7 +243,7 @@ def _step(document: Mapping[str, Any]) -> StepRecord:
 
 
 def _incidents(store: Store, directory: str) -> list[Incident]:
-    incidents = []
+    incidents: list[Incident] = []
     for name in store.list(directory):
         document = _object(_text(store, join(directory, name, "incident.json")))
         if document:

@@ -1,0 +1,84 @@
+"""Every command explains itself the same way."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from orchestrator.cli import app as everstep
+from tests.arch._tree import ROOT
+from ucp_core.cli import app as ucp
+
+WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+def _commands() -> list[tuple[str, typer.Typer, str]]:
+    found = []
+    for program, app in (("everstep", everstep), ("ucp", ucp)):
+        group = typer.main.get_command(app)
+        names = getattr(group, "commands", {})
+        assert names, f"{program} has no commands"
+        found += [(program, app, name) for name in names]
+    return found
+
+
+COMMANDS = _commands()
+IDS = [f"{program}-{name}" for program, _, name in COMMANDS]
+
+
+@pytest.mark.parametrize(("program", "app", "name"), COMMANDS, ids=IDS)
+def test_help_has_an_example_that_names_the_command(
+    program: str, app: typer.Typer, name: str
+) -> None:
+    """A list of options does not say how a command is used; an example of another does harm."""
+    result = CliRunner().invoke(app, [name, "--help"], env=WIDE)
+
+    assert result.exit_code == 0
+    assert f"Example: {program} {name}" in re.sub(r"\s+", " ", result.stdout)
+
+
+@pytest.mark.parametrize(("program", "app", "name"), COMMANDS, ids=IDS)
+def test_every_command_speaks_to_machines_too(program: str, app: typer.Typer, name: str) -> None:
+    """A script that has to parse a table breaks at the next release."""
+    result = CliRunner().invoke(app, [name, "--help"], env=WIDE)
+
+    assert "--json" in result.stdout, f"{program} {name} has no --json"
+
+
+def test_the_first_two_commands_of_the_readme_are_the_demo_and_the_tests() -> None:
+    """They are what a stranger types; both must stay what the Makefile has."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    commands = [
+        line.removeprefix("$ ")
+        for block in re.findall(r"```\w*\n(.*?)```", readme, flags=re.DOTALL)
+        for line in block.splitlines()
+        if re.match(r"(\$ )?make ", line)
+    ]
+
+    assert commands[:2] == ["make demo", "make test"]
+    assert re.search(r"^demo: ", makefile, re.MULTILINE)
+    assert re.search(r"^test: ", makefile, re.MULTILINE)
+
+
+def test_every_path_that_the_documents_name_exists() -> None:
+    """A renamed file leaves its old name in the texts, where nothing fails."""
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests/README.md"]
+    missing = [
+        f"{document.name}: {name}"
+        for document in documents
+        for name in re.findall(r"`([\w./-]+\.(?:py|md|yaml|toml|txt))`", document.read_text())
+        if not _exists(name)
+    ]
+
+    assert missing == []
+
+
+def _exists(name: str) -> bool:
+    places = (ROOT, ROOT / "tests")
+    made_by_a_run = {"config.yaml"}
+    return name in made_by_a_run or any(Path(place, name).exists() for place in places)
