@@ -35,7 +35,9 @@ def may_start_workers(turn: Turn) -> bool:
     Importing torch takes seconds of a core. While enough workers are there to go on, they
     get the machine until their first step is done; replacements come after it.
     """
-    return turn.draft.phase is Phase.WAITING or turn.draft.stepped
+    draft = turn.draft
+    trains = draft.stepped and draft.phase in (Phase.RUNNING, Phase.YIELDING)
+    return trains or draft.phase is Phase.WAITING
 
 
 def renew_pending(turn: Turn) -> None:

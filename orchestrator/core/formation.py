@@ -88,7 +88,7 @@ def _start(turn: Turn) -> None:
     draft.members = tuple(members)
     draft.num_inside = draft.num_unformed = len(members)
     draft.step = resume_step
-    draft.stepped = draft.completed = draft.read_seen = False
+    draft.stepped = draft.completed = draft.read_seen = draft.yield_asked = False
     draft.known_at_start = draft.known
     draft.left_step = draft.yielded_step = -1
     draft.reads_pending = 0

@@ -88,6 +88,7 @@ def yield_attempt(turn: Turn, kind: str, reason: str) -> None:
     draft = turn.draft
     draft.cause = Cause(kind, (), reason, turn.now_s)
     draft.phase = Phase.YIELDING
+    draft.yield_asked = True
     draft.deadline_s = yield_deadline_s(turn)
     turn.actions.append(
         YieldAttempt(attempt=draft.attempt, workers=recovery.members_inside(turn), reason=reason)

@@ -127,8 +127,7 @@ def _known_is_final(turn: Turn) -> bool:
     if not (draft.read_seen or draft.stepped) or draft.left_step < 0:
         return False
     every = turn.rules.checkpoint_every
-    leaves_at_any_step = draft.yielded_step != -1 or draft.known[0] % every != 0
-    if leaves_at_any_step or draft.left_step >= turn.rules.total_steps:
+    if draft.yield_asked or draft.known[0] % every or draft.left_step >= turn.rules.total_steps:
         # A yield commits at any step, and the last step is always committed.
         every = 1
     return draft.known[0] >= draft.left_step - draft.left_step % every

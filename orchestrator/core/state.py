@@ -153,6 +153,7 @@ class Draft:
         known: ``(step, attempt)`` of the newest commit known to count.
         known_at_start: What ``known`` was when the attempt started.
         left_step: Least step that members reported when they left, -1 if none did.
+        yield_asked: Whether the members of the current attempt were asked to leave.
         yielded_step: Step at which all members so far yielded; -1 none yet, -2 they differ.
         completed: Whether a member reported the last step as committed.
         reads_pending: ``ReadCommitted`` actions without an answer.
@@ -205,6 +206,7 @@ class Draft:
     known: tuple[int, int] = (0, 0)
     known_at_start: tuple[int, int] = (0, 0)
     left_step: int = -1
+    yield_asked: bool = False
     yielded_step: int = -1
     completed: bool = False
     reads_pending: int = 0

@@ -6,13 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 
 from orchestrator.core.actions import Action
 from orchestrator.core.events import Event
 from orchestrator.core.state import RunState
 from orchestrator.simulation.campaign import Campaign, run_campaign
 from orchestrator.simulation.history import History
+from orchestrator.simulation.scenario import one_line, phase_line
 from orchestrator.simulation.violations import Violation
 
 
@@ -58,10 +58,10 @@ def _report(campaign: Campaign) -> str:
 
 def _show(seed: int, fault_limit: int | None) -> int:
     def show(event: Event, state: RunState, actions: Sequence[Action]) -> None:
-        sys.stdout.write(f"{event.at_s:9.3f} {_line(event)}\n")
+        sys.stdout.write(f"{event.at_s:.3f} {one_line(event)}\n")
         for action in actions:
-            sys.stdout.write(f"            {_line(action)}\n")
-        sys.stdout.write(f"            [{state.phase} attempt={state.attempt}]\n")
+            sys.stdout.write(f"  {one_line(action)}\n")
+        sys.stdout.write(f"  {phase_line(state)}\n")
 
     try:
         History(seed, fault_limit=fault_limit, observe=show).run()
@@ -70,11 +70,6 @@ def _show(seed: int, fault_limit: int | None) -> int:
         return 1
     sys.stdout.write("every promise held\n")
     return 0
-
-
-def _line(item: Event | Action) -> str:
-    values = (f"{f.name}={getattr(item, f.name)!r}" for f in fields(item) if f.name != "at_s")
-    return f"{type(item).__name__}({', '.join(values)})"
 
 
 if __name__ == "__main__":

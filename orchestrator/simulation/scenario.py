@@ -1,0 +1,93 @@
+"""Scenario files: events in, the machine's answer written below each; reviewed as a diff.
+
+A file has comments (``#``), one ``rules(...)`` line, and a line per event, ``12.5 Kind(field=...)``.
+Indented lines are the answer: each action, then ``[phase attempt=n]``. ``--show`` prints the same
+form, so a seed that found a bug becomes a scenario by copying the lines that matter.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields
+from typing import Any, get_args
+
+from orchestrator.core import events as ev
+from orchestrator.core.actions import Action
+from orchestrator.core.checks import check
+from orchestrator.core.machine import step
+from orchestrator.core.rules import RunRules
+from orchestrator.core.state import RunState
+from orchestrator.policies.layout import LayoutRules
+
+_EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(ev.Event)}
+
+
+def answer(text: str) -> str:
+    """Return a scenario with the machine's answers written anew.
+
+    Raises:
+        ValueError: A line is not of the form that is described above.
+    """
+    rules: RunRules | None = None
+    state = RunState()
+    lines: list[str] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.startswith(" "):
+            continue
+        lines.append(line)
+        if not line or line.startswith("#"):
+            continue
+        try:
+            if line.startswith("rules("):
+                rules = _rules(line)
+                continue
+            event = _event(line)
+        except (SyntaxError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"line {number}, {line!r}: {error}") from error
+        if rules is None:
+            raise ValueError(f"line {number}: events come after a line rules(...)")
+        state, actions = step(state, event, rules=rules)
+        check(state)
+        lines += [f"  {one_line(action)}" for action in actions]
+        lines.append(f"  {phase_line(state)}")
+    return "\n".join(lines) + "\n"
+
+
+def one_line(item: ev.Event | Action) -> str:
+    """Return an event or action as a call, without ``at_s`` and fields at their default."""
+    values = (
+        f"{field.name}={_text(getattr(item, field.name))}"
+        for field in fields(item)
+        if field.name != "at_s" and getattr(item, field.name) != field.default
+    )
+    return f"{type(item).__name__}({', '.join(values)})"
+
+
+def phase_line(state: RunState) -> str:
+    """Return where the run is, as scenarios show it."""
+    return f"[{state.phase} attempt={state.attempt}]"
+
+
+def _text(value: Any) -> str:
+    return repr(value) if isinstance(value, str | int | float | tuple) else f"'{value}'"
+
+
+def _arguments(call: str) -> tuple[str, dict[str, Any]]:
+    node = ast.parse(call.strip(), mode="eval").body
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+        raise ValueError("expected Kind(field=value, ...)")
+    values = {str(kw.arg): ast.literal_eval(kw.value) for kw in node.keywords}
+    return node.func.id, values
+
+
+def _rules(line: str) -> RunRules:
+    _, values = _arguments(line)
+    layout = LayoutRules(dp_replicate=values.pop("dp_replicate", 1))
+    return RunRules(run="scenario", layout=layout, **values)
+
+
+def _event(line: str) -> ev.Event:
+    at_s, call = line.split(" ", 1)
+    kind, values = _arguments(call)
+    event: ev.Event = _EVENTS[kind](at_s=float(at_s), **values)
+    return event
