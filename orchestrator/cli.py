@@ -73,6 +73,7 @@ def run(
     machine. Ctrl-C leaves the run going; `everstep stop` ends it.
     """
     from orchestrator.config import load
+    from orchestrator.preflight import require_ready
 
     extra = list(overrides or [])
     if address is not None:
@@ -80,6 +81,7 @@ def run(
     if local_nodes is not None:
         extra.append(f"cluster.local_nodes={local_nodes}")
     settings = load(config, extra)
+    require_ready(settings)
     from orchestrator.shell.launch import launch
 
     launched = launch(settings)
