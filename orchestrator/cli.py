@@ -6,8 +6,10 @@ arguments, a run directory that holds no run); 3 no capacity or no cluster.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import wraps
 from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 
@@ -15,6 +17,7 @@ import typer
 from rich.console import Console
 
 from orchestrator.errors import CapacityError, OrchestratorError, RunFailedError
+from ucp_core.errors import UcpError
 
 app = typer.Typer(
     name="everstep",
@@ -47,7 +50,8 @@ def _edge(command: Callable[P, R]) -> Callable[P, R]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return command(*args, **kwargs)
-        except OrchestratorError as error:
+        except (OrchestratorError, UcpError) as error:
+            typer.echo(f"everstep: {error}", err=True)
             code = {RunFailedError: 1, CapacityError: 3}.get(type(error), 2)
             raise typer.Exit(code) from error
 
@@ -120,7 +124,7 @@ def demo(
     undisturbed, disturbed = (demo_config(str(path.resolve())) for path in runs)
     result = run_demo(undisturbed, disturbed, console=Console(stderr=as_json))
     if as_json:
-        pass
+        typer.echo(json.dumps(asdict(result)))
     if not result.weights_equal:
         raise typer.Exit(1)
 
@@ -133,6 +137,7 @@ def status(run_dir: RunDirectory, *, as_json: Json = False) -> None:
 
     document = read_status(run_dir)
     if as_json:
+        typer.echo(json.dumps(document))
         return
     console = Console()
     for key, value in document.items():
@@ -197,17 +202,18 @@ def simulate(
 
 def _print(document: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        pass
+        typer.echo(json.dumps(document))
     else:
-        for _key, _value in document.items():
-            pass
+        for key, value in document.items():
+            typer.echo(f"{key}: {value}")
 
 
 def _finish(summary: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        pass
+        typer.echo(json.dumps(summary))
     else:
         shown = {k: v for k, v in summary.items() if k not in {"incidents", "phases_s", "reason"}}
         _print(shown, as_json=False)
     if summary["outcome"] == "failed":
+        typer.echo(f"\n{summary['reason']}", err=True)
         raise typer.Exit(1)
