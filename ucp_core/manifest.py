@@ -96,7 +96,7 @@ def parse(document: Any, *, where: str = "manifest") -> Manifest:
         UnsupportedVersionError: A newer format.
         CheckpointCorruptError: Lists every problem; they are in ``facts["problems"]``.
     """
-    if isinstance(document, dict) and document.get("format") in set(Kind):
+    if isinstance(document, dict) and document.get("format") in tuple(Kind):
         version = document.get("version")
         if isinstance(version, int) and version > VERSION:
             raise UnsupportedVersionError(

@@ -1,0 +1,236 @@
+"""Any sharding to any other, bit for bit; any damage found; any crash survived."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.checkpoints import (
+    ROOT,
+    State,
+    StoppedError,
+    StoppingStore,
+    assert_loaded,
+    empty_tensors,
+    random_sharding,
+    random_state,
+    save,
+    small_state,
+    whole_need,
+)
+from ucp_core import _save, checksums, universal
+from ucp_core.checkpoint import (
+    Checkpoint,
+    LocalTensor,
+    collect_garbage,
+    find_committed,
+    load,
+    materialise,
+    open_checkpoint,
+    try_commit,
+    verify,
+)
+from ucp_core.errors import UcpError, UncoveredRegionError, UnsupportedVersionError
+from ucp_core.manifest import from_bytes, parse, to_bytes, to_json, validate
+from ucp_core.storage import MemoryStore, join
+
+SEEDS = st.integers(0, 2**32)
+DIRECTORY = f"{ROOT}/step-00000007"
+
+
+@pytest.fixture(params=[16, 1 << 20], ids=["tiny blocks", "real blocks"])
+def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 16 bytes make small tensors meet every case of large ones."""
+    for module in (_save, universal):
+        monkeypatch.setattr(module, "BLOCK_BYTES", request.param)
+    defaults = checksums.BlockHasher.__init__
+    monkeypatch.setattr(defaults, "__defaults__", (request.param,))
+
+
+@pytest.mark.usefixtures("_blocks")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(seed=SEEDS, saved_by=st.integers(1, 5), loaded_by=st.integers(1, 5))
+def test_any_sharding_loads_from_any_other(seed: int, saved_by: int, loaded_by: int) -> None:
+    """Rows, columns, grids and flat ranges, in native form and materialised."""
+    rng = random.Random(seed)
+    state = random_state(rng)
+    store = MemoryStore()
+    sharding = random_sharding(rng, state, saved_by)
+    results = save(store, state, step=7, world_size=saved_by, sharding=sharding)
+    assert [result.committed for result in results] == [False] * (saved_by - 1) + [True]
+    native = open_checkpoint(store, DIRECTORY)
+    materialise(native, store, "universal", memory_bytes=8 << 20, progress=None)
+
+    target = random_sharding(rng, state, loaded_by)
+    for source in (native, open_checkpoint(store, "universal")):
+        assert verify(source) == []
+        assert source.extra == {"cursor": {"step": 7}}
+        assert (source.step, source.attempt) == (7, 1)
+        for held in target:
+            need = empty_tensors(state, held)
+            assert_loaded_after(source, need, state)
+
+
+def assert_loaded_after(source: Checkpoint, need: list[LocalTensor], state: State) -> None:
+    result = load(source, need)
+    assert_loaded(state, need)
+    assert result.size_bytes == sum(len(tensor.data) for tensor in need)
+    assert result.read_bytes >= result.size_bytes
+
+
+@settings(deadline=None)
+@given(seed=SEEDS, world_size=st.integers(1, 4))
+def test_a_manifest_is_what_was_printed(seed: int, world_size: int) -> None:
+    """parse(print(x)) == x, for manifests of both kinds and for rank records."""
+    rng = random.Random(seed)
+    state = random_state(rng)
+    store = MemoryStore()
+    save(store, state, step=7, world_size=world_size)
+    materialise(open_checkpoint(store, DIRECTORY), store, "u", memory_bytes=8 << 20)
+
+    for path in (f"{DIRECTORY}/manifest.json", f"{DIRECTORY}/a0001-r00000.json", "u/manifest.json"):
+        manifest = from_bytes(store.read(path))
+        assert parse(to_json(manifest)) == manifest
+        assert to_bytes(manifest) == store.read(path)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None)
+@given(seed=SEEDS, junk=_JSON, data=st.data())
+def test_a_document_with_junk_in_it_is_refused_with_its_path(
+    seed: int, junk: object, data: st.DataObject
+) -> None:
+    """Whatever stands anywhere: our own error or a manifest, never a crash."""
+    store = MemoryStore()
+    save(store, small_state(seed), step=7)
+    document = to_json(open_checkpoint(store, DIRECTORY).manifest)
+    mutant: Any = copy.deepcopy(document)
+    place: Any = {"document": mutant}
+    key: Any = "document"
+    for _ in range(data.draw(st.integers(0, 6))):
+        inner = place[key]
+        if not isinstance(inner, dict | list) or not inner:
+            break
+        keys = sorted(inner) if isinstance(inner, dict) else range(len(inner))
+        place, key = inner, data.draw(st.sampled_from(keys))
+    place[key] = junk
+    mutant = mutant if key != "document" else junk
+
+    problems = validate(mutant)
+    assert all(problem.path and problem.message for problem in problems)
+    if problems:
+        with pytest.raises(UcpError) as caught:
+            parse(mutant)
+        if not isinstance(caught.value, UnsupportedVersionError):
+            assert caught.value.facts["problems"] == tuple(problems)
+        return
+    with contextlib.suppress(UncoveredRegionError):
+        parse(mutant).state_map.prove_coverage()
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=SEEDS, data=st.data())
+def test_a_flipped_byte_anywhere_is_found(seed: int, data: st.DataObject) -> None:
+    """In data, in the manifest, in a record, in a header, in an index: verify names the file."""
+    store = MemoryStore()
+    save(store, small_state(seed), step=7)
+    native = open_checkpoint(store, DIRECTORY)
+    materialise(native, store, "universal", memory_bytes=8 << 20)
+    directory = data.draw(st.sampled_from([DIRECTORY, "universal"]))
+    names = [*store.sizes(directory), *(f"extra/{n}" for n in store.list("universal/extra"))]
+    if directory == DIRECTORY:
+        names = list(store.sizes(directory))
+    opened = open_checkpoint(store, directory)
+    name = data.draw(st.sampled_from(names))
+    content = bytearray(store.read(join(directory, name)))
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    store.write_atomic(join(directory, name), content, fsync=False)
+
+    problems = verify(opened)
+
+    assert [problem.path for problem in problems if problem.path != name] == []
+    assert problems
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=SEEDS, data=st.data())
+def test_no_flipped_byte_is_ever_loaded(seed: int, data: st.DataObject) -> None:
+    """Either loading refuses, or what was loaded is right."""
+    state = small_state(seed)
+    store = MemoryStore()
+    save(store, state, step=7)
+    name = data.draw(st.sampled_from(sorted(store.sizes(DIRECTORY))))
+    content = bytearray(store.read(join(DIRECTORY, name)))
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    store.write_atomic(join(DIRECTORY, name), content, fsync=False)
+    need = whole_need(state)
+
+    try:
+        load(open_checkpoint(store, DIRECTORY), need)
+    except UcpError:
+        assert not name.startswith("a0001-r") or name.endswith(".bin")
+    else:
+        assert_loaded(state, need)
+
+
+@pytest.mark.parametrize("dies_after", [False, True], ids=["before", "after"])
+def test_a_crash_at_any_storage_operation_leaves_the_previous_version(dies_after: bool) -> None:  # noqa: FBT001
+    """Save 5, save 6, collect: die at every operation; what is found is whole and the newest."""
+    old, new = small_state(1), small_state(2)
+    for operations in range(100):
+        store = StoppingStore(10**6)
+        save(store, old, step=5)
+        store.left, store.dies_after = operations, dies_after
+        try:
+            save(store, new, step=6)
+            collect_garbage(store, ROOT, keep=1, lineage=[(1, 0)])
+            finished = True
+        except StoppedError:
+            finished = False
+        store.left = 10**6
+
+        found = find_committed(store, ROOT, lineage=[(1, 0)])
+
+        assert found is not None
+        state = {5: old, 6: new}[found.step]
+        need = whole_need(state)
+        load(found.checkpoint, need)
+        assert_loaded(state, need)
+        assert found.step == 6 or operations <= 4
+        if finished:
+            assert store.list(ROOT) == ("step-00000006",)
+            assert operations >= 7
+            return
+    pytest.fail("the script has more operations than were tried")
+
+
+@settings(deadline=None)
+@given(seed=SEEDS, world_size=st.integers(1, 4))
+def test_ranks_may_save_in_any_order_and_any_process_may_commit(seed: int, world_size: int) -> None:
+    """The manifest is the same whoever writes it, and a rank that lost its commit gets it."""
+    state = small_state(seed)
+    order = list(range(world_size))
+    random.Random(seed).shuffle(order)
+    one, two = MemoryStore(), MemoryStore()
+    save(one, state, step=7, world_size=world_size, ranks=order)
+    save(two, state, step=7, world_size=world_size)
+    data = two.read(f"{DIRECTORY}/manifest.json")
+    assert one.read(f"{DIRECTORY}/manifest.json") == data
+
+    two.delete(f"{DIRECTORY}/manifest.json")
+    assert try_commit(two, DIRECTORY, step=7, attempt=1, world_size=world_size)
+    assert two.read(f"{DIRECTORY}/manifest.json") == data
+    assert json.loads(data)["format"] == "everstep-distributed"

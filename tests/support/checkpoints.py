@@ -1,0 +1,204 @@
+"""Builders of states, shardings and checkpoints, and a store that stops."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TypeAlias
+
+from ucp_core.boxes import Box, flat_range
+from ucp_core.checkpoint import LocalTensor, SaveResult, checkpoint_name, save_rank
+from ucp_core.statemap import DTYPE_BYTES, TensorKey
+from ucp_core.storage import MemoryStore, Store, join
+from ucp_core.storage.base import Buffer
+
+#: Boxes of each rank, by tensor.
+Sharding: TypeAlias = list[dict[TensorKey, list[Box]]]
+
+ROOT = "run/checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A logical tensor with all its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def cut(self, box: Box) -> bytes:
+        """Return the bytes of a box, element by element: slow, and plainly right."""
+        itemsize = DTYPE_BYTES[self.dtype]
+        out = bytearray()
+
+        def walk(dim: int, position: int) -> None:
+            if dim == len(self.shape):
+                out.extend(self.data[position * itemsize : (position + 1) * itemsize])
+                return
+            for index in range(box.start[dim], box.stop[dim]):
+                walk(dim + 1, position * self.shape[dim] + index)
+
+        walk(0, 0)
+        return bytes(out)
+
+
+State: TypeAlias = dict[TensorKey, Whole]
+
+
+def random_state(rng: random.Random, num_tensors: int = 5) -> State:
+    """Return tensors of all sorts: 0-d, empty, uneven, several dtypes and slots."""
+    state: State = {}
+    for index in range(num_tensors):
+        shape = tuple(rng.choice((0, 1, 2, 3, 5, 7)) for _ in range(rng.randint(0, 3)))
+        for slot in ("weight", "exp_avg")[: rng.randint(1, 2)]:
+            dtype = rng.choice(sorted(DTYPE_BYTES))
+            data = rng.randbytes(prod(shape) * DTYPE_BYTES[dtype])
+            state[TensorKey(f"layers.{index}.w", slot)] = Whole(dtype=dtype, shape=shape, data=data)
+    return state
+
+
+def random_sharding(rng: random.Random, state: State, world_size: int) -> Sharding:
+    """Return who holds what: rows, columns, grids, flat ranges or whole, each element once."""
+    sharding: Sharding = [{} for _ in range(world_size)]
+    for key, tensor in state.items():
+        for box in _cuts(rng, tensor.shape, world_size):
+            sharding[rng.randrange(world_size)].setdefault(key, []).append(box)
+    return sharding
+
+
+def _cuts(rng: random.Random, shape: tuple[int, ...], parts: int) -> list[Box]:
+    if rng.random() < 0.4:
+        total = prod(shape)
+        marks = sorted([0, total, *(rng.randint(0, total) for _ in range(parts - 1))])
+        ranges = pairwise(marks)
+        return [box for a, b in ranges for box in flat_range(shape, a, b)]
+    boxes = [Box.full(shape)]
+    for dim in range(len(shape)):
+        if rng.random() < 0.6:
+            boxes = [piece for box in boxes for piece in box.split(dim, parts)]
+    return boxes
+
+
+def local_tensors(state: State, held: dict[TensorKey, list[Box]]) -> list[LocalTensor]:
+    """Return what one rank gives to ``save_rank``."""
+    return [
+        LocalTensor(
+            fqn=key.fqn,
+            slot=key.slot,
+            dtype=state[key].dtype,
+            shape=state[key].shape,
+            box=box,
+            data=memoryview(state[key].cut(box)),
+        )
+        for key, boxes in held.items()
+        for box in boxes
+    ]
+
+
+def empty_tensors(state: State, held: dict[TensorKey, list[Box]]) -> list[LocalTensor]:
+    """Return what one rank gives to ``load``: memory of its own, filled with something else."""
+    return [
+        LocalTensor(
+            fqn=key.fqn,
+            slot=key.slot,
+            dtype=state[key].dtype,
+            shape=state[key].shape,
+            box=box,
+            data=memoryview(
+                bytearray(b"\xa5" * (box.num_elements * DTYPE_BYTES[state[key].dtype]))
+            ),
+        )
+        for key, boxes in held.items()
+        for box in boxes
+    ]
+
+
+def assert_loaded(state: State, tensors: Sequence[LocalTensor]) -> None:
+    """Check every byte that was loaded."""
+    for tensor in tensors:
+        key = TensorKey(tensor.fqn, tensor.slot)
+        assert bytes(tensor.data) == state[key].cut(tensor.box), f"{key} {tensor.box}"
+
+
+def small_state(seed: int = 0) -> State:
+    """Return a state of four tensors that is quick to save."""
+    rng = random.Random(seed)
+    shapes = {"wte": (8, 4), "norm": (4,), "head": (3, 5), "step": ()}
+    return {
+        TensorKey(fqn, slot): Whole(dtype="F32", shape=shape, data=rng.randbytes(4 * prod(shape)))
+        for fqn, shape in shapes.items()
+        for slot in ("weight", "exp_avg")
+    }
+
+
+def save(
+    store: Store,
+    state: State,
+    *,
+    step: int,
+    attempt: int = 1,
+    world_size: int = 2,
+    ranks: Iterable[int] | None = None,
+    sharding: Sharding | None = None,
+    root: str = ROOT,
+) -> list[SaveResult]:
+    """Save ``state`` by every rank, or by ``ranks`` only, in their order."""
+    held = sharding or random_sharding(random.Random(step), state, world_size)
+    return [
+        save_rank(
+            store,
+            join(root, checkpoint_name(step)),
+            step=step,
+            attempt=attempt,
+            rank=rank,
+            world_size=world_size,
+            tensors=local_tensors(state, held[rank]),
+            extra={"cursor": {"step": step}},
+            param_groups=[{"params": [f"of.rank.{rank}"], "lr": 0.1}],
+            source={"name": "test"},
+            fsync=False,
+        )
+        for rank in (range(world_size) if ranks is None else ranks)
+    ]
+
+
+def whole_need(state: State) -> list[LocalTensor]:
+    """Return memory for every tensor in whole."""
+    return empty_tensors(state, {key: [Box.full(t.shape)] for key, t in state.items()})
+
+
+class StoppedError(Exception):
+    """The process died here."""
+
+
+class StoppingStore(MemoryStore):
+    """Does ``operations`` changes, then dies at every further one, before or after doing it."""
+
+    def __init__(self, operations: int, *, dies_after: bool = False) -> None:
+        super().__init__()
+        self.left = operations
+        self.dies_after = dies_after
+
+    def _change(self, act: Callable[[], object]) -> None:
+        self.left -= 1
+        if self.left < 0:
+            if self.dies_after and self.left == -1:
+                act()
+            raise StoppedError
+
+    def write_atomic(
+        self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
+    ) -> bool:
+        """Write, or die."""
+        write = super().write_atomic
+        self._change(lambda: write(path, data, fsync=fsync, exclusive=exclusive))
+        return write(path, data, fsync=fsync, exclusive=exclusive)
+
+    def delete(self, path: str) -> None:
+        """Delete, or die."""
+        delete = super().delete
+        self._change(lambda: delete(path))
+        delete(path)
