@@ -1,6 +1,6 @@
 """Scenario files: events in, the machine's answer written below each; reviewed as a diff.
 
-A file has comments (``#``), one ``rules(...)`` line, and a line per event, ``12.5 Kind(field=...)``.
+A file has comments (``#``), one ``rules(...)`` line, and a line per event: ``1.5 Kind(field=...)``.
 Indented lines are the answer: each action, then ``[phase attempt=n]``. ``--show`` prints the same
 form, so a seed that found a bug becomes a scenario by copying the lines that matter.
 """

@@ -1,0 +1,285 @@
+from typing import get_args
+
+from orchestrator.core import events as ev
+from orchestrator.core import machine
+from orchestrator.core.actions import (
+    Action,
+    FenceAttempt,
+    KillWorker,
+    RequestSlot,
+    StartAttempt,
+    StartWorker,
+    YieldAttempt,
+)
+from orchestrator.core.machine import step
+from orchestrator.core.rules import RunRules
+from orchestrator.core.state import Phase, RunState, describe, next_deadline_s
+
+RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=1000)
+
+
+def _fold(state: RunState, *events: ev.Event, rules: RunRules = RULES) -> RunState:
+    for event in events:
+        state, _ = step(state, event, rules=rules)
+    return state
+
+
+def _ready(rules: RunRules = RULES) -> RunState:
+    """Return a run that has begun its first attempt on nodes a and b."""
+    return _fold(
+        RunState(),
+        ev.ControllerStarted(at_s=0.0, life=1),
+        ev.SlotGranted(at_s=0.0, slot=1, node="a"),
+        ev.SlotGranted(at_s=0.0, slot=2, node="b"),
+        ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
+        ev.WorkerReady(at_s=1.0, worker="w0002", node="b", pid=12),
+        rules=rules,
+    )
+
+
+def _running() -> RunState:
+    """Return a run whose first attempt has committed step 1."""
+    return _fold(
+        _ready(),
+        ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0001"),
+        ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0002"),
+        ev.StepCompleted(at_s=2.1, attempt=1, step=1, step_s=0.1),
+        ev.CheckpointCommitted(at_s=2.1, attempt=1, step=1),
+    )
+
+
+def _kinds(actions: tuple[Action, ...]) -> list[type]:
+    return [type(action) for action in actions]
+
+
+def test_every_kind_of_event_has_a_handler() -> None:
+    """The dispatch is a table, so the type checker does not see a kind that was forgotten."""
+    assert set(machine._HANDLERS) == set(get_args(ev.Event))
+
+
+def test_the_start_asks_for_the_largest_run() -> None:
+    """Pending slots are the autoscaler's demand, so all are asked for though fewer may do."""
+    _, actions = step(RunState(), ev.ControllerStarted(at_s=0.0, life=1), rules=RULES)
+
+    assert actions == (RequestSlot(slot=1, avoid=()), RequestSlot(slot=2, avoid=()))
+
+
+def test_the_first_attempt_waits_for_all_until_the_grace_ends() -> None:
+    """Starting with one worker and growing a second later would cost a re-formation."""
+    state = _fold(
+        RunState(),
+        ev.ControllerStarted(at_s=0.0, life=1),
+        ev.SlotGranted(at_s=0.0, slot=1, node="a"),
+        ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
+    )
+    assert state.phase is Phase.WAITING
+    assert next_deadline_s(state) == 1.0 + RULES.bounds.grace_s
+
+    state, actions = step(state, ev.Ticked(at_s=next_deadline_s(state)), rules=RULES)
+    assert state.phase is Phase.FORMING
+    assert _kinds(actions) == [StartAttempt]
+
+
+def test_events_of_another_attempt_change_nothing() -> None:
+    """S1: what a fenced attempt still says must not move the present one."""
+    state = _running()
+    stale: tuple[ev.Event, ...] = (
+        ev.StepCompleted(at_s=3.0, attempt=7, step=99, step_s=0.1),
+        ev.CheckpointCommitted(at_s=3.0, attempt=0, step=99),
+        ev.WorkerLeft(at_s=3.0, attempt=0, worker="w0001", how="fenced", step=0, detail=""),
+        ev.HangFound(at_s=3.0, attempt=7, guilty=("w0001",), evidence=""),
+        ev.CommittedRead(at_s=3.0, attempt=0, step=9, committed_by=1, skipped=()),
+    )
+    for event in stale:
+        after, actions = step(state, event, rules=RULES)
+        assert after is state
+        assert actions == ()
+
+
+def test_an_event_that_comes_twice_changes_nothing_the_second_time() -> None:
+    """Reports are repeated until they are acknowledged, so each comes at least once."""
+    state = _running()
+    for event in (
+        ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail=""),
+        ev.WorkerLeft(at_s=3.1, attempt=1, worker="w0002", how="fenced", step=1, detail=""),
+    ):
+        state, _ = step(state, event, rules=RULES)
+        again, actions = step(state, event, rules=RULES)
+        assert again is state
+        assert actions == ()
+
+
+def test_a_tick_before_any_bound_is_free() -> None:
+    """The shell ticks ten times a second; nothing may be journaled for that."""
+    state = _running()
+    after, actions = step(state, ev.Ticked(at_s=2.2), rules=RULES)
+
+    assert after is state
+    assert actions == ()
+
+
+def test_a_dead_worker_fences_the_others_at_once() -> None:
+    """Survivors hold process groups with a dead peer; waiting for their timeout costs minutes."""
+    crashed = ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail="SIGKILL")
+    state, actions = step(_running(), crashed, rules=RULES)
+
+    assert state.phase is Phase.FENCING
+    assert actions[0] == FenceAttempt(attempt=1, workers=("w0002",), reason="SIGKILL")
+
+
+def test_replacements_start_only_after_the_first_new_step() -> None:
+    """Importing torch takes seconds of a core, and the recovery needs the cores."""
+    state = _running()
+    seen: list[type] = []
+    for event in (
+        ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail=""),
+        ev.WorkerLeft(at_s=3.1, attempt=1, worker="w0002", how="fenced", step=1, detail=""),
+        ev.WorkerFormed(at_s=3.4, attempt=2, worker="w0002"),
+    ):
+        state, actions = step(state, event, rules=RULES)
+        seen += _kinds(actions)
+    assert StartWorker not in seen
+
+    stepped = ev.StepCompleted(at_s=3.5, attempt=2, step=2, step_s=0.1)
+    state, actions = step(state, stepped, rules=RULES)
+    assert StartWorker(worker="w0003", node="a") in actions
+
+
+def test_survivors_keep_their_order_and_nodes_stay_together() -> None:
+    """What a rank holds in memory stays near it, and neighbours on the mesh share a node."""
+    rules = RunRules(run="t", min_workers=1, max_workers=4, total_steps=9, standby_per_node=1)
+    state = _fold(
+        RunState(),
+        ev.ControllerStarted(at_s=0.0, life=1),
+        *(ev.SlotGranted(at_s=0.0, slot=s, node="ab"[s % 2]) for s in (1, 2, 3, 4)),
+        *(ev.WorkerReady(at_s=1.0, worker=f"w{n:04d}", node="", pid=n) for n in (1, 2, 3, 4, 5, 6)),
+        rules=rules,
+    )
+    before = [state.workers[member] for member in state.members]
+    assert [worker.node for worker in before] == [0, 0, 1, 1]
+
+    dead = before[0].name
+    left = [worker.name for worker in before[1:]]
+    state = _fold(
+        state,
+        ev.WorkerExited(at_s=2.0, worker=dead, cause="crash", detail=""),
+        *(
+            ev.WorkerLeft(at_s=2.1, attempt=1, worker=name, how="fenced", step=0, detail="")
+            for name in left
+        ),
+        ev.CommittedRead(at_s=2.2, attempt=1, step=0, committed_by=0, skipped=()),
+        rules=rules,
+    )
+    after = [state.workers[member] for member in state.members]
+    assert [worker.node for worker in after] == [0, 0, 1, 1]
+    assert [w.name for w in after if w.name in left] == left
+
+
+def test_a_node_where_workers_keep_failing_is_avoided() -> None:
+    """Three proven failures in the window: the next slot is asked for elsewhere."""
+    state = _running()
+    actions: tuple[Action, ...] = ()
+    for number, at_s in ((1, 3.0), (3, 4.0), (4, 5.0)):
+        name = f"w{number:04d}"
+        attempt = state.attempt
+        ready = ev.WorkerReady(at_s=at_s, worker=name, node="a", pid=1)
+        state = _fold(state, ready)
+        crashed = ev.WorkerExited(at_s=at_s, worker=name, cause="crash", detail="")
+        state, actions = step(state, crashed, rules=RULES)
+        if state.phase is Phase.FENCING:
+            left = ev.WorkerLeft(
+                at_s=at_s, attempt=attempt, worker="w0002", how="fenced", step=1, detail=""
+            )
+            formed = ev.WorkerFormed(at_s=at_s, attempt=attempt + 1, worker="w0002")
+            stepped = ev.StepCompleted(at_s=at_s, attempt=attempt + 1, step=2, step_s=0.1)
+            state = _fold(state, left, formed, stepped)
+    assert RequestSlot(slot=3, avoid=("a",)) in actions
+
+
+def test_a_hint_never_avoids_a_node() -> None:
+    """S5: lost peers, however often, are no proof against the node that reports them."""
+    state = _running()
+    for attempt in range(1, 8):
+        at_s = 3.0 + attempt
+        state = _fold(
+            state,
+            *(
+                ev.WorkerLeft(
+                    at_s=at_s, attempt=attempt, worker=w, how="peer_lost", step=attempt, detail=""
+                )
+                for w in ("w0001", "w0002")
+            ),
+            ev.CommittedRead(
+                at_s=at_s, attempt=attempt, step=attempt, committed_by=attempt, skipped=()
+            ),
+            ev.StepCompleted(at_s=at_s, attempt=attempt + 1, step=attempt + 1, step_s=0.1),
+        )
+    assert state.attempt == 8
+    assert all(not node.strikes for node in state.nodes.values())
+    assert len(state.members) == 2
+
+
+def test_a_stop_while_waiting_ends_the_run_at_once() -> None:
+    """There is no step boundary to wait for."""
+    waiting = _fold(RunState(), ev.ControllerStarted(at_s=0.0, life=1))
+    state, _ = step(waiting, ev.StopRequested(at_s=1.0, reason=""), rules=RULES)
+
+    assert state.phase is Phase.FINISHED
+
+
+def test_a_member_on_a_draining_node_is_used_where_nothing_else_is_left() -> None:
+    """Leaving a node early must not stop a run that has nowhere to go."""
+    rules = RunRules(run="t", min_workers=2, max_workers=2, total_steps=9)
+    state = _fold(
+        _ready(rules),
+        ev.StepCompleted(at_s=2.0, attempt=1, step=1, step_s=0.1),
+        rules=rules,
+    )
+    drain = ev.NodeDraining(at_s=3.0, node="b", deadline_s=4.0)
+    state, actions = step(state, drain, rules=rules)
+
+    assert state.phase is Phase.RUNNING
+    assert YieldAttempt not in _kinds(actions)
+    assert KillWorker not in _kinds(actions)
+    assert RequestSlot(slot=3, avoid=("b",)) in actions
+
+
+def test_a_start_that_fails_for_ever_ends_the_run_with_the_last_words() -> None:
+    """An import error in the worker process would otherwise be retried until the end of time."""
+    rules = RunRules(run="t", min_workers=1, max_workers=1, total_steps=9, starts_failed_max=3)
+    state = _fold(
+        RunState(),
+        ev.ControllerStarted(at_s=0.0, life=1),
+        ev.SlotGranted(at_s=0.0, slot=1, node="a"),
+        rules=rules,
+    )
+    at_s = 0.0
+    for _ in range(20):
+        if state.phase is Phase.FAILED:
+            break
+        name = f"w{state.next_worker - 1:04d}"
+        died = ev.WorkerExited(at_s=at_s, worker=name, cause="crash", detail="no module torch")
+        granted = ev.SlotGranted(at_s=at_s, slot=state.next_slot - 1, node="a")
+        at_s += 100.0
+        state = _fold(state, died, ev.Ticked(at_s=at_s), granted, rules=rules)
+    assert state.phase is Phase.FAILED
+    assert "no module torch" in state.reason
+
+
+def test_description_has_what_status_promises() -> None:
+    """Other programs read these names; a rename must fail here first."""
+    document = describe(_running())
+
+    assert document["phase"] == "running"
+    assert document["attempt"] == 1
+    assert document["step"] == 1
+    assert document["committed_step"] == 1
+    assert document["layout"] == "dp_shard=2"
+    assert document["members"] == [
+        {"rank": 0, "worker": "w0001", "node": "a", "pid": 11, "state": "training"},
+        {"rank": 1, "worker": "w0002", "node": "b", "pid": 12, "state": "training"},
+    ]
+    assert document["standbys"] == []
+    assert document["nodes"][0] == {"node": "a", "state": "alive", "slots": [1]}
+    assert document["pending_slots"] == []
+    assert document["cause"] is None

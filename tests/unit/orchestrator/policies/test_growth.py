@@ -1,0 +1,65 @@
+from dataclasses import replace
+from math import inf
+
+from orchestrator.policies.growth import GrowthFacts, GrowthRules, decide
+
+RULES = GrowthRules(interval_s_min=5.0, gather_s=2.0, pause_guess_s=1.0, gain_min=1.05)
+FACTS = GrowthFacts(
+    now_s=100.0,
+    num_members=2,
+    num_after=4,
+    num_coming=0,
+    waiting_since_s=99.0,
+    last_change_s=50.0,
+    step_s=0.5,
+    num_steps_left=1000,
+    pause_s=0.8,
+)
+
+
+def test_growth_pays_with_much_left_to_do() -> None:
+    """1000 steps of 0.5 s at half the time win 250 s for a pause of 0.8 s."""
+    decision = decide(FACTS, RULES)
+
+    assert decision.grow
+    assert "2 to 4" in decision.reason
+    assert "250.0 s" in decision.reason
+
+
+def test_growth_does_not_pay_near_the_end() -> None:
+    """Three steps are sooner done than everybody has paused; no later look can change that."""
+    decision = decide(replace(FACTS, num_steps_left=3), RULES)
+
+    assert not decision.grow
+    assert decision.retry_at_s == inf
+
+
+def test_a_measured_pause_counts_more_than_the_guess() -> None:
+    """Loading a large state may take minutes, which no default can know."""
+    assert not decide(replace(FACTS, pause_s=400.0), RULES).grow
+
+
+def test_newcomers_that_are_nearly_ready_share_one_pause() -> None:
+    """Two pauses for two newcomers a second apart would cost everybody twice."""
+    gathering = decide(replace(FACTS, num_coming=1), RULES)
+    assert not gathering.grow
+    assert gathering.retry_at_s == FACTS.waiting_since_s + RULES.gather_s
+
+    late = replace(FACTS, num_coming=1, now_s=gathering.retry_at_s)
+    assert decide(late, RULES).grow
+
+
+def test_changes_keep_their_distance() -> None:
+    """Capacity that comes and goes must not keep the run in re-formation."""
+    soon = decide(replace(FACTS, last_change_s=98.0), RULES)
+
+    assert not soon.grow
+    assert soon.retry_at_s == 98.0 + RULES.interval_s_min
+
+
+def test_without_a_measured_step_there_is_another_look() -> None:
+    """Before the first step nothing can be weighed; a final no would lose the newcomer for good."""
+    decision = decide(replace(FACTS, step_s=0.0), RULES)
+
+    assert not decision.grow
+    assert decision.retry_at_s < inf
