@@ -116,7 +116,13 @@ class HostedCluster:
             env={**os.environ, **_RAY_ENVIRONMENT},
         )
         log.close()
-        self.address = self._wait_ready()
+        try:
+            self.address = self._wait_ready()
+        except BaseException:
+            # Half a cluster takes no command; Ray's daemons are in the host's process group.
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            raise
 
     def nodes(self) -> list[str]:
         """Return the Ray ids of the simulated nodes, oldest first."""
