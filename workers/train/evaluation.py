@@ -62,7 +62,7 @@ def weights_digest(parts: Parts) -> str:
         )
         shard[: piece.local.numel()] = piece.local.reshape(-1)
         whole = torch.empty(num_shards * len(shard), dtype=torch.float32, device=parts.device)
-        dist.all_gather_into_tensor(whole, shard, group=group)
+        dist.all_gather_single(whole, shard, group=group)
         weights: Any = whole[:num_elements].cpu().numpy()
         digest.update(piece.fqn.encode())
         digest.update(memoryview(weights))

@@ -1,0 +1,205 @@
+"""Real training processes without Ray: each runs attempts one after the other, as asked by pipe.
+
+A process is a worker: it keeps its caches and buffers from attempt to attempt, and a thread of
+it answers while the training thread is stuck, so an attempt can be fenced or asked to yield.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ucp_core.layout import ParallelLayout
+from ucp_core.storage import open_store
+from workers import collectives
+from workers.progress import ProgressPage
+from workers.protocol import Assignment, Outcome
+from workers.train.loop import WorkerContext, run_attempt
+from workers.train.settings import Settings
+
+#: An answer must come within this; a test that waits longer has failed.
+ANSWER_S_MAX = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Run an attempt."""
+
+    assignment: Assignment
+    settings: Settings
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """How an attempt ended in a process, and what the process holds afterwards."""
+
+    outcome: Outcome
+    formed: bool
+    num_fds: int
+    num_threads: int
+
+
+class Trainer:
+    """The parent's handle of one worker process."""
+
+    def __init__(self, worker: str, directory: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.support.trainers"])
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(theirs, worker, str(directory)), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def order(self, order: Order) -> None:
+        self._pipe.send(("run", order))
+
+    def fence(self, attempt: int) -> None:
+        self._pipe.send(("fence", attempt))
+
+    def yield_at_boundary(self, attempt: int) -> None:
+        self._pipe.send(("yield", attempt))
+
+    def left(self) -> Left:
+        assert self._pipe.poll(ANSWER_S_MAX), "the worker did not leave its attempt"
+        answer = self._pipe.recv()
+        assert isinstance(answer, Left)
+        return answer
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+
+@dataclass(slots=True)
+class Run:
+    """Trainers on one run directory; ``attempt`` starts the next attempt on some of them."""
+
+    directory: Path
+    trainers: list[Trainer] = field(default_factory=list)
+    lineage: tuple[tuple[int, int], ...] = ()
+    store: Any = None
+
+    def __enter__(self) -> Run:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for trainer in self.trainers:
+            trainer.close()
+
+    def begin(
+        self,
+        settings: Settings,
+        *,
+        num_workers: int,
+        resume: tuple[int, int] = (0, 0),
+        layout: ParallelLayout | None = None,
+        members: Sequence[int] | None = None,
+    ) -> list[Trainer]:
+        """Start the next attempt; ``resume`` is ``(step, attempt)`` of what to load."""
+        while len(self.trainers) < num_workers:
+            self.trainers.append(Trainer(f"w{len(self.trainers):04d}", self.directory))
+        attempt = len(self.lineage) + 1
+        self.lineage = (*self.lineage, (attempt, resume[0]))
+        chosen = [self.trainers[at] for at in members or range(num_workers)]
+        for rank, trainer in enumerate(chosen):
+            assignment = Assignment(
+                attempt=attempt,
+                rank=rank,
+                layout=layout or ParallelLayout(dp_shard=num_workers),
+                store_host="127.0.0.1",
+                store_port=self.store.port,
+                resume_step=resume[0],
+                resume_attempt=resume[1],
+                lineage=self.lineage,
+            )
+            trainer.order(
+                Order(assignment=assignment, settings=settings, directory=str(self.directory))
+            )
+        return chosen
+
+    def train(self, settings: Settings, **how: Any) -> list[Left]:
+        """Run an attempt to its end and return how every rank left."""
+        return [trainer.left() for trainer in self.begin(settings, **how)]
+
+
+class _Worker:
+    """The child's side."""
+
+    def __init__(self, pipe: Connection, worker: str, directory: str) -> None:
+        self._pipe = pipe
+        self._worker = worker
+        self._ring = f"{directory}/{worker}.ring"
+        self._page = ProgressPage.create(f"{directory}/{worker}.page", worker=worker)
+        self._fenced: set[int] = set()
+        self._yielding: set[int] = set()
+        self._formed = False
+        self._orders: list[Order] = []
+        self._news = threading.Semaphore(0)
+
+    def listen(self) -> None:
+        while True:
+            try:
+                kind, value = self._pipe.recv()
+            except EOFError:
+                os._exit(0)
+            if kind == "run":
+                self._orders.append(value)
+                self._news.release()
+            elif kind == "fence":
+                self._fenced.add(value)
+                collectives.abort(value)
+            else:
+                self._yielding.add(value)
+
+    def train_forever(self) -> None:
+        while True:
+            self._news.acquire()
+            outcome = self._run(self._orders.pop(0))
+            self._pipe.send(
+                Left(
+                    outcome=outcome,
+                    formed=self._formed,
+                    num_fds=len(os.listdir("/proc/self/fd")),
+                    num_threads=len(os.listdir("/proc/self/task")),
+                )
+            )
+
+    def _run(self, order: Order) -> Outcome:
+        store, directory = open_store(order.directory)
+        self._formed = False
+        context = WorkerContext(
+            worker=self._worker,
+            settings=order.settings,
+            store=store,
+            directory=directory,
+            page=self._page,
+            ring_path=self._ring,
+            fenced=self._fenced.__contains__,
+            yield_requested=self._yielding.__contains__,
+            on_formed=self._note_formed,
+        )
+        return run_attempt(order.assignment, context)
+
+    def _note_formed(self) -> None:
+        self._formed = True
+
+
+def _serve(pipe: Connection, worker: str, directory: str) -> None:
+    torch.set_num_threads(1)
+    child = _Worker(pipe, worker, directory)
+    threading.Thread(target=child.listen, daemon=True).start()
+    child.train_forever()
