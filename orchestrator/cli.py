@@ -36,6 +36,8 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Override settings.")
 ]
 
+_EXIT_CODES: dict[type[Exception], int] = {RunFailedError: 1, CapacityError: 3}
+
 
 def main() -> NoReturn:
     """Run the command line; the process ends with the documented exit code."""
@@ -52,8 +54,7 @@ def _edge(command: Callable[P, R]) -> Callable[P, R]:
             return command(*args, **kwargs)
         except (OrchestratorError, UcpError) as error:
             typer.echo(f"everstep: {error}", err=True)
-            code = {RunFailedError: 1, CapacityError: 3}.get(type(error), 2)
-            raise typer.Exit(code) from error
+            raise typer.Exit(_EXIT_CODES.get(type(error), 2)) from error
 
     return wrapped
 

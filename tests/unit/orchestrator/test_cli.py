@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from orchestrator.cli import app
+from tests.support.run_directories import write_run
+
+
+def test_a_result_is_printed_as_text_and_as_json(tmp_path: Path) -> None:
+    """A command that works in silence passes every test of its exit code."""
+    write_run(tmp_path)
+    text = CliRunner().invoke(app, ["report", str(tmp_path)])
+    machine = CliRunner().invoke(app, ["report", str(tmp_path), "--json"])
+
+    assert text.stdout == f"report: {tmp_path}/report.html\n"
+    assert json.loads(machine.stdout) == {"report": f"{tmp_path}/report.html"}
+
+
+def test_bad_input_is_exit_code_2_and_one_message_on_stderr(tmp_path: Path) -> None:
+    """A traceback for a typing error teaches users to ignore messages."""
+    result = CliRunner().invoke(app, ["run", str(tmp_path / "none.yaml")])
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("everstep: ")
+    assert "does not exist" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_all_problems_of_a_configuration_reach_the_user(tmp_path: Path) -> None:
+    """They are collected far below the command line and must not be cut to the first."""
+    path = tmp_path / "bad.yaml"
+    path.write_text("run: {directory: x}\nworkers: {max: 0}\ntrian: {}\n", encoding="utf-8")
+
+    result = CliRunner().invoke(app, ["run", str(path)])
+
+    assert result.exit_code == 2
+    assert "bad.yaml:2: workers.max" in result.stderr
+    assert "bad.yaml:3: trian: is no section; did you mean train?" in result.stderr
+
+
+def test_a_folder_without_a_run_is_said_to_be_none(tmp_path: Path) -> None:
+    """Every command that takes a run directory is given a wrong one some day."""
+    for command in ("status", "report", "replay", "stop"):
+        result = CliRunner().invoke(app, [command, str(tmp_path)])
+
+        assert result.exit_code == 2, command
+        assert "holds no run" in result.stderr, command
