@@ -1,0 +1,38 @@
+import json
+from typing import Any, get_args
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
+from orchestrator.core.journal import parse, turn_records
+from ucp_core.layout import ParallelLayout
+
+LAYOUTS = st.builds(
+    ParallelLayout,
+    pp=st.integers(1, 4),
+    dp_replicate=st.integers(1, 4),
+    dp_shard=st.integers(1, 64),
+    tp=st.integers(1, 8),
+)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+TEXT = st.text(max_size=30)
+
+st.register_type_strategy(ParallelLayout, LAYOUTS)
+st.register_type_strategy(float, FINITE)
+st.register_type_strategy(str, TEXT)
+
+ITEMS: st.SearchStrategy[Any] = st.one_of(
+    [st.from_type(kind) for kind in (*get_args(ev.Event), *get_args(act.Action))]
+)
+
+
+@given(event=st.one_of([st.from_type(kind) for kind in get_args(ev.Event)]), item=ITEMS)
+def test_every_record_reads_back_as_what_was_written(event: ev.Event, item: Any) -> None:
+    """Tuples become arrays and layouts objects in JSON; a replay needs them back exactly."""
+    records = turn_records(event, (item,), attempt=3)
+    read_back = [parse(json.loads(json.dumps(record))) for record in records]
+
+    assert read_back == [event, item]
+    assert [type(part) for part in read_back] == [type(event), type(item)]

@@ -1,0 +1,148 @@
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from orchestrator.core import events as ev
+from orchestrator.core.journal import turn_records
+from orchestrator.core.machine import step
+from orchestrator.core.rules import RunRules
+from orchestrator.core.state import RunState
+from orchestrator.core.stats import RunStats
+
+RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=12)
+START: tuple[ev.Event, ...] = (
+    ev.ControllerStarted(at_s=0.0, life=1),
+    ev.SlotGranted(at_s=0.0, slot=1, node="a"),
+    ev.SlotGranted(at_s=0.0, slot=2, node="b"),
+    ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
+    ev.WorkerReady(at_s=1.0, worker="w0002", node="b", pid=12),
+    ev.WorkerFormed(at_s=1.5, attempt=1, worker="w0001"),
+    ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0002"),
+    *(ev.StepCompleted(at_s=2.0 + n, attempt=1, step=n, step_s=1.0) for n in range(1, 7)),
+)
+CRASH: tuple[ev.Event, ...] = (
+    ev.FaultInjected(at_s=8.4, fault="kill", target="w0002"),
+    ev.WorkerLeft(at_s=8.5, attempt=1, worker="w0001", how="peer_lost", step=6, detail="reset"),
+    ev.WorkerExited(at_s=8.6, worker="w0002", cause="crash", detail="SIGKILL"),
+    ev.CommittedRead(at_s=8.7, attempt=1, step=4, committed_by=1, skipped=()),
+    ev.CommittedRead(at_s=8.8, attempt=1, step=4, committed_by=1, skipped=()),
+    ev.WorkerFormed(
+        at_s=9.5,
+        attempt=2,
+        worker="w0001",
+        form_s=0.3,
+        load_s=0.4,
+        sources=(("storage", 1000),),
+    ),
+    ev.StepCompleted(at_s=10.0, attempt=2, step=5, step_s=0.5),
+)
+
+
+def _stats(events: Sequence[ev.Event]) -> RunStats:
+    state, stats = RunState(), RunStats()
+    for event in events:
+        state, actions = step(state, event, rules=RULES)
+        for record in turn_records(event, actions, attempt=state.attempt):
+            # As read back from the file: arrays and not tuples.
+            stats.add(json.loads(json.dumps(record)))
+    return stats
+
+
+def test_an_incident_has_every_phase_on_the_clock() -> None:
+    """The report is only as good as these instants; they are what is compared with peers."""
+    (incident,) = _stats((*START, *CRASH)).incidents
+
+    assert incident.to_json() == {
+        "kind": "crash",
+        "guilty": ["w0002"],
+        "evidence": "SIGKILL",
+        "attempt": 1,
+        "lost_steps": 2,
+        "layout_before": "dp_shard=2",
+        "layout_after": "1 worker",
+        "t_fault_s": 8.4,
+        "t_detect_s": 8.5,
+        "t_fence_s": 8.6,
+        "t_decide_s": 8.8,
+        "t_reform_s": pytest.approx(9.1),
+        "t_load_s": 9.5,
+        "t_first_step_s": 10.0,
+        "sources": {"storage": 1000},
+    }
+    assert incident.recovery_s == pytest.approx(1.6)
+
+
+def test_redone_steps_are_lost_and_do_not_count_as_good() -> None:
+    """6 steps of 1 s, 2 of them lost, and one redone in 0.5 s: 4.5 good seconds of 10."""
+    stats = _stats((*START, *CRASH))
+
+    assert stats.step == 5
+    assert stats.lost_steps == 2
+    assert stats.goodput == pytest.approx(4.5 / 10.0)
+
+
+def test_phases_add_up_to_the_wall_time() -> None:
+    """Time that belongs to no phase would hide where it went."""
+    stats = _stats((*START, *CRASH))
+
+    assert stats.phases_s == {
+        "waiting": pytest.approx(1.0),
+        "forming": pytest.approx(1.0 + 0.7),
+        "training": pytest.approx(6.5 + 0.5),
+        "recovering": pytest.approx(0.3),
+    }
+    assert sum(stats.phases_s.values()) == pytest.approx(stats.wall_s)
+
+
+def test_a_second_fault_before_the_first_step_is_an_incident_of_its_own() -> None:
+    """Both end with the same first step, and the steps are lost only once."""
+    died = ev.WorkerExited(at_s=9.0, worker="w0001", cause="crash", detail="again")
+    again = (
+        died,
+        ev.CommittedRead(at_s=9.1, attempt=2, step=4, committed_by=1, skipped=()),
+        ev.WorkerReady(at_s=12.0, worker="w0003", node="a", pid=13),
+        ev.StepCompleted(at_s=13.0, attempt=3, step=5, step_s=0.5),
+    )
+    first, second = _stats((*START, *CRASH[:5], *again)).incidents
+
+    assert (first.guilty, second.guilty) == (("w0002",), ("w0001",))
+    assert first.t_first_step_s == second.t_first_step_s == 13.0
+    assert (first.lost_steps, second.lost_steps) == (2, 0)
+
+
+def test_a_restart_that_disturbs_nobody_is_still_on_record() -> None:
+    """No attempt ends, so only the controller's own event tells of it."""
+    restart = (
+        ev.ControllerStarted(at_s=9.0, life=2),
+        ev.WorkersSurveyed(
+            at_s=9.1,
+            alive=(("w0001", "a", 1), ("w0002", "b", 1)),
+            slots=((1, "a"), (2, "b")),
+            pending_slots=(),
+        ),
+        ev.StepCompleted(at_s=9.5, attempt=1, step=7, step_s=1.0),
+    )
+    stats = _stats((*START, *restart))
+    (incident,) = stats.incidents
+
+    assert incident.kind == "controller_restart"
+    assert incident.layout_before == incident.layout_after == "dp_shard=2"
+    assert incident.t_first_step_s == 9.5
+    assert stats.lost_steps == 0
+
+
+def test_the_summary_says_how_the_run_ended() -> None:
+    """``summary.json`` takes these names as they are."""
+    finish = tuple(
+        ev.WorkerLeft(at_s=20.0, attempt=1, worker=w, how="completed", step=12, detail="")
+        for w in ("w0001", "w0002")
+    )
+    last = ev.StepCompleted(at_s=19.0, attempt=1, step=12, step_s=1.0)
+    summary = _stats((*START, last, *finish)).summary()
+
+    assert summary["outcome"] == "completed"
+    assert summary["steps"] == 12
+    assert summary["attempts"] == 1
+    assert summary["incidents"] == []
+    assert "over" not in summary["phases_s"]
