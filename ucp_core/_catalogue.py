@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ucp_core._open import MANIFEST_NAME, Checkpoint, open_checkpoint
 from ucp_core._save import try_commit
-from ucp_core.errors import CheckpointCorruptError, UcpError
+from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.manifest import from_bytes
 from ucp_core.storage.base import Store, join
 
@@ -73,8 +73,12 @@ def find_committed(
         checkpoints_directory: Holds ``step-00001200`` and its like.
         lineage: See ``is_valid``.
         exclude: Names of directories to skip, because loading them failed.
+
+    Raises:
+        StorageError: The storage refused to show a checkpoint, and no other one counts.
     """
     skipped: list[tuple[str, str]] = []
+    refused: StorageError | None = None
     for name in step_names(store, checkpoints_directory):
         if name in exclude:
             skipped.append((name, "excluded: it could not be loaded before"))
@@ -83,6 +87,10 @@ def find_committed(
         try:
             checkpoint = _open_valid(store, directory, lineage)
             _check_files(checkpoint)
+        except StorageError as error:
+            refused = refused or error
+            skipped.append((name, str(error)))
+            continue
         except UcpError as error:
             skipped.append((name, str(error)))
             continue
@@ -93,6 +101,9 @@ def find_committed(
             checkpoint=checkpoint,
             skipped=tuple(skipped),
         )
+    if refused is not None:
+        # To begin from scratch because a password expired would throw the run away.
+        raise refused
     return None
 
 

@@ -18,7 +18,7 @@ from ucp_core._open import MANIFEST_NAME, Checkpoint
 from ucp_core.boxes import Box
 from ucp_core.checksums import BLOCK_BYTES, BlockHasher, combine, combine_blocks, crc32
 from ucp_core.errors import CheckpointCorruptError, ChecksumMismatchError, UcpError
-from ucp_core.manifest import FileEntry, Kind, Manifest, to_bytes
+from ucp_core.manifest import FileEntry, Kind, Manifest, from_bytes, to_bytes
 from ucp_core.plan import Part, plan
 from ucp_core.statemap import DTYPE_BYTES, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.storage.base import Store, join
@@ -85,7 +85,10 @@ def materialise(
         extra=extra,
         source=checkpoint.manifest.source,
     )
-    destination_store.write_atomic(manifest_path, to_bytes(manifest), fsync=True)
+    data = to_bytes(manifest)
+    # What no reader would accept must not be committed.
+    from_bytes(data, where=manifest_path)
+    destination_store.write_atomic(manifest_path, data, fsync=True)
 
 
 class _Materialiser:
@@ -240,6 +243,8 @@ def _family(slot: str) -> str:
 
 def _file_name(name: str) -> str:
     """Return ``name`` as part of a file name: anything but letters, digits and ``_-`` escaped."""
+    if not name:
+        return "%"
     return quote(name, safe="").replace(".", "%2E").replace("~", "%7E")
 
 
