@@ -16,7 +16,7 @@ FORBIDDEN = {
     "a package registry": re.compile(r"(?:--(?:extra-)?index-url|--trusted-host|PIP_INDEX_URL)"),
     "an unfinished thought": re.compile(r"\b(?:XX" r"X|FIX" r"ME)\b"),
 }
-BINARY_SUFFIXES = {".png", ".safetensors", ".ico", ".woff2"}
+BINARY_SUFFIXES = {".bin", ".png", ".safetensors", ".ico", ".woff2"}
 
 
 def _text_files() -> list[Path]:

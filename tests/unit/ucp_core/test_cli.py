@@ -1,0 +1,132 @@
+"""``ucp`` as a person and as a program use it: the real command, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.numpy
+
+from tests.support.checkpoints import save, small_state
+from ucp_core.storage import LocalStore
+
+COMMANDS = ("inspect", "convert", "verify")
+
+
+def _ucp(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ucp_core.cli", *arguments],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save(LocalStore(), small_state(), step=7, root=str(tmp_path))
+    return tmp_path / "step-00000007"
+
+
+def test_help_shows_an_example_of_every_command() -> None:
+    """People copy examples; the exit codes are in the help of the whole."""
+    assert "Exit codes: 0 success" in _ucp("--help").stdout
+    for command in COMMANDS:
+        done = _ucp(command, "--help")
+        assert done.returncode == 0
+        assert f"Example: ucp {command} " in done.stdout
+
+
+def test_inspect_shows_what_is_there(checkpoint: Path) -> None:
+    """For people line by line, for programs with every tensor."""
+    shown = _ucp("inspect", str(checkpoint), "--tensors")
+    found = json.loads(_ucp("inspect", str(checkpoint), "--json").stdout)
+
+    assert shown.returncode == 0
+    assert "wte exp_avg F32 8x4 in " in shown.stdout
+    assert "step exp_avg F32 scalar in 1 fragment(s)" in shown.stdout
+    assert (found["step"], found["attempt"], found["ranks"]) == (7, 1, 2)
+    assert found["slots"] == ["exp_avg", "weight"]
+    assert found["bytes"] == sum(len(whole.data) for whole in small_state().values())
+    assert len(found["tensors"]) == len(small_state())
+
+
+def test_convert_makes_files_that_others_read_and_verify_agrees(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """The way of a trained model out of the run directory."""
+    out = tmp_path / "out"
+    done = _ucp("convert", str(checkpoint), str(out), "--memory", "16MiB", "--json")
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["format"] == "everstep-universal"
+    weights = safetensors.numpy.load_file(out / "model-00001-of-00001.safetensors")
+    assert set(weights) == {key.fqn for key in small_state()}
+    verified = json.loads(_ucp("verify", str(out), "--json").stdout)
+    assert verified["ok"] is True
+
+
+def test_verify_names_a_flipped_byte_and_fails(checkpoint: Path) -> None:
+    """The exit code is what a script looks at."""
+    path = checkpoint / "a0001-r00000.bin"
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+
+    done = _ucp("verify", str(checkpoint))
+
+    assert done.returncode == 1
+    assert "a0001-r00000.bin" in done.stdout
+    assert "damaged in bytes 0 to" in done.stdout
+    assert "1 problem(s)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("inspect", "{tmp}/none"), 1, "nothing was committed there"),
+        (("verify", "{tmp}/none"), 1, "nothing was committed there"),
+        (("convert", "{old}", "{old}"), 1, "holds a committed checkpoint already"),
+        (("convert", "{old}", "/proc/none"), 3, "/proc/none"),
+        (("inspect", "nosuch://x"), 3, "nosuch://x cannot be opened"),
+        (("convert", "{old}", "x", "--memory", "3 bananas"), 2, "is not a size"),
+        (("convert", "{old}", "x", "--memory", "1KiB"), 2, "is too small"),
+        (("inspect",), 2, "Missing argument"),
+    ],
+)
+def test_errors_are_short_and_have_their_exit_code(
+    arguments: tuple[str, ...], code: int, message: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """A traceback helps nobody who mistyped a path."""
+    done = _ucp(*(text.format(tmp=tmp_path, old=checkpoint) for text in arguments))
+
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    if code != 2:
+        assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_a_truncated_manifest_is_one_line(checkpoint: Path) -> None:
+    """The commonest damage: the disk was full."""
+    path = checkpoint / "manifest.json"
+    path.write_bytes(path.read_bytes()[:100])
+
+    done = _ucp("inspect", str(checkpoint))
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("ucp: ")
+    assert "cut short or was edited" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_inspect_imports_neither_torch_nor_fsspec() -> None:
+    """They take a second, and looking at a checkpoint has to be quick."""
+    probe = "import sys, ucp_core.cli; print({'torch', 'ray', 'fsspec', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=True, text=True)
+
+    assert done.stdout.strip() == "set()"
