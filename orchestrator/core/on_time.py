@@ -41,21 +41,24 @@ def ticked(turn: Turn, event: Ticked) -> None:
 
 def _look_at_fleet(turn: Turn) -> None:
     """Handle the bounds of workers and nodes, and find the next one."""
-    draft, now_s = turn.draft, turn.now_s
-    draft.wake_s = inf
-    for number, worker in list(draft.workers.items()):
-        if worker.deadline_s > now_s:
+    turn.draft.wake_s = inf
+    _look_at_workers(turn)
+    _look_at_nodes(turn)
+    if turn.draft.num_failed_starts >= turn.rules.starts_failed_max:
+        demand.give_up_starting(turn)
+
+
+def _look_at_workers(turn: Turn) -> None:
+    for number, worker in list(turn.draft.workers.items()):
+        if worker.deadline_s > turn.now_s:
             if worker.deadline_s != inf:
                 turn.wake_by(worker.deadline_s)
         elif worker.status is WorkerStatus.STARTING:
-            bound_s = turn.rules.bounds.start_s
-            fleet.kill_worker(turn, number, f"not ready after {bound_s:g} s")
-            demand.note_failed_start(turn, worker.node, f"not ready after {bound_s:g} s")
+            late = f"not ready after {turn.rules.bounds.start_s:g} s"
+            fleet.kill_worker(turn, number, late)
+            demand.note_failed_start(turn, worker.node, late)
         elif worker.status is WorkerStatus.DYING and not worker.inside:
             recovery.give_up(turn, number)
-    _look_at_nodes(turn)
-    if draft.num_failed_starts >= turn.rules.starts_failed_max:
-        demand.give_up_starting(turn)
 
 
 def _look_at_nodes(turn: Turn) -> None:

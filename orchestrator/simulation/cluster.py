@@ -245,6 +245,8 @@ class SimCluster:
     def die(self, worker: SimWorker, cause: str) -> None:
         """End a process and let the world notice."""
         worker.alive = False
+        if not worker.node.cut_off:
+            self.monitor.left(worker.attempt, self.now_s)
         self.monitor.faulty.add(worker.name)
         worker.node.workers.pop(worker.name, None)
         del self.workers[worker.name]
@@ -271,6 +273,7 @@ class SimCluster:
         worker.refuses = max(worker.refuses, number)
         if worker.node.cut_off:
             return
+        self.monitor.left(number, self.now_s)
         self.post(
             ev.WorkerLeft,
             attempt=number,
@@ -410,6 +413,9 @@ class SimCluster:
         """Let the training code of a worker raise, which takes it out of the attempt."""
         self.monitor.faulty.add(worker.name)
         worker.attempt, worker.refuses = 0, max(worker.refuses, attempt.number)
+        if worker.node.cut_off:
+            return
+        self.monitor.left(attempt.number, self.now_s)
         self.post(
             ev.WorkerRaised,
             attempt=attempt.number,

@@ -44,6 +44,7 @@ class Monitor:
         self.num_lost_steps = 0
         self.troubled: set[str] = set()
         self.faulty: set[str] = set()
+        self.last_left_s = 0.0
         self.found_damaged: set[tuple[int, int]] = set()
         self.cut_off: dict[int, bool] = {}
 
@@ -99,10 +100,11 @@ class Monitor:
         require(not damaged or at not in self.found_damaged, "S6", f"loads {at} again")
         if damaged:
             self.found_damaged.add(at)
-        before_fence = [
-            v for v in valid if commits[v].landed_s < self.fence_began_s and not commits[v].damaged
+        # Until the last member that could be reached was out, commits may have landed.
+        in_time = [
+            v for v in valid if commits[v].landed_s <= self.last_left_s and not commits[v].damaged
         ]
-        newest = max(before_fence, default=(0, 0))
+        newest = max(in_time, default=(0, 0))
         require(at >= newest, "S3", f"resumes from {at}, though {newest} was committed")
         if self.yielded is not None and self.yielded[0] == self.attempt:
             intact = not commits[self.yielded[1], self.attempt].damaged
@@ -150,6 +152,11 @@ class Monitor:
             node = cluster.nodes[name]
             known = name in self.troubled or node.draining_until_s is not None
             require(known or node.cut_off, "S5", f"healthy node {name} is avoided")
+
+    def left(self, attempt: int, now_s: float) -> None:
+        """Note that a member is out of the newest attempt, in truth."""
+        if attempt == self.attempt:
+            self.last_left_s = now_s
 
     def incident(self, action: ReportIncident) -> None:
         """Check that only who did fail is called guilty."""

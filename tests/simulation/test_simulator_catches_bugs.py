@@ -1,0 +1,181 @@
+"""The simulator is tested by breaking the machine on purpose.
+
+Each bug is one that a hasty change could bring; each must be found within ``SEEDS`` histories,
+and by the checker that is meant for it. The numbers behind ``SEEDS`` are in ``BUGS``: how many of
+the first 400 seeds found the bug when it was written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from orchestrator.core import (
+    demand,
+    fleet,
+    formation,
+    machine,
+    on_fleet,
+    on_members,
+    on_time,
+    planned,
+    recovery,
+    survey,
+)
+from orchestrator.core import events as ev
+from orchestrator.core.state import Node, Phase, Worker
+from orchestrator.core.turn import Turn
+from orchestrator.simulation.history import run_history
+from orchestrator.simulation.violations import Violation
+
+SEEDS = 1500
+
+
+def _members_out(turn: Turn) -> None:
+    """Take all members for gone, without having heard from them."""
+    draft = turn.draft
+    for number in draft.members:
+        worker = draft.workers.get(number)
+        if worker is not None and worker.inside:
+            fleet.put_worker(turn, number, replace(worker, inside=False))
+
+
+def _start_before_the_fence_is_answered(turn: Turn) -> None:
+    if turn.draft.phase is Phase.FENCING:
+        _members_out(turn)
+    _PROCEED(turn)
+
+
+def _do_not_wait_for_all_to_yield(turn: Turn) -> None:
+    if turn.draft.phase is Phase.YIELDING and turn.draft.yielded_step >= 0:
+        _members_out(turn)
+    _ALL_LEFT(turn)
+
+
+def _trust_reports(_turn: Turn) -> bool:
+    return True
+
+
+def _take_an_early_read_for_final(turn: Turn) -> bool:
+    return turn.draft.read_seen or _KNOWN_IS_FINAL(turn)
+
+
+def _resume_where_the_attempt_began(turn: Turn) -> None:
+    turn.draft.known = turn.draft.known_at_start
+    _WAIT(turn)
+
+
+def _forget_the_attempt_number(turn: Turn, _attempt: int, name: str) -> tuple[int, Worker] | None:
+    found = fleet.find_worker(turn, name)
+    return found if found is not None and found[1].inside else None
+
+
+def _blame_who_reports_first(turn: Turn, event: ev.WorkerLeft) -> None:
+    on_members.worker_left(turn, event)
+    cause = turn.draft.cause
+    if event.how == "peer_lost" and cause is not None and cause.kind == "peer_lost":
+        turn.draft.cause = replace(cause, guilty=(event.worker,))
+
+
+def _kill_who_lost_its_peers(turn: Turn, event: ev.WorkerLeft) -> None:
+    found = fleet.find_worker(turn, event.worker)
+    if found is not None and found[1].inside and event.how == "peer_lost":
+        fleet.kill_worker(turn, found[0], "lost its peers")
+    on_members.worker_left(turn, event)
+
+
+def _bind_two_workers_to_a_slot(_turn: Turn, node: Node) -> list[int]:
+    return list(node.slots)
+
+
+def _keep_slots_of_lost_nodes(turn: Turn, number: int) -> None:
+    fleet.drop_slot(turn, number)
+
+
+def _never_look(*_: Any) -> None:
+    """Do nothing where a bound, an event or a restart should have been handled."""
+
+
+def _wait_on(turn: Turn, *_: Any) -> None:
+    turn.draft.deadline_s = turn.now_s + 1.0
+
+
+@dataclass(frozen=True)
+class Bug:
+    """Where to put which function, and which promises may tell; ``found`` of 400 seeds did."""
+
+    place: Any
+    name: Any
+    function: Callable[..., Any]
+    promises: tuple[str, ...]
+    found: int
+
+
+BUGS = {
+    "starts before the fence is answered": Bug(
+        recovery, "proceed", _start_before_the_fence_is_answered, ("S1", "invariant"), 102
+    ),
+    "does not wait for all to yield": Bug(
+        planned, "all_left", _do_not_wait_for_all_to_yield, ("S1", "invariant"), 18
+    ),
+    "trusts reports and does not read": Bug(
+        recovery, "_known_is_final", _trust_reports, ("S3", "S6"), 15
+    ),
+    "takes an early read for final": Bug(
+        recovery, "_known_is_final", _take_an_early_read_for_final, ("S3", "L3"), 2
+    ),
+    "resumes where the attempt began": Bug(
+        recovery, "wait", _resume_where_the_attempt_began, ("S3",), 115
+    ),
+    "forgets the attempt number": Bug(
+        on_members, "_member", _forget_the_attempt_number, ("S1", "S3", "invariant"), 6
+    ),
+    "blames who reports first": Bug(
+        machine._HANDLERS, ev.WorkerLeft, _blame_who_reports_first, ("S5",), 82
+    ),
+    "kills who lost its peers": Bug(
+        machine._HANDLERS, ev.WorkerLeft, _kill_who_lost_its_peers, ("S5",), 85
+    ),
+    "binds two workers to a slot": Bug(
+        fleet, "free_slots", _bind_two_workers_to_a_slot, ("invariant", "S1"), 292
+    ),
+    "keeps the slots of lost nodes": Bug(
+        demand, "release_slot", _keep_slots_of_lost_nodes, ("L1",), 9
+    ),
+    "has no bound for fencing": Bug(recovery, "fence_bound", _wait_on, ("L1",), 22),
+    "has no bound for forming": Bug(recovery, "phase_bound", _wait_on, ("L1",), 19),
+    "has no bound for reading": Bug(recovery, "read_bound", _wait_on, ("L1",), 9),
+    "has no bound for starting": Bug(on_time, "_look_at_workers", _never_look, ("L1",), 14),
+    "ignores a hang": Bug(machine._HANDLERS, ev.HangFound, _never_look, ("L1",), 27),
+    "ignores a lost node": Bug(on_fleet, "lose_node", _never_look, ("L1", "S1", "S5"), 2),
+    "adopts blindly after a restart": Bug(
+        survey, "_resume_attempt", _never_look, ("L1", "invariant"), 13
+    ),
+    "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",), 386),
+}
+
+_PROCEED = recovery.proceed
+_ALL_LEFT = planned.all_left
+_KNOWN_IS_FINAL = recovery._known_is_final
+_WAIT = formation.wait
+
+
+@pytest.mark.parametrize("name", sorted(BUGS))
+def test_a_broken_machine_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulator that has never failed shows nothing."""
+    bug = BUGS[name]
+    if isinstance(bug.place, dict):
+        monkeypatch.setitem(bug.place, bug.name, bug.function)
+    else:
+        monkeypatch.setattr(bug.place, bug.name, bug.function)
+    with pytest.raises(Violation) as caught:
+        _run_histories()
+    assert str(caught.value).startswith(bug.promises)
+
+
+def _run_histories() -> None:
+    for seed in range(SEEDS):
+        run_history(seed)
