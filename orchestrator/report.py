@@ -157,11 +157,12 @@ def _tiles(run: RunRecord, other: RunRecord | None) -> list[Tile]:
     recoveries = [i.recovery_s for i in run.incidents if i.recovery_s is not None]
     lost = int(summary.get("lost_steps", sum(i.lost_steps for i in run.incidents)))
     goodput = _number(summary, "goodput")
+    num_attempts = int(summary.get("attempts", _attempts(run.steps)))
     tiles = [
         Tile(
             value=f"{run.steps[-1].step if run.steps else 0}",
             name="steps",
-            note=f"in {summary.get('attempts', _attempts(run.steps))} attempts",
+            note=f"in {num_attempts} attempt{'' if num_attempts == 1 else 's'}",
         ),
         Tile(value=f"{len(run.incidents)}", name="incidents", note=f"{lost} steps lost"),
         Tile(
@@ -264,7 +265,9 @@ def _progress_chart(run: RunRecord, other: RunRecord | None) -> str:
 
 def _progress(run: RunRecord) -> tuple[tuple[float, float], ...]:
     start_s = _start_s(run)
-    return tuple((at_s - start_s, float(step)) for at_s, step in _completed(run))
+    taken = tuple((at_s - start_s, float(step)) for at_s, step in _completed(run))
+    # From the start on, so that the wait for the first step is seen.
+    return ((0.0, 0.0), *taken) if taken else ()
 
 
 def _spent(run: RunRecord) -> list[tuple[str, float, str]]:
@@ -304,6 +307,10 @@ def _facts(run: RunRecord, other: RunRecord | None) -> list[tuple[str, str, str]
 
     def value(record: RunRecord | None, name: str) -> str:
         found = record.summary.get(name) if record is not None else None
+        if name == "samples_seen" and found is None and record is not None and record.steps:
+            found = sum(step.samples for step in record.steps)
+        if isinstance(found, float):
+            return f"{found:.6g}" if name in {"goodput", "wall_s"} else f"{found:.9f}"
         return "\N{EN DASH}" if found is None else f"{found}"
 
     return [(label, value(run, name), value(other, name)) for label, name in names]
