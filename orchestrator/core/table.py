@@ -82,7 +82,12 @@ class Table(Generic[V]):
 
     def __eq__(self, other: object) -> bool:
         """Return whether both hold the same keys and values."""
-        return isinstance(other, Table) and dict(self.items()) == dict(other.items())
+        if not isinstance(other, Table):
+            return False
+        # Chunks that are shared compare by identity, so versions of one table compare fast.
+        one, two = self._chunks, other._chunks
+        length = min(len(one), len(two))
+        return one[:length] == two[:length] and not any((*one[length:], *two[length:]))
 
     def __hash__(self) -> int:
         """Tables hold mutable chunks inside, so a hash would only invite misuse."""

@@ -38,3 +38,5 @@ def test_tables_are_equal_by_content() -> None:
     one: Table[int] = Table()
     assert one.set(1, 1).set(2, 2) == one.set(2, 2).set(1, 1)
     assert one.set(1, 1) != one.set(1, 2)
+    assert one.set(1, 1).set(900, 2).without(900) == one.set(1, 1)
+    assert one.set(1, 1) != one.set(1, 1).set(900, 2)
