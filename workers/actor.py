@@ -34,9 +34,12 @@ class Worker:
         directory: Shared-memory directory for this node's pages and rings.
         run_url: The run directory.
         settings: ``workers.train.settings.Settings`` as JSON.
+        on_cpu: Whether it will never be given a GPU.
     """
 
-    def __init__(self, *, worker: str, directory: str, run_url: str, settings: Any) -> None:
+    def __init__(
+        self, *, worker: str, directory: str, run_url: str, settings: Any, on_cpu: bool
+    ) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         from workers.runner import AttemptRunner
 
@@ -47,7 +50,11 @@ class Worker:
         self._outcomes: dict[int, Future[Outcome]] = {}
         self._ordered: set[int] = set()
         self._orders: queue.SimpleQueue[tuple[Assignment, tuple[int, ...]]] = queue.SimpleQueue()
-        threading.Thread(target=self._train_forever, name="train", daemon=True).start()
+        prepared: Future[None] = Future()
+        threading.Thread(
+            target=self._train_forever, args=(prepared, on_cpu), name="train", daemon=True
+        ).start()
+        prepared.result()
 
     async def hello(self) -> dict[str, Any]:
         """Return who this is: node, pid, and the attempt it is in (0 if none)."""
@@ -86,7 +93,13 @@ class Worker:
     def _future(self, attempt: int) -> Future[Outcome]:
         return self._outcomes.setdefault(attempt, Future())
 
-    def _train_forever(self) -> None:
+    def _train_forever(self, prepared: Future[None], on_cpu: bool) -> None:  # noqa: FBT001
+        try:
+            self._runner.prepare(on_cpu=on_cpu)
+        except Exception as error:  # noqa: BLE001  the constructor raises it, and Ray reports it
+            prepared.set_exception(error)
+            return
+        prepared.set_result(None)
         while True:
             assignment, gpu_ids = self._orders.get()
             outcome = self._runner.run(assignment, gpu_ids)

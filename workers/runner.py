@@ -18,6 +18,7 @@ from workers import collectives
 from workers.keeper.watch import page_path, ring_path
 from workers.progress import ProgressPage
 from workers.protocol import Assignment, Outcome, Raised, WorkerPhase
+from workers.rehearsal import rehearse
 from workers.train.context import WorkerContext
 from workers.train.loop import run_attempt
 from workers.train.settings import Settings
@@ -48,19 +49,27 @@ class AttemptRunner:
             fenced=self.is_fenced,
             yield_requested=self._is_yielding,
         )
+        self._ring_path = ring_path(directory, worker)
         self._fenced: set[int] = set()
         self._yielding: set[int] = set()
         self._lock = threading.Lock()
         self.attempt = 0
+
+    def prepare(self, *, on_cpu: bool) -> None:
+        """Do once what the first attempt would pay for. Raises ``WorkerError`` if that fails.
+
+        On a GPU there is no rehearsal: which one it will be is known with the first slot.
+        """
+        if on_cpu:
+            rehearse(self._context.settings, self._ring_path)
         # What is imported stays: collections after an attempt then look at the attempt only.
         gc.collect()
         gc.freeze()
 
     def run(self, assignment: Assignment, gpu_ids: tuple[int, ...]) -> Outcome:
         """Train in the attempt until it ends for this worker; never raises."""
-        if gpu_ids:
-            # Before CUDA is first used in this process; a standby has imported torch, no more.
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
+        # Takes effect because CUDA was not used in this process yet: torch is imported, no more.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
         self.attempt = assignment.attempt
         self._page.assign(assignment.attempt, assignment.rank)
         try:

@@ -30,17 +30,13 @@ _HOW = {Completed: "completed", Yielded: "yielded", Fenced: "fenced", PeerLost: 
 KILL_CONFIRM_S = 0.5
 
 
-#: The calls to a lost node's keeper and workers fail within 0.1 s of each other.
-NODE_CONFIRM_S = 0.3
-
-
 @dataclass(slots=True)
 class _Member:
     handle: Any
     node: str
     pid: int = 0
     killed: bool = False
-    unreachable: bool = False
+    ending: bool = False
     gone: bool = False
     attended: set[int] = field(default_factory=set)
 
@@ -53,7 +49,8 @@ class Crew:
         at_s: The run's clock.
         post: Where events go; called on the event loop.
         is_draining: Whether a node had been given notice.
-        wait_lost: Wait, at most so many seconds, for a node to be declared lost.
+        is_gone: Find out whether a node is lost.
+        look_around: Find that out of every node, without waiting.
         boot: Keyword arguments of ``workers.actor.Worker`` that are equal for all workers.
     """
 
@@ -64,14 +61,16 @@ class Crew:
         at_s: Callable[[], float],
         post: Callable[[Event], None],
         is_draining: Callable[[str], bool],
-        wait_lost: Callable[[str, float], Awaitable[bool]],
+        is_gone: Callable[[str], Awaitable[bool]],
+        look_around: Callable[[], None],
         boot: dict[str, Any],
     ) -> None:
         self._names = names
         self._at_s = at_s
         self._post = post
         self._is_draining = is_draining
-        self._wait_lost = wait_lost
+        self._is_gone = is_gone
+        self._look_around = look_around
         self._boot = boot
         self._members: dict[str, _Member] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -80,17 +79,6 @@ class Crew:
         """Return the node of ``worker``, "" if it is unknown."""
         member = self._members.get(worker)
         return member.node if member is not None else ""
-
-    def is_unreachable(self, node: str) -> bool:
-        """Return whether ``node`` had workers and the last calls to all of them found nobody."""
-        members = [member for member in self._members.values() if member.node == node]
-        living = any(not member.gone and not member.unreachable for member in members)
-        return not living and any(member.unreachable for member in members)
-
-    def pid_of(self, worker: str) -> int:
-        """Return the process id of ``worker``, 0 while it is unknown."""
-        member = self._members.get(worker)
-        return member.pid if member is not None else 0
 
     def start(self, worker: str, node: str) -> None:
         """Start ``worker`` on ``node``; ``WorkerReady`` or ``WorkerExited`` follows."""
@@ -198,6 +186,9 @@ class Crew:
         except RayError as error:
             self._ended(worker, error)
             return
+        if isinstance(outcome, PeerLost):
+            # The survivor's transport is often the first to know; Ray needs 1.5 s for a machine.
+            self._look_around()
         self._post(_left(self._at_s(), worker, outcome))
 
     async def _kill(self, worker: str, member: _Member) -> None:
@@ -209,9 +200,7 @@ class Crew:
 
     async def _ask(self, worker: str, node: str, timeout_s: float) -> tuple[str, str, int] | None:
         try:
-            handle: Any = ray.get_actor(
-                self._names.worker(worker), namespace=self._names.namespace
-            )
+            handle: Any = ray.get_actor(self._names.worker(worker), namespace=self._names.namespace)
         except ValueError:
             return None
         member = self._members[worker] = _Member(handle=handle, node=node)
@@ -238,19 +227,18 @@ class Crew:
         member = self._members.get(worker)
         if member is None or member.gone:
             return
-        if isinstance(error, ActorDiedError):
-            self._exited(worker, self._cause(member), _first_line(error))
-        elif not member.unreachable:
-            member.unreachable = True
-            self._spawn(self._confirm(worker, member, error))
+        if not member.ending:
+            member.ending = True
+            self._spawn(self._find_cause(worker, member, error))
 
-    async def _confirm(self, worker: str, member: _Member, error: RayError) -> None:
-        """Unreachable is perhaps alive: end it, and see whether its whole node is gone."""
-        with contextlib.suppress(RayError, ValueError):
-            await asyncio.to_thread(ray.kill, member.handle, no_restart=True)
-        is_lost = await self._wait_lost(member.node, NODE_CONFIRM_S)
-        cause = "node" if is_lost else self._cause(member)
-        self._exited(worker, cause, _first_line(error))
+    async def _find_cause(self, worker: str, member: _Member, error: RayError) -> None:
+        """Say that ``worker`` is gone, and whether its whole node is."""
+        is_node = not member.killed and await self._is_gone(member.node)
+        if not isinstance(error, ActorDiedError) and not is_node:
+            # Unreachable is perhaps alive: end it, so that "exited" is true.
+            with contextlib.suppress(RayError, ValueError):
+                await asyncio.to_thread(ray.kill, member.handle, no_restart=True)
+        self._exited(worker, "node" if is_node else self._cause(member), _first_line(error))
 
     def _cause(self, member: _Member) -> str:
         if member.killed:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import re
 import time
@@ -23,6 +22,7 @@ from ray.exceptions import RayError
 
 from orchestrator.config import RunConfig
 from orchestrator.errors import CapacityError, ConfigError
+from orchestrator.shell.connect import connect
 from orchestrator.shell.controller import OPTIONS, Controller
 from orchestrator.shell.local_cluster import HostedCluster
 from orchestrator.shell.names import RunNames
@@ -117,7 +117,6 @@ def open_cluster(config: RunConfig) -> HostedCluster | None:
     ``cluster.address``, else ``RAY_ADDRESS`` (set inside ``ray job submit``), else nodes on
     this machine. Raises ``CapacityError`` if nothing answers.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     cluster = None
     address = config.cluster.address
     if address is None:
@@ -127,13 +126,7 @@ def open_cluster(config: RunConfig) -> HostedCluster | None:
         address = cluster.address
         os.environ["RAY_AUTH_MODE"] = "disabled"
     try:
-        ray.init(
-            address=address,
-            namespace=RunNames(run_id(config.run.directory)).namespace,
-            log_to_driver=False,
-            configure_logging=True,
-            logging_level=logging.ERROR,
-        )
+        connect(address, namespace=RunNames(run_id(config.run.directory)).namespace)
     except (ConnectionError, RayError, OSError) as error:
         raise CapacityError(
             f"no Ray cluster answers at {address}: {error}. Start one with `ray start --head`, "
@@ -175,7 +168,7 @@ def stop_run(contact: dict[str, Any], reason: str) -> None:
     Raises ``CapacityError`` if it does not answer.
     """
     try:
-        ray.init(address=contact["ray_address"], log_to_driver=False, logging_level=logging.ERROR)
+        connect(contact["ray_address"])
         controller = ray.get_actor(RunNames("").controller, namespace=contact["namespace"])
         ray.get(controller.stop.remote(reason), timeout=10.0)
     except (ConnectionError, ValueError, RayError, TimeoutError) as error:

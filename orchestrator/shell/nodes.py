@@ -1,13 +1,13 @@
 """The node watcher: which machines are there, which are about to leave, and their keepers.
 
-Ray's own verdict on a dead machine takes 14 to 62 s. This watcher takes a node for lost as
-soon as its keeper and every worker on it have become unreachable, and else when Ray says so.
+Ray's own verdict on a dead machine takes 14 to 62 s. This watcher looks at a node as soon as a
+process on it is gone: a raylet that refuses connections is dead, and its node is lost. Where
+nothing answers at all the detector's silence bound decides, or Ray does.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,9 +23,11 @@ from workers.keeper.actor import OPTIONS, Keeper
 
 #: The node table and drain notices are read this often (2.6 ms a read on Ray 2.60).
 POLL_S = 0.3
-#: A keeper that does not come back within this, on a node with no reachable worker, was the
-#: node's: a restart of the keeper alone took 0.7 to 1.1 s.
-KEEPER_RETURN_S = 3.0
+#: A keeper that does not come back within this went with its node, or its node is of no use:
+#: restarting a keeper alone took 0.7 to 1.1 s.
+KEEPER_RETURN_S = 10.0
+#: A raylet's port answers or refuses in microseconds, also across a data center.
+PROBE_S = 0.5
 
 
 @dataclass(slots=True)
@@ -33,6 +35,7 @@ class NodeView:
     """What the watcher knows of one node, for the status page."""
 
     node: str
+    raylet_address: tuple[str, int]
     state: str = "alive"
     raylet_pid: int = 0
     keeper: Any = None
@@ -62,7 +65,6 @@ class Nodes:
         self._resources = resources
         self._at_s = at_s
         self._post = post
-        self._is_unreachable: Callable[[str], bool] = bool
         self._draining: set[str] = set()
         self.views: dict[str, NodeView] = {}
 
@@ -70,23 +72,8 @@ class Nodes:
         """Return whether ``node`` was given notice. Ray forgets when the node dies; we do not."""
         return node in self._draining
 
-    async def wait_lost(self, node: str, timeout_s: float) -> bool:
-        """Return whether ``node`` is declared lost within ``timeout_s``."""
-        view = self.views.get(node)
-        if view is None:
-            return False
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(view.lost.wait(), timeout_s)
-        return view.lost.is_set()
-
-    async def watch_forever(self, controller: Any, is_unreachable: Callable[[str], bool]) -> None:
-        """Report joins, losses and notices until cancelled.
-
-        Args:
-            controller: Ray handle that the keepers report to.
-            is_unreachable: Whether a node had workers and none of them can be reached any more.
-        """
-        self._is_unreachable = is_unreachable
+    async def watch_forever(self, controller: Any) -> None:
+        """Report joins, losses and notices until cancelled."""
         while True:
             table, notices = await asyncio.to_thread(_read_cluster)
             for row in table:
@@ -121,7 +108,8 @@ class Nodes:
             return
         if node in self.views or not self._fits(row["Resources"]):
             return
-        view = self.views[node] = NodeView(node=node)
+        address = (row["NodeManagerAddress"], row["NodeManagerPort"])
+        view = self.views[node] = NodeView(node=node, raylet_address=address)
         view.keeper = (
             ray.remote(Keeper)
             .options(
@@ -150,37 +138,59 @@ class Nodes:
         at_s = self._at_s()
         self._post(NodeDraining(at_s=at_s, node=node, deadline_s=at_s + left_s))
 
+    async def is_gone(self, node: str) -> bool:
+        """Return whether ``node`` is lost, finding out if need be: asks its raylet's port.
+
+        A raylet that refuses connections is dead, and a node's processes end with their raylet.
+        One that does not answer at all is not decided here.
+        """
+        view = self.views.get(node)
+        if view is None or view.lost.is_set():
+            return True
+        try:
+            opened = asyncio.open_connection(*view.raylet_address)
+            _, writer = await asyncio.wait_for(opened, PROBE_S)
+        except ConnectionRefusedError:
+            self.lost(node, "its raylet refuses connections")
+        except (TimeoutError, OSError):
+            pass
+        else:
+            writer.close()
+        return view.lost.is_set()
+
+    def look_around(self) -> None:
+        """Find out of every node whether it is lost, without waiting."""
+        for view in self.views.values():
+            if not view.lost.is_set():
+                view.tasks.append(asyncio.get_running_loop().create_task(self._look(view.node)))
+
+    async def _look(self, node: str) -> None:
+        await self.is_gone(node)
+
     async def _accompany(self, view: NodeView) -> None:
-        """Keep a held call on the keeper; decide what its failure means."""
+        """Keep a held call on the keeper; a failing one is a reason to look at the node."""
         while True:
             try:
                 hello = await view.keeper.hello.remote()
                 view.raylet_pid = hello["raylet_pid"]
                 await view.keeper.hold.remote()
             except RayError as error:
-                if await self._is_gone(view):
-                    self.lost(view.node, f"keeper and workers unreachable: {type(error).__name__}")
+                if await self.is_gone(view.node) or not await _is_back(view.keeper):
+                    self.lost(view.node, f"its keeper is unreachable: {type(error).__name__}")
                     return
 
-    async def _is_gone(self, view: NodeView) -> bool:
-        """Wait until the keeper is back, or the node's workers are found unreachable too."""
-        deadline_s = time.monotonic() + KEEPER_RETURN_S
-        back = asyncio.ensure_future(_answers(view.keeper))
-        while time.monotonic() < deadline_s and not back.done():
-            if self._is_unreachable(view.node):
-                break
-            await asyncio.wait({back}, timeout=0.02)
-        is_back = back.done() and back.result()
-        back.cancel()
-        return not is_back
 
-
-async def _answers(keeper: Any) -> bool:
+async def _is_back(keeper: Any) -> bool:
+    """Return whether a keeper whose process ended was restarted by its node in time."""
     try:
-        await keeper.hello.remote()
-    except RayError:
+        await asyncio.wait_for(_hello(keeper), KEEPER_RETURN_S)
+    except (RayError, TimeoutError):
         return False
     return True
+
+
+async def _hello(keeper: Any) -> None:
+    await keeper.hello.remote()
 
 
 def _read_cluster() -> tuple[list[dict[str, Any]], dict[str, int]]:

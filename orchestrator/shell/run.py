@@ -103,10 +103,12 @@ class Run:
             at_s=at_s,
             post=post,
             is_draining=self._nodes.is_draining,
-            wait_lost=self._nodes.wait_lost,
+            is_gone=self._nodes.is_gone,
+            look_around=self._nodes.look_around,
             boot={
                 "run_url": self._config.run.directory,
                 "settings": self._config.settings_json(),
+                "on_cpu": "GPU" not in self._config.worker_resources(),
             },
         )
         self._observer = Observer(
@@ -123,7 +125,7 @@ class Run:
             await self._capacity.adopt()
         self._post(ControllerStarted(at_s=self._clock.at_s(), life=self._life))
         self._spawn(asyncio.to_thread(preload))
-        self._spawn(self._nodes.watch_forever(self._controller, self._crew.is_unreachable))
+        self._spawn(self._nodes.watch_forever(self._controller))
         self._spawn(self._capacity.poll_forever())
         self._spawn(self._judge_forever())
         while not self._over.is_set():

@@ -18,10 +18,11 @@ def cluster() -> Iterator[Any]:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     import ray
 
+    from orchestrator.shell.connect import connect
     from orchestrator.shell.local_cluster import HostedCluster
 
     hosted = HostedCluster(num_nodes=2, cpus_per_node=2)
-    ray.init(address=hosted.address, log_to_driver=False, logging_level="ERROR")
+    connect(hosted.address)
     yield hosted
     ray.shutdown()
     hosted.shutdown()

@@ -55,7 +55,7 @@ def undisturbed_digest(
     known: dict[str, str] = {}
 
     def digest(config: RunConfig) -> str:
-        key = config.train.model_dump_json()
+        key = repr(config.train)
         if key not in known:
             directory = str(tmp_path_factory.mktemp("undisturbed") / "run")
             calm = config.model_copy(
