@@ -66,7 +66,7 @@ def _shape(*sizes: int, tied: bool, rope_theta: float = 10_000.0) -> ModelShape:
 PRESETS: Mapping[str, ModelShape] = MappingProxyType(
     {
         "tiny": _shape(BYTE_VOCAB_SIZE, 64, 2, 4, 2, 160, tied=True),
-        "small": _shape(BYTE_VOCAB_SIZE, 192, 2, 6, 2, 576, tied=True),
+        "small": _shape(BYTE_VOCAB_SIZE, 192, 2, 6, 2, 512, tied=True),
         "10m": _shape(BYTE_VOCAB_SIZE, 384, 6, 6, 2, 1024, tied=True),
         "125m": _shape(50_304, 768, 12, 12, 12, 2048, tied=True),
         "350m": _shape(32_000, 1024, 24, 16, 8, 2816, tied=True),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from workers.parallel.mesh import Mesh
 
 __all__ = ["Piece", "fsdp_modules", "materialize", "pieces", "spread"]
 
+#: Models of up to this many bytes of float32 parameters are gathered as one.
+SMALL_BYTES_MAX: Final = 64 << 20
 #: Top-level members of these kinds are taken for a row of blocks, gathered one by one.
 _BLOCK_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
@@ -50,37 +52,43 @@ class Piece:
         return gradient._local_tensor if gradient is not None else None  # noqa: SLF001
 
 
-def spread(model: nn.Module, mesh: Mesh, *, precision: str, reshard_after_forward: bool) -> None:
+def spread(model: nn.Module, mesh: Mesh, *, precision: str, reshard_after_forward: bool) -> bool:
     """Shard ``model``, still on the meta device, over the mesh; every rank calls it alike.
+
+    A small model is gathered as one and kept: dropping the gathered copy would save no memory
+    worth a collective, and collectives of few bytes cost by the call.
 
     Args:
         model: What to shard; members of its top-level lists of modules are gathered one by one.
         mesh: Over which ranks.
         precision: "fp32", or "bf16" to compute in bfloat16; parameters and gradient sums stay
             float32.
-        reshard_after_forward: Whether gathered parameters are dropped after the forward pass.
+        reshard_after_forward: Whether gathered blocks are dropped after their forward pass.
+
+    Returns:
+        Whether the model stays gathered until the last backward pass of a step.
     """
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if precision == "bf16"
         else MixedPrecisionPolicy()
     )
-    for container in model.children():
-        if isinstance(container, _BLOCK_CONTAINERS):
-            for block in container.children():
-                if any(True for _ in block.parameters()):
-                    fully_shard(
-                        block,
-                        mesh=mesh.sharding,
-                        mp_policy=policy,
-                        reshard_after_forward=reshard_after_forward,
-                    )
-    # The root's own parameters are needed again right at the start of the backward pass.
+    size_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
+    is_small = size_bytes <= SMALL_BYTES_MAX
+    for block in () if is_small else _blocks(model):
+        fully_shard(
+            block,
+            mesh=mesh.sharding,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+        )
+    # What the root has for itself is needed again right at the start of the backward pass.
     fully_shard(model, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # Gradients are sums over tokens; the training step divides by their number.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    return is_small or not reshard_after_forward
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -131,6 +139,14 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             yield module
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    for container in model.children():
+        if isinstance(container, _BLOCK_CONTAINERS):
+            for block in container.children():
+                if any(True for _ in block.parameters()):
+                    yield block
 
 
 def _shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

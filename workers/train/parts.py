@@ -28,6 +28,8 @@ class Parts:
         reduction: What the tree of the deterministic mode is told.
         mesh: Over which ranks the model is spread.
         device: Where it lies.
+        keeps_gathered: Whether gathered parameters are dropped only after the last pass of a
+            step.
     """
 
     model: nn.Module
@@ -37,6 +39,7 @@ class Parts:
     reduction: Reduction
     mesh: Mesh
     device: torch.device
+    keeps_gathered: bool
 
     def state(self) -> list[StateEntry]:
         """Return the tensors of the training state."""

@@ -28,7 +28,7 @@ from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
 from workers.train.parts import Parts
 from workers.train.quotas import Schedule, schedule
-from workers.train.reduction import Reduction, use_tree
+from workers.train.reduction import Reduction, use_all_to_all, use_tree
 from workers.train.restoring import restore
 from workers.train.settings import Settings
 from workers.train.step import Step
@@ -69,6 +69,7 @@ class Session:
         self._initialise: Initialise | None = None
         self._model: nn.Module | None = None
         self._pieces: Sequence[Piece] = ()
+        self._keeps_gathered = False
         self._parts: Parts | None = None
         self._reduction = Reduction()
         self._restored: dict[str, Any] = {}
@@ -100,7 +101,7 @@ class Session:
         with torch.device("meta"):
             model = build()
         _check(model)
-        spread(
+        self._keeps_gathered = spread(
             model,
             self._mesh,
             precision=self.settings.train.precision,
@@ -110,6 +111,8 @@ class Session:
         self._pieces = pieces(model)
         if self.settings.train.deterministic:
             use_tree(model, self._reduction)
+        elif self.device.type == "cpu":
+            use_all_to_all(model)
         self._model, self._build, self._initialise = model, build, initialise
         return model
 
@@ -139,6 +142,7 @@ class Session:
             reduction=self._reduction,
             mesh=self._mesh,
             device=self.device,
+            keeps_gathered=self._keeps_gathered,
         )
         self._load(self._parts)
         self._context.page.resumed(self.step)

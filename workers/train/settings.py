@@ -159,8 +159,9 @@ class ParallelSettings:
     """How the model is spread; the degrees themselves come with each attempt.
 
     Attributes:
-        reshard_after_forward: Whether gathered parameters are dropped between forward and
-            backward: less memory, one more gather.
+        reshard_after_forward: Whether a block's gathered parameters are dropped after its
+            forward and backward pass: less memory, more gathers. Models up to 64 MiB are kept
+            gathered in any case.
         collective_timeout_s: A collective fails by itself after this. A backstop: faults are
             found and attempts aborted much sooner.
     """

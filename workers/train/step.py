@@ -99,6 +99,10 @@ class Step:
                 for module in modules:
                     module.set_requires_gradient_sync(one.syncs, recurse=False)
                 syncing = one.syncs
+            if self._parts.keeps_gathered:
+                is_last = number == len(self._schedule.passes)
+                for module in modules:
+                    module.set_reshard_after_backward(is_last, recurse=False)
             if one.syncs and self._schedule.nodes:
                 num_reductions += 1
                 self._parts.reduction.begin(
