@@ -49,7 +49,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yielded:
-    """The worker left at a step boundary because it was asked to; ``step`` is committed to storage."""
+    """The worker left at a step boundary because it was asked to; ``step`` is committed."""
 
     attempt: int
     step: int
