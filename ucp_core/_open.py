@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 MANIFEST_NAME = "manifest.json"
 
-#: Scratch of one reading thread, and how far one copy reaches. Larger reads are no faster.
-_BATCH_BYTES = 32 << 20
+#: Scratch of one reading thread: how far a copy reaches whose bytes have to be gathered.
+_SPAN_BYTES_MAX = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +149,16 @@ def load(checkpoint: Checkpoint, need: Sequence[LocalTensor], *, threads: int = 
     """
     begun = perf_counter()
     parts = [Part(TensorKey(t.fqn, t.slot), t.dtype, tuple(t.shape), t.box) for t in need]
-    reads = plan(parts, [checkpoint.state_map], span_bytes_max=_BATCH_BYTES)
+    request_bytes = checkpoint.store.request_bytes
+    reads = plan(
+        parts,
+        [checkpoint.state_map],
+        span_bytes_max=_SPAN_BYTES_MAX,
+        direct_bytes_max=request_bytes,
+    )
     source = Source(checkpoint.store, checkpoint.directory, checkpoint.state_map.block_bytes)
     targets = [bytes_of(tensor) if not tensor.box.is_empty else memoryview(b"") for tensor in need]
-    execute(reads, [source], targets, threads=threads, batch_bytes=_BATCH_BYTES)
+    execute(reads, [source], targets, threads=threads, batch_bytes=request_bytes)
     return LoadResult(
         size_bytes=reads.needed_bytes,
         read_bytes=reads.read_bytes,

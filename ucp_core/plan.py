@@ -90,7 +90,13 @@ class ReadPlan:
         return lists
 
 
-def plan(need: Sequence[Part], have: Sequence[StateMap], *, span_bytes_max: int) -> ReadPlan:
+def plan(
+    need: Sequence[Part],
+    have: Sequence[StateMap],
+    *,
+    span_bytes_max: int,
+    direct_bytes_max: int | None = None,
+) -> ReadPlan:
     """Return how to get every part from the maps; an earlier map is preferred box by box.
 
     Args:
@@ -98,6 +104,8 @@ def plan(need: Sequence[Part], have: Sequence[StateMap], *, span_bytes_max: int)
         have: Where to take it from, cheapest first.
         span_bytes_max: A copy reaches over at most so many bytes of a fragment, unless a single
             element is larger; it bounds the memory of whoever executes the plan.
+        direct_bytes_max: The same for copies that need no memory, because their bytes lie alike
+            in the fragment and in the part; what is read at a time. Default: the former.
 
     Raises:
         UncoveredRegionError: No map holds a box that is needed.
@@ -110,7 +118,7 @@ def plan(need: Sequence[Part], have: Sequence[StateMap], *, span_bytes_max: int)
             continue
         needed_bytes += part.box.num_elements * DTYPE_BYTES[part.dtype]
         for source, fragment, box in _sources(part, have):
-            limits = (span_bytes_max, have[source].block_bytes)
+            limits = (span_bytes_max, direct_bytes_max or span_bytes_max, have[source].block_bytes)
             copies += _copies(index, part, source, fragment, box, limits)
     copies.sort(key=lambda c: (c.source, c.fragment.file, c.fragment.offset_bytes + c.start_byte))
     return ReadPlan(
@@ -181,13 +189,13 @@ def _copies(
     source: int,
     fragment: Fragment,
     box: Box,
-    limits: tuple[int, int],
+    limits: tuple[int, int, int],
 ) -> Iterator[Copy]:
     """Yield the copies of one box, cut so that none spans more than ``limits`` allow.
 
-    ``limits`` are the bytes that a copy may span, and the bytes of a block.
+    ``limits`` are the bytes that a gathered and a direct copy may span, and those of a block.
     """
-    span_bytes_max, block_bytes = limits
+    span_bytes_max, direct_bytes_max, block_bytes = limits
     itemsize = DTYPE_BYTES[part.dtype]
     first, last = span(box, fragment.box)
     start_byte, stop_byte = first * itemsize, last * itemsize
@@ -196,8 +204,8 @@ def _copies(
     if last - first == high - low == num_elements:
         # Bytes can be cut anywhere; at the ends of blocks, no block is read twice.
         target = low * itemsize - start_byte
-        while stop_byte - start_byte > span_bytes_max:
-            cut = (start_byte + span_bytes_max) // block_bytes * block_bytes
+        while stop_byte - start_byte > direct_bytes_max:
+            cut = (start_byte + direct_bytes_max) // block_bytes * block_bytes
             if cut <= start_byte:
                 break
             yield Copy(index, source, fragment, box, start_byte, cut, target + start_byte)

@@ -97,8 +97,8 @@ def execute(
         sources: Where the bytes are.
         targets: One for each part: its bytes, writable.
         threads: At most so many read at once; small plans use fewer.
-        batch_bytes: A thread holds at most about so many bytes of scratch memory. Not less than
-            the plan's span.
+        batch_bytes: Copies are read together up to so many bytes. A thread holds that, or the
+            plan's span if it is larger, and a block at either end, in scratch memory.
 
     Raises:
         ChecksumMismatchError: Names tensor, box, file and byte range.

@@ -23,7 +23,13 @@ class ReadRange(NamedTuple):
 
 
 class Store(Protocol):
-    """Files by path. Directories exist where files are; ``makedirs`` is a hint."""
+    """Files by path. Directories exist where files are; ``makedirs`` is a hint.
+
+    Attributes:
+        request_bytes: Reads of this size are as fast as it gets; larger ones gain nothing.
+    """
+
+    request_bytes: int
 
     def read(self, path: str) -> bytes:
         """Return the whole file."""

@@ -28,7 +28,10 @@ class FsspecStore:
     """Files of an fsspec file system; paths are what ``fsspec.core.url_to_fs`` returns.
 
     ``fsync`` is what the storage makes of a closed file: object stores acknowledge durable data.
+    ``request_bytes`` is what one connection to S3 reads in about 0.3 s, far above its latency.
     """
+
+    request_bytes = 32 << 20
 
     def __init__(self, filesystem: fsspec.AbstractFileSystem) -> None:
         self._fs = filesystem

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class MemoryStore:
     """Files in a dict. ``fsync`` has no meaning here."""
 
+    request_bytes = 32 << 20
+
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
         self._lock = threading.Lock()
