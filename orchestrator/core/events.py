@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+#: What ``WorkersSurveyed`` says of a living worker that did not answer in time.
+UNKNOWN_ATTEMPT = -1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerStarted:
@@ -26,7 +29,8 @@ class WorkersSurveyed:
     """After a controller restart: what was found alive.
 
     Attributes:
-        alive: ``(worker, node, attempt)`` of each living worker; attempt 0 if it is in none.
+        alive: ``(worker, node, attempt)`` of each living worker, starting ones too; attempt 0 if
+            it is in none, ``UNKNOWN_ATTEMPT`` if it did not answer.
         slots: ``(slot, node)`` of each reservation that still holds.
         pending_slots: Reservations that are still asked for.
     """

@@ -19,7 +19,7 @@ from orchestrator.core.actions import (
     SurveyWorkers,
     YieldAttempt,
 )
-from orchestrator.core.events import ControllerStarted, WorkersSurveyed
+from orchestrator.core.events import UNKNOWN_ATTEMPT, ControllerStarted, WorkersSurveyed
 from orchestrator.core.state import ACTIVE, TERMINAL, Phase, WorkerStatus
 from orchestrator.core.turn import Turn
 
@@ -141,7 +141,9 @@ def _reconcile_workers(turn: Turn, event: WorkersSurveyed) -> tuple[list[str], l
             # A member that never formed may yet get its assignment from the dead controller:
             # only its answer to a fence shows that it is out.
             has_entered = worker.formed or draft.stepped
-            if worker.inside and alive[worker.name] != draft.attempt and has_entered:
+            answered = alive[worker.name] != UNKNOWN_ATTEMPT
+            is_out = answered and alive[worker.name] != draft.attempt and has_entered
+            if worker.inside and is_out:
                 left.append(worker.name)
                 fleet.put_worker(turn, number, replace(worker, inside=False))
         else:

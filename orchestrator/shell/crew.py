@@ -18,7 +18,14 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.core.events import Event, WorkerExited, WorkerLeft, WorkerRaised, WorkerReady
+from orchestrator.core.events import (
+    UNKNOWN_ATTEMPT,
+    Event,
+    WorkerExited,
+    WorkerLeft,
+    WorkerRaised,
+    WorkerReady,
+)
 from orchestrator.shell.names import RunNames
 from workers.actor import OPTIONS, Worker
 from workers.protocol import Assignment, Completed, Fenced, Outcome, PeerLost, Raised, Yielded
@@ -142,8 +149,8 @@ class Crew:
     ) -> list[tuple[str, str, int]]:
         """After a controller restart, find ``workers`` (name, node) again.
 
-        Returns (worker, node, attempt) of who lives; attempt 0 for who is in none or does not
-        answer in time.
+        Returns (worker, node, attempt) of who lives; attempt 0 for who is in none,
+        ``UNKNOWN_ATTEMPT`` for who does not answer in time.
         """
         asked = (self._ask(worker, node, timeout_s) for worker, node in workers)
         return sorted(answer for answer in await asyncio.gather(*asked) if answer is not None)
@@ -209,11 +216,13 @@ class Crew:
         except TimeoutError:
             # It is still starting, or it is stuck: alive, and perhaps ready later.
             self._spawn(self._accompany(worker))
-            return (worker, node, 0)
+            return (worker, node, UNKNOWN_ATTEMPT)
         except RayError:
             del self._members[worker]
             return None
         member.pid = hello["pid"]
+        # It may have got ready while nobody listened.
+        self._post(WorkerReady(at_s=self._at_s(), worker=worker, node=node, pid=member.pid))
         self._spawn(self._hold(worker, member))
         return (worker, node, hello["attempt"])
 

@@ -464,7 +464,7 @@ class SimCluster:
         if life != self.life:
             return
         alive = [
-            (w.name, w.node.name, w.attempt)
+            (w.name, w.node.name, ev.UNKNOWN_ATTEMPT if w.hung else w.attempt)
             for w in self.workers.values()
             if not w.node.cut_off and w.node.alive
         ]

@@ -262,15 +262,15 @@ class History:
         if self.journal is not None:
             replayed, _ = verify([b"".join(self.journal)], self.rules)
             require(replayed == self.state, "L1", "a replay does not lead to the state")
+        outcome = self.monitor.outcome
+        if outcome is None:
+            # The controller died before the run's last action; its next life repeats it.
+            return
         cluster = self.cluster
         kept = {slot for slot, node in cluster.granted.items() if node} | set(cluster.pending)
         on_the_way = {args[0] for _, _, do, args in cluster.queue if do == cluster.released}
         leaked = kept - set(self.state.slots) - on_the_way
         require(not leaked, "L1", f"slots {sorted(leaked)} are reserved for nothing")
-        outcome = self.monitor.outcome
-        if outcome is None:
-            # The controller died before the run's last action; its next life repeats it.
-            return
         why = f"the run {outcome.outcome}: {outcome.reason}"
         require(outcome.outcome in ("completed", self.expected), "L1", why)
         if outcome.outcome == "failed":

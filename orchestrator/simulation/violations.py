@@ -132,9 +132,10 @@ class Monitor:
 
     def killing(self, cluster: SimCluster, action: KillWorker) -> None:
         """Check that nobody is killed without proof."""
+        killed_before = action.worker in self.kill_ordered
         self.kill_ordered.add(action.worker)
         worker = cluster.workers.get(action.worker)
-        if worker is None or worker.hung or not worker.ready:
+        if worker is None or worker.hung or not worker.ready or killed_before:
             return
         reachable = worker.node.alive and not worker.node.cut_off
         if not reachable or action.reason.startswith(("node lost", "not ready after")):
