@@ -17,7 +17,7 @@ def connect(address: str, *, namespace: str | None = None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray 2.60 prints a raylet's words about dead workers to our stdout whatever log_to_driver
     # says; --json must stay clean, and a run's incidents tell the same in our words.
-    ray_worker.print_to_stdstream = _drop  # type: ignore[assignment]
+    ray_worker.print_to_stdstream = _drop
     ray.init(
         address=address,
         namespace=namespace,

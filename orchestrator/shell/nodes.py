@@ -66,6 +66,7 @@ class Nodes:
         self._at_s = at_s
         self._post = post
         self._draining: set[str] = set()
+        self._looks: set[asyncio.Task[bool]] = set()
         self.views: dict[str, NodeView] = {}
 
     def is_draining(self, node: str) -> bool:
@@ -162,10 +163,9 @@ class Nodes:
         """Find out of every node whether it is lost, without waiting."""
         for view in self.views.values():
             if not view.lost.is_set():
-                view.tasks.append(asyncio.get_running_loop().create_task(self._look(view.node)))
-
-    async def _look(self, node: str) -> None:
-        await self.is_gone(node)
+                look = asyncio.get_running_loop().create_task(self.is_gone(view.node))
+                self._looks.add(look)
+                look.add_done_callback(self._looks.discard)
 
     async def _accompany(self, view: NodeView) -> None:
         """Keep a held call on the keeper; a failing one is a reason to look at the node."""
