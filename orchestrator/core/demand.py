@@ -35,9 +35,12 @@ def may_start_workers(turn: Turn) -> bool:
     Importing torch takes seconds of a core. While enough workers are there to go on, they
     get the machine until their first step is done; replacements come after it.
     """
+    return _trains(turn) or turn.draft.phase is Phase.WAITING
+
+
+def _trains(turn: Turn) -> bool:
     draft = turn.draft
-    trains = draft.stepped and draft.phase in (Phase.RUNNING, Phase.YIELDING)
-    return trains or draft.phase is Phase.WAITING
+    return draft.stepped and draft.phase in (Phase.RUNNING, Phase.YIELDING)
 
 
 def renew_pending(turn: Turn) -> None:
@@ -103,9 +106,13 @@ def _staff(turn: Turn, number: int) -> None:
     """Start processes that a node lacks, and end those that it has too many."""
     draft = turn.draft
     node = draft.nodes[number]
-    wanted = 0
+    wanted = allowed = 0
     if node.alive and node.slots and not node.draining:
-        wanted = len(node.slots) + turn.rules.standby_per_node
+        wanted = len(node.slots)
+        allowed = wanted + turn.rules.standby_per_node
+        if _trains(turn):
+            # Standbys come last: before the first step the members need the machine.
+            wanted = allowed
     live = [w for w in node.workers if draft.workers[w].status is not WorkerStatus.DYING]
     if len(live) < wanted:
         if node.retry_s > turn.now_s:
@@ -114,9 +121,9 @@ def _staff(turn: Turn, number: int) -> None:
         for _ in range(wanted - len(live)):
             name = fleet.add_worker(turn, number)
             turn.actions.append(StartWorker(worker=name, node=node.name))
-    elif len(live) > wanted and node.alive:
+    elif len(live) > allowed and node.alive:
         idle = [w for w in live if not draft.workers[w].inside and not draft.workers[w].slot]
-        for worker in sorted(idle, reverse=True)[: len(live) - wanted]:
+        for worker in sorted(idle, reverse=True)[: len(live) - allowed]:
             fleet.kill_worker(turn, worker, "no slot for it on its node")
     if node.draining and draft.phase is Phase.RUNNING:
         for slot in fleet.free_slots(turn, draft.nodes[number]):

@@ -44,6 +44,9 @@ def try_start(turn: Turn) -> None:
     used = capacity(turn)
     if used == 0 or draft.surveying_until_s != inf:
         return
+    if turn.now_s < draft.hold_until_s:
+        draft.deadline_s = min(draft.deadline_s, draft.hold_until_s)
+        return
     if draft.attempt == 0 and used < layout_policy.usable(
         turn.rules.max_workers, turn.rules.layout
     ):
@@ -70,7 +73,7 @@ def waited_too_long(turn: Turn) -> None:
             f"could be had for {turn.rules.bounds.capacity_s:.0f} s",
         )
     else:
-        draft.deadline_s = patience_end_s
+        draft.deadline_s = min(draft.deadline_s, patience_end_s)
 
 
 def _start(turn: Turn) -> None:

@@ -47,6 +47,8 @@ def step_completed(turn: Turn, event: StepCompleted) -> None:
         _run(turn)
     if not draft.stepped:
         draft.stepped = True
+        if turn.rules.standby_per_node:
+            draft.short = tuple(range(len(draft.node_ids)))
         draft.trained_since_s = event.at_s
         if draft.phase is not Phase.FENCING and draft.down_since_s != inf:
             draft.pause_s = event.at_s - draft.down_since_s

@@ -198,6 +198,7 @@ def decide(turn: Turn) -> None:
     if problem:
         finish(turn, "failed", problem)
         return
+    draft.hold_until_s = turn.now_s + budgets.pause_s(draft.num_stuck)
     wait(turn)
 
 

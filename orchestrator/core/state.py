@@ -170,6 +170,7 @@ class Draft:
         deadline_s: Bound of the phase; infinity if it has none.
         enough_since_s: When ``min_workers`` could first be had; infinity before (first attempt).
         waiting_since_s: When the phase WAITING was entered.
+        hold_until_s: No attempt starts before then: the last ones failed without progress.
         surveying_until_s: Bound of the survey after a restart; infinity if none is under way.
         newcomer_since_s: When a worker that the attempt lacks first became usable; infinity: none.
         trained_since_s: When the current attempt completed its first step.
@@ -223,6 +224,7 @@ class Draft:
     deadline_s: float = inf
     enough_since_s: float = inf
     waiting_since_s: float = 0.0
+    hold_until_s: float = 0.0
     surveying_until_s: float = inf
     newcomer_since_s: float = inf
     trained_since_s: float = 0.0

@@ -114,6 +114,18 @@ def overspent(
     return ""
 
 
+def pause_s(num_stuck: int) -> float:
+    """Return how long to wait before the next attempt after ``num_stuck`` without progress.
+
+    Two are tried at once, because most faults come alone. After that the cause, as a network
+    that flaps, gets time to pass before the budget is spent: 12 attempts take about a minute.
+    """
+    num_tries = 2
+    if num_stuck <= num_tries:
+        return 0.0
+    return min(0.25 * 2.0 ** (num_stuck - num_tries - 1), 15.0)
+
+
 def user_bug(now: Sequence[UserError], before: Sequence[UserError]) -> UserError | None:
     """Return the error that proves a bug in the user's code, or None.
 

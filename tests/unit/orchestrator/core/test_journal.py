@@ -110,7 +110,7 @@ def test_a_replay_tells_where_it_differs() -> None:
     with pytest.raises(JournalCorruptError, match="after SlotGranted"):
         verify([changed], RULES)
     with pytest.raises(JournalCorruptError, match="replay differs"):
-        verify([_journal()[0]], replace(RULES, standby_per_node=1))
+        verify([_journal()[0]], replace(RULES, max_workers=2))
 
 
 def test_a_field_that_an_older_record_lacks_takes_its_default() -> None:

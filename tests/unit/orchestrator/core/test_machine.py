@@ -152,7 +152,9 @@ def test_survivors_keep_their_order_and_nodes_stay_together() -> None:
         RunState(),
         ev.ControllerStarted(at_s=0.0, life=1),
         *(ev.SlotGranted(at_s=0.0, slot=s, node="ab"[s % 2]) for s in (1, 2, 3, 4)),
-        *(ev.WorkerReady(at_s=1.0, worker=f"w{n:04d}", node="", pid=n) for n in (1, 2, 3, 4, 5, 6)),
+        *(ev.WorkerReady(at_s=1.0, worker=f"w{n:04d}", node="", pid=n) for n in (1, 2, 3, 4)),
+        ev.StepCompleted(at_s=1.5, attempt=1, step=1, step_s=0.1),
+        *(ev.WorkerReady(at_s=1.6, worker=f"w{n:04d}", node="", pid=n) for n in (5, 6)),
         rules=rules,
     )
     before = [state.workers[member] for member in state.members]
@@ -164,10 +166,10 @@ def test_survivors_keep_their_order_and_nodes_stay_together() -> None:
         state,
         ev.WorkerExited(at_s=2.0, worker=dead, cause="crash", detail=""),
         *(
-            ev.WorkerLeft(at_s=2.1, attempt=1, worker=name, how="fenced", step=0, detail="")
+            ev.WorkerLeft(at_s=2.1, attempt=1, worker=name, how="fenced", step=1, detail="")
             for name in left
         ),
-        ev.CommittedRead(at_s=2.2, attempt=1, step=0, committed_by=0, skipped=()),
+        ev.CommittedRead(at_s=2.2, attempt=1, step=1, committed_by=1, skipped=()),
         rules=rules,
     )
     after = [state.workers[member] for member in state.members]

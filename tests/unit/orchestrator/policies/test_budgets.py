@@ -5,6 +5,7 @@ from orchestrator.policies.budgets import (
     UserError,
     charge,
     overspent,
+    pause_s,
     user_bug,
 )
 
@@ -86,3 +87,12 @@ def test_damaged_state_is_no_bug_though_every_rank_sees_it() -> None:
     ]
 
     assert user_bug(errors, errors) is None
+
+
+def test_attempts_without_progress_get_longer_pauses() -> None:
+    """A network that flaps for some seconds must not spend the whole budget meanwhile."""
+    pauses_s = [pause_s(num_stuck) for num_stuck in range(RULES.stuck_max + 1)]
+
+    assert pauses_s[:3] == [0.0, 0.0, 0.0]
+    assert pauses_s == sorted(pauses_s)
+    assert 45.0 < sum(pauses_s) < 120.0
