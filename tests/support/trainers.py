@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,7 @@ class Run:
     lineage: tuple[tuple[int, int], ...] = ()
     store: Any = None
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> Self:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return self
 
@@ -173,8 +173,8 @@ class _Worker:
                 Left(
                     outcome=outcome,
                     formed=self._formed,
-                    num_fds=len(os.listdir("/proc/self/fd")),
-                    num_threads=len(os.listdir("/proc/self/task")),
+                    num_fds=_num_entries("/proc/self/fd"),
+                    num_threads=_num_entries("/proc/self/task"),
                 )
             )
 
@@ -196,6 +196,10 @@ class _Worker:
 
     def _note_formed(self) -> None:
         self._formed = True
+
+
+def _num_entries(directory: str) -> int:
+    return sum(1 for _ in Path(directory).iterdir())
 
 
 def _serve(pipe: Connection, worker: str, directory: str) -> None:

@@ -1,0 +1,42 @@
+"""Fit a small network to a known function with torch."""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+STEPS = 60
+NUM_MICRO_BATCHES = 4
+MICRO_BATCH = 8
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+def load_data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.rand(1000, 2, generator=generator) * 2 - 1
+    targets = torch.sin(math.pi * inputs[:, :1]) * inputs[:, 1:]
+    return inputs, targets
+
+
+def train() -> None:
+    inputs, targets = load_data()
+    torch.manual_seed(0)
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for _ in range(STEPS):
+        for _ in range(NUM_MICRO_BATCHES):
+            samples = torch.randint(len(inputs), (MICRO_BATCH,))
+            loss = functional.mse_loss(model(inputs[samples]), targets[samples])
+            (loss / NUM_MICRO_BATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        print(f"loss {functional.mse_loss(model(inputs), targets):.6f}")
+
+
+if __name__ == "__main__":
+    train()
