@@ -203,6 +203,7 @@ class _FencedStore:
         self._store = store
         self._fenced = fenced
         self._attempt = attempt
+        self.request_bytes = store.request_bytes
         self.read = store.read
         self.read_range = store.read_range
         self.list = store.list
