@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from workers.protocol import Assignment, Fenced, Outcome
+from workers.protocol import Assignment, Fenced, Formed, Outcome
 
 #: It reserves nothing, because a slot does that; a dead one is replaced and not restarted.
 OPTIONS = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 64}
@@ -78,6 +78,10 @@ class Worker:
     async def attend(self, attempt: int) -> Outcome:
         """Return how this worker left ``attempt``, when it has."""
         return await asyncio.wrap_future(self._future(attempt))
+
+    async def formed(self, attempt: int) -> Formed | None:
+        """Return what forming ``attempt`` took; None if it has not formed."""
+        return self._runner.formed(attempt)
 
     async def fence(self, attempt: int) -> None:
         """Leave ``attempt`` and never enter it again: wakes every collective it waits in."""

@@ -88,6 +88,21 @@ class Raised:
     traceback: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formed:
+    """The worker's groups and model stand and its state is in place.
+
+    Attributes:
+        attempt: Which.
+        load_s: How long loading took, of what it took to form.
+        sources: ``(kind of source, bytes)`` that were loaded.
+    """
+
+    attempt: int
+    load_s: float
+    sources: tuple[tuple[str, int], ...]
+
+
 #: How a worker leaves an attempt.
 Outcome: TypeAlias = Completed | Yielded | Fenced | PeerLost | Raised
 

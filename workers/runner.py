@@ -17,7 +17,7 @@ from ucp_core.storage import open_store
 from workers import collectives
 from workers.keeper.watch import page_path, ring_path
 from workers.progress import ProgressPage
-from workers.protocol import Assignment, Outcome, Raised, WorkerPhase
+from workers.protocol import Assignment, Formed, Outcome, Raised, WorkerPhase
 from workers.rehearsal import rehearse
 from workers.train.context import WorkerContext
 from workers.train.loop import run_attempt
@@ -48,7 +48,9 @@ class AttemptRunner:
             ring_path=str(ring_path(directory, worker)),
             fenced=self.is_fenced,
             yield_requested=self._is_yielding,
+            on_formed=self._note_formed,
         )
+        self._formed: dict[int, Formed] = {}
         self._ring_path = ring_path(directory, worker)
         self._fenced: set[int] = set()
         self._yielding: set[int] = set()
@@ -86,6 +88,10 @@ class AttemptRunner:
             self._page.assign(0, -1)
             self._page.enter(WorkerPhase.IDLE)
 
+    def formed(self, attempt: int) -> Formed | None:
+        """Return what forming ``attempt`` took; None if it has not formed."""
+        return self._formed.get(attempt)
+
     def fence(self, attempt: int) -> None:
         """Make ``attempt`` end here: its collectives fail at once, its writes are not committed."""
         with self._lock:
@@ -100,6 +106,9 @@ class AttemptRunner:
         """Ask the training thread to leave ``attempt`` at the next boundary all ranks agree on."""
         with self._lock:
             self._yielding.add(attempt)
+
+    def _note_formed(self, formed: Formed) -> None:
+        self._formed = {formed.attempt: formed}
 
     def _is_yielding(self, attempt: int) -> bool:
         return attempt in self._yielding

@@ -22,13 +22,23 @@ from orchestrator.core.events import (
     UNKNOWN_ATTEMPT,
     Event,
     WorkerExited,
+    WorkerFormed,
     WorkerLeft,
     WorkerRaised,
     WorkerReady,
 )
 from orchestrator.shell.names import RunNames
 from workers.actor import OPTIONS, Worker
-from workers.protocol import Assignment, Completed, Fenced, Outcome, PeerLost, Raised, Yielded
+from workers.protocol import (
+    Assignment,
+    Completed,
+    Fenced,
+    Formed,
+    Outcome,
+    PeerLost,
+    Raised,
+    Yielded,
+)
 
 _HOW = {Completed: "completed", Yielded: "yielded", Fenced: "fenced", PeerLost: "peer_lost"}
 
@@ -197,6 +207,28 @@ class Crew:
             # The survivor's transport is often the first to know; Ray needs 1.5 s for a machine.
             self._look_around()
         self._post(_left(self._at_s(), worker, outcome))
+
+    def note_formed(self, worker: str, attempt: int, at_s: float) -> None:
+        """Post that ``worker`` has formed, with what it says that it took."""
+        if worker in self._members:
+            self._spawn(self._note_formed(worker, attempt, at_s))
+
+    async def _note_formed(self, worker: str, attempt: int, at_s: float) -> None:
+        handle = self._members[worker].handle
+        try:
+            formed: Formed | None = await handle.formed.remote(attempt)
+        except RayError:
+            return  # its end is on the way
+        if formed is not None:
+            self._post(
+                WorkerFormed(
+                    at_s=at_s,
+                    attempt=attempt,
+                    worker=worker,
+                    load_s=formed.load_s,
+                    sources=formed.sources,
+                )
+            )
 
     async def _kill(self, worker: str, member: _Member) -> None:
         with contextlib.suppress(RayError, ValueError):

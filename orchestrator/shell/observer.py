@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from orchestrator.core.events import Event, HangFound, StepCompleted, WorkerFormed
+from orchestrator.core.events import Event, HangFound, StepCompleted
 from orchestrator.detection import Detector, NodeSilent, Verdict, judge, limits_from, observe
 from workers.protocol import NodeReport, WorkerPhase, WorkerReport
 
@@ -17,6 +17,7 @@ class Observer:
     Args:
         post: Where events go.
         at_s: The run's clock.
+        on_formed: Called once with (worker, attempt, when) for each that has formed.
         node_silent: Called with (node, cause) when a node says nothing beyond its bound.
         patience: A step may take this many times the observed p99.
     """
@@ -26,11 +27,13 @@ class Observer:
         *,
         post: Callable[[Event], None],
         at_s: Callable[[], float],
+        on_formed: Callable[[str, int, float], None],
         node_silent: Callable[[str, str], None],
         patience: float,
     ) -> None:
         self._post = post
         self._at_s = at_s
+        self._on_formed = on_formed
         self._node_silent = node_silent
         self._patience = patience
         self._detector = Detector()
@@ -93,7 +96,7 @@ class Observer:
         mine = row.attempt == self._attempt and row.worker in self._members
         if mine and row.worker not in self._formed and row.phase not in _NOT_FORMED:
             self._formed.add(row.worker)
-            self._post(WorkerFormed(at_s=at_s, attempt=self._attempt, worker=row.worker))
+            self._on_formed(row.worker, self._attempt, at_s)
 
     def _note_step(self, at_s: float) -> None:
         rows = [self.reports.get(worker) for worker in self._members]

@@ -25,9 +25,18 @@ class RunRecord:
         store: Where the run directory is.
         run_path: Its path there.
         earlier: The journal's records of earlier lives of the controller.
+        samples_per_step: The global batch.
     """
 
-    def __init__(self, store: Store, run_path: str, earlier: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run_path: str,
+        earlier: Iterable[Mapping[str, Any]],
+        *,
+        samples_per_step: int,
+    ) -> None:
+        self._samples_per_step = samples_per_step
         self._store = store
         self._path = run_path
         self._stats = RunStats()
@@ -64,7 +73,9 @@ class RunRecord:
         result: dict[str, Any] = {"weights_digest": None, "final_loss": None}
         if self._store.exists(result_path):
             result |= json.loads(self._store.read(result_path))
-        self._write("summary.json", {**result, **self._stats.summary()})
+        summary = self._stats.summary()
+        summary["samples_seen"] = summary["steps"] * self._samples_per_step
+        self._write("summary.json", {**result, **summary})
 
     def _write_incidents(self, *, final: bool) -> None:
         incidents = self._stats.incidents

@@ -84,7 +84,12 @@ class Run:
             if last
             else RunClock()
         )
-        self._record = RunRecord(self._store, self._path, read(segments))
+        self._record = RunRecord(
+            self._store,
+            self._path,
+            read(segments),
+            samples_per_step=self._config.train.global_batch,
+        )
         self._build_parts()
         self._performers = self._all_performers()
 
@@ -112,7 +117,11 @@ class Run:
             },
         )
         self._observer = Observer(
-            post=post, at_s=at_s, node_silent=self._nodes.lost, patience=self._config.patience
+            post=post,
+            at_s=at_s,
+            on_formed=self._crew.note_formed,
+            node_silent=self._nodes.lost,
+            patience=self._config.patience,
         )
 
     async def serve(self) -> None:

@@ -5,8 +5,21 @@ every wait of an attempt from outside. What the groups did is in the record ring
 ``read_ring`` reads from any process.
 """
 
-from workers.collectives.attempt import abort, form, leave
+from typing import TYPE_CHECKING, Any
+
 from workers.collectives.errors import AbortedError, CollectiveError, GroupError
 from workers.collectives.ring import read_ring
 
+if TYPE_CHECKING:
+    from workers.collectives.attempt import abort, form, leave
+
 __all__ = ["AbortedError", "CollectiveError", "GroupError", "abort", "form", "leave", "read_ring"]
+
+
+def __getattr__(name: str) -> Any:
+    # A keeper reads rings and never trains: it need not pay 2 s and 200 MB for torch.
+    if name in {"abort", "form", "leave"}:
+        from workers.collectives import attempt
+
+        return getattr(attempt, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
@@ -120,6 +121,7 @@ class Boundary:
             layout=str(self._assignment.layout),
             order_start=start,
             order_stop=stop,
+            wall_time=time.time(),  # noqa: TID251  for people, and to match machines' logs
         )
 
     def _save(self, step: int, parts: Parts, extra: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ucp_core.storage import Store
-from workers.protocol import WorkerPhase
+from workers.protocol import Formed, WorkerPhase
 from workers.train.settings import Settings
 
 __all__ = ["Progress", "WorkerContext"]
@@ -32,7 +32,7 @@ class Progress(Protocol):
         """Store that ``step`` is completed."""
 
 
-def _nothing() -> None:
+def _nothing(_formed: Formed) -> None:
     """Do nothing."""
 
 
@@ -61,4 +61,4 @@ class WorkerContext:
     ring_path: str
     yield_requested: Callable[[int], bool]
     fenced: Callable[[int], bool]
-    on_formed: Callable[[], None] = _nothing
+    on_formed: Callable[[Formed], None] = _nothing

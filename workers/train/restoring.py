@@ -41,11 +41,13 @@ class Restored:
         step: Training goes on after this step; 0 if there was nothing to load.
         extra: The small named values of the checkpoint.
         skipped: ``(name, reason)`` of the versions that this rank could not load.
+        size_bytes: Bytes that were loaded.
     """
 
     step: int
     extra: dict[str, Any]
     skipped: tuple[tuple[str, str], ...]
+    size_bytes: int = 0
 
 
 def restore(
@@ -56,6 +58,7 @@ def restore(
     directory: str,
     buffer: HostBuffer,
     threads: int,
+    device: torch.device,
 ) -> Restored:
     """Fill the state in place from the newest version that every rank can read.
 
@@ -68,6 +71,7 @@ def restore(
         directory: Its path.
         buffer: Host memory for what is on a device.
         threads: Readers.
+        device: Where collectives take their tensors.
     """
     checkpoints = join(directory, CHECKPOINTS)
     step, attempt = assignment.resume_step, assignment.resume_attempt
@@ -77,19 +81,19 @@ def restore(
         need = need or entries()
         name = checkpoint_name(step)
         extra: dict[str, Any] = {}
-        reason = ""
+        reason, size_bytes = "", 0
         try:
             checkpoint = _open(store, join(checkpoints, name), step=step, attempt=attempt)
             extra = checkpoint.extra
-            _fill(checkpoint, need, buffer, threads)
+            size_bytes = _fill(checkpoint, need, buffer, threads)
         except UcpError as error:
             reason = f"{type(error).__name__}: {error}"
-        if _all_agree(not reason):
-            return Restored(step=step, extra=extra, skipped=tuple(skipped))
+        if _all_agree(not reason, device):
+            return Restored(step=step, extra=extra, skipped=tuple(skipped), size_bytes=size_bytes)
         skipped.append((name, reason or "another rank could not load it"))
         log.warning("checkpoint_skipped", extra={"step": step, "reason": skipped[-1][1]})
         exclude = frozenset(bad for bad, _ in skipped)
-        step, attempt = _next_older(assignment, store, checkpoints, exclude)
+        step, attempt = _next_older(assignment, store, checkpoints, exclude, device)
     return Restored(step=0, extra={}, skipped=tuple(skipped))
 
 
@@ -105,30 +109,35 @@ def _open(store: Store, directory: str, *, step: int, attempt: int) -> Checkpoin
 
 def _fill(
     checkpoint: Checkpoint, need: Sequence[StateEntry], buffer: HostBuffer, threads: int
-) -> None:
+) -> int:
     on_device = [entry for entry in need if entry.tensor.is_cuda]
     staged = dict(zip(map(id, on_device), buffer.views(on_device), strict=True))
     hosts = [staged.get(id(entry), entry.tensor) for entry in need]
     tensors = [entry.local_tensor(host) for entry, host in zip(need, hosts, strict=True)]
-    load(checkpoint, tensors, threads=threads)
+    loaded = load(checkpoint, tensors, threads=threads)
     for entry in on_device:
         entry.tensor.copy_(staged[id(entry)])
+    return loaded.size_bytes
 
 
-def _all_agree(agreed: bool) -> bool:  # noqa: FBT001  the only argument
-    vote = torch.tensor([int(agreed)])
+def _all_agree(agreed: bool, device: torch.device) -> bool:  # noqa: FBT001  what it is about
+    vote = torch.tensor([int(agreed)], device=device)
     dist.all_reduce(vote, op=dist.ReduceOp.MIN)
     return bool(vote.item())
 
 
 def _next_older(
-    assignment: Assignment, store: Store, checkpoints: str, exclude: frozenset[str]
+    assignment: Assignment,
+    store: Store,
+    checkpoints: str,
+    exclude: frozenset[str],
+    device: torch.device,
 ) -> tuple[int, int]:
-    version = torch.zeros(2, dtype=torch.int64)
+    version = torch.zeros(2, dtype=torch.int64, device=device)
     if assignment.rank == 0:
         found = find_committed(store, checkpoints, lineage=assignment.lineage, exclude=exclude)
         if found is not None:
-            version = torch.tensor([found.step, found.attempt])
+            version = torch.tensor([found.step, found.attempt], device=device)
     dist.broadcast(version, src=0)
     step, attempt = version.tolist()
     return step, attempt

@@ -22,7 +22,7 @@ from workers.errors import DataError, TaskError
 from workers.parallel.mesh import Mesh
 from workers.parallel.spread import Piece, materialize, pieces, spread
 from workers.parallel.state import HostBuffer, StateEntry, local_parameters, set_scalars
-from workers.protocol import Assignment, WorkerPhase
+from workers.protocol import Assignment, Formed, WorkerPhase
 from workers.train.boundary import Boundary
 from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
@@ -144,9 +144,16 @@ class Session:
             device=self.device,
             keeps_gathered=self._keeps_gathered,
         )
-        self._load(self._parts)
+        began_s = time.monotonic()
+        loaded_bytes = self._load(self._parts)
         self._context.page.resumed(self.step)
-        self._context.on_formed()
+        self._context.on_formed(
+            Formed(
+                attempt=self._assignment.attempt,
+                load_s=time.monotonic() - began_s,
+                sources=(("checkpoint", loaded_bytes),) if loaded_bytes else (),
+            )
+        )
         return self._parts.optimizer
 
     def steps(self, num_samples: int, *, data_digest: str = "") -> Iterator[Step]:
@@ -244,7 +251,9 @@ class Session:
             fixed_tree=self.settings.train.deterministic,
         )
 
-    def _load(self, parts: Parts) -> None:
+    def _load(self, parts: Parts) -> int:
+        """Put state into place; return how many bytes of it were loaded."""
+
         def to_fill() -> Sequence[StateEntry]:
             parts.prime()
             return parts.state()
@@ -256,6 +265,7 @@ class Session:
             directory=self._context.directory,
             buffer=self._buffer,
             threads=self.settings.checkpoint.threads,
+            device=self.device,
         )
         self.step, self._restored = restored.step, restored.extra
         if restored.step:
@@ -266,6 +276,7 @@ class Session:
         if restored.skipped and self.rank == 0:
             skipped = [list(entry) for entry in restored.skipped]
             self._storing.append(LOADS, self._boundary.line(self.step, skipped=skipped))
+        return restored.size_bytes
 
     def _fill(self, parts: Parts) -> None:
         """Give the parts that no checkpoint holds their value: buffers, and at step 0 weights."""
