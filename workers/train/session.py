@@ -321,7 +321,7 @@ class Session:
                 )
         key = hashlib.sha256(repr(sorted(cursor.items())).encode()).digest()
         number = int.from_bytes(key[:8], "little") >> 2
-        ends = torch.tensor([number, -number])
+        ends = torch.tensor([number, -number], device=self.device)
         dist.all_reduce(ends, op=dist.ReduceOp.MIN)
         if ends[0] != -ends[1]:
             raise DataError(
