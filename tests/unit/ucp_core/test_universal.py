@@ -24,8 +24,13 @@ from tests.support.checkpoints import (
     whole_need,
 )
 from ucp_core.checkpoint import Checkpoint, load, materialise, open_checkpoint, verify
-from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, UcpError
-from ucp_core.statemap import TensorKey
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    UcpError,
+    UncoveredRegionError,
+)
+from ucp_core.statemap import DTYPE_BYTES, TensorKey
 from ucp_core.storage import LocalStore, MemoryStore, join
 
 DIRECTORY = f"{ROOT}/step-00000007"
@@ -157,6 +162,30 @@ def test_a_damaged_source_gives_no_checkpoint() -> None:
     with pytest.raises(CheckpointCorruptError):
         materialise(source, out, "out", memory_bytes=8 << 20)
     assert not out.exists("out/manifest.json")
+
+
+def test_every_element_is_aligned_in_its_file() -> None:
+    """Memory-mapped tensors of other tools need it, and misaligned reads are slow."""
+    for seed in range(20):
+        native = _native(random_state(random.Random(seed), num_tensors=9))
+        materialise(native, native.store, "out", memory_bytes=8 << 20)
+        for opened in (native, open_checkpoint(native.store, "out")):
+            for entry in opened.state_map.entries.values():
+                itemsize = DTYPE_BYTES[entry.dtype]
+                assert all(f.offset_bytes % itemsize == 0 for f in entry.fragments)
+
+
+def test_a_source_that_holds_elements_twice_is_refused() -> None:
+    """Which of the two is right, nobody knows; and not every manifest was made by our commit."""
+    source = _native()
+    key = TensorKey("step", "weight")
+    entry = source.state_map.entries[key]
+    twice = replace(entry, fragments=entry.fragments * 2)
+    state_map = replace(source.state_map, entries={**source.state_map.entries, key: twice})
+    doubled = replace(source, manifest=replace(source.manifest, state_map=state_map))
+
+    with pytest.raises(UncoveredRegionError, match=r"step \(weight\): box \[\] is held twice"):
+        materialise(doubled, MemoryStore(), "out", memory_bytes=8 << 20)
 
 
 def test_progress_ends_with_the_whole_state() -> None:
