@@ -1,0 +1,205 @@
+"""Saving and loading beside raw writes and reads, and beside torch's distributed checkpoint.
+
+One process, warm page cache, no fsync, everything into fresh files; the ways take turns in every
+round, and ratios are of medians. ``shrink`` saves with 4 ranks and loads as rank 0 of 3.
+
+    python -m tests.benchmarks.bench_checkpoint --megabytes 12 256 --rounds 7 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ucp_core.boxes import Box
+from ucp_core.checkpoint import LocalTensor, find_committed, load, open_checkpoint, save_rank
+from ucp_core.storage import LocalStore, join
+
+SLOTS = ("weight", "exp_avg", "exp_avg_sq")
+COLUMNS = 512
+NUM_RANKS = 4
+
+
+class Bench:
+    """A state of fp32 tensors with two optimizer slots, and the ways to keep it."""
+
+    def __init__(self, megabytes: int, root: Path) -> None:
+        self.root = root
+        self.store = LocalStore()
+        tensors_max = max(4, min(64, megabytes // 4))
+        rows = max(NUM_RANKS, megabytes * 10**6 // (4 * COLUMNS * len(SLOTS) * tensors_max))
+        generator = np.random.default_rng(0)
+        self.state = {
+            (f"layers.{index}", slot): generator.standard_normal((rows, COLUMNS), np.float32)
+            for index in range(tensors_max)
+            for slot in SLOTS
+        }
+        self.target = {key: np.ones_like(array) for key, array in self.state.items()}
+        self.num_bytes = sum(array.nbytes for array in self.state.values())
+
+    def local(self, arrays: dict[tuple[str, str], Any], rank: int, of: int) -> list[LocalTensor]:
+        """Return the rows of ``rank``."""
+        found: list[LocalTensor] = []
+        for (fqn, slot), array in arrays.items():
+            box = Box.full(array.shape).split(0, of)[rank]
+            part = array[box.start[0] : box.stop[0]]
+            found.append(
+                LocalTensor(
+                    fqn=fqn, slot=slot, dtype="F32", shape=array.shape, box=box, data=part.data
+                )
+            )
+        return found
+
+    def raw_write(self) -> None:
+        """Write the bytes and nothing else, 1 MiB a call."""
+        with (self.root / "raw").open("wb", buffering=0) as file:
+            for array in self.state.values():
+                view = array.data.cast("B")
+                for low in range(0, len(view), 1 << 20):
+                    file.write(view[low : low + (1 << 20)])
+
+    def raw_read(self) -> None:
+        """Read the bytes into place and nothing else, 2 MiB a call."""
+        with (self.root / "raw").open("rb", buffering=0) as file:
+            offset = 0
+            for array in self.target.values():
+                view = array.data.cast("B")
+                for low in range(0, len(view), 2 << 20):
+                    part = view[low : low + (2 << 20)]
+                    assert os.preadv(file.fileno(), [part], offset) == len(part)
+                    offset += len(part)
+
+    def save(self, world_size: int = 1) -> None:
+        """Save by every rank in turn."""
+        for rank in range(world_size):
+            save_rank(
+                self.store,
+                str(self.root / f"of{world_size}/step-00000001"),
+                step=1,
+                attempt=1,
+                rank=rank,
+                world_size=world_size,
+                tensors=self.local(self.state, rank, world_size),
+                extra={},
+                param_groups=[],
+                source={},
+                fsync=False,
+            )
+
+    def load(self) -> None:
+        """Load everything that one rank saved."""
+        opened = open_checkpoint(self.store, str(self.root / "of1/step-00000001"))
+        load(opened, self.local(self.target, 0, 1), threads=1)
+
+    def shrink(self) -> None:
+        """Find, open and load as rank 0 of 3 what 4 ranks saved."""
+        found = find_committed(self.store, join(str(self.root), "of4"), lineage=[(1, 0)])
+        assert found is not None
+        load(found.checkpoint, self.local(self.target, 0, 3), threads=1)
+
+    def dcp_save(self) -> None:
+        """Save by torch, also by one process."""
+        dcp.save(self._torch(self.state), checkpoint_id=str(self.root / "dcp"), no_dist=True)
+
+    def dcp_load(self) -> None:
+        """Load by torch, in place."""
+        dcp.load(self._torch(self.target), checkpoint_id=str(self.root / "dcp"), no_dist=True)
+
+    def _torch(self, arrays: dict[tuple[str, str], Any]) -> dict[str, Any]:
+        return {f"{fqn}.{slot}": torch.from_numpy(array) for (fqn, slot), array in arrays.items()}
+
+    def check(self) -> None:
+        """Stop if the last full load was not exact."""
+        for key, array in self.state.items():
+            assert np.array_equal(array, self.target[key]), key
+            self.target[key][:] = 1
+
+    def clear(self) -> None:
+        """Remove all files, so that every write makes new ones."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        self.root.mkdir()
+
+
+def measure(megabytes: int, rounds: int, root: Path) -> dict[str, Any]:
+    """Return seconds, GB/s and ratios for one size."""
+    bench = Bench(megabytes, root)
+    ways: list[tuple[str, Callable[[], None]]] = [
+        ("raw_write", bench.raw_write),
+        ("save", bench.save),
+        ("dcp_save", bench.dcp_save),
+        ("raw_read", bench.raw_read),
+        ("load", bench.load),
+        ("dcp_load", bench.dcp_load),
+        ("shrink", bench.shrink),
+    ]
+    times: dict[str, list[float]] = {name: [] for name, _ in ways}
+    for number in range(rounds + 1):
+        bench.clear()
+        bench.save(NUM_RANKS)
+        for name, way in ways:
+            begun = time.perf_counter()
+            way()
+            seconds = time.perf_counter() - begun
+            # The first round pays for first touches and imports.
+            if number:
+                times[name].append(seconds)
+            if name in {"raw_read", "load", "dcp_load"}:
+                bench.check()
+    median = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "bytes": bench.num_bytes,
+        "tensors": len(bench.state),
+        "rounds": rounds,
+        "ms": {name: round(value * 1e3, 3) for name, value in median.items()},
+        "gb_per_s": {
+            name: round(bench.num_bytes / value / 1e9, 2)
+            for name, value in median.items()
+            if name != "shrink"
+        },
+        "save_vs_raw_write": round(median["raw_write"] / median["save"], 2),
+        "load_vs_raw_read": round(median["raw_read"] / median["load"], 2),
+        "save_vs_dcp": round(median["dcp_save"] / median["save"], 2),
+        "load_vs_dcp": round(median["dcp_load"] / median["load"], 2),
+    }
+
+
+def main() -> None:
+    """Print a table, or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[12, 256])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--directory", help="where to write; default: the system's temporary one")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {}
+    for megabytes in options.megabytes:
+        with tempfile.TemporaryDirectory(dir=options.directory) as folder:
+            results[str(megabytes)] = measure(megabytes, options.rounds, Path(folder) / "bench")
+    if options.json:
+        print(json.dumps(results, indent=1))
+        return
+    for megabytes, result in results.items():
+        print(f"{megabytes} MB in {result['tensors']} tensors, median of {result['rounds']}")
+        for name, value in result["ms"].items():
+            speed = result["gb_per_s"].get(name)
+            print(f"  {name:<10} {value:9.2f} ms" + (f" {speed:6.2f} GB/s" if speed else ""))
+        for name, value in result.items():
+            if "_vs_" in name:
+                print(f"  {name:<18} {value:5.2f} x")
+
+
+if __name__ == "__main__":
+    main()
