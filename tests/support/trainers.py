@@ -22,7 +22,7 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers import collectives
 from workers.progress import ProgressPage
-from workers.protocol import Assignment, Outcome
+from workers.protocol import Assignment, Formed, Outcome
 from workers.train.loop import WorkerContext, run_attempt
 from workers.train.settings import Settings
 
@@ -194,7 +194,7 @@ class _Worker:
         )
         return run_attempt(order.assignment, context)
 
-    def _note_formed(self) -> None:
+    def _note_formed(self, _formed: Formed) -> None:
         self._formed = True
 
 
