@@ -42,9 +42,11 @@ def hang(cluster: SimCluster) -> None:
 def _detect(cluster: SimCluster, worker: SimWorker) -> None:
     if not worker.alive or worker.name not in cluster.workers:
         return
-    if worker.attempt:
+    newest = cluster.attempts.get(cluster.monitor.attempt)
+    if newest is not None and worker.name in newest.members:
+        # Also if it has left unheard: what is seen is an attempt without progress.
         guilty = (worker.name,) if cluster.chance(0.8) else ()
-        cluster.post(ev.HangFound, attempt=worker.attempt, guilty=guilty, evidence="no progress")
+        cluster.post(ev.HangFound, attempt=newest.number, guilty=guilty, evidence="no progress")
     cluster.at(0.5, _detect, cluster, worker)
 
 
