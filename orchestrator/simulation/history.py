@@ -162,12 +162,13 @@ class History:
             return
         deadline_s = next_deadline_s(self.state) if cluster.controller_up else inf
         next_s = cluster.queue[0][0] if cluster.queue else inf
-        require(min(deadline_s, next_s) < inf, "L2", f"{self.state.phase} waits for nothing")
-        if deadline_s < next_s:
+        if next_s < inf and next_s <= deadline_s:
+            cluster.run_next()
+        elif deadline_s < inf:
             cluster.now_s = max(deadline_s, cluster.now_s)
             self._fold(ev.Ticked(at_s=cluster.now_s))
         else:
-            cluster.run_next()
+            raise Violation(f"L2: {self.state.phase} waits for nothing")
 
     def _fold(self, event: ev.Event) -> None:
         before = self.state

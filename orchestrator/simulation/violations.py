@@ -122,8 +122,10 @@ class Monitor:
         if attempt != self.attempt and self.cut_off.get(attempt):
             # All of it was declared lost, and nothing reaches it. It trains on for nobody.
             return
-        require(attempt == self.attempt, "S1", f"attempt {attempt} steps during {self.attempt}")
-        require(step == self.last_step + 1, "S3", f"step {step} follows {self.last_step}")
+        if attempt != self.attempt:
+            raise Violation(f"S1: attempt {attempt} steps during {self.attempt}")
+        if step != self.last_step + 1:
+            raise Violation(f"S3: step {step} follows {self.last_step}")
         self.last_step = step
 
     def all_yielded(self, attempt: int, step: int) -> None:
