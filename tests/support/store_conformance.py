@@ -85,15 +85,18 @@ class StoreConformance(ABC):
         """A store that gathers views would write the last content many times."""
         store, root = place
 
-        def reusing() -> Iterator[memoryview]:
-            buffer = bytearray(1)
+        def reusing(size: int) -> Iterator[memoryview]:
+            buffer = bytearray(size)
             for value in range(100):
-                buffer[0] = value
+                buffer[:] = bytes([value]) * size
                 yield memoryview(buffer)
 
-        store.write_file(join(root, "f"), reusing(), fsync=False)
+        for size in (1, 70_000):
+            store.write_file(join(root, "f"), reusing(size), fsync=False)
 
-        assert store.read(join(root, "f")) == bytes(range(100))
+            assert store.read(join(root, "f")) == b"".join(
+                bytes([value]) * size for value in range(100)
+            )
 
     def test_a_writer_that_fails_leaves_no_trace(self, place: tuple[Store, str]) -> None:
         """A half-written file under its true name would pass for a whole one."""
