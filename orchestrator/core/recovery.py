@@ -165,12 +165,10 @@ def fence_bound(turn: Turn) -> None:
 def give_up(turn: Turn, number: int) -> None:
     """Forget a killed process of which nothing was heard.
 
-    It cannot commit alone, and what it writes belongs to an attempt that no longer counts.
-    Its node does not do as told, which is a proven failure of the node.
+    It cannot commit alone, and what it writes belongs to an attempt that no longer counts. It is
+    no strike against its node: the order or its answer may just be late.
     """
-    node = turn.draft.workers[number].node
     fleet.drop_worker(turn, number)
-    fleet.strike(turn, node)
 
 
 def read_bound(turn: Turn) -> None:

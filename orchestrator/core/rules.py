@@ -22,7 +22,7 @@ class Bounds:
         start_s: A worker process must be ready by then, or it is killed.
         form_s: All members must have formed, or the attempt is fenced (nobody is blamed).
         fence_s: A fenced member must have left, or it is killed.
-        kill_s: A killed process must be gone, or it is given up with its slot.
+        kill_s: A killed process must be gone, or it is no longer waited for.
         read_s: Storage must have answered, or it is asked again.
         yield_s: Members must have left as asked, or the attempt is fenced; four steps come on top.
         survey_s: The survey must have come, or it is asked for again.

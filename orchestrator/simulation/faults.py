@@ -43,8 +43,10 @@ def _detect(cluster: SimCluster, worker: SimWorker) -> None:
     if not worker.alive or worker.name not in cluster.workers:
         return
     newest = cluster.attempts.get(cluster.monitor.attempt)
-    if newest is not None and worker.name in newest.members:
-        # Also if it has left unheard: what is seen is an attempt without progress.
+    entered = newest is not None and max(worker.attempt, worker.refuses) >= newest.number
+    if newest is not None and worker.name in newest.members and entered:
+        # Also if it has left unheard: what is seen is an attempt without progress. One that
+        # never entered shows nothing; the bound of forming has to end that.
         guilty = (worker.name,) if cluster.chance(0.8) else ()
         cluster.post(ev.HangFound, attempt=newest.number, guilty=guilty, evidence="no progress")
     cluster.at(0.5, _detect, cluster, worker)

@@ -178,7 +178,7 @@ class History:
         require(self.num_events < EVENTS_MAX, "L2", "the machine goes round in circles")
         if self.observe is not None:
             self.observe(event, state, actions)
-        if self.check_always or state.phase is not before.phase:
+        if self.check_always or state.attempt != before.attempt:
             check(state)
         if self.journal is not None and state is not before:
             self._write_journal(event, actions)
