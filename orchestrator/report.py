@@ -86,7 +86,7 @@ def render(run: RunRecord, other: RunRecord | None = None) -> str:
         progress_chart=Markup(_progress_chart(run, other)),  # noqa: S704 - as above
         incidents=run.incidents,
         longest_s=longest_s,
-        phases=[(name, _css(name)) for name, _ in PHASES],
+        phases=[(name, _css(name)) for name in _phases_seen(run.incidents)],
         css=_css,
         seconds=seconds,
         spent=_spent(run),
@@ -281,10 +281,18 @@ def _spent(run: RunRecord) -> list[tuple[str, float, str]]:
 _CSS = {
     "training": "p0",
     "recovering": "p1",
-    "yielding": "p3",
+    "yielding": "p7",
+    "yield": "p7",
     "forming": "p4",
     **{name: f"p{index}" for index, (name, _) in enumerate(PHASES, start=1)},
 }
+
+
+def _phases_seen(incidents: Sequence[Incident]) -> list[str]:
+    """Return the phases that the bars show, in order."""
+    seen = {name for incident in incidents for name in incident.phases_s}
+    order = [name for name, _ in PHASES]
+    return [name for name in (*order[:1], "yield", *order[1:]) if name in seen]
 
 
 def _css(phase: str) -> str:

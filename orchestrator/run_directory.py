@@ -119,7 +119,10 @@ class Incident:
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Return the duration of each phase that was reached, in order, detection first."""
+        """Return the duration of each phase that was reached, in order, detection first.
+
+        In a planned change nobody is fenced: until the last member is out they finish a step.
+        """
         durations: dict[str, float] = {}
         before_s = self.instants.get("t_fault_s")
         for name, end in PHASES:
@@ -127,7 +130,8 @@ class Incident:
             if end_s is None:
                 continue
             if before_s is not None:
-                durations[name] = max(0.0, end_s - before_s)
+                planned = name == "fence" and self.kind in PLANNED
+                durations["yield" if planned else name] = max(0.0, end_s - before_s)
             before_s = end_s
         return durations
 

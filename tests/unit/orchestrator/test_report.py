@@ -101,6 +101,16 @@ def test_recovery_counts_from_detection_where_the_fault_has_no_instant(tmp_path:
     assert sum(incident.phases_s.values()) == pytest.approx(incident.recovery_s)
 
 
+def test_a_planned_change_yields_and_fences_nobody(tmp_path: Path) -> None:
+    """Both end with the last member out; the one is a fault and the other a finished step."""
+    growth = Fault(step=20, kind="growth", guilty=(), pause_s=1.0, lost_steps=0, workers_after=4)
+    incident = read_run(str(write_run(tmp_path, faults=(growth,)))).incidents[0]
+
+    assert "yield" in incident.phases_s
+    assert "fence" not in incident.phases_s
+    assert incident.who == "\N{EN DASH}"
+
+
 def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
     """The reader may look while the run writes, and a killed controller leaves such a line."""
     write_run(tmp_path)
