@@ -1,0 +1,138 @@
+"""The commands as a person uses them: in processes of their own, judged by what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator.config import RunConfig
+
+pytestmark = pytest.mark.timeout(240)
+
+EVERSTEP = (sys.executable, "-c", "from orchestrator.cli import main; main()")
+ACT_S_MAX = 120.0
+
+
+def _write(config: RunConfig, tmp_path: Path, address: str) -> str:
+    document = yaml.safe_load(config.to_yaml())
+    document["cluster"]["address"] = address
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return str(path)
+
+
+def _everstep(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*EVERSTEP, *arguments], capture_output=True, text=True, timeout=ACT_S_MAX, check=False
+    )
+
+
+def _status(directory: str) -> dict[str, Any]:
+    answer = _everstep("status", directory, "--json")
+    if answer.returncode:
+        return {"phase": "", "step": 0}
+    document: dict[str, Any] = json.loads(answer.stdout)
+    return document
+
+
+def _wait(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + ACT_S_MAX
+    while not condition():
+        assert time.monotonic() < deadline_s, f"never: {what}"
+        time.sleep(0.2)
+
+
+def test_killed_driver_does_not_stop_the_run(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """A laptop that closes must not cost a training; a second driver attaches and sees its end."""
+    config = make_config(train__steps=60)
+    path = _write(config, tmp_path, nodes.address)
+    driver = subprocess.Popen([*EVERSTEP, "run", path, "--json"], stdout=subprocess.DEVNULL)
+    directory = config.run.directory
+    _wait(lambda: _status(directory)["step"] >= 3, "the run trains")
+
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    status = _status(directory)
+    second = _everstep("run", path, "--json")
+
+    assert {"phase", "attempt", "step", "loss", "layout", "workers", "nodes"} <= set(status)
+    assert {"pending_capacity", "redundancy"} <= set(status)
+    assert {"rank", "node", "pid", "state", "last_heartbeat_s"} <= set(status["workers"][0])
+    assert {"node", "raylet_pid", "state"} <= set(status["nodes"][0])
+    assert second.returncode == 0, second.stderr
+    summary = json.loads(second.stdout)
+    assert (summary["outcome"], summary["attempts"]) == ("completed", 1)
+    replayed = _everstep("replay", directory, "--json")
+    assert json.loads(replayed.stdout)["same_decisions"] is True
+
+
+def test_stop_ends_the_run_at_a_committed_step(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """What was trained is kept: the last step of a stopped run is in storage."""
+    config = make_config(train__steps=100000)
+    path = _write(config, tmp_path, nodes.address)
+    driver = subprocess.Popen([*EVERSTEP, "run", path, "--json"], stdout=subprocess.PIPE, text=True)
+    _wait(lambda: _status(config.run.directory)["step"] >= 3, "the run trains")
+
+    stopped = _everstep("stop", config.run.directory)
+    output, _ = driver.communicate(timeout=ACT_S_MAX)
+
+    assert stopped.returncode == 0, stopped.stderr
+    summary = json.loads(output)
+    assert summary["outcome"] == "stopped"
+    manifest = f"checkpoints/step-{summary['steps']:08d}/manifest.json"
+    assert Path(config.run.directory, manifest).exists()
+
+
+def test_ray_job_submit_runs_everstep_unchanged(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """The job's driver finds the cluster it runs on by itself: nothing names an address."""
+    config = make_config(
+        train__steps=10, train__warmup_steps=2, workers__max=2, workers__standby_per_node=0
+    )
+    project = tmp_path / "project"
+    project.mkdir()
+    document = yaml.safe_load(config.to_yaml())
+    document["cluster"].pop("address", None)
+    (project / "job.yaml").write_text(yaml.safe_dump(document))
+    binaries = str(Path(sys.executable).parent)
+    environment = {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}"}
+    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": str(tmp_path)}
+    head = [f"{binaries}/ray", "start", "--head", "--block", "--num-cpus=2", "--port=0"]
+    head += ["--dashboard-port=18265", "--include-dashboard=true", "--temp-dir=/tmp/everstep-job"]
+    server = subprocess.Popen(
+        head, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        submit = [f"{binaries}/ray", "job", "submit", "--address", "http://127.0.0.1:18265"]
+        submit += ["--working-dir", str(project), "--", "everstep", "run", "job.yaml"]
+
+        def submitted() -> bool:
+            answer = subprocess.run(
+                submit, env=environment, capture_output=True, text=True, check=False, timeout=120
+            )
+            if answer.returncode:
+                assert "Failed to connect" in answer.stderr + answer.stdout, answer.stdout
+            return answer.returncode == 0
+
+        _wait(submitted, "the cluster takes the job")
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(30)
+
+    summary = json.loads(Path(config.run.directory, "summary.json").read_text())
+    assert (summary["outcome"], summary["steps"]) == ("completed", 10)

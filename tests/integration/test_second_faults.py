@@ -1,0 +1,141 @@
+"""A second fault while the run recovers from the first, in each phase; and exceptions."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config import RunConfig
+from orchestrator.shell.faults import member, signal_rank, wait_for
+from orchestrator.shell.launch import Launched
+from tests.support.history import read_history
+
+pytestmark = pytest.mark.timeout(180)
+
+ACT_S_MAX = 90.0
+
+
+def _records(directory: str) -> list[dict[str, Any]]:
+    text = "".join(p.read_text() for p in sorted(Path(directory, "journal").glob("*.jsonl")))
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _wait_record(directory: str, kind: str, attempt: int) -> None:
+    """Return as soon as the journal says ``kind`` of ``attempt``: within a few milliseconds."""
+    deadline_s = time.monotonic() + ACT_S_MAX
+    while time.monotonic() < deadline_s:
+        if any(r["kind"] == kind and r["attempt"] >= attempt for r in _records(directory)):
+            return
+    pytest.fail(f"the journal never said {kind} of attempt {attempt}")
+
+
+@pytest.mark.parametrize("kind", ["WorkerExited", "FenceAttempt", "StartAttempt", "WorkerFormed"])
+def test_second_worker_dies_in_each_phase_of_recovery(
+    kind: str, nodes: Any, make_config: Callable[..., RunConfig]
+) -> None:
+    """What is half done belongs to an attempt that is over: nothing of it may be counted."""
+    config = make_config(train__steps=30)
+    run = Launched(config, nodes)
+    before = wait_for(
+        run, lambda s: s["phase"] == "running" and s["step"] >= 5, timeout_s=ACT_S_MAX
+    )
+    assert before is not None
+    second = member(before, 3)["pid"]
+    attempt = before["attempt"] + (kind in {"StartAttempt", "WorkerFormed"})
+
+    signal_rank(run, 1, signal.SIGKILL)
+    _wait_record(config.run.directory, kind, attempt)
+    os.kill(second, signal.SIGKILL)
+    summary = run.follow(lambda _: None)
+
+    assert summary["outcome"] == "completed", summary["reason"]
+    read_history(config.run.directory).check_exactly_once(config)
+
+
+def test_controller_dies_while_the_run_recovers(
+    nodes: Any, make_config: Callable[..., RunConfig]
+) -> None:
+    """The next life folds the journal, finds who lives, and finishes what was begun."""
+    config = make_config(train__steps=30)
+    run = Launched(config, nodes)
+    before = wait_for(
+        run, lambda s: s["phase"] == "running" and s["step"] >= 5, timeout_s=ACT_S_MAX
+    )
+    assert before is not None
+    controller = run.controller_pid()
+
+    signal_rank(run, 1, signal.SIGKILL)
+    _wait_record(config.run.directory, "FenceAttempt", before["attempt"])
+    os.kill(controller, signal.SIGKILL)
+    summary = run.follow(lambda _: None)
+
+    assert summary["outcome"] == "completed", summary["reason"]
+    read_history(config.run.directory).check_exactly_once(config)
+
+
+SCRIPT = """
+    import torch
+    from torch import nn
+    from workers.api import Session, run
+
+    def train(session: Session) -> None:
+        inputs = torch.linspace(-1, 1, 64).reshape(-1, 1)
+        model = session.model(lambda: nn.Linear(1, 1))
+        session.optimizer(lambda parameters: torch.optim.AdamW(parameters.values()))
+        for step in session.steps(len(inputs)):
+            for samples in step.micro_batches():
+                loss = (model(inputs[samples]) - inputs[samples]).square().mean()
+                step.backward(loss, tokens=len(samples))
+            step.apply()
+            {bug}
+
+    if __name__ == "__main__":
+        run(train)
+"""
+
+
+def _script(tmp_path: Path, bug: str) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT).format(bug=bug))
+    return str(path)
+
+
+def test_user_bug_fails_fast_and_shows_the_users_own_lines(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Restarting a bug again and again wastes a cluster's night."""
+    bug = "nosuchname if step.number >= 3 else None"
+    config = make_config(train__steps=20, train__warmup_steps=2, run__script=_script(tmp_path, bug))
+
+    summary = Launched(config, nodes).follow(lambda _: None)
+
+    assert summary["outcome"] == "failed"
+    assert "NameError" in summary["reason"]
+    assert "train.py" in summary["reason"]
+    assert summary["attempts"] <= 2
+
+
+def test_exception_of_one_rank_is_survived_once(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """A driver hiccup on one machine is no bug of the script: it does not come back."""
+    mark = tmp_path / "raised"
+    bug = (
+        f"import pathlib; mark = pathlib.Path({str(mark)!r})\n"
+        "            if step.number == 3 and session.rank == 1 and not mark.exists():\n"
+        "                mark.touch(); raise OSError('a hiccup')"
+    )
+    config = make_config(train__steps=20, train__warmup_steps=2, run__script=_script(tmp_path, bug))
+
+    summary = Launched(config, nodes).follow(lambda _: None)
+
+    assert summary["outcome"] == "completed", summary["reason"]
+    assert [i["kind"] for i in summary["incidents"]] == ["exception"]
