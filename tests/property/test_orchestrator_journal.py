@@ -1,7 +1,7 @@
 import json
 from typing import Any, get_args
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core import actions as act
@@ -28,6 +28,7 @@ ITEMS: st.SearchStrategy[Any] = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(event=st.one_of([st.from_type(kind) for kind in get_args(ev.Event)]), item=ITEMS)
 def test_every_record_reads_back_as_what_was_written(event: ev.Event, item: Any) -> None:
     """Tuples become arrays and layouts objects in JSON; a replay needs them back exactly."""
