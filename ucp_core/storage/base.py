@@ -7,6 +7,7 @@ several threads at once. Sizes and offsets are in bytes.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -95,3 +96,11 @@ def join(*parts: str) -> str:
 def is_temporary(name: str) -> bool:
     """Return whether ``name`` is a file that is still being written, or whose writer died."""
     return name.startswith(".tmp-")
+
+
+def temporary_name(name: str) -> str:
+    """Return a name for ``name`` while it is being written.
+
+    Random: processes of two machines that share a file system can have the same number.
+    """
+    return f".tmp-{os.urandom(6).hex()}-{name}"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import builtins
-import itertools
-import os
 import posixpath
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import StorageError
-from ucp_core.storage.base import is_temporary
+from ucp_core.storage.base import is_temporary, temporary_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +26,7 @@ class FsspecStore:
     """Files of an fsspec file system; paths are what ``fsspec.core.url_to_fs`` returns.
 
     ``fsync`` is what the storage makes of a closed file: object stores acknowledge durable data.
-    ``request_bytes`` is what one connection to S3 reads in about 0.3 s, far above its latency.
+    ``request_bytes`` is large, because every request waits for an answer first; not measured.
     """
 
     request_bytes = 32 << 20
@@ -38,7 +36,6 @@ class FsspecStore:
         protocol = filesystem.protocol
         names = {protocol} if isinstance(protocol, str) else set(protocol)
         self._is_atomic = bool(names & _ATOMIC_PROTOCOLS)
-        self._count = itertools.count()
 
     def read(self, path: str) -> bytes:
         """Return the whole file."""
@@ -91,9 +88,7 @@ class FsspecStore:
         """Write ``chunks`` one after the other and return the size."""
         del fsync
         folder, name = posixpath.split(path)
-        goal = (
-            path if self._is_atomic else f"{folder}/.tmp-{os.getpid()}-{next(self._count)}-{name}"
-        )
+        goal = path if self._is_atomic else f"{folder}/{temporary_name(name)}"
         size_bytes = 0
         with _named(path):
             self._fs.makedirs(folder, exist_ok=True)

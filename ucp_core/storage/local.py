@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import shutil
 from contextlib import contextmanager, suppress
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import StorageError
-from ucp_core.storage.base import is_temporary
+from ucp_core.storage.base import is_temporary, temporary_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -44,10 +43,6 @@ class LocalStore:
 
     request_bytes = 2 << 20
 
-    def __init__(self) -> None:
-        # Threads of a process share the pid: the count keeps their temporary files apart.
-        self._count = itertools.count()
-
     def read(self, path: str) -> bytes:
         """Return the whole file."""
         with _named(path):
@@ -74,7 +69,7 @@ class LocalStore:
     ) -> bool:
         """Put ``data`` at ``path`` at once."""
         with _named(path):
-            temporary, fd = self._create(path)
+            temporary, fd = _create(path)
             try:
                 try:
                     _write_all(fd, [memoryview(data)])
@@ -94,7 +89,7 @@ class LocalStore:
         """Write ``chunks`` one after the other and return the size."""
         size_bytes = 0
         with _named(path):
-            temporary, fd = self._create(path)
+            temporary, fd = _create(path)
             try:
                 try:
                     for batch in _gathered(chunks):
@@ -174,16 +169,17 @@ class LocalStore:
         with _named(path):
             Path(path).mkdir(parents=True, exist_ok=True)
 
-    def _create(self, path: str) -> tuple[str, int]:
-        """Open a new temporary file beside ``path``, so that a rename stays in one file system."""
-        directory, name = os.path.split(path)
-        temporary = f"{directory or '.'}/.tmp-{os.getpid()}-{next(self._count)}-{name}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        try:
-            return temporary, os.open(temporary, flags, 0o644)
-        except FileNotFoundError:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            return temporary, os.open(temporary, flags, 0o644)
+
+def _create(path: str) -> tuple[str, int]:
+    """Open a new temporary file beside ``path``, so that a rename stays in one file system."""
+    directory, name = os.path.split(path)
+    temporary = f"{directory or '.'}/{temporary_name(name)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return temporary, os.open(temporary, flags, 0o644)
+    except FileNotFoundError:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        return temporary, os.open(temporary, flags, 0o644)
 
 
 def _place(temporary: str, path: str, *, exclusive: bool) -> bool:

@@ -1,4 +1,4 @@
-"""``ucp`` as a person and as a program use it: the real command, in a process of its own."""
+"""``ucp`` as a person and as a program use it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,40 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import pytest
 import safetensors.numpy
 
 from tests.support.checkpoints import save, small_state
+from ucp_core.cli import main
 from ucp_core.storage import LocalStore
 
 COMMANDS = ("inspect", "convert", "verify")
 
 
-def _ucp(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ucp_core.cli", *arguments],
-        capture_output=True,
-        check=False,
-        text=True,
-    )
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Ucp(Protocol):
+    def __call__(self, *arguments: str) -> Done: ...
+
+
+@pytest.fixture
+def ucp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ucp:
+    """The command's entry point with the arguments of the process, up to its exit."""
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["ucp", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        shown = capsys.readouterr()
+        return Done(int(ended.value.code or 0), shown.out, shown.err)
+
+    return run
 
 
 @pytest.fixture
@@ -31,19 +48,19 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "step-00000007"
 
 
-def test_help_shows_an_example_of_every_command() -> None:
+def test_help_shows_an_example_of_every_command(ucp: Ucp) -> None:
     """People copy examples; the exit codes are in the help of the whole."""
-    assert "Exit codes: 0 success" in _ucp("--help").stdout
+    assert "Exit codes: 0 success" in ucp("--help").stdout
     for command in COMMANDS:
-        done = _ucp(command, "--help")
+        done = ucp(command, "--help")
         assert done.returncode == 0
         assert f"Example: ucp {command} " in done.stdout
 
 
-def test_inspect_shows_what_is_there(checkpoint: Path) -> None:
+def test_inspect_shows_what_is_there(ucp: Ucp, checkpoint: Path) -> None:
     """For people line by line, for programs with every tensor."""
-    shown = _ucp("inspect", str(checkpoint), "--tensors")
-    found = json.loads(_ucp("inspect", str(checkpoint), "--json").stdout)
+    shown = ucp("inspect", str(checkpoint), "--tensors")
+    found = json.loads(ucp("inspect", str(checkpoint), "--json").stdout)
 
     assert shown.returncode == 0
     assert "wte exp_avg F32 8x4 in " in shown.stdout
@@ -55,28 +72,28 @@ def test_inspect_shows_what_is_there(checkpoint: Path) -> None:
 
 
 def test_convert_makes_files_that_others_read_and_verify_agrees(
-    checkpoint: Path, tmp_path: Path
+    ucp: Ucp, checkpoint: Path, tmp_path: Path
 ) -> None:
     """The way of a trained model out of the run directory."""
     out = tmp_path / "out"
-    done = _ucp("convert", str(checkpoint), str(out), "--memory", "16MiB", "--json")
+    done = ucp("convert", str(checkpoint), str(out), "--memory", "16MiB", "--json")
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["format"] == "everstep-universal"
     weights = safetensors.numpy.load_file(out / "model-00001-of-00001.safetensors")
     assert set(weights) == {key.fqn for key in small_state()}
-    verified = json.loads(_ucp("verify", str(out), "--json").stdout)
+    verified = json.loads(ucp("verify", str(out), "--json").stdout)
     assert verified["ok"] is True
 
 
-def test_verify_names_a_flipped_byte_and_fails(checkpoint: Path) -> None:
+def test_verify_names_a_flipped_byte_and_fails(ucp: Ucp, checkpoint: Path) -> None:
     """The exit code is what a script looks at."""
     path = checkpoint / "a0001-r00000.bin"
     data = bytearray(path.read_bytes())
     data[0] ^= 1
     path.write_bytes(data)
 
-    done = _ucp("verify", str(checkpoint))
+    done = ucp("verify", str(checkpoint))
 
     assert done.returncode == 1
     assert "a0001-r00000.bin" in done.stdout
@@ -98,10 +115,15 @@ def test_verify_names_a_flipped_byte_and_fails(checkpoint: Path) -> None:
     ],
 )
 def test_errors_are_short_and_have_their_exit_code(
-    arguments: tuple[str, ...], code: int, message: str, checkpoint: Path, tmp_path: Path
+    ucp: Ucp,
+    arguments: tuple[str, ...],
+    code: int,
+    message: str,
+    checkpoint: Path,
+    tmp_path: Path,
 ) -> None:
     """A traceback helps nobody who mistyped a path."""
-    done = _ucp(*(text.format(tmp=tmp_path, old=checkpoint) for text in arguments))
+    done = ucp(*(text.format(tmp=tmp_path, old=checkpoint) for text in arguments))
 
     assert done.returncode == code
     assert message in done.stderr
@@ -111,17 +133,30 @@ def test_errors_are_short_and_have_their_exit_code(
     assert done.stdout == ""
 
 
-def test_a_truncated_manifest_is_one_line(checkpoint: Path) -> None:
+def test_a_truncated_manifest_is_one_line(ucp: Ucp, checkpoint: Path) -> None:
     """The commonest damage: the disk was full."""
     path = checkpoint / "manifest.json"
     path.write_bytes(path.read_bytes()[:100])
 
-    done = _ucp("inspect", str(checkpoint))
+    done = ucp("inspect", str(checkpoint))
 
     assert done.returncode == 1
     assert done.stderr.startswith("ucp: ")
     assert "cut short or was edited" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_the_module_is_the_command(checkpoint: Path) -> None:
+    """In a process of its own, where nothing was imported before."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ucp_core.cli", "verify", str(checkpoint)],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "0 problem(s)" in done.stdout
 
 
 def test_inspect_imports_neither_torch_nor_fsspec() -> None:

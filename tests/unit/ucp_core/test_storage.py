@@ -8,6 +8,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from tests.support.store_conformance import StoreConformance
 from ucp_core.errors import StorageError
@@ -31,6 +32,19 @@ class TestFsspecMemory(StoreConformance):
         del tmp_path
         # fsspec's memory is one for the whole process.
         return open_store(f"memory://{uuid.uuid4().hex}/root")
+
+
+class _Uploading(LocalFileSystem):
+    """Stands for an object store: a file appears when ``commit`` is called, or never."""
+
+    protocol = "s3"
+
+
+class TestFsspecWithCommit(StoreConformance):
+    """The way that object stores go; a real S3 server is not needed to see that it is gone."""
+
+    def make(self, tmp_path: Path) -> tuple[Store, str]:
+        return FsspecStore(_Uploading()), str(tmp_path / "root")
 
 
 class TestFsspecWithRename(StoreConformance):
