@@ -19,9 +19,12 @@ REPORT_S: Final = 0.25
 #: 2-core machine single steps of 2x the median are common, 3x the p99 was not seen.
 PATIENCE: Final = 3.0
 
+#: Below, the bounds would not keep their order beside the period of the reports.
+PATIENCE_MIN: Final = 1.5
+
 # Multiples of the hang bound. What has no observed duration of its own (saving, forming) gets
 # room; a bound that ends a wait without naming anybody comes after those that name somebody.
-_SUSPECT: Final = 0.5
+_SUSPECT: Final = 0.6
 _NODE_SILENT: Final = 2.0
 _UNDECIDED: Final = 3.0
 _SAVING: Final = 10.0
@@ -69,10 +72,10 @@ def limits_from(step_s_p99: float, *, patience: float = PATIENCE) -> Limits:
 
     Args:
         step_s_p99: The slowest usual step; 0.0 while none was observed.
-        patience: A step may take this many times ``step_s_p99``, at least 2. With the default
+        patience: A step may take this many times ``step_s_p99``, at least 1.5. With the default
             of 3 the hang bound is never below 1 s: below, scheduling alone looks like a hang.
     """
-    assert patience >= 2.0, f"patience={patience} must be at least 2"  # noqa: PLR2004
+    assert patience >= PATIENCE_MIN, f"patience={patience} must be at least {PATIENCE_MIN}"
     hang_s = patience * max(step_s_p99, 1.0 / PATIENCE)
     return Limits(
         beat_s=BEAT_S,
