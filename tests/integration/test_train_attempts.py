@@ -215,6 +215,19 @@ def test_a_damaged_checkpoint_gives_way_to_the_older_one_on_every_rank(
     assert load["skipped"][0][0] == "step-00000003"
 
 
+def test_an_attempt_that_resumes_from_the_last_step_still_ends_the_run(
+    run: Run, text: DataSettings
+) -> None:
+    """All workers can die between the last commit and the end; no step is left to commit then."""
+    finish(run, settings(text), num_workers=2)
+    before = result(run)
+    (run.directory / "result.json").unlink()
+
+    finish(run, settings(text), num_workers=3, resume=(6, 1))
+
+    assert {**result(run), "attempt": 1} == pytest.approx(before)
+
+
 def test_an_exception_of_the_script_is_told_from_its_frames_on(run: Run) -> None:
     """What the user has to see first is the user's own line, not the loop around it."""
     chosen = Settings(

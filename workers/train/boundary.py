@@ -77,6 +77,17 @@ class Boundary:
         if is_last or is_due or step.leaves:
             self._save(step.number, parts, extra)
 
+    def commit(self, step: int) -> None:
+        """Return when the state after ``step``, which was saved here, is committed.
+
+        Raises:
+            AbortedError: The attempt was fenced.
+            CollectiveError: A peer did not write its part.
+        """
+        self._context.page.enter(WorkerPhase.SAVING)
+        timeout_s = self._context.settings.parallel.collective_timeout_s
+        self._storing.wait_committed(step, timeout_s=timeout_s)
+
     def leave(self, step: int) -> NoReturn:
         """Leave after ``step``, as all ranks agreed to, once its state is committed.
 
@@ -85,18 +96,12 @@ class Boundary:
             AbortedError: The attempt was fenced.
             CollectiveError: A peer did not write its part.
         """
-        self._commit(step)
+        self.commit(step)
         raise YieldSignal(step)
 
-    def finish(self, step: int, loss: float, validation_loss: float, parts: Parts) -> None:
-        """Commit the last step and write down how the run ended. Every rank calls it.
-
-        Raises:
-            AbortedError: The attempt was fenced.
-            CollectiveError: A peer did not write its part.
-        """
+    def finish(self, step: int, *, loss: float, validation_loss: float, parts: Parts) -> None:
+        """Write down how the run ended. Every rank calls it."""
         digest = weights_digest(parts)
-        self._commit(step)
         if self._assignment.rank == 0:
             result = self.line(
                 step, weights_digest=digest, final_loss=loss, validation_loss=validation_loss
@@ -144,8 +149,3 @@ class Boundary:
                 param_groups=groups,
             )
         )
-
-    def _commit(self, step: int) -> None:
-        self._context.page.enter(WorkerPhase.SAVING)
-        timeout_s = self._context.settings.parallel.collective_timeout_s
-        self._storing.wait_committed(step, timeout_s=timeout_s)

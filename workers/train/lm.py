@@ -45,14 +45,19 @@ def train_language_model(session: Session) -> None:
         )
         return mean_loss(model(inputs), targets), targets.numel()
 
-    num_held_out = min(settings.data.validation_samples, texts.held_out.num_samples)
-    every = settings.train.validation_every
+    def validate() -> None:
+        num_held_out = min(settings.data.validation_samples, texts.held_out.num_samples)
+        session.evaluate(lambda samples: loss_on(texts.held_out, samples), num_held_out)
+
+    train = settings.train
     for step in session.steps(texts.train.num_samples, data_digest=texts.digest):
         for samples in step.micro_batches():
             step.backward(*loss_on(texts.train, samples))
         step.apply()
-        if step.number == settings.train.steps or (every and step.number % every == 0):
-            session.evaluate(lambda samples: loss_on(texts.held_out, samples), num_held_out)
+        due = train.validation_every and step.number % train.validation_every == 0
+        if due and step.number < train.steps:
+            validate()
+    validate()
 
 
 def adamw(parameters: Mapping[str, nn.Parameter], train: TrainSettings) -> torch.optim.Optimizer:

@@ -115,6 +115,7 @@ class _Attempt:
         )
         self._session = Session(assignment, context, mesh, _Process.buffer)
         task(self._session)
+        self._session.finish()
         return Completed(attempt=assignment.attempt, step=self._session.step)
 
     def _outcome_of(self, error: BaseException) -> Outcome:

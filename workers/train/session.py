@@ -73,7 +73,7 @@ class Session:
         self._parts: Parts | None = None
         self._reduction = Reduction()
         self._restored: dict[str, Any] = {}
-        self._validation_loss = math.nan
+        self._loss = self._validation_loss = math.nan
         self._storing = Storing(
             store=context.store,
             directory=context.directory,
@@ -176,14 +176,15 @@ class Session:
         )
         cursor = self._agree_on_data(order, data_digest)
         plan = self._schedule(train.num_micro_batches)
-        begun_s, loss = time.perf_counter(), math.nan
+        begun_s = time.perf_counter()
+        took_steps = self.step < train.steps
 
         def applied(step: Step) -> None:
             nonlocal begun_s
-            self.step = step.number
+            self.step, self._loss = step.number, step.loss
             step_s, begun_s = time.perf_counter() - begun_s, time.perf_counter()
-            position = {"order_position": step.order_range[1]}
-            self._boundary.completed(step, step_s, parts, {**cursor, **position})
+            reached = {"order_position": step.order_range[1], "loss": step.loss}
+            self._boundary.completed(step, step_s, parts, {**cursor, **reached})
 
         while self.step < train.steps:
             step = Step(
@@ -199,10 +200,10 @@ class Session:
             yield step
             if not step.is_applied:
                 raise TaskError(f"step {step.number} was left without step.apply(); call it once")
-            loss = step.loss
             if step.leaves and step.number < train.steps:
                 self._boundary.leave(step.number)
-        self._boundary.finish(self.step, loss, self._validation_loss, parts)
+        if took_steps:
+            self._boundary.commit(self.step)
 
     def evaluate(
         self, loss_of: Callable[[NDArray[Any]], tuple[Tensor, int]], num_samples: int
@@ -231,6 +232,22 @@ class Session:
         if self.rank == 0:
             self._storing.append(VALIDATION, self._boundary.line(self.step, loss=loss))
         return loss
+
+    def finish(self) -> None:
+        """Write down how the run ended. Every worker calls it, once its script is through.
+
+        Raises:
+            TaskError: The script ended before the last step.
+        """
+        steps = self.settings.train.steps
+        if self._parts is None or self.step < steps:
+            raise TaskError(
+                f"the script ended after step {self.step} of train.steps={steps}; iterate "
+                "session.steps() to its end"
+            )
+        self._boundary.finish(
+            self.step, loss=self._loss, validation_loss=self._validation_loss, parts=self._parts
+        )
 
     def close(self) -> bool:
         """Let go of the model and end writing; return whether the host buffer is free again."""
@@ -270,6 +287,7 @@ class Session:
         self.step, self._restored = restored.step, restored.extra
         if restored.step:
             set_scalars(parts.parameters, parts.optimizer, restored.extra["optimizer"])
+            self._loss = restored.extra.get("loss", math.nan)
         else:
             parts.optimizer.state.clear()
         self._fill(parts)
