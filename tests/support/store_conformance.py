@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 
 class StoreConformance(ABC):
-    """Collected through its subclasses, whose names begin with ``Test``."""
+    """Collected through its subclasses, whose names begin with ``Test``.
+
+    ``looks_first`` says that the storage behind the store cannot write exclusively by itself, so
+    that two writers of one instant can both win. SPEC.md tells what that means for a commit.
+    """
+
+    looks_first = False
 
     @abstractmethod
     def make(self, tmp_path: Path) -> tuple[Store, str]:
@@ -57,6 +63,8 @@ class StoreConformance(ABC):
 
     def test_of_many_exclusive_writers_one_wins(self, place: tuple[Store, str]) -> None:
         """Ranks that finish together all try to commit."""
+        if self.looks_first:
+            pytest.skip("the storage behind this store cannot write exclusively")
         store, root = place
         path = join(root, "m")
 

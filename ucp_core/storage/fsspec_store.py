@@ -77,7 +77,7 @@ class FsspecStore:
             if self._fs.exists(path):
                 return False
             try:
-                # S3, GCS and memory refuse atomically; others look first.
+                # S3 and GCS refuse by themselves; for others fsspec looks first.
                 self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
                 self._fs.pipe_file(path, bytes(data), mode="create")
             except FileExistsError:

@@ -28,6 +28,8 @@ class TestMemoryStore(StoreConformance):
 
 
 class TestFsspecMemory(StoreConformance):
+    looks_first = True
+
     def make(self, tmp_path: Path) -> tuple[Store, str]:
         del tmp_path
         # fsspec's memory is one for the whole process.
@@ -43,6 +45,8 @@ class _Uploading(LocalFileSystem):
 class TestFsspecWithCommit(StoreConformance):
     """The way that object stores go; a real S3 server is not needed to see that it is gone."""
 
+    looks_first = True
+
     def make(self, tmp_path: Path) -> tuple[Store, str]:
         return FsspecStore(_Uploading()), str(tmp_path / "root")
 
@@ -50,11 +54,10 @@ class TestFsspecWithCommit(StoreConformance):
 class TestFsspecWithRename(StoreConformance):
     """A file system where a file grows in place, so that a rename has to make it atomic."""
 
+    looks_first = True
+
     def make(self, tmp_path: Path) -> tuple[Store, str]:
         return FsspecStore(fsspec.filesystem("file")), str(tmp_path / "root")
-
-    def test_of_many_exclusive_writers_one_wins(self, place: tuple[Store, str]) -> None:
-        """Such file systems can only look first, as SPEC.md says: no more than that is claimed."""
 
 
 def test_a_writer_that_was_killed_leaves_nothing_that_is_listed(tmp_path: Path) -> None:
