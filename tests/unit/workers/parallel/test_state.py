@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from ucp_core.boxes import Box
+from workers.errors import StateError
+from workers.parallel.norm import row_squares, sum_of_squares
+from workers.parallel.spread import Piece
+from workers.parallel.state import (
+    HostBuffer,
+    local_parameters,
+    scalars,
+    set_scalars,
+    state_of,
+)
+
+
+class Sharded(nn.Parameter):
+    """What FSDP2 leaves on a parameter: a gradient with a local part."""
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        return self.data
+
+
+def piece(fqn: str, whole: torch.Tensor, start: int, stop: int) -> Piece:
+    local = whole[start:stop].clone()
+    parameter = nn.Parameter(local)
+    gradient = Sharded(local * 2, requires_grad=False)
+    parameter.grad = gradient
+    box = Box((start, *(0 for _ in whole.shape[1:])), (stop, *whole.shape[1:]))
+    return Piece(fqn=fqn, shape=tuple(whole.shape), box=box, parameter=parameter, local=local)
+
+
+def trained(pieces: list[Piece]) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    parameters = local_parameters(pieces)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=0.1)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return parameters, optimizer
+
+
+WEIGHTS = {"a.weight": torch.randn(6, 4), "b.weight": torch.randn(5)}
+
+
+def test_the_optimizer_updates_the_memory_of_the_model() -> None:
+    """It holds parameters of its own; a copy would train beside the model."""
+    held = [piece("a.weight", WEIGHTS["a.weight"], 2, 5)]
+
+    trained(held)
+
+    assert not torch.equal(held[0].local, WEIGHTS["a.weight"][2:5])
+
+
+def test_a_capture_is_a_copy_of_weights_and_moments() -> None:
+    """The next step changes them while the background still writes."""
+    held = [piece(name, whole, 1, 4) for name, whole in WEIGHTS.items()]
+    parameters, optimizer = trained(held)
+    captured = HostBuffer().capture(state_of(held, parameters, optimizer, replica=False))
+    before = {(one.fqn, one.slot): bytes(one.data) for one in captured}
+
+    optimizer.step()
+
+    assert sorted(before) == [
+        (fqn, slot) for fqn in sorted(WEIGHTS) for slot in ("exp_avg", "exp_avg_sq", "weight")
+    ]
+    assert {(one.fqn, one.slot): bytes(one.data) for one in captured} == before
+    assert all(one.box.start[0] == 1 and one.box.stop[0] == 4 for one in captured)
+
+
+def test_replicas_are_left_to_the_rank_that_owns_them() -> None:
+    """Copying them costs host memory for bytes that are not written."""
+    held = [piece("b.weight", WEIGHTS["b.weight"], 0, 5)]
+    parameters, optimizer = trained(held)
+
+    assert HostBuffer().capture(state_of(held, parameters, optimizer, replica=True)) == []
+
+
+def test_scalars_return_to_every_parameter() -> None:
+    """One number stands for all as long as they agree, and no longer."""
+    held = [piece(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
+    parameters, optimizer = trained(held)
+    assert scalars(parameters, optimizer) == {"step": 1.0}
+    optimizer.state[parameters["b.weight"]]["step"].fill_(7.0)
+    told = scalars(parameters, optimizer)
+    assert told == {"step": {"a.weight": 1.0, "b.weight": 7.0}}
+
+    other_parameters, other = trained(held)
+    set_scalars(other_parameters, other, told)
+
+    assert scalars(other_parameters, other) == told
+
+
+def test_an_optimizer_that_cannot_be_sharded_is_refused() -> None:
+    """Its state would be lost in silence, and the run would go on with another."""
+    held = [piece("a.weight", WEIGHTS["a.weight"], 0, 6)]
+    parameters, optimizer = trained(held)
+    optimizer.state[parameters["a.weight"]]["rows"] = torch.zeros(6)
+
+    with pytest.raises(StateError, match=r"rows of a\.weight"):
+        state_of(held, parameters, optimizer, replica=False)
+
+
+@pytest.mark.parametrize("cuts", [(0, 6, 6), (0, 1, 6), (0, 3, 6)], ids=str)
+def test_row_squares_add_up_alike_however_rows_are_cut(cuts: tuple[int, int, int]) -> None:
+    """A rank may hold one row or none, for which torch could take another path."""
+    whole = torch.randn(6, 513)
+    device = torch.device("cpu")
+
+    parts = [
+        row_squares([piece("w", whole, start, stop)], device)
+        for start, stop in itertools.pairwise(cuts)
+    ]
+
+    together = row_squares([piece("w", whole, 0, 6)], device)
+    assert torch.equal(parts[0] + parts[1], together)
+    assert together.sum().item() == pytest.approx(
+        sum_of_squares([piece("w", whole, 0, 6)]).item(), rel=1e-6
+    )

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from ucp_core.boxes import Box
+from ucp_core.checkpoint import LocalTensor, find_committed
+from ucp_core.layout import ParallelLayout
+from ucp_core.storage import MemoryStore
+from workers.collectives import AbortedError, CollectiveError
+from workers.protocol import Assignment
+from workers.train.settings import CheckpointSettings
+from workers.train.storing import CHECKPOINTS, SavedState, Storing
+
+
+def storing(
+    store: MemoryStore, fenced: threading.Event, *, num_workers: int = 1, keep: int = 0
+) -> Storing:
+    assignment = Assignment(
+        attempt=1,
+        rank=0,
+        layout=ParallelLayout(dp_shard=num_workers),
+        store_host="",
+        store_port=0,
+        resume_step=0,
+        resume_attempt=0,
+        lineage=((1, 0),),
+    )
+    return Storing(
+        store=store,
+        directory="run",
+        assignment=assignment,
+        settings=CheckpointSettings(keep=keep),
+        fenced=fenced.is_set,
+    )
+
+
+def state(step: int) -> SavedState:
+    tensor = LocalTensor(
+        fqn="w",
+        slot="weight",
+        dtype="F32",
+        shape=(4,),
+        box=Box((0,), (4,)),
+        data=memoryview(bytearray(b"0123456789abcdef")),
+    )
+    groups: list[dict[str, Any]] = [{"lr": 0.1, "params": ["w"]}]
+    return SavedState(step=step, tensors=[tensor], extra={"loss": 1.0}, param_groups=groups)
+
+
+def committed_step(store: MemoryStore) -> int:
+    found = find_committed(store, f"run/{CHECKPOINTS}", lineage=((1, 0),))
+    return found.step if found is not None else 0
+
+
+def test_the_line_of_a_step_is_there_before_its_commit() -> None:
+    """A worker can die at any point; a committed step without a line would look lost."""
+    store, fenced = MemoryStore(), threading.Event()
+    background = storing(store, fenced)
+
+    background.append("metrics/rank0.jsonl", {"step": 1})
+    background.save(state(1))
+    background.wait_committed(1, timeout_s=10)
+
+    assert json.loads(store.read("run/metrics/rank0.jsonl")) == {"step": 1}
+    assert background.close()
+
+
+def test_nothing_is_written_after_the_fence() -> None:
+    """The state was handed over before it, and would be committed by the background later."""
+    store, fenced = MemoryStore(), threading.Event()
+    background = storing(store, fenced)
+    fenced.set()
+
+    background.save(state(1))
+    background.append("metrics/rank0.jsonl", {"step": 1})
+
+    assert background.close()
+    assert committed_step(store) == 0
+    assert not store.exists("run/metrics/rank0.jsonl")
+
+
+def test_a_wait_ends_by_the_fence() -> None:
+    """The other ranks' parts will not come once the attempt is over."""
+    store, fenced = MemoryStore(), threading.Event()
+    background = storing(store, fenced, num_workers=2)
+    background.save(state(1))
+    background.wait_idle()
+    threading.Timer(0.05, fenced.set).start()
+
+    with pytest.raises(AbortedError):
+        background.wait_committed(1, timeout_s=60)
+    assert background.close()
+
+
+def test_a_peer_that_never_writes_is_told_as_a_lost_peer() -> None:
+    """It is a fault of the world, not of the training code."""
+    store, fenced = MemoryStore(), threading.Event()
+    background = storing(store, fenced, num_workers=2)
+    background.save(state(1))
+
+    with pytest.raises(CollectiveError, match="step 1 was not committed"):
+        background.wait_committed(1, timeout_s=0.05)
+    assert background.close()
+
+
+def test_only_the_newest_are_kept() -> None:
+    """Disks are finite; the newest but one is kept in case the newest is damaged."""
+    store, fenced = MemoryStore(), threading.Event()
+    background = storing(store, fenced, keep=2)
+
+    for step in range(1, 6):
+        background.wait_idle()
+        background.save(state(step))
+
+    assert background.close()
+    assert store.list(f"run/{CHECKPOINTS}") == ("step-00000004", "step-00000005")
+
+
+def test_a_storage_that_refuses_stops_the_training() -> None:
+    """Steps that can never be committed are not worth taking."""
+    store, fenced = MemoryStore(), threading.Event()
+    background = storing(store, fenced)
+    broken = state(1)
+    broken.tensors[0].data.release()
+
+    background.save(broken)
+
+    with pytest.raises(ValueError, match="released"):
+        background.wait_idle()
+    assert background.close()
