@@ -94,7 +94,7 @@ def spread(model: nn.Module, mesh: Mesh, *, precision: str, reshard_after_forwar
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Give the parameters of a spread model memory, and keep shared ones shared.
 
-    Buffers come up uninitialised: ``workers.train.session`` refuses models that have any.
+    Parameters and buffers come up uninitialised; ``workers.train.session`` fills both.
     """
     shared = _shared(model)
     model.to_empty(device=device)
@@ -103,9 +103,6 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         for module, name in owners[1:]:
             # to_empty makes a parameter of its own for every place (torch 2.13).
             setattr(module, name, first)
-    # FSDP2 pads uneven shards into new memory when it first runs, and ``pieces`` must not hold
-    # the old: have it done now (torch 2.13, FSDPParam.reset_sharded_param).
-    fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def pieces(model: nn.Module) -> list[Piece]:
