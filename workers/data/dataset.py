@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ucp_core.storage import open_store
 from workers.data.text import Source, find_source, is_held_out
 from workers.data.tokens import Tokenizer, open_tokenizer
 from workers.errors import DataError
@@ -117,7 +118,8 @@ def _cache_directory(settings: DataSettings, source: Source, tokenizer: Tokenize
 
 def _stamp(source: Source, path: str) -> list[int]:
     if source.is_remote:
-        return []
+        store, at = open_store(path)
+        return [store.size(at)]
     status = Path(path).stat()
     return [status.st_size, status.st_mtime_ns]
 

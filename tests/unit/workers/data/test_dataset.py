@@ -100,6 +100,19 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         open_texts(settings)
 
 
+def test_text_behind_a_url_is_read_through_the_store(tmp_path: Path) -> None:
+    """The same glob, but listed and read by other code than local files."""
+    local = write_texts(tmp_path)
+    fsspec = pytest.importorskip("fsspec")
+    files = fsspec.filesystem("memory")
+    for file in (tmp_path / "text").iterdir():
+        files.pipe(f"/texts/{file.name}", file.read_bytes())
+
+    texts = open_texts(replace(local, source="memory://texts/*.txt"))
+
+    assert texts.digest == open_texts(local).digest
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
