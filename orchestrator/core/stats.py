@@ -116,6 +116,7 @@ class RunStats:
             "StartAttempt": self._attempt_started,
             "WorkerFormed": self._worker_formed,
             "StepCompleted": self._step_completed,
+            "WorkerLeft": self._worker_left,
             "FinishRun": self._finished,
         }
 
@@ -263,6 +264,12 @@ class RunStats:
         self._productive_s += num_steps * record["step_s"]
         self._step_durations.pop(step - _STEPS_KEPT, None)
         self.step = step
+
+    def _worker_left(self, record: Mapping[str, Any], at_s: float) -> None:
+        # The last step of an attempt may be over before a report of it was sent.
+        if record["how"] in ("completed", "yielded"):
+            step_s = self._step_durations.get(self.step, 0.0)
+            self._step_completed({**record, "step_s": step_s}, at_s)
 
     def _finished(self, record: Mapping[str, Any], at_s: float) -> None:
         self._enter("over", at_s)

@@ -137,7 +137,11 @@ def _play(place: Place, attempt: int, operation: Callable[[int], None], size: in
 
 
 def play_all(place: Place) -> list[Any]:
-    return [_play(place, attempt, *play) for attempt, play in enumerate(PLAYS, start=1)]
+    results = [_play(place, attempt, *play) for attempt, play in enumerate(PLAYS, start=1)]
+    # A process that ends closes its connections, which the others would rightly see as a loss.
+    (place.directory / f"done-{place.rank}").touch()
+    until(lambda: len(list(place.directory.glob("done-*"))) == NUM_RANKS, "the others' end")
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +257,10 @@ def reform_often(place: Place) -> list[tuple[int, ...]]:
             collectives.form(**place.formation(attempt, size))
             model, loss = _fsdp(size)
             loss.backward()
-            del model, loss
+            # Fills the caches: operations on DTensors whose placements change.
+            norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            assert norm.full_tensor() > 0
+            del model, loss, norm
             collectives.leave()
         own = Path("/proc/self")
         seen.append(tuple(sum(1 for _ in (own / kind).iterdir()) for kind in ("fd", "task")))
@@ -266,8 +273,10 @@ def test_thirty_formations_leave_no_sockets_and_threads(tmp_path: Path) -> None:
         seen = ranks.results()[0]
 
     num_fds, num_threads = zip(*seen, strict=True)
-    assert max(num_fds[5:]) <= max(num_fds[:5])
-    assert max(num_threads[5:]) <= max(num_threads[:5])
+    # The first attempt leaves what a process has anyway. A helper thread ends when it has been
+    # idle for a while.
+    assert max(num_fds) <= num_fds[0] + 2
+    assert max(num_threads) <= num_threads[0] + 2
 
 
 def same_as_gloo(place: Place) -> list[tuple[str, bool]]:

@@ -104,7 +104,7 @@ SCRIPT = """
 
 def _script(tmp_path: Path, bug: str) -> str:
     path = tmp_path / "train.py"
-    path.write_text(textwrap.dedent(SCRIPT).format(bug=bug))
+    path.write_text(textwrap.dedent(SCRIPT).replace("{bug}", bug))
     return str(path)
 
 
@@ -129,9 +129,10 @@ def test_exception_of_one_rank_is_survived_once(
     """A driver hiccup on one machine is no bug of the script: it does not come back."""
     mark = tmp_path / "raised"
     bug = (
-        f"import pathlib; mark = pathlib.Path({str(mark)!r})\n"
-        "            if step.number == 3 and session.rank == 1 and not mark.exists():\n"
-        "                mark.touch(); raise OSError('a hiccup')"
+        f"mark = __import__('pathlib').Path({str(mark)!r})\n"
+        "        if step.number == 3 and session.rank == 1 and not mark.exists():\n"
+        "            mark.touch()\n"
+        "            raise OSError('a hiccup')"
     )
     config = make_config(train__steps=20, train__warmup_steps=2, run__script=_script(tmp_path, bug))
 
