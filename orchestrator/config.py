@@ -371,6 +371,13 @@ def _well_formed_part(source: Source) -> tuple[RunConfig, set[str]]:
 def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:
     least, most = config.workers.min, config.workers.max
     copies = config.parallel.dp_replicate
+    if copies > 1 and config.train.deterministic:
+        # The fixed tree of sums is over shards; across copies it is not built yet.
+        message = (
+            f"{copies} copies are not summed in a fixed order: write 1, or "
+            "train.deterministic: false"
+        )
+        return [("parallel.dp_replicate", message)]
     if least > most:
         return [("workers.min", f"{least} is more than workers.max={most}")]
     used = usable(most, LayoutRules(dp_replicate=copies))

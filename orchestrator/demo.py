@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -104,9 +105,10 @@ def _num_training(status: dict[str, Any]) -> int:
 
 
 def _print_result(result: DemoResult, directory: str, console: Console) -> None:
-    table = Table(title="Incidents of the disturbed run", title_justify="left", highlight=False)
+    table = Table(title="Incidents of the disturbed run", title_justify="left", box=SIMPLE_HEAD)
     for name in ("what", "who", "detected in", "lost steps", "back in", "before", "after"):
-        table.add_column(name, justify="right" if name.endswith(("in", "steps")) else "left")
+        right = name.endswith(("in", "steps"))
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
     for incident in read_run(directory).incidents:
         table.add_row(
             incident.kind,
@@ -121,9 +123,9 @@ def _print_result(result: DemoResult, directory: str, console: Console) -> None:
     for name, summary in (("undisturbed", result.undisturbed), ("disturbed", result.disturbed)):
         loss = summary["validation_loss"]
         console.print(
-            f"{name:>12}: validation loss {loss:.6f} after {summary['steps']} steps, "
-            f"{summary['lost_steps']} lost, {summary['wall_s']:.1f} s, goodput "
-            f"{summary['goodput']:.0%}, weights {summary['weights_digest'][:12]}",
+            f"{name:>12}: validation loss {loss:.6f}, {summary['steps']} steps "
+            f"({summary['lost_steps']} lost) in {summary['wall_s']:.1f} s, "
+            f"weights {summary['weights_digest'][:12]}",
             highlight=False,
         )
     verdict = "[green]equal[/green]" if result.weights_equal else "[red]different[/red]"

@@ -279,7 +279,10 @@ class Crew:
             # Unreachable is perhaps alive: end it, so that "exited" is true.
             with contextlib.suppress(RayError, ValueError):
                 await asyncio.to_thread(ray.kill, member.handle, no_restart=True)
-        self._exited(worker, "node" if is_node else self._cause(member), _first_line(error))
+        died = isinstance(error, ActorDiedError)
+        detail = "its node is lost" if is_node else f"process {member.pid} died" if died else ""
+        cause = "node" if is_node else self._cause(member)
+        self._exited(worker, cause, detail or _first_line(error))
 
     def _cause(self, member: _Member) -> str:
         if member.killed:

@@ -157,7 +157,7 @@ def running(*, standby_per_node: int) -> Iterator[Bench]:
     settings = [
         "train.steps=1000000", "train.schedule=constant", "train.deterministic=false",
         f"workers.max={NUM_WORKERS}", f"workers.standby_per_node={standby_per_node}",
-        "recovery.infrastructure_max=100000",
+        "recovery.infrastructure_failures_max=100000",
     ]  # fmt: skip
     config = demo_config(str(Path(directory) / "run"), settings)
     cluster = open_cluster(config)

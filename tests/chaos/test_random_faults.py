@@ -1,0 +1,121 @@
+"""Many random faults in one unattended run: nothing lost, nothing doubled, the same weights.
+
+Judged from what the run wrote (metrics and the data order), not from internals.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config import RunConfig, demo_config
+from orchestrator.shell.connect import connect
+from orchestrator.shell.faults import kill_node_of, signal_rank, wait_for
+from orchestrator.shell.launch import Launched
+from orchestrator.shell.local_cluster import HostedCluster
+from tests.support.history import read_history
+
+pytestmark = pytest.mark.timeout(1500)
+
+ACT_S_MAX = 120.0
+FAULTS = ("kill", "kill", "kill", "stop", "node", "controller")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[HostedCluster]:
+    import ray
+
+    hosted = HostedCluster(num_nodes=2, cpus_per_node=2)
+    connect(hosted.address)
+    yield hosted
+    ray.shutdown()
+    hosted.shutdown()
+
+
+def _num_training(status: dict[str, Any]) -> int:
+    return sum(worker["rank"] >= 0 for worker in status["workers"])
+
+
+def _hurt(run: Launched, cluster: HostedCluster, kind: str, rank: int) -> None:
+    if kind == "controller":
+        os.kill(run.controller_pid(), signal.SIGKILL)
+    elif kind == "node":
+        kill_node_of(run, rank)
+        cluster.add_node()
+    else:
+        signal_rank(run, rank, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+
+
+def _steps_later(run: Launched, num_steps: int) -> dict[str, Any] | None:
+    """Return the status once the run has trained ``num_steps`` more than it has now."""
+    now = wait_for(run, lambda s: s["phase"] == "running", timeout_s=ACT_S_MAX)
+    if now is None:
+        return None
+    goal = now["step"] + num_steps
+    return wait_for(
+        run, lambda s: s["phase"] == "running" and s["step"] >= goal, timeout_s=ACT_S_MAX
+    )
+
+
+def _torment(run: Launched, cluster: HostedCluster, *, seed: int, count: int) -> list[str]:
+    """Inject ``count`` faults, each a random while after the run trains again."""
+    draw = random.Random(seed)
+    done: list[str] = []
+    while len(done) < count:
+        status = _steps_later(run, draw.randint(1, 6))
+        assert status is not None, f"the run ended after {len(done)} faults: {run.summary()}"
+        time.sleep(draw.random() * 0.2)  # a phase of the step drawn from the seed
+        kind = draw.choice(FAULTS)
+        _hurt(run, cluster, kind, draw.randrange(_num_training(status)))
+        done.append(kind)
+    return done
+
+
+def _finish(run: Launched) -> dict[str, Any]:
+    summary = run.follow(lambda _: None)
+    assert summary["outcome"] == "completed", summary["reason"]
+    return summary
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., RunConfig]:
+    def make(name: str, steps: int) -> RunConfig:
+        settings = [f"train.steps={steps}", "workers.min=1"]
+        return demo_config(str(tmp_path / name), settings)
+
+    return make
+
+
+def test_ten_random_faults_leave_the_same_weights(
+    cluster: HostedCluster, make: Callable[..., RunConfig]
+) -> None:
+    """Deterministic mode, changes of the data-parallel degree only: equal to the last bit."""
+    calm = _finish(Launched(make("calm", 200), cluster))
+    config = make("rough", 200)
+    run = Launched(config, cluster)
+
+    faults = _torment(run, cluster, seed=11, count=10)
+    rough = _finish(run)
+
+    assert rough["weights_digest"] == calm["weights_digest"], faults
+    read_history(config.run.directory).check_exactly_once(config)
+
+
+def test_fifty_random_faults_lose_no_sample_and_double_none(
+    cluster: HostedCluster, make: Callable[..., RunConfig]
+) -> None:
+    """One unattended run; every sample of the order enters the committed history once."""
+    config = make("fifty", 900)
+    run = Launched(config, cluster)
+
+    _torment(run, cluster, seed=50, count=50)
+    _finish(run)
+
+    read_history(config.run.directory).check_exactly_once(config)
