@@ -68,7 +68,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m pytest -q --durations=0 tests/arch
+	$(BIN)/python -m pytest -q --durations=1 tests/arch
 
 format: $(STAMP)
 	$(BIN)/ruff format .
