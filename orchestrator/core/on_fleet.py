@@ -54,7 +54,7 @@ def lose_node(turn: Turn, number: int, cause: str) -> None:
     fleet.put_node(turn, number, replace(draft.nodes[number], alive=False))
     if members:
         kind = "preemption" if preempted else "node_loss"
-        recovery.fault(turn, kind, tuple(members), f"node {node.name}: {cause}")
+        recovery.fault(turn, kind, tuple(members), f"node {node.name[:8]}: {cause}")
         recovery.proceed(turn)
 
 

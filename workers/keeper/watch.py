@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from workers.progress import PageView, observe, read_page
+from workers.progress import PageReader, PageView, observe, open_page
 from workers.protocol import NodeReport, WorkerPhase
 
 PAGE_SUFFIX = ".page"
 RING_SUFFIX = ".ring"
+
+#: New workers are looked for this often; listing a directory costs more than ten looks.
+SCAN_S = 0.25
 
 _NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 
@@ -36,6 +39,10 @@ class NodeWatch:
         self._node = node
         self._directory = directory
         self._seq = 0
+        self._places: list[tuple[int, WorkerPhase, int, int]] = []
+        self._moved_s = time.monotonic()
+        self._scanned_s = float("-inf")
+        self._readers: dict[str, PageReader] = {}
         self._milestones: dict[str, tuple[int, bool, bool]] = {}
 
     def look(self) -> bool:
@@ -46,13 +53,33 @@ class NodeWatch:
         send a report per step.
         """
         milestones: dict[str, tuple[int, bool, bool]] = {}
-        for path in self._pages():
-            view = read_page(path)
+        places: list[tuple[int, WorkerPhase, int, int]] = []
+        self._open_new_pages()
+        for worker, reader in self._readers.items():
+            view = reader.view()
             if view is not None:
-                milestones[path.stem] = _milestone(view, self._milestones.get(path.stem))
+                milestones[worker] = _milestone(view, self._milestones.get(worker))
+                places.append((view.attempt, view.phase, view.step, view.micro_batch))
+        if places != self._places:
+            self._places, self._moved_s = places, time.monotonic()
         changed = milestones != self._milestones
         self._milestones = milestones
         return changed
+
+    def still_s(self) -> float:
+        """Return for how long no trainer on the node was seen to move."""
+        return time.monotonic() - self._moved_s
+
+    def _open_new_pages(self) -> None:
+        """Look for workers that came. A worker id is used once, so its page stays open."""
+        now_s = time.monotonic()
+        if now_s - self._scanned_s < SCAN_S:
+            return
+        self._scanned_s = now_s
+        for path in self._pages():
+            reader = None if path.stem in self._readers else open_page(path)
+            if reader is not None:
+                self._readers[path.stem] = reader
 
     def report(self) -> NodeReport:
         """Return the state of every trainer on the node, dead ones included."""
