@@ -9,6 +9,7 @@ from typing import Any
 
 from orchestrator.config import load
 from orchestrator.core.journal import fold, verify
+from orchestrator.core.rules import RunRules
 from orchestrator.core.state import describe
 from orchestrator.errors import RunNotFoundError
 from orchestrator.shell.journal_file import read_segments
@@ -34,7 +35,7 @@ def read_status(url: str) -> dict[str, Any]:
         except (urllib.error.URLError, TimeoutError, OSError):
             pass
     over = store.exists(join(path, "summary.json"))
-    state, _ = fold(read_segments(store, path), load(join(path, "config.yaml"), []).rules())
+    state, _ = fold(read_segments(store, path), _rules(store, path))
     described = describe(state)
     workers = [] if over else [*described["members"], *described["standbys"]]
     return {
@@ -57,10 +58,14 @@ def replay_run(url: str) -> dict[str, Any]:
     """Fold the journal of ``url`` again; raise ``JournalCorruptError`` where the actions differ."""
     store, path = open_store(url)
     _contact(store, path, url)
-    rules = load(join(path, "config.yaml"), []).rules()
+    rules = _rules(store, path)
     state, last = verify(read_segments(store, path), rules)
     num_records = last["seq"] + 1 if last else 0
     return {"records": num_records, "same_decisions": True, "phase": str(state.phase)}
+
+
+def _rules(store: Store, path: str) -> RunRules:
+    return load(store.read(join(path, "config.yaml")).decode()).rules()
 
 
 def contact(url: str) -> dict[str, Any]:
