@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -177,20 +178,30 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     result: dict[str, Any] = {}
+    _say("warm standbys: kills, stops, controller")
     with running(standby_per_node=1) as bench:
         steps = [line["step_s"] for line in _after_settling(bench)]
         result["step"] = spread(steps)
         result["kill_standby"] = _spread(kill_workers(bench, arguments.kills, standbys=2))
+        _say(json.dumps(result))
         stops = stop_workers(bench, arguments.kills)
         result["stop"] = {**_spread(stops), "named": sum(s["named_right"] for s in stops)}
+        _say(json.dumps(result))
         controller = kill_controller(bench, arguments.nodes)
         result["controller"] = {**_spread(controller), "gap_s": max(c["gap_s"] for c in controller)}
+    _say(json.dumps(result))
     with running(standby_per_node=0) as bench:
-        result["kill_shrink"] = _spread(kill_workers(bench, arguments.kills, standbys=0))
         losses, pauses = lose_nodes(bench, arguments.nodes)
         result["node"] = _spread(losses)
         result["growth_pause"] = spread(pauses)
+        _say(json.dumps(result))
+        result["kill_shrink"] = _spread(kill_workers(bench, arguments.kills, standbys=0))
     print(json.dumps(result) if arguments.json else json.dumps(result, indent=2))
+
+
+def _say(text: str) -> None:
+    """Show progress, and what is known so far, apart from the result."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _after_settling(bench: Bench) -> list[dict[str, Any]]:
