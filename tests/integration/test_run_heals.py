@@ -41,6 +41,11 @@ def _num_training(status: dict[str, Any]) -> int:
     return sum(worker["rank"] >= 0 for worker in status["workers"])
 
 
+def _has_standby(status: dict[str, Any], node: str) -> bool:
+    waiting = [w for w in status["workers"] if w["rank"] < 0 and w["state"] == "ready"]
+    return status["phase"] == "running" and any(w["node"] == node for w in waiting)
+
+
 def _finish(run: Launched) -> dict[str, Any]:
     summary = run.follow(lambda _: None)
     assert summary["outcome"] == "completed", summary["reason"]
@@ -71,13 +76,15 @@ def test_killed_worker_is_replaced_and_the_weights_end_equal(
     nodes: Any, make_config: Callable[..., RunConfig], undisturbed_digest: Any
 ) -> None:
     """A standby takes the dead worker's place; in deterministic mode nothing shows afterwards."""
-    config = make_config(train__steps=60)
+    config = make_config(train__steps=200)
     run = Launched(config, nodes)
-    before = _reach(run, 10)
+    node = member(_reach(run, 5), 1)["node"]
+    before = wait_for(run, lambda s: _has_standby(s, node), timeout_s=ACT_S_MAX)
+    assert before is not None, "the run ended before its standbys were ready"
     survivor = member(before, 0)["pid"]
 
     signal_rank(run, 1, signal.SIGKILL)
-    after = _reach(run, 11, attempt=before["attempt"] + 1)
+    after = _reach(run, before["step"], workers=4, attempt=before["attempt"] + 1)
     summary = _finish(run)
 
     assert member(after, 0)["pid"] == survivor, "a healthy process was restarted"
