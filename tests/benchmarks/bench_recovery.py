@@ -174,6 +174,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--shrinks", type=int, default=20)
     parser.add_argument("--nodes", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -195,7 +196,7 @@ def main() -> None:
         result["node"] = _spread(losses)
         result["growth_pause"] = spread(pauses)
         _say(json.dumps(result))
-        result["kill_shrink"] = _spread(kill_workers(bench, arguments.kills, standbys=0))
+        result["kill_shrink"] = _spread(kill_workers(bench, arguments.shrinks, standbys=0))
     print(json.dumps(result) if arguments.json else json.dumps(result, indent=2))
 
 
