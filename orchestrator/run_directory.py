@@ -223,10 +223,14 @@ def _journal(store: Store, directory: str) -> list[dict[str, Any]]:
 
 def _steps(text: str) -> tuple[StepRecord, ...]:
     by_step: dict[int, StepRecord] = {}
+    attempt = 0
     for line in text.splitlines():
         document = _document(line)
         if document is not None and "step" in document:
             record = _step(document)
+            if record.attempt < attempt:
+                continue  # a process of an attempt that was over woke up and wrote
+            attempt = record.attempt
             by_step[record.step] = record
     return tuple(by_step[step] for step in sorted(by_step))
 

@@ -67,6 +67,7 @@ class Crew:
         post: Where events go; called on the event loop.
         is_draining: Whether a node had been given notice.
         is_gone: Find out whether a node is lost.
+        kill_on_node: Have a worker's own node kill it for sure.
         look_around: Find that out of every node, without waiting.
         boot: Keyword arguments of ``workers.actor.Worker`` that are equal for all workers.
     """
@@ -79,6 +80,7 @@ class Crew:
         post: Callable[[Event], None],
         is_draining: Callable[[str], bool],
         is_gone: Callable[[str], Awaitable[bool]],
+        kill_on_node: Callable[[str, str], Awaitable[None]],
         look_around: Callable[[], None],
         boot: dict[str, Any],
     ) -> None:
@@ -87,6 +89,7 @@ class Crew:
         self._post = post
         self._is_draining = is_draining
         self._is_gone = is_gone
+        self._kill_on_node = kill_on_node
         self._look_around = look_around
         self._boot = boot
         self._members: dict[str, _Member] = {}
@@ -231,6 +234,8 @@ class Crew:
             )
 
     async def _kill(self, worker: str, member: _Member) -> None:
+        # First, because Ray calls an actor dead when it has asked it to go.
+        await self._kill_on_node(member.node, worker)
         with contextlib.suppress(RayError, ValueError):
             await asyncio.to_thread(ray.kill, member.handle, no_restart=True)
         await asyncio.sleep(KILL_CONFIRM_S)

@@ -8,6 +8,7 @@ nothing answers at all the detector's silence bound decides, or Ray does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -93,6 +94,13 @@ class Nodes:
         for task in view.tasks:
             task.cancel()
         self._post(NodeLost(at_s=self._at_s(), node=node, cause=cause))
+
+    async def kill_worker(self, node: str, worker: str) -> None:
+        """Have the keeper of ``node`` SIGKILL ``worker``; returns when it is done, or cannot be."""
+        view = self.views.get(node)
+        if view is not None and not view.lost.is_set():
+            with contextlib.suppress(RayError, TimeoutError):
+                await asyncio.wait_for(_kill(view.keeper, worker), PROBE_S)
 
     def kill_keepers(self) -> None:
         """End every keeper of the run."""
@@ -187,6 +195,10 @@ async def _is_back(keeper: Any) -> bool:
     except (RayError, TimeoutError):
         return False
     return True
+
+
+async def _kill(keeper: Any, worker: str) -> None:
+    await keeper.kill.remote(worker)
 
 
 async def _hello(keeper: Any) -> None:

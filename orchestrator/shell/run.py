@@ -109,6 +109,7 @@ class Run:
             post=post,
             is_draining=self._nodes.is_draining,
             is_gone=self._nodes.is_gone,
+            kill_on_node=self._nodes.kill_worker,
             look_around=self._nodes.look_around,
             boot={
                 "run_url": self._config.run.directory,

@@ -57,6 +57,10 @@ class Keeper:
         """Never return: the caller learns of this process's end by the call's failure."""
         await asyncio.Event().wait()
 
+    async def kill(self, worker: str) -> None:
+        """SIGKILL ``worker``. Ray only asks: a stopped one would not hear it, and wake later."""
+        self._watch.kill(worker)
+
     async def _report_forever(self) -> None:
         reported_s = float("-inf")
         while True:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from pathlib import Path
 
-from workers.progress import PageReader, PageView, observe, open_page
+from workers.progress import PageReader, PageView, observe, open_page, process_state
 from workers.protocol import NodeReport, WorkerPhase
 
 PAGE_SUFFIX = ".page"
@@ -80,6 +83,14 @@ class NodeWatch:
             reader = None if path.stem in self._readers else open_page(path)
             if reader is not None:
                 self._readers[path.stem] = reader
+
+    def kill(self, worker: str) -> None:
+        """SIGKILL the process of ``worker``, if it is still the one that made the page."""
+        reader = self._readers.get(worker)
+        view = reader.view() if reader is not None else None
+        if view is not None and process_state(view.pid)[1] == view.started_ticks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(view.pid, signal.SIGKILL)
 
     def report(self) -> NodeReport:
         """Return the state of every trainer on the node, dead ones included."""
