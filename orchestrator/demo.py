@@ -105,9 +105,15 @@ def _num_training(status: dict[str, Any]) -> int:
 
 
 def _print_result(result: DemoResult, directory: str, console: Console) -> None:
-    table = Table(title="Incidents of the disturbed run", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("what", "who", "detected in", "lost steps", "back in", "before", "after"):
-        right = name.endswith(("in", "steps"))
+    table = Table(
+        title="Incidents of the disturbed run",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for name in ("what", "who", "detected", "lost", "back in", "before", "after"):
+        right = name in {"detected", "lost", "back in"}
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
     for incident in read_run(directory).incidents:
         table.add_row(
@@ -127,10 +133,11 @@ def _print_result(result: DemoResult, directory: str, console: Console) -> None:
             f"({summary['lost_steps']} lost) in {summary['wall_s']:.1f} s, "
             f"weights {summary['weights_digest'][:12]}",
             highlight=False,
+            soft_wrap=True,
         )
     verdict = "[green]equal[/green]" if result.weights_equal else "[red]different[/red]"
     console.print(f"The weights of the two runs are {verdict}.")
-    console.print(f"Report: {result.report}", highlight=False)
+    console.print(f"Report: {result.report}", highlight=False, soft_wrap=True)
 
 
 def _seconds(value: float | None) -> str:

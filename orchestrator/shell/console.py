@@ -69,7 +69,8 @@ class RunView:
 
     def say(self, text: str) -> None:
         """Print one line above the live display."""
-        self._progress.console.print(f"[dim]{self._title}[/dim]  {text}", highlight=False)
+        line = f"[dim]{self._title}[/dim]  {text}"
+        self._progress.console.print(line, highlight=False, soft_wrap=True)
 
     def _say(self, topic: str, text: str, *, key: Any = True) -> None:
         """Print ``text`` once per ``key`` of its topic."""
