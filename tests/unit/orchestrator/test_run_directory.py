@@ -1,0 +1,32 @@
+"""Reading what a run left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from orchestrator.run_directory import read_run
+
+
+def _line(step: int, attempt: int, loss: float) -> str:
+    return json.dumps({"step": step, "attempt": attempt, "loss": loss}) + "\n"
+
+
+def test_what_an_attempt_writes_after_a_later_one_does_not_count(tmp_path: Path) -> None:
+    """A worker that was taken for dead woke up and finished its step: seen with SIGSTOP."""
+    lines = [_line(1, 1, 3.0), _line(2, 2, 2.0), _line(3, 2, 1.0), _line(2, 1, 9.0)]
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics/rank0.jsonl").write_text("".join(lines))
+
+    steps = read_run(str(tmp_path)).steps
+
+    assert [(record.step, record.loss) for record in steps] == [(1, 3.0), (2, 2.0), (3, 1.0)]
+
+
+def test_redone_step_counts_as_it_was_last_taken(tmp_path: Path) -> None:
+    """A step above the commit is taken again by the next attempt."""
+    lines = [_line(1, 1, 3.0), _line(2, 1, 2.5), _line(2, 2, 2.0)]
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics/rank0.jsonl").write_text("".join(lines))
+
+    assert [record.loss for record in read_run(str(tmp_path)).steps] == [3.0, 2.0]

@@ -1,0 +1,78 @@
+"""What a keeper sees from outside a worker's process, and what it does to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from workers.keeper.watch import NodeWatch, page_path
+from workers.progress import ProgressPage, process_state
+from workers.protocol import WorkerPhase
+
+WORKER = """
+import signal, sys, os
+from workers.progress import ProgressPage
+ProgressPage.create(sys.argv[1], worker="w0001")
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+def _until(condition: object, *, timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline_s, "it never came true"
+
+
+def test_stopped_worker_is_killed_for_sure(tmp_path: Path) -> None:
+    """A stopped process hears nobody's request to go; left alone it wakes when its parent dies."""
+    command = [sys.executable, "-c", WORKER, str(page_path(tmp_path, "w0001"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        os.kill(worker.pid, signal.SIGSTOP)
+        _until(lambda: process_state(worker.pid)[0] == "T")
+        watch = NodeWatch(node="a", directory=tmp_path)
+        watch.look()
+
+        watch.kill("w0001")
+
+        assert worker.wait(10) == -signal.SIGKILL
+
+
+def test_page_of_an_older_process_kills_nobody(tmp_path: Path) -> None:
+    """Pids are used again: the start time on the page tells whether it is still the same one."""
+    page = ProgressPage.create(page_path(tmp_path, "w0001"), worker="w0001")
+    data = bytearray(page_path(tmp_path, "w0001").read_bytes())
+    data[24:32] = (1).to_bytes(8, "little")  # the start time in the page's header
+    page.close()
+    page_path(tmp_path, "w0001").write_bytes(data)
+    watch = NodeWatch(node="a", directory=tmp_path)
+    watch.look()
+
+    watch.kill("w0001")  # would be this very process
+
+    assert watch.report().workers[0].os_state == "X"
+
+
+def test_only_milestones_are_news(tmp_path: Path) -> None:
+    """A report per step would cost a fast run more than its heartbeat is worth."""
+    page = ProgressPage.create(page_path(tmp_path, "w0001"), worker="w0001")
+    watch = NodeWatch(node="a", directory=tmp_path)
+
+    appeared = watch.look()
+    page.assign(1, 0)
+    page.enter(WorkerPhase.FORWARD)
+    formed = watch.look()
+    page.completed(1, 0.1, 2.0)
+    first_step = watch.look()
+    page.completed(2, 0.1, 2.0)
+    second_step = watch.look()
+    page.close()
+
+    assert (appeared, formed, first_step, second_step) == (True, True, True, False)
+    assert watch.still_s() < 1.0
