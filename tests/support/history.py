@@ -32,6 +32,8 @@ class History:
 
     def check_exactly_once(self, config: RunConfig) -> None:
         """Assert that steps form one line without a fork and no sample is lost or doubled."""
+        attempts = [line["attempt"] for line in self.lines]
+        assert attempts == sorted(attempts), "an older attempt wrote after a newer one"
         committed = self.committed()
         assert [line["step"] for line in committed] == list(range(1, config.train.steps + 1))
         batch = config.train.global_batch
