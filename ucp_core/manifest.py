@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core._validation import Problem, validate
 from ucp_core.boxes import Box
@@ -32,6 +32,7 @@ VERSION = 1
 __all__ = [
     "VERSION",
     "FileEntry",
+    "Item",
     "Kind",
     "Manifest",
     "Problem",
@@ -50,6 +51,8 @@ class Kind(StrEnum):
     UNIVERSAL = "everstep-universal"
     DISTRIBUTED = "everstep-distributed"
     RANK_RECORD = "everstep-rank-record"
+    #: Another framework's checkpoint, described in memory only.
+    FOREIGN = "foreign"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,18 @@ class FileEntry:
 
     num_bytes: int
     crc32: int
+
+
+class Item(NamedTuple):
+    """What becomes of one item of a foreign checkpoint.
+
+    Attributes:
+        policy: ``reshard``, ``replicate``, ``reseed`` or ``drop``.
+        note: Why, for people.
+    """
+
+    policy: str
+    note: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +90,9 @@ class Manifest:
         source: Who wrote it; free, JSON.
         world_size: Ranks that saved; 0 in a universal manifest.
         rank: The rank of a record; -1 in a manifest.
+        ties: Aliases of a tensor: other name to the name that has an entry.
+        roles: ``frozen`` or ``buffer`` by fqn, for tensors that are no trained parameters.
+        items: What became of everything else that a foreign checkpoint held.
     """
 
     kind: Kind
@@ -87,6 +105,9 @@ class Manifest:
     source: Mapping[str, Any] = field(default_factory=dict)
     world_size: int = 0
     rank: int = -1
+    ties: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
+    items: Mapping[str, Item] = field(default_factory=dict)
 
 
 def parse(document: Any, *, where: str = "manifest") -> Manifest:

@@ -5,7 +5,7 @@ Pure. A ``StateMap`` describes a checkpoint, a set of rank records, or what a ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,35 +54,58 @@ class TensorKey(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """The bytes of one box, C-contiguous in one file.
+    """The bytes of one box in one file.
 
     Attributes:
         box: The elements, in coordinates of the whole tensor.
         file: Name in the checkpoint's directory.
-        offset_bytes: Where the fragment starts in the file.
-        num_bytes: Its length.
-        crc32: Of all its bytes.
+        offset_bytes: Where the first element is in the file.
+        num_bytes: Bytes from there to behind the last element.
+        crc32: Of all its bytes; None where a foreign format has no checksum of this range.
         blocks: crc32 of each block of the map's ``block_bytes``; the last block may be shorter.
+            Empty where ``crc32`` is None.
         replica: Another fragment without this flag holds the same elements.
+        strides: Bytes between neighbours along each dim; None where the box is C-contiguous.
+        copy: Which of the tensor's independently updated copies it belongs to.
     """
 
     box: Box
     file: str
     offset_bytes: int
     num_bytes: int
-    crc32: int
+    crc32: int | None
     blocks: tuple[int, ...]
     replica: bool = False
+    strides: tuple[int, ...] | None = None
+    copy: int = 0
+
+
+class Extent(NamedTuple):
+    """Bytes of a foreign file that have one checksum of their own: a record of a torch zip."""
+
+    offset_bytes: int
+    num_bytes: int
+    crc32: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One logical tensor and the fragments that hold it, in order of their boxes."""
+    """One logical tensor and the fragments that hold it, in order of their boxes.
+
+    Attributes:
+        key: Its name and slot.
+        dtype: By safetensors' names.
+        shape: Of the whole tensor.
+        fragments: Where its elements are.
+        copies: Above 1, so many copies were updated independently, each covers the tensor, and
+            its value is their mean.
+    """
 
     key: TensorKey
     dtype: str
     shape: tuple[int, ...]
     fragments: tuple[Fragment, ...]
+    copies: int = 1
 
     @property
     def num_bytes(self) -> int:
@@ -97,10 +120,12 @@ class StateMap:
     Attributes:
         entries: What is held.
         block_bytes: The blocks that the fragments' checksums are for.
+        extents: By file: the ranges of a foreign file that its own format has checksums of.
     """
 
     entries: Mapping[TensorKey, TensorEntry]
     block_bytes: int
+    extents: Mapping[str, tuple[Extent, ...]] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
