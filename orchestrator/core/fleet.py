@@ -156,13 +156,22 @@ def free_slots(turn: Turn, node: Node) -> list[int]:
 
 
 def strike(turn: Turn, number: int) -> None:
-    """Note a proven failure of a worker on a node; too many, and the node is avoided."""
+    """Note a proven failure of a worker on a node; the node is avoided if it stands out.
+
+    Where every node fails alike the cause is a common one, and to avoid them all would only
+    leave healthy ones idle: a node is compared with the best of the others.
+    """
     rules = turn.rules.avoid
     node = turn.draft.nodes[number]
     oldest_s = turn.now_s - rules.window_s
     strikes = (*(at_s for at_s in node.strikes if at_s > oldest_s), turn.now_s)
+    others = [
+        sum(at_s > oldest_s for at_s in other.strikes)
+        for other in turn.draft.nodes.values()
+        if other.alive and not other.draining and other.name != node.name
+    ]
     avoid_until_s = node.avoid_until_s
-    if len(strikes) >= rules.strikes_max:
+    if others and len(strikes) >= min(others) + rules.strikes_max:
         avoid_until_s = turn.now_s + rules.avoid_s
         turn.wake_by(avoid_until_s)
     put_node(turn, number, replace(node, strikes=strikes, avoid_until_s=avoid_until_s))

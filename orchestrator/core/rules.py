@@ -52,7 +52,8 @@ class AvoidRules:
     """When a node on which workers keep failing gets no new ones for a while.
 
     Attributes:
-        strikes_max: Proven failures (crash, proven hang, failed start) within the window.
+        strikes_max: Proven failures (crash, proven hang, failed start) within the window, by which
+            it exceeds the best of the other nodes.
         window_s: How long a strike counts.
         avoid_s: How long the node is avoided; shorter if the run needs it to reach its minimum.
     """

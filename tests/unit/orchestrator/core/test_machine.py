@@ -198,6 +198,29 @@ def test_a_node_where_workers_keep_failing_is_avoided() -> None:
     assert RequestSlot(slot=3, avoid=("a",)) in actions
 
 
+def test_nodes_that_fail_alike_are_not_avoided() -> None:
+    """A run whose workers die everywhere would be left without any place to put new ones."""
+    rules = RunRules(run="t", min_workers=1, max_workers=2, total_steps=9, standby_per_node=1)
+    state = _fold(
+        _ready(rules), ev.StepCompleted(at_s=2.0, attempt=1, step=1, step_s=0.1), rules=rules
+    )
+    for number in range(12):
+        at_s, node = 3.0 + 20 * number, number % 2
+        spare = next(
+            (w.name for n, w in state.workers.items() if w.node == node and n not in state.members),
+            None,
+        )
+        assert spare is not None, f"node {node} gets no new worker after {number} failures"
+        state = _fold(
+            state,
+            ev.WorkerReady(at_s=at_s, worker=spare, node="ab"[node], pid=1),
+            ev.WorkerExited(at_s=at_s, worker=spare, cause="crash", detail=""),
+            ev.Ticked(at_s=at_s + 10),
+            rules=rules,
+        )
+    assert all(node.avoid_until_s == 0.0 for node in state.nodes.values())
+
+
 def test_a_hint_never_avoids_a_node() -> None:
     """S5: lost peers, however often, are no proof against the node that reports them."""
     state = _running()
