@@ -4,6 +4,9 @@ Every time is read from what the run wrote: from the fault (our clock, just befo
 to the end of the first step of the next attempt (``wall_time`` of rank 0's metric line).
 
     python -m tests.benchmarks.bench_recovery --kills 20 --json
+
+``--peer N`` hurts Ray Train N times as well, right after, and prints how many times longer it takes
+(needs ``pip install "ray[train]==2.60.*"``).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -176,6 +180,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--shrinks", type=int, default=20)
     parser.add_argument("--nodes", type=int, default=5)
+    parser.add_argument("--peer", type=int, default=0, help="worker faults for Ray Train")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     result: dict[str, Any] = {}
@@ -197,7 +202,24 @@ def main() -> None:
         result["growth_pause"] = spread(pauses)
         _say(json.dumps(result))
         result["kill_shrink"] = _spread(kill_workers(bench, arguments.shrinks, standbys=0))
+    if arguments.peer:
+        result["peer"] = peer(arguments.peer, result)
     print(json.dumps(result) if arguments.json else json.dumps(result, indent=2))
+
+
+def peer(repeats: int, ours: dict[str, Any]) -> dict[str, Any]:
+    """Return Ray Train's recoveries, as it comes and tuned, and its medians over ours."""
+    results: dict[str, Any] = {}
+    for fault, own, count in (("worker", "kill_shrink", repeats), ("node", "node", 1)):
+        for tuned in (False, True):
+            command = [sys.executable, "-m", "tests.benchmarks.peer_ray_train", "--json"]
+            command += ["--fault", fault, "--repeats", str(count), *(["--tuned"] if tuned else [])]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            seconds = json.loads(done.stdout.splitlines()[-1])["seconds"]
+            name = f"{fault}_tuned" if tuned else fault
+            results[name] = {**spread(seconds), "ratio": spread(seconds)["p50"] / ours[own]["p50"]}
+            _say(json.dumps(results))
+    return results
 
 
 def _say(text: str) -> None:
