@@ -8,6 +8,9 @@
     | + ChecksumMismatchError
     | + UncoveredRegionError
     + UnsupportedVersionError
+    + PatternError
+    + RulesError
+    + ForeignClassError
     + StorageError
 
 A mistake of the caller in code is an ``AssertionError``; these are about the world and the input.
@@ -55,6 +58,21 @@ class UncoveredRegionError(CheckpointCorruptError):
 
 class UnsupportedVersionError(UcpError):
     """The checkpoint was written in a format that this version cannot read."""
+
+
+class PatternError(UcpError):
+    """A pattern does not fit the shards that it is said to describe."""
+
+
+class RulesError(UcpError):
+    """A text of rules says what it cannot mean; ``line`` and ``column`` in its facts count from 1.
+
+    Several problems are all in the message, and in ``facts["problems"]``.
+    """
+
+
+class ForeignClassError(UcpError):
+    """A foreign file needs a class, or holds a kind of tensor, that is not known; nothing ran."""
 
 
 class StorageError(UcpError):
