@@ -18,7 +18,14 @@ import ray
 from orchestrator.shell.run import Run
 from workers.protocol import NodeReport
 
-OPTIONS = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 64}
+OPTIONS = {
+    "num_cpus": 0,
+    "max_restarts": -1,
+    "max_task_retries": -1,
+    "max_concurrency": 64,
+    # A report is a call, and Ray's events of it would cost as much again.
+    "enable_task_events": False,
+}
 
 
 class Controller:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import ray
 
 #: A simulated machine's death is noticed by Ray after about 4 s instead of 12 s to 62 s; the
 #: run does not wait for it, but a returned node must not meet its own ghost for long.
@@ -141,7 +144,9 @@ class HostedCluster:
         self._ask("stop_when", str(path))
 
     def shutdown(self) -> None:
-        """Stop the cluster and its host."""
+        """Leave the cluster, stop it and its host."""
+        # A process that stays connected is ended by Ray a minute after its cluster.
+        ray.shutdown()
         with contextlib.suppress(OSError):
             self._ask("shutdown")
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -187,6 +192,7 @@ def serve(socket_path: str, num_nodes: int, cpus_per_node: int) -> None:
                     stream.write(json.dumps(_perform(cluster, command, argument)).encode() + b"\n")
     finally:
         cluster.shutdown()
+        shutil.rmtree(Path(socket_path).parent, ignore_errors=True)
 
 
 def _perform(cluster: LocalCluster, command: str, argument: str) -> list[Any]:

@@ -28,7 +28,7 @@ from orchestrator.core.events import (
 )
 from orchestrator.core.journal import fold, read, turn_records
 from orchestrator.core.machine import step
-from orchestrator.core.state import describe
+from orchestrator.core.state import describe, next_deadline_s
 from orchestrator.shell.capacity import Capacity
 from orchestrator.shell.clock import RunClock, wall_time
 from orchestrator.shell.crew import Crew
@@ -49,8 +49,9 @@ CHECKPOINTS = "checkpoints"
 
 log = logging.getLogger(__name__)
 
-#: Deadlines in the state are compared this often.
+#: Deadlines in the state are met this exactly, and looked at no less often than the second.
 TICK_S = 0.1
+TICK_S_MAX = 1.0
 #: A survey of living workers waits this long for an answer; a living one took 1 to 50 ms.
 SURVEY_S = 2.0
 
@@ -137,7 +138,6 @@ class Run:
         self._spawn(asyncio.to_thread(preload))
         self._spawn(self._nodes.watch_forever(self._controller))
         self._spawn(self._capacity.poll_forever())
-        self._spawn(self._judge_forever())
         while not self._over.is_set():
             await self._fold_next()
         await self._close(page)
@@ -145,6 +145,8 @@ class Run:
     def on_report(self, report: NodeReport) -> None:
         """Take in a keeper's report. On the loop."""
         self._observer.on_report(report)
+        # What proves anything comes in reports, and whoever stands still is reported often.
+        self._observer.judge()
 
     def request_stop(self, reason: str) -> None:
         """Stop at the next step boundary. On the loop."""
@@ -177,8 +179,9 @@ class Run:
             os._exit(1)
 
     async def _fold_next(self) -> None:
+        left_s = next_deadline_s(self._state) - self._clock.at_s()
         try:
-            event = await asyncio.wait_for(self._inbox.get(), TICK_S)
+            event = await asyncio.wait_for(self._inbox.get(), min(max(left_s, TICK_S), TICK_S_MAX))
         except TimeoutError:
             event = Ticked(at_s=self._clock.at_s())
         before = self._state
@@ -266,11 +269,6 @@ class Run:
                 pending_slots=tuple(self._capacity.pending()),
             )
         )
-
-    async def _judge_forever(self) -> None:
-        while True:
-            self._observer.judge()
-            await asyncio.sleep(TICK_S)
 
     def _status(self) -> dict[str, Any]:
         return status_document(

@@ -20,19 +20,18 @@ from typing import Any
 
 import ray
 
-from workers.keeper.watch import NodeWatch
+from workers.keeper.watch import STILL_S, NodeWatch
 
 #: How often the pages are looked at: nobody waits for what is seen, it is the resolution of
-#: incidents' times. A look costs about 20 us a worker.
+#: incidents' times. A look costs about 20 us a worker. While all do steps, nothing is timed.
 LOOK_S = 0.05
+LOOK_STEPPING_S = 0.15
 #: How often a report is sent while the trainers move, and once they stand still: a call costs
 #: about 2 ms of processor time at its two ends, and only stillness has to be watched closely.
-MOVING_S = 0.5
-STILL_S = 0.1
-STILL_AFTER_S = 0.3
+MOVING_PERIOD_S = 0.5
+STILL_PERIOD_S = 0.1
 
-
-OPTIONS = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 8}
+OPTIONS = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 8, "enable_task_events": False}
 
 
 class Keeper:
@@ -66,10 +65,10 @@ class Keeper:
         while True:
             now_s = time.monotonic()
             has_news = self._watch.look()
-            period_s = MOVING_S if self._watch.still_s() < STILL_AFTER_S else STILL_S
+            period_s = MOVING_PERIOD_S if self._watch.still_s() < STILL_S else STILL_PERIOD_S
             if has_news or now_s - reported_s >= period_s:
                 # Fire and forget: while the controller is down the report is lost, and the
                 # next one says the same and more.
                 self._controller.observe.remote(self._watch.report())
                 reported_s = now_s
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LOOK_STEPPING_S if self._watch.is_stepping() else LOOK_S)

@@ -14,6 +14,8 @@ from workers.protocol import NodeReport, WorkerPhase
 PAGE_SUFFIX = ".page"
 RING_SUFFIX = ".ring"
 
+#: Trainers that were not seen to move for this long stand still.
+STILL_S = 0.3
 #: New workers are looked for this often; listing a directory costs more than ten looks.
 SCAN_S = 0.25
 
@@ -72,6 +74,11 @@ class NodeWatch:
     def still_s(self) -> float:
         """Return for how long no trainer on the node was seen to move."""
         return time.monotonic() - self._moved_s
+
+    def is_stepping(self) -> bool:
+        """Return whether every worker that has begun an attempt does steps in it, and moves."""
+        stepping = [stepped for attempt, _, stepped in self._milestones.values() if attempt]
+        return bool(stepping) and all(stepping) and self.still_s() < STILL_S
 
     def _open_new_pages(self) -> None:
         """Look for workers that came. A worker id is used once, so its page stays open."""
