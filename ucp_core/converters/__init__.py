@@ -1,0 +1,98 @@
+"""Checkpoints of other frameworks, opened as any other: recognised, described, never copied.
+
+A reader is a module with ``NAME``, ``recognise(store, directory) -> bool`` and
+``read(store, directory, *, rules, tag) -> Checkpoint``. Readers are imported when they are asked.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from ucp_core._open import MANIFEST_NAME, Checkpoint, open_checkpoint
+from ucp_core.errors import CheckpointNotFoundError
+from ucp_core.storage.base import Store, join
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ucp_core.rules import Rules
+
+__all__ = ["open_source", "recognise"]
+
+#: Asked in this order: a folder of Megatron-core is also one of torch DCP.
+_READERS = ("deepspeed", "megatron_core", "megatron", "dcp", "huggingface")
+
+_NATIVE = "everstep"
+
+
+def recognise(store: Store, directory: str) -> str | None:
+    """Return the name of the format of ``directory``, or None if none is known.
+
+    ``everstep`` is our own; the others are the ``NAME`` of a reader.
+    """
+    if _is_native(store, directory):
+        return _NATIVE
+    for reader in _readers():
+        if reader.recognise(store, directory):
+            return str(reader.NAME)
+    return None
+
+
+def open_source(
+    store: Store,
+    directory: str,
+    *,
+    rules: Rules | None = None,
+    rename: Mapping[str, str] | None = None,
+    tag: str | None = None,
+) -> Checkpoint:
+    """Open a checkpoint of any known format; its headers and pickles are read, no tensor is.
+
+    Args:
+        store: Where.
+        directory: The checkpoint, or the folder that holds it under a tag.
+        rules: How tensors are cut over ranks, for sources that do not say so themselves.
+        rename: New fqn by the source's fqn; applies to every slot, group, tie and role.
+        tag: Which of several checkpoints in ``directory``, where the format has such names.
+
+    Raises:
+        CheckpointNotFoundError: Nothing that any reader knows is there.
+        CheckpointCorruptError: It contradicts itself, or a file is missing or damaged.
+        PatternError: How a tensor was cut is not known, or does not fit its shards.
+        ForeignClassError: A pickle holds a class that is not known; nothing of it ran.
+        UnsupportedVersionError: The source says that it cannot be converted.
+        StorageError: A file cannot be read.
+    """
+    checkpoint = _open(store, directory, rules, tag)
+    if not rename:
+        return checkpoint
+    from ucp_core.operators import rename as rename_manifest
+
+    manifest = rename_manifest(checkpoint.manifest, rename)
+    return Checkpoint(store=checkpoint.store, directory=checkpoint.directory, manifest=manifest)
+
+
+def _open(store: Store, directory: str, rules: Rules | None, tag: str | None) -> Checkpoint:
+    if _is_native(store, directory):
+        return open_checkpoint(store, directory)
+    for reader in _readers():
+        if reader.recognise(store, directory):
+            opened: Checkpoint = reader.read(store, directory, rules=rules, tag=tag)
+            return opened
+    raise CheckpointNotFoundError(
+        f"{directory} is in no known format (everstep, {', '.join(_READERS)}): "
+        "give the folder of one checkpoint, or the one that holds its tags",
+        path=directory,
+    )
+
+
+def _readers() -> Iterator[Any]:
+    for name in _READERS:
+        if find_spec(f"ucp_core.converters.{name}") is not None:
+            yield import_module(f"ucp_core.converters.{name}")
+
+
+def _is_native(store: Store, directory: str) -> bool:
+    return store.exists(join(directory, MANIFEST_NAME))
