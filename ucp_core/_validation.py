@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,6 +19,15 @@ _INT_MAX = 1 << 60
 _NDIM_MAX = 32
 _CRC_MAX = (1 << 32) - 1
 _FILE_NAME = re.compile(r"(?:extra/)?[A-Za-z0-9_%][A-Za-z0-9_.%-]*")
+_FILE_NAME_MAX = 240
+#: What a tensor can be beside a trained parameter.
+ROLES = ("frozen", "buffer")
+#: What can become of an item of a foreign checkpoint.
+POLICIES = ("reshard", "replicate", "reseed", "drop")
+#: Damage can nest deeper than ``repr`` can go.
+_QUOTE = reprlib.Repr()
+_QUOTE.maxlevel = 3
+_QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = 60
 
 
 class Problem(NamedTuple):
@@ -95,8 +105,49 @@ class _Checker:
         self._groups(document.get("param_groups"))
         self._file_table(document.get("files"))
         self._extra(document.get("extra"), is_files=kind == FORMATS[0])
-        for fqn, tensor in self._mapping(document.get("tensors"), "tensors").items():
-            self._tensor(tensor, f"tensors.{fqn}", is_whole=kind == FORMATS[0])
+        tensors = self._mapping(document.get("tensors"), "tensors")
+        for fqn, tensor in tensors.items():
+            self._name(fqn, f"tensors.{_shown(fqn)}")
+            self._tensor(tensor, f"tensors.{_shown(fqn)}", is_whole=kind == FORMATS[0])
+        self._ties(tensors)
+        self._items(document.get("items", {}))
+
+    def _name(self, name: str, path: str) -> None:
+        # A lone surrogate can be neither printed nor be a key of a safetensors file.
+        if not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
+            self._add(path, "is not a name: it cannot be written as UTF-8")
+
+    def _ties(self, tensors: dict[str, Any]) -> None:
+        """Check that every alias belongs to one tensor and is not itself one."""
+        owners: dict[str, str] = {}
+        for fqn, tensor in tensors.items():
+            if not isinstance(tensor, dict):
+                continue
+            path = f"tensors.{_shown(fqn)}"
+            if tensor.get("role", ROLES[0]) not in ROLES:
+                role = _short(tensor["role"])
+                self._add(f"{path}.role", f"must be one of {', '.join(ROLES)}, is {role}")
+            for place, alias in enumerate(self._list(tensor.get("ties", []), f"{path}.ties")):
+                here = f"{path}.ties[{place}]"
+                if not isinstance(alias, str):
+                    self._add(here, f"must be a name, is {_short(alias)}")
+                elif alias in tensors:
+                    self._add(here, f"{_short(alias)} has an entry of its own")
+                elif alias in owners:
+                    self._add(here, f"{_short(alias)} is tied to {_short(owners[alias])} already")
+                else:
+                    self._name(alias, here)
+                    owners[alias] = fqn
+
+    def _items(self, items: Any) -> None:
+        for name, value in self._mapping(items, "items").items():
+            path = f"items.{_shown(name)}"
+            fields = self._mapping(value, path)
+            if fields.get("policy") not in POLICIES:
+                policy = _short(fields.get("policy"))
+                self._add(f"{path}.policy", f"must be one of {', '.join(POLICIES)}, is {policy}")
+            if not isinstance(fields.get("note", ""), str):
+                self._add(f"{path}.note", f"must be text, is {_short(fields['note'])}")
 
     def _groups(self, groups: Any) -> None:
         for index, group in enumerate(self._list(groups, "param_groups")):
@@ -108,8 +159,8 @@ class _Checker:
 
     def _file_table(self, files: Any) -> None:
         for name, value in self._mapping(files, "files").items():
-            path = f"files.{name}"
-            if not _FILE_NAME.fullmatch(name):
+            path = f"files.{_shown(name)}"
+            if not _FILE_NAME.fullmatch(name) or len(name) > _FILE_NAME_MAX:
                 self._add(path, "must be a plain file name in the checkpoint's own directory")
             entry = self._mapping(value, path)
             if self._integer(entry.get("nbytes"), f"{path}.nbytes"):
@@ -119,13 +170,14 @@ class _Checker:
     def _extra(self, extra: Any, *, is_files: bool) -> None:
         for name, value in self._mapping(extra, "extra").items():
             if is_files and (not isinstance(value, str) or value not in self._files):
-                self._add(f"extra.{name}", f"must be a name in files, is {_short(value)}")
+                self._add(f"extra.{_shown(name)}", f"must be a name in files, is {_short(value)}")
 
     def _tensor(self, tensor: Any, path: str, *, is_whole: bool) -> None:
         fields = self._mapping(tensor, path)
         shape = self._shape(fields.get("shape"), f"{path}.shape")
         for slot, value in self._mapping(fields.get("slots"), f"{path}.slots").items():
-            here = f"{path}.slots.{slot}"
+            here = f"{path}.slots.{_shown(slot)}"
+            self._name(slot, here)
             entry = self._mapping(value, here)
             own = self._shape(entry["shape"], f"{here}.shape") if "shape" in entry else shape
             dtype = entry.get("dtype")
@@ -219,5 +271,12 @@ def _is_box(box: Any, shape: list[int]) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004
+    text = _QUOTE.repr(value)
+    return _shown(text) if len(text) <= 60 else f"{_shown(text[:57])}..."  # noqa: PLR2004
+
+
+def _shown(name: str) -> str:
+    """Return ``name`` as it can be printed: damage makes half characters and very long names."""
+    if len(name) > _FILE_NAME_MAX:
+        name = f"{name[:_FILE_NAME_MAX]}..."
+    return name.encode("utf-8", "backslashreplace").decode()

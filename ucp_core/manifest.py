@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucp_core._validation import Problem, validate
+from ucp_core._validation import FORMATS, Problem, validate
 from ucp_core.boxes import Box
 from ucp_core.checksums import crc32
 from ucp_core.errors import (
@@ -117,7 +117,7 @@ def parse(document: Any, *, where: str = "manifest") -> Manifest:
         UnsupportedVersionError: A newer format.
         CheckpointCorruptError: Lists every problem; they are in ``facts["problems"]``.
     """
-    if isinstance(document, dict) and document.get("format") in tuple(Kind):
+    if isinstance(document, dict) and document.get("format") in FORMATS:
         version = document.get("version")
         if isinstance(version, int) and version > VERSION:
             raise UnsupportedVersionError(
@@ -132,13 +132,14 @@ def parse(document: Any, *, where: str = "manifest") -> Manifest:
         raise CheckpointCorruptError(
             f"{where} is not valid: {lines}{more}", where=where, problems=tuple(problems)
         )
+    kind = Kind(document["format"])
     entries: dict[TensorKey, TensorEntry] = {}
     for fqn, tensor in document["tensors"].items():
         for slot, value in tensor["slots"].items():
-            entry = _entry(TensorKey(fqn, slot), tensor, value)
+            entry = _entry(TensorKey(fqn, slot), tensor, value, kind)
             entries[entry.key] = entry
     return Manifest(
-        kind=Kind(document["format"]),
+        kind=kind,
         step=document["step"],
         attempt=document["attempt"],
         state_map=StateMap(entries=entries, block_bytes=document["block_bytes"]),
@@ -149,18 +150,26 @@ def parse(document: Any, *, where: str = "manifest") -> Manifest:
         param_groups=document["param_groups"],
         extra=document["extra"],
         source=document["source"],
-        world_size=document.get("world_size", 0),
-        rank=document.get("rank", -1),
+        world_size=0 if kind is Kind.UNIVERSAL else document["world_size"],
+        rank=document["rank"] if kind is Kind.RANK_RECORD else -1,
+        ties={a: fqn for fqn, t in document["tensors"].items() for a in t.get("ties", ())},
+        roles={fqn: t["role"] for fqn, t in document["tensors"].items() if "role" in t},
+        items={
+            name: Item(value["policy"], value.get("note", ""))
+            for name, value in document.get("items", {}).items()
+        },
     )
 
 
-def _entry(key: TensorKey, tensor: dict[str, Any], value: dict[str, Any]) -> TensorEntry:
+def _entry(
+    key: TensorKey, tensor: dict[str, Any], value: dict[str, Any], kind: Kind
+) -> TensorEntry:
     shape = tuple(value.get("shape", tensor["shape"]))
-    if "fragments" in value:
+    if kind is not Kind.UNIVERSAL:
         fragments = [_fragment(_box(item["box"]), item) for item in value["fragments"]]
         fragments.sort(key=lambda fragment: fragment.box)
     else:
-        fragments = [_fragment(Box.full(shape), value)]
+        fragments = [_fragment(Box.full(shape), value)._replace(replica=False)]
     return TensorEntry(key=key, dtype=value["dtype"], shape=shape, fragments=tuple(fragments))
 
 
@@ -181,7 +190,12 @@ def _fragment(box: Box, item: dict[str, Any]) -> Fragment:
 
 
 def to_json(manifest: Manifest) -> dict[str, Any]:
-    """Return the document that ``parse`` reads back to an equal manifest."""
+    """Return the document that ``parse`` reads back to an equal manifest.
+
+    Raises:
+        UcpError: A tie or a role is of a tensor that has no entry.
+    """
+    assert manifest.kind is not Kind.FOREIGN, "a foreign checkpoint has no document of this form"
     tensors: dict[str, dict[str, Any]] = {}
     for key, entry in sorted(manifest.state_map.entries.items()):
         shape = list(entry.shape)
@@ -197,6 +211,7 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
                 for fragment in entry.fragments
             ]
         tensor["slots"][key.slot] = value
+    _add_relations(tensors, manifest)
     document: dict[str, Any] = {
         "format": str(manifest.kind),
         "version": VERSION,
@@ -216,7 +231,23 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
         document["world_size"] = manifest.world_size
     if manifest.kind is Kind.RANK_RECORD:
         document["rank"] = manifest.rank
+    if manifest.items:
+        document["items"] = {name: item._asdict() for name, item in sorted(manifest.items.items())}
     return document
+
+
+def _add_relations(tensors: dict[str, dict[str, Any]], manifest: Manifest) -> None:
+    """Write ties and roles to the tensors that they are of."""
+    missing = sorted({*manifest.ties.values(), *manifest.roles} - set(tensors))
+    if missing:
+        raise UcpError(
+            f"{missing[0]} is tied or has a role, but the checkpoint has no such tensor",
+            fqn=missing[0],
+        )
+    for alias, fqn in sorted(manifest.ties.items()):
+        tensors[fqn].setdefault("ties", []).append(alias)
+    for fqn, role in manifest.roles.items():
+        tensors[fqn]["role"] = role
 
 
 def _location(fragment: Fragment) -> dict[str, Any]:
@@ -274,10 +305,24 @@ def from_bytes(data: bytes, *, where: str = "manifest") -> Manifest:
             where=where,
         )
     try:
-        document = json.loads(data)
+        document = json.loads(data, object_pairs_hook=_object, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"{where} is not JSON: {error}", where=where) from error
     return parse(document, where=where)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return one JSON object; of two members of one name, readers would take either."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        for name, _ in pairs:
+            if found.pop(name, found) is found:
+                raise ValueError(f"the name {name[:80]!a} is there twice in one object")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def merge(records: Sequence[Manifest]) -> Manifest:
@@ -329,6 +374,9 @@ def merge(records: Sequence[Manifest]) -> Manifest:
         extra=first.extra,
         source=first.source,
         world_size=first.world_size,
+        ties={alias: fqn for record in records for alias, fqn in record.ties.items()},
+        roles={fqn: role for record in records for fqn, role in record.roles.items()},
+        items={name: item for record in records for name, item in record.items.items()},
     )
 
 

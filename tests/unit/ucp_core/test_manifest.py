@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,17 @@ from ucp_core.errors import (
     UcpError,
     UnsupportedVersionError,
 )
-from ucp_core.manifest import Kind, Manifest, from_bytes, parse, to_bytes, to_json, validate
+from ucp_core.manifest import (
+    Item,
+    Kind,
+    Manifest,
+    from_bytes,
+    merge,
+    parse,
+    to_bytes,
+    to_json,
+    validate,
+)
 from ucp_core.statemap import StateMap
 from ucp_core.storage import MemoryStore
 
@@ -112,7 +123,7 @@ def test_wrong_numbers_of_blocks_and_strides_are_refused(native: dict[str, Any])
 def test_an_unknown_key_is_allowed(native: dict[str, Any]) -> None:
     """A later writer of version 1 may add some; a reader of today goes on."""
     native["later"] = {"x": 1}
-    native["tensors"]["wte"]["ties"] = ["head"]
+    native["tensors"]["wte"]["colour"] = ["head"]
 
     assert validate(native) == []
 
@@ -205,3 +216,82 @@ def test_the_manifest_is_plain_json(store: MemoryStore) -> None:
         "crc32",
     }
     assert "world_size" not in document
+
+
+def test_ties_roles_and_items_are_kept(store: MemoryStore) -> None:
+    """Lost, an alias would load as a tensor of its own, and a frozen one would be trained."""
+    manifest = replace(
+        open_checkpoint(store, "universal").manifest,
+        ties={"lm_head": "wte", "other": "wte"},
+        roles={"norm": "frozen", "step": "buffer"},
+        items={"rng": Item("reseed", "one stream a rank"), "args": Item("drop", "")},
+    )
+
+    read = from_bytes(to_bytes(manifest))
+
+    assert (read.ties, read.roles, read.items) == (manifest.ties, manifest.roles, manifest.items)
+
+
+def test_ties_of_all_ranks_are_merged(store: MemoryStore) -> None:
+    """A pipeline stage knows only its own."""
+    records = [
+        from_bytes(store.read(f"{DIRECTORY}/a0001-r0000{rank}.json"), where="record")
+        for rank in range(2)
+    ]
+    merged = merge(
+        [
+            replace(records[0], ties={"a": "wte"}),
+            replace(records[1], roles={"norm": "buffer"}),
+        ]
+    )
+
+    assert (merged.ties, merged.roles) == ({"a": "wte"}, {"norm": "buffer"})
+
+
+def test_a_tie_to_nothing_is_not_written(store: MemoryStore) -> None:
+    """It would be lost without a word."""
+    manifest = replace(open_checkpoint(store, "universal").manifest, ties={"a": "absent"})
+
+    with pytest.raises(UcpError, match="absent is tied"):
+        to_bytes(manifest)
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"ties": ["norm"]}, "tensors.wte.ties[0]"),
+        ({"ties": ["x", "x"]}, "tensors.wte.ties[1]"),
+        ({"ties": "x"}, "tensors.wte.ties"),
+        ({"ties": ["\ud800"]}, "tensors.wte.ties[0]"),
+        ({"role": "spare"}, "tensors.wte.role"),
+    ],
+)
+def test_wrong_relations_are_problems(
+    native: dict[str, Any], change: dict[str, Any], path: str
+) -> None:
+    """An alias has one owner and no data of its own."""
+    native["tensors"]["wte"] |= change
+
+    assert [problem.path for problem in validate(native)] == [path]
+
+
+def test_an_item_without_a_policy_is_a_problem(native: dict[str, Any]) -> None:
+    """Nothing passes unclassified."""
+    native["items"] = {"rng": {"note": "?"}}
+
+    assert [problem.path for problem in validate(native)] == ["items.rng.policy"]
+
+
+def test_foreign_is_no_format_of_a_document(native: dict[str, Any]) -> None:
+    """It exists in memory only; on a disk nobody has verified what it says."""
+    native["format"] = "foreign"
+
+    with pytest.raises(CheckpointCorruptError, match="format: must be one of"):
+        parse(native)
+
+
+@pytest.mark.parametrize("body", [b'{"step":1,"step":2', b'{"step":NaN', b'{"step":-Infinity'])
+def test_json_that_readers_disagree_on_is_refused(body: bytes) -> None:
+    """Of two members of one name some take the first; NaN is no JSON at all."""
+    with pytest.raises(CheckpointCorruptError, match=r"is not JSON: .*(twice|no number)"):
+        from_bytes(_sealed(body))
