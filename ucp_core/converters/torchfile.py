@@ -1,0 +1,210 @@
+"""Reads what ``torch.save`` wrote, without torch and without reading any tensor.
+
+A ``.pt`` file is a zip of uncompressed records: ``NAME/data.pkl``, a pickle that refers to the
+storages, and ``NAME/data/KEY`` for each of them. Two reads suffice: the directory at the end, and
+the small records. Tensors become ``TensorRef``: where their bytes are. Sources: APPNOTE.TXT 6.3
+(zip), and the files that torch 1.6 to 2.13 wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.converters import _zip
+from ucp_core.converters._stand_ins import Allow, Global, Opaque, plain
+from ucp_core.converters._tensors import Storage, StorageRef, TensorRef, known_dtype
+from ucp_core.converters._unpickle import PICKLE_BYTES_MAX, read_pickle
+from ucp_core.errors import CheckpointCorruptError
+from ucp_core.statemap import DTYPE_BYTES, Extent
+from ucp_core.storage.base import join
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ucp_core.storage.base import Store
+
+__all__ = [
+    "Global",
+    "Opaque",
+    "TensorRef",
+    "TorchFile",
+    "plain",
+    "read_pickle",
+    "read_torch_bytes",
+    "read_torch_file",
+]
+
+#: ``('storage', class, key, device, number of elements)``.
+_STORAGE_FIELDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """What a torch file holds.
+
+    Attributes:
+        tree: Its value; tensors are ``TensorRef``, foreign objects ``Opaque``.
+        extents: The storages that tensors of the tree lie in, with torch's checksums, in order.
+    """
+
+    tree: Any
+    extents: tuple[Extent, ...]
+
+
+def read_torch_file(
+    store: Store,
+    directory: str,
+    file: str,
+    *,
+    offset_bytes: int = 0,
+    num_bytes: int | None = None,
+    allow: Allow = frozenset(),
+) -> TorchFile:
+    """Read the pickle of a torch file; no tensor is read.
+
+    Args:
+        store: Where the file is.
+        directory: In it.
+        file: Name in the directory.
+        offset_bytes: Where the zip begins: above 0 where files are packed into one (DCP).
+        num_bytes: Its size; None: to the end of the file.
+        allow: More classes, as for ``read_pickle``.
+
+    Raises:
+        CheckpointCorruptError: Truncated, damaged, not a torch file, or of a torch before 1.6.
+        ForeignClassError: The pickle needs a class, or has a kind of tensor, that is not known.
+        StorageError: The file cannot be read.
+    """
+    path = join(directory, file)
+    size = store.size(path) - offset_bytes if num_bytes is None else num_bytes
+
+    def read(start: int, length: int) -> bytes:
+        return store.read_range(path, offset_bytes + start, length)
+
+    records = _zip.read_records(read, size, where=path)
+    names = _small_names(records, path)
+    contents = dict(zip(names, _zip.read_contents(read, records, names, where=path), strict=True))
+    return _tree(records, contents, file, offset_bytes, path, allow)
+
+
+def read_torch_bytes(
+    data: bytes, file: str, *, where: str, offset_bytes: int = 0, allow: Allow = frozenset()
+) -> TorchFile:
+    """Read a torch file that is in memory already; tensors refer to ``file`` at its offset."""
+
+    def read(start: int, length: int) -> bytes:
+        return data[start : start + length]
+
+    records = _zip.read_records(read, len(data), where=where)
+    names = _small_names(records, where)
+    contents = dict(zip(names, _zip.read_contents(read, records, names, where=where), strict=True))
+    return _tree(records, contents, file, offset_bytes, where, allow)
+
+
+def _small_names(records: Mapping[str, _zip.Record], where: str) -> list[str]:
+    """Return the names of the pickle and of the byte order's record, if there is one."""
+    found = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(found) != 1:
+        raise CheckpointCorruptError(
+            f"{where} is a zip file with {len(found)} records named */data.pkl, so not what "
+            "torch.save writes",
+            path=where,
+        )
+    prefix = found[0].removesuffix("data.pkl")
+    if f"{prefix}constants.pkl" in records:
+        raise CheckpointCorruptError(
+            f"{where} is a TorchScript program, not a checkpoint: save the state_dict with "
+            "torch.save",
+            path=where,
+        )
+    if records[found[0]].num_bytes > PICKLE_BYTES_MAX:
+        raise CheckpointCorruptError(
+            f"{where}: its pickle has {records[found[0]].num_bytes} bytes: not a checkpoint",
+            path=where,
+        )
+    return [name for name in (found[0], f"{prefix}byteorder") if name in records]
+
+
+def _tree(
+    records: Mapping[str, _zip.Record],
+    contents: Mapping[str, bytes],
+    file: str,
+    offset_bytes: int,
+    where: str,
+    allow: Allow,
+) -> TorchFile:
+    pickled, order = next(iter(contents)), [*contents.values()][1:]
+    if order not in ([], [b"little"]):
+        raise CheckpointCorruptError(
+            f"{where} was written on a big-endian machine: load and save it on a little-endian one",
+            path=where,
+        )
+    prefix = pickled.removesuffix("data.pkl")
+    storages = _Storages(records, prefix, file, offset_bytes, where)
+    tree = read_pickle(contents[pickled], where=where, allow=allow, persistent=storages.find)
+    return TorchFile(tree, storages.extents())
+
+
+class _Storages:
+    """Finds the records that a pickle refers to."""
+
+    def __init__(
+        self,
+        records: Mapping[str, _zip.Record],
+        prefix: str,
+        file: str,
+        offset_bytes: int,
+        where: str,
+    ) -> None:
+        self._records = records
+        self._prefix = prefix
+        self._file = file
+        self._offset_bytes = offset_bytes
+        self._where = where
+        self._known: dict[str, StorageRef] = {}
+
+    def extents(self) -> tuple[Extent, ...]:
+        """Return the ranges that were referred to and have checksums, in order."""
+        found = (storage.extent for storage in self._known.values() if storage.num_bytes)
+        return tuple(sorted(extent for extent in found if extent is not None))
+
+    def find(self, identity: Any) -> StorageRef:
+        """Return the storage of a persistent id."""
+        if type(identity) is not tuple or len(identity) != _STORAGE_FIELDS:
+            msg = "a persistent id is not that of a storage"
+            raise TypeError(msg)
+        _, kind, key, device, count = identity
+        if type(key) is not str or type(count) is not int or type(kind) is not Global:
+            msg = "a persistent id is not that of a storage"
+            raise TypeError(msg)
+        if key in self._known:
+            return self._known[key]
+        if not isinstance(kind.make, Storage):
+            msg = f"{kind.name} is not a storage"
+            raise TypeError(msg)
+        record = self._records.get(f"{self._prefix}data/{key}")
+        if record is None:
+            raise CheckpointCorruptError(
+                f"{self._where}: storage {key[:40]} (device {str(device)[:20]}) has no record: "
+                "the file is damaged, or was saved without its data",
+                path=self._where,
+            )
+        dtype = kind.make.dtype
+        itemsize = 1 if dtype is None else DTYPE_BYTES[known_dtype(dtype, self._where)]
+        if count * itemsize != record.num_bytes:
+            raise CheckpointCorruptError(
+                f"{self._where}: storage {key[:40]} has {record.num_bytes} bytes, its pickle says "
+                f"{count * itemsize}: the file is damaged",
+                path=self._where,
+            )
+        self._known[key] = storage = StorageRef(
+            self._where,
+            key,
+            self._file,
+            self._offset_bytes + record.offset_bytes,
+            record.num_bytes,
+            record.crc32,
+            dtype,
+        )
+        return storage
