@@ -1,0 +1,209 @@
+"""Strided pieces of a tensor and of a rank's shard, and the boxes that they are made of.
+
+Pure. A piece is described as ``torch.as_strided`` does, once in the whole tensor and once in the
+shard, both row-major: the form of DeepSpeed's affine maps (``deepspeed/checkpoint/affine.py``,
+0.19.8). Here a piece becomes boxes, because everything else in ucp_core speaks of boxes.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucp_core.boxes import Box
+from ucp_core.errors import PatternError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+#: A piece that needs more boxes than this is not made of blocks; it would be copied by elements.
+BOXES_MAX = 1 << 14
+
+
+class AffinePiece(NamedTuple):
+    """Elements of the whole tensor, and where one rank's shard has them.
+
+    Attributes:
+        shape: Of the view, shared by both sides.
+        source_offset: First element in the whole tensor.
+        source_strides: Elements between neighbours in the whole tensor, for each dim of ``shape``.
+        dest_offset: First element in the shard.
+        dest_strides: The same in the shard.
+        locations: All ranks that hold these elements; the lowest is the primary.
+        scale: The shard holds the elements times this factor.
+    """
+
+    shape: tuple[int, ...]
+    source_offset: int
+    source_strides: tuple[int, ...]
+    dest_offset: int
+    dest_strides: tuple[int, ...]
+    locations: tuple[int, ...]
+    scale: float = 1.0
+
+
+class _Dim(NamedTuple):
+    size: int
+    source: int
+    dest: int
+
+
+class _View(NamedTuple):
+    dims: tuple[_Dim, ...]
+    source: int
+    dest: int
+
+
+class _Aligned(NamedTuple):
+    """The box that a view spans: its extents are 1 along axes where no dim of the view lies."""
+
+    start: tuple[int, ...]
+    extents: tuple[int, ...]
+    axes: tuple[int, ...]
+
+
+class _Change(NamedTuple):
+    """What must be done to dim ``dim`` of a view before it can be a box.
+
+    Either ``cut`` it in two, or ``fold`` it into rows of so many elements, or (both 0) look at
+    every index of it by itself.
+    """
+
+    dim: int
+    cut: int = 0
+    fold: int = 0
+
+
+def piece_boxes(
+    piece: AffinePiece, whole: Sequence[int], shard: Sequence[int], *, what: str
+) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """Yield the boxes of a piece: in the shard, and where each starts in the whole tensor.
+
+    Args:
+        piece: What to cut into boxes.
+        whole: Shape of the tensor.
+        shard: Shape of the shard, of as many dims.
+        what: Tensor and rank, for errors.
+
+    Raises:
+        PatternError: The piece reaches outside, or is not made of boxes.
+    """
+    if 0 in piece.shape:
+        return
+    if not len(piece.shape) == len(piece.source_strides) == len(piece.dest_strides):
+        raise PatternError(
+            f"{what}: a piece of shape {list(piece.shape)} has {len(piece.source_strides)} source "
+            f"and {len(piece.dest_strides)} destination strides; there must be one for each dim"
+        )
+    _check_inside(piece, piece.source_offset, piece.source_strides, whole, f"{what}: the tensor")
+    _check_inside(piece, piece.dest_offset, piece.dest_strides, shard, f"{what}: the shard")
+    todo = [_merged(piece)]
+    done = 0
+    while todo:
+        view = todo.pop()
+        source = _align(whole, view.source, [(d.size, d.source) for d in view.dims])
+        dest = _align(shard, view.dest, [(d.size, d.dest) for d in view.dims])
+        if isinstance(source, _Change):
+            change = source
+        elif isinstance(dest, _Change):
+            change = dest
+        elif (source.extents, source.axes) != (dest.extents, dest.axes):
+            change = _Change(0)
+        else:
+            done += 1
+            stop = tuple(a + n for a, n in zip(dest.start, dest.extents, strict=True))
+            yield Box(dest.start, stop), source.start
+            continue
+        more = 2 if change.cut or change.fold else view.dims[change.dim].size
+        if done + len(todo) + more > BOXES_MAX:
+            raise PatternError(
+                f"{what}: the piece of shape {list(piece.shape)} at {piece.source_offset} with "
+                f"strides {list(piece.source_strides)} (in the shard {list(piece.dest_strides)}) "
+                f"is not made of boxes of shape {list(whole)}: more than {BOXES_MAX} would be "
+                "needed; describe it by a cut with parts"
+            )
+        todo += _changed(view, change)
+
+
+def _check_inside(
+    piece: AffinePiece, offset: int, strides: Sequence[int], shape: Sequence[int], what: str
+) -> None:
+    last = offset + sum((n - 1) * s for n, s in zip(piece.shape, strides, strict=True))
+    if offset < 0 or last >= prod(shape) or any(stride < 0 for stride in strides):
+        raise PatternError(
+            f"{what} of shape {list(shape)} has {prod(shape)} elements, a piece of shape "
+            f"{list(piece.shape)} reaches from {offset} to {last} with strides {list(strides)}"
+        )
+
+
+def _merged(piece: AffinePiece) -> _View:
+    """Return the view with dims outermost first, neighbours joined that are one on both sides."""
+    dims: list[_Dim] = []
+    given = map(_Dim, piece.shape, piece.source_strides, piece.dest_strides)
+    for dim in sorted((d for d in given if d.size > 1), key=lambda d: -d.source):
+        outer = dims[-1] if dims else None
+        if outer and (outer.source, outer.dest) == (dim.source * dim.size, dim.dest * dim.size):
+            dims[-1] = _Dim(outer.size * dim.size, dim.source, dim.dest)
+        else:
+            dims.append(dim)
+    return _View(tuple(dims), piece.source_offset, piece.dest_offset)
+
+
+def _align(
+    shape: Sequence[int], offset: int, dims: Sequence[tuple[int, int]]
+) -> _Aligned | _Change:
+    """Return the box that the dims span from ``offset`` on, or what keeps them from being one."""
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    start: list[int] = []
+    rest = offset
+    for stride in strides:
+        index, rest = divmod(rest, stride)
+        start.append(index)
+    extents = [1] * len(shape)
+    used: list[int] = []
+    for number, (size, stride) in enumerate(dims):
+        axes = [a for a, s in enumerate(strides) if s == stride and shape[a] > 1]
+        if not axes or extents[axes[0]] > 1:
+            return _Change(number)
+        axis = axes[0]
+        room = shape[axis] - start[axis]
+        if size > room:
+            return _overflow(number, size, shape[axis], start[axis])
+        extents[axis] = size
+        used.append(axis)
+    return _Aligned(tuple(start), tuple(extents), tuple(used))
+
+
+def _overflow(number: int, size: int, extent: int, start: int) -> _Change:
+    if start:
+        return _Change(number, cut=extent - start)
+    if size % extent:
+        return _Change(number, cut=size // extent * extent)
+    return _Change(number, fold=extent)
+
+
+def _changed(view: _View, change: _Change) -> list[_View]:
+    dims = list(view.dims)
+    size, source, dest = dims[change.dim]
+    if change.cut:
+        low, high = list(dims), list(dims)
+        low[change.dim] = _Dim(change.cut, source, dest)
+        high[change.dim] = _Dim(size - change.cut, source, dest)
+        behind = (view.source + change.cut * source, view.dest + change.cut * dest)
+        return [_View(_real(high), *behind), view._replace(dims=_real(low))]
+    if change.fold:
+        rows = _Dim(size // change.fold, source * change.fold, dest * change.fold)
+        dims[change.dim : change.dim + 1] = [rows, _Dim(change.fold, source, dest)]
+        return [view._replace(dims=_real(dims))]
+    return [
+        _View(
+            (*dims[: change.dim], *dims[change.dim + 1 :]),
+            view.source + index * source,
+            view.dest + index * dest,
+        )
+        for index in reversed(range(size))
+    ]
+
+
+def _real(dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
+    return tuple(dim for dim in dims if dim.size > 1)

@@ -1,0 +1,142 @@
+"""Rules: which tensors have which pattern, by their names.
+
+A rule is a regular expression that must match the whole name, and a pattern. The text form, its
+examples and the families that ship are described in ``RULES.md``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+from ucp_core.errors import PatternError, RulesError
+from ucp_core.patterns import Pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        match: A regular expression for whole names, as ``re.fullmatch`` has it.
+        pattern: Of the tensors whose names match.
+        slot: The only slot that it is for; None: all that have no rule of their own.
+        where: ``file:line``, for errors.
+    """
+
+    match: str
+    pattern: Pattern
+    slot: str | None = None
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Which pipeline stages have which tensors; layers are shared out evenly, the first get more.
+
+    Attributes:
+        layer: A regular expression with one group, the number of the layer.
+        first: Regular expressions of names that the first stage has.
+        last: Of names that the last stage has; a tied embedding may be in both.
+    """
+
+    layer: str
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Rules in order.
+
+    Attributes:
+        rules: A name that several of them match must get the same pattern from all of them.
+        first_wins: Instead, the first that matches counts.
+        stages: Which pipeline stages have which tensors.
+        ties: Other names of tensors, by alias.
+        fallback: Rules for names that none of these match.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    first_wins: bool = False
+    stages: Stages | None = None
+    ties: Mapping[str, str] = field(default_factory=dict)
+    fallback: Rules | None = None
+
+    def match(self, fqn: str, slot: str | None = None) -> Pattern | None:
+        """Return the pattern of a tensor, or None if no rule matches its name.
+
+        Raises:
+            RulesError: Two rules give it different patterns.
+        """
+        hits = [rule for rule in self.rules if _matches(rule.match, fqn)]
+        chosen = [rule for rule in hits if slot is not None and rule.slot == slot]
+        chosen = chosen or [rule for rule in hits if rule.slot is None]
+        if not chosen:
+            return None if self.fallback is None else self.fallback.match(fqn, slot)
+        first = chosen[0]
+        for other in () if self.first_wins else chosen[1:]:
+            if other.pattern != first.pattern:
+                raise RulesError(
+                    f"{fqn}: {_told(first)} and {_told(other)} give it different patterns; make "
+                    "one of them narrower, or say first_wins: true",
+                    fqn=fqn,
+                )
+        return first.pattern
+
+    def over(self, fallback: Rules) -> Rules:
+        """Return these rules with others for the names that they do not match."""
+        if self.fallback is not None:
+            fallback = self.fallback.over(fallback)
+        return Rules(
+            rules=self.rules,
+            first_wins=self.first_wins,
+            stages=self.stages or fallback.stages,
+            ties={**fallback.ties, **self.ties},
+            fallback=fallback,
+        )
+
+    def stages_of(self, fqns: Iterable[str], num_stages: int) -> dict[str, frozenset[int]]:
+        """Return the pipeline stages that have each tensor.
+
+        Raises:
+            PatternError: There is no rule of stages, or none for a name.
+        """
+        stages = self.stages
+        if stages is None:
+            raise PatternError("the rules do not say which pipeline stage has which tensors")
+        names = list(fqns)
+        layers = {
+            fqn: int(hit[1]) for fqn in names if (hit := _compiled(stages.layer).fullmatch(fqn))
+        }
+        small, extra = divmod(max(layers.values(), default=-1) + 1, num_stages)
+        owner = [s for s in range(num_stages) for _ in range(small + (s < extra))]
+        found: dict[str, frozenset[int]] = {}
+        for fqn in names:
+            if fqn in layers:
+                found[fqn] = frozenset({owner[layers[fqn]]})
+                continue
+            ends = {0} if any(_matches(regex, fqn) for regex in stages.first) else set()
+            if any(_matches(regex, fqn) for regex in stages.last):
+                ends.add(num_stages - 1)
+            if not ends:
+                raise PatternError(
+                    f"{fqn}: no rule says which of {num_stages} pipeline stages has it", fqn=fqn
+                )
+            found[fqn] = frozenset(ends)
+        return found
+
+
+@cache
+def _compiled(regex: str) -> re.Pattern[str]:
+    return re.compile(regex)
+
+
+def _matches(regex: str, name: str) -> bool:
+    return _compiled(regex).fullmatch(name) is not None
+
+
+def _told(rule: Rule) -> str:
+    return f"{rule.match!r}" + (f" ({rule.where})" if rule.where else "")
