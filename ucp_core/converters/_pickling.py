@@ -85,12 +85,13 @@ class Instance(NamedTuple):
     Attributes:
         name: ``module.Class``.
         args: Of the call that makes it (``state`` is None), or of its ``__new__``.
-        state: Its attributes; None where the call makes it whole, as for an enum.
+        state: Its attributes, or what its ``__setstate__`` takes; None where the call makes it
+            whole, as for an enum.
     """
 
     name: str
     args: tuple[Any, ...] = ()
-    state: dict[str, Any] | None = None
+    state: dict[str, Any] | tuple[Any, ...] | None = None
 
 
 class Named(NamedTuple):
@@ -227,7 +228,8 @@ class _Stream:
             self.parts.append(b"R")
             return
         self.parts.append(b"\x81")
-        self.value(dict(value.state), where)
+        state = value.state
+        self.value(state if isinstance(state, tuple) else dict(state), where)
         self.parts.append(b"b")
 
     def write_tensor(self, value: TensorData, where: str) -> None:
