@@ -12,7 +12,7 @@ from ucp_core.manifest import Kind, Manifest, from_bytes
 from ucp_core.plan import Part, plan
 from ucp_core.statemap import DTYPE_BYTES, StateMap, TensorKey
 from ucp_core.storage.base import Store, join
-from ucp_core.transfer import Source, execute
+from ucp_core.transfer import Source, execute, gap_bytes_max
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -155,6 +155,7 @@ def load(checkpoint: Checkpoint, need: Sequence[LocalTensor], *, threads: int = 
         [checkpoint.state_map],
         span_bytes_max=_SPAN_BYTES_MAX,
         direct_bytes_max=request_bytes,
+        gap_bytes_max=gap_bytes_max(checkpoint.store),
     )
     source = Source(checkpoint.store, checkpoint.directory, checkpoint.state_map.block_bytes)
     targets = [bytes_of(tensor) if not tensor.box.is_empty else memoryview(b"") for tensor in need]

@@ -1,7 +1,7 @@
 """Half-open boxes of tensor elements, and where their elements lie in memory or in a file.
 
 Pure arithmetic on tuples. A box of a 0-d tensor is ``Box((), ())`` and holds one element.
-Memory is always C-contiguous: the last dim varies fastest.
+Memory is C-contiguous, the last dim varies fastest, except where strides say otherwise.
 """
 
 from __future__ import annotations
@@ -123,6 +123,40 @@ def span(inner: Box, outer: Box) -> tuple[int, int]:
     return first, last + 1
 
 
+def packed_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the bytes between neighbours along each dim where memory is C-contiguous."""
+    strides: list[int] = []
+    stride = itemsize
+    for extent in reversed(shape):
+        strides.append(stride)
+        stride *= extent
+    return tuple(reversed(strides))
+
+
+def is_packed(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Return whether elements at ``strides`` lie side by side and in order."""
+    expected = itemsize
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent != 1:
+            if stride != expected:
+                return False
+            expected *= extent
+    return True
+
+
+def reach(inner: Box, outer: Box, strides: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """Return the half-open range of bytes from the first to behind the last element of ``inner``.
+
+    Counted from the first element of ``outer``, whose neighbours are ``strides`` bytes apart.
+    ``inner`` is not empty.
+    """
+    first = last = 0
+    for a, b, low, stride in zip(inner.start, inner.stop, outer.start, strides, strict=True):
+        first += (a - low) * stride
+        last += (b - 1 - low) * stride
+    return first, last + itemsize
+
+
 def is_contiguous(inner: Box, outer: Box) -> bool:
     """Return whether the elements of ``inner`` lie side by side in the memory of ``outer``."""
     first, last = span(inner, outer)
@@ -153,6 +187,21 @@ def runs(inner: Box, outer: Box) -> Iterator[tuple[int, int]]:
             index[d] = inner.start[d]
         else:
             return
+
+
+def slabs(box: Box, num_elements_max: int) -> Iterator[Box]:
+    """Yield boxes that follow one another in the memory of ``box``, none above the bound."""
+    assert num_elements_max >= 1, f"num_elements_max={num_elements_max} holds nothing"
+    if box.is_empty:
+        return
+    if box.num_elements <= num_elements_max:
+        yield box
+        return
+    dim = next(d for d, extent in enumerate(box.shape) if extent > 1)
+    row = box.num_elements // box.shape[dim]
+    step = max(1, num_elements_max // row)
+    for low in range(box.start[dim], box.stop[dim], step):
+        yield from slabs(box.with_dim(dim, low, min(low + step, box.stop[dim])), num_elements_max)
 
 
 def flat_range(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucp_core.boxes import Box, span
+from ucp_core.boxes import Box, is_packed, reach, slabs, span
 from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
 from ucp_core.statemap import DTYPE_BYTES, Fragment, StateMap, TensorEntry, TensorKey
 
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 #: Up to this many fragments a look at each is cheaper than a search.
 _SEARCH_FRAGMENTS_MIN = 16
+#: Bytes between elements up to which one longer read is cheaper: 3 us to read 64 KiB from the
+#: page cache, as long as it takes to plan and begin another read.
+GAP_BYTES_MAX = 64 << 10
+#: A mean is made of so many elements at a time: their sums in fp64 stay in the cache.
+_MEAN_ELEMENTS_MAX = 1 << 18
 
 
 class Part(NamedTuple):
@@ -39,7 +44,7 @@ class Copy(NamedTuple):
         fragment: Where the bytes are.
         box: The elements, in coordinates of the whole tensor. Where ``target_byte`` is not -1,
             the bytes may be only a part of it.
-        start_byte: First byte, counted from the fragment's start.
+        start_byte: First byte, counted from the fragment's first element.
         stop_byte: Behind the last byte; other elements may lie between.
         target_byte: Where the bytes go, counted from the start of the part, if they lie side by
             side both in the fragment and in the part; -1 if they have to be gathered.
@@ -54,6 +59,20 @@ class Copy(NamedTuple):
     target_byte: int
 
 
+class Mean(NamedTuple):
+    """Elements whose value is the mean of copies that were updated independently.
+
+    Attributes:
+        part: Index into the plan's parts.
+        box: The elements, in coordinates of the whole tensor; they lie side by side in the part.
+        terms: How to get them from each copy; the box is the only part of each plan.
+    """
+
+    part: int
+    box: Box
+    terms: tuple[ReadPlan, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPlan:
     """What to copy, and what it will cost.
@@ -63,12 +82,14 @@ class ReadPlan:
         copies: In order of source, file and offset.
         needed_bytes: Size of all parts.
         read_bytes: What will be read for them, whole blocks counted.
+        means: What has to be read several times and averaged.
     """
 
     parts: tuple[Part, ...]
     copies: tuple[Copy, ...]
     needed_bytes: int
     read_bytes: int
+    means: tuple[Mean, ...] = ()
 
     def work_lists(self, num_lists: int) -> list[tuple[Copy, ...]]:
         """Return the copies in at most ``num_lists`` lists of about equal bytes.
@@ -90,12 +111,29 @@ class ReadPlan:
         return lists
 
 
+class _Limits(NamedTuple):
+    """What one copy may reach over.
+
+    Attributes:
+        span_bytes: Of a copy whose elements have to be gathered.
+        direct_bytes: Of one whose bytes lie alike in the fragment and in the part.
+        gap_bytes: Between its elements.
+        block_bytes: The blocks of the checksums.
+    """
+
+    span_bytes: int
+    direct_bytes: int
+    gap_bytes: int
+    block_bytes: int
+
+
 def plan(
     need: Sequence[Part],
     have: Sequence[StateMap],
     *,
     span_bytes_max: int,
     direct_bytes_max: int | None = None,
+    gap_bytes_max: int = GAP_BYTES_MAX,
 ) -> ReadPlan:
     """Return how to get every part from the maps; an earlier map is preferred box by box.
 
@@ -106,58 +144,177 @@ def plan(
             element is larger; it bounds the memory of whoever executes the plan.
         direct_bytes_max: The same for copies that need no memory, because their bytes lie alike
             in the fragment and in the part; what is read at a time. Default: the former.
+        gap_bytes_max: Elements that lie further apart are read by copies of their own.
 
     Raises:
         UncoveredRegionError: No map holds a box that is needed.
         CheckpointCorruptError: A map holds a tensor of another dtype or shape than needed.
     """
-    copies: list[Copy] = []
-    needed_bytes = 0
-    for index, part in enumerate(need):
-        if part.box.is_empty:
-            continue
-        needed_bytes += part.box.num_elements * DTYPE_BYTES[part.dtype]
-        for source, fragment, box in _sources(part, have):
-            limits = (span_bytes_max, direct_bytes_max or span_bytes_max, have[source].block_bytes)
-            copies += _copies(index, part, source, fragment, box, limits)
-    copies.sort(key=lambda c: (c.source, c.fragment.file, c.fragment.offset_bytes + c.start_byte))
-    return ReadPlan(
-        parts=tuple(need),
-        copies=tuple(copies),
-        needed_bytes=needed_bytes,
-        read_bytes=sum(_blocks_bytes(copy, have[copy.source].block_bytes) for copy in copies),
+    return _Planner(have, span_bytes_max, direct_bytes_max or span_bytes_max, gap_bytes_max).plan(
+        need
     )
 
 
-def _sources(part: Part, have: Sequence[StateMap]) -> list[tuple[int, Fragment, Box]]:
-    """Cover the part's box with fragments, each element by the first that has it."""
-    found: list[tuple[int, Fragment, Box]] = []
-    left: list[Box] = [part.box]
-    for source, state_map in enumerate(have):
-        entry = state_map.entries.get(part.key)
-        if entry is None:
-            continue
-        _check_same(part, entry)
-        for fragment in _near(entry, part.box):
+class _Planner:
+    """Plans against the same maps; what is found out about a tensor is kept for its next part."""
+
+    def __init__(
+        self, have: Sequence[StateMap], span_bytes: int, direct_bytes: int, gap_bytes: int
+    ) -> None:
+        self._have = have
+        self._limits = [
+            _Limits(span_bytes, direct_bytes, gap_bytes, state_map.block_bytes)
+            for state_map in have
+        ]
+        self._indices: dict[tuple[int, TensorKey], list[_Index]] = {}
+
+    def plan(self, need: Sequence[Part]) -> ReadPlan:
+        """Return how to get every part."""
+        copies: list[Copy] = []
+        means: list[Mean] = []
+        needed_bytes = 0
+        for number, part in enumerate(need):
+            if part.box.is_empty:
+                continue
+            needed_bytes += part.box.num_elements * DTYPE_BYTES[part.dtype]
+            self._part(number, part, copies, means)
+        read_bytes = sum(self._read_bytes(copy) for copy in copies)
+        read_bytes += sum(term.read_bytes for mean in means for term in mean.terms)
+        return _plan_of(need, copies, means, needed_bytes, read_bytes)
+
+    def _part(self, number: int, part: Part, copies: list[Copy], means: list[Mean]) -> None:
+        """Cover the part's box with fragments, each element by the first map that has it."""
+        left = [part.box]
+        for source, state_map in enumerate(self._have):
+            entry = state_map.entries.get(part.key)
+            if entry is None:
+                continue
+            _check_same(part, entry)
+            indices = self._index(source, entry)
+            if entry.copies > 1:
+                # Every copy covers the tensor, or the map is damaged: nothing is left to others.
+                for box in left:
+                    means += self._means(number, part._replace(box=box), source, indices)
+                return
+            left = self._cover(number, part, source, indices[0], left, copies)
+            if not left:
+                return
+        known = any(part.key in state_map.entries for state_map in self._have)
+        what = f"box {left[0]} is in no file" if known else "is not in the checkpoint"
+        raise _uncovered(part, left[0], what)
+
+    def _cover(
+        self,
+        number: int,
+        part: Part,
+        source: int,
+        index: _Index,
+        left: list[Box],
+        copies: list[Copy],
+    ) -> list[Box]:
+        """Take what the fragments hold of ``left``; return what they do not hold."""
+        for fragment in index.near(part.box):
             rest: list[Box] = []
             for box in left:
                 inner = box.intersect(fragment.box)
                 if inner is None:
                     rest.append(box)
                     continue
-                found.append((source, fragment, inner))
+                copies += _copies(number, part, source, fragment, inner, self._limits[source])
                 if inner != box:
                     rest += box.subtract(inner)
             left = rest
             if not left:
-                return found
-    known = any(part.key in state_map.entries for state_map in have)
-    what = f"box {left[0]} is in no file" if known else "is not in the checkpoint"
-    raise UncoveredRegionError(
+                break
+        return left
+
+    def _means(
+        self, number: int, part: Part, source: int, indices: Sequence[_Index]
+    ) -> Iterator[Mean]:
+        for box in slabs(part.box, _MEAN_ELEMENTS_MAX):
+            piece = part._replace(box=box)
+            terms: list[ReadPlan] = []
+            for copy, index in enumerate(indices):
+                copies: list[Copy] = []
+                left = self._cover(0, piece, source, index, [box], copies)
+                if left:
+                    raise _uncovered(part, left[0], f"box {left[0]} of copy {copy} is in no file")
+                needed_bytes = box.num_elements * DTYPE_BYTES[part.dtype]
+                read_bytes = sum(map(self._read_bytes, copies))
+                terms.append(_plan_of([piece], copies, [], needed_bytes, read_bytes))
+            yield Mean(number, box, tuple(terms))
+
+    def _index(self, source: int, entry: TensorEntry) -> list[_Index]:
+        """Return the fragments of each copy of a tensor."""
+        found = self._indices.get((source, entry.key))
+        if found is None:
+            copies: list[list[Fragment]] = [[] for _ in range(entry.copies)]
+            for fragment in entry.fragments:
+                copies[fragment.copy].append(fragment)
+            found = [_Index(fragments, len(entry.shape)) for fragments in copies]
+            self._indices[source, entry.key] = found
+        return found
+
+    def _read_bytes(self, copy: Copy) -> int:
+        if copy.fragment.crc32 is None:
+            return copy.stop_byte - copy.start_byte
+        block_bytes = self._limits[copy.source].block_bytes
+        low = copy.start_byte // block_bytes * block_bytes
+        high = -(-copy.stop_byte // block_bytes) * block_bytes
+        return min(high, copy.fragment.num_bytes) - low
+
+
+class _Index:
+    """The fragments of one copy of a tensor, replicas last, by place."""
+
+    def __init__(self, fragments: Sequence[Fragment], ndim: int) -> None:
+        primary = [fragment for fragment in fragments if not fragment.replica]
+        self._replicas = [fragment for fragment in fragments if fragment.replica]
+        self._dim = -1
+        if ndim and len(primary) >= _SEARCH_FRAGMENTS_MIN:
+            # The dim that is cut most tells most of them apart.
+            starts = [{f.box.start[d] for f in primary} for d in range(ndim)]
+            dim = self._dim = max(range(ndim), key=lambda d: len(starts[d]))
+            primary.sort(key=lambda f: f.box.start[dim])
+            self._starts = [f.box.start[dim] for f in primary]
+            self._extent_max = max(f.box.stop[dim] - f.box.start[dim] for f in primary)
+        self._primary = primary
+
+    def near(self, box: Box) -> Iterator[Fragment]:
+        """Yield every fragment that can meet ``box``, and few others."""
+        if self._dim < 0:
+            yield from self._primary
+        else:
+            # None that starts further down reaches the box.
+            low = bisect_left(self._starts, box.start[self._dim] - self._extent_max + 1)
+            high = bisect_left(self._starts, box.stop[self._dim])
+            yield from self._primary[low:high]
+        yield from self._replicas
+
+
+def _plan_of(
+    need: Sequence[Part],
+    copies: list[Copy],
+    means: Sequence[Mean],
+    needed_bytes: int,
+    read_bytes: int,
+) -> ReadPlan:
+    copies.sort(key=lambda c: (c.source, c.fragment.file, c.fragment.offset_bytes + c.start_byte))
+    return ReadPlan(
+        parts=tuple(need),
+        copies=tuple(copies),
+        needed_bytes=needed_bytes,
+        read_bytes=read_bytes,
+        means=tuple(means),
+    )
+
+
+def _uncovered(part: Part, box: Box, what: str) -> UncoveredRegionError:
+    return UncoveredRegionError(
         f"{part.key}: {what}; the model that loads must have the tensors of the one that saved",
         fqn=part.key.fqn,
         slot=part.key.slot,
-        box=left[0],
+        box=box,
     )
 
 
@@ -171,55 +328,48 @@ def _check_same(part: Part, entry: TensorEntry) -> None:
         )
 
 
-def _near(entry: TensorEntry, box: Box) -> Sequence[Fragment]:
-    """Return the fragments that can meet ``box``, by a search along dim 0 if there are many."""
-    fragments = entry.fragments
-    if len(fragments) < _SEARCH_FRAGMENTS_MIN or not entry.shape:
-        return fragments
-    # Fragments are in order of their start, so those that start too early or too late are cut.
-    extent_max = max(fragment.box.stop[0] - fragment.box.start[0] for fragment in fragments)
-    low = bisect_left(fragments, box.start[0] - extent_max, key=lambda f: f.box.start[0])
-    high = bisect_left(fragments, box.stop[0], key=lambda f: f.box.start[0])
-    return fragments[low:high]
-
-
 def _copies(
-    index: int,
-    part: Part,
-    source: int,
-    fragment: Fragment,
-    box: Box,
-    limits: tuple[int, int, int],
+    number: int, part: Part, source: int, fragment: Fragment, box: Box, limits: _Limits
 ) -> Iterator[Copy]:
-    """Yield the copies of one box, cut so that none spans more than ``limits`` allow.
-
-    ``limits`` are the bytes that a gathered and a direct copy may span, and those of a block.
-    """
-    span_bytes_max, direct_bytes_max, block_bytes = limits
+    """Yield the copies of one box, cut so that none spans more than ``limits`` allow."""
     itemsize = DTYPE_BYTES[part.dtype]
-    first, last = span(box, fragment.box)
-    start_byte, stop_byte = first * itemsize, last * itemsize
-    num_elements = box.num_elements
+    strides = fragment.byte_strides(itemsize)
+    start_byte, stop_byte = reach(box, fragment.box, strides, itemsize)
     low, high = span(box, part.box)
-    if last - first == high - low == num_elements:
-        # Bytes can be cut anywhere; at the ends of blocks, no block is read twice.
-        target = low * itemsize - start_byte
-        while stop_byte - start_byte > direct_bytes_max:
-            cut = (start_byte + direct_bytes_max) // block_bytes * block_bytes
-            if cut <= start_byte:
-                break
-            yield Copy(index, source, fragment, box, start_byte, cut, target + start_byte)
-            start_byte = cut
-        yield Copy(index, source, fragment, box, start_byte, stop_byte, target + start_byte)
-    elif stop_byte - start_byte > span_bytes_max and num_elements > 1:
-        dim = next(d for d, extent in enumerate(box.shape) if extent > 1)
-        for half in box.split(dim, 2):
-            yield from _copies(index, part, source, fragment, half, limits)
+    shape = box.shape
+    if high - low == box.num_elements and is_packed(shape, strides, itemsize):
+        yield from _direct(
+            Copy(number, source, fragment, box, start_byte, stop_byte, low * itemsize), limits
+        )
+        return
+    # Going along the dim with the longest stride goes through the file in order.
+    dim = max((d for d, extent in enumerate(shape) if extent > 1), key=lambda d: strides[d])
+    start = box.start[dim]
+    inner = reach(box.with_dim(dim, start, start + 1), fragment.box, strides, itemsize)
+    gap_bytes = limits.gap_bytes
+    if fragment.crc32 is not None:
+        # A block at either end is read with the elements.
+        gap_bytes += 2 * limits.block_bytes
+    if strides[dim] - (inner[1] - inner[0]) > gap_bytes:
+        pieces = box.split(dim, shape[dim])
+    elif stop_byte - start_byte > limits.span_bytes:
+        pieces = box.split(dim, 2)
     else:
-        yield Copy(index, source, fragment, box, start_byte, stop_byte, -1)
+        yield Copy(number, source, fragment, box, start_byte, stop_byte, -1)
+        return
+    for piece in pieces:
+        yield from _copies(number, part, source, fragment, piece, limits)
 
 
-def _blocks_bytes(copy: Copy, block_bytes: int) -> int:
-    low = copy.start_byte // block_bytes * block_bytes
-    high = -(-copy.stop_byte // block_bytes) * block_bytes
-    return min(high, copy.fragment.num_bytes) - low
+def _direct(copy: Copy, limits: _Limits) -> Iterator[Copy]:
+    """Yield a copy whose bytes lie alike on both sides, cut where it costs nothing."""
+    # At the ends of blocks, so that no block is read twice.
+    unit = 1 if copy.fragment.crc32 is None else limits.block_bytes
+    start_byte, shift = copy.start_byte, copy.target_byte - copy.start_byte
+    while copy.stop_byte - start_byte > limits.direct_bytes:
+        cut = (start_byte + limits.direct_bytes) // unit * unit
+        if cut <= start_byte:
+            break
+        yield copy._replace(start_byte=start_byte, stop_byte=cut, target_byte=start_byte + shift)
+        start_byte = cut
+    yield copy._replace(start_byte=start_byte, target_byte=start_byte + shift)

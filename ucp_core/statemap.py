@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
+from operator import le
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucp_core.boxes import Box
-from ucp_core.errors import UncoveredRegionError
+from ucp_core.boxes import Box, packed_strides, reach
+from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -79,6 +80,12 @@ class Fragment(NamedTuple):
     strides: tuple[int, ...] | None = None
     copy: int = 0
 
+    def byte_strides(self, itemsize: int) -> tuple[int, ...]:
+        """Return the bytes between neighbours along each dim, also of a C-contiguous box."""
+        if self.strides is not None:
+            return self.strides
+        return packed_strides(self.box.shape, itemsize)
+
 
 class Extent(NamedTuple):
     """Bytes of a foreign file that have one checksum of their own: a record of a torch zip."""
@@ -137,39 +144,79 @@ class StateMap:
 
         Raises:
             UncoveredRegionError: Names the first tensor, box and files that break it.
+            CheckpointCorruptError: A fragment contradicts its tensor.
         """
         for entry in self.entries.values():
             prove_entry(entry)
 
 
 def prove_entry(entry: TensorEntry) -> None:
-    """Check one tensor as ``StateMap.prove_coverage`` does.
+    """Check one tensor as ``StateMap.prove_coverage`` does; each of its copies where it has some.
 
     Disjoint boxes inside the tensor whose sizes add up to its size cover it, so no element is
     ever looked at. Cost: n log n for fragments along one dim.
     """
     whole = Box.full(entry.shape)
+    copies: list[list[Fragment]] = [[] for _ in range(entry.copies)]
     for fragment in entry.fragments:
-        if not whole.contains(fragment.box):
-            raise UncoveredRegionError(
-                f"{entry.key}: box {fragment.box} of file {fragment.file} reaches outside the "
-                f"tensor of shape {list(entry.shape)}",
-                **_facts(entry, fragment.box, fragment.file),
-            )
-    primary = [fragment for fragment in entry.fragments if not fragment.replica]
+        _check_fragment(entry, whole, fragment)
+        if not fragment.replica:
+            copies[fragment.copy].append(fragment)
+    for number, fragments in enumerate(copies):
+        _prove_once(entry, whole, fragments, f" of copy {number}" if entry.copies > 1 else "")
+
+
+def _check_fragment(entry: TensorEntry, whole: Box, fragment: Fragment) -> None:
+    """Check that a fragment, replica or not, can be one of the tensor."""
+    facts = _facts(entry, fragment.box, fragment.file)
+    start, stop = fragment.box
+    is_box = len(start) == len(stop) == len(entry.shape) and all(map(le, start, stop))
+    if not is_box or not whole.contains(fragment.box):
+        raise UncoveredRegionError(
+            f"{entry.key}: box {fragment.box} of file {fragment.file} reaches outside the "
+            f"tensor of shape {list(entry.shape)}",
+            **facts,
+        )
+    if not 0 <= fragment.copy < entry.copies:
+        raise CheckpointCorruptError(
+            f"{entry.key}: box {fragment.box} of file {fragment.file} belongs to copy "
+            f"{fragment.copy}, the tensor has {entry.copies}",
+            **facts,
+        )
+    strides = fragment.strides
+    if strides is not None and (len(strides) != len(entry.shape) or min(strides, default=0) < 0):
+        raise CheckpointCorruptError(
+            f"{entry.key}: box {fragment.box} of file {fragment.file} has strides "
+            f"{list(strides)}: there must be one for each dim, none negative",
+            **facts,
+        )
+    itemsize = DTYPE_BYTES[entry.dtype]
+    num_bytes = fragment.box.num_elements * itemsize
+    if strides is not None and num_bytes:
+        num_bytes = reach(fragment.box, fragment.box, strides, itemsize)[1]
+    if num_bytes != fragment.num_bytes:
+        raise CheckpointCorruptError(
+            f"{entry.key}: box {fragment.box} of {entry.dtype} has {num_bytes} bytes, file "
+            f"{fragment.file} is said to hold {fragment.num_bytes} for it",
+            **facts,
+        )
+
+
+def _prove_once(entry: TensorEntry, whole: Box, primary: Sequence[Fragment], of: str) -> None:
+    """Check that ``primary`` holds every element exactly once; ``of`` names the copy."""
     clash = _overlap(primary, len(entry.shape))
     if clash is not None:
         one, two = clash
         both = one.box.intersect(two.box)
         raise UncoveredRegionError(
-            f"{entry.key}: box {both} is held twice, in {one.file} and in {two.file}, and "
+            f"{entry.key}: box {both}{of} is held twice, in {one.file} and in {two.file}, and "
             "neither is declared a replica",
             **_facts(entry, both, one.file, two.file),
         )
     if sum(fragment.box.num_elements for fragment in primary) != prod(entry.shape):
         hole = _hole(whole, primary)
         raise UncoveredRegionError(
-            f"{entry.key}: box {hole} of shape {list(entry.shape)} is in none of the files "
+            f"{entry.key}: box {hole}{of} of shape {list(entry.shape)} is in none of the files "
             f"{_names(primary)}",
             **_facts(entry, hole, *(fragment.file for fragment in primary)),
         )

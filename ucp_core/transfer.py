@@ -9,24 +9,31 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ucp_core._floats import decode, encode
 from ucp_core.checksums import crc32
 from ucp_core.errors import ChecksumMismatchError
+from ucp_core.plan import GAP_BYTES_MAX
 from ucp_core.statemap import DTYPE_BYTES, Fragment
 from ucp_core.storage.base import ReadRange, Store, join
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ucp_core.plan import Copy, ReadPlan
+    from numpy.typing import NDArray
+
+    from ucp_core.boxes import Box
+    from ucp_core.plan import Copy, Mean, ReadPlan
 
 #: A second thread pays from here on: starting one costs 0.1 ms, reading 4 MiB 0.3 ms.
 THREAD_BYTES_MIN = 4 << 20
-#: Bytes between two reads up to which one longer read is cheaper.
-_GAP_BYTES_MAX = 64 << 10
+#: A gap may be this part of a request: what a store needs large requests for, gaps save.
+_REQUEST_PER_GAP = 32
+_LINE_BYTES = 64
 
 
 class Source(NamedTuple):
@@ -75,9 +82,17 @@ class _Scratch:
         """Return memory that is aligned for every dtype; more than there is, is made."""
         low = -(-self._used_bytes // 8) * 8
         if low + size_bytes > len(self._memory):
-            return np.empty(size_bytes, dtype=np.uint8).data
+            made = np.empty(size_bytes, dtype=np.uint8).data
+            if not self._used_bytes:
+                self._memory, self._used_bytes = made, size_bytes
+            return made
         self._used_bytes = low + size_bytes
         return self._memory[low : self._used_bytes]
+
+
+def gap_bytes_max(store: Store) -> int:
+    """Return how far apart two reads may be that are cheaper as one."""
+    return max(GAP_BYTES_MAX, store.request_bytes // _REQUEST_PER_GAP)
 
 
 @dataclass(slots=True)
@@ -85,23 +100,62 @@ class _Batch:
     """What is read from one file in one call."""
 
     scratch: _Scratch
+    gap_bytes: int
     ranges: list[tuple[int, list[memoryview]]] = field(default_factory=list)
     checks: list[_Check] = field(default_factory=list)
     moves: list[_Move] = field(default_factory=list)
     stop_byte: int = -1
-    num_bytes: int = 0
 
     def read(self, offset_bytes: int, data: memoryview) -> None:
         """Add ``data`` to be filled from ``offset_bytes``, in one range with its neighbour."""
         gap = offset_bytes - self.stop_byte
-        if self.ranges and 0 <= gap <= _GAP_BYTES_MAX:
+        if self.ranges and 0 <= gap <= self.gap_bytes:
             if gap:
                 self.ranges[-1][1].append(memoryview(bytearray(gap)))
             self.ranges[-1][1].append(data)
         else:
             self.ranges.append((offset_bytes, [data]))
         self.stop_byte = offset_bytes + len(data)
-        self.num_bytes += len(data)
+
+    def add(self, copy: Copy, target: memoryview, block_bytes: int) -> None:
+        """Add the whole blocks that hold the copy: straight to the target where they fit."""
+        fragment = copy.fragment
+        low, high = _readable(copy, block_bytes)
+        if copy.target_byte < 0:
+            self._add_scratch(copy, low, high)
+            return
+        # Blocks of which the part needs every byte.
+        inner_low, inner_high = low, high
+        if low != copy.start_byte:
+            inner_low = low + block_bytes
+        if high != copy.stop_byte:
+            inner_high = (high - 1) // block_bytes * block_bytes
+        if inner_low >= inner_high:
+            self._add_scratch(copy, low, high)
+            return
+        if low < inner_low:
+            self._add_scratch(copy, low, inner_low)
+        shift = copy.target_byte - copy.start_byte
+        data = target[inner_low + shift : inner_high + shift]
+        self.read(fragment.offset_bytes + inner_low, data)
+        self.checks.append(_Check(data, fragment, inner_low))
+        if inner_high < high:
+            self._add_scratch(copy, inner_high, high)
+
+    def _add_scratch(self, copy: Copy, low: int, high: int) -> None:
+        data = self.scratch.take(high - low)
+        self.read(copy.fragment.offset_bytes + low, data)
+        self.checks.append(_Check(data, copy.fragment, low))
+        self.moves.append(_Move(copy, data, low))
+
+
+def _readable(copy: Copy, block_bytes: int) -> tuple[int, int]:
+    """Return the bytes of the fragment to read for a copy: whole blocks where it has any."""
+    if copy.fragment.crc32 is None:
+        return copy.start_byte, copy.stop_byte
+    low = copy.start_byte // block_bytes * block_bytes
+    high = -(-copy.stop_byte // block_bytes) * block_bytes
+    return low, min(high, copy.fragment.num_bytes)
 
 
 def execute(
@@ -119,46 +173,194 @@ def execute(
         sources: Where the bytes are.
         targets: One for each part: its bytes, writable.
         threads: At most so many read at once; small plans use fewer.
-        batch_bytes: Copies are read together up to so many bytes. A thread holds that, or the
-            plan's span if it is larger, and a block at either end, in scratch memory.
+        batch_bytes: Copies are read together up to so many bytes. A thread holds that, what one
+            step along the outermost dim of a gathered copy reaches over, and a block at either
+            end, in scratch memory; three times a slab in fp64 where there are means.
 
     Raises:
         ChecksumMismatchError: Names tensor, box, file and byte range.
         StorageError: A file is missing, shorter than the plan says, or cannot be read.
+        CheckpointCorruptError: A mean of a dtype that has none.
     """
     num_lists = max(1, min(threads, plan.read_bytes // THREAD_BYTES_MIN))
     work = plan.work_lists(num_lists)
-    if len(work) <= 1:
-        for copies in work:
-            _run(plan, sources, targets, copies, batch_bytes)
+    runs = [_Run(plan, sources, targets, batch_bytes) for _ in range(num_lists)]
+    jobs = [partial(run.copies, copies) for run, copies in zip(runs, work, strict=False)]
+    if plan.means:
+        jobs += [partial(run.means, plan.means[i::num_lists]) for i, run in enumerate(runs)]
+    if len(jobs) <= 1:
+        for job in jobs:
+            job()
         return
-    with ThreadPoolExecutor(len(work), thread_name_prefix="ucp-read") as pool:
-        done = [pool.submit(_run, plan, sources, targets, w, batch_bytes) for w in work]
+    with ThreadPoolExecutor(num_lists, thread_name_prefix="ucp-read") as pool:
+        done = [pool.submit(job) for job in jobs]
         for future in done:
             future.result()
 
 
-def _run(
-    plan: ReadPlan,
-    sources: Sequence[Source],
-    targets: Sequence[memoryview],
-    copies: Sequence[Copy],
-    batch_bytes: int,
-) -> None:
-    scratch = _Scratch(min(batch_bytes, sum(c.stop_byte - c.start_byte for c in copies)))
-    for group in _groups(copies, batch_bytes):
-        source = sources[group[0].source]
-        scratch.reset()
-        batch = _Batch(scratch)
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One thread's way through a plan."""
+
+    plan: ReadPlan
+    sources: Sequence[Source]
+    targets: Sequence[memoryview]
+    batch_bytes: int
+
+    def copies(self, copies: Sequence[Copy]) -> None:
+        """Read, verify and place ``copies``."""
+        scratch = _Scratch(min(self.batch_bytes, sum(c.stop_byte - c.start_byte for c in copies)))
+        for group in _groups(copies, self.batch_bytes):
+            scratch.reset()
+            first = group[0]
+            if first.target_byte < 0 and first.stop_byte - first.start_byte > self.batch_bytes:
+                self._stream(first, scratch)
+            else:
+                self._batch(group, scratch)
+
+    def means(self, means: Sequence[Mean]) -> None:
+        """Average copies that were updated independently: sums in fp64, rounded once."""
+        for mean in means:
+            dtype = self.plan.parts[mean.part].dtype
+            term = np.empty(mean.box.num_elements * DTYPE_BYTES[dtype], np.uint8).data
+            total: NDArray[np.float64] | float = 0.0
+            for plan in mean.terms:
+                _Run(plan, self.sources, [term], self.batch_bytes).copies(plan.copies)
+                total = total + decode(dtype, term)
+            value = encode(dtype, np.asarray(total) / len(mean.terms))
+            whole, index = self._target(mean.part, mean.box)
+            whole[index] = value.view(whole.dtype).reshape(mean.box.shape)
+
+    def _batch(self, group: Sequence[Copy], scratch: _Scratch) -> None:
+        source = self.sources[group[0].source]
+        batch = _Batch(scratch, gap_bytes_max(source.store))
         for copy in group:
-            _add(batch, copy, targets[copy.part], source.block_bytes)
+            batch.add(copy, self.targets[copy.part], source.block_bytes)
         path = join(source.directory, group[0].fragment.file)
         ranges = [ReadRange(offset, tuple(buffers)) for offset, buffers in batch.ranges]
         source.store.read_ranges(path, ranges)
         for check in batch.checks:
-            _verify(plan, check, source.block_bytes, path, group)
+            self._verify(check, source.block_bytes, path, group)
         for move in batch.moves:
-            _move(plan, move, targets[move.copy.part])
+            self._move(move)
+
+    def _stream(self, copy: Copy, scratch: _Scratch) -> None:
+        """Gather a copy that is larger than a batch through one that fits the cache.
+
+        Goes along the dim with the longest stride; what is read of a step that is not whole yet
+        is kept for the next read, so no block is read twice.
+        """
+        source, fragment = self.sources[copy.source], copy.fragment
+        path = join(source.directory, fragment.file)
+        steps = _Steps(copy, DTYPE_BYTES[self.plan.parts[copy.part].dtype])
+        unit = 1 if fragment.crc32 is None else source.block_bytes
+        chunk_bytes = max(self.batch_bytes // unit, 1) * unit
+        held_low, stop = _readable(copy, source.block_bytes)
+        held_high = held_low
+        # Bytes keep their place within a line of the cache, so that elements stay aligned.
+        memory = scratch.take(_LINE_BYTES + steps.reach_bytes + chunk_bytes)
+        base, first = held_low % _LINE_BYTES, 0
+        while first < steps.num_steps:
+            low = base + held_high - held_low
+            data = memory[low : low + min(chunk_bytes, stop - held_high)]
+            source.store.read_ranges(path, [ReadRange(fragment.offset_bytes + held_high, (data,))])
+            self._verify(_Check(data, fragment, held_high), source.block_bytes, path, [copy])
+            held_high += len(data)
+            last = steps.num_whole(held_high)
+            if first < last:
+                held = memory[base : base + held_high - held_low]
+                self._move(_Move(steps.part(first, last), held, held_low))
+            first = last
+            keep = steps.start_byte(first)
+            if keep >= held_high:
+                held_low = held_high = max(held_high, keep // unit * unit)
+                base = held_low % _LINE_BYTES
+            else:
+                rest = memory[base + keep - held_low : base + held_high - held_low]
+                base, held_low = keep % _LINE_BYTES, keep
+                memory[base : base + len(rest)] = rest
+
+    def _verify(self, check: _Check, block_bytes: int, path: str, group: Sequence[Copy]) -> None:
+        data, fragment = check.data, check.fragment
+        if fragment.crc32 is None:
+            return
+        index = check.start_byte // block_bytes
+        for low in range(0, len(data), block_bytes):
+            if crc32(data[low : low + block_bytes]) != fragment.blocks[index]:
+                copy = next(copy for copy in group if copy.fragment is fragment)
+                start = fragment.offset_bytes + check.start_byte + low
+                stop = min(start + block_bytes, fragment.offset_bytes + fragment.num_bytes)
+                key = self.plan.parts[copy.part].key
+                raise ChecksumMismatchError(
+                    f"{key}: box {fragment.box} is damaged in bytes {start} to {stop} of {path}; "
+                    "use an older checkpoint",
+                    fqn=key.fqn,
+                    slot=key.slot,
+                    box=fragment.box,
+                    path=path,
+                    start_byte=start,
+                    stop_byte=stop,
+                )
+            index += 1
+
+    def _move(self, move: _Move) -> None:
+        """Take the copy's elements out of verified scratch bytes."""
+        copy = move.copy
+        if copy.target_byte >= 0:
+            low = max(copy.start_byte, move.start_byte)
+            high = min(copy.stop_byte, move.start_byte + len(move.data))
+            shift = copy.target_byte - copy.start_byte
+            self.targets[copy.part][low + shift : high + shift] = move.data[
+                low - move.start_byte : high - move.start_byte
+            ]
+            return
+        whole, index = self._target(copy.part, copy.box)
+        whole[index] = np.ndarray(
+            copy.box.shape,
+            whole.dtype,
+            buffer=move.data,
+            offset=copy.start_byte - move.start_byte,
+            strides=copy.fragment.byte_strides(whole.dtype.itemsize),
+        )
+
+    def _target(self, number: int, box: Box) -> tuple[NDArray[Any], tuple[slice, ...]]:
+        """Return a part's target as an array of its shape, and where ``box`` is in it."""
+        part = self.plan.parts[number]
+        dtype = np.dtype(f"u{DTYPE_BYTES[part.dtype]}")
+        whole: NDArray[Any] = np.ndarray(part.box.shape, dtype, buffer=self.targets[number])
+        inner = box.relative_to(part.box)
+        return whole, tuple(map(slice, inner.start, inner.stop))
+
+
+class _Steps:
+    """A gathered copy as steps along the dim whose neighbours lie furthest apart in the file."""
+
+    def __init__(self, copy: Copy, itemsize: int) -> None:
+        self._copy = copy
+        strides = copy.fragment.byte_strides(itemsize)
+        dims = [dim for dim, extent in enumerate(copy.box.shape) if extent > 1]
+        self._dim = max(dims, key=lambda dim: strides[dim])
+        self._stride = strides[self._dim]
+        self.num_steps = copy.box.shape[self._dim]
+        self.reach_bytes = copy.stop_byte - copy.start_byte - (self.num_steps - 1) * self._stride
+
+    def start_byte(self, step: int) -> int:
+        """Return the first byte of a step in the fragment."""
+        return self._copy.start_byte + step * self._stride
+
+    def num_whole(self, stop_byte: int) -> int:
+        """Return how many steps lie before ``stop_byte``."""
+        behind = stop_byte - self._copy.start_byte - self.reach_bytes
+        return min(self.num_steps, behind // self._stride + 1) if behind >= 0 else 0
+
+    def part(self, first: int, last: int) -> Copy:
+        """Return the copy of some of the steps."""
+        low = self._copy.box.start[self._dim]
+        return self._copy._replace(
+            box=self._copy.box.with_dim(self._dim, low + first, low + last),
+            start_byte=self.start_byte(first),
+            stop_byte=self.start_byte(last - 1) + self.reach_bytes,
+        )
 
 
 def _groups(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:
@@ -178,89 +380,3 @@ def _groups(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:
         num_bytes += size
     if group:
         yield group
-
-
-def _add(batch: _Batch, copy: Copy, target: memoryview, block_bytes: int) -> None:
-    """Add the whole blocks that hold the copy's bytes: straight to the target where they fit."""
-    fragment = copy.fragment
-    low = copy.start_byte // block_bytes * block_bytes
-    high = min(-(-copy.stop_byte // block_bytes) * block_bytes, fragment.num_bytes)
-    if copy.target_byte < 0:
-        _add_scratch(batch, copy, low, high)
-        return
-    # Blocks of which the part needs every byte.
-    inner_low = low if low == copy.start_byte else low + block_bytes
-    inner_high = high if high == copy.stop_byte else (high - 1) // block_bytes * block_bytes
-    if inner_low >= inner_high:
-        _add_scratch(batch, copy, low, high)
-        return
-    if low < inner_low:
-        _add_scratch(batch, copy, low, inner_low)
-    shift = copy.target_byte - copy.start_byte
-    data = target[inner_low + shift : inner_high + shift]
-    batch.read(fragment.offset_bytes + inner_low, data)
-    batch.checks.append(_Check(data, fragment, inner_low))
-    if inner_high < high:
-        _add_scratch(batch, copy, inner_high, high)
-
-
-def _add_scratch(batch: _Batch, copy: Copy, low: int, high: int) -> None:
-    data = batch.scratch.take(high - low)
-    batch.read(copy.fragment.offset_bytes + low, data)
-    batch.checks.append(_Check(data, copy.fragment, low))
-    batch.moves.append(_Move(copy, data, low))
-
-
-def _verify(
-    plan: ReadPlan, check: _Check, block_bytes: int, path: str, group: Sequence[Copy]
-) -> None:
-    data, fragment = check.data, check.fragment
-    index = check.start_byte // block_bytes
-    for low in range(0, len(data), block_bytes):
-        if crc32(data[low : low + block_bytes]) != fragment.blocks[index]:
-            copy = next(copy for copy in group if copy.fragment is fragment)
-            start = fragment.offset_bytes + check.start_byte + low
-            stop = min(start + block_bytes, fragment.offset_bytes + fragment.num_bytes)
-            key = plan.parts[copy.part].key
-            raise ChecksumMismatchError(
-                f"{key}: box {fragment.box} is damaged in bytes {start} to {stop} of {path}; "
-                "use an older checkpoint",
-                fqn=key.fqn,
-                slot=key.slot,
-                box=fragment.box,
-                path=path,
-                start_byte=start,
-                stop_byte=stop,
-            )
-        index += 1
-
-
-def _move(plan: ReadPlan, move: _Move, target: memoryview) -> None:
-    """Take the copy's elements out of verified scratch bytes."""
-    copy = move.copy
-    if copy.target_byte >= 0:
-        low = max(copy.start_byte, move.start_byte)
-        high = min(copy.stop_byte, move.start_byte + len(move.data))
-        shift = copy.target_byte - copy.start_byte
-        target[low + shift : high + shift] = move.data[
-            low - move.start_byte : high - move.start_byte
-        ]
-        return
-    part = plan.parts[copy.part]
-    dtype = np.dtype(f"u{DTYPE_BYTES[part.dtype]}")
-    outer = copy.fragment.box
-    strides: list[int] = []
-    stride = dtype.itemsize
-    for extent in reversed(outer.shape):
-        strides.insert(0, stride)
-        stride *= extent
-    source = np.ndarray(
-        copy.box.shape,
-        dtype,
-        buffer=move.data,
-        offset=copy.start_byte - move.start_byte,
-        strides=strides,
-    )
-    whole = np.ndarray(part.box.shape, dtype, buffer=target)
-    inner = copy.box.relative_to(part.box)
-    whole[tuple(map(slice, inner.start, inner.stop))] = source

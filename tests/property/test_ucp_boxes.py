@@ -111,7 +111,7 @@ def test_the_coverage_proof_says_what_counting_says(
         count = np.zeros(shape, int)
         for box in candidate:
             count[_index(box)] += 1
-        fragments = tuple(Fragment(box, "f", 0, 0, 0, (0,)) for box in candidate)
+        fragments = tuple(Fragment(box, "f", 0, box.num_elements, 0, (0,)) for box in candidate)
         entry = TensorEntry(
             key=TensorKey("w", "weight"), dtype="U8", shape=shape, fragments=fragments
         )

@@ -57,12 +57,13 @@ def random_sharding(rng: random.Random, state: State, world_size: int) -> Shardi
     """Return who holds what: rows, columns, grids, flat ranges or whole, each element once."""
     sharding: Sharding = [{} for _ in range(world_size)]
     for key, tensor in state.items():
-        for box in _cuts(rng, tensor.shape, world_size):
+        for box in cuts(rng, tensor.shape, world_size):
             sharding[rng.randrange(world_size)].setdefault(key, []).append(box)
     return sharding
 
 
-def _cuts(rng: random.Random, shape: tuple[int, ...], parts: int) -> list[Box]:
+def cuts(rng: random.Random, shape: tuple[int, ...], parts: int) -> list[Box]:
+    """Return boxes that hold each element once: flat ranges, or pieces along some dims."""
     if rng.random() < 0.4:
         total = prod(shape)
         marks = sorted([0, total, *(rng.randint(0, total) for _ in range(parts - 1))])

@@ -1,0 +1,142 @@
+"""Whatever lies how in foreign files: any box of it loads as numpy would cut it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.foreign_maps import Foreign, index, random_box, random_foreign, target
+from ucp_core import _open
+from ucp_core._floats import decode, encode
+from ucp_core.boxes import Box
+from ucp_core.checkpoint import Checkpoint, LocalTensor, load
+from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
+from ucp_core.statemap import StateMap
+from ucp_core.storage import MemoryStore
+
+SEEDS = st.integers(0, 2**32)
+
+
+def _made(seed: int) -> tuple[random.Random, Foreign]:
+    rng = random.Random(seed)
+    store = MemoryStore()
+    # Small requests make small tensors meet every case of large ones.
+    store.request_bytes = rng.choice((32, 256, 1 << 20))
+    return rng, random_foreign(rng, store, block_bytes=rng.choice((8, 64, 1 << 20)))
+
+
+def _needs(rng: random.Random, made: Foreign) -> list[LocalTensor]:
+    entries = made.checkpoint.state_map.entries.values()
+    return [target(e, random_box(rng, e.shape)) for e in entries for _ in range(2)]
+
+
+def _assert_equal(made: Foreign, need: Iterable[LocalTensor]) -> None:
+    for tensor in need:
+        expected = next(v for k, v in made.values.items() if k.fqn == tensor.fqn)
+        assert bytes(tensor.data) == expected[index(tensor.box)].tobytes(), tensor
+
+
+@settings(deadline=None, max_examples=300)
+@given(seed=SEEDS)
+def test_any_box_of_any_foreign_map_is_what_numpy_cuts(seed: int) -> None:
+    """Strided, spread, permuted, replicated, averaged, with and without checksums."""
+    rng, made = _made(seed)
+    made.checkpoint.state_map.prove_coverage()
+    need = _needs(rng, made)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_open, "_SPAN_BYTES_MAX", rng.choice((64, 1 << 20)))
+        load(made.checkpoint, need, threads=rng.choice((1, 3)))
+
+    _assert_equal(made, need)
+
+
+@settings(deadline=None, max_examples=150)
+@given(seed=SEEDS)
+def test_a_map_with_a_hole_is_an_error_and_never_garbage(seed: int) -> None:
+    """A primary fragment that is taken away: what needs it fails, what does not loads."""
+    rng, made = _made(seed)
+    state_map = made.checkpoint.state_map
+    entries = dict(state_map.entries)
+    key = rng.choice(sorted(entries))
+    entry = entries[key]
+    primary = [fragment for fragment in entry.fragments if not fragment.replica]
+    if not primary:
+        return
+    gone = rng.choice(primary)
+    rest = tuple(f for f in entry.fragments if (f.box, f.copy) != (gone.box, gone.copy))
+    entries[key] = replace(entry, fragments=rest)
+    holed = _with_map(made.checkpoint, replace(state_map, entries=entries))
+
+    with pytest.raises(UncoveredRegionError, match="is in none of the files") as caught:
+        holed.state_map.prove_coverage()
+    assert caught.value.facts["fqn"] == key.fqn
+    with pytest.raises(UncoveredRegionError, match=r"is in no file"):
+        load(holed, [target(entry, Box.full(entry.shape))])
+    need = [tensor for tensor in _needs(rng, made) if tensor.fqn != key.fqn]
+    load(holed, need)
+    _assert_equal(made, need)
+
+
+def _with_map(checkpoint: Checkpoint, state_map: StateMap) -> Checkpoint:
+    return replace(checkpoint, manifest=replace(checkpoint.manifest, state_map=state_map))
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=SEEDS)
+def test_a_fragment_that_contradicts_its_tensor_is_refused(seed: int) -> None:
+    """Sizes, strides, copies: a reader's mistake must not become somebody's weights."""
+    rng, made = _made(seed)
+    state_map = made.checkpoint.state_map
+    entry = rng.choice(sorted(state_map.entries.values(), key=lambda e: e.key))
+    if not entry.fragments:
+        return
+    good = rng.choice(entry.fragments)
+    bad = rng.choice(
+        [
+            good._replace(num_bytes=good.num_bytes + 1),
+            good._replace(copy=entry.copies),
+            good._replace(strides=(*good.byte_strides(1), 8)),
+            good._replace(box=Box((*good.box.start, 0), (*good.box.stop, 1))),
+            good._replace(strides=tuple(-4 for _ in entry.shape) or (1,)),
+        ]
+    )
+    fragments = tuple(bad if f is good else f for f in entry.fragments)
+    entries = {**state_map.entries, entry.key: replace(entry, fragments=fragments)}
+
+    with pytest.raises(CheckpointCorruptError, match=entry.key.fqn):
+        replace(state_map, entries=entries).prove_coverage()
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F8_E4M3", "F8_E5M2"])
+def test_every_small_float_comes_back_from_fp64(dtype: str) -> None:
+    """Subnormals, zeros of both signs and infinities too; what is no number stays none."""
+    size = 1 if dtype.startswith("F8") else 2
+    codes = np.arange(1 << (8 * size)).astype(f"u{size}")
+    values = decode(dtype, codes.data.cast("B"))
+    back = encode(dtype, values).view(codes.dtype)
+    is_number = ~np.isnan(values)
+
+    assert np.array_equal(back[is_number], codes[is_number])
+    assert np.isnan(decode(dtype, back[~is_number].data.cast("B"))).all()
+    assert np.count_nonzero(~is_number) < len(codes) // 16
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=8))
+def test_a_mean_is_rounded_once_to_the_nearest(numbers: list[float]) -> None:
+    """By way of fp32 some would be rounded twice, to the wrong neighbour."""
+    value = np.array([np.mean(np.clip(numbers, -3e38, 3e38))])
+    for dtype in ("BF16", "F16"):
+        known = decode(dtype, np.arange(1 << 16).astype("u2").data.cast("B"))
+        known = known[np.isfinite(known)]
+        if abs(value[0]) > known.max():
+            continue
+        rounded = decode(dtype, encode(dtype, value).data.cast("B"))
+        assert abs(rounded[0] - value[0]) == np.abs(known - value[0]).min()
