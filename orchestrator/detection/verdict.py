@@ -1,10 +1,12 @@
 """From what was observed to who is guilty, with the evidence; or to nobody.
 
 The rules, strongest evidence first. Each needs that no member has progressed for its bound,
-in watched time, and that every member's node reports.
+in watched time, and that every member's node reports. What the kernel itself says of a
+process (1 and 2) needs no step to be overdue: the shorter bound of suspicion is enough.
 
 1. *gone*: the kernel knows no such process, or only a zombie.
-2. *stopped*: the kernel holds the process (state T) while another member runs.
+2. *stopped*: the kernel holds the process (state T), which has not beaten for the bound, while
+   another member runs.
 3. *silent*: its beat is silent though it does not compute (state not R), while another member
    beats. A thread that only sleeps and stores needs nothing but the process to be scheduled
    and the interpreter lock to be free; a rank that waits in a collective leaves that free.
@@ -123,7 +125,7 @@ def judge(
     if not watched or any(state.silent_s(one.node) > limits.suspect_s for one in watched):
         return None
     still_s = min(state.still_s(one) for one in watched)
-    if still_s < limits.hang_s:
+    if still_s < limits.suspect_s:
         return None
     rows = {rank: None if one is None else one.report for rank, one in known.items()}
     case = _Case(
@@ -134,7 +136,10 @@ def judge(
         still_s=still_s,
         limits=limits,
     )
-    return _by_process(case) or _by_waits(case) or _undecided(case)
+    verdict = _by_kernel(case)
+    if verdict is not None or still_s < limits.hang_s:
+        return verdict
+    return _by_beat(case) or _by_waits(case) or _undecided(case)
 
 
 def _silent_node(
@@ -159,19 +164,27 @@ def _silent_node(
     return None
 
 
-def _by_process(case: _Case) -> Verdict | None:
-    """Rules 1 to 3: what the kernel and the beat say of the process itself."""
+def _by_kernel(case: _Case) -> Verdict | None:
+    """Rules 1 and 2: what the kernel says of the process."""
     rows = {rank: row for rank, row in case.rows.items() if row is not None}
     gone = [rank for rank, row in rows.items() if row.os_state in _GONE]
     if gone:
         return case.verdict("gone", gone, f"{_names(case, gone)} has no living process")
-    stopped = [rank for rank, row in rows.items() if row.os_state == _STOPPED]
-    if _all_stopped(case):
-        return None
-    if stopped:
+    stopped = [
+        rank
+        for rank, row in rows.items()
+        if row.os_state == _STOPPED and row.beat_age_s >= case.limits.suspect_s
+    ]
+    if stopped and not _all_stopped(case):
         return case.verdict(
             "stopped", stopped, f"{_names(case, stopped)} is stopped by a signal (state T)"
         )
+    return None
+
+
+def _by_beat(case: _Case) -> Verdict | None:
+    """Rule 3: a beat that is silent beside others that are not."""
+    rows = {rank: row for rank, row in case.rows.items() if row is not None}
     silent = [
         rank
         for rank, row in rows.items()

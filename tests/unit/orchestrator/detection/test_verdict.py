@@ -54,9 +54,22 @@ def test_the_rank_that_all_others_wait_for_is_named() -> None:
 
 def test_nobody_is_named_before_the_limit() -> None:
     """A pause shorter than the hang bound happens: a collection, a checkpoint, a neighbour."""
-    state, at_s = watch(rows_with(w2=stop(absent("w2", 2))), for_s=0.75)
+    assert judged(*watch(rows_with(w2=absent("w2", 2)), for_s=0.75)) is None
+    assert judged(*watch(rows_with(w2=stop(absent("w2", 2))), for_s=0.5)) is None
 
-    assert judged(state, at_s) is None
+
+def test_a_process_that_the_kernel_holds_is_named_before_a_step_is_overdue() -> None:
+    """It is proof by itself; every moment until the hang bound would be lost."""
+    verdict = verdict_on(rows_with(w2=stop(absent("w2", 2))), for_s=0.75)
+
+    assert (verdict.guilty, verdict.rule) == (("w2",), "stopped")
+
+
+def test_a_process_that_is_held_for_a_moment_is_not_named() -> None:
+    """A profiler stops what it looks at, and can do so when a step is slow for another reason."""
+    held = replace(absent("w2", 2), os_state="T", beat_age_s=0.1)
+
+    assert judged(*watch(rows_with(w2=held), for_s=0.75)) is None
 
 
 def test_a_short_stop_is_forgiven() -> None:
