@@ -1,0 +1,120 @@
+"""How DeepSpeed's ZeRO stages cut flattened parameters among data-parallel ranks.
+
+Pure arithmetic on numbers of elements, as of DeepSpeed 0.19 (``runtime/zero/stage_1_and_2.py``
+and ``stage3.py``) without ``parameter_alignment`` and ``round_robin_gradients``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: Stages 1 and 2 pad a group to a multiple of this times the ranks, so that every rank's range
+#: begins at four bytes in 16 bit.
+_ALIGNMENT = 2
+
+#: The ``tensor`` of a span of zeros.
+PADDING = -1
+
+
+class Span(NamedTuple):
+    """Elements ``start <= i < stop`` of one flattened tensor, or so many zeros.
+
+    Attributes:
+        tensor: Index of the tensor in its group, or ``PADDING``.
+        start: First element.
+        stop: Behind the last one.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+
+    @property
+    def num_elements(self) -> int:
+        """Return how many elements it has."""
+        return self.stop - self.start
+
+
+class Partition(NamedTuple):
+    """What one rank holds of one group, side by side.
+
+    Attributes:
+        spans: In order; padding only at the end in stages 1 and 2.
+        padding: Elements of padding at the end, in stages 1 and 2.
+    """
+
+    spans: tuple[Span, ...]
+    padding: int
+
+    @property
+    def num_elements(self) -> int:
+        """Return how many elements it has, padding counted."""
+        return sum(span.num_elements for span in self.spans)
+
+    def without_padding(self) -> tuple[Span, ...]:
+        """Return the spans of tensors."""
+        return tuple(span for span in self.spans if span.tensor != PADDING)
+
+
+def group_partition(numels: Sequence[int], dp: int, rank: int) -> Partition:
+    """Return what ``rank`` holds of a group in stages 1 and 2.
+
+    The tensors are flattened one after the other, padded at the end, and cut into ``dp`` equal
+    ranges; a range may begin and end anywhere in a tensor.
+    """
+    total = sum(numels)
+    extent = -(-total // (_ALIGNMENT * dp)) * _ALIGNMENT
+    low, high = rank * extent, (rank + 1) * extent
+    spans: list[Span] = []
+    begin = 0
+    for index, numel in enumerate(numels):
+        start, stop = max(low, begin), min(high, begin + numel)
+        if start < stop:
+            spans.append(Span(index, start - begin, stop - begin))
+        begin += numel
+    padding = high - max(low, min(high, total))
+    if padding:
+        spans.append(Span(PADDING, 0, padding))
+    return Partition(tuple(spans), padding)
+
+
+def tensor_partition(numels: Sequence[int], dp: int, rank: int) -> Partition:
+    """Return what ``rank`` holds of a sub-group in stage 3, where every tensor is cut by itself.
+
+    A tensor of n elements gives every rank ``ceil(n / dp)``, the last of them padded.
+    """
+    spans: list[Span] = []
+    for index, numel in enumerate(numels):
+        spans += tensor_spans(numel, dp, rank, index)
+    return Partition(tuple(spans), 0)
+
+
+def tensor_spans(numel: int, dp: int, rank: int, index: int = 0) -> tuple[Span, ...]:
+    """Return what ``rank`` holds of one tensor in stage 3, and the padding behind it."""
+    extent = -(-numel // dp)
+    start, stop = min(rank * extent, numel), min((rank + 1) * extent, numel)
+    held = (Span(index, start, stop),) if start < stop else ()
+    padding = extent - (stop - start)
+    return (*held, Span(PADDING, 0, padding)) if padding else held
+
+
+def sub_groups(numels: Sequence[int], dp: int, sub_group_size: int) -> list[list[int]]:
+    """Return the indices of a group's tensors by sub-group of stage 3.
+
+    A sub-group ends where its tensors' parts on one rank reach ``sub_group_size`` elements.
+    """
+    parts = [-(-numel // dp) for numel in numels]
+    if sub_group_size >= sum(parts):
+        return [list(range(len(parts)))]
+    groups: list[list[int]] = [[]]
+    filled = 0
+    for index, part in enumerate(parts):
+        groups[-1].append(index)
+        filled += part
+        if filled >= sub_group_size and index + 1 < len(parts):
+            groups.append([])
+            filled = 0
+    return groups

@@ -1,0 +1,228 @@
+"""Writes a native checkpoint of DeepSpeed for a chosen stage, dp and tp, which it loads as its own.
+
+``load_checkpoint`` needs no option and every rank reads only its own files; so this is exact in
+all that DeepSpeed's universal load loses: frozen parameters, buffers, hyper-parameters by group.
+The universal folder: ``ucp_core.converters.deepspeed_universal_writer``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ucp_core._slabs import check_memory
+from ucp_core.converters._deepspeed_model import Model, describe
+from ucp_core.converters._deepspeed_output import Output
+from ucp_core.converters._deepspeed_trees import DS_VERSION, Trees
+from ucp_core.converters._flat import FlatReader
+from ucp_core.converters.torchwriter import Size
+from ucp_core.errors import UcpError
+from ucp_core.patterns import Placement, split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from ucp_core._open import Checkpoint
+    from ucp_core.rules import Rules
+    from ucp_core.storage.base import Store
+
+#: Names of dtypes as DeepSpeed's configuration has them.
+DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The run that is to load the checkpoint.
+
+    Attributes:
+        stage: ZeRO's, 0 to 3.
+        dp: Data-parallel ranks (times sequence-parallel ones).
+        tp: Tensor-parallel ranks.
+        dtype: Of the model: a key of ``DTYPES``.
+        sub_group_size: Of stage 3's configuration; its default here is DeepSpeed's.
+        tag: Name of the folder; default: DeepSpeed's, ``global_step`` and the step.
+    """
+
+    stage: int = 1
+    dp: int = 1
+    tp: int = 1
+    dtype: str = "fp32"
+    sub_group_size: int = 1_000_000_000
+    tag: str | None = None
+
+    def check(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            UcpError: Names the one that cannot be.
+        """
+        if self.stage not in _STAGES:
+            raise UcpError(f"stage={self.stage!r}: ZeRO has the stages 0 to 3")
+        if self.dtype not in DTYPES:
+            raise UcpError(f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}")
+        for name in ("dp", "tp", "sub_group_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UcpError(f"{name}={value!r} must be at least 1")
+        if self.stage == 0 and self.dtype != "fp32":
+            raise UcpError(
+                f"stage 0 in {self.dtype} keeps its state in a form that is not written: give "
+                "stage 1, or fp32"
+            )
+
+
+def write(
+    checkpoint: Checkpoint,
+    store: Store,
+    directory: str,
+    *,
+    memory_bytes: int,
+    progress: Callable[[int, int], None] | None = None,
+    rules: Rules | None = None,
+    **target: Any,
+) -> None:
+    """Write ``directory/TAG`` and, last, ``directory/latest``, which commits it.
+
+    Args:
+        checkpoint: The source, of whatever format, with the target's names.
+        store: Where to.
+        directory: What ``load_checkpoint`` is given; must be empty or not be there.
+        memory_bytes: Bound of the buffers.
+        progress: Called with the bytes of tensors that were written and that will be.
+        rules: How tensors are spread over tensor-parallel ranks; needed where ``tp`` is not 1.
+        **target: The attributes of ``Target``.
+
+    Raises:
+        UcpError: The target cannot hold the state, or the destination is in use. Nothing was
+            written.
+        CheckpointCorruptError: The source is damaged; nothing is left at the destination.
+        StorageError: A storage refused.
+    """
+    wanted = Target(**target)
+    wanted.check()
+    check_memory(memory_bytes)
+    model = describe(checkpoint)
+    if not model.groups and wanted.stage > 0:
+        raise UcpError(
+            "the source has no groups of an optimizer, which DeepSpeed's ZeRO stages need: write "
+            "stage 0 and load it with load_optimizer_states=False"
+        )
+    placements = _placements(model, wanted.tp, rules)
+    reader = FlatReader(checkpoint, memory_bytes)
+    tag = wanted.tag or f"global_step{model.counters['global_steps']}"
+
+    def files() -> Iterator[tuple[str, Any]]:
+        for mp_rank in range(wanted.tp):
+            trees = Trees(
+                model,
+                reader,
+                dtype=DTYPES[wanted.dtype],
+                dp=wanted.dp,
+                placements=placements,
+                mp_rank=mp_rank,
+            )
+            yield from _files(trees, wanted, mp_rank)
+
+    Output(store, directory, tag, progress).write(files, latest="latest")
+
+
+def _placements(model: Model, tp: int, rules: Rules | None) -> Mapping[str, Placement] | None:
+    if tp == 1:
+        return None
+    placements: dict[str, Placement] = {}
+    for name in (*model.parameters, *model.frozen, *model.buffers):
+        pattern = rules.match(name) if rules is not None else None
+        if pattern is None:
+            raise UcpError(
+                f"no rule says how {name} is spread over {tp} tensor-parallel ranks: give one "
+                "with --rules",
+                fqn=name,
+            )
+        placements[name] = split(pattern, model.weight(name).shape, tp, name=name)
+    return placements
+
+
+def _files(trees: Trees, target: Target, mp_rank: int) -> Iterator[tuple[str, Any]]:
+    """Yield the names and trees of one model-parallel rank's files."""
+    stage, mp = target.stage, f"mp_rank_{mp_rank:02d}"
+    if stage > 0:
+        prefix = "bf16_" if target.dtype == "bf16" else ""
+        for dp_rank in range(target.dp):
+            state = (
+                trees.optimizer_stage_3(dp_rank, target.sub_group_size)
+                if stage == 3  # noqa: PLR2004 - ZeRO's
+                else trees.optimizer_stage_1_2(stage, dp_rank)
+            )
+            tree = {
+                "optimizer_state_dict": state,
+                "ds_config": _config(stage),
+                "ds_version": DS_VERSION,
+            }
+            yield f"{prefix}zero_pp_rank_{dp_rank}_{mp}_optim_states.pt", tree
+    if stage < 3:  # noqa: PLR2004 - ZeRO's
+        yield f"{mp}_model_states.pt", _model_states(trees, target)
+        return
+    for dp_rank in range(target.dp):
+        name = f"zero_pp_rank_{dp_rank}_{mp}_model_states.pt"
+        yield name, _model_states_stage_3(trees, target, dp_rank)
+
+
+def _model_states(trees: Trees, target: Target) -> dict[str, Any]:
+    """Return the model_states of stage 0, 1 or 2, which are the same on every dp rank."""
+    model, stage = trees.model, target.stage
+    module = trees.module()
+    tree: dict[str, Any] = {"module": module, "buffer_names": list(model.buffers)}
+    tree["optimizer"] = trees.plain_optimizer() if stage == 0 else None
+    tree["param_shapes"] = tree["shared_params"] = None
+    tree["frozen_param_shapes"] = tree["frozen_param_fragments"] = None
+    if stage > 0:
+        tree["param_shapes"] = trees.groups_of_shapes(group.names for group in model.groups)
+        tree["shared_params"] = dict(model.ties)
+    if stage == 2:  # noqa: PLR2004 - ZeRO's
+        # The same tensors as in the module, so they are stored once.
+        frozen = OrderedDict((name, module[name]) for name in model.frozen)
+        tree["frozen_param_fragments"] = frozen
+        tree["frozen_param_shapes"] = OrderedDict((n, Size(t.shape)) for n, t in frozen.items())
+    return tree | _common(model, target)
+
+
+def _model_states_stage_3(trees: Trees, target: Target, dp_rank: int) -> dict[str, Any]:
+    model = trees.model
+    parts = [names for group in trees.sub_groups(target.sub_group_size) for names in group]
+    tree: dict[str, Any] = {
+        "module": trees.placeholders(),
+        "buffer_names": list(model.buffers),
+        "optimizer": None,
+        "param_shapes": trees.groups_of_shapes(parts),
+        "frozen_param_shapes": OrderedDict((n, Size(trees.shape(n))) for n in model.frozen),
+        # DeepSpeed fills it on rank 0 only.
+        "shared_params": dict(model.ties) if dp_rank == 0 else {},
+        "frozen_param_fragments": trees.frozen_fragments(dp_rank),
+    }
+    return tree | _common(model, target)
+
+
+def _common(model: Model, target: Target) -> dict[str, Any]:
+    return common_state(model, dp=target.dp, tp=target.tp) | {"ds_config": _config(target.stage)}
+
+
+def common_state(model: Model, *, dp: int, tp: int) -> dict[str, Any]:
+    """Return what every model_states file has beside tensors."""
+    return {
+        "lr_scheduler": model.lr_scheduler,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
+        **model.counters,
+        "dp_world_size": dp,
+        "mp_world_size": tp,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": tp},
+        "ds_version": DS_VERSION,
+        **model.client_state,
+    }
+
+
+def _config(stage: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}}
