@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from ucp_core._extents import touched, verify_extents
 from ucp_core.boxes import Box
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
 from ucp_core.manifest import Kind, Manifest, from_bytes
@@ -63,7 +64,7 @@ class LoadResult:
 
     Attributes:
         size_bytes: Bytes that were needed and are now in place.
-        read_bytes: Bytes that were read and verified for them.
+        read_bytes: Bytes that were read for them, or to verify them.
         seconds: Time of planning and reading.
     """
 
@@ -133,13 +134,23 @@ def open_checkpoint(store: Store, directory: str) -> Checkpoint:
     return Checkpoint(store=store, directory=directory, manifest=manifest)
 
 
-def load(checkpoint: Checkpoint, need: Sequence[LocalTensor], *, threads: int = 2) -> LoadResult:
+def load(
+    checkpoint: Checkpoint,
+    need: Sequence[LocalTensor],
+    *,
+    threads: int = 2,
+    with_extents: bool = False,
+) -> LoadResult:
     """Fill the data of every tensor in ``need`` from the checkpoint, whatever layout saved it.
+
+    What has checksums of its own blocks is verified in any case.
 
     Args:
         checkpoint: The source.
         need: Boxes and writable memory; any number, any overlap, replicas too.
         threads: Readers at most; small loads use one.
+        with_extents: Verify bytes of foreign files too, by reading the records of which any byte
+            is needed in whole first.
 
     Raises:
         UncoveredRegionError: The checkpoint does not hold a box that is needed.
@@ -157,11 +168,15 @@ def load(checkpoint: Checkpoint, need: Sequence[LocalTensor], *, threads: int = 
         direct_bytes_max=request_bytes,
         gap_bytes_max=gap_bytes_max(checkpoint.store),
     )
+    verified_bytes = 0
+    if with_extents:
+        only = touched(reads, checkpoint.state_map)
+        verified_bytes = verify_extents(checkpoint, threads=threads, only=only)
     source = Source(checkpoint.store, checkpoint.directory, checkpoint.state_map.block_bytes)
     targets = [bytes_of(tensor) if not tensor.box.is_empty else memoryview(b"") for tensor in need]
     execute(reads, [source], targets, threads=threads, batch_bytes=request_bytes)
     return LoadResult(
         size_bytes=reads.needed_bytes,
-        read_bytes=reads.read_bytes,
+        read_bytes=reads.read_bytes + verified_bytes,
         seconds=perf_counter() - begun,
     )

@@ -19,6 +19,7 @@ from ucp_core._catalogue import (
     find_committed,
     is_valid,
 )
+from ucp_core._extents import verify_extents
 from ucp_core._open import (
     MANIFEST_NAME,
     Checkpoint,
@@ -48,4 +49,5 @@ __all__ = [
     "save_rank",
     "try_commit",
     "verify",
+    "verify_extents",
 ]
