@@ -74,7 +74,11 @@ def pieces_of(entries: Iterable[TensorEntry], slab_bytes: int) -> Iterator[Piece
 
 
 def stream(
-    checkpoint: Checkpoint, entries: Iterable[TensorEntry], *, memory_bytes: int
+    checkpoint: Checkpoint,
+    entries: Iterable[TensorEntry],
+    *,
+    memory_bytes: int,
+    piece_bytes_max: int | None = None,
 ) -> Iterator[Slab]:
     """Yield the bytes of every tensor in order; an empty one yields nothing.
 
@@ -82,6 +86,7 @@ def stream(
         checkpoint: The source, of whatever format.
         entries: Tensors of it.
         memory_bytes: Bound of the buffers; at least ``MEMORY_BYTES_MIN``.
+        piece_bytes_max: Slabs are no larger than this either.
 
     Raises:
         UcpError: The bound is too small, or the source is damaged.
@@ -89,7 +94,8 @@ def stream(
     check_memory(memory_bytes)
     # Two buffers, the scratch of reading, and as much again for what the caller makes of a slab.
     slab_bytes = memory_bytes // 4
-    groups = _groups(pieces_of(entries, slab_bytes), slab_bytes)
+    piece_bytes = min(slab_bytes, piece_bytes_max or slab_bytes)
+    groups = _groups(pieces_of(entries, piece_bytes), slab_bytes)
     readers = (SlabReader(checkpoint, slab_bytes), SlabReader(checkpoint, slab_bytes))
     with ThreadPoolExecutor(1, thread_name_prefix="ucp-ahead") as pool:
         ahead: Future[list[Slab]] | None = None
