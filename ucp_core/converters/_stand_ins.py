@@ -45,8 +45,18 @@ class Global:
     make: Callable[..., Any] = field(repr=False, compare=False)
 
 
+class Buildable:
+    """Stands for objects that are made first and given their state later."""
+
+    __slots__ = ()
+
+    def build(self, state: Any) -> None:
+        """Take the state."""
+        raise NotImplementedError
+
+
 @dataclass(slots=True, eq=False)
-class Opaque:
+class Opaque(Buildable):
     """An object of an allowed foreign class: what its pickle says, nothing else.
 
     Attributes:
@@ -58,6 +68,10 @@ class Opaque:
     name: str
     args: tuple[Any, ...] = ()
     state: Any = None
+
+    def build(self, state: Any) -> None:
+        """Take the state."""
+        self.state = state
 
 
 class Array:
@@ -141,7 +155,7 @@ def _opaque(full: str) -> Callable[..., Any]:
 def check_key(key: Any, depth: int = 0) -> None:
     """Check that hashing ``key`` is cheap: a scalar, a stand-in, or a small tuple of them."""
     kind = type(key)
-    if kind in _KEYS:
+    if kind in _KEYS or isinstance(key, Buildable):
         return
     if kind is not tuple or len(key) > _KEY_ELEMENTS_MAX or depth > 1:
         msg = f"a {kind.__name__} is used as a key"

@@ -121,7 +121,8 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
 
 
-def _extents(value: Any) -> tuple[int, ...]:
+def extents_of(value: Any) -> tuple[int, ...]:
+    """Return a shape, offsets or strides as a tuple, once they are known to be that."""
     if type(value) not in {tuple, list} or len(value) > _NDIM_MAX:
         msg = "a shape or strides are not a short tuple"
         raise TypeError(msg)
@@ -171,7 +172,7 @@ def _tensor(
             path=storage.where,
         )
     name = known_dtype(dtype or storage.dtype or "uint8", storage.where)
-    extents, steps = _extents(shape), _extents(strides)
+    extents, steps = extents_of(shape), extents_of(strides)
     if type(offset) is not int or not 0 <= offset < _INT_MAX or len(extents) != len(steps):
         msg = "a tensor's offset or strides do not fit its shape"
         raise ValueError(msg)

@@ -14,7 +14,15 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters._stand_ins import Allow, Array, Global, Opaque, Resolver, check_key
+from ucp_core.converters._stand_ins import (
+    Allow,
+    Array,
+    Buildable,
+    Global,
+    Opaque,
+    Resolver,
+    check_key,
+)
 from ucp_core.errors import CheckpointCorruptError, UcpError
 
 if TYPE_CHECKING:
@@ -341,8 +349,8 @@ class _Machine:
     def op_build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
-        if type(target) is Opaque:
-            target.state = state
+        if isinstance(target, Buildable):
+            target.build(state)
         elif type(target) is Array:
             self.stack[-1] = target.with_state(state)
             self._replace(target, self.stack[-1])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Read: TypeAlias = Callable[[int, int], bytes]
 
 #: Read from the end at first: the directory of some 800 records, or a whole small file.
-_TAIL_BYTES = 64 << 10
+TAIL_BYTES = 64 << 10
 #: A zip of a million storages has a directory of 80 MB.
 _DIRECTORY_BYTES_MAX = 1 << 30
 _END = struct.Struct("<IHHHHIIH")
@@ -59,18 +59,21 @@ class _Entry(NamedTuple):
     flags: int
 
 
-def read_records(read: Read, size: int, *, where: str) -> dict[str, Record]:
+def read_records(
+    read: Read, size: int, *, where: str, tail_bytes: int = TAIL_BYTES
+) -> dict[str, Record]:
     """Return the records of a zip file of ``size`` bytes by name, in the order of the file.
 
     Args:
         read: ``read(offset, length)`` returns bytes of it.
         size: Of the zip file.
         where: The file, for messages.
+        tail_bytes: What to read of its end at first.
 
     Raises:
         CheckpointCorruptError: Not a zip file, truncated, damaged, or compressed.
     """
-    tail_start = max(0, size - _TAIL_BYTES)
+    tail_start = max(0, size - tail_bytes)
     tail = read(tail_start, size - tail_start) if size > 0 else b""
     start, length, count = _directory(tail, tail_start, size, read, where)
     if start >= tail_start:
@@ -110,7 +113,7 @@ def read_contents(
     chosen = [records[name] for name in names]
     low = min(record.offset_bytes for record in chosen)
     high = max(record.offset_bytes + record.num_bytes for record in chosen)
-    if high - low > sum(record.num_bytes for record in chosen) + _TAIL_BYTES:
+    if high - low > sum(record.num_bytes for record in chosen) + TAIL_BYTES:
         contents = [read(record.offset_bytes, record.num_bytes) for record in chosen]
     else:
         data = read(low, high - low)

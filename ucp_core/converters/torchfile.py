@@ -31,10 +31,12 @@ __all__ = [
     "TorchFile",
     "plain",
     "read_pickle",
-    "read_torch_bytes",
     "read_torch_file",
+    "read_torch_part",
 ]
 
+#: The small records at either end of a zip that holds one tensor.
+EDGE_BYTES = 2048
 #: ``('storage', class, key, device, number of elements)``.
 _STORAGE_FIELDS = 5
 
@@ -82,21 +84,24 @@ def read_torch_file(
     def read(start: int, length: int) -> bytes:
         return store.read_range(path, offset_bytes + start, length)
 
-    records = _zip.read_records(read, size, where=path)
-    names = _small_names(records, path)
-    contents = dict(zip(names, _zip.read_contents(read, records, names, where=path), strict=True))
-    return _tree(records, contents, file, offset_bytes, path, allow)
+    return read_torch_part(read, size, file, where=path, offset_bytes=offset_bytes, allow=allow)
 
 
-def read_torch_bytes(
-    data: bytes, file: str, *, where: str, offset_bytes: int = 0, allow: Allow = frozenset()
+def read_torch_part(
+    read: _zip.Read,
+    size: int,
+    file: str,
+    *,
+    where: str,
+    offset_bytes: int = 0,
+    allow: Allow = frozenset(),
+    tail_bytes: int = _zip.TAIL_BYTES,
 ) -> TorchFile:
-    """Read a torch file that is in memory already; tensors refer to ``file`` at its offset."""
+    """Read a torch file by ``read(start, length)``, which counts from the start of its zip.
 
-    def read(start: int, length: int) -> bytes:
-        return data[start : start + length]
-
-    records = _zip.read_records(read, len(data), where=where)
+    Tensors refer to ``file`` and count from ``offset_bytes`` before the zip.
+    """
+    records = _zip.read_records(read, size, where=where, tail_bytes=tail_bytes)
     names = _small_names(records, where)
     contents = dict(zip(names, _zip.read_contents(read, records, names, where=where), strict=True))
     return _tree(records, contents, file, offset_bytes, where, allow)
@@ -134,6 +139,19 @@ def _tree(
     where: str,
     allow: Allow,
 ) -> TorchFile:
+    tree, storages = _read_tree(records, contents, file, offset_bytes, where, allow)
+    found = (storage.extent for storage in storages if storage.num_bytes)
+    return TorchFile(tree, tuple(sorted(extent for extent in found if extent is not None)))
+
+
+def _read_tree(
+    records: Mapping[str, _zip.Record],
+    contents: Mapping[str, bytes],
+    file: str,
+    offset_bytes: int,
+    where: str,
+    allow: Allow,
+) -> tuple[Any, tuple[StorageRef, ...]]:
     pickled, order = next(iter(contents)), [*contents.values()][1:]
     if order not in ([], [b"little"]):
         raise CheckpointCorruptError(
@@ -143,7 +161,7 @@ def _tree(
     prefix = pickled.removesuffix("data.pkl")
     storages = _Storages(records, prefix, file, offset_bytes, where)
     tree = read_pickle(contents[pickled], where=where, allow=allow, persistent=storages.find)
-    return TorchFile(tree, storages.extents())
+    return tree, storages.known()
 
 
 class _Storages:
@@ -164,10 +182,9 @@ class _Storages:
         self._where = where
         self._known: dict[str, StorageRef] = {}
 
-    def extents(self) -> tuple[Extent, ...]:
-        """Return the ranges that were referred to and have checksums, in order."""
-        found = (storage.extent for storage in self._known.values() if storage.num_bytes)
-        return tuple(sorted(extent for extent in found if extent is not None))
+    def known(self) -> tuple[StorageRef, ...]:
+        """Return the storages that were referred to."""
+        return tuple(self._known.values())
 
     def find(self, identity: Any) -> StorageRef:
         """Return the storage of a persistent id."""
@@ -208,3 +225,52 @@ class _Storages:
             dtype,
         )
         return storage
+
+
+class TensorFiles:
+    """Reads many torch files that hold one tensor each, as torch DCP packs them.
+
+    Layers repeat, so do their pickles: one that is known byte for byte is not read again.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bytes, ...], tuple[TensorRef, int, str]] = {}
+
+    def read(
+        self, read: _zip.Read, size: int, file: str, *, where: str, offset_bytes: int
+    ) -> TensorRef:
+        """Return the tensor of one file; arguments and errors as of ``read_torch_part``."""
+        records = _zip.read_records(read, size, where=where, tail_bytes=EDGE_BYTES)
+        names = _small_names(records, where)
+        contents = _zip.read_contents(read, records, names, where=where)
+        identity = tuple(contents)
+        if identity not in self._known:
+            by_name = dict(zip(names, contents, strict=True))
+            self._known[identity] = _single(records, by_name, where)
+        ref, num_bytes, key = self._known[identity]
+        record = records.get(f"{names[0].removesuffix('data.pkl')}data/{key}")
+        if record is None or record.num_bytes != num_bytes:
+            raise CheckpointCorruptError(
+                f"{where}: storage {key} has not the {num_bytes} bytes that its pickle says: the "
+                "file is damaged",
+                path=where,
+            )
+        start = offset_bytes + record.offset_bytes
+        extent = None
+        if record.crc32 is not None:
+            extent = Extent(start, record.num_bytes, record.crc32)
+        return ref._replace(file=file, offset_bytes=start + ref.offset_bytes, extent=extent)
+
+
+def _single(
+    records: Mapping[str, _zip.Record], contents: Mapping[str, bytes], where: str
+) -> tuple[TensorRef, int, str]:
+    """Return the tensor, counted from the start of its storage, and that storage."""
+    tree, storages = _read_tree(records, contents, "", 0, where, frozenset())
+    if type(tree) is not TensorRef:
+        raise CheckpointCorruptError(
+            f"{where} holds a {type(tree).__name__}, not one tensor", path=where
+        )
+    (storage,) = storages
+    offset = tree.offset_bytes - storage.offset_bytes
+    return tree._replace(offset_bytes=offset), storage.num_bytes, storage.key
