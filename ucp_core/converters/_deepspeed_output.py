@@ -30,6 +30,8 @@ class Output:
         directory: str,
         tag: str,
         progress: Callable[[int, int], None] | None,
+        *,
+        fsync: bool,
     ) -> None:
         if _TAG.fullmatch(tag) is None or tag in {".", ".."}:
             raise UcpError(f"tag={tag!r} is not the name of a folder")
@@ -37,6 +39,7 @@ class Output:
         self._directory = directory
         self._tag = tag
         self._progress = progress
+        self._fsync = fsync
         self._done_bytes = 0
         self._total_bytes = 0
 
@@ -66,7 +69,9 @@ class Output:
             for name, tree in files():
                 counted = self._counted(tree, {}) if self._progress is not None else tree
                 path = join(folder, name)
-                write_torch_file(self._store, path, counted, allow=DEEPSPEED_NAMES, fsync=True)
+                write_torch_file(
+                    self._store, path, counted, allow=DEEPSPEED_NAMES, fsync=self._fsync
+                )
             self._store.write_atomic(join(self._directory, latest), self._tag.encode(), fsync=True)
         except BaseException:
             # A folder without its latest is still loaded where a user names its tag.

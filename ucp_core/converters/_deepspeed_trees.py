@@ -107,9 +107,11 @@ class Trees:
     def data(self, entry: TensorEntry, dtype: str | None = None) -> TensorData:
         """Return this rank's part of a tensor, cast to ``dtype`` if one is given."""
         shard = self.shard(entry)
-        target = dtype or entry.dtype
-        ranges = everything(shard)
-        return TensorData(target, shard.shape, lambda: self._reader.stream(ranges, target))
+        return self.stream(shard.shape, dtype or entry.dtype, everything(shard))
+
+    def stream(self, shape: tuple[int, ...], dtype: str, ranges: Sequence[Range]) -> TensorData:
+        """Return a tensor that is made of ranges of others."""
+        return TensorData(dtype, shape, lambda: self._reader.stream(ranges, dtype))
 
     def model_dtype(self, entry: TensorEntry) -> str:
         """Return what a frozen parameter is in the target: floats take the model's dtype."""
@@ -175,10 +177,10 @@ class Trees:
             paddings.append(partition.padding)
             state[index] = self._state(group, group.names, partition.spans)
             mappings.append(_addresses(group.names, partition.spans))
-        tree = self._scaling() | {
+        tree = self.scaling() | {
             "base_optimizer_state": {
                 "state": {index: value for index, value in state.items() if value},
-                "param_groups": [_hyper(group, [i]) for i, group in enumerate(groups)],
+                "param_groups": [hyper_parameters(group, [i]) for i, group in enumerate(groups)],
             },
             "single_partition_of_fp32_groups": masters,
             "zero_stage": Instance("deepspeed.runtime.zero.config.ZeroStageEnum", (stage,)),
@@ -198,13 +200,13 @@ class Trees:
         param_groups: list[dict[str, Any]] = []
         for group, parts in zip(self.model.groups, self.sub_groups(sub_group_size), strict=True):
             numbers = list(range(len(masters), len(masters) + len(parts)))
-            param_groups.append(_hyper(group, numbers))
+            param_groups.append(hyper_parameters(group, numbers))
             for number, names in zip(numbers, parts, strict=True):
                 numels = [prod(self.shape(name)) for name in names]
                 spans = tensor_partition(numels, self._dp, dp_rank).spans
                 masters.append(self._flat(names, spans, None, "F32"))
                 state[number] = self._state(group, names, spans)
-        return self._scaling() | {
+        return self.scaling() | {
             "zero_stage": Instance("deepspeed.runtime.zero.config.ZeroStageEnum", (3,)),
             "partition_count": self._dp,
             "optimizer_state_dict": {
@@ -231,7 +233,9 @@ class Trees:
         param_groups: list[dict[str, Any]] = []
         for group in self.model.groups:
             first = sum(len(other["params"]) for other in param_groups)
-            param_groups.append(_hyper(group, list(range(first, first + len(group.names)))))
+            param_groups.append(
+                hyper_parameters(group, list(range(first, first + len(group.names))))
+            )
             for number, name in enumerate(group.names, start=first):
                 held = {slot: self.model.slot(name, slot) for slot in group.flat}
                 values: dict[str, Any] = {
@@ -257,10 +261,10 @@ class Trees:
                 entry = self.model.weight(name) if slot is None else self.model.slot(name, slot)
             shard = self.shard(entry) if entry is not None else None
             ranges.append(Range(shard, span.start, span.stop))
-        extent = sum(span.num_elements for span in spans)
-        return TensorData(dtype, (extent,), lambda: self._reader.stream(ranges, dtype))
+        return self.stream((sum(span.num_elements for span in spans),), dtype, ranges)
 
-    def _scaling(self) -> dict[str, Any]:
+    def scaling(self) -> dict[str, Any]:
+        """Return the loss scaler and what goes with it."""
         state = scaler_state(self.model, self._dtype)
         name = "DynamicLossScaler" if state["dynamic"] else "LossScaler"
         return {
@@ -285,7 +289,7 @@ def scaler_state(model: Model, dtype: str) -> dict[str, Any]:
     return state
 
 
-def _hyper(group: Group, params: list[int]) -> dict[str, Any]:
+def hyper_parameters(group: Group, params: list[int]) -> dict[str, Any]:
     """Return a group of the optimizer; optimizers want betas as a tuple, JSON has none."""
     hyper = {
         key: tuple(value) if key == "betas" and isinstance(value, list) else value

@@ -81,6 +81,7 @@ def write(
     memory_bytes: int,
     progress: Callable[[int, int], None] | None = None,
     rules: Rules | None = None,
+    fsync: bool = True,
     **target: Any,
 ) -> None:
     """Write ``directory/TAG`` and, last, ``directory/latest``, which commits it.
@@ -92,6 +93,7 @@ def write(
         memory_bytes: Bound of the buffers.
         progress: Called with the bytes of tensors that were written and that will be.
         rules: How tensors are spread over tensor-parallel ranks; needed where ``tp`` is not 1.
+        fsync: Whether every file must survive a loss of power before the commit.
         **target: The attributes of ``Target``.
 
     Raises:
@@ -125,7 +127,7 @@ def write(
             )
             yield from _files(trees, wanted, mp_rank)
 
-    Output(store, directory, tag, progress).write(files, latest="latest")
+    Output(store, directory, tag, progress, fsync=fsync).write(files, latest="latest")
 
 
 def _placements(model: Model, tp: int, rules: Rules | None) -> Mapping[str, Placement] | None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.torch_files import load_torch_file
 from tests.support.training_states import Array, TrainingState, adam_state, random_shapes
 from ucp_core.checkpoint import Checkpoint
 from ucp_core.converters.deepspeed_writer import write
@@ -42,22 +43,7 @@ def _written(state: TrainingState, tmp_path: Path, **target: Any) -> Path:
 
 
 def _load(path: Path) -> Any:
-    """Read as torch does where the classes of DeepSpeed are not installed."""
-    return torch.load(path, weights_only=False, pickle_module=_StandIns)
-
-
-class _StandIns:
-    """A pickle module that makes an object with attributes for every class of DeepSpeed."""
-
-    import pickle as _pickle
-
-    load = _pickle.load
-
-    class Unpickler(_pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            if module.startswith("deepspeed."):
-                return type(name, (), {"__init__": lambda self, *args: setattr(self, "args", args)})
-            return super().find_class(module, name)
+    return load_torch_file(path.read_bytes())
 
 
 def _stage_1_2(folder: Path, dp: int, prefix: str = "") -> dict[tuple[str, str], Array]:
