@@ -42,6 +42,7 @@ __all__ = [
     "Placement",
     "Replicated",
     "Unique",
+    "parse_affine",
     "parse_affine_map",
     "pattern_problems",
     "place",
@@ -341,33 +342,40 @@ def parse_affine_map(document: Any, *, where: str) -> dict[str, Affine]:
             "everstep",
             version=version,
         )
-    maps: dict[str, Affine] = {}
     params = document.get("params")
     if not isinstance(params, Mapping):
         raise PatternError(f"{where}: params is not a mapping")
+    maps: dict[str, Affine] = {}
     for regex, entry in params.items():
         try:
-            maps[str(regex)] = _parse_affine(entry)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise PatternError(
-                f"{where}: params[{str(regex)[:80]!r}] is not an affine map of version "
-                f"{AFFINE_MAP_VERSION}: {type(error).__name__} {error}",
-            ) from error
+            maps[str(regex)] = parse_affine(entry)
+        except PatternError as error:
+            raise PatternError(f"{where}: params[{str(regex)[:80]!r}]: {error}") from error
     return maps
 
 
-def _parse_affine(entry: Mapping[str, Any]) -> Affine:
-    ranks = {int(rank): value for rank, value in entry["ranks"].items()}
-    if sorted(ranks) != list(range(len(ranks))):
-        raise ValueError(f"ranks {sorted(ranks)[:8]} are not 0 .. {len(ranks) - 1}")
-    return Affine(
-        shape=_ints(entry["logical_shape"]),
-        shards=tuple(_ints(ranks[rank]["shard_shape"]) for rank in range(len(ranks))),
-        pieces=tuple(
-            tuple(_parse_piece(piece) for piece in ranks[rank]["pieces"])
-            for rank in range(len(ranks))
-        ),
-    )
+def parse_affine(entry: Any) -> Affine:
+    """Return one map of an ``affine_map``: ``{logical_shape, ranks}``.
+
+    Raises:
+        PatternError: Not of this form.
+    """
+    try:
+        ranks = {int(rank): value for rank, value in entry["ranks"].items()}
+        if sorted(ranks) != list(range(len(ranks))):
+            raise PatternError(f"ranks {sorted(ranks)[:8]} are not 0 .. {len(ranks) - 1}")
+        return Affine(
+            shape=_ints(entry["logical_shape"]),
+            shards=tuple(_ints(ranks[rank]["shard_shape"]) for rank in range(len(ranks))),
+            pieces=tuple(
+                tuple(_parse_piece(piece) for piece in ranks[rank]["pieces"])
+                for rank in range(len(ranks))
+            ),
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise PatternError(
+            f"not an affine map of version {AFFINE_MAP_VERSION}: {type(error).__name__} {error}"
+        ) from error
 
 
 def _parse_piece(piece: Mapping[str, Any]) -> AffinePiece:

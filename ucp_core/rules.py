@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from ucp_core.errors import PatternError, RulesError
 from ucp_core.patterns import Pattern
@@ -127,6 +129,88 @@ class Rules:
                 )
             found[fqn] = frozenset(ends)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Renames:
+    """New names of tensors: regular expressions and what ``re.sub`` puts in their place."""
+
+    renames: tuple[tuple[str, str], ...]
+
+    def mapping(self, fqns: Iterable[str]) -> dict[str, str]:
+        """Return new names by old ones, of those that change; the first that matches counts."""
+        found: dict[str, str] = {}
+        for fqn in fqns:
+            for regex, template in self.renames:
+                hit = _compiled(regex).fullmatch(fqn)
+                if hit is not None:
+                    found[fqn] = hit.expand(template)
+                    break
+        return {old: new for old, new in found.items() if old != new}
+
+
+def load_rules(text: str, where: str) -> Rules:
+    """Return the rules that a text describes; what it ``extends`` counts for other names.
+
+    Args:
+        text: As ``RULES.md`` describes.
+        where: Name of the file, for errors.
+
+    Raises:
+        RulesError: All problems, one a line, as ``file:line:column: what``.
+    """
+    from ucp_core import _ruletext
+
+    found = _ruletext.read_rules(text, where, builtin_names())
+    rules = Rules(
+        rules=tuple(
+            Rule(rule.match, rule.pattern, rule.slot, f"{where}:{rule.line}")
+            for rule in found.rules
+        ),
+        first_wins=found.first_wins,
+        stages=None if found.layer is None else Stages(found.layer, found.first, found.last),
+        ties=found.ties,
+    )
+    for name in found.extends:
+        rules = rules.over(builtin_rules(name))
+    return rules
+
+
+def load_renames(text: str, where: str) -> Renames:
+    """Return the renamings that a text describes: a list of ``{match: regex, to: template}``.
+
+    Raises:
+        RulesError: All problems, one a line, as ``file:line:column: what``.
+    """
+    from ucp_core import _ruletext
+
+    return Renames(tuple(_ruletext.read_renames(text, where)))
+
+
+@cache
+def builtin_names() -> tuple[str, ...]:
+    """Return the names of the families that ship."""
+    names = (path.name for path in _families().iterdir())
+    return tuple(sorted(n.removesuffix(".yaml") for n in names if n.endswith(".yaml")))
+
+
+@cache
+def builtin_rules(name: str) -> Rules:
+    """Return the rules of a family that ships.
+
+    Raises:
+        RulesError: There is no such family.
+    """
+    if name not in builtin_names():
+        raise RulesError(
+            f"there are no built-in rules {name!r}; there are {', '.join(builtin_names())}"
+        )
+    text = (_families() / f"{name}.yaml").read_text(encoding="utf-8")
+    return load_rules(text, f"{name}.yaml")
+
+
+def _families() -> Traversable:
+    return files("ucp_core") / "families"
 
 
 @cache

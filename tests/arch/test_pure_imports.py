@@ -19,6 +19,9 @@ PURE_FILES = (
     "ucp_core/statemap.py",
     "ucp_core/plan.py",
     "ucp_core/manifest.py",
+    "ucp_core/patterns.py",
+    "ucp_core/rules.py",
+    "ucp_core/targets.py",
 )
 
 

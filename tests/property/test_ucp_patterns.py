@@ -95,8 +95,8 @@ def test_zero_ranges_of_any_shards_give_back_the_tensors(seed: int, tp: int, dp:
         entry = union(KEY, "I32", placement, fragments)
         assert np.array_equal(assembled(entry.shape, list(entry.fragments), files), spread.whole)
         box = Box.full(entry.shape)
-        part = Part(KEY, "I32", entry.shape, box)
-        [loaded] = load(_checkpoint([entry], files), [part])
+        need = Part(KEY, "I32", entry.shape, box)
+        [loaded] = load(_checkpoint([entry], files), [need])
         assert bytes(loaded.data) == spread.whole.tobytes()
 
 
