@@ -53,7 +53,8 @@ class Store(Protocol):
             exclusive: Change nothing and return False if the file exists already.
 
         Returns:
-            Whether it was written.
+            Whether it was written. Of rivals that write the same bytes at the same instant, more
+            than one may be told so.
         """
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:

@@ -24,13 +24,15 @@ _BUFFERS_MAX = 1024
 _SMALL_BYTES = 64 << 10
 _GATHER_BYTES = 1 << 20
 
-_ADVICE = {
+#: What an error of the system means for a path.
+ADVICE = {
     errno.ENOENT: "does not exist",
     errno.EACCES: "is not permitted: check the owner and mode of the directory",
     errno.EPERM: "is not permitted: check the owner and mode of the directory",
     errno.EROFS: "is on a read-only file system",
     errno.ENOSPC: "does not fit: the file system is full",
     errno.EDQUOT: "does not fit: the quota is used up",
+    errno.EFBIG: "does not fit: larger than the file system or the process limit allows",
 }
 
 
@@ -297,7 +299,7 @@ def _named(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, f"failed: {error.strerror}")
+        advice = ADVICE.get(error.errno or 0, f"failed: {error.strerror}")
         raise StorageError(
             f"{path} {advice}",
             path=path,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from ucp_core.errors import StorageError
@@ -12,12 +12,18 @@ from ucp_core.storage.local import LocalStore
 if TYPE_CHECKING:
     from ucp_core.storage.base import Store
 
+_S3 = {"s3", "s3a"}
+_GCS = {"gs", "gcs"}
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+
 
 def open_store(url: str) -> tuple[Store, str]:
     """Return the store that serves ``url``, and the path of ``url`` in that store.
 
     A path without a scheme, or with ``file://``, is a local one; anything else is fsspec's
     (``s3://bucket/key``, ``gs://...``, ``memory://...``). Local paths come back absolute.
+    Credentials, region and endpoint are what the service's own tools use: ``AWS_PROFILE``,
+    ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLICATION_CREDENTIALS``, ..., or fsspec's configuration.
 
     Raises:
         StorageError: The scheme is unknown, or its package is not installed.
@@ -31,10 +37,39 @@ def open_store(url: str) -> tuple[Store, str]:
     # fsspec takes 40 ms to import, and local runs never need it.
     import fsspec
 
-    from ucp_core.storage.fsspec_store import FsspecStore
-
     try:
-        filesystem, path = fsspec.core.url_to_fs(url)
+        filesystem, path = fsspec.core.url_to_fs(url, **_options(scheme))
     except (ImportError, ValueError) as error:
-        raise StorageError(f"{url} cannot be opened: {error}", url=url) from error
-    return FsspecStore(filesystem), str(path)
+        extra = _EXTRAS.get(scheme)
+        advice = f"; pip install 'everstep[{extra}]'" if extra else ""
+        raise StorageError(f"{url} cannot be opened: {error}{advice}", url=url) from error
+    return _store_of(scheme, filesystem), str(path).rstrip("/")
+
+
+def _options(scheme: str) -> dict[str, Any]:
+    """Return how the client is made; what the user configured for fsspec stays."""
+    import fsspec
+
+    if scheme not in _S3 | _GCS:
+        return {}
+    # A cached listing would hide what another process committed.
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if scheme in _S3:
+        # Requests are repeated in one place, ours: three layers would wait for many minutes.
+        configured = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}} | configured
+    return options
+
+
+def _store_of(scheme: str, filesystem: Any) -> Store:
+    from ucp_core.storage._remote import Retries
+    from ucp_core.storage.fsspec_store import FsspecStore
+    from ucp_core.storage.s3_store import S3Store
+
+    if scheme in _S3:
+        filesystem.retries = 1
+        return S3Store(filesystem)
+    if scheme in _GCS:
+        # gcsfs repeats requests itself, for a minute.
+        return FsspecStore(filesystem, retries=Retries(attempts=1))
+    return FsspecStore(filesystem)

@@ -1,0 +1,315 @@
+"""S3 as it is used: a server process that speaks the protocol, and a proxy that spoils it."""
+
+from __future__ import annotations
+
+import tracemalloc
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
+from tests.support.object_servers import Fault, Proxy, proxied, s3_server
+from tests.support.store_conformance import StoreConformance
+from ucp_core.checkpoint import find_committed, load, materialise, open_checkpoint, verify
+from ucp_core.errors import StorageError
+from ucp_core.storage import ReadRange, Store, join, open_store
+from ucp_core.storage._remote import Retries
+from ucp_core.storage.s3_store import S3Store
+
+pytest.importorskip("moto", reason="moto is not installed: pip install 'everstep[dev]'")
+s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'everstep[s3]'")
+
+_QUICK = Retries(attempts=4, first_s=0.001)
+_PART = 16 << 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    # fsspec keeps clients by their arguments, and the environment is none.
+    s3fs.S3FileSystem.clear_instance_cache()
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as url:
+        yield url
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make a bucket and say by the environment, as a user would, where it is."""
+    use(monkeypatch, server)
+    name = f"b-{uuid.uuid4().hex}"
+    s3fs.S3FileSystem().mkdir(name)
+    return name
+
+
+@pytest.fixture
+def proxy(server: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """Stand between the server, where ``bucket`` is, and whoever opens a store after this."""
+    del bucket
+    with proxied(server) as proxy:
+        use(monkeypatch, proxy.url)
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield proxy
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+def use(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anyone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
+
+def quick_store(bucket: str) -> tuple[S3Store, str]:
+    """Return the store that ``open_store`` gives, but for shorter pauses."""
+    store, root = open_store(f"s3://{bucket}/root")
+    assert isinstance(store, S3Store)
+    return S3Store(store._fs, retries=_QUICK), root
+
+
+class TestS3(StoreConformance):
+    @pytest.fixture(autouse=True)
+    def _bucket(self, bucket: str) -> None:
+        self.bucket = bucket
+
+    def make(self, tmp_path: Path) -> tuple[Store, str]:
+        del tmp_path
+        return open_store(f"s3://{self.bucket}/root")
+
+
+def test_a_checkpoint_lives_in_a_bucket(bucket: str) -> None:
+    """Save, commit, find, load, convert and verify, with nothing but the URL."""
+    store, root = open_store(f"s3://{bucket}/run/checkpoints")
+    state = small_state()
+    assert [r.committed for r in save(store, state, step=7, root=root)] == [False, True]
+
+    found = find_committed(store, root, lineage=[(1, 0)])
+    assert found is not None
+    materialise(found.checkpoint, store, join(root, "universal"), memory_bytes=8 << 20)
+    universal = open_checkpoint(store, join(root, "universal"))
+
+    for checkpoint in (found.checkpoint, universal):
+        need = whole_need(state)
+        load(checkpoint, need)
+        assert_loaded(state, need)
+        assert verify(checkpoint) == []
+        assert checkpoint.extra == {"cursor": {"step": 7}}
+
+
+@pytest.mark.parametrize("size", [_PART - 1, _PART, _PART + 1, 2 * _PART + 5])
+def test_large_files_go_up_in_parts(size: int, bucket: str, proxy: Proxy) -> None:
+    """Sizes around a part are where the last one is empty or forgotten."""
+    store, root = quick_store(bucket)
+    data = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    chunks = [data[low : low + 999_999] for low in range(0, size, 999_999)]
+
+    assert store.write_file(join(root, "f"), chunks, fsync=True) == size
+
+    assert store.read(join(root, "f")) == data
+    assert proxy.count("PUT", "partNumber") == (0 if size <= _PART else -(-size // _PART))
+
+
+def test_memory_does_not_grow_with_the_file(bucket: str) -> None:
+    """A rank's file is as large as its share of the state, and that fills the machine."""
+    store, root = open_store(f"s3://{bucket}/root")
+    chunk = b"\5" * (1 << 20)
+    tracemalloc.start()
+    try:
+        store.write_file(join(root, "f"), (chunk for _ in range(200)), fsync=False)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert store.size(join(root, "f")) == 200 << 20
+    # Seven parts, each with the room that it grew in, and the client's own tables.
+    assert peak_bytes < 9 * _PART
+
+
+def test_a_part_that_cannot_be_sent_leaves_nothing(bucket: str, proxy: Proxy) -> None:
+    """Neither a file nor parts that are invisible and paid for."""
+    store, root = quick_store(bucket)
+    proxy.faults = [Fault(method="PUT", within="partNumber=2", times=99, status=503)]
+
+    with pytest.raises(StorageError, match=r"root/f could not be reached in 4 attempts.*injected"):
+        store.write_file(join(root, "f"), [bytes(_PART)] * 3, fsync=False)
+
+    assert not store.exists(join(root, "f"))
+    uploads = store._fs.call_s3("list_multipart_uploads", Bucket=bucket)
+    assert uploads.get("Uploads", []) == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(method="GET", within="root/f", times=3, status=503),
+        Fault(method="GET", within="root/f", times=3, status=500, code="InternalError"),
+        Fault(method="GET", within="root/f", times=3, status=429, code="TooManyRequests"),
+        Fault(method="GET", within="root/f", times=3),
+        Fault(method="HEAD", within="root/f", times=3, status=503),
+        Fault(method="PUT", within="root/f", times=3, status=503),
+        Fault(method="PUT", within="root/f", times=3),
+        Fault(method="GET", within="list-type", times=3, status=503),
+    ],
+    ids=lambda fault: f"{fault.method}-{fault.within}-{fault.status or 'reset'}",
+)
+def test_what_fails_for_a_moment_is_repeated(fault: Fault, bucket: str, proxy: Proxy) -> None:
+    """Throttling is daily bread there, and must not cost a run a recovery."""
+    store, root = quick_store(bucket)
+    proxy.faults = [fault]
+    path = join(root, "f")
+
+    store.write_file(path, [b"0123456789"], fsync=False)
+    buffer = bytearray(4)
+    store.read_ranges(path, [ReadRange(3, (memoryview(buffer),))])
+
+    assert bytes(buffer) == b"3456"
+    assert store.size(path) == 10
+    assert store.list(root) == ("f",)
+    assert store.read(path) == b"0123456789"
+    within = fault.within or "root"
+    assert proxy.count(fault.method, within) > fault.times
+
+
+def test_repeating_ends(bucket: str, proxy: Proxy) -> None:
+    """Once more than allowed, not five times by each of three layers."""
+    store, root = quick_store(bucket)
+    proxy.faults = [Fault(method="GET", within="root/f", times=99, status=503)]
+
+    with pytest.raises(StorageError, match=r"root/f could not be reached in 4 attempts"):
+        store.read_range(join(root, "f"), 0, 1)
+
+    assert proxy.count("GET", "root/f") == 4
+
+
+def test_only_the_range_that_failed_is_read_again(bucket: str, proxy: Proxy) -> None:
+    """To repeat a whole batch would double the load on a service that asks for less."""
+    store, root = quick_store(bucket)
+    path = join(root, "f")
+    store.write_file(path, [bytes(range(250))], fsync=False)
+    proxy.seen.clear()
+    proxy.faults = [Fault(method="GET", within="root/f", times=2, status=503)]
+    buffers = [bytearray(10) for _ in range(5)]
+
+    ranges = [ReadRange(50 * i, (memoryview(b),)) for i, b in enumerate(buffers)]
+    store.read_ranges(path, ranges)
+
+    assert [b[0] for b in buffers] == [0, 50, 100, 150, 200]
+    assert proxy.count("GET", "root/f") == 7
+
+
+def test_a_commit_whose_answer_was_lost_is_known_as_done(bucket: str, proxy: Proxy) -> None:
+    """The second attempt finds the name taken: by the first one, not by a rival."""
+    store, root = quick_store(bucket)
+    proxy.faults = [Fault(method="PUT", within="root/m", after=True)]
+
+    assert store.write_atomic(join(root, "m"), b"mine", fsync=False, exclusive=True)
+    assert proxy.count("PUT", "root/m") == 2
+    assert not store.write_atomic(join(root, "m"), b"mine", fsync=False, exclusive=True)
+
+
+def test_an_upload_whose_last_answer_was_lost_is_known_as_done(bucket: str, proxy: Proxy) -> None:
+    """Completed, the upload has no name any more, and the second attempt does not find it."""
+    store, root = quick_store(bucket)
+    proxy.faults = [Fault(method="POST", within="uploadId", after=True)]
+
+    store.write_file(join(root, "f"), [bytes(_PART), b"end"], fsync=False)
+
+    assert store.size(join(root, "f")) == _PART + 3
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (403, "AccessDenied", r"root/f is not permitted.*policy"),
+        (403, "InvalidAccessKeyId", r"root/f cannot be reached with these credentials"),
+        (403, "SignatureDoesNotMatch", r"root/f cannot be reached with these credentials"),
+        (400, "ExpiredToken", r"root/f cannot be reached with these credentials"),
+    ],
+)
+def test_a_refusal_says_what_to_check(
+    status: int, code: str, message: str, bucket: str, proxy: Proxy
+) -> None:
+    """It is not repeated, and it is not taken for a file that is not there."""
+    store, root = quick_store(bucket)
+    proxy.faults = [
+        Fault(method=method, within="root", times=99, status=status, code=code)
+        for method in ("GET", "PUT")
+    ]
+
+    for act in (
+        lambda: store.read(join(root, "f")),
+        lambda: store.read_range(join(root, "f"), 0, 1),
+        lambda: store.write_file(join(root, "f"), [b"x"], fsync=False),
+        lambda: store.append(join(root, "f"), b"x"),
+    ):
+        with pytest.raises(StorageError, match=message) as caught:
+            act()
+        assert not caught.value.facts["missing"]
+    assert proxy.count("PUT", "root/f") == 1
+
+
+def test_a_refused_look_is_no_answer(bucket: str, proxy: Proxy) -> None:
+    """A run that takes "forbidden" for "nothing there" begins from step 0."""
+    store, root = quick_store(bucket)
+    proxy.faults = [
+        Fault(method=method, times=99, status=403, code="AccessDenied")
+        for method in ("HEAD", "GET")
+    ]
+
+    for act in (store.exists, store.size, store.list):
+        with pytest.raises(StorageError, match="root is not permitted"):
+            act(root)
+    with pytest.raises(StorageError, match="root is not permitted"):
+        find_committed(store, root, lineage=[(1, 0)])
+
+
+def test_a_missing_bucket_is_not_made(bucket: str) -> None:
+    """Its name may be a slip; and for a reader it is no empty directory."""
+    store, path = open_store(f"s3://{bucket}-slip/run")
+
+    with pytest.raises(StorageError, match=r"run/f is in a bucket that does not exist"):
+        store.write_file(join(path, "f"), [b"x"], fsync=False)
+    with pytest.raises(StorageError, match=r"run/f is in a bucket that does not exist"):
+        store.write_atomic(join(path, "f"), b"x", fsync=False, exclusive=True)
+    for act in (store.read, store.list):
+        with pytest.raises(StorageError, match="in a bucket that does not exist") as caught:
+            act(path)
+        assert not caught.value.facts["missing"]
+
+
+def test_no_credentials_are_an_error_of_ours(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's own class knows nothing of the path and is no OSError."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
+    s3fs.S3FileSystem.clear_instance_cache()
+    store, path = open_store(f"s3://{bucket}/root")
+
+    with pytest.raises(StorageError, match="root/f cannot be reached with these credentials"):
+        store.read(join(path, "f"))
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_service_that_is_not_there_is_named(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong endpoint is the commonest mistake of a first run."""
+    use(monkeypatch, "http://127.0.0.1:9")
+    s3fs.S3FileSystem.clear_instance_cache()
+    store, root = quick_store(bucket)
+
+    with pytest.raises(StorageError, match=r"root/f could not be reached in 4 .*127\.0\.0\.1:9"):
+        store.read(join(root, "f"))
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_directories_longer_than_a_page_are_listed_and_deleted(bucket: str) -> None:
+    """S3 gives 1,000 names at a time: a run of 1,001 ranks must not lose one."""
+    store, root = quick_store(bucket)
+    store._fs.pipe({join(root, f"d/{index:04d}"): b"x" for index in range(1001)})
+
+    assert len(store.list(join(root, "d"))) == 1001
+    assert len(store.sizes(join(root, "d"))) == 1001
+    store.delete(join(root, "d"))
+    assert not store.exists(join(root, "d"))

@@ -1,0 +1,190 @@
+"""Object stores that really listen: server processes, and a proxy that makes them fail."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+_START_S_MAX = 60.0
+#: Of a connection alone, and not of the next hop.
+_HOP_HEADERS = {"connection", "transfer-encoding", "content-length", "host", "expect"}
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def served(log: Path, command: Callable[[int], list[str]], probe: str) -> Iterator[str]:
+    """Run a server as a process of its own; yield its URL once it answers."""
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command(port), stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + _START_S_MAX
+        while not _answers(url + probe):
+            assert process.poll() is None, f"the server ended: {log.read_text()}"
+            assert time.monotonic() < deadline, f"no answer: {log.read_text()}"
+            time.sleep(0.05)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
+
+
+def s3_server(log: Path) -> AbstractContextManager[str]:
+    """Return moto's S3, which asks for no credentials until it is told to."""
+    return served(
+        log,
+        lambda port: [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        "/moto-api/",
+    )
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):  # noqa: S310  our own, on this machine
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What the proxy does to requests that match, ``times`` times.
+
+    Attributes:
+        method: Of HTTP.
+        within: Is part of the path and query.
+        times: How often; the following ones pass.
+        status: Answered instead of the server; 0: the connection breaks.
+        code: S3's name of the error.
+        after: The server gets the request first, so that only its answer is lost.
+    """
+
+    method: str
+    within: str = ""
+    times: int = 1
+    status: int = 0
+    code: str = "SlowDown"
+    after: bool = False
+
+
+@dataclass
+class Proxy:
+    """What a proxy saw and what it shall do.
+
+    Attributes:
+        url: Of the proxy.
+        faults: The first one that matches and is not used up is applied.
+        seen: ``METHOD path?query`` of every request.
+    """
+
+    url: str
+    faults: list[Fault] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+    _used: dict[Fault, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fault_of(self, method: str, target: str) -> Fault | None:
+        """Note a request and return what shall happen to it."""
+        with self._lock:
+            self.seen.append(f"{method} {target}")
+            for fault in self.faults:
+                if fault.method == method and fault.within in target:
+                    used = self._used.get(fault, 0)
+                    if used < fault.times:
+                        self._used[fault] = used + 1
+                        return fault
+        return None
+
+    def count(self, method: str, within: str = "") -> int:
+        """Return how many requests were seen."""
+        return sum(s.startswith(f"{method} ") and within in s for s in self.seen)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Listener
+
+    def _handle(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        fault = self.server.proxy.fault_of(self.command, self.path)
+        if fault is None:
+            self._answer(*self._passed(body))
+            return
+        if fault.after:
+            self._passed(body)
+        if fault.status == 0:
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+        else:
+            text = f"<Error><Code>{fault.code}</Code><Message>injected</Message></Error>"
+            self._answer(fault.status, [("Content-Type", "text/xml")], text.encode())
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _handle  # noqa: N815
+
+    def _passed(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        connection = HTTPConnection(self.server.behind, timeout=30)
+        try:
+            kept = {k: v for k, v in self.headers.items() if k.lower() not in _HOP_HEADERS}
+            # The signature covers the host that the client believes it speaks to.
+            kept["Host"] = self.headers["Host"]
+            connection.request(self.command, self.path, body, kept)
+            response = connection.getresponse()
+            return response.status, response.getheaders(), response.read()
+        finally:
+            connection.close()
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+        self.send_response_only(status)
+        is_head = self.command == "HEAD"
+        for name, value in headers:
+            if name.lower() not in _HOP_HEADERS or (is_head and name.lower() == "content-length"):
+                self.send_header(name, value)
+        if not is_head:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if not is_head:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  the base class's
+        """Write no log."""
+
+
+class _Listener(ThreadingHTTPServer):
+    proxy: Proxy
+    behind: str
+
+
+@contextmanager
+def proxied(server_url: str) -> Iterator[Proxy]:
+    """Pass requests on to ``server_url``, but for the faults."""
+    listener = _Listener(("127.0.0.1", 0), _Handler)
+    listener.behind = server_url.removeprefix("http://")
+    listener.proxy = Proxy(f"http://127.0.0.1:{listener.server_port}")
+    thread = threading.Thread(target=listener.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield listener.proxy
+    finally:
+        listener.shutdown()
+        listener.server_close()
+        thread.join()

@@ -1,0 +1,167 @@
+"""What goes wrong between this machine and a storage service: what to repeat, what to say.
+
+The clients wrap one another and raise at every layer; their classes are told apart by the answer
+that they carry and by their names, so that none of them needs to be installed.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ucp_core.errors import StorageError
+from ucp_core.storage.local import ADVICE
+
+T = TypeVar("T")
+
+#: HTTP: time-out, too many requests, and the server's own trouble.
+_TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
+_TRANSIENT_CODES = {
+    "InternalError",
+    "RequestLimitExceeded",
+    "RequestTimeout",
+    "ServiceUnavailable",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "XAmzContentSHA256Mismatch",
+}
+#: Classes (with those derived from them) of a connection that broke or was not made: of botocore,
+#: aiohttp and requests. A throttled answer may be no XML at all, which is a ResponseParserError.
+_TRANSIENT_CLASSES = {
+    "ChunkedEncodingError",
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "ConnectionError",
+    "HTTPClientError",
+    "IncompleteRead",
+    "ResponseParserError",
+    "TimeoutError",
+}
+_CREDENTIALS_CODES = {
+    "401",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "RequestTimeTooSkewed",
+    "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
+}
+_CREDENTIALS_CLASSES = {
+    "CredentialRetrievalError",
+    "DefaultCredentialsError",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "RefreshError",
+    "SSOError",
+}
+_TAKEN_CODES = {"412", "ConditionalRequestConflict", "PreconditionFailed"}
+_MISSING_CODES = {"404", "NoSuchKey"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retries:
+    """How often and how long a request is repeated that failed through no fault of its own.
+
+    The pauses double from ``first_s`` to ``longest_s``, each shortened at random by up to half, so
+    that many ranks do not come back at the same instant. By default a service gets 17 to 33
+    seconds to recover: providers ask to slow down for seconds, and an outage of minutes is
+    better met by the next checkpoint.
+    """
+
+    attempts: int = 9
+    first_s: float = 0.2
+    longest_s: float = 8.0
+
+    def call(self, path: str, act: Callable[[], T], *, needs_bucket: bool = False) -> T:
+        """Return what ``act`` returns; raise a ``StorageError`` about ``path`` if it cannot.
+
+        Args:
+            path: What ``act`` is about.
+            act: One request; it may have taken effect although it fails.
+            needs_bucket: What can be missing is only the bucket: ``act`` writes to one.
+        """
+        for attempt in range(1, self.attempts + 1):
+            try:
+                return act()
+            except StorageError:
+                raise
+            except Exception as error:
+                if attempt == self.attempts or not _is_transient(error):
+                    raise _described(error, path, attempt, needs_bucket=needs_bucket) from error
+            pause_s = min(self.first_s * 2 ** (attempt - 1), self.longest_s)
+            time.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  no secret in it
+        raise AssertionError("attempts is at least 1")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error and those that it was raised from."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__
+
+
+def _codes(error: BaseException) -> set[str]:
+    """Return the service's codes: ``NoSuchBucket``, ``503``."""
+    found: set[str] = set()
+    for each in _chain(error):
+        response: Any = getattr(each, "response", None)
+        if isinstance(response, dict):
+            found.add(str(response.get("Error", {}).get("Code")))
+            found.add(str(response.get("ResponseMetadata", {}).get("HTTPStatusCode")))
+        for name in ("code", "status"):
+            found.add(str(getattr(each, name, None)))
+    return found
+
+
+def _classes(error: BaseException) -> set[str]:
+    return {kind.__name__ for each in _chain(error) for kind in type(each).__mro__}
+
+
+def _is_transient(error: Exception) -> bool:
+    codes, classes = _codes(error), _classes(error)
+    return (
+        bool(codes & _TRANSIENT_CODES)
+        or any(str(status) in codes for status in _TRANSIENT_STATUS)
+        or bool(classes & _TRANSIENT_CLASSES)
+    )
+
+
+def _described(error: Exception, path: str, attempts: int, *, needs_bucket: bool) -> StorageError:
+    """Return the StorageError that tells what ``error`` means for ``path``."""
+    codes, classes = _codes(error), _classes(error)
+    facts: dict[str, Any] = {"path": path, "missing": False}
+    if "NoSuchBucket" in codes or (needs_bucket and isinstance(error, FileNotFoundError)):
+        what = "is in a bucket that does not exist: create the bucket or correct the URL"
+    elif isinstance(error, FileNotFoundError) or codes & _MISSING_CODES:
+        what, facts["missing"] = "does not exist", True
+    elif isinstance(error, FileExistsError) or codes & _TAKEN_CODES:
+        what, facts["taken"] = "exists already", True
+    elif codes & _CREDENTIALS_CODES or classes & _CREDENTIALS_CLASSES:
+        what = (
+            f"cannot be reached with these credentials ({error}): check the access key, secret, "
+            "profile or service account of this process, their expiry, and the clock"
+        )
+    elif isinstance(error, PermissionError) or "403" in codes:
+        what = (
+            f"is not permitted ({error}): these credentials are known but may not do this; check "
+            "the bucket's policy and the role's rights"
+        )
+    elif codes & {"416", "InvalidRange"}:
+        what, facts["truncated"] = "ends before the bytes that were asked for: truncated", True
+    elif _is_transient(error):
+        what = (
+            f"could not be reached in {attempts} attempts, the last one failed with "
+            f"{type(error).__name__}: {error}; the service is down, overloaded or not at this "
+            "address"
+        )
+    elif isinstance(error, OSError) and error.errno in ADVICE:
+        what = ADVICE[error.errno]
+    else:
+        what = f"cannot be used: {type(error).__name__}: {error}"
+    return StorageError(f"{path} {what}", **facts)
