@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 METADATA_NAME = ".metadata"
 #: Written by every rank where ranks do not talk (``use_collectives=False``).
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
-_DATA_NAME = re.compile(r"__\d+_\d+\.distcp")
+#: Ends of the names of files that some save wrote.
+_LEFT = (".distcp", ".metadata.tmp")
 #: Items whose ends are read in one go.
 _BATCH_BLOBS = 512
 #: Bytes between two reads up to which one is cheaper.
@@ -74,6 +75,7 @@ class Container:
         paths: Where a key was in the nested state, as far as that was written down.
         sizes: Of the files in the directory.
         metadata_names: The metadata files.
+        version: That of DCP.
     """
 
     store: Store
@@ -83,6 +85,7 @@ class Container:
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     metadata_names: tuple[str, ...] = ()
+    version: str = ""
 
     @property
     def where(self) -> str:
@@ -93,7 +96,7 @@ class Container:
         """Return the data files that no metadata name: another save left them."""
         named = {chunk.blob.file for item in self.tensors.values() for chunk in item.chunks}
         named |= {blob.file for blobs in self.blobs.values() for blob in blobs}
-        return sorted(n for n in self.sizes if _DATA_NAME.fullmatch(n) and n not in named)
+        return sorted(n for n in self.sizes if n.endswith(_LEFT) and n not in named)
 
     def values(self, keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Yield the value of each key, of the first rank that wrote it."""
@@ -144,7 +147,7 @@ class Container:
             raise CheckpointCorruptError(
                 f"{key}: box {chunk.box} in {join(self.directory, chunk.blob.file)} is "
                 f"{ref.dtype}{list(ref.shape)}, {self.metadata_names[0]} says {item.dtype}"
-                f"{list(chunk.box.shape)}: another save wrote over this one; use another checkpoint",
+                f"{list(chunk.box.shape)}: another save wrote over this one; use another one",
                 key=key,
                 path=join(self.directory, chunk.blob.file),
             )
@@ -227,27 +230,38 @@ class _Windows:
         return read
 
 
-def read_container(store: Store, directory: str) -> Container:
+def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -> Container:
     """Read the metadata of a DCP directory, of one save or of each rank.
+
+    Args:
+        store: Where.
+        directory: In it.
+        parts: Folders in the directory that are one checkpoint together.
 
     Raises:
         CheckpointCorruptError: Damaged, or its data files are missing, truncated, or not of the
             save that wrote it.
         ForeignClassError: It holds a class that no version of DCP writes.
     """
-    sizes = store.sizes(directory)
-    names = metadata_names(sizes)
-    if not names:
-        raise CheckpointCorruptError(
-            f"{directory} has no {METADATA_NAME}: the save was not finished", path=directory
-        )
-    container = Container(store, directory, sizes=sizes, metadata_names=names)
-    for name in names:
+    container = Container(store, directory)
+    for part in parts:
+        prefix = f"{part}/" if part else ""
+        sizes = store.sizes(join(directory, part))
+        names = metadata_names(sizes)
+        if not names:
+            raise CheckpointCorruptError(
+                f"{join(directory, part)} has no {METADATA_NAME}: its save was not finished",
+                path=join(directory, part),
+            )
+        container.sizes.update({prefix + name: size for name, size in sizes.items()})
+        container.metadata_names += tuple(prefix + name for name in names)
+    for name in container.metadata_names:
         path = join(directory, name)
         metadata = read_pickle(store.read(path), where=path, allow=_CLASSES)
+        prefix = name[: name.rfind("/") + 1]
         try:
-            _add(container, metadata, path)
-        except (AttributeError, TypeError, ValueError) as error:
+            _add(container, metadata, prefix, path)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointCorruptError(
                 f"{path} is not what torch DCP writes ({error})", path=path
             ) from error
@@ -350,13 +364,14 @@ _CLASSES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _add(container: Container, metadata: Any, path: str) -> None:
+def _add(container: Container, metadata: Any, prefix: str, path: str) -> None:
     """Add what one metadata file says."""
     state = _of(metadata, _Metadata).state
     places: dict[tuple[str, tuple[int, ...] | None], Blob] = {}
     for index, info in _dict(state["storage_data"]).items():
         place = _of(index, _Index)
-        places[place.key, place.offset] = _blob(_of(info, _StorageInfo), place.key, path)
+        item = _blob(_of(info, _StorageInfo), place.key, path)
+        places[place.key, place.offset] = item._replace(file=prefix + item.file)
     for key, value in _dict(state["state_dict_metadata"]).items():
         if type(value) is _TensorMetadata:
             _add_tensor(container, _of(key, str), value, places, path)
@@ -368,6 +383,7 @@ def _add(container: Container, metadata: Any, path: str) -> None:
         else:
             msg = f"{key} is a {type(value).__name__}"
             raise TypeError(msg)
+    container.version = str(state.get("version") or "")
     planner = state.get("planner_data")
     if isinstance(planner, dict):
         paths = {k: v for k, v in planner.items() if type(v) is tuple and type(k) is str}

@@ -1,0 +1,347 @@
+"""A DCP container as training state: entries, groups, small values, and what became of each key."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from base64 import b64encode
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ucp_core.boxes import Box
+from ucp_core.checksums import crc32
+from ucp_core.converters._dcp_names import Names, classify, number_names
+from ucp_core.converters.inline import INLINE_NAME
+from ucp_core.converters.torchfile import plain
+from ucp_core.errors import CheckpointCorruptError, ForeignClassError
+from ucp_core.manifest import Item
+from ucp_core.statemap import Extent, Fragment, TensorEntry, TensorKey
+from ucp_core.storage.base import join
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ucp_core.converters._dcp_container import Container
+
+#: Fragments have no checksums of their own, so that these blocks have none either.
+BLOCK_BYTES = 1 << 20
+#: A generator's state has 5 KB; more is data of the model.
+_SMALL_BYTES = 64 << 10
+_STEPS = ("step", "global_step", "iteration", "steps", "num_steps", "steps_run")
+_RANDOM = re.compile(r".*(?:rng|random|generator).*", re.IGNORECASE)
+_BUFFERS = (
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+    "inv_freq",
+    "freqs_cis",
+    "_extra_state",
+)
+_INTEGERS = frozenset(("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64"))
+_NUMPY = {
+    "BOOL": "?",
+    "U8": "u1",
+    "I8": "i1",
+    "I16": "<i2",
+    "U16": "<u2",
+    "I32": "<i4",
+    "U32": "<u4",
+    "I64": "<i8",
+    "U64": "<u8",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+}
+
+
+@dataclass(slots=True)
+class State:
+    """What a manifest of the checkpoint says; see ``ucp_core.manifest.Manifest``.
+
+    Attributes:
+        inline: The bytes of values that only pickles hold; the file ``INLINE_NAME``.
+        layout: How many files and chunks there are, for people.
+    """
+
+    entries: dict[TensorKey, TensorEntry] = field(default_factory=dict)
+    extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+    roles: dict[str, str] = field(default_factory=dict)
+    items: dict[str, Item] = field(default_factory=dict)
+    inline: bytearray = field(default_factory=bytearray)
+    step: int = 0
+    layout: dict[str, Any] = field(default_factory=dict)
+
+    def put_inline(self, key: TensorKey, value: Any) -> None:
+        """Add a number of a pickle as a 0-d tensor.
+
+        A step is fp32, as torch's own optimizers keep it; other numbers keep all their bits.
+        """
+        dtype, code = ("F64", "<d") if isinstance(value, float) else ("I64", "<q")
+        if key.slot == "step":
+            dtype, code = "F32", "<f"
+        data = struct.pack(code, value)
+        fragment = Fragment(Box((), ()), INLINE_NAME, len(self.inline), len(data), None, ())
+        self.inline += data
+        self.put(TensorEntry(key=key, dtype=dtype, shape=(), fragments=(fragment,)))
+
+    def put(self, entry: TensorEntry) -> None:
+        """Add a tensor.
+
+        Raises:
+            CheckpointCorruptError: There is one of this name.
+        """
+        if entry.key in self.entries:
+            raise CheckpointCorruptError(
+                f"{entry.key} is there twice, under different keys of the checkpoint",
+                fqn=entry.key.fqn,
+                slot=entry.key.slot,
+            )
+        self.entries[entry.key] = entry
+
+
+def state_of(container: Container) -> State:
+    """Return what the keys of a container mean.
+
+    Raises:
+        CheckpointCorruptError: An item contradicts the metadata, or a name is there twice.
+        ForeignClassError: A hyper-parameter is of an unknown class.
+    """
+    shapes = {key: item.shape for key, item in container.tensors.items()}
+    names = classify(shapes, container.blobs, container.paths)
+    _name_numbers(container, names)
+    state = State()
+    keys = {key: TensorKey(fqn, "weight") for key, fqn in names.weights.items()}
+    keys |= {
+        key: TensorKey(fqn, slot) for key, (fqn, slot) in names.states.items() if key in shapes
+    }
+    small = [key for key in names.others if key in shapes and _is_small(container, key)]
+    loose = [key for key in names.others if key in shapes and not _is_small(container, key)]
+    keys |= {key: TensorKey(key, "weight") for key in loose}
+    _refuse_twice(keys)
+    state.entries, state.extents = container.entries(keys)
+    _add_values(state, container, names)
+    _add_groups(state, container, names)
+    _add_others(state, container, names, small)
+    for key in loose:
+        state.roles[key] = "buffer"
+        state.items[key] = Item("reshard", "outside the model: kept under its own key")
+    _add_roles(state, names)
+    _add_items(state, container, names)
+    state.step = _step(state, container)
+    return state
+
+
+def _refuse_twice(keys: Mapping[str, TensorKey]) -> None:
+    seen: dict[TensorKey, str] = {}
+    for key, name in keys.items():
+        if name in seen:
+            raise CheckpointCorruptError(
+                f"keys {seen[name]} and {key} are both {name}: save them apart", key=key
+            )
+        seen[name] = key
+
+
+def _is_small(container: Container, key: str) -> bool:
+    item = container.tensors[key]
+    if item.dtype not in _NUMPY or len(item.chunks) != 1:
+        return False
+    return not item.shape or (item.dtype == "U8" and item.shape[0] <= _SMALL_BYTES)
+
+
+def _number(container: Container, key: str) -> Any:
+    """Return a small tensor as a number, or as the base64 of its bytes."""
+    entries, _ = container.entries({key: TensorKey(key, "weight")})
+    return read_small(container, entries[TensorKey(key, "weight")])
+
+
+def read_small(container: Container, entry: TensorEntry) -> Any:
+    """Return the value of a tensor of one fragment: a number, or the base64 of its bytes."""
+    (fragment,) = entry.fragments
+    path = join(container.directory, fragment.file)
+    data = container.store.read_range(path, fragment.offset_bytes, fragment.num_bytes)
+    if entry.shape:
+        return {"base64": b64encode(data).decode()}
+    return plain(np.frombuffer(data, _NUMPY[entry.dtype])[0].item())
+
+
+def _name_numbers(container: Container, names: Names) -> None:
+    """Give parameters names that the optimizer's state knows by number only."""
+    fqns = {fqn for fqn, _ in names.states.values()}
+    if not fqns or not all(fqn.isdecimal() for fqn in fqns):
+        return
+    weights = {fqn: container.tensors[key].shape for key, fqn in names.weights.items()}
+    if fqns <= set(weights):
+        return
+    shapes = {
+        int(fqn): container.tensors[key].shape
+        for key, (fqn, _) in names.states.items()
+        if key in container.tensors and container.tensors[key].shape
+    }
+    named = number_names(sorted(map(int, fqns)), shapes, weights)
+    names.states = {key: (named[int(fqn)], slot) for key, (fqn, slot) in names.states.items()}
+    names.numbers = named
+
+
+def _add_values(state: State, container: Container, names: Names) -> None:
+    """Add the optimizer's values that are no tensors."""
+    others: dict[str, dict[str, Any]] = defaultdict(dict)
+    for key, value in container.values(key for key in names.states if key in container.blobs):
+        fqn, slot = names.states[key]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            state.put_inline(TensorKey(fqn, slot), value)
+        else:
+            others[fqn][slot] = plain(value)
+    if others:
+        state.extra["optimizer_state"] = dict(others)
+
+
+def _add_groups(state: State, container: Container, names: Names) -> None:
+    """Put the optimizer's groups together from one key for each hyper-parameter."""
+    groups: dict[tuple[str, int | str], dict[str, Any]] = defaultdict(dict)
+    values = dict(container.values(key for key in names.groups if key in container.blobs))
+    for key, (root, group, name) in names.groups.items():
+        value = plain(values[key]) if key in values else _number(container, key)
+        groups[root, group][name] = value
+    merged: dict[str, dict[str, Any]] = {}
+    for (root, group), fields in groups.items():
+        if isinstance(group, int):
+            params = [names.numbers.get(p, p) for p in fields.get("params", ())]
+            state.param_groups.append({**fields, "params": [str(p) for p in params]})
+            continue
+        # Flattened: the same values again and again, for each parameter of a group.
+        identity = json.dumps([root, fields], sort_keys=True)
+        merged.setdefault(identity, {**fields, "params": []})["params"].append(group)
+    state.param_groups += merged.values()
+
+
+def _add_others(state: State, container: Container, names: Names, small: Iterable[str]) -> None:
+    """Keep what is neither model nor optimizer: schedule, data cursor, random state, counters."""
+    for key in small:
+        _put(state, container, key, _number(container, key))
+    for key in names.others:
+        blobs = container.blobs.get(key)
+        if blobs is None:
+            continue
+        try:
+            values = [plain(container.value(blob, key)) for blob in blobs]
+        except ForeignClassError as error:
+            state.items[key] = Item("drop", f"its value is of an unknown class: {error}")
+            continue
+        same = all(value == values[0] for value in values)
+        _put(state, container, key, values[0] if same else {"by_rank": values})
+
+
+def _put(state: State, container: Container, key: str, value: Any) -> None:
+    """Put a value into ``extra`` where it was in the nested state."""
+    path = [str(part) for part in container.paths.get(key, (key,))]
+    target: Any = state.extra
+    for part in path[:-1]:
+        target = target.setdefault(part, {}) if isinstance(target, dict) else None
+    if not isinstance(target, dict) or path[-1] in target:
+        target, path = state.extra, [key]
+    target[path[-1]] = value
+    if _RANDOM.fullmatch(key):
+        note = "kept in extra; on another number of ranks every rank has to derive its own"
+        state.items[key] = Item("reseed", note)
+    else:
+        state.items[key] = Item("replicate", "kept in extra")
+
+
+def _add_roles(state: State, names: Names) -> None:
+    """Tell which tensors of the model the optimizer does not train."""
+    trained = {fqn for fqn, _ in names.states.values()}
+    trained |= {fqn for group in state.param_groups for fqn in group["params"]}
+    if not trained:
+        return
+    for fqn in names.weights.values():
+        if fqn not in trained:
+            is_buffer = fqn.endswith(_BUFFERS)
+            dtype = state.entries[TensorKey(fqn, "weight")].dtype
+            state.roles[fqn] = "buffer" if is_buffer or dtype in _INTEGERS else "frozen"
+
+
+def _add_items(state: State, container: Container, names: Names) -> None:
+    if names.weights:
+        state.items["model"] = Item("reshard", f"{len(names.weights)} tensors")
+    if names.states:
+        state.items["optimizer.state"] = Item("reshard", f"{len(names.states)} tensors and values")
+    if names.groups:
+        state.items["optimizer.param_groups"] = Item(
+            "replicate", f"{len(state.param_groups)} groups"
+        )
+    for name in container.leftovers():
+        note = "not named in the metadata: left behind by another save"
+        state.items[name] = Item("drop", note)
+    state.layout = {
+        "files": len({f.file for e in state.entries.values() for f in e.fragments}),
+        "chunks": sum(len(entry.fragments) for entry in state.entries.values()),
+        "metadata_files": len(container.metadata_names),
+    }
+
+
+def _step(state: State, container: Container) -> int:
+    """Return the step of the save: what the program's own counter says, or the optimizer's."""
+    places = [state.extra, *(v for v in state.extra.values() if isinstance(v, dict))]
+    for name in _STEPS:
+        for place in places:
+            value = place.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+                return value
+    for key, entry in state.entries.items():
+        if key.slot == "step" and entry.shape == () and entry.dtype in _NUMPY:
+            return max(0, int(_any_number(state, container, entry)))
+    return 0
+
+
+def _any_number(state: State, container: Container, entry: TensorEntry) -> float:
+    fragment = entry.fragments[0]
+    if fragment.file != INLINE_NAME:
+        return float(read_small(container, entry))
+    low = fragment.offset_bytes
+    data = bytes(state.inline[low : low + fragment.num_bytes])
+    return float(np.frombuffer(data, _NUMPY[entry.dtype])[0])
+
+
+def ties_of(state: State) -> dict[str, str]:
+    """Return the tensors that are others under a second name: alias to owner.
+
+    DCP saves tied parameters once under each name, and their optimizer state under one. Evidence
+    is torch's own checksum of every chunk; tensors below two dims and of zeros prove nothing.
+    """
+    frozen = [fqn for fqn, role in state.roles.items() if role == "frozen"]
+    if not frozen:
+        return {}
+    crcs = {
+        (file, extent.offset_bytes, extent.num_bytes): extent.crc32
+        for file, extents in state.extents.items()
+        for extent in extents
+    }
+    owners: dict[Any, str] = {}
+    for key, entry in state.entries.items():
+        if key.slot == "weight" and key.fqn not in state.roles:
+            identity = _identity(entry, crcs)
+            if identity is not None:
+                owners.setdefault(identity, key.fqn)
+    ties: dict[str, str] = {}
+    for fqn in frozen:
+        owner = owners.get(_identity(state.entries[TensorKey(fqn, "weight")], crcs))
+        if owner is not None:
+            ties[fqn] = owner
+    return ties
+
+
+def _identity(entry: TensorEntry, crcs: Mapping[tuple[str, int, int], int]) -> Any:
+    """Return what two tensors of the same bytes have in common; None if nothing proves it."""
+    if len(entry.shape) < 2:  # noqa: PLR2004
+        return None
+    found = [crcs.get((f.file, f.offset_bytes, f.num_bytes)) for f in entry.fragments]
+    zeros = [crc32(bytes(f.num_bytes)) for f in entry.fragments[:1]]
+    if None in found or found[:1] == zeros:
+        return None
+    return entry.dtype, entry.shape, tuple(f.box for f in entry.fragments), tuple(found)
