@@ -1,0 +1,309 @@
+"""Says which elements of which shard every file of ZeRO holds: stages 1 and 2, and stage 3.
+
+Pure. Stages 1 and 2 concatenate the shards of a group, pad, and cut the buffer over the ranks;
+stage 3 cuts each shard by itself into ``ceil(size / ranks)`` elements and concatenates the pieces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.converters._shards import Rank, Run, Shards
+from ucp_core.errors import CheckpointCorruptError
+from ucp_core.statemap import DTYPE_BYTES, TensorKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucp_core.converters._deepspeed_partitions import Partition, RankState
+    from ucp_core.converters._values import Scalars
+    from ucp_core.converters.torchfile import TensorRef
+
+#: DeepSpeed's own layer of experts numbers them on each expert parallel rank from 0 on.
+EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
+
+
+@dataclass(slots=True)
+class Stage:
+    """One model-parallel rank: the files of its data-parallel ranks, opened.
+
+    Attributes:
+        rank: Stage and tensor parallel rank.
+        states: By data-parallel rank.
+        shapes: By group of the optimizer: shape of its parameters, in flatten order.
+        where: The file that the shapes are from, for errors.
+        data_before_expert: Expert parallel ranks are not neighbours but apart.
+    """
+
+    rank: Rank
+    states: Sequence[RankState]
+    shapes: Sequence[Mapping[str, tuple[int, ...]]]
+    where: str
+    data_before_expert: bool = False
+    names: list[list[str]] = field(default_factory=list)
+
+
+def add_zero12(stage: Stage, shards: Shards, scalars: Scalars) -> None:
+    """Add the runs of stage 1 or 2; ``stage.names`` gets the parameters of each group.
+
+    Raises:
+        CheckpointCorruptError: The files contradict one another.
+    """
+    dp = len(stage.states)
+    for index, shapes in enumerate(stage.shapes):
+        parts = [_part(state, index, stage.where) for state in stage.states]
+        names: list[str] = []
+        for members, rename in _families(stage, index, parts, shapes, dp):
+            _add_group(stage, shards, scalars, [parts[d] for d in members], shapes, rename)
+            names += [rename.get(name, name) for name in shapes]
+        stage.names.append(names)
+
+
+def _part(state: RankState, index: int, where: str) -> Partition:
+    if index >= len(state.partitions):
+        raise CheckpointCorruptError(
+            f"{state.partitions[0].file if state.partitions else where} has "
+            f"{len(state.partitions)} groups, {where} names parameters of more",
+            file=where,
+        )
+    return state.partitions[index]
+
+
+def _families(
+    stage: Stage,
+    index: int,
+    parts: Sequence[Partition],
+    shapes: Mapping[str, tuple[int, ...]],
+    dp: int,
+) -> Iterator[tuple[list[int], dict[str, str]]]:
+    """Yield data-parallel ranks that share a flat buffer, and other names for its parameters.
+
+    A group of experts is cut over the ranks that hold the same experts only. Ranks with other
+    experts use the same names for them, so these get their numbers in the whole layer.
+    """
+    for part in parts:
+        if part.num_ranks != parts[0].num_ranks:
+            raise CheckpointCorruptError(
+                f"{part.file}: group {index} was cut over {part.num_ranks} ranks, in "
+                f"{parts[0].file} over {parts[0].num_ranks}: the folder mixes two saves",
+                file=part.file,
+            )
+    num_ranks = parts[0].num_ranks or dp
+    if not any(EXPERT.fullmatch(name) for name in shapes):
+        if num_ranks != dp:
+            raise CheckpointCorruptError(
+                f"{parts[0].file}: group {index} was cut over {num_ranks} ranks, but there are "
+                f"{dp} data-parallel ranks: the folder mixes two saves",
+                file=parts[0].file,
+            )
+        yield list(range(dp)), {}
+        return
+    if dp % num_ranks:
+        raise CheckpointCorruptError(
+            f"{parts[0].file}: experts cut over {num_ranks} ranks do not fit {dp} data-parallel "
+            "ranks",
+            file=parts[0].file,
+        )
+    ep_degree = dp // num_ranks
+    local = 1 + max(int(match[2]) for name in shapes if (match := EXPERT.fullmatch(name)))
+    for ep_rank in range(ep_degree):
+        apart = range(ep_rank, dp, ep_degree)
+        together = range(ep_rank * num_ranks, (ep_rank + 1) * num_ranks)
+        rename = {name: global_expert(name, ep_rank * local) for name in shapes}
+        yield list(together if stage.data_before_expert else apart), rename
+
+
+def global_expert(name: str, first: int) -> str:
+    """Return the name of an expert's parameter with its number in the whole layer."""
+    match = EXPERT.fullmatch(name)
+    return name if match is None else f"{match[1]}{first + int(match[2])}{match[3]}"
+
+
+def _add_group(
+    stage: Stage,
+    shards: Shards,
+    scalars: Scalars,
+    parts: Sequence[Partition],
+    shapes: Mapping[str, tuple[int, ...]],
+    rename: Mapping[str, str],
+) -> None:
+    """Add one flat buffer, whose ranges ``parts`` hold in order."""
+    done: dict[str, int] = defaultdict(int)
+    size = max(part.num_elements for part in parts)
+    for name, shape in shapes.items():
+        fqn = rename.get(name, name)
+        for slot, ref in _flat(parts[0]):
+            shards.add_run(TensorKey(fqn, slot), stage.rank, ref.dtype, shape, None)
+    for number, part in enumerate(parts):
+        mapping = part.mapping
+        if mapping is None:
+            mapping = _computed(shapes, number * size, (number + 1) * size)
+        for name, (start, count) in mapping.items():
+            if name not in shapes:
+                raise CheckpointCorruptError(
+                    f"{part.file} has elements of {name}, which is not in group {part.group} of "
+                    f"{stage.where}: the folder mixes two saves",
+                    file=part.file,
+                    fqn=name,
+                )
+            fqn, begin = rename.get(name, name), done[name]
+            done[name] += count
+            _add(stage, shards, part, fqn, shapes[name], start, begin, begin + count)
+            _add_scalars(scalars, part, fqn)
+    for name, shape in shapes.items():
+        if done[name] != prod(shape):
+            raise CheckpointCorruptError(
+                f"{stage.where} gives {name} the shape {list(shape)} of {prod(shape)} elements, "
+                f"the files of ZeRO hold {done[name]} of them",
+                file=stage.where,
+                fqn=name,
+            )
+
+
+def _computed(
+    shapes: Mapping[str, tuple[int, ...]], low: int, high: int
+) -> dict[str, tuple[int, int]]:
+    """Return the mapping of a partition ``[low, high)`` where old versions did not save it."""
+    found = {}
+    begin = 0
+    for name, shape in shapes.items():
+        end = begin + prod(shape)
+        first, last = max(begin, low), min(end, high)
+        if first < last:
+            found[name] = (first - low, last - first)
+        begin = end
+    return found
+
+
+def _flat(part: Partition) -> Iterator[tuple[str, TensorRef]]:
+    yield "weight", part.weight
+    yield from part.slots.items()
+
+
+def _add(
+    stage: Stage,
+    shards: Shards,
+    part: Partition,
+    fqn: str,
+    shape: tuple[int, ...],
+    start: int,
+    begin: int,
+    end: int,
+) -> None:
+    """Add elements ``[begin, end)`` of a shard, which lie from ``start`` on in a partition."""
+    for slot, ref in _flat(part):
+        if start + end - begin > ref.shape[0]:
+            raise CheckpointCorruptError(
+                f"{part.file}: {fqn} ({slot}) should have elements up to {start + end - begin}, "
+                f"but the rank's part of group {part.group} has {ref.shape[0]}",
+                file=part.file,
+                fqn=fqn,
+                slot=slot,
+            )
+        run = Run(part.file, ref.offset_bytes + start * DTYPE_BYTES[ref.dtype], begin, end)
+        shards.add_run(TensorKey(fqn, slot), stage.rank, ref.dtype, shape, run)
+
+
+def _add_scalars(scalars: Scalars, part: Partition, fqn: str) -> None:
+    for slot, value in part.scalars.items():
+        scalars.add(TensorKey(fqn, slot), value)
+
+
+def add_zero3(stage: Stage, shards: Shards, scalars: Scalars) -> None:
+    """Add the runs of stage 3; ``stage.names`` gets the parameters of each group.
+
+    Raises:
+        CheckpointCorruptError: The files contradict one another.
+    """
+    dp = len(stage.states)
+    for dp_rank, state in enumerate(stage.states):
+        params = [(name, shape) for shapes in stage.shapes for name, shape in shapes.items()]
+        names: dict[int, list[str]] = defaultdict(list)
+        left = iter(params)
+        for part in state.partitions:
+            if part.num_ranks not in (0, dp):
+                raise CheckpointCorruptError(
+                    f"{part.file} was cut over {part.num_ranks} ranks, but there are {dp} "
+                    "data-parallel ranks: the folder mixes two saves, or is of MiCS",
+                    file=part.file,
+                )
+            for fqn in _add_subgroup(stage, shards, scalars, part, left, dp, dp_rank):
+                names[part.group].append(fqn)
+        extra = next((param for param in left if prod(param[1])), None)
+        if extra is not None:
+            raise CheckpointCorruptError(
+                f"{state.partitions[-1].file if state.partitions else stage.where} holds nothing "
+                f"of {extra[0]}, which is in {stage.where}",
+                file=stage.where,
+                fqn=extra[0],
+            )
+        if dp_rank == 0:
+            stage.names += [names[index] for index in range(max(names, default=-1) + 1)]
+
+
+def _add_subgroup(
+    stage: Stage,
+    shards: Shards,
+    scalars: Scalars,
+    part: Partition,
+    left: Iterator[tuple[str, tuple[int, ...]]],
+    dp: int,
+    dp_rank: int,
+) -> Iterator[str]:
+    """Add a sub-group: the next parameters whose pieces fill it; yield their names."""
+    start, size = 0, part.weight.shape[0]
+    while start < size:
+        name, shape = next(left, ("", ()))
+        if not name:
+            raise CheckpointCorruptError(
+                f"{part.file} holds {size - start} elements more than {stage.where} names "
+                "parameters for",
+                file=part.file,
+            )
+        total = prod(shape)
+        piece = -(-total // dp)
+        begin, end = min(total, dp_rank * piece), min(total, (dp_rank + 1) * piece)
+        if start + piece > size:
+            raise CheckpointCorruptError(
+                f"{part.file}: the sub-group ends inside {name}, of which each of {dp} ranks "
+                f"holds {piece} elements by {stage.where}",
+                file=part.file,
+                fqn=name,
+            )
+        _add(stage, shards, part, name, shape, start, begin, end)
+        _add_scalars(scalars, part, name)
+        start += piece
+        yield name
+
+
+def param_shapes(tree: Mapping[str, Any], where: str) -> list[dict[str, tuple[int, ...]]] | None:
+    """Return shapes by group and name; None where the file has none.
+
+    Raises:
+        CheckpointCorruptError: They are not what DeepSpeed writes, or a name is there twice.
+    """
+    value = tree.get("param_shapes")
+    if value is None:
+        return None
+    groups = [value] if isinstance(value, dict) else value
+    seen: set[str] = set()
+    found: list[dict[str, tuple[int, ...]]] = []
+    try:
+        for group in groups:
+            shapes = {str(name): tuple(int(n) for n in shape) for name, shape in group.items()}
+            twice = seen & set(shapes)
+            if twice:
+                raise CheckpointCorruptError(
+                    f"{where}: param_shapes has {min(twice)} in two groups", file=where
+                )
+            seen |= set(shapes)
+            found.append(shapes)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(
+            f"{where}: param_shapes is not a list of shapes by name: {error}", file=where
+        ) from error
+    return found

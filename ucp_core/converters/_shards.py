@@ -1,0 +1,268 @@
+"""Collects what the files of a model-parallel checkpoint hold, and makes whole tensors of it.
+
+Pure. A tensor is first cut over ranks of model parallelism into shards; ZeRO flattens each shard
+and cuts it again into runs. Readers add runs; ``Shards.entries`` asks for a pattern of each tensor
+and proves that the runs make up all of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ucp_core.boxes import Box
+from ucp_core.errors import CheckpointCorruptError, PatternError
+from ucp_core.operators import extract, strip_padding, union
+from ucp_core.patterns import Pattern, Placement, place
+from ucp_core.statemap import DTYPE_BYTES, Fragment, TensorEntry, TensorKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ucp_core.converters.torchfile import TensorRef
+
+
+class Rank(NamedTuple):
+    """A rank of model parallelism: its pipeline stage, and its number within the stage."""
+
+    stage: int
+    tp: int
+
+
+class Run(NamedTuple):
+    """Elements ``[start, stop)`` of a flattened shard, side by side in a file."""
+
+    file: str
+    offset_bytes: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Shard:
+    """What one rank of model parallelism holds of one tensor.
+
+    Attributes:
+        dtype: Of the bytes in the files.
+        shape: Of the shard.
+        runs: Where its elements are, once flattened.
+        strides: Of a shard that lies in one run, but not C-contiguous: bytes between neighbours.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    runs: list[Run] = field(default_factory=list)
+    strides: tuple[int, ...] | None = None
+
+
+class Layouts(Protocol):
+    """Knows how a tensor is spread over the ranks of tensor parallelism."""
+
+    def pattern(
+        self, key: TensorKey, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[Pattern, int | None]:
+        """Return the pattern, and the true extent of dim 0 where what lies behind is padding.
+
+        Raises:
+            PatternError: It is not known.
+        """
+
+
+@dataclass(slots=True)
+class Shards:
+    """Shards by tensor and rank.
+
+    Attributes:
+        tp_degree: Ranks in a stage.
+    """
+
+    tp_degree: int
+    _found: dict[TensorKey, dict[Rank, Shard]] = field(default_factory=lambda: defaultdict(dict))
+
+    def add_run(
+        self, key: TensorKey, rank: Rank, dtype: str, shape: tuple[int, ...], run: Run | None
+    ) -> None:
+        """Add elements of a flattened shard; None where a rank has no element of it.
+
+        Raises:
+            CheckpointCorruptError: Another file gives the shard another dtype or shape.
+        """
+        ranks = self._found[key]
+        shard = ranks.get(rank)
+        if shard is None:
+            shard = ranks[rank] = Shard(dtype, shape)
+        if (shard.dtype, shard.shape) != (dtype, shape):
+            where = f" in {run.file}" if run is not None else ""
+            raise CheckpointCorruptError(
+                f"{key} is {dtype}{list(shape)}{where}, another file has it as "
+                f"{shard.dtype}{list(shard.shape)}",
+                fqn=key.fqn,
+                slot=key.slot,
+            )
+        if run is not None and run.stop > run.start:
+            shard.runs.append(run)
+
+    def add_ref(self, key: TensorKey, rank: Rank, ref: TensorRef) -> None:
+        """Add a whole shard.
+
+        Raises:
+            CheckpointCorruptError: The rank has one already.
+        """
+        other = self._found[key].get(rank)
+        if other is not None and other.runs:
+            raise CheckpointCorruptError(
+                f"{key} is in {other.runs[0].file} and in {ref.file}, both for rank {rank.tp} of "
+                f"stage {rank.stage}: one of them is left from another run",
+                fqn=key.fqn,
+                slot=key.slot,
+                files=[other.runs[0].file, ref.file],
+            )
+        count = prod(ref.shape)
+        runs = [Run(ref.file, ref.offset_bytes, 0, count)] if count else []
+        self._found[key][rank] = Shard(ref.dtype, ref.shape, runs, ref.byte_strides)
+
+    def fqns(self) -> set[str]:
+        """Return the names of all tensors."""
+        return {key.fqn for key in self._found}
+
+    def has(self, key: TensorKey) -> bool:
+        """Return whether any rank holds some of a tensor."""
+        return key in self._found
+
+    def stages(self) -> dict[str, set[int]]:
+        """Return the pipeline stages that hold each tensor."""
+        found: dict[str, set[int]] = defaultdict(set)
+        for key, ranks in self._found.items():
+            found[key.fqn] |= {rank.stage for rank in ranks}
+        return found
+
+    def shape_of(self, key: TensorKey) -> tuple[int, ...] | None:
+        """Return the shape of any rank's shard, or None if there is none."""
+        return next((shard.shape for shard in self._found.get(key, {}).values()), None)
+
+    def entries(self, layouts: Layouts) -> dict[TensorKey, TensorEntry]:
+        """Return the whole tensors.
+
+        Raises:
+            PatternError: How tensors are spread is not known or does not fit; names all of them
+                that are not known.
+            UncoveredRegionError: Elements are missing, or held twice.
+            CheckpointCorruptError: A rank has no shard.
+        """
+        made: dict[TensorKey, TensorEntry] = {}
+        unknown: list[PatternError] = []
+        placements: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[Placement, int | None]] = {}
+        for key, ranks in self._found.items():
+            stages = _by_stage(key, ranks, self.tp_degree)
+            shapes = tuple(shard.shape for shard in next(iter(stages.values())))
+            memo = (key.fqn if key.slot != "step" else "", shapes)
+            if memo not in placements:
+                try:
+                    pattern, extent = layouts.pattern(key, shapes)
+                except PatternError as error:
+                    if "unknown" not in error.facts:
+                        raise
+                    unknown.append(error)
+                    continue
+                placements[memo] = place(pattern, shapes, name=str(key)), extent
+            made[key] = _entry(key, stages, *placements[memo])
+        if unknown:
+            raise _all_unknown(unknown)
+        return dict(sorted(made.items()))
+
+
+def _by_stage(
+    key: TensorKey, ranks: dict[Rank, Shard], tp_degree: int
+) -> dict[int, tuple[Shard, ...]]:
+    """Return the shards of every stage that has the tensor, by rank; all stages must agree."""
+    found: dict[int, tuple[Shard, ...]] = {}
+    for stage in sorted({rank.stage for rank in ranks}):
+        missing = [tp for tp in range(tp_degree) if Rank(stage, tp) not in ranks]
+        if missing:
+            raise CheckpointCorruptError(
+                f"{key}: of stage {stage}, the files of tensor parallel rank(s) {missing} do not "
+                "have it, those of the others do",
+                fqn=key.fqn,
+                slot=key.slot,
+            )
+        found[stage] = tuple(ranks[Rank(stage, tp)] for tp in range(tp_degree))
+    kinds = {tuple((s.dtype, s.shape) for s in shards) for shards in found.values()}
+    if len(kinds) > 1 or len({dtype for dtype, _ in next(iter(kinds))}) > 1:
+        raise CheckpointCorruptError(
+            f"{key}: ranks hold it in several dtypes or, in several stages, in different shapes: "
+            f"{sorted(kinds)}",
+            fqn=key.fqn,
+            slot=key.slot,
+        )
+    return found
+
+
+def _entry(
+    key: TensorKey,
+    stages: dict[int, tuple[Shard, ...]],
+    placement: Placement,
+    extent: int | None,
+) -> TensorEntry:
+    first = min(stages)
+    fragments: list[Fragment] = []
+    for stage, shards in stages.items():
+        for tp, shard in enumerate(shards):
+            fragments += _fragments(key, placement, tp, shard, replica=stage != first)
+    entry = union(key, stages[first][0].dtype, placement, fragments)
+    if extent is None or not entry.shape or extent == entry.shape[0]:
+        return entry
+    return strip_padding(entry, (extent, *entry.shape[1:]))
+
+
+def _fragments(
+    key: TensorKey, placement: Placement, tp: int, shard: Shard, *, replica: bool
+) -> Iterable[Fragment]:
+    for run in shard.runs:
+        if shard.strides is not None:
+            yield from _strided(placement, tp, shard, run, replica=replica)
+            continue
+        yield from extract(
+            key,
+            shard.dtype,
+            placement,
+            tp,
+            file=run.file,
+            offset_bytes=run.offset_bytes,
+            flat=(run.start, run.stop),
+            replica=replica,
+        )
+
+
+def _strided(
+    placement: Placement, tp: int, shard: Shard, run: Run, *, replica: bool
+) -> Iterable[Fragment]:
+    """Yield the fragments of a whole shard that is not C-contiguous in its file."""
+    strides = shard.strides
+    assert strides is not None, "only strided shards come here"
+    itemsize = DTYPE_BYTES[shard.dtype]
+    for piece in placement.pieces[tp]:
+        shape = piece.local.shape
+        if piece.local.is_empty:
+            continue
+        first = sum(a * s for a, s in zip(piece.local.start, strides, strict=True))
+        last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        yield Fragment(
+            box=Box(piece.start, tuple(a + n for a, n in zip(piece.start, shape, strict=True))),
+            file=run.file,
+            offset_bytes=run.offset_bytes + first,
+            num_bytes=last + itemsize,
+            crc32=None,
+            blocks=(),
+            replica=replica or piece.replica,
+            strides=strides,
+            copy=tp if placement.relation == "average" else 0,
+        )
+
+
+def _all_unknown(errors: Sequence[PatternError]) -> PatternError:
+    """Return one error for all tensors of which the spreading is not known."""
+    names = [str(error.facts["unknown"]) for error in errors]
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")  # noqa: PLR2004
+    return PatternError(f"{errors[0]} (tensors: {shown})", unknown=tuple(names))
