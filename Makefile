@@ -55,7 +55,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -m "not ray and not gpu and not chaos"
+	$(BIN)/python -m pytest -m "not ray and not interop and not gpu and not chaos"
 
 test-ray: $(STAMP)
 	$(BIN)/python -m pytest -m ray

@@ -33,7 +33,12 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 TESTS = Path(__file__).parent
 
 #: A test under the folder has the marker without saying so.
-MARKER_BY_FOLDER = {"simulation": "simulation", "integration": "ray", "chaos": "chaos"}
+MARKER_BY_FOLDER = {
+    "simulation": "simulation",
+    "integration": "ray",
+    "interop": "interop",
+    "chaos": "chaos",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
