@@ -15,8 +15,8 @@ from typing import Final
 
 from workers.protocol import NodeReport, WorkerReport
 
-#: Reports further apart than this leave a gap in which nobody watched: 4 periods of a keeper.
-WATCH_GAP_S: Final = 1.0
+#: Reports further apart than this leave a gap in which nobody watched: two periods of a keeper.
+WATCH_GAP_S: Final = 2.0
 #: Step durations that are remembered; with 256, p99 is the third largest.
 NUM_STEPS_KEPT: Final = 256
 #: With fewer durations than this the largest is doubled: 8 steps do not show a p99.

@@ -28,7 +28,7 @@ LOOK_S = 0.05
 LOOK_STEPPING_S = 0.15
 #: How often a report is sent while the trainers move, and once they stand still: a call costs
 #: about 2 ms of processor time at its two ends, and only stillness has to be watched closely.
-MOVING_PERIOD_S = 0.5
+MOVING_PERIOD_S = 1.0
 STILL_PERIOD_S = 0.1
 
 OPTIONS = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 8, "enable_task_events": False}

@@ -251,7 +251,7 @@ def test_old_reports_prove_nothing_now() -> None:
     """The controller was busy for long: what it knows is from before."""
     state, at_s = watch(rows_with(w2=absent("w2", 2)), for_s=1.25)
 
-    assert judged(state, at_s + 1.5) is None
+    assert judged(state, at_s + 2.5) is None
 
 
 def test_a_silent_node_is_another_verdict() -> None:
