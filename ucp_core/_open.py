@@ -58,6 +58,16 @@ def bytes_of(tensor: LocalTensor) -> memoryview:
     return data
 
 
+def parts_of(need: Sequence[LocalTensor]) -> list[Part]:
+    """Return what ``plan`` has to know of tensors that are needed."""
+    return [Part(TensorKey(t.fqn, t.slot), t.dtype, tuple(t.shape), t.box) for t in need]
+
+
+def targets_of(need: Sequence[LocalTensor]) -> list[memoryview]:
+    """Return where ``execute`` puts the tensors' bytes."""
+    return [memoryview(b"") if tensor.box.is_empty else bytes_of(tensor) for tensor in need]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
     """What ``load`` did.
@@ -159,10 +169,9 @@ def load(
         StorageError: A file cannot be read.
     """
     begun = perf_counter()
-    parts = [Part(TensorKey(t.fqn, t.slot), t.dtype, tuple(t.shape), t.box) for t in need]
     request_bytes = checkpoint.store.request_bytes
     reads = plan(
-        parts,
+        parts_of(need),
         [checkpoint.state_map],
         span_bytes_max=_SPAN_BYTES_MAX,
         direct_bytes_max=request_bytes,
@@ -173,8 +182,7 @@ def load(
         only = touched(reads, checkpoint.state_map)
         verified_bytes = verify_extents(checkpoint, threads=threads, only=only)
     source = Source(checkpoint.store, checkpoint.directory, checkpoint.state_map.block_bytes)
-    targets = [bytes_of(tensor) if not tensor.box.is_empty else memoryview(b"") for tensor in need]
-    execute(reads, [source], targets, threads=threads, batch_bytes=request_bytes)
+    execute(reads, [source], targets_of(need), threads=threads, batch_bytes=request_bytes)
     return LoadResult(
         size_bytes=reads.needed_bytes,
         read_bytes=reads.read_bytes + verified_bytes,

@@ -178,8 +178,8 @@ class _Planner:
                 continue
             needed_bytes += part.box.num_elements * DTYPE_BYTES[part.dtype]
             self._part(number, part, copies, means)
-        read_bytes = sum(self._read_bytes(copy) for copy in copies)
-        read_bytes += sum(term.read_bytes for mean in means for term in mean.terms)
+        read_bytes = sum(map(self._read_bytes, copies))
+        read_bytes += sum(map(read_bytes_of, means))
         return _plan_of(need, copies, means, needed_bytes, read_bytes)
 
     def _part(self, number: int, part: Part, copies: list[Copy], means: list[Mean]) -> None:
@@ -256,12 +256,24 @@ class _Planner:
         return found
 
     def _read_bytes(self, copy: Copy) -> int:
-        if copy.fragment.crc32 is None:
-            return copy.stop_byte - copy.start_byte
-        block_bytes = self._limits[copy.source].block_bytes
-        low = copy.start_byte // block_bytes * block_bytes
-        high = -(-copy.stop_byte // block_bytes) * block_bytes
-        return min(high, copy.fragment.num_bytes) - low
+        return read_bytes_of(copy, self._limits[copy.source].block_bytes)
+
+
+def readable(copy: Copy, block_bytes: int) -> tuple[int, int]:
+    """Return the bytes of the fragment to read for a copy: whole blocks where it has any."""
+    if copy.fragment.crc32 is None:
+        return copy.start_byte, copy.stop_byte
+    low = copy.start_byte // block_bytes * block_bytes
+    high = -(-copy.stop_byte // block_bytes) * block_bytes
+    return low, min(high, copy.fragment.num_bytes)
+
+
+def read_bytes_of(step: Copy | Mean, block_bytes: int = 1) -> int:
+    """Return what is read for one step of a plan."""
+    if isinstance(step, Mean):
+        return sum(term.read_bytes for term in step.terms)
+    low, high = readable(step, block_bytes)
+    return high - low
 
 
 class _Index:

@@ -1,0 +1,94 @@
+"""Four real ranks over gloo read a checkpoint once between them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import Place, running
+from ucp_core.boxes import Box
+from ucp_core.checkpoint import LocalTensor, load, open_checkpoint, save_rank
+from ucp_core.exchange import load_together
+from ucp_core.storage import LocalStore, ReadRange
+from workers.train.sharing import GroupTransport
+
+NUM_RANKS = 4
+ROWS, COLUMNS, LAYERS = 512, 1024, 12
+
+
+class _Counting(LocalStore):
+    """Notes how many bytes are read of data files."""
+
+    def __init__(self) -> None:
+        self.read_bytes = 0
+
+    def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
+        self.read_bytes += sum(len(buffer) for r in ranges for buffer in r.buffers)
+        super().read_ranges(path, ranges)
+
+
+def _state(value: int | None) -> list[LocalTensor]:
+    """Return tensors of random numbers from ``value``, or of ones to be filled."""
+    found: list[LocalTensor] = []
+    for layer in range(LAYERS):
+        array = np.ones((ROWS, COLUMNS), np.float32)
+        if value is not None:
+            generator = np.random.default_rng(value + layer)
+            array = generator.standard_normal(array.shape, np.float32)
+        box = Box.full(array.shape)
+        fqn = f"layers.{layer}"
+        found.append(
+            LocalTensor(
+                fqn=fqn, slot="weight", dtype="F32", shape=box.stop, box=box, data=array.data
+            )
+        )
+    return found
+
+
+def _load(place: Place) -> tuple[int, bool]:
+    """Load as one of the ranks; return what it read, and whether all is as it was saved."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.TCPStore("127.0.0.1", place.port),
+        rank=place.rank,
+        world_size=NUM_RANKS,
+    )
+    try:
+        store = _Counting()
+        need = _state(None)
+        opened = open_checkpoint(store, str(place.directory / "step-00000001"))
+        assert dist.group.WORLD is not None
+        load_together(
+            opened, need, GroupTransport(dist.group.WORLD, torch.device("cpu")), threads=1
+        )
+        good = all(a.data == b.data for a, b in zip(need, _state(7), strict=True))
+        return store.read_bytes, good
+    finally:
+        dist.destroy_process_group()
+
+
+def test_each_of_four_replicas_reads_a_quarter(tmp_path: Path) -> None:
+    """Without it every replica reads all: n times the traffic of the storage."""
+    save = functools.partial(
+        save_rank, step=1, attempt=1, extra={}, param_groups=[], source={}, fsync=False
+    )
+    directory = str(tmp_path / "step-00000001")
+    tensors = _state(7)
+    for rank in range(2):
+        save(LocalStore(), directory, rank=rank, world_size=2, tensors=tensors[rank::2])
+    alone = _Counting()
+    load(open_checkpoint(alone, directory), _state(None))
+    whole_bytes = LAYERS * ROWS * COLUMNS * 4
+    assert alone.read_bytes == whole_bytes
+
+    with running(_load, NUM_RANKS, tmp_path) as ranks:
+        results = ranks.results()
+
+    assert all(good for _, good in results)
+    assert sum(read for read, _ in results) == whole_bytes
+    assert max(read for read, _ in results) <= whole_bytes / NUM_RANKS + (2 << 20)
