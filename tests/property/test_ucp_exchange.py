@@ -1,0 +1,99 @@
+"""What goes out to another format and comes back is the same, and a single bit is noticed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.checkpoints import ROOT, State, random_sharding, random_state, save
+from ucp_core._compare import Tolerance
+from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
+from ucp_core.converters import huggingface, huggingface_writer, open_source
+from ucp_core.diff import diff
+from ucp_core.statemap import TensorKey
+from ucp_core.storage import MemoryStore
+
+MEMORY = 8 << 20
+SEEDS = st.integers(0, 2**32)
+
+
+def _saved(state: State, rng: random.Random, store: MemoryStore) -> Checkpoint:
+    world_size = rng.randint(1, 4)
+    sharding = random_sharding(rng, state, world_size)
+    save(store, state, step=7, world_size=world_size, sharding=sharding)
+    return open_checkpoint(store, f"{ROOT}/step-00000007")
+
+
+@given(seed=SEEDS, shard_bytes=st.integers(1, 200))
+def test_weights_survive_hugging_face(seed: int, shard_bytes: int) -> None:
+    """Through any layout, any cut into files, any dtype, and back to a universal checkpoint."""
+    rng = random.Random(seed)
+    store = MemoryStore()
+    source = _saved(random_state(rng), rng, store)
+
+    huggingface_writer.write(source, store, "hf", memory_bytes=MEMORY, shard_bytes=shard_bytes)
+
+    back = open_source(store, "hf")
+    assert back.manifest.source["format"] == huggingface.NAME
+    assert diff(source, back, slots=["weight"]).equal
+    materialise(back, store, "universal", memory_bytes=MEMORY)
+    assert diff(source, open_checkpoint(store, "universal"), slots=["weight"]).equal
+
+
+@given(seed=SEEDS)
+def test_any_flipped_bit_is_found_where_it_is(seed: int) -> None:
+    """Whatever the dtypes, layouts and kinds of checkpoint on either side."""
+    rng = random.Random(seed)
+    state = random_state(rng)
+    filled = [key for key in sorted(state) if state[key].data]
+    stores = MemoryStore(), MemoryStore()
+    one = _saved(state, rng, stores[0])
+    if filled:
+        key = rng.choice(filled)
+        data = bytearray(state[key].data)
+        place = rng.randrange(len(data))
+        data[place] ^= 1 << rng.randrange(8)
+        state = state | {key: replace(state[key], data=bytes(data))}
+    two = _saved(state, rng, stores[1])
+    if rng.random() < 0.5:
+        materialise(two, stores[1], "universal", memory_bytes=MEMORY)
+        two = open_checkpoint(stores[1], "universal")
+
+    report = diff(one, two, names="", slots={"weight", "exp_avg"}, read_all=rng.random() < 0.5)
+
+    if not filled:
+        assert report.equal
+        return
+    (found,) = report.tensors
+    assert TensorKey(found.fqn, found.slot) == key
+    assert found.num_different == 1
+    assert found.first_index is not None
+    flat = 0
+    for index, extent in zip(found.first_index, state[key].shape, strict=True):
+        flat = flat * extent + index
+    assert flat == place // (len(data) // max(1, _num_elements(state[key].shape)))
+
+
+def _num_elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+@given(seed=SEEDS)
+def test_a_checkpoint_equals_itself_under_any_options(seed: int) -> None:
+    """Random bytes hold every kind of NaN."""
+    rng = random.Random(seed)
+    state = random_state(rng)
+    one, two = (_saved(state, rng, MemoryStore()) for _ in range(2))
+
+    for read_all in (False, True):
+        for tolerance in (None, Tolerance(1e-3, 1e-3)):
+            report = diff(
+                one, two, read_all=read_all, tolerance=tolerance, cast=True, slots=["weight"]
+            )
+            assert report.equal
