@@ -1,0 +1,282 @@
+"""Where a conversion writes: local files in place and in any order, or streams to any store."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ucp_core import _convert_journal as journal
+from ucp_core._convert_work import Item, Job, Result, Worker
+from ucp_core.checksums import BLOCK_BYTES, crc32
+from ucp_core.errors import StorageError
+from ucp_core.storage.base import Store, join
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ucp_core._universal_layout import TargetFile
+
+#: File systems that reserve space by noting it; elsewhere the C library writes every block.
+_FALLOCATE_TYPES = {"ext4", "xfs", "btrfs"}
+
+
+class LocalFiles:
+    """Temporary files in the destination, renamed when all is done, and the journal of them."""
+
+    def __init__(
+        self,
+        targets: Sequence[TargetFile],
+        store: Store,
+        directory: str,
+        identity: str,
+        *,
+        resume: bool,
+    ) -> None:
+        del store
+        self._targets = targets
+        self._directory = Path(directory)
+        self._made_directory = not self._directory.exists()
+        self._journal = journal.Journal(directory, identity, resume=resume)
+        self.paths = [str(self._journal.folder / target.name) for target in targets]
+        self._is_open = True
+        try:
+            self._sound = self._prepare({r.item.target for r in self._journal.results})
+        except StorageError:
+            self.close()
+            raise
+
+    def _prepare(self, begun: set[int]) -> set[int]:
+        """Make the files that are not there; return those that were."""
+        sound: set[int] = set()
+        for number, target in enumerate(self._targets):
+            path = Path(self.paths[number])
+            final = self._directory / target.name
+            try:
+                # A run that was killed while it renamed: what is in it is verified below.
+                if number in begun and not path.exists() and final.is_file():
+                    final.rename(path)
+                if path.exists() and path.stat().st_size == target.num_bytes:
+                    sound.add(number)
+                else:
+                    _allocate(path, target)
+            except OSError as error:
+                raise StorageError(
+                    f"{path} cannot be written: {error.strerror}", path=str(path)
+                ) from error
+        return sound
+
+    def resumed(self) -> Iterator[Result]:
+        """Yield the results of the journal whose bytes are in the files, read and hashed again."""
+        for result in self._journal.results:
+            if result.item.target < 0 or (
+                result.item.target in self._sound and self._is_written(result)
+            ):
+                yield result
+
+    def _is_written(self, result: Result) -> bool:
+        item = result.item
+        blocks: list[int] = []
+        buffer = memoryview(bytearray(BLOCK_BYTES))
+        with Path(self.paths[item.target]).open("rb", buffering=0) as file:
+            for low, high in _blocks(self._targets[item.target], item):
+                file.seek(low)
+                done = file.readinto(buffer[: high - low])
+                blocks.append(crc32(buffer[:done]))
+        return tuple(blocks) == result.blocks
+
+    def note(self, result: Result) -> None:
+        """Keep the result of an item whose bytes are written."""
+        self._journal.add(result)
+
+    def release(self) -> None:
+        """Let go of the lock, in a child."""
+        self._journal.release()
+
+    def finish(self, *, fsync: bool) -> None:
+        """Give all files their names."""
+        for number, target in enumerate(self._targets):
+            path = self.paths[number]
+            if fsync:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                os.fsync(fd)
+                os.close(fd)
+            Path(path).replace(self._directory / target.name)
+
+    def remove(self) -> None:
+        """Delete everything temporary."""
+        self._journal.remove()
+
+    def discard(self) -> None:
+        """Leave the directory as it was."""
+        self._journal.remove()
+        if self._made_directory and not any(self._directory.iterdir()):
+            self._directory.rmdir()
+
+    def close(self) -> None:
+        """Let others convert to the directory."""
+        if self._is_open:
+            self._journal.close()
+        self._is_open = False
+
+
+def _blocks(target: TargetFile, item: Item) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of the file that an item has checksums of."""
+    for entry, offset_bytes in target.tensors:
+        low = max(item.start, offset_bytes)
+        high = min(item.stop, offset_bytes + entry.num_bytes)
+        for start in range(low, high, BLOCK_BYTES):
+            yield start, min(start + BLOCK_BYTES, high)
+
+
+def _allocate(path: Path, target: TargetFile) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        if _file_system(path) in _FALLOCATE_TYPES:
+            # Says now if there is no space, and makes writing 30 % faster on ext4.
+            os.posix_fallocate(fd, 0, target.num_bytes)
+        else:
+            os.ftruncate(fd, target.num_bytes)
+        os.pwrite(fd, target.header, 0)
+    finally:
+        os.close(fd)
+
+
+def _file_system(path: Path) -> str:
+    """Return the type of the file system that holds ``path``, or nothing if that is unknown."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == wanted:
+            return after.split()[0]
+    return ""
+
+
+class StreamedFiles:
+    """Files that are written from their first byte to their last, to any store."""
+
+    def __init__(
+        self,
+        targets: Sequence[TargetFile],
+        store: Store,
+        directory: str,
+        identity: str,
+        *,
+        resume: bool,
+    ) -> None:
+        self._targets = targets
+        self._store = store
+        self._directory = directory
+        self._identity = identity
+        self._resume = resume
+        self._complete: set[int] = set()
+
+    def _marker(self, target: TargetFile) -> str:
+        return join(self._directory, journal.FOLDER, f"{target.name}.json")
+
+    def resumed(self) -> Iterator[Result]:
+        """Yield the results of files that an earlier run completed; a marker beside tells."""
+        for number, target in enumerate(self._targets):
+            path = self._marker(target)
+            if not self._resume or not self._store.exists(path):
+                continue
+            data = self._store.read(path)
+            head = self._head()
+            goal = join(self._directory, target.name)
+            if (
+                data.startswith(head)
+                and self._store.exists(goal)
+                and self._store.size(goal) == target.num_bytes
+            ):
+                self._complete.add(number)
+                yield from journal.decode(data[len(head) :])
+
+    def _head(self) -> bytes:
+        return f"{self._identity}\n".encode()
+
+    def run(
+        self, job: Job, left: Sequence[Item], take: Callable[[Result], None], threads: int
+    ) -> None:
+        """Do all items: each file by one thread, several files at once."""
+        lock = threading.Lock()
+        by_file: dict[int, list[Item]] = {}
+        for item in left:
+            by_file.setdefault(item.target, []).append(item)
+        numbers = [n for n in range(len(self._targets)) if n not in self._complete]
+        work = [(number, by_file.get(number, [])) for number in numbers]
+        work += [(-1, [item]) for item in by_file.get(-1, [])]
+        work.reverse()
+        errors: list[BaseException] = []
+
+        def loop() -> None:
+            worker = Worker(job)
+            try:
+                while not errors:
+                    with lock:
+                        if not work:
+                            return
+                        number, items = work.pop()
+                    results = self._file(worker, number, items)
+                    with lock:
+                        for result in results:
+                            take(result)
+            except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
+                errors.append(error)
+            finally:
+                worker.close()
+
+        pool = [threading.Thread(target=loop) for _ in range(min(threads, len(work)) - 1)]
+        for thread in pool:
+            thread.start()
+        loop()
+        for thread in pool:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def _file(self, worker: Worker, number: int, items: Sequence[Item]) -> list[Result]:
+        results: list[Result] = []
+
+        def chunks() -> Iterator[memoryview]:
+            if number >= 0:
+                yield memoryview(self._targets[number].header)
+            for item in items:
+                yield from worker.chunks(item)
+                results.append(worker.result(item))
+
+        if number < 0:
+            for _ in chunks():
+                pass
+            return results
+        target = self._targets[number]
+        path = join(self._directory, target.name)
+        self._store.write_file(path, chunks(), fsync=False)
+        self._complete.add(number)
+        marker = self._head() + journal.encode(results)
+        self._store.write_atomic(self._marker(target), marker, fsync=False)
+        return results
+
+    def note(self, result: Result) -> None:
+        """Do nothing: markers of whole files are enough."""
+
+    def finish(self, *, fsync: bool) -> None:
+        """Do nothing: files appear when they are complete."""
+
+    def remove(self) -> None:
+        """Delete the markers."""
+        self._store.delete(join(self._directory, journal.FOLDER))
+
+    def discard(self) -> None:
+        """Delete what was written."""
+        for number in self._complete:
+            self._store.delete(join(self._directory, self._targets[number].name))
+        self.remove()
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
