@@ -203,7 +203,7 @@ class Worker:
             known = -1
             for run in holders.runs(start // itemsize, stop // itemsize):
                 value = self._take(entry, run, chunk, start)
-                if run.count * itemsize == len(chunk):
+                if run.num_elements * itemsize == len(chunk):
                     known = value
             if holders.has_replicas:
                 self._compare(holders, chunk, start)
@@ -223,7 +223,7 @@ class Worker:
         ``start`` is the chunk's first byte in the tensor.
         """
         itemsize = DTYPE_BYTES[entry.dtype]
-        num_bytes = run.count * itemsize
+        num_bytes = run.num_elements * itemsize
         if run.target >= 0:
             low = run.target * itemsize
             return self._read(run.fragment, run.first * itemsize, chunk[low : low + num_bytes])

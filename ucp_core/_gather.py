@@ -25,14 +25,14 @@ class Run(NamedTuple):
     Attributes:
         fragment: Where they are.
         first: The first, counted in the fragment.
-        count: So many, side by side in the fragment.
+        num_elements: So many, side by side in the fragment.
         target: Where the first goes, counted from the start of the range; -1 if others lie
             between them there.
     """
 
     fragment: Fragment
     first: int
-    count: int
+    num_elements: int
     target: int
 
 
@@ -133,7 +133,7 @@ def scattered(run: Run, shape: Sequence[int], start: int) -> Iterator[tuple[int,
     """
     box = run.fragment.box
     done = 0
-    for inner in flat_range(box.shape, run.first, run.first + run.count):
+    for inner in flat_range(box.shape, run.first, run.first + run.num_elements):
         moved = Box(
             tuple(a + b for a, b in zip(inner.start, box.start, strict=True)),
             tuple(a + b for a, b in zip(inner.stop, box.start, strict=True)),

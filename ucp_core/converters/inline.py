@@ -31,6 +31,11 @@ class OverlayStore:
         self._files = dict(files)
         self.request_bytes = store.request_bytes
 
+    @property
+    def below(self) -> Store:
+        """Return the store that everything else is in."""
+        return self._store
+
     def _inline(self, path: str) -> bytes | None:
         name = path.rsplit("/", 1)[-1]
         if not name.startswith("@"):
