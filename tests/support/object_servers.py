@@ -56,6 +56,15 @@ def s3_server(log: Path) -> AbstractContextManager[str]:
     )
 
 
+def gcs_server(log: Path, bucket: str) -> AbstractContextManager[str]:
+    """Return an emulator of Google's storage that has one bucket and keeps all in memory."""
+    module = "gcp_storage_emulator.__main__"
+    start = ["start", "--host", "127.0.0.1", "--in-memory", "--default-bucket", bucket]
+    return served(
+        log, lambda port: [sys.executable, "-m", module, *start, "--port", str(port)], "/"
+    )
+
+
 def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5):  # noqa: S310  our own, on this machine

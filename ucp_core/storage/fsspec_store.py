@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import posixpath
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -226,12 +227,14 @@ class FsspecStore:
         ]
 
     def _abandon(self, file: Any, path: str) -> None:
-        """Drop a file that is half written."""
-        if self._is_atomic:
-            file.discard()
-            return
-        file.close()
-        self._fs.rm(path)
+        """Drop a file that is half written. The error that led here matters more than one here."""
+        with suppress(StorageError):
+            if self._is_atomic:
+                self._call(path, file.discard, once=True)
+                return
+            self._call(path, file.close, once=True)
+        with suppress(StorageError):
+            self._call(path, lambda: self._fs.rm(path))
 
 
 class _Fetch:
