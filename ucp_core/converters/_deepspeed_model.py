@@ -5,11 +5,13 @@ Read by the writers of both forms, before they write anything.
 
 from __future__ import annotations
 
+from base64 import b64decode
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.converters._flat import read_scalars
+from ucp_core.converters._pickling import TensorData
 from ucp_core.errors import UcpError
 from ucp_core.statemap import DTYPE_BYTES, TensorEntry, TensorKey
 
@@ -42,6 +44,7 @@ RESERVED = frozenset(
         "universal_checkpoint_info",
     }
 )
+_KEPT = ("lr_scheduler", "data_sampler", "random_ltd")
 _COUNTERS = ("skipped_steps", "global_steps", "global_samples")
 _WEIGHT = "weight"
 
@@ -76,7 +79,7 @@ class Model:
         ties: Alias to owner.
         counters: ``global_steps`` and whatever else is known of ``skipped_steps`` and
             ``global_samples``.
-        lr_scheduler: Its state, or None.
+        kept: States of ``lr_scheduler``, ``data_sampler`` and ``random_ltd``, or None.
         scaler: The loss scaler's class and state, or None.
         clip_grad: The bound of the gradient's norm, or None where it is not known.
         client_state: Everything else, by name.
@@ -89,7 +92,7 @@ class Model:
     buffers: tuple[str, ...]
     ties: Mapping[str, str]
     counters: Mapping[str, int]
-    lr_scheduler: Any
+    kept: Mapping[str, Any]
     scaler: Mapping[str, Any] | None
     clip_grad: float | None
     client_state: Mapping[str, Any]
@@ -254,22 +257,42 @@ def _flat_dtype(checkpoint: Checkpoint, held: Sequence[TensorEntry]) -> str:
 
 def _small_values(checkpoint: Checkpoint) -> dict[str, Any]:
     extra = checkpoint.extra
-    nested = extra.pop("counters", None)
+    nested = _dict(extra.pop("counters", None))
     counters: dict[str, int] = {"global_steps": checkpoint.step}
     for name in _COUNTERS:
-        value = extra.pop(name, nested.get(name) if isinstance(nested, dict) else None)
+        value = extra.pop(name, nested.get(name))
         if isinstance(value, int):
             counters[name] = value
-    client = extra.pop("client_state", None)
+    clip_grad = _dict(extra.pop("optimizer", None)).get("clip_grad")
+    kept = {name: restored(extra.pop(name, None)) for name in _KEPT}
     values: dict[str, Any] = {
         "counters": counters,
-        "lr_scheduler": extra.pop("lr_scheduler", None),
-        "scaler": _scaler(extra.pop("loss_scaler", None) or extra.pop("scaler", None)),
-        "clip_grad": extra.pop("clip_grad", None),
+        "kept": kept,
+        "scaler": _scaler(extra.pop("loss_scaler", None)),
+        "clip_grad": clip_grad if isinstance(clip_grad, int | float) else None,
     }
-    merged = extra | (client if isinstance(client, dict) else {})
-    values["client_state"] = {k: v for k, v in sorted(merged.items()) if k not in RESERVED}
-    return values
+    merged = extra | _dict(extra.pop("client_state", None))
+    client = {k: restored(v) for k, v in sorted(merged.items()) if k not in RESERVED}
+    return values | {"client_state": client}
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def restored(value: Any) -> Any:
+    """Return a value of ``extra`` with tensors and bytes as such, which JSON has in base64."""
+    if isinstance(value, list):
+        return [restored(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"base64"}:
+        return b64decode(value["base64"])
+    if value.keys() == {"dtype", "shape", "base64"} and value["dtype"] in DTYPE_BYTES:
+        return TensorData.of_bytes(
+            value["dtype"], tuple(value["shape"]), b64decode(value["base64"])
+        )
+    return {key: restored(item) for key, item in value.items()}
 
 
 def _scaler(value: Any) -> Mapping[str, Any] | None:

@@ -213,9 +213,7 @@ def _common(model: Model, target: Target) -> dict[str, Any]:
 def common_state(model: Model, *, dp: int, tp: int) -> dict[str, Any]:
     """Return what every model_states file has beside tensors."""
     return {
-        "lr_scheduler": model.lr_scheduler,
-        "data_sampler": None,
-        "random_ltd": None,
+        **model.kept,
         "skipped_steps": 0,
         **model.counters,
         "dp_world_size": dp,

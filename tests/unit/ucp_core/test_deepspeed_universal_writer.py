@@ -13,20 +13,11 @@ from tests.support.training_states import TrainingState, adam_state
 from ucp_core.converters.deepspeed_universal_writer import write
 from ucp_core.errors import UcpError
 from ucp_core.patterns import Average, Cut, Grid, Pattern, Replicated
+from ucp_core.rules import Rule, Rules
 from ucp_core.storage import MemoryStore
 
 MEMORY_BYTES = 32 << 20
-
-
-class _OneRule:
-    """Rules that match every name."""
-
-    def __init__(self, pattern: Pattern) -> None:
-        self.pattern = pattern
-
-    def match(self, fqn: str) -> Pattern | None:
-        del fqn
-        return self.pattern
+GRID = Rules((Rule(".*", Grid((Cut(0),), (2,))),))
 
 
 def _written(state: TrainingState, **options: Any) -> dict[str, Any]:
@@ -134,7 +125,7 @@ def test_tensor_parallel_targets_are_told_how_to_cut(
     pattern: Pattern, tags: dict[str, Any]
 ) -> None:
     """A row-parallel weight cut along the other dim has the right size and the wrong values."""
-    files = _written(adam_state({"a": (4, 6)}), rules=_OneRule(pattern))
+    files = _written(adam_state({"a": (4, 6)}), rules=Rules((Rule(".*", pattern),)))
 
     found = dict(files["zero/a/exp_avg.pt"])
     del found["param"]
@@ -143,7 +134,7 @@ def test_tensor_parallel_targets_are_told_how_to_cut(
 
 def test_uneven_parts_are_told_by_their_sizes() -> None:
     """A fused q|k|v with fewer key heads has parts of different size."""
-    files = _written(adam_state({"a": (6, 2)}), rules=_OneRule(Cut(0, parts=(4, 1, 1))))
+    files = _written(adam_state({"a": (6, 2)}), rules=Rules((Rule(".*", Cut(0, parts=(4, 1, 1))),)))
 
     shape = files["zero/a/fp32.pt"]["sub_param_shape"]
     assert (shape.shape, shape.partition_dim) == (((4, 1, 1), 2), 0)
@@ -156,7 +147,7 @@ def test_uneven_parts_are_told_by_their_sizes() -> None:
         (adam_state({"..": (2,)}), {}, "cannot be the name of a folder"),
         (adam_state({}), {}, "no groups of an optimizer"),
         (adam_state({"a": (2,)}), {"dtype": "int8"}, "give one of"),
-        (adam_state({"a": (2, 2)}), {"rules": _OneRule(Grid((Cut(0),), (2,)))}, "even cuts"),
+        (adam_state({"a": (2, 2)}), {"rules": GRID}, "even cuts"),
     ],
     ids=["slash", "parent", "empty", "dtype", "grid"],
 )

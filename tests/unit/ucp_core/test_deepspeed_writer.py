@@ -20,6 +20,8 @@ from tests.support.training_states import Array, TrainingState, adam_state, rand
 from ucp_core.checkpoint import Checkpoint
 from ucp_core.converters.deepspeed_writer import write
 from ucp_core.errors import CheckpointCorruptError, UcpError
+from ucp_core.patterns import Cut, Replicated
+from ucp_core.rules import Rule, Rules
 from ucp_core.storage import LocalStore, MemoryStore
 
 MEMORY_BYTES = 32 << 20
@@ -46,10 +48,13 @@ def _load(path: Path) -> Any:
     return load_torch_file(path.read_bytes())
 
 
-def _stage_1_2(folder: Path, dp: int, prefix: str = "") -> dict[tuple[str, str], Array]:
+def _stage_1_2(
+    folder: Path, dp: int, prefix: str = "", mp_rank: int = 0
+) -> dict[tuple[str, str], Array]:
     """Put the ranks' ranges side by side and cut them by ``param_shapes``."""
-    model = _load(folder / "mp_rank_00_model_states.pt")
-    names = [f"{prefix}zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(dp)]
+    mp = f"mp_rank_{mp_rank:02d}"
+    model = _load(folder / f"{mp}_model_states.pt")
+    names = [f"{prefix}zero_pp_rank_{r}_{mp}_optim_states.pt" for r in range(dp)]
     ranks = [_load(folder / name)["optimizer_state_dict"] for name in names]
     found: dict[tuple[str, str], Array] = {}
     for group, shapes in enumerate(model["param_shapes"]):
@@ -69,11 +74,12 @@ def _stage_1_2(folder: Path, dp: int, prefix: str = "") -> dict[tuple[str, str],
     return found
 
 
-def _stage_3(folder: Path, dp: int) -> dict[tuple[str, str], Array]:
+def _stage_3(folder: Path, dp: int, mp_rank: int = 0) -> dict[tuple[str, str], Array]:
     """Take every rank's share of each tensor and drop the padding."""
-    models = [_load(folder / f"zero_pp_rank_{r}_mp_rank_00_model_states.pt") for r in range(dp)]
+    mp = f"mp_rank_{mp_rank:02d}"
+    models = [_load(folder / f"zero_pp_rank_{r}_{mp}_model_states.pt") for r in range(dp)]
     ranks = [
-        _load(folder / f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+        _load(folder / f"zero_pp_rank_{r}_{mp}_optim_states.pt")["optimizer_state_dict"]
         for r in range(dp)
     ]
     found: dict[tuple[str, str], Array] = {}
@@ -205,8 +211,10 @@ def test_small_values_come_where_deepspeed_looks_for_them(tmp_path: Path) -> Non
     state.extra = {
         "lr_scheduler": {"last_epoch": 3},
         "counters": {"global_steps": 5, "skipped_steps": 2},
-        "client_state": {"mine": [1, 2]},
-        "cursor": {"epoch": 1},
+        "client_state": {"mine": [1, 2], "rng": {"dtype": "U8", "shape": [2], "base64": "AQI="}},
+        "cursor": {"epoch": 1, "raw": {"base64": "AQI="}},
+        "optimizer": {"clip_grad": 1.5, "overflow": False},
+        "ds_config": {"zero_optimization": {"stage": 3}},
     }
 
     folder = _written(state, tmp_path, stage=2, dp=4)
@@ -215,7 +223,11 @@ def test_small_values_come_where_deepspeed_looks_for_them(tmp_path: Path) -> Non
     assert folder.name == "global_step5"
     assert (tree["lr_scheduler"], tree["global_steps"]) == ({"last_epoch": 3}, 5)
     assert (tree["skipped_steps"], tree["dp_world_size"], tree["mp_world_size"]) == (2, 4, 1)
-    assert (tree["mine"], tree["cursor"]) == ([1, 2], {"epoch": 1})
+    assert (tree["mine"], tree["cursor"]) == ([1, 2], {"epoch": 1, "raw": b"\x01\x02"})
+    assert torch.equal(tree["rng"], torch.tensor([1, 2], dtype=torch.uint8))
+    assert tree["ds_config"] == {"zero_optimization": {"stage": 2}}
+    optim = _load(folder / "zero_pp_rank_3_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+    assert optim["clip_grad"] == 1.5
 
 
 def test_the_scaler_of_an_fp16_run_is_kept(tmp_path: Path) -> None:
@@ -231,6 +243,54 @@ def test_the_scaler_of_an_fp16_run_is_kept(tmp_path: Path) -> None:
     assert type(held["loss_scaler"]).__name__ == "DynamicLossScaler"
     assert vars(held["loss_scaler"]) == kept | {"dtype": torch.float16}
     assert held["dynamic_loss_scale"] is True
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_tensor_parallel_ranks_get_their_shards(stage: int, tmp_path: Path) -> None:
+    """A rank's flat range is one of its shard, which is no range of the whole tensor."""
+    shapes = {"up": (5, 4), "down": (3, 6), "norm": (3,), "qkv": (8, 2), "wte": (7, 2)}
+    state = adam_state(shapes)
+    state.frozen = {"f": np.arange(12, dtype=np.float32).reshape(3, 4)}
+    state.ties = {"head": "wte"}
+    rules = Rules(
+        (
+            Rule("up", Cut(0)),
+            Rule("down|f", Cut(1)),
+            Rule("norm", Replicated()),
+            Rule("qkv", Cut(0, parts=(4, 2, 2))),
+            Rule("wte", Cut(0, unpadded=7)),
+        )
+    )
+
+    folder = _written(state, tmp_path, stage=stage, dp=2, tp=2, rules=rules, dtype="fp32")
+
+    ranks = []
+    for rank in range(2):
+        if stage == 0:
+            tree = _load(folder / f"mp_rank_{rank:02d}_model_states.pt")
+            numbers = enumerate(shapes)
+            held = {
+                (name, "exp_avg"): tree["optimizer"]["state"][n]["exp_avg"].numpy()
+                for n, name in numbers
+            }
+            found = held | {(n, "weight"): tree["module"][n].numpy() for n in shapes}
+        else:
+            read = _stage_3 if stage == 3 else _stage_1_2
+            found = read(folder, 2, mp_rank=rank)
+        ranks.append(found)
+    for slot, of in (("weight", state.weights), ("exp_avg", state.slots["exp_avg"])):
+        both = {name: [rank[name, slot] for rank in ranks] for name in shapes}
+        assert [part.shape[0] for part in both["up"]] == [3, 2]
+        assert np.array_equal(np.concatenate(both["up"]), of["up"])
+        assert np.array_equal(np.concatenate(both["down"], axis=1), of["down"])
+        assert all(np.array_equal(part, of["norm"]) for part in both["norm"])
+        whole = of["qkv"]
+        assert np.array_equal(both["qkv"][0], whole[[0, 1, 4, 6]])
+        assert np.array_equal(both["qkv"][1], whole[[2, 3, 5, 7]])
+        padded = np.concatenate(both["wte"])
+        assert np.array_equal(padded[:7], of["wte"])
+        assert [part.shape for part in both["wte"]] == [(4, 2)] * 2
+        assert not padded[7:].any()
 
 
 def test_stage_0_keeps_the_optimizer_as_torch_has_it(tmp_path: Path) -> None:
