@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence
+from operator import add, mul
 
 import numpy as np
 import pytest
@@ -12,18 +15,33 @@ from hypothesis import strategies as st
 from tests.support.shards import (
     Spread,
     assembled,
+    random_array,
+    random_average,
     random_spread,
     zero_partitions,
 )
+from ucp_core._affine import piece_boxes
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint
 from ucp_core.errors import UncoveredRegionError
+from ucp_core.layout import ParallelLayout
 from ucp_core.manifest import Kind, Manifest
-from ucp_core.operators import extract, load, union
-from ucp_core.patterns import place
+from ucp_core.operators import extract, load, strip_padding, target_pieces, union
+from ucp_core.patterns import (
+    AffinePiece,
+    Average,
+    Cut,
+    Grid,
+    Replicated,
+    Unique,
+    place,
+    split,
+)
 from ucp_core.plan import Part
-from ucp_core.statemap import Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.rules import Rule, Rules
+from ucp_core.statemap import Fragment, StateMap, TensorEntry, TensorKey, prove_entry
 from ucp_core.storage import MemoryStore
+from ucp_core.targets import Sharding
 
 SEEDS = st.integers(0, 2**32)
 RANKS = st.integers(1, 6)
@@ -116,3 +134,146 @@ def test_a_lost_or_doubled_file_is_named(seed: int, ranks: int) -> None:
     twin = lost._replace(file="twin")
     with pytest.raises(UncoveredRegionError, match=r"is held twice, in .*twin"):
         union(KEY, "I32", placement, [*fragments, twin])
+
+
+def _pairs(
+    shape: Sequence[int], source: tuple[int, Sequence[int]], dest: tuple[int, Sequence[int]]
+) -> Counter[tuple[int, int]]:
+    """Return the element of the tensor and the element of the shard, for each of a view."""
+    found: Counter[tuple[int, int]] = Counter()
+    for index in np.ndindex(*shape):
+        ends = [at + sum(map(mul, index, strides)) for at, strides in (source, dest)]
+        found[ends[0], ends[1]] += 1
+    return found
+
+
+@given(seed=SEEDS)
+def test_boxes_of_a_strided_piece_are_its_elements(seed: int) -> None:
+    """Offsets, strides and folded dims can carry into the next row on either side."""
+    rng = random.Random(seed)
+    ndim = rng.randint(1, 3)
+    whole = [rng.randint(1, 5) for _ in range(ndim)]
+    shard = [rng.randint(1, 5) for _ in range(ndim)]
+    shape = [rng.randint(1, 4) for _ in range(rng.randint(0, 3))]
+    sides: list[tuple[int, list[int]]] = []
+    for extents in (whole, shard):
+        near = [int(np.prod(extents[d:])) for d in range(ndim + 1)]
+        strides = [rng.choice((*near, rng.randint(0, 6))) for _ in shape]
+        reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        room = int(np.prod(extents)) - 1 - reach
+        if room < 0:
+            return
+        sides.append((rng.randint(0, room), strides))
+    (source, source_strides), (dest, dest_strides) = sides
+    piece = AffinePiece(
+        tuple(shape), source, tuple(source_strides), dest, tuple(dest_strides), (0,)
+    )
+
+    found: Counter[tuple[int, int]] = Counter()
+    for box, start in piece_boxes(piece, whole, shard, what="w"):
+        assert Box.full(shard).contains(box)
+        for index in np.ndindex(*box.shape):
+            there = np.ravel_multi_index(tuple(map(add, start, index)), whole)
+            here = np.ravel_multi_index(tuple(map(add, box.start, index)), shard)
+            found[int(there), int(here)] += 1
+
+    assert found == _pairs(shape, sides[0], sides[1])
+
+
+@given(seed=SEEDS, ranks=RANKS)
+def test_the_mean_of_copies_covers_the_tensor_in_each(seed: int, ranks: int) -> None:
+    """An average needs every copy whole; a hole in one of them is as bad as one in the tensor."""
+    rng = random.Random(seed)
+    whole, copies = random_average(rng, ranks)
+    placement = place(Average(), [copy.shape for copy in copies])
+    files: dict[str, bytes] = {}
+    fragments: list[Fragment] = []
+    for rank, copy in enumerate(copies):
+        cut = rng.randint(0, copy.size)
+        files[f"{rank}a"], files[f"{rank}b"] = (p.tobytes() for p in np.split(copy.ravel(), [cut]))
+        for name, flat in (("a", (0, cut)), ("b", (cut, copy.size))):
+            fragments += extract(
+                KEY, "I32", placement, rank, file=f"{rank}{name}", offset_bytes=0, flat=flat
+            )
+
+    entry = union(KEY, "I32", placement, fragments)
+
+    assert entry.copies == ranks
+    mine = [[f for f in entry.fragments if f.copy == rank] for rank in range(ranks)]
+    total = sum(assembled(entry.shape, found, files).astype(np.int64) for found in mine)
+    assert np.array_equal(total, whole.astype(np.int64) * ranks)
+    lost = rng.choice(fragments)
+    with pytest.raises(UncoveredRegionError, match=r"layers\.0\.w .* is in none of the files"):
+        union(KEY, "I32", placement, [f for f in fragments if f is not lost])
+
+
+@given(seed=SEEDS, tp=st.integers(1, 3), dp=st.integers(1, 3), cp=st.integers(1, 2))
+def test_targets_of_all_ranks_are_the_tensors(seed: int, tp: int, dp: int, cp: int) -> None:
+    """Each rank computes its own share, and nobody sees whether they fit together."""
+    rng = random.Random(seed)
+    layout = ParallelLayout(tp=tp, dp_shard=dp, cp=cp)
+    sharding: Sharding = rng.choice(("dim0", "zero12", "zero3"))
+    spreads = {TensorKey(f"w{i}", "weight"): random_spread(rng, tp) for i in range(3)}
+    spreads = {k: s for k, s in spreads.items() if not isinstance(s.pattern, Unique)}
+    rules = Rules(tuple(Rule(key.fqn, s.pattern) for key, s in spreads.items()))
+    shapes = {key: ("I32", s.whole.shape) for key, s in spreads.items()}
+
+    held: dict[TensorKey, Counter[tuple[int, ...]]] = {key: Counter() for key in spreads}
+    for rank in range(layout.world_size):
+        for target in target_pieces(shapes, rules, layout, rank, sharding=sharding):
+            box = target.part.box
+            assert target.local.shape == box.shape
+            assert Box.full(target.shape).contains(target.local)
+            held[target.part.key].update(
+                tuple(map(add, box.start, index)) for index in np.ndindex(*box.shape)
+            )
+
+    for key, spread in spreads.items():
+        copies = tp if isinstance(spread.pattern, Replicated) else 1
+        times = dp * cp * copies if not spread.whole.ndim else copies
+        assert held[key] == dict.fromkeys(np.ndindex(*spread.whole.shape), times), key
+
+
+@given(seed=SEEDS, ranks=RANKS)
+def test_a_split_tensor_is_placed_where_it_was(seed: int, ranks: int) -> None:
+    """``split`` says how ranks would hold a tensor, ``place`` what those shards would be."""
+    spread = random_spread(random.Random(seed), ranks)
+    ranks = len(spread.shards)
+
+    placement = split(spread.pattern, spread.whole.shape, ranks)
+
+    assert placement.shape == spread.whole.shape
+    even = isinstance(spread.pattern, Cut) and spread.pattern.part_widths is None
+    if even and spread.pattern.widths is None and spread.pattern.unpadded is None:  # type: ignore[union-attr]
+        again = place(spread.pattern, placement.shards)
+        assert again == placement
+    given_by_parts = isinstance(spread.pattern, Cut) and (
+        spread.pattern.parts or spread.pattern.ratio or spread.pattern.part_widths
+    )
+    if given_by_parts or not isinstance(spread.pattern, Cut | Grid):
+        assert placement == place(spread.pattern, spread.shapes)
+
+
+@given(seed=SEEDS, ranks=RANKS)
+def test_padding_stripped_later_is_padding_left_out(seed: int, ranks: int) -> None:
+    """A vocabulary's true size may be known only when the tensor is already put together."""
+    rng = random.Random(seed)
+    shape = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
+    dim = rng.randrange(len(shape))
+    shape[dim] *= ranks
+    padded = random_array(rng, tuple(shape))
+    shards = np.split(padded, ranks, dim)
+    placement = place(Cut(dim), [shard.shape for shard in shards])
+    files = {f"{rank}": np.ascontiguousarray(s).tobytes() for rank, s in enumerate(shards)}
+    fragments = [
+        f
+        for rank in range(ranks)
+        for f in extract(KEY, "I32", placement, rank, file=f"{rank}", offset_bytes=0)
+    ]
+    true = [rng.randint(0, extent) for extent in shape]
+
+    entry = strip_padding(union(KEY, "I32", placement, fragments), true)
+
+    prove_entry(entry)
+    found = assembled(entry.shape, list(entry.fragments), files)
+    assert np.array_equal(found, padded[tuple(map(slice, true))])
