@@ -70,8 +70,13 @@ class Modules:
         return whole and len({(e.num_bytes, e.crc32) for e in extents if e is not None}) == 1
 
 
-def add_modules(native: Native, modules: Modules) -> None:
+def add_modules(native: Native, modules: Modules, *, complete: bool = True) -> None:
     """Add all weights of the model files, of pipeline layers and of experts.
+
+    Args:
+        native: The files.
+        modules: Gets what they hold.
+        complete: Whether files of pipeline layers and experts must be there.
 
     Raises:
         CheckpointCorruptError: The files contradict one another, or one is missing.
@@ -87,8 +92,9 @@ def add_modules(native: Native, modules: Modules) -> None:
                 path=native.files.path(file),
             )
     _add_frozen_fragments(native, modules)
-    _add_layers(native, modules)
-    _add_experts(native, modules)
+    if complete:
+        _add_layers(native, modules)
+        _add_experts(native, modules)
     if modules.dtypes and modules.masters:
         dtypes = ", ".join(sorted(modules.dtypes))
         modules.items["module"] = Item(

@@ -1,1 +1,238 @@
-"""x."""
+"""The optimizer of a DeepSpeed checkpoint without ZeRO: one file has all of it, by number.
+
+A torch optimizer numbers its parameters group by group and does not save their names. In a group
+they are in the model's order; which group has which is proven by their shapes, or refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.converters._deepspeed_module import WEIGHT, Modules
+from ucp_core.converters._shards import Rank, Run
+from ucp_core.converters._values import Scalars, json_value
+from ucp_core.converters.torchfile import TensorRef
+from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
+from ucp_core.statemap import DTYPE_BYTES, TensorKey
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucp_core.converters._deepspeed_extras import Extras, Groups
+    from ucp_core.converters._deepspeed_topology import Native
+
+_INNER = "optimizer_state_dict"
+_FLAT = "fp32_groups_flat"
+_LISTS = "fp32_groups"
+
+_Param = tuple[str, tuple[int, ...]]
+
+
+def add_plain(
+    native: Native, modules: Modules, scalars: Scalars, groups: Groups, extras: Extras
+) -> None:
+    """Add the slots and masters that model files hold; nothing where there was no optimizer.
+
+    Raises:
+        PatternError: Which parameter is which cannot be told.
+        CheckpointCorruptError: Shapes of model and optimizer contradict each other.
+        UnsupportedVersionError: It is a kind of optimizer that cannot be laid out again.
+    """
+    for mp in range(native.tp * native.pp):
+        file = native.model[0, mp]
+        tree = native.files.trees[file].get("optimizer")
+        if tree is None:
+            continue
+        if not isinstance(tree, dict):
+            raise CheckpointCorruptError(f"{file}: optimizer is no dict", file=file)
+        if native.pp > 1 or native.experts:
+            raise UnsupportedVersionError(
+                f"{file}: without ZeRO, pipelines and experts keep no names of the optimizer's "
+                "parameters; save with ZeRO stage 1",
+                file=file,
+            )
+        rank = native.rank(mp)
+        params = [(name, ref.shape) for name, ref in modules.order.get(rank.tp, [])]
+        optimizer = _Optimizer(tree, file, params)
+        optimizer.add(rank, modules, scalars)
+        trained = {name for names in optimizer.names() for name in names}
+        modules.roles |= {name: "frozen" for name, _ in params if name not in trained}
+        store, directory = native.files.store, native.files.directory
+        values = [
+            json_value({k: v for k, v in g.items() if k != "params"}, store, directory)
+            for g in optimizer.groups
+        ]
+        groups.add(list(zip(values, optimizer.names(), strict=True)))
+        if mp == 0:
+            extras.add_optim(optimizer.rest())
+
+
+class _Optimizer:
+    """A saved optimizer and the model's parameters, in their order.
+
+    Attributes:
+        groups: Its groups as they were saved.
+    """
+
+    def __init__(self, tree: Mapping[str, Any], file: str, params: Sequence[_Param]) -> None:
+        self._tree = tree
+        self._file = file
+        inner = tree.get(_INNER, tree)
+        if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
+            raise CheckpointCorruptError(f"{file}: optimizer has no param_groups", file=file)
+        self.groups: list[Mapping[str, Any]] = inner["param_groups"]
+        self._state: Mapping[Any, Any] = inner.get("state") or {}
+        if _FLAT in tree:
+            self._names = {0: [name for name, _ in self._fitting_flat(params)]}
+        else:
+            self._names = _assigned(self._wanted(), params, file)
+        self._shapes = dict(params)
+
+    def names(self) -> list[list[str]]:
+        """Return the names of every group's parameters."""
+        return [self._names.get(index, []) for index in range(len(self.groups))]
+
+    def rest(self) -> dict[str, Any]:
+        """Return what is no tensor of a parameter."""
+        known = {_INNER, _FLAT, _LISTS, "state", "param_groups"}
+        return {key: value for key, value in self._tree.items() if key not in known}
+
+    def add(self, rank: Rank, modules: Modules, scalars: Scalars) -> None:
+        """Add masters and slots of all parameters."""
+        for index, group in enumerate(self.groups):
+            names = self._names.get(index, [])
+            if _FLAT in self._tree:
+                self._add_flat(rank, modules, scalars, index, names)
+                continue
+            masters = self._tree.get(_LISTS)
+            for place, (name, number) in enumerate(zip(names, group["params"], strict=True)):
+                if masters is not None:
+                    modules.shards.replace_ref(TensorKey(name, WEIGHT), rank, masters[index][place])
+                self._add_state(rank, modules, scalars, name, self._state.get(number, {}))
+
+    def _add_state(
+        self, rank: Rank, modules: Modules, scalars: Scalars, name: str, state: Mapping[str, Any]
+    ) -> None:
+        for slot, value in state.items():
+            if isinstance(value, TensorRef) and (value.shape or not self._shapes[name]):
+                modules.shards.add_ref(TensorKey(name, slot), rank, value)
+            elif isinstance(value, TensorRef | int | float):
+                scalars.add(TensorKey(name, slot), value)
+
+    def _fitting_flat(self, params: Sequence[_Param]) -> Sequence[_Param]:
+        """Return the parameters, if there is one flat group and they fill it."""
+        flats = self._tree[_FLAT]
+        total = sum(prod(shape) for _, shape in params)
+        if len(flats) != 1 or total != flats[0].num_elements:
+            raise PatternError(
+                f"{self._file}: {len(flats)} flat group(s) of {[f.num_elements for f in flats]} "
+                f"elements do not say which of {len(params)} parameters ({total} elements) they "
+                "hold; save with ZeRO stage 1",
+                file=self._file,
+            )
+        return params
+
+    def _add_flat(
+        self, rank: Rank, modules: Modules, scalars: Scalars, index: int, names: Sequence[str]
+    ) -> None:
+        """Add a group whose parameters were flattened into one tensor, without padding."""
+        flat = self._tree[_FLAT][index]
+        number = self.groups[index]["params"][0]
+        state = self._state.get(number, {})
+        slots = {k: v for k, v in state.items() if isinstance(v, TensorRef) and v.shape}
+        start = 0
+        for name in names:
+            shape = self._shapes[name]
+            stop = start + prod(shape)
+            modules.shards.drop(TensorKey(name, WEIGHT), rank)
+            for slot, ref in ((WEIGHT, flat), *slots.items()):
+                if ref.num_elements != flat.num_elements:
+                    raise UnsupportedVersionError(
+                        f"{self._file}: optimizer state {slot!r} is {list(ref.shape)} for "
+                        f"{flat.num_elements} flat elements and cannot be laid out again",
+                        file=self._file,
+                        slot=slot,
+                    )
+                run = Run(
+                    ref.file, ref.offset_bytes + start * DTYPE_BYTES[ref.dtype], 0, prod(shape)
+                )
+                modules.shards.add_run(TensorKey(name, slot), rank, ref.dtype, shape, run)
+            for slot, value in state.items():
+                if slot not in slots and isinstance(value, TensorRef | int | float):
+                    scalars.add(TensorKey(name, slot), value)
+            start = stop
+
+    def _wanted(self) -> list[list[tuple[int, ...] | None]]:
+        """Return the shape of every parameter by group, as its state or its master tells it."""
+        masters = self._tree.get(_LISTS)
+        found: list[list[tuple[int, ...] | None]] = []
+        for index, group in enumerate(self.groups):
+            if masters is not None:
+                found.append([ref.shape for ref in masters[index]])
+                continue
+            shapes = [_largest(self._state.get(number, {})) for number in group["params"]]
+            found.append(shapes)
+        return found
+
+
+def _largest(state: Mapping[str, Any]) -> tuple[int, ...] | None:
+    refs = [value for value in state.values() if isinstance(value, TensorRef)]
+    best = max(refs, key=lambda ref: ref.num_elements, default=None)
+    return None if best is None else best.shape
+
+
+def _assigned(
+    wanted: Sequence[Sequence[tuple[int, ...] | None]], params: Sequence[_Param], file: str
+) -> dict[int, list[str]]:
+    """Return the names of every group's parameters.
+
+    With one group of as many parameters as the model has, they are in the model's order. Else all
+    parameters of a shape must be in one group: then their order there is the model's.
+    """
+    count = sum(len(group) for group in wanted)
+    if len(wanted) == 1 and count == len(params):
+        for (name, shape), other in zip(params, wanted[0], strict=True):
+            # Factored state is smaller than its parameter, never larger.
+            if other is not None and prod(other) > prod(shape):
+                raise CheckpointCorruptError(
+                    f"{file}: {name} is {list(shape)}, but the optimizer's state at its place is "
+                    f"{list(other)}",
+                    file=file,
+                    fqn=name,
+                )
+        return {0: [name for name, _ in params]}
+    return _by_shape(wanted, params, file)
+
+
+def _by_shape(
+    wanted: Sequence[Sequence[tuple[int, ...] | None]], params: Sequence[_Param], file: str
+) -> dict[int, list[str]]:
+    names: dict[tuple[int, ...] | None, list[str]] = defaultdict(list)
+    for name, shape in params:
+        names[shape].append(name)
+    places: dict[tuple[int, ...] | None, list[int]] = defaultdict(list)
+    for index, group in enumerate(wanted):
+        for other in group:
+            places[other].append(index)
+    if None in places:
+        raise _unclear(file, "some have no state that would tell their shape")
+    for shape, groups in places.items():
+        if len(set(groups)) > 1:
+            raise _unclear(file, f"parameters of shape {shape} are in several groups")
+        if len(groups) != len(names[shape]):
+            raise _unclear(
+                file,
+                f"the model has {len(names[shape])} of shape {shape}, the optimizer {len(groups)}",
+            )
+    queues = {shape: iter(names[shape]) for shape in places}
+    return {index: [next(queues[s]) for s in group] for index, group in enumerate(wanted)}
+
+
+def _unclear(file: str, why: str) -> PatternError:
+    return PatternError(
+        f"{file}: the optimizer keeps no names, and which state belongs to which parameter cannot "
+        f"be told: {why}; save with ZeRO stage 1",
+        file=file,
+    )

@@ -119,8 +119,10 @@ class Native:
         return Rank(mp // self.tp, mp % self.tp)
 
 
-def open_native(store: Store, directory: str, names: Names) -> Native:
-    """Open all files of the checkpoint.
+def open_native(
+    store: Store, directory: str, names: Names, *, with_optim: bool = True
+) -> Native:
+    """Open all files of the checkpoint; of a universal one, only the model files.
 
     Raises:
         CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
@@ -140,7 +142,7 @@ def open_native(store: Store, directory: str, names: Names) -> Native:
         found, model_ranks, directory, lambda d, m: _model_name(d, m, is_zero3=is_zero3)
     )
     _refuse_more_ranks(files, found, model, first)
-    optim = _optim_files(names, first, dp, tp * pp, directory, items)
+    optim = _optim_files(names, first, dp, tp * pp, directory, items) if with_optim else {}
     layers = _layer_files(names, tp, items, directory)
     experts = {key: name for key, name in names.experts.items() if key[2] < tp * pp}
     expert_optim = {key: name for key, name in names.expert_optim.items() if key[1] < tp * pp}
@@ -374,10 +376,10 @@ def _check_agreement(native: Native) -> None:
 
 def _stage(native: Native) -> int:
     """Return ZeRO's stage."""
+    if native.model[0, 0].startswith("zero"):
+        return 3
     if not native.optim:
         return 0
-    if len(native.model) > native.tp * native.pp or "zero" in native.model[0, 0]:
-        return 3
     state = native.files.trees[native.optim[0, 0]].get("optimizer_state_dict")
     stage = state.get("zero_stage") if isinstance(state, dict) else None
     value = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage

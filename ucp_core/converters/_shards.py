@@ -123,13 +123,18 @@ class Shards:
         runs = [Run(ref.file, ref.offset_bytes, 0, count)] if count else []
         self._found[key][rank] = Shard(ref.dtype, ref.shape, runs, ref.byte_strides)
 
+    def replace_ref(self, key: TensorKey, rank: Rank, ref: TensorRef) -> None:
+        """Add a whole shard in place of the one that is known."""
+        self.drop(key, rank)
+        self.add_ref(key, rank, ref)
+
+    def drop(self, key: TensorKey, rank: Rank) -> None:
+        """Forget a shard, because a better one follows."""
+        self._found[key].pop(rank, None)
+
     def fqns(self) -> set[str]:
         """Return the names of all tensors."""
         return {key.fqn for key in self._found}
-
-    def has(self, key: TensorKey) -> bool:
-        """Return whether any rank holds some of a tensor."""
-        return key in self._found
 
     def stages(self) -> dict[str, set[int]]:
         """Return the pipeline stages that hold each tensor."""

@@ -70,7 +70,7 @@ def read(
     if folder.universal:
         from ucp_core.converters._deepspeed_universal import read_universal
 
-        return read_universal(store, folder)
+        return read_universal(store, folder, lambda native, found: _layouts(native, found, rules))
     return _read_native(store, folder, rules)
 
 
