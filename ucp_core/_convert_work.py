@@ -8,12 +8,12 @@ from __future__ import annotations
 import mmap
 import os
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core._gather import Holders, Run, is_plain, scattered
 from ucp_core._source_checks import Check, ExtentPlan, Notes, Piece
-from ucp_core.boxes import flat_range, packed_strides
+from ucp_core.boxes import Box, flat_range, packed_strides
 from ucp_core.checksums import BLOCK_BYTES, combine, crc32
 from ucp_core.errors import CheckpointCorruptError, StorageError
 from ucp_core.statemap import DTYPE_BYTES, Fragment, StateMap, TensorEntry
@@ -21,7 +21,7 @@ from ucp_core.storage.base import ReadRange, Store, join
 from ucp_core.storage.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ucp_core._universal_layout import TargetFile
 
@@ -278,42 +278,63 @@ class Worker:
             other = bytearray(chunk)
             self._take(entry, run, memoryview(other), start)
             if other != chunk:
-                primary = sorted({f.file for f in entry.fragments if not f.replica})
-                raise CheckpointCorruptError(
-                    f"{entry.key}: box {run.fragment.box} in file {run.fragment.file} is said to "
-                    f"be a replica, but differs from what {', '.join(primary[:4])} hold; "
-                    "if the first one is meant to count, say so in the rules (check: first)",
-                    fqn=entry.key.fqn,
-                    slot=entry.key.slot,
-                    box=run.fragment.box,
-                    files=(run.fragment.file, *primary),
-                )
+                raise _differs(entry, run.fragment)
 
     def _general_chunks(self, entry: TensorEntry, low: int, high: int) -> Iterator[memoryview]:
         """Yield bytes of a tensor that is averaged or strided, by a plan for each slab."""
+        if self._general is None:
+            self._general = memoryview(mmap.mmap(-1, self._job.general_bytes))
+        itemsize = DTYPE_BYTES[entry.dtype]
+        for start in range(low, high, len(self._general)):
+            slab = self._general[: min(len(self._general), high - start)]
+            boxes = flat_range(entry.shape, start // itemsize, (start + len(slab)) // itemsize)
+            self._load(entry, boxes, slab)
+            for fragment in entry.fragments:
+                if fragment.replica:
+                    self._compare_general(entry, fragment, boxes)
+            self._hash(slab)
+            yield slab
+
+    def _load(self, entry: TensorEntry, boxes: Sequence[Box], target: memoryview) -> None:
+        """Fill ``target`` with the boxes of a tensor, one after the other."""
+        # Most conversions never come here, and numpy takes 60 ms to import.
         from ucp_core.plan import Part, plan
         from ucp_core.transfer import Source, execute
 
-        if self._general is None:
-            self._general = memoryview(mmap.mmap(-1, self._job.general_bytes))
         job = self._job
-        source = Source(job.store, job.directory, job.state_map.block_bytes)
-        itemsize = DTYPE_BYTES[entry.dtype]
-        for start in range(low, high, job.general_bytes):
-            slab = self._general[: min(job.general_bytes, high - start)]
-            boxes = flat_range(entry.shape, start // itemsize, (start + len(slab)) // itemsize)
-            parts = [Part(entry.key, entry.dtype, entry.shape, box) for box in boxes]
-            targets: list[memoryview] = []
-            done = 0
-            for box in boxes:
-                size = box.num_elements * itemsize
-                targets.append(slab[done : done + size])
-                done += size
-            reads = plan(parts, [job.state_map], span_bytes_max=job.general_bytes)
-            execute(reads, [source], targets, threads=1, batch_bytes=job.general_bytes)
-            self._files.read_bytes += reads.read_bytes
-            self._hash(slab)
-            yield slab
+        parts = [Part(entry.key, entry.dtype, entry.shape, box) for box in boxes]
+        targets: list[memoryview] = []
+        done = 0
+        for box in boxes:
+            size = box.num_elements * DTYPE_BYTES[entry.dtype]
+            targets.append(target[done : done + size])
+            done += size
+        own = StateMap(entries={entry.key: entry}, block_bytes=job.state_map.block_bytes)
+        reads = plan(parts, [own], span_bytes_max=job.general_bytes)
+        source = Source(job.store, job.directory, own.block_bytes)
+        execute(reads, [source], targets, threads=1, batch_bytes=job.general_bytes)
+        self._files.read_bytes += reads.read_bytes
+
+    def _compare_general(self, entry: TensorEntry, replica: Fragment, boxes: Sequence[Box]) -> None:
+        """Check that a replica holds what the primary fragments of its copy do."""
+        primary = tuple(
+            fragment._replace(copy=0)
+            for fragment in entry.fragments
+            if fragment.copy == replica.copy and not fragment.replica
+        )
+        other = (replica._replace(copy=0, replica=False),)
+        for box in boxes:
+            inner = box.intersect(replica.box)
+            if inner is None:
+                continue
+            found: list[bytearray] = []
+            for fragments in (primary, other):
+                data = bytearray(inner.num_elements * DTYPE_BYTES[entry.dtype])
+                one = replace(entry, fragments=fragments, copies=1)
+                self._load(one, [inner], memoryview(data))
+                found.append(data)
+            if found[0] != found[1]:
+                raise _differs(entry, replica)
 
     def _verify(self, item: Item) -> None:
         """Read bytes that gathering does not, for the checksum of the range that they are in."""
@@ -325,6 +346,19 @@ class Worker:
             target = self._buffer[: min(len(self._buffer), item.stop - start)]
             self._files.read(self._job.files[item.source], start, target)
             self._notes.add(check, start, len(target), crc32(target))
+
+
+def _differs(entry: TensorEntry, replica: Fragment) -> CheckpointCorruptError:
+    primary = sorted({f.file for f in entry.fragments if not f.replica})
+    return CheckpointCorruptError(
+        f"{entry.key}: box {replica.box} in file {replica.file} is said to be a replica, but "
+        f"differs from what {', '.join(primary[:4])} hold; if the first one is meant to count, "
+        "say so in the rules (check: first)",
+        fqn=entry.key.fqn,
+        slot=entry.key.slot,
+        box=replica.box,
+        files=(replica.file, *primary),
+    )
 
 
 def _scatter(entry: TensorEntry, run: Run, data: memoryview, chunk: memoryview, start: int) -> None:
