@@ -127,7 +127,7 @@ def describe(checkpoint: Checkpoint) -> Model:
     entries = state_map.entries
     weights = [key.fqn for key in sorted(entries) if key.slot == _WEIGHT]
     shapes = {name: entries[TensorKey(name, _WEIGHT)].shape for name in weights}
-    _check_slots_have_weights(entries, shapes)
+    _check_names(entries, manifest.ties, shapes)
     named = [_names(index, group, checkpoint) for index, group in enumerate(manifest.param_groups)]
     _check_once(named, shapes)
     grouped = {name for names in named for name in names}
@@ -158,12 +158,17 @@ def describe(checkpoint: Checkpoint) -> Model:
     )
 
 
-def _check_slots_have_weights(
-    entries: Mapping[TensorKey, TensorEntry], shapes: Mapping[str, tuple[int, ...]]
+def _check_names(
+    entries: Mapping[TensorKey, TensorEntry],
+    ties: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
     for key in sorted(entries):
         if key.fqn not in shapes:
             raise UcpError(f"{key}: the checkpoint has no weight of that name", fqn=key.fqn)
+    for alias, owner in sorted(ties.items()):
+        if owner not in shapes:
+            raise UcpError(f"{alias} is tied to {owner}, which the checkpoint does not have")
 
 
 def _names(index: int, group: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -132,6 +132,9 @@ def _open(store: Store, directory: str) -> _Folder:
     for name in beside.others:
         extras.items[name] = Item("drop", "no part of a universal checkpoint")
     found = _Folder(store, directory, files, dict(zip(wanted, opened, strict=True)), extras)
+    if beside.model:
+        # A folder for the loaders of every stage has both kinds, and the tensors in this one.
+        beside.model_zero3.clear()
     if beside.model or beside.model_zero3:
         found.native = open_native(store, directory, beside, with_optim=False)
         extras.items |= found.native.items

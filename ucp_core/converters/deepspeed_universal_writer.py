@@ -200,7 +200,11 @@ def _optimizer_state(trees: Trees) -> dict[str, Any]:
 
 def _model_states(trees: Trees, *, with_tensors: bool) -> dict[str, Any]:
     model = trees.model
-    module: OrderedDict[str, TensorData] = trees.untrained() if with_tensors else OrderedDict()
+    # Names as in stage 3, whose parameters have no elements there.
+    module: OrderedDict[str, TensorData] = trees.placeholders()
+    if with_tensors:
+        module.update(trees.untrained())
+        module.update((alias, module[owner]) for alias, owner in model.ties.items())
     frozen = OrderedDict((name, module[name]) for name in model.frozen if with_tensors)
     return common_state(model, dp=1, tp=1) | {
         "module": module,
