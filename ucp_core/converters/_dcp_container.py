@@ -34,6 +34,8 @@ _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _LEFT = (".distcp", ".metadata.tmp")
 #: Items whose ends are read in one go.
 _BATCH_BLOBS = 512
+_KEY_CHARACTERS_MAX = 4096
+_PATH_PARTS_MAX = 64
 #: Bytes between two reads up to which one is cheaper.
 _GAP_BYTES = 4096
 
@@ -372,22 +374,38 @@ def _add(container: Container, metadata: Any, prefix: str, path: str) -> None:
         place = _of(index, _Index)
         item = _blob(_of(info, _StorageInfo), place.key, path)
         places[place.key, place.offset] = item._replace(file=prefix + item.file)
-    for key, value in _dict(state["state_dict_metadata"]).items():
+    for name, value in _dict(state["state_dict_metadata"]).items():
+        key = _key(name)
         if type(value) is _TensorMetadata:
-            _add_tensor(container, _of(key, str), value, places, path)
+            _add_tensor(container, key, value, places, path)
         elif type(value) is _BytesMetadata:
             blob = places.get((key, None))
             if blob is None:
                 _missing(key, None, path)
-            container.blobs.setdefault(_of(key, str), []).append(blob)
+            container.blobs.setdefault(key, []).append(blob)
         else:
             msg = f"{key} is a {type(value).__name__}"
             raise TypeError(msg)
     container.version = str(state.get("version") or "")
     planner = state.get("planner_data")
     if isinstance(planner, dict):
-        paths = {k: v for k, v in planner.items() if type(v) is tuple and type(k) is str}
-        container.paths.update(paths)
+        container.paths.update({k: v for k, v in planner.items() if _is_path(v)})
+
+
+def _is_path(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) <= _PATH_PARTS_MAX
+        and all(type(part) in {str, int} for part in value)
+    )
+
+
+def _key(value: Any) -> str:
+    key: str = _of(value, str)
+    if len(key) > _KEY_CHARACTERS_MAX:
+        msg = f"a key has {len(key)} characters"
+        raise ValueError(msg)
+    return key
 
 
 def _add_tensor(
@@ -431,8 +449,8 @@ def _missing(key: str, box: Box | None, path: str) -> NoReturn:
 def _blob(info: _StorageInfo, key: str, path: str) -> Blob:
     if info.transforms:
         raise CheckpointCorruptError(
-            f"{path}: {key} was saved through an extension ({str(info.transforms)[:60]}): save it "
-            "without one",
+            f"{path}: {key} was saved through an extension (it is compressed, perhaps): save "
+            "it without one",
             key=key,
             path=path,
         )

@@ -16,7 +16,7 @@ from ucp_core.boxes import Box
 from ucp_core.checksums import crc32
 from ucp_core.converters._dcp_names import Names, classify, number_names
 from ucp_core.converters.inline import INLINE_NAME
-from ucp_core.converters.torchfile import plain
+from ucp_core.converters.torchfile import TensorRef, plain
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError
 from ucp_core.manifest import Item
 from ucp_core.statemap import Extent, Fragment, TensorEntry, TensorKey
@@ -170,6 +170,26 @@ def read_small(container: Container, entry: TensorEntry) -> Any:
     return plain(np.frombuffer(data, _NUMPY[entry.dtype])[0].item())
 
 
+def json_value(container: Container, value: Any, key: str) -> Any:
+    """Return what a small item holds as JSON; tensors in it are read.
+
+    Raises:
+        ForeignClassError: It is too large, or of a kind that has no such form.
+    """
+
+    def tensor(ref: TensorRef) -> Any:
+        if ref.num_bytes > _SMALL_BYTES or ref.byte_strides is not None:
+            raise ForeignClassError(f"{key} holds a tensor of shape {list(ref.shape)}")
+        path = join(container.directory, ref.file)
+        data = container.store.read_range(path, ref.offset_bytes, ref.num_bytes)
+        if not ref.shape and ref.dtype in _NUMPY:
+            return plain(np.frombuffer(data, _NUMPY[ref.dtype])[0].item())
+        encoded = b64encode(data).decode()
+        return {"dtype": ref.dtype, "shape": list(ref.shape), "base64": encoded}
+
+    return plain(value, tensor=tensor)
+
+
 def _name_numbers(container: Container, names: Names) -> None:
     """Give parameters names that the optimizer's state knows by number only."""
     fqns = {fqn for fqn, _ in names.states.values()}
@@ -196,7 +216,7 @@ def _add_values(state: State, container: Container, names: Names) -> None:
         if isinstance(value, int | float) and not isinstance(value, bool):
             state.put_inline(TensorKey(fqn, slot), value)
         else:
-            others[fqn][slot] = plain(value)
+            others[fqn][slot] = json_value(container, value, key)
     if others:
         state.extra["optimizer_state"] = dict(others)
 
@@ -206,7 +226,9 @@ def _add_groups(state: State, container: Container, names: Names) -> None:
     groups: dict[tuple[str, int | str], dict[str, Any]] = defaultdict(dict)
     values = dict(container.values(key for key in names.groups if key in container.blobs))
     for key, (root, group, name) in names.groups.items():
-        value = plain(values[key]) if key in values else _number(container, key)
+        value = (
+            json_value(container, values[key], key) if key in values else _number(container, key)
+        )
         groups[root, group][name] = value
     merged: dict[str, dict[str, Any]] = {}
     for (root, group), fields in groups.items():
@@ -229,7 +251,7 @@ def _add_others(state: State, container: Container, names: Names, small: Iterabl
         if blobs is None:
             continue
         try:
-            values = [plain(container.value(blob, key)) for blob in blobs]
+            values = [json_value(container, container.value(blob, key), key) for blob in blobs]
         except ForeignClassError as error:
             state.items[key] = Item("drop", f"its value is of an unknown class: {error}")
             continue

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from ucp_core.converters._tensors import (
     TORCH_DTYPES,
     Storage,
+    TensorRef,
     rebuild_from_type,
     rebuild_parameter,
     rebuild_tensor,
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 
 Allow: TypeAlias = "frozenset[str] | Mapping[str, Callable[..., Any]]"
 
-#: Elements of a tuple that is used as a key, and how deep tuples may lie in it. Hashing follows
-#: a tuple wherever it leads, without any bound.
+#: Elements of a tuple that is used as a key, with those of tuples in it: hashing follows a tuple
+#: wherever it leads, and one that contains itself twice at every level never ends.
 _KEY_ELEMENTS_MAX = 64
 _NDIM_MAX = 64
+_NAME_CHARACTERS_MAX = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,9 @@ class Resolver:
         except KeyError:
             pass
         full = f"{_RENAMED.get(module, module)}.{name}"
+        if len(full) > _NAME_CHARACTERS_MAX:
+            msg = "a class has an endless name"
+            raise ValueError(msg)
         known = self._known[module, name] = Global(full, self._maker(full))
         return known
 
@@ -152,16 +157,26 @@ def _opaque(full: str) -> Callable[..., Any]:
     return make
 
 
-def check_key(key: Any, depth: int = 0) -> None:
+def check_key(key: Any) -> None:
     """Check that hashing ``key`` is cheap: a scalar, a stand-in, or a small tuple of them."""
     kind = type(key)
     if kind in _KEYS or isinstance(key, Buildable):
         return
-    if kind is not tuple or len(key) > _KEY_ELEMENTS_MAX or depth > 1:
+    parts = [key]
+    count = 0
+    while parts:
+        part = parts.pop()
+        if type(part) is tuple:
+            count += 1 + len(part)
+            if count > _KEY_ELEMENTS_MAX:
+                break
+            parts += part
+        elif type(part) not in _KEYS and not isinstance(part, Buildable):
+            count = _KEY_ELEMENTS_MAX + 1
+            break
+    if kind is not tuple or count > _KEY_ELEMENTS_MAX:
         msg = f"a {kind.__name__} is used as a key"
         raise TypeError(msg)
-    for part in key:
-        check_key(part, depth + 1)
 
 
 _KEYS = frozenset((str, int, float, bool, bytes, complex, type(None), Global, Opaque))
@@ -220,8 +235,8 @@ def _bytes(data: Any = b"", encoding: Any = None) -> bytes:
 
 def _encode(text: Any, encoding: Any = "utf-8") -> bytes:
     # Pickles of protocol 2 keep bytes as text of this encoding.
-    if encoding not in {"latin1", "latin-1", "utf-8", "ascii"}:
-        msg = f"encoding {encoding!r}"
+    if _kind(encoding, str) not in {"latin1", "latin-1", "utf-8", "ascii"}:
+        msg = f"encoding {encoding[:20]!r}"
         raise ValueError(msg)
     return bytes(_kind(text, str), encoding)
 
@@ -427,21 +442,32 @@ DEFAULT: dict[str, Callable[..., Any]] = {
 }
 
 
-def plain(value: Any, *, nodes_max: int = 1 << 20) -> Any:
+def plain(
+    value: Any,
+    *,
+    tensor: Callable[[TensorRef], Any] | None = None,
+    nodes_max: int = 1 << 20,
+) -> Any:
     """Return ``value`` as JSON values: stand-ins and arrays as text or lists.
 
     Bytes become ``{"base64": ...}``, complex numbers and non-finite floats text, keys text.
 
+    Args:
+        value: What ``read_pickle`` returns.
+        tensor: Makes the value of a tensor; without it a tensor is an error.
+        nodes_max: Values that it may hold, shared ones counted each time.
+
     Raises:
         ForeignClassError: It holds a tensor, or is deeper or larger than any small value.
     """
-    return _Plain(nodes_max).convert(value, 0)
+    return _Plain(tensor, nodes_max).convert(value, 0)
 
 
 class _Plain:
     """Converts with a bound on nodes and depth: shared parts would be written again and again."""
 
-    def __init__(self, nodes_max: int) -> None:
+    def __init__(self, tensor: Callable[[TensorRef], Any] | None, nodes_max: int) -> None:
+        self._tensor = tensor
         self._left = nodes_max
 
     def convert(self, value: Any, depth: int) -> Any:
@@ -469,6 +495,8 @@ class _Plain:
             return value.name
         if type(value) is Opaque:
             return self._opaque(value, depth)
+        if type(value) is TensorRef and self._tensor is not None:
+            return self._tensor(value)
         if type(value).__module__ == "numpy":
             self._left -= int(value.size)
             return self.convert(value.tolist(), depth + 1) if self._left >= 0 else None

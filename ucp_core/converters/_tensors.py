@@ -127,7 +127,7 @@ def extents_of(value: Any) -> tuple[int, ...]:
         msg = "a shape or strides are not a short tuple"
         raise TypeError(msg)
     if any(type(n) is not int or not 0 <= n < _INT_MAX for n in value):
-        msg = f"a shape or strides {str(value)[:60]}"
+        msg = "a shape or strides are no sizes"
         raise ValueError(msg)
     return tuple(value)
 
@@ -214,10 +214,13 @@ def rebuild_parameter(data: Any, *_: Any) -> Any:
 
 def rebuild_from_type(function: Any, _kind: Any, args: Any, _state: Any) -> Any:
     """Stand for ``torch._tensor._rebuild_from_type_v2``: the tensor without its attributes."""
-    if type(args) is not tuple:
-        msg = "arguments are not a tuple"
+    if type(args) is not tuple or function.make not in _REBUILD:
+        msg = "a tensor is made by something that makes none"
         raise TypeError(msg)
     return rebuild_parameter(function.make(*args))
+
+
+_REBUILD = (rebuild_tensor, rebuild_tensor_v3, rebuild_parameter)
 
 
 class Storage:

@@ -36,6 +36,8 @@ _PROTOCOL_MAX = 5
 #: Bits of the largest integer: torch's own, a generator's state, has 19,968.
 _LONG_BYTES_MAX = 4096
 _DEPTH_MAX = 1 << 20
+_COPIED_MIN = 1 << 16
+_SIZED = frozenset((list, tuple, dict, set, frozenset, str, bytes))
 
 _UINT16 = struct.Struct("<H").unpack_from
 _INT32 = struct.Struct("<i").unpack_from
@@ -90,7 +92,17 @@ def read_pickle(
 class _Machine:
     """The stack machine; one method an opcode."""
 
-    __slots__ = ("data", "marks", "memo", "persistent", "pos", "resolver", "stack")
+    __slots__ = (
+        "copied",
+        "copied_max",
+        "data",
+        "marks",
+        "memo",
+        "persistent",
+        "pos",
+        "resolver",
+        "stack",
+    )
 
     def __init__(
         self, data: bytes, resolver: Resolver, persistent: Callable[[Any], Any] | None
@@ -100,6 +112,9 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        # What is in a pickle once can be mentioned often, and calls copy it.
+        self.copied = 0
+        self.copied_max = _COPIED_MIN + 2 * len(data)
         self.resolver = resolver
         self.persistent = persistent
 
@@ -336,6 +351,12 @@ class _Machine:
         if type(arguments) is not tuple:
             msg = "arguments are not a tuple"
             raise TypeError(msg)
+        for argument in arguments:
+            if type(argument) in _SIZED:
+                self.copied += len(argument)
+        if self.copied > self.copied_max:
+            msg = "the same values are copied again and again"
+            raise ValueError(msg)
         function = _expect(self.stack[-1], Global)
         self.stack[-1] = function.make(*arguments)
 

@@ -192,7 +192,7 @@ class _Storages:
             msg = "a persistent id is not that of a storage"
             raise TypeError(msg)
         _, kind, key, device, count = identity
-        if type(key) is not str or type(count) is not int or type(kind) is not Global:
+        if not all(map(_is_of, (key, count, kind, device), (str, int, Global, str))):
             msg = "a persistent id is not that of a storage"
             raise TypeError(msg)
         if key in self._known:
@@ -203,7 +203,7 @@ class _Storages:
         record = self._records.get(f"{self._prefix}data/{key}")
         if record is None:
             raise CheckpointCorruptError(
-                f"{self._where}: storage {key[:40]} (device {str(device)[:20]}) has no record: "
+                f"{self._where}: storage {key[:40]} (device {device[:20]}) has no record: "
                 "the file is damaged, or was saved without its data",
                 path=self._where,
             )
@@ -225,6 +225,10 @@ class _Storages:
             dtype,
         )
         return storage
+
+
+def _is_of(value: Any, kind: type[Any]) -> bool:
+    return type(value) is kind
 
 
 class TensorFiles:
