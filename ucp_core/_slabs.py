@@ -91,15 +91,31 @@ def stream(
     Raises:
         UcpError: The bound is too small, or the source is damaged.
     """
+    slab_bytes = _slab_bytes(memory_bytes)
+    pieces = pieces_of(entries, min(slab_bytes, piece_bytes_max or slab_bytes))
+    yield from _stream(checkpoint, pieces, slab_bytes)
+
+
+def stream_box(
+    checkpoint: Checkpoint, entry: TensorEntry, box: Box, *, memory_bytes: int
+) -> Iterator[Slab]:
+    """Yield the bytes of a box of one tensor in order, as ``stream`` does."""
+    slab_bytes = _slab_bytes(memory_bytes)
+    boxes = cut(box, max(1, slab_bytes // DTYPE_BYTES[entry.dtype]))
+    yield from _stream(checkpoint, (Piece(entry, one) for one in boxes), slab_bytes)
+
+
+def _slab_bytes(memory_bytes: int) -> int:
     check_memory(memory_bytes)
     # Two buffers, the scratch of reading, and as much again for what the caller makes of a slab.
-    slab_bytes = memory_bytes // 4
-    piece_bytes = min(slab_bytes, piece_bytes_max or slab_bytes)
-    groups = _groups(pieces_of(entries, piece_bytes), slab_bytes)
+    return memory_bytes // 4
+
+
+def _stream(checkpoint: Checkpoint, pieces: Iterable[Piece], slab_bytes: int) -> Iterator[Slab]:
     readers = (SlabReader(checkpoint, slab_bytes), SlabReader(checkpoint, slab_bytes))
     with ThreadPoolExecutor(1, thread_name_prefix="ucp-ahead") as pool:
         ahead: Future[list[Slab]] | None = None
-        for number, group in enumerate(groups):
+        for number, group in enumerate(_groups(pieces, slab_bytes)):
             ready = ahead.result() if ahead is not None else []
             # The buffer that is filled now is the one whose slabs were used up last.
             ahead = pool.submit(readers[number % 2].read, group)

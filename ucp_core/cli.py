@@ -6,28 +6,26 @@ Exit codes: 0 success; 1 the checkpoint is missing, damaged or cannot be used; 2
 
 from __future__ import annotations
 
-import json
-import re
 import sys
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from ucp_core import cli_tools
+from ucp_core._console import (
+    EXIT_CHECKPOINT,
+    EXIT_STORAGE,
+    Json,
+    human,
+    memory_size,
+    open_any,
+    print_json,
+)
+from ucp_core._console import Source as _Url
+from ucp_core._console import progress as progress_bar
 from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint, verify
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.storage import open_store
-from ucp_core.universal import MEMORY_BYTES_MIN
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-EXIT_CHECKPOINT = 1
-EXIT_USAGE = 2
-EXIT_STORAGE = 3
-
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6}
-_UNITS |= {"GB": 10**9, "B": 1}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,9 +36,6 @@ app = typer.Typer(
     "Exit codes: 0 success, 1 missing or damaged checkpoint, 2 wrong usage, 3 storage refused.",
 )
 
-_Url = Annotated[str, typer.Argument(help="Directory or fsspec URL of the checkpoint.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
-
 
 @app.command(
     epilog="Example: ucp inspect runs/demo/checkpoints/step-00001200 --tensors",
@@ -48,14 +43,14 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for 
 def inspect(
     checkpoint: _Url,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,  # noqa: FBT002 - a flag of the command line
-    as_json: _Json = False,  # noqa: FBT002 - a flag of the command line
+    as_json: Json = False,  # noqa: FBT002 - a flag of the command line
 ) -> None:
     """Show what a checkpoint holds; reads its manifest only."""
-    opened = _open(checkpoint)
+    opened = open_any(checkpoint)
     facts = _facts(opened, checkpoint)
     if as_json:
         facts["tensors"] = _tensor_facts(opened)
-        _print_json(facts)
+        print_json(facts)
         return
     for name, value in facts.items():
         typer.echo(f"{name:<12} {_text(value)}")
@@ -78,19 +73,19 @@ def convert(
     memory: Annotated[
         str, typer.Option(help="Bound of the buffers, such as 512MiB or 2GB.")
     ] = "512MiB",
-    as_json: _Json = False,  # noqa: FBT002 - a flag of the command line
+    as_json: Json = False,  # noqa: FBT002 - a flag of the command line
 ) -> None:
     """Make a universal checkpoint: whole tensors in safetensors files that any tool reads."""
-    memory_bytes = _size(memory)
-    opened = _open(source)
+    memory_bytes = memory_size(memory)
+    opened = open_any(source)
     store, directory = open_store(destination)
-    with _progress("converting", as_json=as_json) as progress:
+    with progress_bar("converting", as_json=as_json) as progress:
         materialise(opened, store, directory, memory_bytes=memory_bytes, progress=progress)
     made = open_checkpoint(store, directory)
     if as_json:
-        _print_json(_facts(made, destination))
+        print_json(_facts(made, destination))
     else:
-        size = _human(made.state_map.num_bytes)
+        size = human(made.state_map.num_bytes)
         typer.echo(f"{destination}: {len(made.state_map.entries)} tensors, {size}")
 
 
@@ -100,22 +95,25 @@ def convert(
 )
 def verify_command(
     checkpoint: _Url,
-    as_json: _Json = False,  # noqa: FBT002 - a flag of the command line
+    as_json: Json = False,  # noqa: FBT002 - a flag of the command line
 ) -> None:
     """Read every byte of a checkpoint and name what is damaged; exit code 1 if anything is."""
-    opened = _open(checkpoint)
-    with _progress("verifying", as_json=as_json) as progress:
+    opened = open_any(checkpoint)
+    with progress_bar("verifying", as_json=as_json) as progress:
         problems = verify(opened, progress=progress)
     num_bytes = sum(entry.num_bytes for entry in opened.manifest.files.values())
     if as_json:
         found = [{"path": problem.path, "message": problem.message} for problem in problems]
-        _print_json({"ok": not problems, "bytes": num_bytes, "problems": found})
+        print_json({"ok": not problems, "bytes": num_bytes, "problems": found})
     else:
         for problem in problems:
             typer.echo(str(problem))
-        typer.echo(f"{_human(num_bytes)} read, {len(problems)} problem(s)")
+        typer.echo(f"{human(num_bytes)} read, {len(problems)} problem(s)")
     if problems:
         raise typer.Exit(EXIT_CHECKPOINT)
+
+
+cli_tools.register(app)
 
 
 def main() -> None:
@@ -131,11 +129,6 @@ def main() -> None:
 def _fail(error: UcpError, code: int) -> None:
     typer.echo(f"ucp: {' '.join(str(error).split())}", err=True)
     sys.exit(code)
-
-
-def _open(url: str) -> Checkpoint:
-    store, directory = open_store(url)
-    return open_checkpoint(store, directory)
 
 
 def _facts(opened: Checkpoint, url: str) -> dict[str, Any]:
@@ -177,60 +170,6 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name}={item}" for name, item in value.items()) or "-"
     return str(value)
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=1))
-
-
-def _size(text: str) -> int:
-    """Return the bytes that ``512MiB`` and its like mean."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2] not in _UNITS:
-        units = ", ".join(unit for unit in _UNITS if unit)
-        raise typer.BadParameter(f"{text!r} is not a size: give a number and one of {units}")
-    num_bytes = int(float(match[1]) * _UNITS[match[2]])
-    if num_bytes < MEMORY_BYTES_MIN:
-        raise typer.BadParameter(f"{text!r} is too small: give at least {MEMORY_BYTES_MIN} bytes")
-    return num_bytes
-
-
-def _human(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:  # noqa: PLR2004 - the step between units
-            return f"{value:.1f} {unit}" if unit != "B" else f"{num_bytes} B"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
-@contextmanager
-def _progress(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Give a bar with rate and time left if a person looks at a terminal, else None."""
-    if as_json or not sys.stderr.isatty():
-        yield None
-        return
-    # rich takes 50 ms to import, and programs never need it.
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 if __name__ == "__main__":

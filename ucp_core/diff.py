@@ -106,7 +106,7 @@ class DiffReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the same as plain values; numbers that JSON has not are texts."""
-        document: dict[str, Any] = _plain(asdict(self))
+        document: dict[str, Any] = plain(asdict(self))
         return {"equal": self.equal} | document
 
 
@@ -422,12 +422,12 @@ def _members(value: Any) -> Mapping[Any, Any] | None:
     return dict(enumerate(value)) if isinstance(value, list | tuple) else None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return ``value`` as JSON has it."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, complex) or (isinstance(value, float) and value - value != 0):
         return str(value)
     return value

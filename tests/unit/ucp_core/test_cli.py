@@ -104,8 +104,8 @@ def test_verify_names_a_flipped_byte_and_fails(ucp: Ucp, checkpoint: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("inspect", "{tmp}/none"), 1, "nothing was committed there"),
-        (("verify", "{tmp}/none"), 1, "nothing was committed there"),
+        (("inspect", "{tmp}/none"), 1, "no known format"),
+        (("verify", "{tmp}/none"), 1, "no known format"),
         (("convert", "{old}", "{old}"), 1, "holds a committed checkpoint already"),
         (("convert", "{old}", "/proc/none"), 3, "/proc/none"),
         (("inspect", "nosuch://x"), 3, "nosuch://x cannot be opened"),

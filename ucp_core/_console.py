@@ -1,0 +1,146 @@
+"""What the commands of ``ucp`` share: options, sizes, progress, and how a source is opened."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ucp_core._open import Checkpoint
+from ucp_core.storage import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ucp_core.rules import Rules
+
+EXIT_CHECKPOINT = 1
+EXIT_USAGE = 2
+EXIT_STORAGE = 3
+
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6}
+_UNITS |= {"GB": 10**9, "B": 1}
+
+Source = Annotated[
+    str, typer.Argument(help="Directory or URL of a checkpoint; its format is recognised.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+Memory = Annotated[str, typer.Option(help="Bound of the buffers, such as 512MiB or 2GB.")]
+RulesFile = Annotated[
+    str | None, typer.Option("--rules", help="File of rules: how unusual tensors were cut.")
+]
+RenameFile = Annotated[
+    str | None, typer.Option("--rename", help="File of renamings, for every slot of a tensor.")
+]
+Tag = Annotated[str | None, typer.Option(help="Which of several checkpoints in the directory.")]
+
+
+def open_any(
+    url: str, *, rules: str | None = None, rename: str | None = None, tag: str | None = None
+) -> Checkpoint:
+    """Return the checkpoint at ``url``, of whatever known format.
+
+    Args:
+        url: Directory or fsspec URL.
+        rules: File of rules.
+        rename: File of renamings.
+        tag: Which of several.
+    """
+    from ucp_core.converters import open_source
+
+    store, directory = open_store(url)
+    opened = open_source(store, directory, rules=read_rules(rules), tag=tag)
+    if rename is None:
+        return opened
+    from dataclasses import replace
+
+    from ucp_core.operators import rename as rename_manifest
+    from ucp_core.rules import load_renames
+
+    names = {key.fqn for key in opened.state_map.entries} | {*opened.manifest.ties}
+    mapping = load_renames(_text(rename), rename).mapping(sorted(names))
+    return replace(opened, manifest=rename_manifest(opened.manifest, mapping))
+
+
+def read_rules(file: str | None) -> Rules | None:
+    """Return the rules of a file."""
+    if file is None:
+        return None
+    from ucp_core.rules import load_rules
+
+    return load_rules(_text(file), file)
+
+
+def _text(file: str) -> str:
+    store, path = open_store(file)
+    try:
+        return store.read(path).decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{file} is not a text: {error}") from error
+
+
+def print_json(value: Any) -> None:
+    """Print a value for programs."""
+    typer.echo(json.dumps(value, indent=1))
+
+
+def size(text: str) -> int:
+    """Return the bytes that ``512MiB`` and its like mean."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in _UNITS:
+        units = ", ".join(unit for unit in _UNITS if unit)
+        raise typer.BadParameter(f"{text!r} is not a size: give a number and one of {units}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def memory_size(text: str) -> int:
+    """Return the bytes of a bound of memory that can be kept."""
+    from ucp_core._slabs import MEMORY_BYTES_MIN
+
+    num_bytes = size(text)
+    if num_bytes < MEMORY_BYTES_MIN:
+        raise typer.BadParameter(f"{text!r} is too small: give at least {MEMORY_BYTES_MIN} bytes")
+    return num_bytes
+
+
+def human(num_bytes: int) -> str:
+    """Return a number of bytes as people read it."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:  # noqa: PLR2004 - the step between units
+            return f"{value:.1f} {unit}" if unit != "B" else f"{num_bytes} B"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+@contextmanager
+def progress(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Give a bar with rate and time left if a person looks at a terminal, else None."""
+    if as_json or not sys.stderr.isatty():
+        yield None
+        return
+    # rich takes 50 ms to import, and programs never need it.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

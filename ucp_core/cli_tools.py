@@ -1,0 +1,287 @@
+"""Commands of ``ucp`` that take any source: compare two, write another format, look at a tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ucp_core._console import (
+    EXIT_CHECKPOINT,
+    Json,
+    Memory,
+    RenameFile,
+    RulesFile,
+    Source,
+    Tag,
+    human,
+    memory_size,
+    open_any,
+    print_json,
+    progress,
+    read_rules,
+    size,
+)
+from ucp_core.storage import open_store
+
+if TYPE_CHECKING:
+    from ucp_core._open import Checkpoint
+    from ucp_core.diff import DiffReport
+
+#: Rows of a table for people; programs get everything.
+_ROWS_MAX = 50
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    app.command("diff", epilog="Example: ucp diff step-00001200 exported --only 'layers[.]0[.]'")(
+        diff_command
+    )
+    app.command(
+        "export",
+        epilog="Example: ucp export step-00001200 hf --format huggingface --dtype bf16",
+    )(export_command)
+    app.command(
+        "extract",
+        epilog="Example: ucp extract step-00001200 lm_head.weight --box 0:4,2:8 --out head.npy",
+    )(extract_command)
+
+
+def diff_command(  # noqa: PLR0913 - options of a command
+    first: Source,
+    second: Source,
+    *,
+    only: Annotated[
+        str | None, typer.Option(help="Only tensors whose name this expression is found in.")
+    ] = None,
+    slots: Annotated[
+        str | None, typer.Option(help="Only these slots, as in weight,exp_avg.")
+    ] = None,
+    absolute: Annotated[float, typer.Option(help="Allow |a-b| up to this ...")] = 0.0,
+    relative: Annotated[float, typer.Option(help="... plus this times |b|.")] = 0.0,
+    cast: Annotated[
+        bool, typer.Option("--cast", help="Compare floats of two dtypes as the coarser one.")
+    ] = False,
+    read_all: Annotated[
+        bool, typer.Option("--read-all", help="Read also what checksums say is equal.")
+    ] = False,
+    memory: Memory = "256MiB",
+    threads: Annotated[int, typer.Option(min=1, help="Readers at most.")] = 2,
+    rules: RulesFile = None,
+    rename: RenameFile = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two checkpoints of any formats, tensor by tensor; exit code 1 if they differ.
+
+    Rules and renamings apply to both. Small values are compared too, unless --only or --slots
+    ask for some tensors.
+    """
+    from ucp_core.diff import Tolerance, diff
+
+    memory_bytes = memory_size(memory)
+    opened = [open_any(url, rules=rules, rename=rename) for url in (first, second)]
+    with progress("comparing", as_json=as_json) as bar:
+        report = diff(
+            *opened,
+            tolerance=Tolerance(absolute, relative),
+            names=only,
+            slots=_names(slots),
+            cast=cast,
+            read_all=read_all,
+            threads=threads,
+            memory_bytes=memory_bytes,
+            progress=bar,
+        )
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _show(report)
+    if not report.equal:
+        raise typer.Exit(EXIT_CHECKPOINT)
+
+
+def _names(text: str | None) -> frozenset[str] | None:
+    return None if text is None else frozenset(name.strip() for name in text.split(","))
+
+
+def _show(report: DiffReport) -> None:
+    if report.tensors:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE, pad_edge=False)
+        for name in ("tensor", "slot", "what", "differ", "max abs", "max ulp", "first", "a", "b"):
+            table.add_column(name, overflow="fold")
+        for row in report.tensors[:_ROWS_MAX]:
+            found = row.first_values or (None, None)
+            share = f"{row.num_different} of {row.num_elements}" if row.num_elements else ""
+            sides = [_side(found[n], row.dtypes[n], row.shapes[n]) for n in range(2)]
+            index = "" if row.first_index is None else str(list(row.first_index))
+            numbers = [_short(row.max_abs), _short(row.max_ulp)]
+            table.add_row(row.fqn, row.slot, row.kind, share, *numbers, index, *sides)
+        Console().print(table, markup=False)
+    for value in report.values[:_ROWS_MAX]:
+        missing = f"only in {value.only_in}: " if value.only_in else ""
+        both = [value.in_b] if value.only_in == "b" else [value.in_a]
+        if not value.only_in:
+            both.append(value.in_b)
+        typer.echo(f"{value.path}: {missing}{' and '.join(map(repr, both))}")
+    hidden = max(0, len(report.tensors) - _ROWS_MAX) + max(0, len(report.values) - _ROWS_MAX)
+    if hidden:
+        typer.echo(f"... and {hidden} more; --json lists all")
+    typer.echo(
+        f"{report.num_equal} tensors equal ({report.num_proven} by their checksums), "
+        f"{len(report.tensors)} differ, {len(report.values)} small values differ; "
+        f"{human(report.compared_bytes)} compared in {report.seconds:.1f} s"
+    )
+
+
+def _side(value: Any, dtype: str | None, shape: tuple[int, ...] | None) -> str:
+    if value is not None:
+        return _short(value)
+    return "-" if shape is None else f"{dtype}{list(shape)}"
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float | complex) else str(value)
+
+
+def export_command(  # noqa: PLR0913 - options of a command
+    source: Source,
+    destination: Annotated[str, typer.Argument(help="Directory or URL that holds none yet.")],
+    *,
+    to: Annotated[
+        str, typer.Option("--format", help="universal, huggingface, dcp, deepspeed, ...")
+    ],
+    dtype: Annotated[str | None, typer.Option(help="Floats become fp32, fp16 or bf16.")] = None,
+    shard_size: Annotated[
+        str | None, typer.Option(help="huggingface: cut files here; default 5GB.")
+    ] = None,
+    keep_tied: Annotated[
+        bool, typer.Option("--keep-tied", help="huggingface: write tied tensors twice.")
+    ] = False,
+    model_key: Annotated[
+        str | None, typer.Option(help="dcp: key of the model; default model; may be empty.")
+    ] = None,
+    optimizer_key: Annotated[
+        str | None, typer.Option(help="dcp: key of the optimizer; default optim.")
+    ] = None,
+    flatten_optimizer: Annotated[
+        bool, typer.Option("--flatten-optimizer", help="dcp: groups by tensor, not by number.")
+    ] = False,
+    stage: Annotated[int | None, typer.Option(help="deepspeed: ZeRO stage.")] = None,
+    dp: Annotated[int | None, typer.Option(help="deepspeed: data-parallel ranks.")] = None,
+    tp: Annotated[int | None, typer.Option(help="deepspeed: tensor-parallel ranks.")] = None,
+    target_rules: Annotated[
+        str | None, typer.Option(help="deepspeed: file of rules for tensor-parallel ranks.")
+    ] = None,
+    target_tag: Annotated[str | None, typer.Option(help="deepspeed: name of the folder.")] = None,
+    memory: Memory = "512MiB",
+    rules: RulesFile = None,
+    rename: RenameFile = None,
+    tag: Tag = None,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint of any format in another one, for the framework that reads it.
+
+    Formats: universal, huggingface, dcp (torch.distributed.checkpoint), deepspeed,
+    deepspeed-universal. Options of one format are refused with the others.
+    """
+    from ucp_core.export import FORMATS, export
+
+    if to not in FORMATS:
+        raise typer.BadParameter(f"{to!r} is none of {', '.join(FORMATS)}", param_hint="--format")
+    given = {
+        "dtype": dtype,
+        "shard_bytes": None if shard_size is None else size(shard_size),
+        "keep_tied": keep_tied or None,
+        "model": model_key,
+        "optimizer": optimizer_key,
+        "flatten_optimizer": flatten_optimizer or None,
+        "stage": stage,
+        "dp": dp,
+        "tp": tp,
+        "rules": read_rules(target_rules),
+        "tag": target_tag,
+    }
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    memory_bytes = memory_size(memory)
+    opened = open_any(source, rules=rules, rename=rename, tag=tag)
+    store, directory = open_store(destination)
+    with progress("exporting", as_json=as_json) as bar:
+        export(
+            opened,
+            store,
+            directory,
+            format=to,
+            memory_bytes=memory_bytes,
+            progress=bar,
+            **options,
+        )
+    facts = _exported(opened, destination, to)
+    if as_json:
+        print_json(facts)
+    else:
+        typer.echo(f"{destination}: {facts['tensors']} tensors, {human(facts['bytes'])} as {to}")
+
+
+def _exported(opened: Checkpoint, destination: str, to: str) -> dict[str, Any]:
+    entries = [
+        entry
+        for key, entry in opened.state_map.entries.items()
+        if to != "huggingface" or key.slot == "weight"
+    ]
+    return {
+        "destination": destination,
+        "format": to,
+        "tensors": len(entries),
+        "bytes": sum(entry.num_bytes for entry in entries),
+    }
+
+
+def extract_command(  # noqa: PLR0913 - options of a command
+    source: Source,
+    tensor: Annotated[str, typer.Argument(help="Name of a tensor.")],
+    *,
+    slot: Annotated[str, typer.Option(help="weight, exp_avg, ...")] = "weight",
+    box: Annotated[str, typer.Option(help="Part of it, as in 0:4,:,3; default: all.")] = "",
+    out: Annotated[
+        str | None, typer.Option(help="Write it to this .safetensors or .npy file.")
+    ] = None,
+    memory: Memory = "256MiB",
+    rules: RulesFile = None,
+    rename: RenameFile = None,
+    tag: Tag = None,
+    as_json: Json = False,
+) -> None:
+    """Show what is in a tensor or a box of it, and write it to a file if one is given."""
+    from dataclasses import asdict
+
+    from ucp_core.diff import plain
+    from ucp_core.extract import extract, find, parse_box
+
+    memory_bytes = memory_size(memory)
+    opened = open_any(source, rules=rules, rename=rename, tag=tag)
+    entry = find(opened, tensor, slot)
+    wanted = parse_box(box, entry.shape)
+    target = open_store(out) if out is not None else None
+    summary = extract(opened, entry, wanted, memory_bytes=memory_bytes, out=target)
+    facts = plain(asdict(summary))
+    facts["box"] = [list(bounds) for bounds in zip(*wanted, strict=True)]
+    facts["crc32"] = f"{summary.crc32:08x}"
+    if as_json:
+        print_json(facts | ({"out": out} if out else {}))
+        return
+    for name, value in facts.items():
+        typer.echo(f"{name:<12} {wanted if name == 'box' else _text(value)}")
+    if out:
+        typer.echo(f"{'written':<12} {out}")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_short, value)) or "-"
+    return "-" if value is None else _short(value)

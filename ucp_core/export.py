@@ -1,0 +1,86 @@
+"""Any checkpoint in any format that can be written: the writers by name, and their options."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ucp_core.errors import UcpError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ucp_core._open import Checkpoint
+    from ucp_core.storage.base import Store
+
+
+class _Writer(NamedTuple):
+    """Where a format's writer is, and which options it takes."""
+
+    module: str
+    function: str
+    options: frozenset[str]
+
+
+_WRITERS = {
+    "universal": _Writer("ucp_core.convert", "convert", frozenset()),
+    "huggingface": _Writer(
+        "ucp_core.converters.huggingface_writer",
+        "write",
+        frozenset({"dtype", "shard_bytes", "keep_tied"}),
+    ),
+    "dcp": _Writer(
+        "ucp_core.converters.dcp_writer",
+        "write",
+        frozenset({"model", "optimizer", "flatten_optimizer"}),
+    ),
+    "deepspeed": _Writer(
+        "ucp_core.converters.deepspeed_writer",
+        "write",
+        frozenset({"stage", "dp", "tp", "dtype", "rules", "tag"}),
+    ),
+    "deepspeed-universal": _Writer(
+        "ucp_core.converters.deepspeed_universal_writer",
+        "write",
+        frozenset({"dtype", "rules", "tag"}),
+    ),
+}
+#: Names of the formats.
+FORMATS = tuple(_WRITERS)
+
+
+def export(
+    checkpoint: Checkpoint,
+    store: Store,
+    directory: str,
+    *,
+    format: str,  # noqa: A002 - the word of the command line
+    memory_bytes: int,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> None:
+    """Write ``checkpoint`` as ``format``; only its writer is imported.
+
+    Args:
+        checkpoint: The source, of whatever format.
+        store: Where to.
+        directory: Must not hold a checkpoint.
+        format: One of ``FORMATS``.
+        memory_bytes: Bound of the buffers.
+        progress: Called with the bytes done and the bytes of all that is written.
+        **options: Of that format's writer, which documents them.
+
+    Raises:
+        UcpError: No such format, or it has no such option; or what its writer raises.
+    """
+    writer = _WRITERS.get(format)
+    if writer is None:
+        raise UcpError(f"{format!r} cannot be written: give one of {', '.join(FORMATS)}")
+    wrong = sorted(set(options) - writer.options)
+    if wrong:
+        known = ", ".join(sorted(writer.options)) or "none"
+        raise UcpError(
+            f"{wrong[0]} is no option of format {format}: it has {known}", option=wrong[0]
+        )
+    write = getattr(import_module(writer.module), writer.function)
+    write(checkpoint, store, directory, memory_bytes=memory_bytes, progress=progress, **options)
