@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Final
 
-#: Period of a worker's beat, and most of a keeper's reports on workers that stand still (``workers.progress``, ``workers.keeper``).
+#: Period of a worker's beat, and most of a keeper's reports on workers that stand still
+#: (``workers.progress``, ``workers.keeper``).
 BEAT_S: Final = 0.1
 REPORT_S: Final = 0.25
 
