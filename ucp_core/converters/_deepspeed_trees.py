@@ -72,8 +72,8 @@ class Trees:
         reader: Reads it.
         dtype: Of the model's weights in the target.
         dp: Data-parallel ranks of the target.
-        placements: How tensors are spread over the model-parallel ranks; None: not at all.
-        mp_rank: This model-parallel rank.
+        placements: How tensors are spread over tensor-parallel ranks; None: not at all.
+        rank: This tensor-parallel rank.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Trees:
         dtype: str,
         dp: int,
         placements: Mapping[str, Placement] | None = None,
-        mp_rank: int = 0,
+        rank: int = 0,
     ) -> None:
         self.model = model
         self._reader = reader
         self._dtype = dtype
         self._dp = dp
         self._placements = placements
-        self._rank = mp_rank
+        self._rank = rank
 
     def shard(self, entry: TensorEntry) -> Shard:
         """Return this rank's part of a tensor; a slot is spread like its parameter."""

@@ -206,7 +206,7 @@ def _model_states(trees: Trees, *, with_tensors: bool) -> dict[str, Any]:
         module.update(trees.untrained())
         module.update((alias, module[owner]) for alias, owner in model.ties.items())
     frozen = OrderedDict((name, module[name]) for name in model.frozen if with_tensors)
-    return common_state(model, dp=1, tp=1) | {
+    return common_state(model, dp=1) | {
         "module": module,
         "buffer_names": list(model.buffers),
         "optimizer": None,

@@ -8,12 +8,13 @@ The universal folder: ``ucp_core.converters.deepspeed_universal_writer``.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucp_core._slabs import check_memory
 from ucp_core.converters._deepspeed_model import Model, describe
 from ucp_core.converters._deepspeed_output import Output
+from ucp_core.converters._deepspeed_pipeline import Pipeline
 from ucp_core.converters._deepspeed_trees import DS_VERSION, Trees
 from ucp_core.converters._flat import FlatReader
 from ucp_core.converters.torchwriter import Size
@@ -21,7 +22,7 @@ from ucp_core.errors import UcpError
 from ucp_core.patterns import Placement, split
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucp_core._open import Checkpoint
     from ucp_core.rules import Rules
@@ -42,6 +43,8 @@ class Target:
         tp: Tensor-parallel ranks.
         dtype: Of the model: a key of ``DTYPES``.
         sub_group_size: Of stage 3's configuration; its default here is DeepSpeed's.
+        stages: Of a ``PipelineModule``: the first layer of every pipeline stage. Empty: none.
+        tied_layers: Every layer at which one of its tied modules stands, by key.
         tag: Name of the folder; default: DeepSpeed's, ``global_step`` and the step.
     """
 
@@ -50,6 +53,8 @@ class Target:
     tp: int = 1
     dtype: str = "fp32"
     sub_group_size: int = 1_000_000_000
+    stages: Sequence[int] = ()
+    tied_layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
     tag: str | None = None
 
     def check(self) -> None:
@@ -71,6 +76,13 @@ class Target:
                 f"stage 0 in {self.dtype} keeps its state in a form that is not written: give "
                 "stage 1, or fp32"
             )
+        if self.stages and self.stage > 1:
+            raise UcpError(f"stage={self.stage}: a PipelineModule runs with ZeRO stage 0 or 1 only")
+
+    @property
+    def pp(self) -> int:
+        """Return the number of pipeline stages."""
+        return max(1, len(self.stages))
 
 
 def write(
@@ -115,17 +127,20 @@ def write(
     reader = FlatReader(checkpoint, memory_bytes)
     tag = wanted.tag or f"global_step{model.counters['global_steps']}"
 
+    pipeline = Pipeline(wanted.stages, wanted.tied_layers) if wanted.stages else None
+    parts = [model] if pipeline is None else pipeline.models(model)
+
+    def trees(part: Model, tp_rank: int) -> Trees:
+        dtype = DTYPES[wanted.dtype]
+        return Trees(part, reader, dtype=dtype, dp=wanted.dp, placements=placements, rank=tp_rank)
+
     def files() -> Iterator[tuple[str, Any]]:
-        for mp_rank in range(wanted.tp):
-            trees = Trees(
-                model,
-                reader,
-                dtype=DTYPES[wanted.dtype],
-                dp=wanted.dp,
-                placements=placements,
-                mp_rank=mp_rank,
-            )
-            yield from _files(trees, wanted, mp_rank)
+        for stage, part in enumerate(parts):
+            for tp_rank in range(wanted.tp):
+                yield from _files(trees(part, tp_rank), wanted, stage * wanted.tp + tp_rank)
+        if pipeline is not None:
+            for tp_rank in range(wanted.tp):
+                yield from _layer_files(trees(model, tp_rank), wanted, pipeline, tp_rank)
 
     Output(store, directory, tag, progress, fsync=fsync).write(files, latest="latest")
 
@@ -175,7 +190,11 @@ def _model_states(trees: Trees, target: Target) -> dict[str, Any]:
     """Return the model_states of stage 0, 1 or 2, which are the same on every dp rank."""
     model, stage = trees.model, target.stage
     module = trees.module()
-    tree: dict[str, Any] = {"module": module, "buffer_names": list(model.buffers)}
+    tree: dict[str, Any] = {
+        # Those of a pipeline are in files by layer.
+        "module": None if target.stages else module,
+        "buffer_names": list(model.buffers),
+    }
     tree["optimizer"] = trees.plain_optimizer() if stage == 0 else None
     tree["param_shapes"] = tree["shared_params"] = None
     tree["frozen_param_shapes"] = tree["frozen_param_fragments"] = None
@@ -206,19 +225,31 @@ def _model_states_stage_3(trees: Trees, target: Target, dp_rank: int) -> dict[st
     return tree | _common(model, target)
 
 
+def _layer_files(
+    trees: Trees, target: Target, pipeline: Pipeline, tp_rank: int
+) -> Iterator[tuple[str, Any]]:
+    """Yield the weights of a pipeline by layer."""
+    module = trees.module()
+    axis = f"-model_{tp_rank:02d}" if target.tp > 1 else ""
+    for layer, names in pipeline.layers(module).items():
+        tree = OrderedDict((local, module[name]) for local, name in names.items())
+        yield f"layer_{layer:02d}{axis}-model_states.pt", tree
+
+
 def _common(model: Model, target: Target) -> dict[str, Any]:
-    return common_state(model, dp=target.dp, tp=target.tp) | {"ds_config": _config(target.stage)}
+    state = common_state(model, dp=target.dp, tp=target.tp, pp=target.pp)
+    return state | {"ds_config": _config(target.stage)}
 
 
-def common_state(model: Model, *, dp: int, tp: int) -> dict[str, Any]:
+def common_state(model: Model, *, dp: int, tp: int = 1, pp: int = 1) -> dict[str, Any]:
     """Return what every model_states file has beside tensors."""
     return {
         **model.kept,
         "skipped_steps": 0,
         **model.counters,
         "dp_world_size": dp,
-        "mp_world_size": tp,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": tp},
+        "mp_world_size": tp * pp,
+        "checkpoint_parallel_dimensions": {"pp_degree": pp, "tp_degree": tp},
         "ds_version": DS_VERSION,
         **model.client_state,
     }
