@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import time
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,9 +17,13 @@ from ucp_core.manifest import from_bytes
 from ucp_core.storage.base import Store, join
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+#: Longer than a reader needs that reads 1 TB at 300 MB/s.
+GRACE_S = 3600.0
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
+_WITHDRAWN_NAME = "withdrawn.json"
 
 
 def checkpoint_name(step: int) -> str:
@@ -171,11 +179,24 @@ def collect_garbage(
     *,
     keep: int,
     lineage: Sequence[tuple[int, int]],
+    grace_s: float = GRACE_S,
+    now_s: Callable[[], float] = time.time,  # noqa: TID251  processes share no other clock
 ) -> list[str]:
     """Delete the directories that are older than the ``keep`` newest valid checkpoints.
 
     Nothing newer is touched: it may be under way. With fewer than ``keep`` valid ones nothing is
-    deleted, so the last committed one never is.
+    deleted, so the last committed one never is. Nor is one that a reader holds (``reading``): it
+    is left for the next call. Where the storage has no locks, a checkpoint is first withdrawn, so
+    that nobody opens it any more, and deleted by a call at least ``grace_s`` later; it is not
+    deleted under a reader that takes less.
+
+    Args:
+        store: Where.
+        checkpoints_directory: See ``find_committed``.
+        keep: At least 1.
+        lineage: See ``is_valid``.
+        grace_s: How long what was withdrawn can still be read.
+        now_s: The wall clock.
 
     Returns:
         The names of what was deleted.
@@ -194,9 +215,59 @@ def collect_garbage(
             break
     else:
         return []
-    for name in doomed:
-        directory = join(checkpoints_directory, name)
+    return [
+        name
+        for name in doomed
+        if _collect(store, join(checkpoints_directory, name), now_s(), grace_s)
+    ]
+
+
+def _collect(store: Store, directory: str, now_s: float, grace_s: float) -> bool:
+    """Delete one checkpoint if nobody can be reading it; return whether it is gone."""
+    manifest_path = join(directory, MANIFEST_NAME)
+    withdrawn_path = join(directory, _WITHDRAWN_NAME)
+    with suppress(_GoneError), _locked(store, manifest_path) as held:
+        if held is False:
+            return False
+        if held is None:
+            # The time comes first: a crash between the two leaves a whole checkpoint.
+            note = json.dumps({"withdrawn_s": now_s}).encode()
+            store.write_atomic(withdrawn_path, note, fsync=False)
         # First the commit, then the data: what is half deleted is not committed.
-        store.delete(join(directory, MANIFEST_NAME))
-        store.delete(directory)
-    return doomed
+        store.delete(manifest_path)
+        if held:
+            store.delete(directory)
+            return True
+    if now_s < _withdrawn_s(store, withdrawn_path) + grace_s:
+        return False
+    store.delete(directory)
+    return True
+
+
+class _GoneError(Exception):
+    """Nothing is committed there."""
+
+
+@contextmanager
+def _locked(store: Store, path: str) -> Iterator[bool | None]:
+    with ExitStack() as stack:
+        try:
+            # Storages without locks do not look whether the file is there.
+            if not store.exists(path):
+                raise _GoneError
+            held = stack.enter_context(store.lock(path, shared=False))
+        except StorageError as error:
+            if not error.facts.get("missing"):
+                raise
+            raise _GoneError from error
+        yield held
+
+
+def _withdrawn_s(store: Store, path: str) -> float:
+    """Return when the checkpoint was withdrawn; long ago if it was never committed."""
+    if not store.exists(path):
+        return -math.inf
+    try:
+        return float(json.loads(store.read(path))["withdrawn_s"])
+    except (ValueError, KeyError, TypeError):
+        return -math.inf

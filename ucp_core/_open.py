@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ucp_core._extents import touched, verify_extents
+from ucp_core._reading import reading
 from ucp_core.boxes import Box
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
 from ucp_core.manifest import Kind, Manifest, from_bytes
@@ -97,6 +98,11 @@ class Checkpoint:
         return self.manifest.state_map
 
     @property
+    def manifest_path(self) -> str:
+        """Return where the manifest is; that of a foreign checkpoint is in memory only."""
+        return join(self.directory, MANIFEST_NAME)
+
+    @property
     def step(self) -> int:
         """Return the step after which the state was taken."""
         return self.manifest.step
@@ -166,6 +172,7 @@ def load(
         UncoveredRegionError: The checkpoint does not hold a box that is needed.
         ChecksumMismatchError: Damaged bytes; ``need`` is partly filled and must not be used.
         CheckpointCorruptError: A tensor has another dtype or shape than needed.
+        CheckpointNotFoundError: It was deleted since it was opened.
         StorageError: A file cannot be read.
     """
     begun = perf_counter()
@@ -178,11 +185,12 @@ def load(
         gap_bytes_max=gap_bytes_max(checkpoint.store),
     )
     verified_bytes = 0
-    if with_extents:
-        only = touched(reads, checkpoint.state_map)
-        verified_bytes = verify_extents(checkpoint, threads=threads, only=only)
     source = Source(checkpoint.store, checkpoint.directory, checkpoint.state_map.block_bytes)
-    execute(reads, [source], targets_of(need), threads=threads, batch_bytes=request_bytes)
+    with reading(checkpoint):
+        if with_extents:
+            only = touched(reads, checkpoint.state_map)
+            verified_bytes = verify_extents(checkpoint, threads=threads, only=only)
+        execute(reads, [source], targets_of(need), threads=threads, batch_bytes=request_bytes)
     return LoadResult(
         size_bytes=reads.needed_bytes,
         read_bytes=reads.read_bytes + verified_bytes,

@@ -28,6 +28,7 @@ from ucp_core._open import (
     load,
     open_checkpoint,
 )
+from ucp_core._reading import reading
 from ucp_core._save import SaveResult, save_rank, try_commit
 from ucp_core.universal import materialise
 from ucp_core.verification import verify
@@ -46,6 +47,7 @@ __all__ = [
     "load",
     "materialise",
     "open_checkpoint",
+    "reading",
     "save_rank",
     "try_commit",
     "verify",

@@ -21,6 +21,7 @@ from ucp_core._convert_files import LocalFiles, StreamedFiles
 from ucp_core._convert_work import Item, Job, Result, is_local
 from ucp_core._gather import is_plain
 from ucp_core._open import MANIFEST_NAME, Checkpoint
+from ucp_core._reading import reading
 from ucp_core._source_checks import Collector, plan_extents
 from ucp_core._universal_layout import TargetFile, extra_file, small_files, target_files
 from ucp_core.boxes import Box
@@ -230,7 +231,8 @@ def convert(
     try:
         run = _Run(conversion, files, progress)
         run.resume()
-        run.work(workers)
+        with reading(checkpoint):
+            run.work(workers)
         manifest = conversion.manifest(small)
         files.finish(fsync=fsync)
         made = conversion.commit(manifest, small, fsync=fsync)
@@ -308,6 +310,28 @@ class _Run:
             pool.run_threads(job, left, paths, self.take, workers)
         else:
             pool.run_processes(job, left, paths, self.take, workers, in_child=self._files.release)
+
+
+def memory_left(memory_bytes: int) -> int:
+    """Return what a bound of the whole process leaves for ``convert``.
+
+    Raises:
+        UcpError: Too little.
+    """
+    used = _resident_bytes()
+    if memory_bytes - used < MEMORY_BYTES_MIN:
+        needed = -(-(used + MEMORY_BYTES_MIN) // BLOCK_BYTES)
+        raise UcpError(
+            f"{memory_bytes} bytes of memory are too few: this program alone has {used}; give at "
+            f"least {needed}MiB",
+            memory_bytes=memory_bytes,
+        )
+    return memory_bytes - used
+
+
+def default_processes(checkpoint: Checkpoint, memory_bytes: int) -> int:
+    """Return how many processes ``convert`` uses if it is not told."""
+    return _workers(checkpoint, memory_bytes, None)
 
 
 def _may_fork() -> bool:

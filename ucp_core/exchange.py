@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from struct import Struct
 from time import perf_counter
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from ucp_core._open import Checkpoint, LoadResult, LocalTensor, load, parts_of, targets_of
+from ucp_core._reading import reading
 from ucp_core.checksums import crc32
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.plan import Copy, Mean, ReadPlan, plan, read_bytes_of
@@ -119,20 +121,22 @@ def load_together(
     chunk_bytes = max(_CHUNK_BYTES_MIN, CHUNKS_BYTES // transport.size)
     failure: UcpError | None = None
     reads = ReadPlan(parts=(), copies=(), needed_bytes=0, read_bytes=0)
-    try:
-        reads = plan(
-            parts_of(need),
-            [checkpoint.state_map],
-            span_bytes_max=chunk_bytes,
-            direct_bytes_max=min(chunk_bytes, checkpoint.store.request_bytes),
-            gap_bytes_max=gap_bytes_max(checkpoint.store),
-        )
-    except UcpError as error:
-        failure = error
-    _agree(transport, reads, failure)
-    loader = _Loader(checkpoint, reads, targets_of(need), threads)
-    work = [_chunks(reads, share, chunk_bytes) for share in shares(reads, transport.size)]
-    _rounds(loader, work, transport)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(reading(checkpoint))
+            reads = plan(
+                parts_of(need),
+                [checkpoint.state_map],
+                span_bytes_max=chunk_bytes,
+                direct_bytes_max=min(chunk_bytes, checkpoint.store.request_bytes),
+                gap_bytes_max=gap_bytes_max(checkpoint.store),
+            )
+        except UcpError as error:
+            failure = error
+        _agree(transport, reads, failure)
+        loader = _Loader(checkpoint, reads, targets_of(need), threads)
+        work = [_chunks(reads, share, chunk_bytes) for share in shares(reads, transport.size)]
+        _rounds(loader, work, transport)
     block_bytes = checkpoint.state_map.block_bytes
     return LoadResult(
         size_bytes=reads.needed_bytes,

@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucp_core._open import MANIFEST_NAME, Checkpoint
+from ucp_core._reading import reading
 from ucp_core.checksums import crc32
-from ucp_core.errors import CheckpointCorruptError, StorageError, UncoveredRegionError
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    StorageError,
+    UncoveredRegionError,
+)
 from ucp_core.manifest import Kind, Problem, from_bytes
 from ucp_core.statemap import prove_entry
 from ucp_core.storage.base import ReadRange, join
@@ -33,6 +39,14 @@ def verify(
         checkpoint: Native or universal.
         progress: Called with the bytes done and the bytes of all files.
     """
+    try:
+        with reading(checkpoint):
+            return _problems(checkpoint, progress)
+    except CheckpointNotFoundError as error:
+        return [Problem(MANIFEST_NAME, str(error))]
+
+
+def _problems(checkpoint: Checkpoint, progress: Callable[[int, int], None] | None) -> list[Problem]:
     problems = _documents(checkpoint)
     for key, entry in checkpoint.state_map.entries.items():
         try:

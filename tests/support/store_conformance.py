@@ -206,3 +206,40 @@ class StoreConformance(ABC):
         store.makedirs(join(root, "x/y"))
 
         assert store.list(join(root, "x/y")) == ()
+
+    def test_a_lock_is_shared_or_held_alone(self, place: tuple[Store, str]) -> None:
+        """A collector that gets the lock beside a reader deletes what it reads."""
+        store, root = place
+        path = join(root, "m")
+        store.write_atomic(path, b"x", fsync=False)
+        with store.lock(path, shared=True) as held:
+            if held is None:
+                pytest.skip("the storage has no locks")
+            assert held
+            with store.lock(path, shared=True) as second:
+                assert second
+            with store.lock(path, shared=False) as alone:
+                assert not alone
+        with store.lock(path, shared=False) as alone:
+            assert alone
+            with store.lock(path, shared=True) as held, store.lock(path, shared=False) as other:
+                assert (held, other) == (False, False)
+        with store.lock(path, shared=True) as held:
+            assert held
+
+    def test_what_is_gone_cannot_be_locked(self, place: tuple[Store, str]) -> None:
+        """To lock a deleted file would protect nothing."""
+        store, root = place
+        path = join(root, "m")
+        store.write_atomic(path, b"x", fsync=False)
+        with store.lock(path, shared=True) as held:
+            if held is None:
+                pytest.skip("the storage has no locks")
+        store.delete(path)
+
+        with (
+            pytest.raises(StorageError, match="m does not exist") as caught,
+            store.lock(path, shared=True),
+        ):
+            pytest.fail("locked what is not there")
+        assert caught.value.facts["missing"]

@@ -12,6 +12,7 @@ from ucp_core.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from ucp_core.storage.base import Buffer, ReadRange, Store
 
@@ -83,6 +84,10 @@ class OverlayStore:
     def list(self, directory: str) -> tuple[str, ...]:
         """Return the names in ``directory``, sorted; not those in memory."""
         return self._store.list(directory)
+
+    def lock(self, path: str, *, shared: bool) -> AbstractContextManager[bool | None]:
+        """Lock a file of the store below."""
+        return self._store.lock(path, shared=shared)
 
     def sizes(self, directory: str) -> dict[str, int]:
         """Return the size of every file of ``list``."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from contextlib import AbstractContextManager
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -87,6 +88,19 @@ class Store(Protocol):
 
     def makedirs(self, path: str) -> None:
         """Make a directory and its parents where the storage has such a thing."""
+
+    def lock(self, path: str, *, shared: bool) -> AbstractContextManager[bool | None]:
+        """Lock a file that exists, as long as the block runs; nobody waits.
+
+        Any number of holders share a lock; one that is not shared has no other beside it. Locks
+        bind only those that ask for them, and die with their process.
+
+        Yields:
+            Whether the lock is held; None if the storage has no locks.
+
+        Raises:
+            StorageError: There is no such file, or no longer.
+        """
 
 
 def join(*parts: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import posixpath
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -195,6 +195,12 @@ class FsspecStore:
         # On an object store this would make a missing bucket, whose name may be a slip.
         if not self._is_atomic:
             self._call(path, lambda: self._fs.makedirs(path, exist_ok=True))
+
+    @contextmanager
+    def lock(self, path: str, *, shared: bool) -> Iterator[bool | None]:
+        """Lock nothing: these storages have no locks."""
+        del path, shared
+        yield None
 
     def _make_parent(self, path: str) -> None:
         self.makedirs(posixpath.dirname(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from contextlib import contextmanager, suppress
@@ -34,6 +35,10 @@ ADVICE = {
     errno.EDQUOT: "does not fit: the quota is used up",
     errno.EFBIG: "does not fit: larger than the file system or the process limit allows",
 }
+
+
+#: What mounts without locks answer.
+_NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
 
 
 class LocalStore:
@@ -170,6 +175,34 @@ class LocalStore:
         """Make a directory and its parents."""
         with _named(path):
             Path(path).mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def lock(self, path: str, *, shared: bool) -> Iterator[bool | None]:
+        """Lock a file by the kernel, which frees it when the process ends, however it does."""
+        with _named(path):
+            # NFS wants what is locked for one alone to be open for writing.
+            fd = os.open(path, (os.O_RDONLY if shared else os.O_RDWR) | os.O_CLOEXEC)
+        try:
+            with _named(path):
+                held = _flock(fd, shared=shared)
+                # Who opened the file before it was deleted has locked what nobody finds.
+                if held and not os.path.samestat(os.fstat(fd), Path(path).stat()):
+                    raise FileNotFoundError(errno.ENOENT, "replaced", path)
+            yield held
+        finally:
+            os.close(fd)
+
+
+def _flock(fd: int, *, shared: bool) -> bool | None:
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
 
 
 def _create(path: str) -> tuple[str, int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ucp_core.storage.base import Buffer, ReadRange
 
@@ -20,6 +21,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
+        self._holders: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def read(self, path: str) -> bytes:
@@ -104,6 +106,25 @@ class MemoryStore:
 
     def makedirs(self, path: str) -> None:
         """Do nothing: directories exist where files are."""
+
+    @contextmanager
+    def lock(self, path: str, *, shared: bool) -> Iterator[bool | None]:
+        """Lock a file among the threads of this process."""
+        key = _key(path)
+        with self._lock:
+            if key not in self._files:
+                raise _missing(path)
+            holders = self._holders.get(key, 0)
+            # Minus one is a holder that shares with nobody.
+            held = holders >= 0 if shared else holders == 0
+            if held:
+                self._holders[key] = holders + 1 if shared else -1
+        try:
+            yield held
+        finally:
+            if held:
+                with self._lock:
+                    self._holders[key] -= 1 if shared else -1
 
 
 def _key(path: str) -> str:

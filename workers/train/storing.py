@@ -210,6 +210,7 @@ class _FencedStore:
         self.sizes = store.sizes
         self.exists = store.exists
         self.size = store.size
+        self.lock = store.lock
 
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
         """Do as the store does."""

@@ -1,0 +1,74 @@
+"""No collector deletes what a reader of another process is in the middle of."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import save, small_state
+from ucp_core.checkpoint import collect_garbage
+from ucp_core.storage import LocalStore, join
+
+_LINEAGE = [(1, 0)]
+
+
+@contextmanager
+def reader(directory: str, seed: int) -> Iterator[subprocess.Popen[str]]:
+    """Start a reader and yield it while it stands in the middle of loading."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.reader_process", directory, str(seed)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "reading\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    """Save three checkpoints, of seeds and steps 1 to 3."""
+    for step in (1, 2, 3):
+        save(LocalStore(), small_state(step), step=step, root=str(tmp_path))
+    return str(tmp_path)
+
+
+def test_what_is_read_is_left_until_the_reader_is_done(root: str) -> None:
+    """A conversion beside the training reads what the training calls old."""
+    store = LocalStore()
+    with reader(join(root, "step-00000001"), seed=1) as process:
+        assert collect_garbage(store, root, keep=1, lineage=_LINEAGE) == ["step-00000002"]
+
+        assert store.list(root) == ("step-00000001", "step-00000003")
+        _, errors = process.communicate("go on\n", timeout=60)
+        assert process.returncode == 0, errors
+
+    assert collect_garbage(store, root, keep=1, lineage=_LINEAGE) == ["step-00000001"]
+
+
+def test_a_killed_reader_holds_nothing(root: str) -> None:
+    """What a lease file would keep for hours, the kernel frees at once."""
+    store = LocalStore()
+    with reader(join(root, "step-00000001"), seed=1) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=60)
+
+    assert collect_garbage(store, root, keep=1, lineage=_LINEAGE) == [
+        "step-00000002",
+        "step-00000001",
+    ]

@@ -1,0 +1,83 @@
+"""What is kept: by locks where the storage has them, by a time of grace where it has none."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
+from ucp_core.checkpoint import collect_garbage, find_committed, load, open_checkpoint, reading
+from ucp_core.errors import CheckpointNotFoundError
+from ucp_core.storage import MemoryStore, Store, join, open_store
+
+STATE = small_state()
+LINEAGE = [(1, 0)]
+
+
+def without_locks() -> tuple[Store, str]:
+    return open_store(f"memory://{uuid.uuid4().hex}")
+
+
+def test_what_is_held_is_left_for_the_next_call() -> None:
+    """The others go; one reader must not keep them all."""
+    store = MemoryStore()
+    for step in (1, 2, 3):
+        save(store, STATE, step=step, root="run")
+    held = open_checkpoint(store, "run/step-00000002")
+
+    with reading(held):
+        assert collect_garbage(store, "run", keep=1, lineage=LINEAGE) == ["step-00000001"]
+        need = whole_need(STATE)
+        load(held, need)
+        assert_loaded(STATE, need)
+
+    assert collect_garbage(store, "run", keep=1, lineage=LINEAGE) == ["step-00000002"]
+
+
+def test_what_was_deleted_since_it_was_opened_says_so() -> None:
+    """Not "a0001-r00000.bin does not exist", which looks like damage."""
+    store = MemoryStore()
+    for step in (1, 2):
+        save(store, STATE, step=step, root="run")
+    opened = open_checkpoint(store, "run/step-00000001")
+    collect_garbage(store, "run", keep=1, lineage=LINEAGE)
+
+    with pytest.raises(CheckpointNotFoundError, match=r"step-00000001 was deleted since it was"):
+        load(opened, whole_need(STATE))
+
+
+def test_without_locks_an_open_reader_has_a_time_of_grace() -> None:
+    """Nobody opens it any more, but who has it open reads on."""
+    store, root = without_locks()
+    for step in (1, 2):
+        save(store, STATE, step=step, root=root)
+    opened = open_checkpoint(store, join(root, "step-00000001"))
+
+    def collect(at_s: float) -> list[str]:
+        return collect_garbage(
+            store, root, keep=1, lineage=LINEAGE, grace_s=60.0, now_s=lambda: at_s
+        )
+
+    assert collect(1000.0) == []
+    with pytest.raises(CheckpointNotFoundError, match="nothing was committed"):
+        open_checkpoint(store, join(root, "step-00000001"))
+    assert collect(1059.0) == []
+    need = whole_need(STATE)
+    load(opened, need)
+    assert_loaded(STATE, need)
+
+    assert collect(1060.0) == ["step-00000001"]
+    assert collect(1061.0) == []
+    found = find_committed(store, root, lineage=LINEAGE)
+    assert found is not None
+    assert found.step == 2
+
+
+def test_what_was_never_committed_has_no_reader_to_wait_for() -> None:
+    """Half-saved steps below the kept ones go at once."""
+    store, root = without_locks()
+    save(store, STATE, step=1, ranks=[0], root=root)
+    save(store, STATE, step=2, root=root)
+
+    assert collect_garbage(store, root, keep=1, lineage=LINEAGE) == ["step-00000001"]
