@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,7 +27,7 @@ from ucp_core.storage import open_store
 
 if TYPE_CHECKING:
     from ucp_core._open import Checkpoint
-    from ucp_core.diff import DiffReport
+    from ucp_core.diff import DiffReport, TensorDiff
 
 #: Rows of a table for people; programs get everything.
 _ROWS_MAX = 50
@@ -105,22 +106,20 @@ def _names(text: str | None) -> frozenset[str] | None:
 
 
 def _show(report: DiffReport) -> None:
-    if report.tensors:
+    rows = [(row.fqn, row.slot, _told(row)) for row in report.tensors[:_ROWS_MAX]]
+    if rows and sys.stdout.isatty():
         from rich import box
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
 
-        table = Table(box=box.SIMPLE, pad_edge=False)
-        for name in ("tensor", "slot", "what", "differ", "max abs", "max ulp", "first", "a", "b"):
-            table.add_column(name, overflow="fold")
-        for row in report.tensors[:_ROWS_MAX]:
-            found = row.first_values or (None, None)
-            share = f"{row.num_different} of {row.num_elements}" if row.num_elements else ""
-            sides = [_side(found[n], row.dtypes[n], row.shapes[n]) for n in range(2)]
-            index = "" if row.first_index is None else str(list(row.first_index))
-            numbers = [_short(row.max_abs), _short(row.max_ulp)]
-            table.add_row(row.fqn, row.slot, row.kind, share, *numbers, index, *sides)
-        Console().print(table, markup=False)
+        table = Table("tensor", "slot", "difference", box=box.SIMPLE_HEAD, pad_edge=False)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        Console().print(table)
+    else:
+        for fqn, slot, told in rows:
+            typer.echo(f"{fqn} ({slot}): {told}")
     for value in report.values[:_ROWS_MAX]:
         missing = f"only in {value.only_in}: " if value.only_in else ""
         both = [value.in_b] if value.only_in == "b" else [value.in_a]
@@ -137,16 +136,26 @@ def _show(report: DiffReport) -> None:
     )
 
 
-def _side(value: Any, dtype: str | None, shape: tuple[int, ...] | None) -> str:
-    if value is not None:
-        return _short(value)
-    return "-" if shape is None else f"{dtype}{list(shape)}"
+def _told(row: TensorDiff) -> str:
+    if row.first_index is None or row.first_values is None:
+        sides = [
+            "-" if shape is None else f"{dtype}{list(shape)}"
+            for dtype, shape in zip(row.dtypes, row.shapes, strict=True)
+        ]
+        return row.kind if "-" in sides else f"{row.kind}: {sides[0]} and {sides[1]}"
+    parts = [f"{row.num_different} of {row.num_elements} elements"]
+    if row.max_abs is not None:
+        steps = "" if row.max_ulp is None else f" ({row.max_ulp} ulp)"
+        parts.append(f"by at most {_short(row.max_abs)}{steps}")
+    if row.num_nan:
+        parts.append(f"{row.num_nan} of them not a number")
+    one, two = map(_short, row.first_values)
+    parts.append(f"first {list(row.first_index)}: {one} and {two}")
+    return ", ".join(parts)
 
 
 def _short(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float | complex) else str(value)
+    return f"{value:.9g}" if isinstance(value, float | complex) else str(value)
 
 
 def export_command(  # noqa: PLR0913 - options of a command

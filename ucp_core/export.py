@@ -45,6 +45,8 @@ _WRITERS = {
         frozenset({"dtype", "rules", "tag"}),
     ),
 }
+#: Whether every file must survive a loss of power before the commit.
+_COMMON = frozenset({"fsync"})
 #: Names of the formats.
 FORMATS = tuple(_WRITERS)
 
@@ -76,9 +78,9 @@ def export(
     writer = _WRITERS.get(format)
     if writer is None:
         raise UcpError(f"{format!r} cannot be written: give one of {', '.join(FORMATS)}")
-    wrong = sorted(set(options) - writer.options)
+    wrong = sorted(set(options) - writer.options - _COMMON)
     if wrong:
-        known = ", ".join(sorted(writer.options)) or "none"
+        known = ", ".join(sorted(writer.options | _COMMON))
         raise UcpError(
             f"{wrong[0]} is no option of format {format}: it has {known}", option=wrong[0]
         )

@@ -79,7 +79,7 @@ _ALLOWED = frozenset(
 _Path: TypeAlias = tuple[str | int, ...]
 
 
-def write(
+def write(  # noqa: PLR0913 - the options of a format
     checkpoint: Checkpoint,
     store: Store,
     directory: str,
@@ -89,6 +89,7 @@ def write(
     model: str = "model",
     optimizer: str = "optim",
     flatten_optimizer: bool = False,
+    fsync: bool = True,
 ) -> None:
     """Write the whole state to ``directory``, for ``torch.distributed.checkpoint.load``.
 
@@ -106,6 +107,7 @@ def write(
         flatten_optimizer: Groups are ``<optimizer>.param_groups.<fqn>.<name>``, one value for
             each parameter, as with ``StateDictOptions(flatten_optimizer_state_dict=True)``;
             otherwise ``<optimizer>.param_groups.<index>.<name>``.
+        fsync: Whether every file must survive a loss of power before the commit.
 
     Raises:
         UcpError: The destination is in use, or two values have one key; nothing was written.
@@ -127,9 +129,9 @@ def write(
         contents.value((name,), value)
     writer = _Writer(checkpoint, store, directory, contents, memory_bytes, progress)
     try:
-        writer.files()
+        writer.files(fsync=fsync)
         metadata, _ = pickle_tree(writer.metadata(), allow=_ALLOWED)
-        store.write_atomic(join(directory, _METADATA_NAME), metadata, fsync=True)
+        store.write_atomic(join(directory, _METADATA_NAME), metadata, fsync=fsync)
     except BaseException:
         for file in writer.names:
             store.delete(join(directory, file))
@@ -251,7 +253,7 @@ class _Writer:
         self._file_bytes = 0
         self.names: list[str] = []
 
-    def files(self) -> None:
+    def files(self, *, fsync: bool) -> None:
         """Write the small values and all tensors, in as many files as that takes."""
         ahead = next(self._slabs, None)
         while ahead is not None or not self.names:
@@ -259,7 +261,7 @@ class _Writer:
             self._file_bytes = 0
             rest: list[Slab] = []
             path = join(self._directory, self.names[-1])
-            self._store.write_file(path, self._chunks(ahead, rest), fsync=True)
+            self._store.write_file(path, self._chunks(ahead, rest), fsync=fsync)
             ahead = rest[0] if rest else None
 
     def _chunks(self, ahead: Slab | None, rest: list[Slab]) -> Iterator[Buffer]:

@@ -46,7 +46,7 @@ class _Output(NamedTuple):
         return self.entry.num_bytes // DTYPE_BYTES[self.entry.dtype] * DTYPE_BYTES[self.dtype]
 
 
-def write(
+def write(  # noqa: PLR0913 - the options of a format
     checkpoint: Checkpoint,
     store: Store,
     directory: str,
@@ -56,6 +56,7 @@ def write(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     keep_tied: bool = False,
+    fsync: bool = True,
 ) -> None:
     """Write the weights, frozen parameters and buffers to ``directory``.
 
@@ -69,6 +70,7 @@ def write(
             nearest. None: each keeps its own.
         shard_bytes: Files are cut at this size; a larger tensor has a file of its own.
         keep_tied: Write every alias of a tied tensor too, for tools that do not tie.
+        fsync: Whether every file must survive a loss of power before the commit.
 
     Raises:
         UcpError: Nothing to write, or the destination is in use; nothing was written.
@@ -95,11 +97,11 @@ def write(
             path = join(directory, name)
             if not store.exists(path):
                 written.append(path)
-                store.write_atomic(path, _print(document), fsync=True)
+                store.write_atomic(path, _print(document), fsync=fsync)
         writer = _Writer(checkpoint, store, directory, memory_bytes, progress, outputs)
         for number, shard in enumerate(shards, start=1):
             written.append(join(directory, _file_name(number, len(shards))))
-            writer.file(written[-1], shard)
+            writer.file(written[-1], shard, fsync=fsync)
     except BaseException:
         # Half a model would be taken for a whole one by a tool that looks for no index.
         for path in reversed(written):
@@ -107,7 +109,7 @@ def write(
         raise
     if len(shards) > 1:
         store.write_atomic(
-            join(directory, f"model{INDEX_SUFFIX}"), _print(_index(shards)), fsync=True
+            join(directory, f"model{INDEX_SUFFIX}"), _print(_index(shards)), fsync=fsync
         )
 
 
@@ -210,7 +212,7 @@ class _Writer:
         self._total_bytes = sum(output.entry.num_bytes for output in outputs)
         self._done_bytes = 0
 
-    def file(self, path: str, shard: Sequence[_Output]) -> None:
+    def file(self, path: str, shard: Sequence[_Output], *, fsync: bool) -> None:
         """Write one file as a stream."""
         names = {output.name for output in shard}
         metadata = {"format": "pt"} | {
@@ -219,7 +221,7 @@ class _Writer:
             if owner in names and alias not in names
         }
         header = print_header([(o.name, o.dtype, o.entry.shape) for o in shard], metadata)
-        self._store.write_file(path, self._chunks(header, shard), fsync=True)
+        self._store.write_file(path, self._chunks(header, shard), fsync=fsync)
 
     def _chunks(self, header: bytes, shard: Sequence[_Output]) -> Iterator[Buffer]:
         yield header

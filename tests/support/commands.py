@@ -1,0 +1,35 @@
+"""Runs ``ucp`` in this process, up to its exit."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from typing import NamedTuple
+from unittest.mock import patch
+
+from ucp_core.cli import main
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def ucp(*arguments: str) -> Done:
+    """Run the command's entry point with the arguments of a process."""
+    out, err = io.StringIO(), io.StringIO()
+    code: object = 0
+    with (
+        patch.object(sys, "argv", ["ucp", *arguments]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    return Done(int(str(code or 0)), out.getvalue(), err.getvalue())
