@@ -11,21 +11,22 @@ from typing import Annotated, Any
 
 import typer
 
-from ucp_core import cli_tools
+from ucp_core import cli_convert, cli_tools
 from ucp_core._console import (
     EXIT_CHECKPOINT,
     EXIT_STORAGE,
     Json,
+    RenameFile,
+    RulesFile,
+    Tag,
     human,
-    memory_size,
     open_any,
     print_json,
 )
 from ucp_core._console import Source as _Url
 from ucp_core._console import progress as progress_bar
-from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint, verify
+from ucp_core.checkpoint import Checkpoint, verify
 from ucp_core.errors import StorageError, UcpError
-from ucp_core.storage import open_store
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,10 +44,13 @@ app = typer.Typer(
 def inspect(
     checkpoint: _Url,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,  # noqa: FBT002 - a flag of the command line
+    rules: RulesFile = None,
+    rename: RenameFile = None,
+    tag: Tag = None,
     as_json: Json = False,  # noqa: FBT002 - a flag of the command line
 ) -> None:
-    """Show what a checkpoint holds; reads its manifest only."""
-    opened = open_any(checkpoint)
+    """Show what a checkpoint of any format holds; reads its manifest or headers only."""
+    opened = open_any(checkpoint, rules=rules, rename=rename, tag=tag)
     facts = _facts(opened, checkpoint)
     if as_json:
         facts["tensors"] = _tensor_facts(opened)
@@ -65,40 +69,17 @@ def inspect(
 
 
 @app.command(
-    epilog="Example: ucp convert runs/demo/checkpoints/step-00001200 exported --memory 512MiB",
-)
-def convert(
-    source: _Url,
-    destination: Annotated[str, typer.Argument(help="Directory or URL that holds none yet.")],
-    memory: Annotated[
-        str, typer.Option(help="Bound of the buffers, such as 512MiB or 2GB.")
-    ] = "512MiB",
-    as_json: Json = False,  # noqa: FBT002 - a flag of the command line
-) -> None:
-    """Make a universal checkpoint: whole tensors in safetensors files that any tool reads."""
-    memory_bytes = memory_size(memory)
-    opened = open_any(source)
-    store, directory = open_store(destination)
-    with progress_bar("converting", as_json=as_json) as progress:
-        materialise(opened, store, directory, memory_bytes=memory_bytes, progress=progress)
-    made = open_checkpoint(store, directory)
-    if as_json:
-        print_json(_facts(made, destination))
-    else:
-        size = human(made.state_map.num_bytes)
-        typer.echo(f"{destination}: {len(made.state_map.entries)} tensors, {size}")
-
-
-@app.command(
     "verify",
     epilog="Example: ucp verify runs/demo/checkpoints/step-00001200",
 )
 def verify_command(
     checkpoint: _Url,
+    rules: RulesFile = None,
+    tag: Tag = None,
     as_json: Json = False,  # noqa: FBT002 - a flag of the command line
 ) -> None:
     """Read every byte of a checkpoint and name what is damaged; exit code 1 if anything is."""
-    opened = open_any(checkpoint)
+    opened = open_any(checkpoint, rules=rules, tag=tag)
     with progress_bar("verifying", as_json=as_json) as progress:
         problems = verify(opened, progress=progress)
     num_bytes = sum(entry.num_bytes for entry in opened.manifest.files.values())
@@ -113,6 +94,7 @@ def verify_command(
         raise typer.Exit(EXIT_CHECKPOINT)
 
 
+cli_convert.register(app)
 cli_tools.register(app)
 
 

@@ -76,7 +76,7 @@ def test_convert_makes_files_that_others_read_and_verify_agrees(
 ) -> None:
     """The way of a trained model out of the run directory."""
     out = tmp_path / "out"
-    done = ucp("convert", str(checkpoint), str(out), "--memory", "16MiB", "--json")
+    done = ucp("convert", str(checkpoint), str(out), "--memory", "4GB", "--json")
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["format"] == "everstep-universal"
