@@ -34,7 +34,7 @@ _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _LEFT = (".distcp", ".metadata.tmp")
 #: Items whose ends are read in one go.
 _BATCH_BLOBS = 512
-_KEY_CHARACTERS_MAX = 4096
+_KEY_BYTES_MAX = 4096
 _PATH_PARTS_MAX = 64
 #: Bytes between two reads up to which one is cheaper.
 _GAP_BYTES = 4096
@@ -402,7 +402,7 @@ def _is_path(value: Any) -> bool:
 
 def _key(value: Any) -> str:
     key: str = _of(value, str)
-    if len(key) > _KEY_CHARACTERS_MAX:
+    if len(key.encode()) > _KEY_BYTES_MAX:
         msg = f"a key has {len(key)} characters"
         raise ValueError(msg)
     return key
@@ -454,8 +454,8 @@ def _blob(info: _StorageInfo, key: str, path: str) -> Blob:
             key=key,
             path=path,
         )
-    parts = info.path.split("/")
-    if not info.path or {"", ".", ".."} & set(parts) or "\\" in info.path or "@" in info.path:
+    parts = _key(info.path).split("/")
+    if {"", ".", ".."} & set(parts) or any(c in info.path for c in "\\@\0"):
         raise CheckpointCorruptError(
             f"{path}: {key} is said to be in {info.path[:80]!r}, which is no file of this "
             "checkpoint",

@@ -347,7 +347,16 @@ _STORAGES = {
     "QUInt2x4": "quint2x4",
 }
 
-_CONSTANTS = ("strided", "sparse_coo", "contiguous_format", "channels_last", "preserve_format")
+_CONSTANTS = (
+    "strided",
+    "sparse_coo",
+    "contiguous_format",
+    "channels_last",
+    "preserve_format",
+    "per_tensor_affine",
+    "per_channel_affine",
+    "per_channel_affine_float_qparams",
+)
 
 _REFUSED = {
     "torch._utils._rebuild_qtensor": "a quantised tensor",
