@@ -1,0 +1,143 @@
+"""transformers loads what we write and computes what the model computed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.checkpoints import ROOT, State, Whole, save
+from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
+from ucp_core.converters import huggingface_writer, open_source
+from ucp_core.diff import diff
+from ucp_core.statemap import TensorKey
+from ucp_core.storage import LocalStore, MemoryStore
+
+transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+
+MEMORY = 8 << 20
+IDS = torch.arange(24).reshape(2, 12) % 61
+
+
+def _model(*, tied: bool) -> Any:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def _loss(model: Any) -> float:
+    with torch.no_grad():
+        return float(model(input_ids=IDS, labels=IDS).loss)
+
+
+def _checkpoint(model: Any, *, tied: bool) -> Checkpoint:
+    """Return what a run of three ranks would have saved: weights and a moment of each."""
+    state: State = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach().contiguous()
+        data = tensor.numpy().tobytes()
+        for slot in ("weight", "exp_avg"):
+            key = TensorKey(name, slot)
+            state[key] = Whole(dtype="F32", shape=tuple(tensor.shape), data=data)
+    store = MemoryStore()
+    save(store, state, step=7, world_size=3)
+    opened = open_checkpoint(store, f"{ROOT}/step-00000007")
+    manifest = replace(
+        opened.manifest,
+        ties={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
+        extra={"huggingface": {"config.json": json.loads(model.config.to_json_string())}},
+    )
+    return replace(opened, manifest=manifest)
+
+
+@pytest.mark.parametrize("keep_tied", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shard_bytes", [10_000, 5_000_000_000], ids=["many files", "one file"])
+def test_a_model_loads_and_has_the_same_loss(
+    tmp_path: Path, *, tied: bool, keep_tied: bool, shard_bytes: int
+) -> None:
+    """From the shards of three ranks, with and without tied embeddings, in one file or many."""
+    model = _model(tied=tied)
+
+    huggingface_writer.write(
+        _checkpoint(model, tied=tied),
+        LocalStore(),
+        str(tmp_path),
+        memory_bytes=MEMORY,
+        shard_bytes=shard_bytes,
+        keep_tied=keep_tied,
+    )
+
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name)), name
+    assert _loss(loaded) == _loss(model)
+
+
+def test_a_model_in_bfloat16_is_the_one_torch_would_cast(tmp_path: Path) -> None:
+    """A rounding of our own would be a model of our own."""
+    model = _model(tied=True)
+
+    huggingface_writer.write(
+        _checkpoint(model, tied=True),
+        LocalStore(),
+        str(tmp_path / "ours"),
+        memory_bytes=MEMORY,
+        dtype="bf16",
+    )
+
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        for name in ("ours", "theirs")
+    )
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(parameter, ours.get_parameter(name)), name
+    assert _loss(ours) == _loss(theirs)
+
+
+def test_what_transformers_wrote_goes_through_a_universal_checkpoint(tmp_path: Path) -> None:
+    """In at its end, out at ours, and in again."""
+    model = _model(tied=True)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
+    source = open_source(LocalStore(), str(tmp_path / "theirs"))
+    assert source.manifest.ties == {"lm_head.weight": "model.embed_tokens.weight"}
+
+    materialise(source, LocalStore(), str(tmp_path / "universal"), memory_bytes=MEMORY)
+    universal = open_checkpoint(LocalStore(), str(tmp_path / "universal"))
+    assert diff(source, universal).equal
+    huggingface_writer.write(universal, LocalStore(), str(tmp_path / "ours"), memory_bytes=MEMORY)
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert _loss(loaded) == _loss(model)
+    theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert json.loads((tmp_path / "ours" / "config.json").read_text()) == theirs
+
+
+def test_our_universal_checkpoint_opens_as_it_lies(tmp_path: Path) -> None:
+    """Its weights are a folder of safetensors with an index; only the configuration is missing."""
+    model = _model(tied=False)
+    source = _checkpoint(model, tied=False)
+    materialise(source, LocalStore(), str(tmp_path), memory_bytes=MEMORY)
+    (tmp_path / "config.json").write_text(model.config.to_json_string())
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    assert _loss(loaded) == _loss(model)
