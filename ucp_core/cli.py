@@ -27,6 +27,8 @@ from ucp_core._console import Source as _Url
 from ucp_core._console import progress as progress_bar
 from ucp_core.checkpoint import Checkpoint, verify
 from ucp_core.errors import StorageError, UcpError
+from ucp_core.manifest import Kind
+from ucp_core.verification import unchecked_bytes
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -82,14 +84,22 @@ def verify_command(
     opened = open_any(checkpoint, rules=rules, tag=tag)
     with progress_bar("verifying", as_json=as_json) as progress:
         problems = verify(opened, progress=progress)
+    unchecked = 0
     num_bytes = sum(entry.num_bytes for entry in opened.manifest.files.values())
+    if opened.manifest.kind is Kind.FOREIGN:
+        unchecked = unchecked_bytes(opened)
+        entries = opened.state_map.entries.values()
+        num_bytes = sum(f.num_bytes for entry in entries for f in entry.fragments) - unchecked
     if as_json:
         found = [{"path": problem.path, "message": problem.message} for problem in problems]
-        print_json({"ok": not problems, "bytes": num_bytes, "problems": found})
+        facts = {"ok": not problems, "bytes": num_bytes, "unchecked_bytes": unchecked}
+        print_json(facts | {"problems": found})
     else:
         for problem in problems:
             typer.echo(str(problem))
         typer.echo(f"{human(num_bytes)} read, {len(problems)} problem(s)")
+        if unchecked:
+            typer.echo(f"{human(unchecked)} have no checksum in this format")
     if problems:
         raise typer.Exit(EXIT_CHECKPOINT)
 

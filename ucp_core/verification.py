@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ucp_core._foreign_verification import foreign_problems, unchecked_bytes
 from ucp_core._open import MANIFEST_NAME, Checkpoint
 from ucp_core._reading import reading
 from ucp_core.checksums import crc32
@@ -14,7 +15,6 @@ from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     StorageError,
-    UncoveredRegionError,
 )
 from ucp_core.manifest import Kind, Problem, from_bytes
 from ucp_core.statemap import prove_entry
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ucp_core.statemap import Fragment, TensorKey
+
+__all__ = ["unchecked_bytes", "verify"]
 
 #: Read at a time: enough for full speed, little enough to run beside a training.
 _CHUNK_BYTES = 8 << 20
@@ -36,7 +38,8 @@ def verify(
     """Return every problem of the checkpoint: missing files, wrong sizes, any flipped byte, holes.
 
     Args:
-        checkpoint: Native or universal.
+        checkpoint: Of any format. A foreign one is read by the checksums that its own format
+            has (``unchecked_bytes`` tells what has none), and its replicas are compared.
         progress: Called with the bytes done and the bytes of all files.
     """
     try:
@@ -47,12 +50,10 @@ def verify(
 
 
 def _problems(checkpoint: Checkpoint, progress: Callable[[int, int], None] | None) -> list[Problem]:
-    problems = _documents(checkpoint)
-    for key, entry in checkpoint.state_map.entries.items():
-        try:
-            prove_entry(entry)
-        except UncoveredRegionError as error:
-            problems.append(Problem(f"tensors.{key.fqn}.slots.{key.slot}", str(error)))
+    holes = _holes(checkpoint)
+    if checkpoint.manifest.kind is Kind.FOREIGN:
+        return [*holes.values(), *foreign_problems(checkpoint, set(holes), progress)]
+    problems = [*_documents(checkpoint), *holes.values()]
     by_file: dict[str, list[tuple[Fragment, TensorKey]]] = {}
     for key, entry in checkpoint.state_map.entries.items():
         for fragment in entry.fragments:
@@ -80,6 +81,17 @@ def _problems(checkpoint: Checkpoint, progress: Callable[[int, int], None] | Non
         if progress is not None:
             progress(done, total)
     return problems
+
+
+def _holes(checkpoint: Checkpoint) -> dict[TensorKey, Problem]:
+    """Return the tensors whose fragments do not hold each element once."""
+    found: dict[TensorKey, Problem] = {}
+    for key, entry in checkpoint.state_map.entries.items():
+        try:
+            prove_entry(entry)
+        except CheckpointCorruptError as error:
+            found[key] = Problem(f"tensors.{key.fqn}.slots.{key.slot}", str(error))
+    return found
 
 
 def _documents(checkpoint: Checkpoint) -> list[Problem]:

@@ -40,6 +40,7 @@ from ucp_core.errors import (
 from ucp_core.manifest import Item, Kind, Manifest
 from ucp_core.statemap import Extent, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.storage import LocalStore, MemoryStore
+from ucp_core.verification import unchecked_bytes
 
 _MIB = 1 << 20
 
@@ -219,6 +220,27 @@ def test_a_flipped_bit_in_a_record_is_found(
     with pytest.raises(ChecksumMismatchError, match=r"w \(weight\): file rank1.pt is damaged"):
         _convert(foreign.checkpoint, tmp_path / "out", processes=processes)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_foreign_checkpoint_is_verified_by_its_own_checksums(tmp_path: Path) -> None:
+    """All that is wrong is told, not only the first thing; what cannot be checked is counted."""
+    whole = _Foreign(tmp_path / "x").data
+    foreign = _Foreign(tmp_path / "foreign", replica=whole)
+    assert verify(foreign.checkpoint) == []
+    assert unchecked_bytes(foreign.checkpoint) == len(whole)
+    copy = tmp_path / "foreign" / "copy.pt"
+    copy.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert [problem.path for problem in verify(foreign.checkpoint)] == ["tensors.w.slots.weight"]
+    for number in range(2):
+        path = tmp_path / "foreign" / f"rank{number}.pt"
+        path.write_bytes(path.read_bytes()[:100] + b"!!" + path.read_bytes()[102:])
+    copy.unlink()
+
+    problems = verify(foreign.checkpoint)
+
+    assert [problem.path for problem in problems] == ["copy.pt", "rank0.pt", "rank1.pt"]
+    assert "does not exist" in problems[0].message
+    assert "damaged in bytes 64 to " in problems[1].message
 
 
 def test_equal_replicas_pass_and_different_ones_do_not(tmp_path: Path) -> None:
