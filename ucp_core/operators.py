@@ -8,10 +8,11 @@ a rank of another layout needs, ``load`` reads it. The paper's Save is ``ucp_cor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
+from operator import add, sub
 
 from ucp_core._open import Checkpoint, LocalTensor
 from ucp_core._open import load as load_tensors
@@ -81,31 +82,44 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
         copy = rank if placement.relation == "average" else 0
     itemsize = DTYPE_BYTES[dtype]
     origin = offset_bytes - start * itemsize
-    full = Box.full(shard)
     strides = _strides(shard, itemsize)
+    is_all = stop <= total
     found: list[Fragment] = []
     for local, begin, is_copy in placement.pieces[rank]:
-        for there in held:
-            inner = local.intersect(there)
-            if inner is None:
-                continue
-            first, last = span(inner, full)
-            count = last - first
-            whole = count == min(stop, total) - start == stop - start
+        for inner, first, last in _inside(held, local, shard, start):
+            whole = is_all and last - first == stop - start
             found.append(
                 Fragment(
-                    box=_moved(inner, local, begin),
-                    file=file,
-                    offset_bytes=origin + first * itemsize,
-                    num_bytes=count * itemsize,
-                    crc32=crc32 if whole else None,
-                    blocks=blocks if whole else (),
-                    replica=replica or is_copy,
-                    strides=None if count == inner.num_elements else strides,
-                    copy=copy,
+                    _moved(inner, local, begin),
+                    file,
+                    origin + first * itemsize,
+                    (last - first) * itemsize,
+                    crc32 if whole else None,
+                    blocks if whole else (),
+                    replica or is_copy,
+                    None if last - first == inner.num_elements else strides,
+                    copy,
                 )
             )
     return found
+
+
+def _inside(
+    held: Sequence[Box], local: Box, shard: tuple[int, ...], start: int
+) -> Iterator[tuple[Box, int, int]]:
+    """Yield what of the boxes of a flat range is in ``local``, and its flat positions."""
+    if local.stop == shard and not any(local.start):
+        # The usual case: the boxes of a flat range lie one behind the other.
+        for box in held:
+            stop = start + box.num_elements
+            yield box, start, stop
+            start = stop
+        return
+    full = Box.full(shard)
+    for box in held:
+        inner = local.intersect(box)
+        if inner is not None:
+            yield inner, *span(inner, full)
 
 
 def _strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -115,13 +129,12 @@ def _strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _moved(inner: Box, local: Box, begin: Sequence[int]) -> Box:
+def _moved(inner: Box, local: Box, begin: tuple[int, ...]) -> Box:
     """Return the box of the whole tensor that ``inner``, a part of ``local``, is."""
-    shift = [b - a for a, b in zip(local.start, begin, strict=True)]
-    return Box(
-        tuple([a + s for a, s in zip(inner.start, shift, strict=True)]),
-        tuple([b + s for b, s in zip(inner.stop, shift, strict=True)]),
-    )
+    if begin == local.start:
+        return inner
+    shift = list(map(sub, begin, local.start))
+    return Box(tuple(map(add, inner.start, shift)), tuple(map(add, inner.stop, shift)))
 
 
 def union(
