@@ -99,14 +99,14 @@ class FsspecStore:
         self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
     ) -> bool:
         """Put ``data`` at ``path`` at once."""
-        if not exclusive:
+        if exclusive and self.exists(path):
+            return False
+        # Where files grow in place only a rename makes them whole at once, and it replaces.
+        if not exclusive or not self._is_atomic:
             self.write_file(path, [data], fsync=fsync)
             return True
-        if self.exists(path):
-            return False
-        self._make_parent(path)
         try:
-            # S3 and GCS refuse by themselves; for others fsspec looks first.
+            # S3 and GCS refuse by themselves; for others fsspec looks again.
             self._call(path, lambda: self._fs.pipe_file(path, bytes(data), mode="create"))
         except StorageError as error:
             if not error.facts.get("taken"):
