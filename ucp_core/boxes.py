@@ -80,15 +80,13 @@ class Box(NamedTuple):
 
         Boxes at the end are empty where ``parts`` exceeds the extent.
         """
-        extent = self.stop[dim] - self.start[dim]
-        small, extra = divmod(extent, parts)
-        boxes: list[Box] = []
-        low = self.start[dim]
-        for part in range(parts):
-            high = low + small + (part < extra)
-            boxes.append(self.with_dim(dim, low, high))
-            low = high
-        return tuple(boxes)
+        return tuple(self.piece(dim, index, parts) for index in range(parts))
+
+    def piece(self, dim: int, index: int, parts: int) -> Box:
+        """Return one box of ``split``, without making the others."""
+        small, extra = divmod(self.stop[dim] - self.start[dim], parts)
+        low = self.start[dim] + index * small + min(index, extra)
+        return self.with_dim(dim, low, low + small + (index < extra))
 
     def with_dim(self, dim: int, start: int, stop: int) -> Box:
         """Return the box with other bounds along ``dim``."""

@@ -156,7 +156,11 @@ def plan(
 
 
 class _Planner:
-    """Plans against the same maps; what is found out about a tensor is kept for its next part."""
+    """Plans against the same maps.
+
+    What is found out about a tensor is kept for its next part, and not longer: a map can make its
+    entries as they are asked for, and those of a large model would not fit.
+    """
 
     def __init__(
         self, have: Sequence[StateMap], span_bytes: int, direct_bytes: int, gap_bytes: int
@@ -166,7 +170,8 @@ class _Planner:
             _Limits(span_bytes, direct_bytes, gap_bytes, state_map.block_bytes)
             for state_map in have
         ]
-        self._indices: dict[tuple[int, TensorKey], list[_Index]] = {}
+        self._key: TensorKey | None = None
+        self._indices: dict[int, list[_Index]] = {}
 
     def plan(self, need: Sequence[Part]) -> ReadPlan:
         """Return how to get every part."""
@@ -246,13 +251,16 @@ class _Planner:
 
     def _index(self, source: int, entry: TensorEntry) -> list[_Index]:
         """Return the fragments of each copy of a tensor."""
-        found = self._indices.get((source, entry.key))
+        if entry.key != self._key:
+            self._key = entry.key
+            self._indices.clear()
+        found = self._indices.get(source)
         if found is None:
             copies: list[list[Fragment]] = [[] for _ in range(entry.copies)]
             for fragment in entry.fragments:
                 copies[fragment.copy].append(fragment)
             found = [_Index(fragments, len(entry.shape)) for fragments in copies]
-            self._indices[source, entry.key] = found
+            self._indices[source] = found
         return found
 
     def _read_bytes(self, copy: Copy) -> int:
