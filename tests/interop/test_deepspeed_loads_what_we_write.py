@@ -1,0 +1,232 @@
+"""Real DeepSpeed trains, we convert, real DeepSpeed loads it elsewhere and trains on.
+
+The truth is what the training processes themselves held and how they went on: every fp32
+parameter and every slot must be equal bit for bit, and the next steps' losses too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.support.training_states import TrainingState
+from ucp_core.converters import deepspeed_universal_writer, deepspeed_writer
+from ucp_core.patterns import Cut, Replicated
+from ucp_core.rules import Rule, Rules
+from ucp_core.storage import LocalStore
+
+ROOT = Path(__file__).parents[2]
+MEMORY_BYTES = 32 << 20
+STEPS = 3
+#: The order in which ranks add up their gradients depends on their number.
+LOSS_TOLERANCE = 1e-6
+BF16_TOLERANCE = 2e-2
+
+#: Of the model that is cut over tensor-parallel ranks.
+RULES = Rules(
+    (
+        Rule(r"(up|gate)\.weight", Cut(0)),
+        Rule(r"down\.weight", Cut(1)),
+        Rule(r"(embed|norm|head)\..*", Replicated()),
+    )
+)
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "zero1": {"stage": 1},
+    "zero1-one-group": {"stage": 1, "groups": 1},
+    "zero3-bf16": {"stage": 3, "dtype": "bf16", "sub_group_size": 20},
+    "zero2-sgd": {"stage": 2, "optimizer": "sgd"},
+    "zero1-parallel": {"stage": 1, "model": "parallel"},
+}
+
+
+def _case(source: str, world_size: int, **target: Any) -> Any:
+    kind = "universal" if target.get("universal") else "native"
+    dtype = target.setdefault("dtype", SOURCES[source].get("dtype", "fp32"))
+    tp = target.setdefault("tp", 1)
+    layout = f"dp{world_size // tp}" + (f"-tp{tp}" if tp > 1 else "")
+    name = f"{source}-to-{kind}-zero{target['stage']}-{layout}-{dtype}"
+    target |= {"name": name, "source": source, "world_size": world_size}
+    for key in ("groups", "optimizer", "model"):
+        if key in SOURCES[source]:
+            target[key] = SOURCES[source][key]
+    return pytest.param(target, id=name)
+
+
+CASES = [
+    _case("zero1", 2, stage=0),
+    _case("zero1", 2, stage=1),
+    _case("zero1", 2, stage=2),
+    _case("zero1", 2, stage=3, sub_group_size=20),
+    _case("zero1", 2, stage=1, universal=True),
+    _case("zero1", 2, stage=2, universal=True),
+    _case("zero1-one-group", 2, stage=3, universal=True),
+    _case("zero3-bf16", 2, stage=3, sub_group_size=7),
+    _case("zero3-bf16", 2, stage=1),
+    _case("zero3-bf16", 2, stage=1, dtype="fp32"),
+    _case("zero2-sgd", 2, stage=3),
+    _case("zero2-sgd", 2, stage=1, universal=True),
+    _case("zero1-parallel", 2, stage=1, tp=2),
+    _case("zero1-parallel", 2, stage=3, tp=2),
+    _case("zero1-parallel", 2, stage=1, tp=2, universal=True),
+    _case("zero1", 1, stage=1),
+    _case("zero1", 1, stage=3, persistence=100),
+    _case("zero3-bf16", 1, stage=2),
+    _case("zero1", 1, stage=2, universal=True),
+    _case("zero1", 3, stage=1),
+    _case("zero1", 3, stage=3),
+]
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None,
+        reason="deepspeed is not installed: pip install -c constraints.txt -e '.[interop]'",
+    ),
+]
+
+
+def _launch(job: list[dict[str, Any]], world_size: int, out: Path) -> None:
+    path = out / f"job-{world_size}-{job[0]['do']}.json"
+    path.write_text(json.dumps(job))
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={world_size}",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=localhost:0",
+            "-m",
+            "tests.support.train_deepspeed",
+            str(path),
+            str(out),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+
+
+def _tensors(out: Path, name: str) -> dict[str, Any]:
+    return safetensors.numpy.load_file(out / f"{name}.safetensors")
+
+
+def _source(out: Path, name: str) -> TrainingState:
+    """Return the state that the training processes told."""
+    told = json.loads((out / f"{name}.json").read_text())
+    state = TrainingState(weights={}, slots={}, groups=[], step=STEPS)
+    for key, array in _tensors(out, name).items():
+        fqn, slot = key.rsplit("/", 1)
+        if slot in {"frozen", "buffer"}:
+            (state.frozen if slot == "frozen" else state.buffers)[fqn] = array
+        elif slot == "weight":
+            state.weights[fqn] = array
+        else:
+            state.slots.setdefault(slot, {})[fqn] = array
+    if told["steps"]:
+        step = np.array(told["steps"][0], np.float32)
+        state.slots["step"] = dict.fromkeys(state.weights, step)
+    state.groups = [
+        {"params": names, **hyper}
+        for names, hyper in zip(told["names"], told["groups"], strict=True)
+    ]
+    if "head.weight" not in state.weights:
+        state.ties = {"head.weight": "embed.weight"}
+    state.extra = {"lr_scheduler": told["lr_scheduler"], "mine": [1, "two"]}
+    return state
+
+
+def _convert(case: dict[str, Any], state: TrainingState, out: Path) -> None:
+    store, directory = LocalStore(), str(out / f"{case['name']}.ds")
+    source = state.save(store, str(out / f"{case['name']}.source"))
+    case["directory"] = directory
+    if case.get("universal"):
+        deepspeed_universal_writer.write(
+            source,
+            store,
+            directory,
+            memory_bytes=MEMORY_BYTES,
+            rules=RULES if case["tp"] > 1 else None,
+            fsync=False,
+        )
+        return
+    deepspeed_writer.write(
+        source,
+        store,
+        directory,
+        memory_bytes=MEMORY_BYTES,
+        stage=case["stage"],
+        dp=case["world_size"] // case["tp"],
+        tp=case["tp"],
+        rules=RULES,
+        dtype=case["dtype"],
+        sub_group_size=case.get("sub_group_size", 10**9),
+        fsync=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder in which every run told its state and its losses."""
+    out = tmp_path_factory.mktemp("deepspeed")
+    trains = [
+        {"do": "train", "name": name, "steps": STEPS, "directory": str(out / f"{name}.ds")} | facts
+        for name, facts in SOURCES.items()
+    ]
+    _launch(trains, 2, out)
+    states = {name: _source(out, name) for name in SOURCES}
+    by_world: dict[int, list[dict[str, Any]]] = {}
+    for parameters in CASES:
+        case = dict(parameters.values[0], do="load", steps=STEPS)
+        _convert(case, states[case["source"]], out)
+        by_world.setdefault(case["world_size"], []).append(case)
+    for world_size, cases in by_world.items():
+        _launch(cases, world_size, out)
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_deepspeed_holds_the_same_bits(runs: Path, case: dict[str, Any]) -> None:
+    """A range that is one element off loads without a word."""
+    expected, found = _tensors(runs, case["source"]), _tensors(runs, case["name"])
+
+    assert found.keys() == expected.keys()
+    for key, array in expected.items():
+        assert np.array_equal(found[key].reshape(array.shape), array), key
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hyper_parameters_steps_and_schedule_are_those_of_the_source(
+    runs: Path, case: dict[str, Any]
+) -> None:
+    """The loading run was built with others, which must all be replaced, group by group."""
+    expected = json.loads((runs / f"{case['source']}.json").read_text())
+    found = json.loads((runs / f"{case['name']}.json").read_text())
+
+    for key in ("groups", "steps", "global_steps", "lr_scheduler"):
+        assert found[key] == expected[key], key
+    assert found["mine"] == [1, "two"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on_as_if_nothing_had_happened(runs: Path, case: dict[str, Any]) -> None:
+    """The first loss shows the weights, the later ones the moments, steps and learning rates."""
+    expected = json.loads((runs / f"{case['source']}.json").read_text())["losses"]
+    found = json.loads((runs / f"{case['name']}.json").read_text())["losses"]
+
+    exact = "bf16" not in case["source"]
+    tolerance = LOSS_TOLERANCE if exact else BF16_TOLERANCE
+    assert found == pytest.approx(expected, rel=0, abs=tolerance)
