@@ -121,6 +121,39 @@ def unstacked(entry: TensorEntry, *, is_local: bool) -> Iterator[TensorEntry]:
         )
 
 
+def split_optimizer(
+    states: Sequence[Any],
+) -> tuple[list[dict[str, Any]], list[float], dict[str, Any]]:
+    """Return the different groups in the states of optimizers, their steps, and what is left.
+
+    Args:
+        states: JSON values; every model-parallel rank may have saved the same groups again.
+    """
+    groups: list[dict[str, Any]] = []
+    steps: list[float] = []
+    rest: dict[str, Any] = {}
+
+    def visit(value: Any, path: str) -> None:
+        if isinstance(value, dict):
+            for key, part in value.items():
+                if key == "param_groups" and isinstance(part, list):
+                    found = [group for group in part if isinstance(group, dict)]
+                    groups.extend(group for group in found if group not in groups)
+                elif key == "common_step":
+                    steps.extend([part] if isinstance(part, int | float) else [])
+                else:
+                    visit(part, f"{path}.{key}" if path else str(key))
+        elif isinstance(value, list):
+            for index, part in enumerate(value):
+                visit(part, f"{path}.{index}" if path else str(index))
+        elif value is not None:
+            rest[path] = value
+
+    for state in states:
+        visit(state, "")
+    return groups, steps, rest
+
+
 def assigned(
     groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]
 ) -> tuple[list[dict[str, Any]], list[str]]:

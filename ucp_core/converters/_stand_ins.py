@@ -528,4 +528,6 @@ _SEQUENCES = (list, tuple, set, frozenset)
 def _text(key: Any) -> str:
     if type(key) is Global:
         return key.name
+    if type(key) is tuple:
+        return f"({', '.join(map(_text, key))})"
     return key if isinstance(key, str) else repr(key)

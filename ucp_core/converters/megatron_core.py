@@ -42,6 +42,8 @@ _COMMON_KEY = "common_state/shard_0_1"
 _TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"\d{1,12}|release")
 _BACKENDS = ("torch_dist",)
+#: Objects of the distributed optimizer that describe the buffers of the run that saved.
+_LAYOUTS = (".per_bucket_numel", ".per_bucket_numel_unpadded", ".param_state_sharding_type")
 
 
 def recognise(store: Store, directory: str) -> bool:
@@ -256,6 +258,8 @@ class _Reader:
                 self.result.entries[layer.key] = layer
         note = "flat buffers, told apart by the weights in them"
         self.result.items["optimizer.distributed"] = Item("reshard", note)
+        note = "copies of the weights that the optimizer has in fp32"
+        self.result.items["model"] = Item("drop", note)
 
     def _add_common(self) -> None:
         for key, value in self.common.items():
@@ -269,28 +273,26 @@ class _Reader:
 
     def _add_groups(self) -> None:
         """Name the parameters of the groups, and give each its step count."""
-        groups = _groups(self.common.get("optimizer"))
+        states = [self._json(self.common.get("optimizer"), "optimizer")]
         for key in [key for key in self.objects if key.endswith(".optimizer")]:
-            names = self.objects.pop(key)
-            if not groups:
-                ((_, value),) = self.container.values(names[:1])
-                groups = _groups(value)
+            states += [self._json(v, k) for k, v in self.container.values(self.objects.pop(key))]
+        groups, steps, rest = _mcore_names.split_optimizer(states)
+        if rest:
+            self.result.extra["optimizer"] = rest
+            self.result.items["optimizer"] = Item("replicate", "what is not its groups, in extra")
         if not groups:
             return
-        plain = [self._json(group, "param_groups") for group in groups]
-        shapes = {
-            key.fqn: entry.shape
-            for key, entry in self.result.entries.items()
-            if key.slot == "weight" and TensorKey(key.fqn, "exp_avg") in self.result.entries
-        } or {k.fqn: e.shape for k, e in self.result.entries.items() if k.slot == "weight"}
-        named, unsure = _mcore_names.assigned(plain, shapes)
+        weights = {k.fqn: e.shape for k, e in self.result.entries.items() if k.slot == "weight"}
+        trained = {key.fqn for key in self.result.entries if key.slot != "weight"} or set(weights)
+        shapes = {fqn: shape for fqn, shape in weights.items() if fqn in trained}
+        named, unsure = _mcore_names.assigned(groups, shapes)
         self.result.param_groups = named
         note = f"{len(named)} groups; who is in which follows from Megatron's own rule"
         if unsure:
             note += f", which leaves out {len(unsure)} parameters: {', '.join(unsure[:3])}"
         self.result.items["optimizer.param_groups"] = Item("replicate", note)
         for group in named:
-            step = group.get("step")
+            step = group.get("step", steps[0] if steps else None)
             if isinstance(step, int | float):
                 for fqn in group["params"]:
                     if TensorKey(fqn, "step") not in self.result.entries:
@@ -299,6 +301,9 @@ class _Reader:
     def _add_objects(self) -> None:
         """Keep the other sharded objects: random state, data cursor, bucket sizes."""
         for key, shards in self.objects.items():
+            if key.endswith(_LAYOUTS):
+                self.result.items[key] = Item("drop", "how the flat buffers were laid out")
+                continue
             try:
                 values = {
                     shard.rsplit("/", 1)[-1]: self._json(value, shard)
@@ -338,22 +343,3 @@ def _is_nothing(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(item is None for item in value)
     return value is None
-
-
-def _groups(state: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups in the optimizer's state, of every optimizer of a chain."""
-    groups: list[dict[str, Any]] = []
-    seen: set[int] = set()
-    left = [state]
-    while left:
-        value = left.pop()
-        if id(value) in seen or not isinstance(value, dict | list | tuple):
-            continue
-        seen.add(id(value))
-        found = value.get("param_groups") if isinstance(value, dict) else None
-        if isinstance(found, list) and all(isinstance(group, dict) for group in found):
-            groups += found
-        else:
-            parts = value.values() if isinstance(value, dict) else value
-            left += reversed([*parts])
-    return groups
