@@ -184,6 +184,37 @@ def replay(run_dir: RunDirectory, *, as_json: Json = False) -> None:
     _print(replay_run(run_dir), as_json=as_json)
 
 
+@app.command(epilog="Example: everstep convert s3://runs/step-00001200 /shared/out --json")
+@_edge
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint of any format.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="On shared storage.")],
+    *,
+    address: Annotated[str | None, typer.Option(help="Ray cluster that does the work.")] = None,
+    local_nodes: Annotated[int | None, typer.Option(help="Simulated nodes to start here.")] = None,
+    memory: Annotated[str, typer.Option(help="Bound of the buffers on a node.")] = "512MiB",
+    rules: Annotated[str | None, typer.Option(help="File of rules for unusual models.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Which of several checkpoints in SRC.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a universal checkpoint on all nodes of a cluster; `ucp convert` does it on one."""
+    from orchestrator.shell.convert import convert_command
+
+    _print(
+        convert_command(
+            source,
+            destination,
+            address=address,
+            local_nodes=local_nodes,
+            memory=memory,
+            rules=rules,
+            tag=tag,
+            quiet=as_json,
+        ),
+        as_json=as_json,
+    )
+
+
 @app.command(epilog="Example: everstep simulate --histories 1000 --seed 7")
 @_edge
 def simulate(

@@ -3,23 +3,76 @@
 from __future__ import annotations
 
 import os
-import threading
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core import _convert_journal as journal
-from ucp_core._convert_work import Item, Job, Result, Worker
+from ucp_core._convert_pool import Writer, do_item
+from ucp_core._convert_work import Item, Result, Worker
+from ucp_core._universal_layout import TargetFile
 from ucp_core.checksums import BLOCK_BYTES, crc32
 from ucp_core.errors import StorageError
 from ucp_core.storage.base import Store, join
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from ucp_core._universal_layout import TargetFile
+    from collections.abc import Iterator, Sequence
 
 #: File systems that reserve space by noting it; elsewhere the C library writes every block.
 _FALLOCATE_TYPES = {"ext4", "xfs", "btrfs"}
+
+
+#: Of items for another machine: 128 MiB at most, a fraction of a second.
+_BATCH_ITEMS = 8
+
+
+class Placed(NamedTuple):
+    """Items that are written in place, by whoever sees the files."""
+
+    items: tuple[Item, ...]
+    paths: tuple[str, ...]
+
+    def do(self, worker: Worker) -> list[Result]:
+        """Do them."""
+        writer = Writer(self.paths)
+        try:
+            return [do_item(worker, writer, item) for item in self.items]
+        finally:
+            writer.close()
+
+
+class Streamed(NamedTuple):
+    """A whole file that is written to a store, or an item that is only read."""
+
+    store: Store
+    directory: str
+    head: bytes
+    target: TargetFile | None
+    items: tuple[Item, ...]
+
+    def do(self, worker: Worker) -> list[Result]:
+        """Write it, and the marker that it is complete."""
+        results: list[Result] = []
+
+        def chunks() -> Iterator[memoryview]:
+            for item in self.items:
+                yield from worker.chunks(item)
+                results.append(worker.result(item))
+
+        if self.target is None:
+            for _ in chunks():
+                pass
+            return results
+        path = join(self.directory, self.target.name)
+        content = chain([memoryview(self.target.header)], chunks())
+        self.store.write_file(path, content, fsync=False)
+        marker = self.head + journal.encode(results)
+        self.store.write_atomic(_marker(self.directory, self.target), marker, fsync=False)
+        return results
+
+
+def _marker(directory: str, target: TargetFile) -> str:
+    return join(directory, journal.FOLDER, f"{target.name}.json")
 
 
 class LocalFiles:
@@ -85,6 +138,13 @@ class LocalFiles:
                 done = file.readinto(buffer[: high - low])
                 blocks.append(crc32(buffer[:done]))
         return tuple(blocks) == result.blocks
+
+    def batches(self, left: Sequence[Item]) -> list[Placed]:
+        """Return the work that is left in batches for other machines that see the files."""
+        return [
+            Placed(tuple(left[low : low + _BATCH_ITEMS]), tuple(self.paths))
+            for low in range(0, len(left), _BATCH_ITEMS)
+        ]
 
     def note(self, result: Result) -> None:
         """Keep the result of an item whose bytes are written."""
@@ -177,13 +237,10 @@ class StreamedFiles:
         self._resume = resume
         self._complete: set[int] = set()
 
-    def _marker(self, target: TargetFile) -> str:
-        return join(self._directory, journal.FOLDER, f"{target.name}.json")
-
     def resumed(self) -> Iterator[Result]:
         """Yield the results of files that an earlier run completed; a marker beside tells."""
         for number, target in enumerate(self._targets):
-            path = self._marker(target)
+            path = _marker(self._directory, target)
             if not self._resume or not self._store.exists(path):
                 continue
             data = self._store.read(path)
@@ -200,67 +257,22 @@ class StreamedFiles:
     def _head(self) -> bytes:
         return f"{self._identity}\n".encode()
 
-    def run(
-        self, job: Job, left: Sequence[Item], take: Callable[[Result], None], threads: int
-    ) -> None:
-        """Do all items: each file by one thread, several files at once."""
-        lock = threading.Lock()
+    def batches(self, left: Sequence[Item]) -> list[Streamed]:
+        """Return the work that is left: one batch for each file and each item that only reads."""
         by_file: dict[int, list[Item]] = {}
         for item in left:
             by_file.setdefault(item.target, []).append(item)
-        numbers = [n for n in range(len(self._targets)) if n not in self._complete]
-        work = [(number, by_file.get(number, [])) for number in numbers]
-        work += [(-1, [item]) for item in by_file.get(-1, [])]
-        work.reverse()
-        errors: list[BaseException] = []
-
-        def loop() -> None:
-            worker = Worker(job)
-            try:
-                while not errors:
-                    with lock:
-                        if not work:
-                            return
-                        number, items = work.pop()
-                    results = self._file(worker, number, items)
-                    with lock:
-                        for result in results:
-                            take(result)
-            except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
-                errors.append(error)
-            finally:
-                worker.close()
-
-        pool = [threading.Thread(target=loop) for _ in range(min(threads, len(work)) - 1)]
-        for thread in pool:
-            thread.start()
-        loop()
-        for thread in pool:
-            thread.join()
-        if errors:
-            raise errors[0]
-
-    def _file(self, worker: Worker, number: int, items: Sequence[Item]) -> list[Result]:
-        results: list[Result] = []
-
-        def chunks() -> Iterator[memoryview]:
-            if number >= 0:
-                yield memoryview(self._targets[number].header)
-            for item in items:
-                yield from worker.chunks(item)
-                results.append(worker.result(item))
-
-        if number < 0:
-            for _ in chunks():
-                pass
-            return results
-        target = self._targets[number]
-        path = join(self._directory, target.name)
-        self._store.write_file(path, chunks(), fsync=False)
-        self._complete.add(number)
-        marker = self._head() + journal.encode(results)
-        self._store.write_atomic(self._marker(target), marker, fsync=False)
-        return results
+        checks = by_file.pop(-1, [])
+        work = [
+            Streamed(
+                self._store, self._directory, self._head(), target, tuple(by_file.get(number, ()))
+            )
+            for number, target in enumerate(self._targets)
+            if number not in self._complete
+        ]
+        return work + [
+            Streamed(self._store, self._directory, b"", None, (item,)) for item in checks
+        ]
 
     def note(self, result: Result) -> None:
         """Do nothing: markers of whole files are enough."""
@@ -274,8 +286,8 @@ class StreamedFiles:
 
     def discard(self) -> None:
         """Delete what was written."""
-        for number in self._complete:
-            self._store.delete(join(self._directory, self._targets[number].name))
+        for target in self._targets:
+            self._store.delete(join(self._directory, target.name))
         self.remove()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import struct
 import threading
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ucp_core._convert_work import Item, Job, Result, Worker
 from ucp_core.errors import StorageError, UcpError
@@ -53,6 +53,17 @@ class Writer:
         """Close every file."""
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+class Batch(Protocol):
+    """Items that one worker does together, wherever it is; it can be pickled."""
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """Return what is to be done."""
+
+    def do(self, worker: Worker) -> list[Result]:
+        """Do them."""
 
 
 def do_item(worker: Worker, writer: Writer, item: Item) -> Result:
@@ -108,37 +119,34 @@ def run_here(
 
 
 def run_threads(
-    job: Job,
-    items: Sequence[Item],
-    paths: Sequence[str],
-    take: Callable[[Result], None],
-    threads: int,
+    job: Job, batches: Sequence[Batch], take: Callable[[Result], None], threads: int
 ) -> None:
-    """Do all items in threads; ``take`` is called by one at a time."""
-    queue = _Queue(items)
+    """Do batches in threads; ``take`` is called by one at a time."""
+    left = deque(batches)
     lock = threading.Lock()
     errors: list[BaseException] = []
 
-    def work(number: int) -> None:
-        worker, writer = Worker(job), Writer(paths)
+    def work() -> None:
+        worker = Worker(job)
         try:
             while not errors:
                 with lock:
-                    index = queue.next(number)
-                if index is None:
+                    batch = left.popleft() if left else None
+                if batch is None:
                     return
-                result = do_item(worker, writer, items[index])
+                results = batch.do(worker)
                 with lock:
-                    take(result)
+                    for result in results:
+                        take(result)
         except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
             errors.append(error)
         finally:
             worker.close()
-            writer.close()
 
-    pool = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    pool = [threading.Thread(target=work) for _ in range(min(threads, len(left)) - 1)]
     for thread in pool:
         thread.start()
+    work()
     for thread in pool:
         thread.join()
     if errors:

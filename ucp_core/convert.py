@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ucp_core import _convert_pool as pool
 from ucp_core._convert_files import LocalFiles, StreamedFiles
@@ -45,6 +45,10 @@ _PROCESS_BYTES_MIN = 32 << 20
 #: What a worker needs beside its slabs: interpreter state that is written to, stacks.
 _WORKER_BYTES = 8 << 20
 _GENERAL_BYTES_MAX = 8 * BLOCK_BYTES
+
+
+#: Does batches somewhere and gives every result to its last argument.
+Runner: TypeAlias = "Callable[[Job, Sequence[pool.Batch], Callable[[Result], None]], None]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +188,7 @@ class Conversion:
         return Checkpoint(store=self.store, directory=self.directory, manifest=parsed)
 
 
-def convert(
+def convert(  # noqa: PLR0913 - each is an option of the command
     checkpoint: Checkpoint,
     store: Store,
     directory: str,
@@ -194,6 +198,7 @@ def convert(
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
     fsync: bool = False,
+    runner: Runner | None = None,
 ) -> ConvertResult:
     """Write a universal checkpoint of any source; its manifest, written last, commits it.
 
@@ -209,6 +214,8 @@ def convert(
         progress: Called with the bytes done and the bytes of the whole state.
         resume: Go on with what a killed conversion of the same source left behind.
         fsync: Whether the result must survive a loss of power before it is committed.
+        runner: Does the work elsewhere: it is given the job, batches of items, and what takes
+            each result, and returns when all are done.
 
     Raises:
         UcpError: The destination holds a checkpoint already, or the bound is too small.
@@ -232,7 +239,7 @@ def convert(
         run = _Run(conversion, files, progress)
         run.resume()
         with reading(checkpoint):
-            run.work(workers)
+            run.work(workers, runner)
         manifest = conversion.manifest(small)
         files.finish(fsync=fsync)
         made = conversion.commit(manifest, small, fsync=fsync)
@@ -297,19 +304,21 @@ class _Run:
             self.written_bytes += result.item.stop - result.item.start
         self._count(result.item)
 
-    def work(self, workers: int) -> None:
+    def work(self, workers: int, runner: Runner | None) -> None:
         """Do all items that are left."""
         job, left = self._conversion.job, self._conversion.left
-        if isinstance(self._files, StreamedFiles):
-            self._files.run(job, left, self.take, workers)
-            return
-        paths = self._files.paths
-        if workers <= 1 or len(left) <= 1:
-            pool.run_here(job, left, paths, self.take)
-        elif not is_local(job.store) or not _may_fork():
-            pool.run_threads(job, left, paths, self.take, workers)
+        if runner is not None:
+            runner(job, self._files.batches(left), self.take)
+        elif isinstance(self._files, LocalFiles) and is_local(job.store) and _may_fork():
+            paths = self._files.paths
+            if workers <= 1 or len(left) <= 1:
+                pool.run_here(job, left, paths, self.take)
+            else:
+                pool.run_processes(
+                    job, left, paths, self.take, workers, in_child=self._files.release
+                )
         else:
-            pool.run_processes(job, left, paths, self.take, workers, in_child=self._files.release)
+            pool.run_threads(job, self._files.batches(left), self.take, workers)
 
 
 def memory_left(memory_bytes: int) -> int:
