@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ucp_core._extents import touched, verify_extents
 from ucp_core._open import Checkpoint
 from ucp_core.boxes import Box
 from ucp_core.checksums import BLOCK_BYTES
 from ucp_core.errors import UcpError
 from ucp_core.plan import Part, plan
-from ucp_core.statemap import DTYPE_BYTES, TensorEntry
+from ucp_core.statemap import DTYPE_BYTES, Extent, TensorEntry
 from ucp_core.transfer import Source, execute
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from concurrent.futures import Future
+
+    from ucp_core.plan import ReadPlan
 
 #: Below this, slabs would be smaller than the blocks that are read for them.
 MEMORY_BYTES_MIN = 8 * BLOCK_BYTES
@@ -112,7 +115,8 @@ def _slab_bytes(memory_bytes: int) -> int:
 
 
 def _stream(checkpoint: Checkpoint, pieces: Iterable[Piece], slab_bytes: int) -> Iterator[Slab]:
-    readers = (SlabReader(checkpoint, slab_bytes), SlabReader(checkpoint, slab_bytes))
+    verified: set[tuple[str, Extent]] = set()
+    readers = [SlabReader(checkpoint, slab_bytes, verified) for _ in range(2)]
     with ThreadPoolExecutor(1, thread_name_prefix="ucp-ahead") as pool:
         ahead: Future[list[Slab]] | None = None
         for number, group in enumerate(_groups(pieces, slab_bytes)):
@@ -158,9 +162,20 @@ def aligned(num_bytes: int) -> int:
 
 
 class SlabReader:
-    """Reads pieces of one checkpoint into memory that it uses again at the next call."""
+    """Reads pieces of one checkpoint into memory that it uses again at the next call.
 
-    def __init__(self, checkpoint: Checkpoint, slab_bytes: int) -> None:
+    A foreign file's record that has one checksum for all its bytes is verified when the first of
+    them is needed, which is once; readers that share ``verified`` do it once together.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        slab_bytes: int,
+        verified: set[tuple[str, Extent]] | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._verified = set() if verified is None else verified
         self._state_map = checkpoint.state_map
         self._source = Source(
             checkpoint.store, checkpoint.directory, checkpoint.state_map.block_bytes
@@ -189,5 +204,15 @@ class SlabReader:
         ]
         parts = [Part(p.entry.key, p.entry.dtype, p.entry.shape, p.box) for p in pieces]
         reads = plan(parts, [self._state_map], span_bytes_max=self._span_bytes)
+        if self._state_map.extents:
+            self._verify(reads)
         execute(reads, [self._source], targets, threads=1, batch_bytes=self._span_bytes)
         return [Slab(piece, data) for piece, data in zip(pieces, targets, strict=True)]
+
+    def _verify(self, reads: ReadPlan) -> None:
+        new = {
+            file: [extent for extent in extents if (file, extent) not in self._verified]
+            for file, extents in touched(reads, self._state_map).items()
+        }
+        verify_extents(self._checkpoint, threads=1, only=new)
+        self._verified.update((file, extent) for file in new for extent in new[file])

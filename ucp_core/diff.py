@@ -19,7 +19,7 @@ from ucp_core._slabs import MEMORY_BYTES_MIN, Piece, SlabReader, aligned, check_
 from ucp_core.boxes import Box, span
 from ucp_core.checksums import combine
 from ucp_core.errors import UcpError
-from ucp_core.statemap import DTYPE_BYTES, TensorEntry, TensorKey
+from ucp_core.statemap import DTYPE_BYTES, Extent, TensorEntry, TensorKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -296,8 +296,10 @@ class _Comparison:
         # Two buffers and the scratch of reading each for every thread.
         self._slab_bytes = memory_bytes // self._threads // 4
         self._readers: SimpleQueue[tuple[SlabReader, SlabReader]] = SimpleQueue()
+        seen: tuple[set[tuple[str, Extent]], ...] = set(), set()
         for _ in range(self._threads):
-            self._readers.put((SlabReader(a, self._slab_bytes), SlabReader(b, self._slab_bytes)))
+            one = SlabReader(a, self._slab_bytes, seen[0])
+            self._readers.put((one, SlabReader(b, self._slab_bytes, seen[1])))
         self.total_bytes = sum(pair.a.num_bytes for pair in pairs if pair.a)
 
     def run(self, progress: Callable[[int, int], None] | None) -> dict[TensorKey, TensorDiff]:

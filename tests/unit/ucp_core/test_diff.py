@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.checkpoints import ROOT, State, Whole, random_sharding, save, small_state
 from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
+from ucp_core.converters import dcp_writer, open_source
 from ucp_core.diff import TensorDiff, Tolerance, diff
 from ucp_core.errors import ChecksumMismatchError, UcpError
 from ucp_core.statemap import TensorKey
@@ -94,6 +95,25 @@ def test_bytes_that_rotted_are_found_when_everything_is_read() -> None:
     assert diff(a, b).equal
     with pytest.raises(ChecksumMismatchError, match="wte"):
         diff(a, b, read_all=True)
+
+
+def test_a_flipped_bit_of_a_torch_file_is_damage_and_no_difference() -> None:
+    """Its record has a checksum of its own, which the whole of it has to be read for."""
+    store = MemoryStore()
+    source = _checkpoint(small_state())
+    dcp_writer.write(source, store, "dcp", memory_bytes=8 << 20)
+    opened = open_source(store, "dcp")
+    assert diff(source, opened, slots=["weight"]).equal
+    (fragment,) = opened.state_map.entries[TensorKey("wte", "weight")].fragments
+    data = bytearray(store.read(f"dcp/{fragment.file}"))
+    data[fragment.offset_bytes + 5] ^= 4
+    store.write_atomic(f"dcp/{fragment.file}", bytes(data), fsync=False)
+
+    with pytest.raises(ChecksumMismatchError, match="wte"):
+        diff(source, open_source(store, "dcp"))
+    with pytest.raises(ChecksumMismatchError, match="wte"):
+        dcp_writer.write(open_source(store, "dcp"), store, "again", memory_bytes=8 << 20)
+    assert store.list("again") == ()
 
 
 def test_a_difference_is_counted_and_placed() -> None:
