@@ -72,7 +72,7 @@ def save_rank(  # noqa: PLR0913 - each is a fact that the record states
     held = _committed_manifest(store, directory)
     if held is not None and (held.step, held.attempt) == (step, attempt):
         return SaveResult(committed=True, size_bytes=0, seconds=perf_counter() - begun)
-    name = _rank_name(attempt, rank)
+    name = rank_name(attempt, rank)
     written = [tensor for tensor in tensors if not tensor.replica and not tensor.box.is_empty]
     # Large elements first: every fragment is aligned to its element without padding.
     written.sort(key=lambda t: (-DTYPE_BYTES[t.dtype], t.slot, t.fqn, t.box))
@@ -142,7 +142,8 @@ class _Writer:
         }
 
 
-def _rank_name(attempt: int, rank: int) -> str:
+def rank_name(attempt: int, rank: int) -> str:
+    """Return how the files of a rank begin."""
     return f"a{attempt:04d}-r{rank:05d}"
 
 
@@ -172,7 +173,7 @@ def try_commit(
     if held is not None and held.step == step and held.attempt >= attempt:
         return held.attempt == attempt
     sizes = store.sizes(directory)
-    names = [_rank_name(attempt, rank) for rank in range(world_size)]
+    names = [rank_name(attempt, rank) for rank in range(world_size)]
     if any(f"{name}.json" not in sizes or f"{name}.bin" not in sizes for name in names):
         return False
     records: list[Manifest] = []

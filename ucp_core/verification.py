@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from ucp_core._foreign_verification import foreign_problems, unchecked_bytes
 from ucp_core._open import MANIFEST_NAME, Checkpoint
 from ucp_core._reading import reading
+from ucp_core._save import rank_name
 from ucp_core.checksums import crc32
 from ucp_core.errors import (
     CheckpointCorruptError,
@@ -29,7 +29,6 @@ __all__ = ["unchecked_bytes", "verify"]
 
 #: Read at a time: enough for full speed, little enough to run beside a training.
 _CHUNK_BYTES = 8 << 20
-_RECORD_NAME = re.compile(r"a(\d+)-r\d+\.json")
 
 
 def verify(
@@ -98,8 +97,8 @@ def _documents(checkpoint: Checkpoint) -> list[Problem]:
     """Read the manifest again, and the rank records that it was merged from."""
     names = [MANIFEST_NAME]
     if checkpoint.manifest.kind is Kind.DISTRIBUTED:
-        matches = map(_RECORD_NAME.fullmatch, checkpoint.store.list(checkpoint.directory))
-        names += [m[0] for m in matches if m and int(m[1]) == checkpoint.attempt]
+        ranks = range(checkpoint.manifest.world_size)
+        names += [f"{rank_name(checkpoint.attempt, rank)}.json" for rank in ranks]
     problems: list[Problem] = []
     for name in names:
         try:
