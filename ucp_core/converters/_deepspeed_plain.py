@@ -178,7 +178,7 @@ class _Optimizer:
 
 
 def _largest(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    refs = [value for value in state.values() if isinstance(value, TensorRef)]
+    refs = [v for slot, v in state.items() if isinstance(v, TensorRef) and slot != "step"]
     best = max(refs, key=lambda ref: ref.num_elements, default=None)
     return None if best is None else best.shape
 
@@ -218,16 +218,16 @@ def _by_shape(
             places[other].append(index)
     if None in places:
         raise _unclear(file, "some have no state that would tell their shape")
-    for shape, groups in places.items():
+    for kind, groups in places.items():
         if len(set(groups)) > 1:
-            raise _unclear(file, f"parameters of shape {shape} are in several groups")
-        if len(groups) != len(names[shape]):
+            raise _unclear(file, f"parameters of shape {kind} are in several groups")
+        if len(groups) != len(names[kind]):
             raise _unclear(
                 file,
-                f"the model has {len(names[shape])} of shape {shape}, the optimizer {len(groups)}",
+                f"the model has {len(names[kind])} of shape {kind}, the optimizer {len(groups)}",
             )
-    queues = {shape: iter(names[shape]) for shape in places}
-    return {index: [next(queues[s]) for s in group] for index, group in enumerate(wanted)}
+    left = {shape: iter(names[shape]) for shape in places}
+    return {index: [next(left[other]) for other in group] for index, group in enumerate(wanted)}
 
 
 def _unclear(file: str, why: str) -> PatternError:

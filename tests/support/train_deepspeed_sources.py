@@ -1,0 +1,303 @@
+"""Trains with real DeepSpeed in many configurations and saves; run by torchrun.
+
+``python -m torch.distributed.run --nproc-per-node N -m tests.support.train_deepspeed_sources JOB
+OUT``: JOB is a JSON list of cases, OUT a folder that gets ``<name>.ds``, the checkpoint, and
+``<name>.safetensors``, what the training processes held, by ``<fqn>/<slot>``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+
+VOCABULARY, WIDTH = 11, 6
+GLOBAL_BATCH = 12
+SLOTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+class Whole(nn.Module):
+    """Tied, frozen, buffered, with a parameter of one element; no size divides by the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.up = nn.Linear(WIDTH, 7)
+        self.norm = nn.LayerNorm(7)
+        self.frozen = nn.Linear(7, 7, bias=False)
+        self.frozen.weight.requires_grad_(False)
+        self.down = nn.Linear(7, WIDTH)
+        self.gain = nn.Parameter(torch.rand(1) + 1)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.rand(3))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale += 0.125
+        hidden = self.norm(self.up(self.embed(tokens)))
+        hidden = self.down(torch.relu(hidden + self.frozen(hidden))) * self.gain
+        return _loss(self.head(hidden), labels)
+
+
+class Parallel(nn.Module):
+    """Of layers that DeepSpeed cuts over tensor parallel ranks, a frozen one among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.up = nn.Linear(WIDTH, 10)
+        self.gate = nn.Linear(WIDTH, 10, bias=False)
+        self.gate.weight.requires_grad_(False)
+        self.down = nn.Linear(10, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.rand(3))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        hidden = hidden + self.down(torch.relu(self.up(hidden)) * self.gate(hidden))
+        return _loss(self.head(hidden), labels)
+
+
+class Experts(nn.Module):
+    """With a layer of experts, of which every rank of a pair has two of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        expert = nn.Sequential(nn.Linear(WIDTH, 5), nn.ReLU(), nn.Linear(5, WIDTH))
+        self.moe = MoE(WIDTH, expert, num_experts=4, ep_size=2, k=1, min_capacity=0)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden, loss, _ = self.moe(self.embed(tokens))
+        return _loss(self.head(hidden), labels) + 0.01 * loss
+
+
+class Embedding(nn.Module):
+    """One weight for both ends of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(tokens, self.weight)
+
+
+class Block(nn.Module):
+    """A layer of a pipeline with a frozen parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 7)
+        self.down = nn.Linear(7, WIDTH, bias=False)
+        self.frozen = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.rand(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(torch.relu(self.up(hidden))) * self.frozen
+
+
+def _logits(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(hidden, module.weight)
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.float().view(-1, VOCABULARY), labels.view(-1))
+
+
+#: How ``Parallel`` is cut, and along which dim its shards are put together.
+TENSOR_PARALLEL = {
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [r".*(up|gate)\.weight$"], "partition_type": "column"},
+            {"patterns": [r".*down\.weight$"], "partition_type": "row"},
+        ],
+    }
+}
+CUT_DIMS = {"up.weight": 0, "up.bias": 0, "gate.weight": 0, "down.weight": 1}
+
+
+def model_of(case: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(1 + (dist.get_rank() if case.get("model") == "experts" else 0))
+    if case.get("model") == "pipeline":
+        ends = [TiedLayerSpec("ends", Embedding, forward_fn=f) for f in (None, _logits)]
+        layers = [ends[0], LayerSpec(Block), LayerSpec(Block), LayerSpec(nn.LayerNorm, WIDTH)]
+        module: nn.Module = PipelineModule(
+            layers=[*layers, ends[1]], num_stages=case["pp"], loss_fn=_loss
+        )
+        return module
+    kinds: dict[str, type[nn.Module]] = {"parallel": Parallel, "experts": Experts}
+    return kinds.get(case.get("model", "whole"), Whole)()
+
+
+def groups_of(model: nn.Module, case: dict[str, Any]) -> list[dict[str, Any]]:
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if case.get("model") == "experts":
+        group = {"params": [p for _, p in trained], "name": "all"}
+        found: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(group)
+        return found
+    if case.get("groups", 2) == 1:
+        return [{"params": [p for _, p in trained], "weight_decay": 0.1}]
+    return [
+        {"params": [p for _, p in trained if p.ndim > 1], "weight_decay": 0.1, "lr": 0.01},
+        {"params": [p for _, p in trained if p.ndim == 1], "weight_decay": 0.0, "lr": 0.004},
+    ]
+
+
+def build(case: dict[str, Any]) -> Any:
+    model = model_of(case)
+    groups = groups_of(model, case)
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+        if case.get("optimizer") == "sgd"
+        else torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9))
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": case.get("batch", 2),
+        "gradient_accumulation_steps": 1,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {
+            "stage": case["stage"],
+            "stage3_param_persistence_threshold": case.get("persistence", 0),
+            **case.get("zero", {}),
+        },
+        "steps_per_print": 10**9,
+        **case.get("config", {}),
+    }
+    if case.get("tp", 1) > 1:
+        config["tensor_parallel"] = {"autotp_size": case["tp"], **TENSOR_PARALLEL}
+    if case.get("dtype", "fp32") != "fp32":
+        config[case["dtype"]] = {"enabled": True}
+    mesh = {"mesh_param": tuple(case["mesh"])} if "mesh" in case else {}
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config, **mesh
+    )
+    return engine
+
+
+def train(engine: Any, case: dict[str, Any]) -> None:
+    rank = dist.get_rank() // case.get("tp", 1)
+    for step in range(case.get("steps", 3)):
+        batch = torch.Generator().manual_seed(step)
+        data = torch.randint(0, VOCABULARY, (2, GLOBAL_BATCH, 5), generator=batch)
+        mine = data[:, 2 * rank : 2 * rank + 2]
+        if case.get("model") == "pipeline":
+            engine.train_batch(iter([(mine[0], mine[1])]))
+            continue
+        loss = engine(mine[0], mine[1])
+        engine.backward(loss)
+        engine.step()
+
+
+def state_of(engine: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return every tensor of the training state that this rank's stage has, by ``name/slot``."""
+    stage = case["stage"]
+    found: dict[str, torch.Tensor] = {}
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        # DeepSpeed 0.19.8 links the state of all groups after the first group's first step, when
+        # the others have none yet; asking for it needs another time.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
+                found[f"{name}/frozen"] = parameter.detach().float().clone()
+            continue
+        if stage == 0 and case.get("dtype", "fp32") == "fp32":
+            found[f"{name}/weight"] = parameter.detach().float().clone()
+            held = engine.optimizer.state[parameter]
+            found |= {f"{name}/{slot}": held[slot].clone() for slot in SLOTS if slot in held}
+            continue
+        found[f"{name}/weight"] = safe_get_full_fp32_param(parameter).clone()
+        slots = ("momentum_buffer",) if case.get("optimizer") == "sgd" else SLOTS[:2]
+        for slot in slots:
+            value = safe_get_full_optimizer_state(parameter, slot)
+            found[f"{name}/{slot}"] = value.detach().float().clone()
+    for name, buffer in engine.module.named_buffers():
+        found[f"{name}/buffer"] = buffer.float().clone()
+    return {key: value.contiguous() for key, value in found.items()}
+
+
+def gathered(mine: dict[str, torch.Tensor], case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return whole tensors of all stages and ranks."""
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, mine)
+    if case.get("tp", 1) > 1:
+        # Ranks of one tensor parallel group are neighbours.
+        parts = held[: case["tp"]]
+        return {
+            key: torch.cat([part[key] for part in parts], dim=CUT_DIMS[key.split("/")[0]])
+            if key.split("/")[0] in CUT_DIMS
+            else value
+            for key, value in parts[0].items()
+        }
+    found: dict[str, torch.Tensor] = {}
+    for rank, part in enumerate(held):
+        for key, value in part.items():
+            found.setdefault(_global_name(key, rank), value)
+    return found
+
+
+def _global_name(key: str, rank: int) -> str:
+    """Return a name with the expert's number in the whole layer: each rank has two of four."""
+    prefix, dot, rest = key.partition("deepspeed_experts.")
+    if not dot:
+        return key
+    number, rest = rest.split(".", 1)
+    return f"{prefix}{dot}{2 * (rank % 2) + int(number)}.{rest}"
+
+
+def run(case: dict[str, Any], out: Path) -> None:
+    """Train, save, and tell the state."""
+    engine = build(case)
+    train(engine, case)
+    engine.save_checkpoint(str(out / f"{case['name']}.ds"), client_state={"mine": [1, "two"]})
+    tensors = gathered(state_of(engine, case), case)
+    if dist.get_rank() == 0:
+        safetensors.torch.save_file(
+            {key: value.contiguous() for key, value in tensors.items()},
+            out / f"{case['name']}.safetensors",
+        )
+        inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in inner.param_groups]
+        told = {"groups": groups, "lr_scheduler": engine.lr_scheduler.state_dict()}
+        (out / f"{case['name']}.json").write_text(json.dumps(told, default=str))
+    engine.destroy()
+
+
+def main() -> None:
+    """Run every case of the job."""
+    job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    # Without this operator all-reduces go through gloo; with it, DeepSpeed first compiles C++.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    for case in job:
+        run(case, out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
