@@ -238,7 +238,7 @@ def test_plain_values_come_as_themselves() -> None:
 def test_numpy_values_are_read_and_keep_their_identity() -> None:
     """The state of numpy's generator is an array in a tuple; scalars are steps and losses."""
     array = np.arange(6, dtype=np.uint32).reshape(2, 3)
-    tree = {
+    tree: dict[str, Any] = {
         "state": np.random.RandomState(1).get_state(),
         "array": array,
         "again": array,

@@ -1,0 +1,71 @@
+"""Loads what a foreign checkpoint says, as torch tensors."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ucp_core.boxes import Box
+from ucp_core.checkpoint import Checkpoint, LocalTensor, load
+from ucp_core.statemap import TensorKey
+
+TORCH_DTYPES = {
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def loaded(checkpoint: Checkpoint, fqn: str, slot: str = "weight") -> torch.Tensor:
+    """Return one whole tensor."""
+    entry = checkpoint.state_map.entries[TensorKey(fqn, slot)]
+    tensor = torch.zeros(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+    data = tensor.reshape(-1).view(torch.uint8).numpy().data
+    need = LocalTensor(
+        fqn=fqn,
+        slot=slot,
+        dtype=entry.dtype,
+        shape=entry.shape,
+        box=Box.full(entry.shape),
+        data=data,
+    )
+    load(checkpoint, [need])
+    return tensor
+
+
+def unequal(checkpoint: Checkpoint, expected: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of expected tensors (``<fqn>.<slot>``) that differ in any bit."""
+    wrong: list[str] = []
+    for name, tensor in expected.items():
+        fqn, _, slot = name.rpartition(".")
+        key = TensorKey(fqn, "weight" if slot == "fp32" else slot)
+        if key not in checkpoint.state_map.entries:
+            wrong.append(f"{name} is missing")
+        elif not same_bits(loaded(checkpoint, *key), tensor):
+            wrong.append(name)
+    return wrong
+
+
+def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Return whether two tensors are alike bit for bit."""
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, two)]
+    return torch.equal(*flat)
+
+
+def shared_fixture(name: str) -> Path:
+    """Return the folder of a checkpoint that a framework made, or skip the test."""
+    default = Path(__file__).resolve().parents[3] / "shared"
+    folder = Path(os.environ.get("EVERSTEP_SHARED", default)) / "fixtures" / name
+    if not folder.is_dir():
+        pytest.skip(f"no fixture {name}: EVERSTEP_SHARED leads to no folder with fixtures")
+    return folder
