@@ -32,6 +32,7 @@ __all__ = [
     "strip_padding",
     "target_map",
     "target_pieces",
+    "tie",
     "union",
 ]
 
@@ -247,6 +248,60 @@ def rename(manifest: Manifest, mapping: Mapping[str, str]) -> Manifest:
         ties={new_name(alias): new_name(owner) for alias, owner in manifest.ties.items()},
         roles={new_name(fqn): role for fqn, role in manifest.roles.items()},
     )
+
+
+def tie(manifest: Manifest, ties: Mapping[str, str]) -> Manifest:
+    """Return the checkpoint with aliases of tensors known as such.
+
+    What files hold under an alias becomes a replica of the tensor that is kept, so that whoever
+    converts or verifies compares the two.
+
+    Args:
+        manifest: Of any source.
+        ties: The tensor that is kept, by alias; the alias may have no bytes of its own.
+
+    Raises:
+        PatternError: The tensor that is kept does not exist, or the alias is another tensor.
+    """
+    entries = dict(manifest.state_map.entries)
+    for alias, owner in ties.items():
+        if owner in ties or not any(key.fqn == owner for key in entries):
+            raise PatternError(
+                f"{alias}: tied to {owner}, which "
+                + ("is tied itself" if owner in ties else "the checkpoint does not have"),
+                fqn=alias,
+            )
+        for key in [key for key in entries if key.fqn == alias]:
+            kept = TensorKey(owner, key.slot)
+            entries[kept] = _joined(entries.get(kept), entries.pop(key), owner)
+    groups = [
+        {**group, "params": [fqn for fqn in group["params"] if fqn not in ties]}
+        if "params" in group
+        else group
+        for group in manifest.param_groups
+    ]
+    return replace(
+        manifest,
+        state_map=replace(manifest.state_map, entries=entries),
+        param_groups=groups,
+        ties={**manifest.ties, **ties},
+        roles={fqn: role for fqn, role in manifest.roles.items() if fqn not in ties},
+    )
+
+
+def _joined(kept: TensorEntry | None, alias: TensorEntry, owner: str) -> TensorEntry:
+    """Return the kept entry with the fragments of an alias as replicas."""
+    if kept is None or (kept.dtype, kept.shape) != (alias.dtype, alias.shape) or kept.copies > 1:
+        has = "nothing" if kept is None else f"{kept.dtype}{list(kept.shape)}"
+        raise PatternError(
+            f"{alias.key}: tied to {owner}, but it has {alias.dtype}{list(alias.shape)} and "
+            f"{owner} {has}",
+            fqn=alias.key.fqn,
+            slot=alias.key.slot,
+        )
+    copies = (fragment._replace(replica=True) for fragment in alias.fragments)
+    fragments = sorted([*kept.fragments, *copies], key=_order)
+    return replace(kept, fragments=tuple(fragments))
 
 
 def load(checkpoint: Checkpoint, parts: Iterable[Part], *, threads: int = 2) -> list[LocalTensor]:

@@ -209,6 +209,21 @@ def builtin_rules(name: str) -> Rules:
     return load_rules(text, f"{name}.yaml")
 
 
+def family_of(fqns: Iterable[str]) -> str | None:
+    """Return the family that ships whose rules match the most names; None if none matches any.
+
+    Those that match every name whatsoever do not count.
+    """
+    names = list(fqns)
+    matched = {
+        family: sum(builtin_rules(family).match(fqn) is not None for fqn in names)
+        for family in builtin_names()
+        if builtin_rules(family).match("") is None
+    }
+    best = max(matched, key=lambda family: matched[family])
+    return best if matched[best] else None
+
+
 def _families() -> Traversable:
     return files("ucp_core") / "families"
 

@@ -6,6 +6,7 @@ A reader is a module with ``NAME``, ``recognise(store, directory) -> bool`` and
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,8 @@ def open_source(
     Args:
         store: Where.
         directory: The checkpoint, or the folder that holds it under a tag.
-        rules: How tensors are cut over ranks, for sources that do not say so themselves.
+        rules: How tensors are cut over ranks, for sources that do not say so themselves, and
+            which tensors are tied.
         rename: New fqn by the source's fqn; applies to every slot, group, tie and role.
         tag: Which of several checkpoints in ``directory``, where the format has such names.
 
@@ -66,12 +68,16 @@ def open_source(
         StorageError: A file cannot be read.
     """
     checkpoint = _open(store, directory, rules, tag)
-    if not rename:
-        return checkpoint
-    from ucp_core.operators import rename as rename_manifest
+    manifest = checkpoint.manifest
+    if rules is not None and rules.ties:
+        from ucp_core.operators import tie
 
-    manifest = rename_manifest(checkpoint.manifest, rename)
-    return Checkpoint(store=checkpoint.store, directory=checkpoint.directory, manifest=manifest)
+        manifest = tie(manifest, rules.ties)
+    if rename:
+        from ucp_core.operators import rename as rename_manifest
+
+        manifest = rename_manifest(manifest, rename)
+    return replace(checkpoint, manifest=manifest)
 
 
 def _open(store: Store, directory: str, rules: Rules | None, tag: str | None) -> Checkpoint:

@@ -11,7 +11,7 @@ from ucp_core.boxes import Box
 from ucp_core.errors import PatternError
 from ucp_core.layout import ParallelLayout
 from ucp_core.manifest import Item, Kind, Manifest
-from ucp_core.operators import extract, rename, strip_padding, target_map, target_pieces, union
+from ucp_core.operators import extract, rename, strip_padding, target_map, target_pieces, tie, union
 from ucp_core.patterns import Cut, Pattern, Replicated, place
 from ucp_core.rules import Rule, Rules, Stages, builtin_rules
 from ucp_core.statemap import StateMap, TensorEntry, TensorKey
@@ -140,6 +140,56 @@ def test_names_that_would_meet_are_refused() -> None:
         rename(_manifest("a", "b"), {"a": "b"})
     with pytest.raises(PatternError, match=r"x: to be renamed, but .* no such tensor \(1 such"):
         rename(_manifest("a"), {"x": "y"})
+
+
+def _held(fqn: str, slot: str, shape: tuple[int, ...], file: str) -> TensorEntry:
+    placement = place(Cut(0), [shape])
+    key = TensorKey(fqn, slot)
+    return union(
+        key, "F32", placement, extract(key, "F32", placement, 0, file=file, offset_bytes=0)
+    )
+
+
+def test_the_bytes_of_an_alias_become_a_replica() -> None:
+    """The first and the last stage hold a tied embedding each, and they must be equal."""
+    entries = [
+        _held("embed", "weight", (4,), "stage0"),
+        _held("head", "weight", (4,), "stage1"),
+        _held("other", "weight", (4,), "stage1"),
+    ]
+    manifest = replace(
+        _manifest(),
+        state_map=StateMap(entries={e.key: e for e in entries}, block_bytes=1),
+        param_groups=[{"params": ["embed", "head", "other"]}],
+        ties={},
+        roles={"head": "frozen", "other": "frozen"},
+    )
+
+    tied = tie(manifest, {"head": "embed", "unsaved": "embed"})
+
+    assert [str(key) for key in tied.state_map.entries] == ["embed (weight)", "other (weight)"]
+    fragments = tied.state_map.entries[TensorKey("embed", "weight")].fragments
+    assert [(f.file, f.replica) for f in fragments] == [("stage0", False), ("stage1", True)]
+    assert tied.param_groups == [{"params": ["embed", "other"]}]
+    assert tied.ties == {"head": "embed", "unsaved": "embed"}
+    assert tied.roles == {"other": "frozen"}
+    tied.state_map.prove_coverage()
+
+
+def test_ties_that_cannot_be_are_refused() -> None:
+    """Two tensors of different shapes are no aliases of each other."""
+    entries = [_held("a", "weight", (4,), "f"), _held("b", "weight", (5,), "f")]
+    manifest = replace(
+        _manifest(), state_map=StateMap(entries={e.key: e for e in entries}, block_bytes=1)
+    )
+
+    for ties, problem in (
+        ({"a": "c"}, "a: tied to c, which the checkpoint does not have"),
+        ({"a": "b", "b": "a"}, "a: tied to b, which is tied itself"),
+        ({"b": "a"}, "b (weight): tied to a, but it has F32[5] and a F32[4]"),
+    ):
+        with pytest.raises(PatternError, match=re.escape(problem)):
+            tie(manifest, ties)
 
 
 SHAPES = {

@@ -14,6 +14,7 @@ from ucp_core.rules import (
     Rules,
     builtin_names,
     builtin_rules,
+    family_of,
     load_renames,
     load_rules,
 )
@@ -281,6 +282,13 @@ def test_families_know_the_names_of_their_models(family: str) -> None:
     found = {fqn: rules.match(fqn) for fqn in NAMES[family]}
 
     assert found == NAMES[family]
+
+
+def test_a_family_is_known_by_its_names() -> None:
+    """The families that match every name whatsoever would always be the best."""
+    for family in ("llama", "mixtral", "gpt2", "gpt-neox", "bloom", "megatron", "torchtitan"):
+        assert family_of(NAMES[family]) == family
+    assert family_of(["w", "b"]) is None
 
 
 def test_the_page_lists_every_family() -> None:
