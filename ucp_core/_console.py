@@ -31,7 +31,8 @@ Source = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 Memory = Annotated[str, typer.Option(help="Bound of the buffers, such as 512MiB or 2GB.")]
 RulesFile = Annotated[
-    str | None, typer.Option("--rules", help="File of rules: how unusual tensors were cut.")
+    str | None,
+    typer.Option("--rules", help="File of rules, or a family such as llama: how tensors were cut."),
 ]
 RenameFile = Annotated[
     str | None, typer.Option("--rename", help="File of renamings, for every slot of a tensor.")
@@ -67,11 +68,13 @@ def open_any(
 
 
 def read_rules(file: str | None) -> Rules | None:
-    """Return the rules of a file."""
+    """Return the rules of a file, or of a family that ships."""
     if file is None:
         return None
-    from ucp_core.rules import load_rules
+    from ucp_core.rules import builtin_names, builtin_rules, load_rules
 
+    if file in builtin_names():
+        return builtin_rules(file)
     return load_rules(_text(file), file)
 
 

@@ -12,7 +12,7 @@ from ucp_core._gather import Holders, is_plain
 from ucp_core.convert import MEMORY_BYTES_MIN, Conversion, default_processes
 from ucp_core.errors import StorageError
 from ucp_core.plan import plan
-from ucp_core.rules import Rules, builtin_rules
+from ucp_core.rules import Rules, builtin_rules, family_of
 from ucp_core.statemap import DTYPE_BYTES
 from ucp_core.storage import LocalStore, MemoryStore
 from ucp_core.storage.base import temporary_name
@@ -131,15 +131,9 @@ def forecast(
 
 
 def _shipped(checkpoint: Checkpoint) -> Rules:
-    """Return the rules of the family whose names the checkpoint has."""
-    from ucp_core.rules import builtin_names
-
-    names = {key.fqn for key in checkpoint.state_map.entries}
-    known = {
-        family: sum(1 for name in names if builtin_rules(family).match(name) is not None)
-        for family in builtin_names()
-    }
-    return builtin_rules(max(known, key=lambda family: known[family]))
+    """Return the rules of the family whose names the checkpoint has, or none."""
+    family = family_of({key.fqn for key in checkpoint.state_map.entries})
+    return Rules() if family is None else builtin_rules(family)
 
 
 def _load_bytes(checkpoint: Checkpoint, layout: ParallelLayout, rank: int, rules: Rules) -> int:

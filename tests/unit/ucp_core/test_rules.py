@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ucp_core._console import read_rules
 from ucp_core.errors import PatternError, RulesError
 from ucp_core.patterns import Affine, Average, Cut, Grid, Pattern, Replicated, Unique
 from ucp_core.rules import (
@@ -331,3 +332,9 @@ def test_renames_rewrite_names_by_their_groups() -> None:
     }.items():
         with pytest.raises(RulesError, match=re.escape(problem)):
             load_renames(text, "r")
+
+
+def test_a_command_takes_a_family_for_a_file() -> None:
+    """The error for a tensor of unknown layout asks for the rules of its family."""
+    assert read_rules("llama") is builtin_rules("llama")
+    assert read_rules(None) is None
