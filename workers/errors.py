@@ -5,13 +5,14 @@ WorkerError
 + DataError          data that cannot be read, is too small, or differs between workers
 + StateError         saved state that does not fit the model
 + TaskError          a training script that uses the session wrongly
++ ArenaError         snapshot memory that cannot be had, or is not what it should be
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["DataError", "SettingsError", "StateError", "TaskError", "WorkerError"]
+__all__ = ["ArenaError", "DataError", "SettingsError", "StateError", "TaskError", "WorkerError"]
 
 
 class WorkerError(Exception):
@@ -44,6 +45,10 @@ class StateError(WorkerError):
 
 class TaskError(WorkerError):
     """A training script uses the session in a way that cannot work."""
+
+
+class ArenaError(WorkerError):
+    """Snapshot memory cannot be had, or is not what it should be."""
 
 
 def _rebuild(kind: type[WorkerError], message: str, facts: dict[str, Any]) -> WorkerError:

@@ -141,3 +141,23 @@ def test_killed_controller_is_back_in_charge_and_training_never_stopped(
     signal_rank(run, 1, signal.SIGKILL)
     _reach(run, after["step"] + 1, attempt=after["attempt"] + 1)
     _finish(run)
+
+
+def test_copies_of_the_model_lose_a_node_and_get_it_back(
+    nodes: Any, make_config: Callable[..., RunConfig]
+) -> None:
+    """HSDP: whichever ranks go, one full copy must be left to save, and both must load it."""
+    config = make_config(train__steps=60, train__deterministic=False, parallel__dp_replicate=2)
+    run = Launched(config, nodes)
+    before = _reach(run, 10, workers=4)
+
+    kill_node_of(run, 3)
+    _reach(run, 11, workers=2, attempt=before["attempt"] + 1)
+    nodes.add_node()
+    _reach(run, 12, workers=4)
+    summary = _finish(run)
+
+    assert [i["layout_before"] for i in summary["incidents"]][:1] == ["dp_replicate=2 x dp_shard=2"]
+    history = read_history(config.run.directory)
+    history.check_exactly_once(config)
+    assert summary["final_loss"] < history.lines[0]["loss"] - 1.0, "it did not learn"

@@ -1,0 +1,179 @@
+"""Memory as a place to load from: the versions that keepers hold, read like a checkpoint.
+
+A version in memory is a native distributed checkpoint whose files are slots of arenas. So it is
+opened and loaded as any other, under any new layout, and every block is verified on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ucp_core.checkpoint import Checkpoint, checkpoint_name
+from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from ucp_core.manifest import Kind, Manifest, from_bytes, merge
+from ucp_core.storage import ReadRange
+from ucp_core.storage.refusing import RefusingStore
+from workers.keeper.arena import Arena, Held
+
+__all__ = ["LocalPart", "MemoryTier", "Part", "complete_versions", "open_version"]
+
+
+class Part(Protocol):
+    """One rank's part of a version, wherever it is: its data, and its record behind them."""
+
+    @property
+    def held(self) -> Held:
+        """Return what the slot said when the part was found."""
+
+    def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
+        """Read from ``offset_bytes`` of the slot's body on into the targets, one after the other.
+
+        Raises:
+            StorageError: The part is not there any more.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """A part in memory that this process maps."""
+
+    arena: Arena
+    held: Held
+
+    def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
+        """Copy, and check that the slot was not written over meanwhile."""
+        body = np.frombuffer(self.arena.body(self.held.slot), dtype=np.uint8)
+        for target in targets:
+            stop = offset_bytes + len(target)
+            np.copyto(np.frombuffer(target, dtype=np.uint8), body[offset_bytes:stop])
+            offset_bytes = stop
+        now = self.arena.held(self.held.slot)
+        if now != self.held:
+            raise StorageError(
+                f"the snapshot of rank {self.held.rank} after step {self.held.step} was "
+                "overwritten while it was read; use another source",
+                step=self.held.step,
+                rank=self.held.rank,
+            )
+
+
+def complete_versions(parts: Sequence[Part]) -> dict[tuple[int, int], dict[int, Part]]:
+    """Return the versions of which every rank's part is held, by (attempt, step), then by rank.
+
+    Args:
+        parts: All that was found; of two holders of the same part the first is taken.
+    """
+    found: dict[tuple[int, int], dict[int, Part]] = {}
+    for part in parts:
+        held = part.held
+        found.setdefault((held.attempt, held.step), {}).setdefault(held.rank, part)
+    return {
+        version: dict(sorted(by_rank.items()))
+        for version, by_rank in sorted(found.items())
+        if {part.held.world_size for part in by_rank.values()} == {len(by_rank)}
+        and set(by_rank) == set(range(len(by_rank)))
+    }
+
+
+def open_version(by_rank: Mapping[int, Part]) -> Checkpoint:
+    """Return the version that the parts of all ranks make up, as a checkpoint to load from.
+
+    Raises:
+        CheckpointNotFoundError: A rank's part is missing.
+        CheckpointCorruptError: A record is damaged, or the records contradict each other.
+        StorageError: A part is not there any more.
+    """
+    records: list[Manifest] = []
+    files: dict[str, Part] = {}
+    for rank in range(max((part.held.world_size for part in by_rank.values()), default=1)):
+        if rank not in by_rank:
+            raise CheckpointNotFoundError(
+                f"the part of rank {rank} is in no memory that can be reached", rank=rank
+            )
+        record = _record(by_rank[rank])
+        records.append(record)
+        files |= dict.fromkeys(record.files, by_rank[rank])
+    manifest = merge(records)
+    directory = checkpoint_name(manifest.step)
+    return Checkpoint(store=MemoryTier(files), directory=directory, manifest=manifest)
+
+
+def _record(part: Part) -> Manifest:
+    held = part.held
+    data = bytearray(held.record_bytes)
+    part.fill(held.data_bytes, [memoryview(data)])
+    where = f"the snapshot of rank {held.rank} after step {held.step}"
+    record = from_bytes(bytes(data), where=where)
+    found = (record.kind, record.step, record.attempt, record.rank, record.world_size)
+    if found != (Kind.RANK_RECORD, held.step, held.attempt, held.rank, held.world_size):
+        raise CheckpointCorruptError(
+            f"{where} of attempt {held.attempt} says (kind, step, attempt, rank, world_size) = "
+            f"{found}; use another source",
+            where=where,
+        )
+    return record
+
+
+class MemoryTier(RefusingStore):
+    """The data files of one version by name; a store to read from.
+
+    Args:
+        files: Where each is.
+    """
+
+    #: A copy from memory gains nothing beyond the second-level cache.
+    request_bytes = 4 << 20
+
+    def __init__(self, files: Mapping[str, Part]) -> None:
+        self._files = dict(files)
+
+    def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
+        """Fill the buffers of every range."""
+        part = self._part(path)
+        for offset_bytes, buffers in ranges:
+            stop = offset_bytes + sum(len(buffer) for buffer in buffers)
+            if stop > part.held.data_bytes:
+                raise StorageError(
+                    f"{path} has {part.held.data_bytes} bytes in memory, needed are {stop}; use "
+                    "another source",
+                    path=path,
+                )
+            part.fill(offset_bytes, buffers)
+
+    def read_range(self, path: str, offset_bytes: int, size_bytes: int) -> bytes:
+        """Return exactly ``size_bytes`` from ``offset_bytes``."""
+        data = bytearray(size_bytes)
+        self.read_ranges(path, [ReadRange(offset_bytes, (memoryview(data),))])
+        return bytes(data)
+
+    def read(self, path: str) -> bytes:
+        """Return the whole file."""
+        return self.read_range(path, 0, self.size(path))
+
+    def exists(self, path: str) -> bool:
+        """Return whether the version has such a file."""
+        return _name(path) in self._files
+
+    def size(self, path: str) -> int:
+        """Return the size of a file."""
+        return self._part(path).held.data_bytes
+
+    def lock(self, path: str, *, shared: bool) -> AbstractContextManager[bool | None]:
+        """Lock nothing: whoever reads a slot that is written over is told so."""
+        del path, shared
+        return nullcontext(None)
+
+    def _part(self, path: str) -> Part:
+        part = self._files.get(_name(path))
+        if part is None:
+            raise StorageError(f"{path} is in no memory", path=path, missing=True)
+        return part
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
