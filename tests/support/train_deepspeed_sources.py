@@ -98,7 +98,8 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(tokens, self.weight)
+        rows: torch.Tensor = nn.functional.embedding(tokens, self.weight)
+        return rows
 
 
 class Block(nn.Module):
@@ -113,7 +114,8 @@ class Block(nn.Module):
         self.register_buffer("scale", torch.rand(3))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.down(torch.relu(self.up(hidden))) * self.frozen
+        change: torch.Tensor = self.down(torch.relu(self.up(hidden))) * self.frozen
+        return hidden + change
 
 
 def _logits(module: Any, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,171 @@
+"""Real DeepSpeed trains and saves in many configurations; what is read is what it held.
+
+The truth is told by the training processes: every fp32 parameter, slot, frozen parameter and
+buffer, gathered by DeepSpeed's own functions, must be equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from ucp_core._open import LocalTensor, load
+from ucp_core.boxes import Box
+from ucp_core.converters import open_source
+from ucp_core.statemap import TensorKey
+from ucp_core.storage import LocalStore
+
+ROOT = Path(__file__).parents[2]
+
+CASES: dict[str, dict[str, Any]] = {
+    "zero0": {"stage": 0},
+    "zero0-bf16": {"stage": 0, "dtype": "bf16"},
+    "zero1": {"stage": 1},
+    "zero1-dp3": {"stage": 1, "world_size": 3},
+    "zero1-one-group": {"stage": 1, "groups": 1},
+    "zero1-elastic": {"stage": 1, "zero": {"elastic_checkpoint": True}},
+    "zero1-aligned": {"stage": 1, "zero": {"parameter_alignment": True}},
+    "zero1-bf16-optimizer": {
+        "stage": 1,
+        "dtype": "bf16",
+        "config": {"data_types": {"grad_accum_dtype": "fp32"}},
+    },
+    "zero1-round-robin": {"stage": 1, "zero": {"round_robin_gradients": True}},
+    "zero1-tp2": {"stage": 1, "tp": 2, "model": "parallel"},
+    "zero1-pipeline": {"stage": 1, "pp": 2, "model": "pipeline"},
+    "zero1-pipeline-bf16": {"stage": 1, "pp": 2, "model": "pipeline", "dtype": "bf16"},
+    "zero1-experts": {"stage": 1, "model": "experts"},
+    "zero1-experts-dp4": {"stage": 1, "model": "experts", "world_size": 4},
+    "zero2-bf16": {"stage": 2, "dtype": "bf16"},
+    "zero2-round-robin": {"stage": 2, "groups": 1, "zero": {"round_robin_gradients": True}},
+    "zero2-sgd": {"stage": 2, "optimizer": "sgd"},
+    "zero2-experts-bf16": {"stage": 2, "model": "experts", "dtype": "bf16"},
+    "zero3": {"stage": 3},
+    "zero3-dp3": {"stage": 3, "world_size": 3},
+    "zero3-sub-groups": {"stage": 3, "zero": {"sub_group_size": 20}},
+    "zero3-bf16-persistent": {"stage": 3, "dtype": "bf16", "persistence": 20},
+    "zero3-tp2": {"stage": 3, "tp": 2, "model": "parallel"},
+}
+#: Converted by DeepSpeed itself, with these options.
+UNIVERSAL: dict[str, tuple[str, ...]] = {
+    "zero1": ("--inject_missing_state",),
+    "zero2-bf16": ("--inject_missing_state",),
+    "zero3": (),
+    "zero1-tp2": (),
+    "zero3-tp2": (),
+}
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None,
+        reason="deepspeed is not installed: pip install -c constraints.txt -e '.[interop]'",
+    ),
+]
+
+
+def _run(arguments: list[str]) -> None:
+    environment = os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with the checkpoints, and with what the processes told."""
+    out = tmp_path_factory.mktemp("deepspeed")
+    by_world: dict[int, list[dict[str, Any]]] = {}
+    for name, facts in CASES.items():
+        world_size = facts.get("world_size", 2)
+        by_world.setdefault(world_size, []).append({"name": name, **facts})
+    for world_size, cases in by_world.items():
+        job = out / f"job-{world_size}.json"
+        job.write_text(json.dumps(cases))
+        launch = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}"]
+        launch += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        _run([*launch, "-m", "tests.support.train_deepspeed_sources", str(job), str(out)])
+    for name, options in UNIVERSAL.items():
+        source = out / f"{name}.ds" / "global_step3"
+        folders = ["--input_folder", str(source), "--output_folder", f"{source}_universal"]
+        _run(["-m", "deepspeed.checkpoint.ds_to_universal", *folders, *options])
+    return out
+
+
+def _check(out: Path, name: str, tag: str | None = None) -> None:
+    """Raise unless what is read equals what the processes told."""
+    checkpoint = open_source(LocalStore(), str(out / f"{name}.ds"), tag=tag)
+    entries, roles = checkpoint.state_map.entries, checkpoint.manifest.roles
+    told = safetensors.numpy.load_file(out / f"{name}.safetensors")
+    keys = {}
+    for key in told:
+        fqn, slot = key.rsplit("/", 1)
+        role = slot if slot in {"frozen", "buffer"} else None
+        keys[key] = TensorKey(fqn, "weight" if role else slot)
+        assert roles.get(fqn) == role, f"{fqn}: {roles.get(fqn)}"
+    assert {k for k in entries if k.slot != "step"} == set(keys.values())
+    assert checkpoint.step == 3
+    for key, array in told.items():
+        entry = entries[keys[key]]
+        found = bytearray(entry.num_bytes)
+        need = LocalTensor(
+            fqn=entry.key.fqn,
+            slot=entry.key.slot,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            box=Box.full(entry.shape),
+            data=memoryview(found),
+        )
+        load(checkpoint, [need])
+        if entry.dtype == "BF16":
+            values = (np.frombuffer(found, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = np.frombuffer(found, np.float32)
+        values = values.reshape(entry.shape)
+        assert values.shape == array.shape, key
+        assert np.array_equal(values, array), key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_native_checkpoints_hold_what_the_processes_held(saved: Path, name: str) -> None:
+    """Each configuration cuts and pads in its own way."""
+    _check(saved, name)
+
+
+@pytest.mark.parametrize("name", UNIVERSAL)
+def test_universal_folders_hold_what_the_processes_held(saved: Path, name: str) -> None:
+    """Frozen parameters and buffers too, which DeepSpeed's own load loses."""
+    _check(saved, name, tag="global_step3_universal")
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n != "zero1-elastic"])
+def test_groups_and_schedules_are_those_of_the_run(saved: Path, name: str) -> None:
+    """By group: the peer's stage 3 gives all of them the first one's."""
+    told = json.loads((saved / f"{name}.json").read_text())
+    checkpoint = open_source(LocalStore(), str(saved / f"{name}.ds"))
+
+    found = [(g["lr"], g["weight_decay"], list(g["betas"])) for g in checkpoint.param_groups
+             if "betas" in g]  # fmt: skip
+    expected = [(g["lr"], g["weight_decay"], g["betas"]) for g in told["groups"] if "betas" in g]
+    assert found == expected
+    assert checkpoint.extra["lr_scheduler"]["last_epoch"] == told["lr_scheduler"]["last_epoch"]
+    assert checkpoint.extra["client_state"]["mine"] == [1, "two"]
