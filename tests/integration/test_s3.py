@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 import tracemalloc
 import uuid
 from collections.abc import Iterator
@@ -196,6 +199,47 @@ def test_only_the_range_that_failed_is_read_again(bucket: str, proxy: Proxy) -> 
 
     assert [b[0] for b in buffers] == [0, 50, 100, 150, 200]
     assert proxy.count("GET", "root/f") == 7
+
+
+def test_ranges_are_read_at_once(bucket: str, proxy: Proxy) -> None:
+    """One after the other, each would wait for the answer to the one before."""
+    store, root = quick_store(bucket)
+    path = join(root, "f")
+    store.write_file(path, [bytes(range(80))], fsync=False)
+    # None is answered before all have come.
+    proxy.meeting = threading.Barrier(8, timeout=30.0)
+    buffers = [bytearray(10) for _ in range(8)]
+
+    ranges = [ReadRange(10 * i, (memoryview(b),)) for i, b in enumerate(buffers)]
+    store.read_ranges(path, ranges)
+
+    assert b"".join(buffers) == bytes(range(80))
+
+
+def test_a_writer_that_was_killed_leaves_the_old_file(bucket: str) -> None:
+    """SIGKILL runs no cleanup: what was sent must never be taken for the file."""
+    store, root = quick_store(bucket)
+    store.write_file(join(root, "f"), [b"old"], fsync=False)
+    script = f"""
+import os
+from ucp_core.storage import open_store
+
+def chunks():
+    for _ in range(40):
+        yield bytes(1 << 20)
+    os._exit(9)
+
+store, root = open_store("s3://{bucket}/root")
+store.write_file(root + "/f", chunks(), fsync=False)
+"""
+
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+
+    assert done.returncode == 9
+    uploads = store._fs.call_s3("list_multipart_uploads", Bucket=bucket)
+    assert len(uploads["Uploads"]) == 1
+    assert store.list(root) == ("f",)
+    assert store.read(join(root, "f")) == b"old"
 
 
 def test_a_commit_whose_answer_was_lost_is_known_as_done(bucket: str, proxy: Proxy) -> None:

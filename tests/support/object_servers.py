@@ -104,11 +104,13 @@ class Proxy:
         url: Of the proxy.
         faults: The first one that matches and is not used up is applied.
         seen: ``METHOD path?query`` of every request.
+        meeting: Where requests to read wait for one another, if at all.
     """
 
     url: str
     faults: list[Fault] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
+    meeting: threading.Barrier | None = None
     _used: dict[Fault, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -136,6 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _handle(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault = self.server.proxy.fault_of(self.command, self.path)
+        if self.server.proxy.meeting is not None and self.command == "GET":
+            self.server.proxy.meeting.wait()
         if fault is None:
             self._answer(*self._passed(body))
             return
@@ -189,7 +193,7 @@ def proxied(server_url: str) -> Iterator[Proxy]:
     listener = _Listener(("127.0.0.1", 0), _Handler)
     listener.behind = server_url.removeprefix("http://")
     listener.proxy = Proxy(f"http://127.0.0.1:{listener.server_port}")
-    thread = threading.Thread(target=listener.serve_forever, daemon=True)
+    thread = threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield listener.proxy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import uuid
 from pathlib import Path
 
@@ -86,6 +87,27 @@ def test_a_forbidden_place_says_what_to_check(tmp_path: Path) -> None:
         LocalStore().write_atomic(str(tmp_path / "file/sub/x"), b"", fsync=False)
     with pytest.raises(StorageError, match="/proc/nothing/x"):
         LocalStore().append("/proc/nothing/x", b"")
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    """By the kernel's own refusal: a device that is full, and a limit on the size of files."""
+    store = LocalStore()
+    with pytest.raises(StorageError, match=r"/dev/full does not fit: the file system is full"):
+        store.append("/dev/full", b"x")
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Python ignores the signal that goes with it.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        for act in (
+            lambda: store.write_file(f"{tmp_path}/f", [bytes(1 << 20)] * 2, fsync=False),
+            lambda: store.write_atomic(f"{tmp_path}/f", bytes(2 << 20), fsync=True),
+        ):
+            with pytest.raises(StorageError, match=r"/f does not fit: larger than"):
+                act()
+            assert list(tmp_path.iterdir()) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("url", ["{}", "file://{}"])
