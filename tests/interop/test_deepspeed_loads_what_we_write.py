@@ -24,6 +24,9 @@ from ucp_core.rules import Rule, Rules
 from ucp_core.storage import LocalStore
 
 ROOT = Path(__file__).parents[2]
+#: Of the pipeline: first layers of its stages, and the layers at which its tied module stands.
+STAGES = {1: (0,), 2: (0, 2)}
+TIED_LAYERS = {"embed": (0, 4)}
 MEMORY_BYTES = 32 << 20
 STEPS = 3
 #: The order in which ranks add up their gradients depends on their number.
@@ -45,6 +48,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "zero3-bf16": {"stage": 3, "dtype": "bf16", "sub_group_size": 20},
     "zero2-sgd": {"stage": 2, "optimizer": "sgd"},
     "zero1-parallel": {"stage": 1, "model": "parallel"},
+    "zero1-pp2": {"stage": 1, "pp": 2},
     "zero1-tp2": {"stage": 1, "model": "parallel", "tp": 2},
 }
 
@@ -52,8 +56,9 @@ SOURCES: dict[str, dict[str, Any]] = {
 def _case(source: str, world_size: int, **target: Any) -> Any:
     kind = "universal" if target.get("universal") else "native"
     dtype = target.setdefault("dtype", SOURCES[source].get("dtype", "fp32"))
-    tp = target.setdefault("tp", 1)
-    layout = f"dp{world_size // tp}" + (f"-tp{tp}" if tp > 1 else "")
+    tp, pp = target.setdefault("tp", 1), target.get("pp", 1)
+    layout = f"dp{world_size // tp // pp}" + (f"-tp{tp}" if tp > 1 else "")
+    layout += f"-pp{pp}" if "pp" in target else ""
     name = f"{source}-to-{kind}-zero{target['stage']}-{layout}-{dtype}"
     target |= {"name": name, "source": source, "world_size": world_size}
     for key in ("groups", "optimizer", "model"):
@@ -80,6 +85,10 @@ CASES = [
     _case("zero1-parallel", 2, stage=1, tp=2, universal=True),
     _case("zero1-tp2", 2, stage=1, tp=2),
     _case("zero1-tp2", 2, stage=3),
+    _case("zero1-pp2", 2, stage=1, pp=2),
+    _case("zero1-pp2", 2, stage=1, pp=1),
+    _case("zero1-pp2", 1, stage=0, pp=1),
+    _case("zero1-pp2", 1, stage=1, pp=1, universal=True),
     _case("zero1", 1, stage=1),
     _case("zero1", 1, stage=3, persistence=100),
     _case("zero3-bf16", 1, stage=2),
@@ -141,18 +150,22 @@ def _convert(case: dict[str, Any], out: Path) -> None:
             fsync=False,
         )
         return
+    pipeline: dict[str, Any] = {}
+    if "pp" in case:
+        pipeline = {"stages": STAGES[case["pp"]], "tied_layers": TIED_LAYERS}
     deepspeed_writer.write(
         source,
         store,
         directory,
         memory_bytes=MEMORY_BYTES,
         stage=case["stage"],
-        dp=case["world_size"] // case["tp"],
+        dp=case["world_size"] // case["tp"] // case.get("pp", 1),
         tp=case["tp"],
         rules=RULES,
         dtype=case["dtype"],
         sub_group_size=case.get("sub_group_size", 10**9),
         fsync=False,
+        **pipeline,
     )
 
 

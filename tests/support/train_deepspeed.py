@@ -24,6 +24,8 @@ from deepspeed.utils import (
 )
 from torch import nn
 
+from tests.support import train_deepspeed_pipeline
+
 VOCABULARY, WIDTH = 11, 6
 #: Divides by every number of ranks that is used.
 GLOBAL_BATCH = 12
@@ -100,6 +102,8 @@ MODELS: dict[str, type[nn.Module]] = {"plain": Model, "parallel": ParallelModel}
 
 def build(case: dict[str, Any], *, seed: int, spoilt: bool) -> Any:
     """Return an engine; a spoilt one has hyper-parameters that a checkpoint has to replace."""
+    if "pp" in case:
+        return train_deepspeed_pipeline.build(case, seed=seed, spoilt=spoilt)
     model = MODELS[case.get("model", "plain")](seed)
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     lr = 0.5 if spoilt else 0.01
@@ -149,6 +153,8 @@ def data_ranks(case: dict[str, Any]) -> int:
 
 def train(engine: Any, case: dict[str, Any], first: int, steps: int) -> list[float]:
     """Return the loss of each step over the global batch, which depends on the step alone."""
+    if "pp" in case:
+        return train_deepspeed_pipeline.train(engine, first, steps)
     rank, world_size = dist.get_rank() // case.get("tp", 1), dist.get_world_size()
     share = GLOBAL_BATCH // data_ranks(case)
     losses = []
@@ -226,15 +232,6 @@ def small_values(engine: Any, stage: int) -> dict[str, Any]:
     }
 
 
-def names_of_groups(case: dict[str, Any]) -> list[list[str]]:
-    """Return the names of each group's parameters, in order."""
-    model = MODELS[case.get("model", "plain")](0)
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    if case.get("groups", 2) == 1:
-        return [[name for name, _ in trained]]
-    return [[n for n, p in trained if p.ndim > 1], [n for n, p in trained if p.ndim == 1]]
-
-
 def restore_the_rest(engine: Any, case: dict[str, Any], path: str) -> None:
     """Put frozen parameters and buffers in place, which DeepSpeed's universal load leaves out."""
     held = safetensors.torch.load_file(path)
@@ -266,7 +263,9 @@ def run(case: dict[str, Any], out: Path) -> None:
         if case.get("universal"):
             restore_the_rest(engine, case, str(out / f"{case['source']}.safetensors"))
     tensors = state_of(engine, case)
-    result |= small_values(engine, case["stage"]) | {"names": names_of_groups(case)}
+    if "pp" in case:
+        tensors = train_deepspeed_pipeline.gathered(tensors)
+    result |= small_values(engine, case["stage"])
     result["losses"] = train(engine, case, case["steps"], 3)
     if dist.get_rank() == 0:
         safetensors.torch.save_file(tensors, out / f"{case['name']}.safetensors")
