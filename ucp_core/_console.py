@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ucp_core._open import Checkpoint
 from ucp_core.storage import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from ucp_core._open import Checkpoint
     from ucp_core.rules import Rules
 
 EXIT_CHECKPOINT = 1

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from ucp_core._extents import touched, verify_extents
 from ucp_core._reading import reading
 from ucp_core.boxes import Box
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
@@ -14,7 +13,6 @@ from ucp_core.manifest import Kind, Manifest, from_bytes
 from ucp_core.plan import Part, plan
 from ucp_core.statemap import DTYPE_BYTES, StateMap, TensorKey
 from ucp_core.storage.base import Store, join
-from ucp_core.transfer import Source, execute, gap_bytes_max
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -175,6 +173,10 @@ def load(
         CheckpointNotFoundError: It was deleted since it was opened.
         StorageError: A file cannot be read.
     """
+    # They need numpy, whose import takes longer than opening a checkpoint.
+    from ucp_core._extents import touched, verify_extents
+    from ucp_core.transfer import Source, execute, gap_bytes_max
+
     begun = perf_counter()
     request_bytes = checkpoint.store.request_bytes
     reads = plan(

@@ -13,6 +13,7 @@ import numpy as np
 
 from ucp_core._extents import touched, verify_extents
 from ucp_core._open import Checkpoint
+from ucp_core._reading import reading
 from ucp_core.boxes import Box
 from ucp_core.checksums import BLOCK_BYTES
 from ucp_core.errors import UcpError
@@ -117,7 +118,8 @@ def _slab_bytes(memory_bytes: int) -> int:
 def _stream(checkpoint: Checkpoint, pieces: Iterable[Piece], slab_bytes: int) -> Iterator[Slab]:
     verified: set[tuple[str, Extent]] = set()
     readers = [SlabReader(checkpoint, slab_bytes, verified) for _ in range(2)]
-    with ThreadPoolExecutor(1, thread_name_prefix="ucp-ahead") as pool:
+    # In this order: the lock is given back when nobody reads any more.
+    with reading(checkpoint), ThreadPoolExecutor(1, thread_name_prefix="ucp-ahead") as pool:
         ahead: Future[list[Slab]] | None = None
         for number, group in enumerate(_groups(pieces, slab_bytes)):
             ready = ahead.result() if ahead is not None else []

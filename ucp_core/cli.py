@@ -7,7 +7,7 @@ Exit codes: 0 success; 1 the checkpoint is missing, damaged or cannot be used; 2
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,10 +25,11 @@ from ucp_core._console import (
 )
 from ucp_core._console import Source as _Url
 from ucp_core._console import progress as progress_bar
-from ucp_core.checkpoint import Checkpoint, verify
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.manifest import Kind
-from ucp_core.verification import unchecked_bytes
+
+if TYPE_CHECKING:
+    from ucp_core._open import Checkpoint
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -81,6 +82,8 @@ def verify_command(
     as_json: Json = False,  # noqa: FBT002 - a flag of the command line
 ) -> None:
     """Read every byte of a checkpoint and name what is damaged; exit code 1 if anything is."""
+    from ucp_core.verification import unchecked_bytes, verify
+
     opened = open_any(checkpoint, rules=rules, tag=tag)
     with progress_bar("verifying", as_json=as_json) as progress:
         problems = verify(opened, progress=progress)

@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core._compare import Difference, Tolerance, common_dtype, compare
+from ucp_core._reading import reading
 from ucp_core._slabs import MEMORY_BYTES_MIN, Piece, SlabReader, aligned, check_memory, cut
 from ucp_core.boxes import Box, span
 from ucp_core.checksums import combine
@@ -169,7 +170,8 @@ def diff(  # noqa: PLR0913 - options that have nothing to do with each other
     alike = [pair for pair in pairs if pair.key not in found]
     left = [pair for pair in alike if read_all or not _proven(pair)]
     comparison = _Comparison(a, b, left, tolerance or Tolerance(), memory_bytes, threads)
-    found |= comparison.run(progress)
+    with reading(a), reading(b):
+        found |= comparison.run(progress)
     return DiffReport(
         tensors=tuple(found[key] for key in sorted(found)),
         values=() if names or slots is not None else tuple(_values(a, b)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ucp_core._reading import reading
 from ucp_core.errors import UcpError
 
 if TYPE_CHECKING:
@@ -85,4 +86,5 @@ def export(
             f"{wrong[0]} is no option of format {format}: it has {known}", option=wrong[0]
         )
     write = getattr(import_module(writer.module), writer.function)
-    write(checkpoint, store, directory, memory_bytes=memory_bytes, progress=progress, **options)
+    with reading(checkpoint):
+        write(checkpoint, store, directory, memory_bytes=memory_bytes, progress=progress, **options)
