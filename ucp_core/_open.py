@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MANIFEST_NAME = "manifest.json"
+#: The checksums of 10 TB of blocks, with as many fragments, take a quarter of it.
+MANIFEST_BYTES_MAX = 1 << 30
 
 #: Scratch of one reading thread: how far a copy reaches whose bytes have to be gathered.
 _SPAN_BYTES_MAX = 32 << 20
@@ -135,6 +137,13 @@ def open_checkpoint(store: Store, directory: str) -> Checkpoint:
     """
     path = join(directory, MANIFEST_NAME)
     try:
+        # Damage or malice must not take all memory before the first byte is looked at.
+        num_bytes = store.size(path)
+        if num_bytes > MANIFEST_BYTES_MAX:
+            raise CheckpointCorruptError(
+                f"{path} has {num_bytes} bytes, a manifest has at most {MANIFEST_BYTES_MAX}",
+                path=path,
+            )
         data = store.read(path)
     except StorageError as error:
         if not error.facts.get("missing"):

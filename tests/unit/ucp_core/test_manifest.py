@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from ucp_core.manifest import (
     validate,
 )
 from ucp_core.statemap import StateMap
-from ucp_core.storage import MemoryStore
+from ucp_core.storage import LocalStore, MemoryStore
 
 DIRECTORY = f"{ROOT}/step-00000007"
 
@@ -295,3 +296,12 @@ def test_json_that_readers_disagree_on_is_refused(body: bytes) -> None:
     """Of two members of one name some take the first; NaN is no JSON at all."""
     with pytest.raises(CheckpointCorruptError, match=r"is not JSON: .*(twice|no number)"):
         from_bytes(_sealed(body))
+
+
+def test_a_gigantic_manifest_is_not_read(tmp_path: Path) -> None:
+    """A size in the directory costs nothing, reading it could take all memory."""
+    with (tmp_path / "manifest.json").open("wb") as file:
+        file.truncate(1 << 40)
+
+    with pytest.raises(CheckpointCorruptError, match="a manifest has at most"):
+        open_checkpoint(LocalStore(), str(tmp_path))
