@@ -87,7 +87,8 @@ class Experts(nn.Module):
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden, loss, _ = self.moe(self.embed(tokens))
-        return _loss(self.head(hidden), labels) + 0.01 * loss
+        total: torch.Tensor = _loss(self.head(hidden), labels) + 0.01 * loss
+        return total
 
 
 class Embedding(nn.Module):

@@ -187,7 +187,7 @@ def _add_slot(found: _Folder, name: str, slot: str, local: tuple[int, ...] | Non
     tree = found.opened[file].tree
     value = tree.get("param") if isinstance(tree, dict) else tree
     key = TensorKey(name, "weight" if slot == _MASTER else slot)
-    if isinstance(value, int | float):
+    if slot == _STEP and isinstance(value, int | float):
         found.scalars.add(key, value)
         return
     if not isinstance(value, TensorRef):

@@ -1,0 +1,174 @@
+"""Folders that ``ds_to_universal`` makes, in their forms and with what can be wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.deepspeed_folders import (
+    SLOTS,
+    Folder,
+    Param,
+    assert_equal,
+    loaded,
+    native,
+    read,
+    tensor,
+)
+from ucp_core.converters import recognise
+from ucp_core.converters._deepspeed_universal import with_shapes
+from ucp_core.errors import CheckpointCorruptError, UcpError
+from ucp_core.statemap import TensorKey
+from ucp_core.storage import LocalStore
+
+MODEL = [
+    Param("embed.weight", (5, 3)),
+    Param("up.weight", (4, 3)),
+    Param("up.bias", (4,), group=1),
+    Param("frozen.weight", (2, 3), role="frozen"),
+    Param("scale", (3,), role="buffer"),
+]
+
+
+def universal(*, stage: int = 1, beside: bool = True) -> Folder:
+    """Return what DeepSpeed makes of ``MODEL``; ``beside``: with the model files."""
+    source = native(MODEL, stage=stage, dp=2)
+    folder = Folder(expected=source.expected)
+    is_bare = stage == 3
+    for param in MODEL:
+        path = f"zero/{param.name}"
+        if param.role != "trained":
+            # Only stages 1 and 2 have these, upcast.
+            if not is_bare:
+                folder.trees[f"{path}/fp32.pt"] = {"param": tensor(param.value("weight"))}
+            continue
+        for slot in ("weight", *SLOTS):
+            value = param.value(slot)
+            tree: Any = tensor(value.ravel()) if is_bare else {"param": tensor(value), "cat_dim": 0}
+            folder.trees[f"{path}/{'fp32' if slot == 'weight' else slot}.pt"] = tree
+        if not is_bare:
+            folder.trees[f"{path}/step.pt"] = tensor(np.array(5, np.float32))
+    state = source.optim()
+    inner = state["optimizer_state_dict" if is_bare else "base_optimizer_state"]
+    dropped = {"base_optimizer_state", "single_partition_of_fp32_groups", "param_slice_mappings"}
+    folder.trees["zero/optimizer_state.pt"] = {
+        **{key: value for key, value in state.items() if key not in dropped},
+        "param_groups": inner["param_groups"],
+    }
+    if beside:
+        names = [name for name in source.trees if name.endswith("model_states.pt")]
+        folder.trees |= {name: source.trees[name] for name in names}
+    return folder
+
+
+def _write(folder: Folder, path: Path) -> Path:
+    for name in folder.trees:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+    return folder.write(path)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_both_forms_are_whole_with_roles_groups_and_step(tmp_path: Path, stage: int) -> None:
+    """Stage 3 makes flat tensors without shape or step, and has frozen ones in pieces."""
+    folder = universal(stage=stage)
+
+    checkpoint = read(_write(folder, tmp_path))
+
+    assert_equal(loaded(checkpoint), folder.expected)
+    manifest = checkpoint.manifest
+    assert manifest.roles == {"frozen.weight": "frozen", "scale": "buffer"}
+    assert [g["params"] for g in manifest.param_groups] == [
+        ["embed.weight", "up.weight"],
+        ["up.bias"],
+    ]
+    assert [g["lr"] for g in manifest.param_groups] == [0.1, 0.05]
+    assert TensorKey("up.bias", "step") in checkpoint.state_map.entries
+    assert manifest.step == 5
+
+
+def test_the_folder_is_found_by_its_own_latest(tmp_path: Path) -> None:
+    """The converter writes ``latest_universal`` beside it."""
+    _write(universal(), tmp_path / "global_step5_universal")
+    (tmp_path / "latest_universal").write_text("global_step5_universal")
+
+    assert read(tmp_path).manifest.source["format"] == "deepspeed-universal"
+    assert recognise(LocalStore(), str(tmp_path)) == "deepspeed"
+
+
+def test_without_model_files_it_is_still_read(tmp_path: Path) -> None:
+    """Stages 1 and 2 say the shapes; what has no state is taken for frozen."""
+    folder = universal(beside=False)
+
+    checkpoint = read(_write(folder, tmp_path / "global_step5_universal"))
+
+    assert_equal(loaded(checkpoint), folder.expected)
+    assert checkpoint.step == 5
+    assert "frozen.weight" in checkpoint.manifest.roles
+
+
+def test_flat_tensors_without_model_files_say_so_and_take_shapes(tmp_path: Path) -> None:
+    """Nothing in such a folder tells the shape."""
+    folder = universal(stage=3, beside=False)
+
+    checkpoint = read(_write(folder, tmp_path))
+
+    entry = checkpoint.state_map.entries[TensorKey("up.weight", "weight")]
+    assert entry.shape == (12,)
+    assert "flat" in checkpoint.manifest.items["zero/up.weight/fp32.pt"].note
+    shaped = with_shapes(checkpoint, {p.name: p.shape for p in MODEL})
+    trained = {k: v for k, v in folder.expected.items() if k[0] not in {"frozen.weight", "scale"}}
+    assert_equal(loaded(shaped), trained)
+    with pytest.raises(CheckpointCorruptError, match=r"up\.weight"):
+        with_shapes(checkpoint, {"up.weight": (5, 5)})
+
+
+def test_leftover_fragments_of_an_interrupted_conversion_are_not_taken_in(tmp_path: Path) -> None:
+    """The peer globs the old ``tmp`` folder into its next conversion: 63 of 63 tensors wrong."""
+    folder = universal()
+    folder.trees["tmp/up.weight/0/fp32.02"] = {"param": tensor(np.ones(3, np.float32))}
+
+    checkpoint = read(_write(folder, tmp_path))
+
+    assert_equal(loaded(checkpoint), folder.expected)
+    assert checkpoint.manifest.items["tmp"].policy == "drop"
+
+
+@pytest.mark.parametrize("file", ["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"])
+def test_a_missing_file_of_a_parameter_is_named(tmp_path: Path, file: str) -> None:
+    """Without its moments it would begin anew among parameters that do not."""
+    folder = universal()
+    del folder.trees[f"zero/up.weight/{file}"]
+
+    with pytest.raises(CheckpointCorruptError, match=r"up\.weight.*missing"):
+        read(_write(folder, tmp_path))
+
+
+def test_a_missing_parameter_is_named(tmp_path: Path) -> None:
+    """The model files say which there were."""
+    folder = universal()
+    folder.trees = {k: v for k, v in folder.trees.items() if not k.startswith("zero/up.weight/")}
+
+    with pytest.raises(CheckpointCorruptError, match=r"lacks the folder of up\.weight"):
+        read(_write(folder, tmp_path))
+
+
+def test_another_shape_than_the_models_is_refused(tmp_path: Path) -> None:
+    """The files are of two models then."""
+    folder = universal()
+    folder.trees["zero/up.weight/fp32.pt"] = {"param": tensor(np.ones((4, 4), np.float32))}
+
+    with pytest.raises(CheckpointCorruptError, match=r"up\.weight"):
+        read(_write(folder, tmp_path))
+
+
+@pytest.mark.parametrize("tree", [3, {"param": "x"}, {}, [1]])
+def test_nonsense_instead_of_a_tensor_is_an_error_of_ours(tmp_path: Path, tree: Any) -> None:
+    """Never a TypeError from the depths."""
+    folder = universal()
+    folder.trees["zero/up.weight/exp_avg.pt"] = tree
+
+    with pytest.raises(UcpError, match=r"up\.weight"):
+        read(_write(folder, tmp_path))
