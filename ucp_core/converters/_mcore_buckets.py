@@ -24,7 +24,7 @@ from ucp_core.statemap import DTYPE_BYTES, Extent, Fragment, TensorEntry, Tensor
 from ucp_core.storage.base import join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucp_core.converters._dcp_container import Container
 
@@ -218,36 +218,67 @@ def _laid_out(
     masters = sorted(bucket for bucket in buffers if bucket.slot == "weight")
     if not masters:
         _refuse(container, group, "there are no fp32 weights in the buffers")
-    left = list(reversed(params))
+    expected = list(reversed(params))
+    for choose in (_expected, _only):
+        placed, left = _tried(container, buffers, masters, expected, choose)
+        if placed is not None:
+            return placed
+    _refuse(
+        container,
+        left[0].key if left else group,
+        f"{len(left)} parameters are not to be found in the buffers of {group} by their weights",
+    )
+
+
+def _tried(
+    container: Container,
+    buffers: Mapping[BucketKey, _Buffer],
+    masters: Sequence[BucketKey],
+    params: Sequence[_Param],
+    choose: Callable[[Container, _Buffer, int, Sequence[_Param]], _Param | None],
+) -> tuple[list[_Placed] | None, list[_Param]]:
+    """Return where the parameters are as ``choose`` finds them, or None, and those not found."""
+    left = list(params)
     placed: list[_Placed] = []
+    for bucket, start in _starts(buffers, masters, placed):
+        param = choose(container, buffers[bucket], start, left)
+        if param is None:
+            return None, left
+        left.remove(param)
+        placed.append(_Placed(param, bucket, start))
+    return (None if left else placed), left
+
+
+def _starts(
+    buffers: Mapping[BucketKey, _Buffer],
+    masters: Sequence[BucketKey],
+    placed: Sequence[_Placed],
+) -> Iterator[tuple[BucketKey, int]]:
+    """Yield where a parameter begins; the caller adds it to ``placed`` before the next one."""
     for bucket in masters:
-        buffer = buffers[bucket]
         position = 0
-        while position < buffer.num_elements:
+        while position < buffers[bucket].num_elements:
             start = -(-position // _ALIGNMENT) * _ALIGNMENT
-            param = _next(container, buffer, start, left)
-            if param is None:
-                _refuse(
-                    container,
-                    f"{group} bucket {bucket.bucket}",
-                    f"no parameter of the model has the weights from element {start} on",
-                )
-            left.remove(param)
-            placed.append(_Placed(param, bucket, start))
-            position = start + param.num_elements
-    if left:
-        _refuse(container, left[0].key, f"{len(left)} parameters are in no buffer of {group}")
-    return placed
+            yield bucket, start
+            position = start + placed[-1].param.num_elements
 
 
-def _next(
+def _expected(
     container: Container, buffer: _Buffer, start: int, left: Sequence[_Param]
 ) -> _Param | None:
-    """Return the parameter that begins at ``start``: the expected one, or the only one."""
-    if left and _holds(container, buffer, start, left[0]):
-        return left[0]
-    others = [param for param in left[1:] if _holds(container, buffer, start, param)]
-    return others[0] if len(others) == 1 else None
+    """Return the next parameter in order of the modules if it begins at ``start``."""
+    return left[0] if left and _holds(container, buffer, start, left[0]) else None
+
+
+def _only(
+    container: Container, buffer: _Buffer, start: int, left: Sequence[_Param]
+) -> _Param | None:
+    """Return the parameter that begins at ``start`` if there is only one: order does not count.
+
+    Ranks that share the saving may write the keys in another order.
+    """
+    found = [param for param in left if _holds(container, buffer, start, param)]
+    return found[0] if len(found) == 1 else None
 
 
 def _holds(container: Container, buffer: _Buffer, start: int, param: _Param) -> bool:

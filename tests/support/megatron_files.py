@@ -1,0 +1,190 @@
+"""Writes what Megatron-core writes as ``torch_dist``, from a model's whole tensors, without it.
+
+Two layers, tensor parallel over ``tp`` ranks and pipeline parallel over ``pp`` stages of one layer
+each; ``dp`` data-parallel ranks share the optimizer's flat buffers.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from tests.support.dcp_files import Chunk, Save, blob, random_tensors, write
+from ucp_core.storage import Store
+
+LAYERS = 2
+HIDDEN = 8
+#: Key, shape without layers, dim that tensor parallel cuts; None: the same on every rank.
+LAYER_KEYS: tuple[tuple[str, tuple[int, ...], int | None], ...] = (
+    ("self_attention.linear_qkv.layer_norm_weight", (HIDDEN,), None),
+    ("self_attention.linear_proj.weight", (HIDDEN, HIDDEN), 1),
+    ("self_attention.linear_qkv.weight", (24, HIDDEN), 0),
+    ("mlp.linear_fc1.layer_norm_weight", (HIDDEN,), None),
+    ("mlp.linear_fc1.weight", (40, HIDDEN), 0),
+    ("mlp.linear_fc2.weight", (HIDDEN, 20), 1),
+)
+OUTER_KEYS: tuple[tuple[str, tuple[int, ...], int | None], ...] = (
+    ("embedding.word_embeddings.weight", (96, HIDDEN), 0),
+    ("decoder.final_layernorm.weight", (HIDDEN,), None),
+    ("output_layer.weight", (96, HIDDEN), 0),
+)
+SLOTS = ("param", "exp_avg", "exp_avg_sq")
+GROUPS = [
+    {"lr": 0.5, "weight_decay": 0.1, "wd_mult": 1.0, "is_expert_parallel": False, "step": 4.0},
+    {"lr": 0.5, "weight_decay": 0.1, "wd_mult": 0.0, "is_expert_parallel": False, "step": 4.0},
+]
+#: Names of modules that are not Transformer Engine's.
+LOCAL = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def state(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
+    """Return all slots of the model by the checkpoint's keys in order, layers stacked."""
+    shapes = {key: shape for key, shape, _ in OUTER_KEYS[:1]}
+    shapes |= {f"decoder.layers.{key}": (LAYERS, *shape) for key, shape, _ in LAYER_KEYS}
+    shapes |= {key: shape for key, shape, _ in OUTER_KEYS[1:]}
+    return {slot: random_tensors(shapes, seed + n) for n, slot in enumerate(SLOTS)}
+
+
+def expected(values: dict[str, dict[str, torch.Tensor]], *, local: bool) -> dict[str, torch.Tensor]:
+    """Return the tensors of the modules, ``<fqn>.<slot>``."""
+    found: dict[str, torch.Tensor] = {}
+    for slot, tensors in values.items():
+        name = "fp32" if slot == "param" else slot
+        for key, tensor in tensors.items():
+            if not key.startswith("decoder.layers."):
+                found[f"{key}.{name}"] = tensor
+                continue
+            rest = key.removeprefix("decoder.layers.")
+            own = LOCAL.get(rest, rest) if local else rest
+            for layer in range(LAYERS):
+                found[f"decoder.layers.{layer}.{own}.{name}"] = tensor[layer]
+    return found
+
+
+def _dims() -> dict[str, int | None]:
+    dims = {key: dim for key, _, dim in OUTER_KEYS}
+    return dims | {f"decoder.layers.{key}": dim for key, _, dim in LAYER_KEYS}
+
+
+def _parts(key: str, tensor: torch.Tensor, dim: int | None, tp: int) -> list[list[Any]]:
+    """Return for each rank its pieces of one layer or tensor: where they begin, and elements."""
+    if dim is None or tp == 1:
+        pieces = [[((0,) * tensor.ndim, tensor)]]
+        return pieces * tp if dim is None else pieces
+    halves = tensor.chunk(2, 0) if key.endswith("linear_fc1.weight") else (tensor,)
+    ranks: list[list[Any]] = [[] for _ in range(tp)]
+    low = 0
+    for half in halves:
+        at = 0
+        for rank, part in enumerate(half.chunk(tp, dim)):
+            offsets = [0] * tensor.ndim
+            offsets[0] = low
+            offsets[dim] += at
+            ranks[rank].append((tuple(offsets), part))
+            at += part.shape[dim]
+        low += half.shape[0]
+    return ranks
+
+
+def _stage(key: str, layer: int | None, pp: int) -> int:
+    if layer is not None:
+        return layer * pp // LAYERS
+    return 0 if key.startswith("embedding") else pp - 1
+
+
+def _layers(key: str) -> list[int | None]:
+    return [*range(LAYERS)] if key.startswith("decoder.layers.") else [None]
+
+
+def _put(save: Save, prefix: str, tensors: dict[str, torch.Tensor], tp: int, pp: int) -> None:
+    """Add tensors as Megatron cuts them, by the first rank of each that holds a piece."""
+    dims = _dims()
+    for key, tensor in tensors.items():
+        chunks: list[Chunk] = []
+        for layer in _layers(key):
+            one = tensor if layer is None else tensor[layer]
+            ranks = _parts(key, one, dims[key], tp)
+            for rank, pieces in enumerate(ranks[:1] if dims[key] is None else ranks):
+                for offsets, part in pieces:
+                    at = offsets if layer is None else (layer, *offsets)
+                    data = part.clone() if layer is None else part.clone().unsqueeze(0)
+                    where = rank + 2 * tp * _stage(key, layer, pp)
+                    chunks.append(Chunk(offsets=at, data=data, rank=where))
+        save.tensors[prefix + key] = (tuple(tensor.shape), chunks)
+
+
+def _buffers(
+    save: Save, values: dict[str, dict[str, torch.Tensor]], tp: int, pp: int, dp: int
+) -> None:
+    """Add the flat buffers: the reverse of the modules' order, each parameter at 64 elements."""
+    dims = _dims()
+    before, after = OUTER_KEYS[:1], OUTER_KEYS[1:]
+    order: list[tuple[str, int | None]] = [(key, None) for key, _, _ in before]
+    order += [(f"decoder.layers.{k}", i) for i in range(LAYERS) for k, _, _ in LAYER_KEYS]
+    order += [(key, None) for key, _, _ in after]
+    for stage in range(pp):
+        own = [(k, i) for k, i in reversed(order) if _stage(k, i, pp) == stage]
+        for rank in range(tp):
+            group = rank + tp * stage
+            for slot in SLOTS:
+                flat = torch.zeros(0)
+                for key, layer in own:
+                    tensor = values[slot][key] if layer is None else values[slot][key][layer]
+                    pieces = _parts(key, tensor, dims[key], tp)[rank]
+                    pad = torch.zeros(-len(flat) % 64)
+                    flat = torch.cat([flat, pad, *(part.reshape(-1) for _, part in pieces)])
+                name = (
+                    f"optimizer.distributed.dp_group_idx_{group}.gbuf_idx_0."
+                    f"dtype_(torch.bfloat16, torch.float32).bucket_idx_0.{slot}"
+                )
+                chunks = []
+                low = 0
+                for replica, part in enumerate(flat.chunk(dp)):
+                    where = rank + tp * replica + 2 * tp * stage
+                    chunks.append(Chunk(offsets=(low,), data=part.clone(), rank=where))
+                    low += len(part)
+                save.tensors[name] = (tuple(flat.shape), chunks)
+            prefix = f"optimizer.distributed.dp_group_idx_{group}"
+            save.objects[f"{prefix}.per_bucket_numel/shard_0_1"] = [{"a": [1]}]
+            save.objects[f"{prefix}.optimizer/shard_0_1"] = [{"param_groups": GROUPS}]
+
+
+def write_checkpoint(  # noqa: PLR0913 - what Megatron can be told
+    store: Store,
+    directory: str,
+    values: dict[str, dict[str, torch.Tensor]],
+    *,
+    tp: int = 2,
+    pp: int = 1,
+    buffers: bool = False,
+    local: bool = True,
+    common_file: bool = True,
+    objects: dict[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint; ``buffers``: ``dp_reshardable``, else ``fully_reshardable``."""
+    save = Save()
+    models = {key: tensor.bfloat16() for key, tensor in values["param"].items()}
+    _put(save, "", models, tp, pp)
+    for layer in range(LAYERS):
+        value = [None] if local else [torch.arange(4, dtype=torch.uint8)]
+        save.objects[f"decoder.layers.mlp.linear_fc1._extra_state/shard_{layer}_{LAYERS}"] = value
+    common: dict[str, Any] = {"iteration": 4, "checkpoint_version": 3.0, "optimizer": {}}
+    if buffers:
+        _buffers(save, values, tp, pp, dp=2)
+    else:
+        for slot in SLOTS:
+            _put(save, f"optimizer.state.{slot}.", values[slot], tp, pp)
+        common["optimizer"] = {"optimizer": {"param_groups": GROUPS}}
+    save.objects |= objects or {}
+    if common_file:
+        store.write_atomic(f"{directory}/common.pt", blob(common), fsync=False)
+    else:
+        save.objects["common_state/shard_0_1"] = [common]
+    write(store, directory, save)
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    store.write_atomic(f"{directory}/metadata.json", json.dumps(config).encode(), fsync=False)

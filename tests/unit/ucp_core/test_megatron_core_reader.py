@@ -1,0 +1,158 @@
+"""Megatron-core's checkpoints open layer by layer; flat buffers are told apart by proof."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.foreign_reading import loaded, shared_fixture, unequal
+from tests.support.megatron_files import expected, state, write_checkpoint
+from ucp_core.checkpoint import Checkpoint
+from ucp_core.converters import megatron_core, open_source
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    UnsupportedVersionError,
+)
+from ucp_core.statemap import TensorKey
+from ucp_core.storage import LocalStore, MemoryStore
+
+
+def _opened(values: Any, **options: Any) -> Checkpoint:
+    store = MemoryStore()
+    write_checkpoint(store, "c", values, **options)
+    return megatron_core.read(store, "c")
+
+
+@pytest.mark.parametrize("name", ["megatron_core_tp2"])
+def test_what_megatron_saved_is_read_bit_for_bit(name: str) -> None:
+    """Made by megatron-core itself; tensors were gathered in its processes, not from files."""
+    folder = shared_fixture(name)
+    checkpoint = open_source(LocalStore(), str(folder / "checkpoint"))
+    assert checkpoint.manifest.source["format"] == "megatron-core"
+    assert unequal(checkpoint, load_file(folder / "expected.safetensors")) == []
+    assert checkpoint.step == 4
+    groups = checkpoint.param_groups
+    assert [group["wd_mult"] for group in groups] == [1.0, 0.0]
+    assert "decoder.layers.1.input_layernorm.weight" in groups[1]["params"]
+    assert "embedding.word_embeddings.weight" in groups[0]["params"]
+
+
+@pytest.mark.parametrize("buffers", [False, True], ids=["fully_reshardable", "dp_reshardable"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
+def test_every_layout_of_the_optimizer_is_read(tp: int, pp: int, *, buffers: bool) -> None:
+    """Stacked layers, gated halves, what only one rank saved, padding between parameters."""
+    values = state()
+    checkpoint = _opened(values, tp=tp, pp=pp, buffers=buffers)
+    assert unequal(checkpoint, expected(values, local=True)) == []
+    entries = checkpoint.state_map.entries
+    assert {entry.dtype for entry in entries.values()} == {"F32"}
+    assert checkpoint.manifest.items["model"].policy == "drop"
+    assert checkpoint.manifest.roles == {}
+    assert loaded(checkpoint, "output_layer.weight", "step") == 4.0
+
+
+def test_what_only_transformer_engine_has_tells_its_names_from_the_local_ones() -> None:
+    """Both kinds of modules are saved under one set of names; only their own states differ."""
+    values = state()
+    checkpoint = _opened(values, local=False)
+    assert unequal(checkpoint, expected(values, local=False)) == []
+    assert checkpoint.manifest.items["_extra_state"].policy == "replicate"
+    assert len(checkpoint.extra["_extra_state"]) == 2
+
+
+def test_newer_megatron_keeps_the_common_state_among_the_items() -> None:
+    """Version 0.19 has no ``common.pt`` any more."""
+    values = state()
+    checkpoint = _opened(values, common_file=False)
+    assert unequal(checkpoint, expected(values, local=True)) == []
+    assert (checkpoint.step, checkpoint.extra["checkpoint_version"]) == (4, 3.0)
+
+
+def test_equal_weights_do_not_swap_moments() -> None:
+    """Norms begin as ones, all alike: only the order tells them apart then, or nothing."""
+    values = state()
+    for key, tensor in values["param"].items():
+        if "norm" in key:
+            tensor.fill_(1.0)
+    checkpoint = _opened(values, buffers=True)
+    assert unequal(checkpoint, expected(values, local=True)) == []
+    mixed = {slot: dict(sorted(tensors.items())) for slot, tensors in values.items()}
+    with pytest.raises(UnsupportedVersionError, match="fully-reshardable"):
+        _opened(mixed, buffers=True)
+
+
+def test_values_tell_what_the_order_of_keys_does_not() -> None:
+    """Ranks that share the saving write keys in another order than that of the modules."""
+    values = {slot: dict(sorted(tensors.items())) for slot, tensors in state().items()}
+    checkpoint = _opened(values, buffers=True)
+    assert unequal(checkpoint, expected(values, local=True)) == []
+
+
+def test_buffers_that_do_not_fit_the_weights_are_refused() -> None:
+    """A wrong guess would give a model that trains, with the moments of other parameters."""
+    values = state()
+    store = MemoryStore()
+    write_checkpoint(store, "c", values, buffers=True)
+    good = megatron_core.read(store, "c")
+    entry = good.state_map.entries[TensorKey("embedding.word_embeddings.weight", "weight")]
+    fragment = entry.fragments[0]
+    data = bytearray(store.read(f"c/{fragment.file}"))
+    data[fragment.offset_bytes : fragment.offset_bytes + 4] = b"\0\0\x80\x7f"
+    store.write_atomic(f"c/{fragment.file}", bytes(data), fsync=False)
+    with pytest.raises(UnsupportedVersionError, match="fully-reshardable"):
+        megatron_core.read(store, "c")
+
+
+def test_the_latest_iteration_is_found_and_others_by_name() -> None:
+    """Megatron keeps all iterations in one folder, and the number of the last one in a file."""
+    store = MemoryStore()
+    for iteration, seed in ((4, 0), (8, 50)):
+        write_checkpoint(store, f"c/iter_{iteration:07d}", state(seed))
+    store.write_atomic("c/latest_checkpointed_iteration.txt", b"8\n", fsync=False)
+    assert megatron_core.recognise(store, "c")
+    assert unequal(megatron_core.read(store, "c"), expected(state(50), local=True)) == []
+    older = megatron_core.read(store, "c", tag="iter_0000004")
+    assert unequal(older, expected(state(0), local=True)) == []
+    store.write_atomic("c/latest_checkpointed_iteration.txt", b"../../etc", fsync=False)
+    assert not megatron_core.recognise(store, "c")
+    with pytest.raises(CheckpointCorruptError, match="no iteration"):
+        megatron_core.read(store, "c")
+
+
+def test_other_objects_are_kept_with_a_policy() -> None:
+    """Random state is by rank and cannot be resharded; silently dropping it would be worse."""
+    objects = {
+        "rng_state/shard_0.0_1.2": [[{"torch_rng_state": torch.arange(9, dtype=torch.uint8)}]],
+        "rerun_state_machine_state/shard_0_1": [{"mode": "disabled"}],
+    }
+    checkpoint = _opened(state(), objects=objects)
+    items = checkpoint.manifest.items
+    assert items["rng_state"].policy == "reseed"
+    assert items["rerun_state_machine_state"].policy == "replicate"
+    kept = checkpoint.extra["rng_state"]["shard_0.0_1.2"][0][0]["torch_rng_state"]
+    assert (kept["dtype"], kept["shape"]) == ("U8", [9])
+
+
+def test_other_backends_and_forms_say_what_to_do() -> None:
+    """zarr is gone from Megatron; a flattened optimizer state cannot be told apart."""
+    store = MemoryStore()
+    write_checkpoint(store, "c", state())
+    config = {"sharded_backend": "zarr"}
+    good = store.read("c/metadata.json")
+    store.write_atomic("c/metadata.json", json.dumps(config).encode(), fsync=False)
+    with pytest.raises(UnsupportedVersionError, match="torch_dist"):
+        megatron_core.read(store, "c")
+    store.write_atomic("c/metadata.json", b"[", fsync=False)
+    with pytest.raises(CheckpointCorruptError, match=r"metadata\.json is not JSON"):
+        megatron_core.read(store, "c")
+    store.write_atomic("c/metadata.json", good, fsync=False)
+    store.delete("c/common.pt")
+    with pytest.raises(CheckpointCorruptError, match=r"common\.pt"):
+        megatron_core.read(store, "c")
+    with pytest.raises(CheckpointNotFoundError, match="nowhere"):
+        megatron_core.read(store, "nowhere")
