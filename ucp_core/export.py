@@ -38,7 +38,12 @@ _WRITERS = {
     "deepspeed": _Writer(
         "ucp_core.converters.deepspeed_writer",
         "write",
-        frozenset({"stage", "dp", "tp", "dtype", "rules", "tag"}),
+        frozenset(
+            {
+                *("stage", "dp", "tp", "dtype", "rules", "tag"),
+                *("sub_group_size", "stages", "tied_layers"),
+            }
+        ),
     ),
     "deepspeed-universal": _Writer(
         "ucp_core.converters.deepspeed_universal_writer",

@@ -82,6 +82,8 @@ class Model:
         kept: States of ``lr_scheduler``, ``data_sampler`` and ``random_ltd``, or None.
         scaler: The loss scaler's class and state, or None.
         clip_grad: The bound of the gradient's norm, or None where it is not known.
+        precision: ``fp32``, ``bf16`` or ``fp16``: in which the source's model was trained, as far
+            as it says so.
         client_state: Everything else, by name.
     """
 
@@ -95,6 +97,7 @@ class Model:
     kept: Mapping[str, Any]
     scaler: Mapping[str, Any] | None
     clip_grad: float | None
+    precision: str
     client_state: Mapping[str, Any]
 
     @property
@@ -262,6 +265,7 @@ def _flat_dtype(checkpoint: Checkpoint, held: Sequence[TensorEntry]) -> str:
 
 def _small_values(checkpoint: Checkpoint) -> dict[str, Any]:
     extra = checkpoint.extra
+    precision = _precision(checkpoint, _dict(extra.get("ds_config")))
     nested = _dict(extra.pop("counters", None))
     counters: dict[str, int] = {"global_steps": checkpoint.step}
     for name in _COUNTERS:
@@ -273,12 +277,23 @@ def _small_values(checkpoint: Checkpoint) -> dict[str, Any]:
     values: dict[str, Any] = {
         "counters": counters,
         "kept": kept,
+        "precision": precision,
         "scaler": _scaler(extra.pop("loss_scaler", None)),
         "clip_grad": clip_grad if isinstance(clip_grad, int | float) else None,
     }
     merged = extra | _dict(extra.pop("client_state", None))
     client = {k: restored(v) for k, v in sorted(merged.items()) if k not in RESERVED}
     return values | {"client_state": client}
+
+
+def _precision(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
+    for name, keys in {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}.items():
+        if any(_dict(config.get(key)).get("enabled") is True for key in keys):
+            return name
+    entries = checkpoint.state_map.entries.values()
+    dtypes = {entry.dtype for entry in entries if entry.key.slot == _WEIGHT}
+    by_dtypes = {frozenset({"BF16"}): "bf16", frozenset({"F16"}): "fp16"}
+    return by_dtypes.get(frozenset(dtypes), "fp32")
 
 
 def _dict(value: Any) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def write(  # noqa: PLR0913 - the signature of every writer
     memory_bytes: int,
     progress: Callable[[int, int], None] | None = None,
     rules: Rules | None = None,
-    dtype: str = "fp32",
+    dtype: str | None = None,
     tag: str | None = None,
     fsync: bool = True,
 ) -> None:
@@ -60,7 +60,7 @@ def write(  # noqa: PLR0913 - the signature of every writer
         memory_bytes: Bound of the buffers.
         progress: Called with the bytes of tensors that were written and that will be.
         rules: How tensors are spread over tensor-parallel ranks, for targets that have them.
-        dtype: A key of ``DTYPES``: of the run's loss scaler.
+        dtype: A key of ``DTYPES``: of the run's loss scaler. None: what the source was trained in.
         tag: Name of the folder; default: DeepSpeed's, ``global_step``, the step, ``_universal``.
         fsync: Whether every file must survive a loss of power before the commit.
 
@@ -70,7 +70,7 @@ def write(  # noqa: PLR0913 - the signature of every writer
         CheckpointCorruptError: The source is damaged; nothing is left at the destination.
         StorageError: A storage refused.
     """
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise UcpError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}")
     check_memory(memory_bytes)
     model = describe(checkpoint)
@@ -81,7 +81,8 @@ def write(  # noqa: PLR0913 - the signature of every writer
     _check(model)
     tags = {name: _tags(model, name, rules) for name in model.parameters}
     folder = tag or f"global_step{model.counters['global_steps']}_universal"
-    trees = Trees(model, FlatReader(checkpoint, memory_bytes), dtype=DTYPES[dtype], dp=1)
+    precision = DTYPES[dtype or model.precision]
+    trees = Trees(model, FlatReader(checkpoint, memory_bytes), dtype=precision, dp=1)
 
     def files() -> Iterator[tuple[str, Any]]:
         for group in model.groups:

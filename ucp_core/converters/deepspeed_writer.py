@@ -8,7 +8,7 @@ The universal folder: ``ucp_core.converters.deepspeed_universal_writer``.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ucp_core._slabs import check_memory
@@ -41,7 +41,7 @@ class Target:
         stage: ZeRO's, 0 to 3.
         dp: Data-parallel ranks (times sequence-parallel ones).
         tp: Tensor-parallel ranks.
-        dtype: Of the model: a key of ``DTYPES``.
+        dtype: Of the model: a key of ``DTYPES``. None: what the source was trained in.
         sub_group_size: Of stage 3's configuration; its default here is DeepSpeed's.
         stages: Of a ``PipelineModule``: the first layer of every pipeline stage. Empty: none.
         tied_layers: Every layer at which one of its tied modules stands, by key.
@@ -51,7 +51,7 @@ class Target:
     stage: int = 1
     dp: int = 1
     tp: int = 1
-    dtype: str = "fp32"
+    dtype: str | None = None
     sub_group_size: int = 1_000_000_000
     stages: Sequence[int] = ()
     tied_layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -65,13 +65,13 @@ class Target:
         """
         if self.stage not in _STAGES:
             raise UcpError(f"stage={self.stage!r}: ZeRO has the stages 0 to 3")
-        if self.dtype not in DTYPES:
+        if self.dtype is not None and self.dtype not in DTYPES:
             raise UcpError(f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}")
         for name in ("dp", "tp", "sub_group_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise UcpError(f"{name}={value!r} must be at least 1")
-        if self.stage == 0 and self.dtype != "fp32":
+        if self.stage == 0 and self.dtype not in {None, "fp32"}:
             raise UcpError(
                 f"stage 0 in {self.dtype} keeps its state in a form that is not written: give "
                 "stage 1, or fp32"
@@ -118,6 +118,8 @@ def write(
     wanted.check()
     check_memory(memory_bytes)
     model = describe(checkpoint)
+    if wanted.dtype is None:
+        wanted = replace(wanted, dtype=model.precision if wanted.stage else "fp32")
     if not model.groups and wanted.stage > 0:
         raise UcpError(
             "the source has no groups of an optimizer, which DeepSpeed's ZeRO stages need: write "
@@ -131,7 +133,7 @@ def write(
     parts = [model] if pipeline is None else pipeline.models(model)
 
     def trees(part: Model, tp_rank: int) -> Trees:
-        dtype = DTYPES[wanted.dtype]
+        dtype = DTYPES[wanted.dtype or model.precision]
         return Trees(part, reader, dtype=dtype, dp=wanted.dp, placements=placements, rank=tp_rank)
 
     def files() -> Iterator[tuple[str, Any]]:

@@ -230,6 +230,16 @@ def test_small_values_come_where_deepspeed_looks_for_them(tmp_path: Path) -> Non
     assert optim["clip_grad"] == 1.5
 
 
+def test_the_precision_of_the_source_is_the_default(tmp_path: Path) -> None:
+    """A file without its prefix is not found by the run that it is for."""
+    state = adam_state({"a": (3,)})
+    state.extra = {"ds_config": {"fp16": {"enabled": False}, "bf16": {"enabled": True}}}
+
+    names = [path.name for path in _written(state, tmp_path, stage=1).iterdir()]
+
+    assert min(names) == "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
 def test_the_scaler_of_an_fp16_run_is_kept(tmp_path: Path) -> None:
     """A fresh scale would skip steps until it has come down again."""
     state = adam_state({"a": (3,)})
@@ -291,6 +301,30 @@ def test_tensor_parallel_ranks_get_their_shards(stage: int, tmp_path: Path) -> N
         assert np.array_equal(padded[:7], of["wte"])
         assert [part.shape for part in both["wte"]] == [(4, 2)] * 2
         assert not padded[7:].any()
+
+
+def test_a_pipeline_has_files_by_stage_and_by_layer(tmp_path: Path) -> None:
+    """A tied module is on both its stages, and in the file of its first layer alone."""
+    shapes = {"tied_modules.embed.weight": (3, 2), "1.w": (2,), "2.w": (5,)}
+    state = adam_state(shapes)
+    state.buffers = {"2.running": np.ones(1, np.float32)}
+
+    folder = _written(state, tmp_path, stage=1, dp=2, stages=(0, 2), tied_layers={"embed": (0, 3)})
+
+    layers = {p.name[6:8]: list(_load(p)) for p in folder.glob("layer_*-model_states.pt")}
+    assert layers == {"00": ["weight"], "01": ["w"], "02": ["w", "running"]}
+    stages = [_load(folder / f"mp_rank_0{mp}_model_states.pt") for mp in range(2)]
+    assert [list(s["param_shapes"][0]) for s in stages] == [
+        ["tied_modules.embed.weight", "1.w"],
+        ["tied_modules.embed.weight", "2.w"],
+    ]
+    assert [s["module"] for s in stages] == [None, None]
+    assert [s["buffer_names"] for s in stages] == [[], ["2.running"]]
+    assert stages[0]["checkpoint_parallel_dimensions"] == {"pp_degree": 2, "tp_degree": 1}
+    for mp, names in enumerate((("tied_modules.embed.weight", "1.w"), tuple(shapes)[::2])):
+        found = _stage_1_2(folder, 2, mp_rank=mp)
+        for name in names:
+            assert np.array_equal(found[name, "weight"], state.weights[name])
 
 
 def test_stage_0_keeps_the_optimizer_as_torch_has_it(tmp_path: Path) -> None:
@@ -371,6 +405,10 @@ def test_a_state_that_deepspeed_cannot_hold_is_refused(
         ({"stage": 0, "dtype": "bf16"}, "give stage 1, or fp32"),
         ({"tp": 2}, "no rule says how a is spread over 2"),
         ({"tag": "../x"}, "not the name of a folder"),
+        ({"stages": (0, 2), "stage": 3}, "ZeRO stage 0 or 1 only"),
+        ({"stages": (1, 2)}, "must ascend from 0"),
+        ({"stages": (0, 2, 2)}, "must ascend from 0"),
+        ({"stages": (0,)}, "a is no name of a PipelineModule"),
     ],
 )
 def test_a_target_that_cannot_be_is_refused(
