@@ -93,12 +93,13 @@ def _run(arguments: list[str]) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with the checkpoints, and with what the processes told."""
     out = tmp_path_factory.mktemp("deepspeed")
-    by_world: dict[int, list[dict[str, Any]]] = {}
+    # DeepSpeed keeps its groups of ranks in globals, so one process can have one layout only.
+    launches: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for name, facts in CASES.items():
-        world_size = facts.get("world_size", 2)
-        by_world.setdefault(world_size, []).append({"name": name, **facts})
-    for world_size, cases in by_world.items():
-        job = out / f"job-{world_size}.json"
+        layout = facts.get("world_size", 2), facts.get("model", "whole")
+        launches.setdefault(layout, []).append({"name": name, **facts})
+    for (world_size, model), cases in launches.items():
+        job = out / f"job-{world_size}-{model}.json"
         job.write_text(json.dumps(cases))
         launch = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}"]
         launch += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]

@@ -196,7 +196,7 @@ class TensorParallelLayouts:
         if not any(shapes):
             return (Unique() if self.degree == 1 else Replicated("first")), None
         if self.rules is not None and (rule := self.rules.match(key.fqn, key.slot)) is not None:
-            return rule, None
+            return rule, self.info.vocabulary_extent(key.fqn)
         extent = self.info.vocabulary_extent(key.fqn)
         if self.degree == 1:
             return Unique(), extent
@@ -273,9 +273,8 @@ class TensorParallelLayouts:
                 fqn,
                 shapes,
                 "a fused query, key and value of Megatron: each rank holds either whole head "
-                "groups or all its q, then k, then v; nothing in the checkpoint tells which. Give "
-                f"a rule for it with --rules: '{re.escape(fqn)}: cut 0' for the first, with parts "
-                "for the second",
+                "groups, or all its q, then k, then v; nothing in the checkpoint tells which. Say "
+                "it with --rules megatron-deepspeed-by-head or --rules megatron-deepspeed-blocks",
             )
         if "ds_sequence_parallel_fpdt" in arguments:
             self.chosen[fqn] = "q, k and v of each rank, because args is of a Megatron with FPDT"
@@ -297,7 +296,7 @@ class TensorParallelLayouts:
             fqn,
             shapes,
             f"the checkpoint does not say how it is cut over {self.degree} tensor parallel ranks; "
-            "give the rules of its model family, or your own, with --rules",
+            "give the rules of its model family (as --rules llama), or your own, with --rules FILE",
         )
 
 

@@ -1,16 +1,12 @@
-"""The optimizer of a DeepSpeed checkpoint without ZeRO: one file has all of it, by number.
-
-A torch optimizer numbers its parameters group by group and does not save their names. In a group
-they are in the model's order; which group has which is proven by their shapes, or refused.
-"""
+"""The optimizer of a DeepSpeed checkpoint without ZeRO: one file has all of it, by number."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.converters._deepspeed_module import WEIGHT, Modules
+from ucp_core.converters._optimizer_order import assign, largest_shape
 from ucp_core.converters._shards import Rank, Run
 from ucp_core.converters._values import Scalars, json_value
 from ucp_core.converters.torchfile import TensorRef
@@ -87,7 +83,7 @@ class _Optimizer:
         if _FLAT in tree:
             self._names = {0: [name for name, _ in self._fitting_flat(params)]}
         else:
-            self._names = _assigned(self._wanted(), params, file)
+            self._names = assign(self._wanted(), params, file)
         self._shapes = dict(params)
 
     def names(self) -> list[list[str]]:
@@ -172,67 +168,6 @@ class _Optimizer:
             if masters is not None:
                 found.append([ref.shape for ref in masters[index]])
                 continue
-            shapes = [_largest(self._state.get(number, {})) for number in group["params"]]
+            shapes = [largest_shape(self._state.get(number, {})) for number in group["params"]]
             found.append(shapes)
         return found
-
-
-def _largest(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    refs = [v for slot, v in state.items() if isinstance(v, TensorRef) and slot != "step"]
-    best = max(refs, key=lambda ref: ref.num_elements, default=None)
-    return None if best is None else best.shape
-
-
-def _assigned(
-    wanted: Sequence[Sequence[tuple[int, ...] | None]], params: Sequence[_Param], file: str
-) -> dict[int, list[str]]:
-    """Return the names of every group's parameters.
-
-    With one group of as many parameters as the model has, they are in the model's order. Else all
-    parameters of a shape must be in one group: then their order there is the model's.
-    """
-    count = sum(len(group) for group in wanted)
-    if len(wanted) == 1 and count == len(params):
-        for (name, shape), other in zip(params, wanted[0], strict=True):
-            # Factored state is smaller than its parameter, never larger.
-            if other is not None and prod(other) > prod(shape):
-                raise CheckpointCorruptError(
-                    f"{file}: {name} is {list(shape)}, but the optimizer's state at its place is "
-                    f"{list(other)}",
-                    file=file,
-                    fqn=name,
-                )
-        return {0: [name for name, _ in params]}
-    return _by_shape(wanted, params, file)
-
-
-def _by_shape(
-    wanted: Sequence[Sequence[tuple[int, ...] | None]], params: Sequence[_Param], file: str
-) -> dict[int, list[str]]:
-    names: dict[tuple[int, ...] | None, list[str]] = defaultdict(list)
-    for name, shape in params:
-        names[shape].append(name)
-    places: dict[tuple[int, ...] | None, list[int]] = defaultdict(list)
-    for index, group in enumerate(wanted):
-        for other in group:
-            places[other].append(index)
-    if None in places:
-        raise _unclear(file, "some have no state that would tell their shape")
-    for kind, groups in places.items():
-        if len(set(groups)) > 1:
-            raise _unclear(file, f"parameters of shape {kind} are in several groups")
-        if len(groups) != len(names[kind]):
-            raise _unclear(
-                file,
-                f"the model has {len(names[kind])} of shape {kind}, the optimizer {len(groups)}",
-            )
-    left = {shape: iter(names[shape]) for shape in places}
-    return {index: [next(left[other]) for other in group] for index, group in enumerate(wanted)}
-
-
-def _unclear(file: str, why: str) -> PatternError:
-    return PatternError(
-        f"{file}: the optimizer keeps no names, and which state belongs to which parameter cannot "
-        f"be told: {why}; save with ZeRO stage 1",
-        file=file,
-    )

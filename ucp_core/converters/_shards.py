@@ -216,7 +216,7 @@ def _entry(
         for tp, shard in enumerate(shards):
             fragments += _fragments(key, placement, tp, shard, replica=stage != first)
     entry = union(key, stages[first][0].dtype, placement, fragments)
-    if extent is None or not entry.shape or extent == entry.shape[0]:
+    if extent is None or not entry.shape or entry.shape[0] <= extent:
         return entry
     return strip_padding(entry, (extent, *entry.shape[1:]))
 

@@ -1,0 +1,91 @@
+"""Which of a torch optimizer's numbered parameters is which of the model's.
+
+Pure. A torch optimizer numbers its parameters group by group and does not save their names. In a
+group they are in the model's order; which group has which is proven by their shapes, or refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.converters.torchfile import TensorRef
+from ucp_core.errors import CheckpointCorruptError, PatternError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    Shape = tuple[int, ...]
+
+
+def largest_shape(state: Mapping[str, Any]) -> Shape | None:
+    """Return the shape of the largest slot of a parameter's state; None if it has none."""
+    refs = [v for slot, v in state.items() if isinstance(v, TensorRef) and slot != "step"]
+    best = max(refs, key=lambda ref: ref.num_elements, default=None)
+    return None if best is None else best.shape
+
+
+def assign(
+    wanted: Sequence[Sequence[Shape | None]], params: Sequence[tuple[str, Shape]], file: str
+) -> dict[int, list[str]]:
+    """Return the names of every group's parameters, in order.
+
+    With one group of as many parameters as the model has, they are in the model's order. Else all
+    parameters of a shape must be in one group: then their order there is the model's.
+
+    Args:
+        wanted: By group, the shape of each parameter as its state tells it, or None.
+        params: Names and shapes in the model's order.
+        file: For errors.
+
+    Raises:
+        PatternError: It cannot be told.
+        CheckpointCorruptError: A state is larger than the parameter at its place.
+    """
+    count = sum(len(group) for group in wanted)
+    if len(wanted) == 1 and count == len(params):
+        for (name, shape), other in zip(params, wanted[0], strict=True):
+            # Factored state is smaller than its parameter, never larger.
+            if other is not None and prod(other) > prod(shape):
+                raise CheckpointCorruptError(
+                    f"{file}: {name} is {list(shape)}, but the optimizer's state at its place is "
+                    f"{list(other)}",
+                    file=file,
+                    fqn=name,
+                )
+        return {0: [name for name, _ in params]}
+    return _by_shape(wanted, params, file)
+
+
+def _by_shape(
+    wanted: Sequence[Sequence[Shape | None]], params: Sequence[tuple[str, Shape]], file: str
+) -> dict[int, list[str]]:
+    names: dict[Shape | None, list[str]] = defaultdict(list)
+    for name, shape in params:
+        names[shape].append(name)
+    places: dict[Shape | None, list[int]] = defaultdict(list)
+    for index, group in enumerate(wanted):
+        for other in group:
+            places[other].append(index)
+    if None in places:
+        raise unclear(file, "some have no state that would tell their shape")
+    for kind, groups in places.items():
+        if len(set(groups)) > 1:
+            raise unclear(file, f"parameters of shape {kind} are in several groups")
+        if len(groups) != len(names[kind]):
+            raise unclear(
+                file,
+                f"the model has {len(names[kind])} of shape {kind}, the optimizer {len(groups)}",
+            )
+    left = {shape: iter(names[shape]) for shape in places}
+    return {index: [next(left[other]) for other in group] for index, group in enumerate(wanted)}
+
+
+def unclear(file: str, why: str) -> PatternError:
+    """Return the error that parameters and state cannot be matched."""
+    return PatternError(
+        f"{file}: the optimizer keeps no names, and which state belongs to which parameter cannot "
+        f"be told: {why}; save with an optimizer that is distributed (ZeRO stage 1)",
+        file=file,
+    )
