@@ -14,9 +14,9 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
-from ucp_core._casting import cast
+from ucp_core._casting import FLOATS, cast
 from ucp_core.boxes import Box, flat_range
 from ucp_core.converters._mcore_names import BucketKey, stack_of
 from ucp_core.errors import UnsupportedVersionError
@@ -81,6 +81,7 @@ def decoded(
     """
     named = {key: TensorKey(key, "weight") for key in models}
     model = {key.fqn: entry for key, entry in container.entries(named)[0].items()}
+    _check_kinds(container, buckets, model)
     flat, extents = container.entries({key: TensorKey(key, "flat") for key in buckets.values()})
     buffers = {bucket: _Buffer(flat[TensorKey(key, "flat")]) for bucket, key in buckets.items()}
     params = _by_group(container, buffers, model)
@@ -97,6 +98,18 @@ def decoded(
             TensorEntry(key=name, dtype=dtype, shape=whole.shape, fragments=tuple(sorted(found)))
         )
     return entries, extents
+
+
+def _check_kinds(
+    container: Container, buckets: Mapping[BucketKey, str], model: Mapping[str, TensorEntry]
+) -> None:
+    for bucket, key in buckets.items():
+        item = container.tensors[key]
+        if len(item.shape) != 1 or (bucket.slot == "weight" and item.dtype not in FLOATS):
+            raise _refused(container, key, f"{item.dtype}{list(item.shape)} is no flat buffer")
+    for key, entry in model.items():
+        if entry.dtype not in FLOATS or any(f.strides is not None for f in entry.fragments):
+            raise _refused(container, key, f"weights in {entry.dtype} cannot be compared")
 
 
 class _Buffer:
@@ -142,7 +155,7 @@ def _by_group(
     for key, layer, fragment in _in_order(model):
         rank = _rank(container, fragment.file)
         if rank not in groups:
-            _refuse(container, key, f"rank {rank} has written no buffer")
+            raise _refused(container, key, f"rank {rank} has written no buffer")
         places = owned.setdefault((key, layer), {})
         places.setdefault(groups[rank], []).append(_Piece(key, model[key].dtype, fragment))
     stages = _stages(set(groups.values()), [set(places) for places in owned.values()])
@@ -158,7 +171,9 @@ def _by_group(
                 replica = group != owner
                 params[group].append(_Param(key, tuple(pieces), is_replica=replica))
         else:
-            _refuse(container, key, f"{len(places)} of {len(stage)} ranks of its stage hold it")
+            raise _refused(
+                container, key, f"{len(places)} of {len(stage)} ranks of its stage hold it"
+            )
     return params
 
 
@@ -204,7 +219,7 @@ def _stages(groups: set[str], together: Sequence[set[str]]) -> dict[str, set[str
 def _rank(container: Container, file: str) -> int:
     match = _FILE_RANK.fullmatch(file)
     if match is None:
-        _refuse(container, file, "the name of the file names no rank")
+        raise _refused(container, file, "the name of the file names no rank")
     return int(match[1])
 
 
@@ -217,13 +232,13 @@ def _laid_out(
     """Return where each parameter of a rank is: in reverse order, checked by length and values."""
     masters = sorted(bucket for bucket in buffers if bucket.slot == "weight")
     if not masters:
-        _refuse(container, group, "there are no fp32 weights in the buffers")
+        raise _refused(container, group, "there are no fp32 weights in the buffers")
     expected = list(reversed(params))
     for choose in (_expected, _only):
         placed, left = _tried(container, buffers, masters, expected, choose)
         if placed is not None:
             return placed
-    _refuse(
+    raise _refused(
         container,
         left[0].key if left else group,
         f"{len(left)} parameters are not to be found in the buffers of {group} by their weights",
@@ -354,8 +369,8 @@ def _boxes(
         at += size
 
 
-def _refuse(container: Container, what: str, why: str) -> NoReturn:
-    raise UnsupportedVersionError(
+def _refused(container: Container, what: str, why: str) -> UnsupportedVersionError:
+    return UnsupportedVersionError(
         f"{container.where}: {what}: {why}, so the flat buffers of the distributed optimizer "
         "(dp_reshardable) cannot be told apart: load it with Megatron and save it with "
         "--dist-ckpt-optim-fully-reshardable",
