@@ -14,7 +14,7 @@ from orchestrator.shell.faults import kill_node_of, member, signal_rank, wait_fo
 from orchestrator.shell.launch import Launched
 from tests.support.history import read_history
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(420)
 
 #: Generous: the machine of a test run is shared. Tight bounds are the benchmark's business.
 ACT_S_MAX = 90.0
