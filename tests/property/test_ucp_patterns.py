@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.shards import (
+    Array,
     Spread,
     assembled,
+    garbage,
     random_array,
     random_average,
     random_spread,
@@ -23,7 +25,7 @@ from tests.support.shards import (
 from ucp_core._affine import piece_boxes
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint
-from ucp_core.errors import UncoveredRegionError
+from ucp_core.errors import RulesError, UncoveredRegionError
 from ucp_core.layout import ParallelLayout
 from ucp_core.manifest import Kind, Manifest
 from ucp_core.operators import extract, load, strip_padding, target_pieces, union
@@ -32,13 +34,14 @@ from ucp_core.patterns import (
     Average,
     Cut,
     Grid,
+    Pattern,
     Replicated,
     Unique,
     place,
     split,
 )
 from ucp_core.plan import Part
-from ucp_core.rules import Rule, Rules
+from ucp_core.rules import Rule, Rules, load_renames, load_rules
 from ucp_core.statemap import Fragment, StateMap, TensorEntry, TensorKey, prove_entry
 from ucp_core.storage import MemoryStore
 from ucp_core.targets import Sharding
@@ -277,3 +280,82 @@ def test_padding_stripped_later_is_padding_left_out(seed: int, ranks: int) -> No
     prove_entry(entry)
     found = assembled(entry.shape, list(entry.fragments), files)
     assert np.array_equal(found, padded[tuple(map(slice, true))])
+
+
+def _chunks(whole: Array, ranks: int, dim: int) -> list[Array]:
+    """Return what ``torch.chunk`` would give every rank, the empty ones too."""
+    width = -(-whole.shape[dim] // ranks)
+    marks = [min(whole.shape[dim], width * rank) for rank in range(1, ranks)]
+    return [np.ascontiguousarray(chunk) for chunk in np.split(whole, marks, dim)]
+
+
+@given(seed=SEEDS, ranks=RANKS, tp=st.integers(1, 3), dp=st.integers(1, 3))
+def test_any_source_loads_as_any_target(seed: int, ranks: int, tp: int, dp: int) -> None:
+    """From one cut to another and to FSDP's rows of it, without the tensor in between."""
+    rng = random.Random(seed)
+    spread = random_spread(rng, ranks)
+    fragments, files = _plain_files(spread)
+    entry = union(KEY, "I32", place(spread.pattern, spread.shapes), fragments)
+    source = _checkpoint([entry], files)
+    shape = spread.whole.shape
+    targets: list[Pattern] = [Replicated(), *(Cut(dim) for dim in range(len(shape)))]
+    target = rng.choice(targets)
+    rules = Rules((Rule(".*", target),))
+    layout = ParallelLayout(tp=tp, dp_shard=dp)
+
+    for rank in range(layout.world_size):
+        place_of = layout.coordinates(rank)
+        local = spread.whole
+        if isinstance(target, Cut):
+            local = _chunks(local, tp, target.dim)[place_of["tp"]]
+        if shape:
+            local = _chunks(local, dp, 0)[place_of["dp_shard"]]
+        found = garbage(local.size).reshape(local.shape)
+        pieces = target_pieces({KEY: ("I32", shape)}, rules, layout, rank)
+        loaded = load(source, [piece.part for piece in pieces])
+        for piece, tensor in zip(pieces, loaded, strict=True):
+            held = np.frombuffer(tensor.data, np.int32).reshape(piece.local.shape)
+            found[tuple(map(slice, *piece.local))] = held
+        assert np.array_equal(found, local)
+
+
+@given(seed=SEEDS, ranks=RANKS)
+def test_an_average_loads_as_the_mean(seed: int, ranks: int) -> None:
+    """Whole numbers have exact means here, so the result has to be equal bit for bit."""
+    whole, copies = random_average(random.Random(seed), ranks)
+    placement = place(Average(), [copy.shape for copy in copies])
+    files = {str(rank): copy.astype(np.float64).tobytes() for rank, copy in enumerate(copies)}
+    fragments = [
+        fragment
+        for rank in range(ranks)
+        for fragment in extract(KEY, "F64", placement, rank, file=str(rank), offset_bytes=0)
+    ]
+
+    entry = union(KEY, "F64", placement, fragments)
+    [loaded] = load(
+        _checkpoint([entry], files), [Part(KEY, "F64", whole.shape, Box.full(whole.shape))]
+    )
+
+    assert bytes(loaded.data) == whole.astype(np.float64).tobytes()
+
+
+RULE_WORDS = (
+    *("rules:", "- ", "match: ", "pattern: ", "{", "}", "[", "]", ", ", "\n", "\n  ", "cut: "),
+    *("dim: ", "parts: ", "grid: ", "replicated", "unique", "average", "'a'", "0", "-1", "2.5"),
+    *("affine: ", "ranks: ", "logical_shape: ", "extends: ", "llama", "stages: ", "layer: "),
+    *("&x ", "*x", "!!int ", "'(\\d+)'", "'('", "ties: ", "first_wins: ", "true", "? ", "\t"),
+    *("ratio: ", "part_widths: ", "widths: ", "unpadded: ", "check: ", "slot: ", "---", "# "),
+)
+
+
+@given(text=st.lists(st.sampled_from(RULE_WORDS), max_size=30).map("".join) | st.text())
+def test_no_text_of_rules_breaks_the_reader(text: str) -> None:
+    """Whatever is written, it is rules or an error that says where."""
+    for read in (load_rules, load_renames):
+        caught: list[RulesError] = []
+        try:
+            read(text, "fuzz")
+        except RulesError as error:
+            caught.append(error)
+        assert all(error.facts["line"] >= 1 for error in caught)
+        assert all(str(error).startswith("fuzz:") for error in caught)
