@@ -10,11 +10,11 @@ from ucp_core import _convert_pool as pool
 from ucp_core._convert_work import Item, Worker
 from ucp_core._gather import Holders, is_plain
 from ucp_core.convert import MEMORY_BYTES_MIN, Conversion, default_processes
-from ucp_core.errors import StorageError
+from ucp_core.errors import StorageError, UcpError
 from ucp_core.plan import plan
 from ucp_core.rules import Rules, builtin_rules, family_of
 from ucp_core.statemap import DTYPE_BYTES
-from ucp_core.storage import LocalStore, MemoryStore
+from ucp_core.storage import LocalStore, MemoryStore, open_store
 from ucp_core.storage.base import temporary_name
 from ucp_core.targets import shapes_of, target_map
 
@@ -190,11 +190,14 @@ class _TryFile:
         self._path = None
         self._writer = None
         if directory is not None:
-            folder = Path(directory).absolute()
+            store, path = open_store(directory)
+            if not isinstance(store, LocalStore):
+                raise UcpError(f"{directory} is not local: only a local directory can be tried")
+            folder = Path(path)
             while not folder.is_dir():
                 folder = folder.parent
             self._path = folder / temporary_name("try")
-            LocalStore().write_atomic(str(self._path), b"", fsync=False)
+            store.write_atomic(str(self._path), b"", fsync=False)
             self._writer = pool.Writer([str(self._path)])
 
     def __enter__(self) -> Self:

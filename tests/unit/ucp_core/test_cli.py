@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import pytest
 import safetensors.numpy
 
@@ -15,7 +16,7 @@ from tests.support.checkpoints import save, small_state
 from ucp_core.cli import main
 from ucp_core.storage import LocalStore
 
-COMMANDS = ("inspect", "convert", "verify")
+COMMANDS = ("inspect", "convert", "plan", "verify")
 
 
 class Done(NamedTuple):
@@ -84,6 +85,69 @@ def test_convert_makes_files_that_others_read_and_verify_agrees(
     assert set(weights) == {key.fqn for key in small_state()}
     verified = json.loads(ucp("verify", str(out), "--json").stdout)
     assert verified["ok"] is True
+
+
+def test_convert_says_what_it_did(ucp: Ucp, checkpoint: Path, tmp_path: Path) -> None:
+    """Bytes read and written are what a slow storage is paid for."""
+    found = json.loads(ucp("convert", str(checkpoint), str(tmp_path / "a"), "--json").stdout)
+    shown = ucp("convert", str(checkpoint), str(tmp_path / "b"), "--memory", "4GB", "--fsync")
+
+    size = sum(len(whole.data) for whole in small_state().values())
+    assert (found["bytes"], found["read_bytes"], found["resumed_bytes"]) == (size, size, 0)
+    assert size < found["written_bytes"]
+    assert "8 tensors, " in shown.stdout
+
+
+def test_convert_in_too_little_memory_says_how_much_it_needs(
+    ucp: Ucp, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The interpreter alone has more than some people would give."""
+    done = ucp("convert", str(checkpoint), str(tmp_path / "out"), "--memory", "9MiB")
+
+    assert done.returncode == 1
+    assert "give at least" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_plan_tells_what_would_be_moved_and_leaves_nothing(
+    ucp: Ucp, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Before a night's conversion; for the run that would load it too."""
+    out = tmp_path / "new" / "out"
+    command = ("plan", str(checkpoint), "--destination", str(out), "--layout", "dp_shard=2")
+    before = sorted(tmp_path.rglob("*"))
+    found = json.loads(ucp(*command, "--json").stdout)
+    shown = ucp(*command).stdout
+
+    size = sum(len(whole.data) for whole in small_state().values())
+    assert (found["size_bytes"], found["read_bytes"], found["tensors"]) == (size, size, 8)
+    assert size < found["written_bytes"] < 2 * size + 2000
+    assert found["convert_s"] > 0
+    # Two scalars and whole blocks: each rank reads at least half.
+    assert size / 2 <= found["load_bytes_max"] <= size
+    assert "by the rank that reads most" in shown
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("layout", ["dp_shard", "dp=2", "tp=0", "tp=x"])
+def test_a_layout_that_is_none_is_named(ucp: Ucp, checkpoint: Path, layout: str) -> None:
+    """With the axes that there are."""
+    done = ucp("plan", str(checkpoint), "--layout", layout)
+
+    assert done.returncode == 2
+    assert "dp_shard" in done.stderr
+
+
+def test_inspect_and_verify_take_a_foreign_checkpoint(ucp: Ucp, tmp_path: Path) -> None:
+    """Its format is recognised; what has no checksum is counted."""
+    weights = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    safetensors.numpy.save_file(weights, tmp_path / "model.safetensors")
+
+    found = json.loads(ucp("inspect", str(tmp_path), "--json").stdout)
+    verified = json.loads(ucp("verify", str(tmp_path), "--json").stdout)
+
+    assert (found["format"], found["bytes"]) == ("foreign", 24)
+    assert verified == {"ok": True, "bytes": 0, "unchecked_bytes": 24, "problems": []}
 
 
 def test_verify_names_a_flipped_byte_and_fails(ucp: Ucp, checkpoint: Path) -> None:
