@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import save, small_state
-from ucp_core.checkpoint import collect_garbage
+from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
+from ucp_core.checkpoint import collect_garbage, load, open_checkpoint
+from ucp_core.errors import CheckpointNotFoundError
 from ucp_core.storage import LocalStore, join
 
 _LINEAGE = [(1, 0)]
@@ -72,3 +73,37 @@ def test_a_killed_reader_holds_nothing(root: str) -> None:
         "step-00000002",
         "step-00000001",
     ]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_readers_and_a_collector_never_meet_in_a_checkpoint(tmp_path: Path) -> None:
+    """Saving, collecting and loading at once: what is loaded is right, or it is told to be gone."""
+    root, store = str(tmp_path), LocalStore()
+    save(store, small_state(1), step=1, root=root)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            for step in range(2, 60):
+                save(store, small_state(step), step=step, root=root)
+                collect_garbage(store, root, keep=1, lineage=_LINEAGE)
+            code = 0
+        finally:
+            os._exit(code)
+    num_loaded = 0
+    ended, status = 0, 0
+    while not ended:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        for name in reversed(store.list(root)):
+            state = small_state(int(name.removeprefix("step-")))
+            need = whole_need(state)
+            try:
+                load(open_checkpoint(store, join(root, name)), need)
+            except CheckpointNotFoundError:
+                continue
+            assert_loaded(state, need)
+            num_loaded += 1
+
+    assert status == 0
+    assert num_loaded > 10
+    assert store.list(root) == ("step-00000059",)

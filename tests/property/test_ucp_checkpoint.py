@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import (
     ROOT,
     State,
-    StoppedError,
-    StoppingStore,
     assert_loaded,
     empty_tensors,
     random_sharding,
@@ -29,8 +27,6 @@ from ucp_core import _convert_files, _convert_work, _save, checksums, convert
 from ucp_core.checkpoint import (
     Checkpoint,
     LocalTensor,
-    collect_garbage,
-    find_committed,
     load,
     materialise,
     open_checkpoint,
@@ -184,37 +180,6 @@ def test_no_flipped_byte_is_ever_loaded(seed: int, data: st.DataObject) -> None:
         assert not name.startswith("a0001-r") or name.endswith(".bin")
     else:
         assert_loaded(state, need)
-
-
-@pytest.mark.parametrize("dies_after", [False, True], ids=["before", "after"])
-def test_a_crash_at_any_storage_operation_leaves_the_previous_version(dies_after: bool) -> None:  # noqa: FBT001
-    """Save 5, save 6, collect: die at every operation; what is found is whole and the newest."""
-    old, new = small_state(1), small_state(2)
-    for operations in range(100):
-        store = StoppingStore(10**6)
-        save(store, old, step=5)
-        store.left, store.dies_after = operations, dies_after
-        try:
-            save(store, new, step=6)
-            collect_garbage(store, ROOT, keep=1, lineage=[(1, 0)])
-            finished = True
-        except StoppedError:
-            finished = False
-        store.left = 10**6
-
-        found = find_committed(store, ROOT, lineage=[(1, 0)])
-
-        assert found is not None
-        state = {5: old, 6: new}[found.step]
-        need = whole_need(state)
-        load(found.checkpoint, need)
-        assert_loaded(state, need)
-        assert found.step == 6 or operations <= 4
-        if finished:
-            assert store.list(ROOT) == ("step-00000006",)
-            assert operations >= 7
-            return
-    pytest.fail("the script has more operations than were tried")
 
 
 @settings(deadline=None)

@@ -1,9 +1,9 @@
-"""Builders of states, shardings and checkpoints, and a store that stops."""
+"""Builders of states, shardings and checkpoints."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -14,8 +14,7 @@ import numpy as np
 from ucp_core.boxes import Box, flat_range
 from ucp_core.checkpoint import LocalTensor, SaveResult, checkpoint_name, save_rank
 from ucp_core.statemap import DTYPE_BYTES, TensorKey
-from ucp_core.storage import MemoryStore, Store, join
-from ucp_core.storage.base import Buffer
+from ucp_core.storage import Store, join
 
 #: Boxes of each rank, by tensor.
 Sharding: TypeAlias = list[dict[TensorKey, list[Box]]]
@@ -162,37 +161,3 @@ def save(
 def whole_need(state: State) -> list[LocalTensor]:
     """Return memory for every tensor in whole."""
     return empty_tensors(state, {key: [Box.full(t.shape)] for key, t in state.items()})
-
-
-class StoppedError(Exception):
-    """The process died here."""
-
-
-class StoppingStore(MemoryStore):
-    """Does ``operations`` changes, then dies at every further one, before or after doing it."""
-
-    def __init__(self, operations: int, *, dies_after: bool = False) -> None:
-        super().__init__()
-        self.left = operations
-        self.dies_after = dies_after
-
-    def _change(self, act: Callable[[], object]) -> None:
-        self.left -= 1
-        if self.left < 0:
-            if self.dies_after and self.left == -1:
-                act()
-            raise StoppedError
-
-    def write_atomic(
-        self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
-    ) -> bool:
-        """Write, or die."""
-        write = super().write_atomic
-        self._change(lambda: write(path, data, fsync=fsync, exclusive=exclusive))
-        return write(path, data, fsync=fsync, exclusive=exclusive)
-
-    def delete(self, path: str) -> None:
-        """Delete, or die."""
-        delete = super().delete
-        self._change(lambda: delete(path))
-        delete(path)

@@ -15,8 +15,6 @@ import safetensors.numpy
 from tests.support.checkpoints import (
     ROOT,
     State,
-    StoppedError,
-    StoppingStore,
     assert_loaded,
     random_state,
     save,
@@ -119,26 +117,6 @@ def test_extra_values_keep_their_names_whatever_they_are() -> None:
     made = open_checkpoint(store, "out")
     assert made.extra == extra
     assert verify(made) == []
-
-
-def test_a_crash_at_any_operation_leaves_no_universal_checkpoint() -> None:
-    """Its manifest comes last, but for clearing up; a second try goes on from what is left."""
-    source = _native()
-    for operations in range(100):
-        store = StoppingStore(operations)
-        try:
-            materialise(source, store, "out", memory_bytes=8 << 20)
-        except StoppedError:
-            store.left = 100
-            if store.exists("out/manifest.json"):
-                assert verify(open_checkpoint(store, "out")) == []
-                continue
-            materialise(source, store, "out", memory_bytes=8 << 20)
-            assert verify(open_checkpoint(store, "out")) == []
-        else:
-            assert operations >= 5
-            return
-    pytest.fail("more operations than were tried")
 
 
 def test_a_committed_checkpoint_is_not_written_over() -> None:
