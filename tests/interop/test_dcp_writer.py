@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from tests.support.checkpoints import ROOT, State, Whole, random_state, save, small_state
 from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
-from ucp_core.converters import dcp_writer
+from ucp_core.converters import dcp_writer, open_source
 from ucp_core.errors import UcpError
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore, MemoryStore
@@ -179,6 +179,7 @@ def test_extra_values_lie_where_dcp_would_put_them(tmp_path: Path) -> None:
     found = _everything(_written(_checkpoint(small_state(), extra=extra), tmp_path / "out"))
 
     assert {name: found[name] for name in extra} == extra
+    assert open_source(LocalStore(), str(tmp_path / "out")).extra == extra
     target: dict[str, Any] = {"train": {"step": 0}, "seed": 0}
     dcp.load(target, checkpoint_id=str(tmp_path / "out"), no_dist=True)
     assert target == {"train": {"step": 4}, "seed": 3}

@@ -257,11 +257,12 @@ def _add_others(state: State, container: Container, names: Names, small: Iterabl
             continue
         same = all(value == values[0] for value in values)
         _put(state, container, key, values[0] if same else {"by_rank": values})
+    state.extra = {str(name): _with_lists(value) for name, value in state.extra.items()}
 
 
 def _put(state: State, container: Container, key: str, value: Any) -> None:
     """Put a value into ``extra`` where it was in the nested state."""
-    path = [str(part) for part in container.paths.get(key, (key,))]
+    path = list(container.paths.get(key, (key,)))
     target: Any = state.extra
     for part in path[:-1]:
         target = target.setdefault(part, {}) if isinstance(target, dict) else None
@@ -273,6 +274,16 @@ def _put(state: State, container: Container, key: str, value: Any) -> None:
         state.items[key] = Item("reseed", note)
     else:
         state.items[key] = Item("replicate", "kept in extra")
+
+
+def _with_lists(value: Any) -> Any:
+    """Return a nested value whose lists came item by item, under numbers, as lists again."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _with_lists(item) for key, item in value.items()}
+    if inner and all(type(key) is int for key in inner) and max(inner) + 1 == len(inner):
+        return [inner[number] for number in range(len(inner))]
+    return {str(key): item for key, item in inner.items()}
 
 
 def _add_roles(state: State, names: Names) -> None:
