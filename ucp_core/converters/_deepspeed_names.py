@@ -34,6 +34,9 @@ _ANY = (_MODEL, _MODEL_ZERO3, _OPTIM, _LAYER, _EXPERT, _EXPERT_OPTIM)
 
 _TAG = re.compile(r"[^/\\\x00-\x1f]+")
 _LATEST_BYTES_MAX = 4096
+_SUFFIXES = (".pt", ".py", ".txt", ".json", ".bin", ".safetensors", ".distcp", ".metadata", ".md")
+#: A folder with more in it is no folder of a few tags, and each look into one is a request.
+_FOLDERS_MAX = 64
 
 
 @dataclass(slots=True)
@@ -179,7 +182,7 @@ def _checked_tag(tag: str, where: str) -> str:
 
 def _folders(names: Iterable[str]) -> list[str]:
     """Return what can be a folder of a checkpoint: listings do not tell files from folders."""
-    return [name for name in names if not name.endswith((".pt", ".py", ".txt", ".json", ".bin"))]
+    return [name for name in names if not name.endswith(_SUFFIXES)][:_FOLDERS_MAX]
 
 
 def _is_native(names: Iterable[str]) -> bool:

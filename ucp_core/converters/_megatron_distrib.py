@@ -1,0 +1,135 @@
+"""Finds the parameters in the flat buffers of Megatron's distributed optimizer.
+
+``distrib_optim.pt`` holds buffers without names or offsets. Megatron fills them with the
+parameters in reverse order, each at the next multiple of 64 in its bucket, and leaves out what is
+behind the last parameter of a bucket; where buckets end is saved nowhere. But a master, rounded to
+the model's dtype, is the model's weight: a few elements of each prove where it is.
+Sources: ``distrib_optimizer.py`` (``get_parameter_state_dp_zero``) and
+``param_and_grad_buffer.py`` of megatron-core 0.5 to 0.16.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ucp_core.converters.torchfile import TensorRef
+from ucp_core.errors import CheckpointCorruptError, PatternError
+from ucp_core.statemap import DTYPE_BYTES
+from ucp_core.storage.base import join
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucp_core.storage.base import Store
+
+#: Parameters begin at multiples of it, counted from their bucket.
+_ALIGNMENT = 64
+_SAMPLE = 32
+_FLAT = "param"
+_NUMBERS = ("numel_unpadded",)
+
+
+def buffers(tree: Any, where: str) -> list[tuple[str, Mapping[str, TensorRef]]]:
+    """Return every flat buffer: the dtype of its parameters, and its tensors by slot.
+
+    Raises:
+        PatternError: It is of another form.
+        CheckpointCorruptError: It is of no form of Megatron's.
+    """
+    states = tree if isinstance(tree, list) else [tree]
+    if len(states) != 1 or not isinstance(states[0], dict):
+        raise PatternError(
+            f"{where} is of {len(states)} chained optimizers, whose buffers cannot be told apart; "
+            "save in torch_dist format",
+            file=where,
+        )
+    if not states[0].get("buckets_coalesced"):
+        raise PatternError(
+            f"{where} is of megatron-core before 0.5; load it there and save again", file=where
+        )
+    found: list[tuple[str, Mapping[str, TensorRef]]] = []
+    for index in sorted(key for key in states[0] if isinstance(key, int)):
+        for dtypes, slots in states[0][index].items():
+            first = dtypes[0] if isinstance(dtypes, tuple) else dtypes
+            refs = {k: v for k, v in slots.items() if k not in _NUMBERS}
+            flat = refs.get(_FLAT)
+            if not isinstance(flat, TensorRef) or any(
+                not isinstance(ref, TensorRef) or ref.shape != flat.shape for ref in refs.values()
+            ):
+                raise CheckpointCorruptError(
+                    f"{where}: buffer {index} does not hold flat tensors of one size", file=where
+                )
+            found.append((str(getattr(first, "name", first)).removeprefix("torch."), refs))
+    return found
+
+
+def find(
+    store: Store, directory: str, flat: TensorRef, params: Sequence[tuple[str, TensorRef]]
+) -> dict[str, int]:
+    """Return where each parameter begins in a buffer.
+
+    Args:
+        store: Where.
+        directory: Of the checkpoint.
+        flat: The masters.
+        params: Names and the model's weights, in the model's order.
+
+    Raises:
+        PatternError: The masters are not the model's weights where they should be.
+    """
+    found: dict[str, int] = {}
+    bucket = end = 0
+    for name, ref in reversed(params):
+        aligned = bucket + -(-(end - bucket) // _ALIGNMENT) * _ALIGNMENT
+        for start in (aligned, end):
+            if _is_there(store, directory, flat, start, ref):
+                break
+        else:
+            raise PatternError(
+                f"{flat.file}: the masters of {name} are not the model's weights in {ref.file}, "
+                f"neither at {aligned} nor at {end}: the files are of two saves, or the buffer is "
+                "of another form; save in torch_dist format",
+                file=flat.file,
+                fqn=name,
+            )
+        bucket = bucket if start == aligned else start
+        found[name] = start
+        end = start + ref.num_elements
+    if end != flat.num_elements:
+        raise PatternError(
+            f"{flat.file}: the parameters end at {end}, the buffer at {flat.num_elements}; save "
+            "in torch_dist format",
+            file=flat.file,
+        )
+    return found
+
+
+def _is_there(store: Store, directory: str, flat: TensorRef, start: int, ref: TensorRef) -> bool:
+    count = ref.num_elements
+    if start + count > flat.num_elements:
+        return False
+    size = min(count, _SAMPLE)
+    for first in {0, count - size}:
+        masters = _read(store, directory, flat, start + first, size)
+        weights = _read(store, directory, ref, first, size)
+        if _rounded(np.frombuffer(masters, np.float32), ref.dtype) != weights:
+            return False
+    return True
+
+
+def _read(store: Store, directory: str, ref: TensorRef, first: int, count: int) -> bytes:
+    itemsize = DTYPE_BYTES[ref.dtype]
+    offset = ref.offset_bytes + first * itemsize
+    return store.read_range(join(directory, ref.file), offset, count * itemsize)
+
+
+def _rounded(values: np.ndarray[Any, np.dtype[np.float32]], dtype: str) -> bytes:
+    """Return the values in the model's dtype, rounded to the nearest as torch does."""
+    if dtype == "F16":
+        return values.astype(np.float16).tobytes()
+    if dtype == "BF16":
+        bits = values.view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
+    return values.tobytes()

@@ -1,0 +1,340 @@
+"""The model and the optimizer in Megatron's files of one model-parallel rank each."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ucp_core.converters import _megatron_distrib as distrib
+from ucp_core.converters._optimizer_order import assign, largest_shape
+from ucp_core.converters._shards import Layouts, Rank, Run, Shards
+from ucp_core.converters._values import Scalars, json_value
+from ucp_core.converters.torchfile import TensorRef
+from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
+from ucp_core.manifest import Item
+from ucp_core.patterns import Pattern, Replicated, Unique
+from ucp_core.rules import Rules, builtin_rules
+from ucp_core.statemap import DTYPE_BYTES, TensorKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucp_core.converters._deepspeed_extras import Groups
+    from ucp_core.converters._deepspeed_topology import Files
+
+WEIGHT = "weight"
+_LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
+_CHUNK = re.compile(r"model(\d*)")
+#: Where the last stage keeps its copy of the embedding.
+_HEADS = {
+    "word_embeddings_for_head.weight": "language_model.embedding.word_embeddings.weight",
+    "language_model.word_embeddings_for_head.weight": (
+        "language_model.embedding.word_embeddings.weight"
+    ),
+    "output_layer.weight": "embedding.word_embeddings.weight",
+}
+#: Since then the rows of a fused projection are grouped by head.
+_GROUPED_VERSION = 2.0
+_MASTERS = "fp32_from_fp16_params"
+
+
+class Piece(NamedTuple):
+    """The files of one model-parallel rank; ``distributed`` is None where the model's has all."""
+
+    rank: Rank
+    file: str
+    tree: Mapping[str, Any]
+    distributed: str | None
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Consecutive layers of one rank: its part of the model, or one of several.
+
+    Attributes:
+        rank: Whose.
+        number: Of the chunk; above 0 in interleaved pipelines.
+        params: Name in the whole model, and where it is.
+    """
+
+    rank: Rank
+    number: int
+    params: list[tuple[str, TensorRef]]
+
+
+@dataclass(slots=True)
+class Model:
+    """The whole model.
+
+    Attributes:
+        arguments: Megatron's ``args``.
+        chunks: Of all ranks.
+        ties: Owner by alias.
+        frozen: Names that no optimizer has.
+        items: What was left out.
+    """
+
+    arguments: Mapping[str, Any]
+    chunks: list[Chunk] = field(default_factory=list)
+    ties: dict[str, str] = field(default_factory=dict)
+    frozen: set[str] = field(default_factory=set)
+    items: dict[str, Item] = field(default_factory=dict)
+
+    def number_layers(self) -> None:
+        """Give layers their numbers in the whole model: every chunk counts from 0 on."""
+        counts: dict[tuple[int, int], int] = {}
+        for chunk in self.chunks:
+            numbers = [int(m[2]) for name, _ in chunk.params if (m := _LAYER.fullmatch(name))]
+            counts[chunk.number, chunk.rank.stage] = max(numbers, default=-1) + 1
+        first: dict[tuple[int, int], int] = {}
+        total = 0
+        for place in sorted(counts):
+            first[place] = total
+            total += counts[place]
+        num_layers = self.arguments.get("num_layers")
+        if isinstance(num_layers, int) and num_layers != total:
+            raise CheckpointCorruptError(
+                f"the files hold {total} layers, args says {num_layers}: stages are missing, or "
+                "the files are of two models"
+            )
+        stages = 1 + max(chunk.rank.stage for chunk in self.chunks)
+        for chunk in self.chunks:
+            offset = first[chunk.number, chunk.rank.stage]
+            chunk.params = [
+                (self._owner(_shifted(name, offset), chunk.rank, stages), ref)
+                for name, ref in chunk.params
+            ]
+
+    def _owner(self, name: str, rank: Rank, stages: int) -> str:
+        """Return the embedding's name for the copy that the last of several stages has."""
+        owner = _HEADS.get(name)
+        untied = self.arguments.get("untie_embeddings_and_output_weights")
+        if owner is None or stages == 1 or rank.stage == 0 or untied:
+            return name
+        self.ties[name] = owner
+        return owner
+
+    def add(self, shards: Shards) -> None:
+        """Add all weights in the model's dtype."""
+        for chunk in self.chunks:
+            for name, ref in chunk.params:
+                shards.add_ref(TensorKey(name, WEIGHT), chunk.rank, ref)
+
+    def params(self, rank: Rank) -> list[tuple[str, TensorRef]]:
+        """Return the parameters of a rank in its order."""
+        return [param for chunk in self.chunks if chunk.rank == rank for param in chunk.params]
+
+
+def _shifted(name: str, offset: int) -> str:
+    match = _LAYER.fullmatch(name)
+    return name if match is None else f"{match[1]}{offset + int(match[2])}{match[3]}"
+
+
+def model_of(piece: Piece) -> list[Chunk]:
+    """Return the chunks of one rank's file.
+
+    Raises:
+        CheckpointCorruptError: It holds no model, or one without tensors.
+    """
+    keys = sorted(
+        (int(match[1] or 0), key) for key in piece.tree if (match := _CHUNK.fullmatch(str(key)))
+    )
+    chunks = [
+        Chunk(piece.rank, number, list(_flattened(piece.tree[key], ""))) for number, key in keys
+    ]
+    if not any(chunk.params for chunk in chunks):
+        raise CheckpointCorruptError(f"{piece.file} holds no tensors of a model", file=piece.file)
+    return chunks
+
+
+def _flattened(tree: Any, prefix: str) -> Iterator[tuple[str, TensorRef]]:
+    if isinstance(tree, TensorRef):
+        if not prefix.endswith("_extra_state"):
+            yield prefix, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _flattened(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def add_optimizer(
+    files: Files, piece: Piece, model: Model, shards: Shards, scalars: Scalars, groups: Groups
+) -> None:
+    """Add masters and slots of one rank.
+
+    Raises:
+        PatternError: Which state belongs to which parameter cannot be told.
+        UnsupportedVersionError: Several optimizers.
+    """
+    tree = piece.tree.get("optimizer")
+    if isinstance(tree, list) and len(tree) == 1:
+        tree = tree[0]
+    if tree is None:
+        return
+    if not isinstance(tree, dict):
+        raise UnsupportedVersionError(
+            f"{piece.file}: several chained optimizers are not supported in this format; save in "
+            "torch_dist format",
+            file=piece.file,
+        )
+    inner = tree.get("optimizer", tree)
+    hyper = inner.get("param_groups") if isinstance(inner, dict) else None
+    if not isinstance(hyper, list):
+        raise CheckpointCorruptError(f"{piece.file}: optimizer has no param_groups")
+    if piece.distributed is not None:
+        names = _add_distributed(files, piece, model, shards, scalars, hyper)
+    else:
+        names = _add_numbered(piece, model, shards, scalars, tree, inner)
+    values = [
+        json_value({k: v for k, v in g.items() if k != "params"}, files.store, files.directory)
+        for g in hyper
+    ]
+    groups.add(list(zip(values, names, strict=True)))
+    trained = {name for group in names for name in group}
+    if trained:
+        model.frozen |= {name for name, _ in model.params(piece.rank)} - trained
+
+
+def _add_numbered(
+    piece: Piece,
+    model: Model,
+    shards: Shards,
+    scalars: Scalars,
+    tree: Mapping[str, Any],
+    inner: Mapping[str, Any],
+) -> list[list[str]]:
+    """Add an optimizer that numbers its parameters; return the names of each group."""
+    hyper, state = inner["param_groups"], inner.get("state") or {}
+    masters = tree.get(_MASTERS) or tree.get("fp32_from_fp16")
+    wanted = (
+        [[ref.shape for ref in group] for group in masters]
+        if masters
+        else [[largest_shape(state.get(n, {})) for n in group["params"]] for group in hyper]
+    )
+    params = [(name, ref.shape) for name, ref in model.params(piece.rank)]
+    by_group = assign(wanted, params, piece.file)
+    names = [by_group.get(index, []) for index in range(len(hyper))]
+    for index, group in enumerate(hyper):
+        if len(names[index]) != len(group["params"]):
+            raise PatternError(
+                f"{piece.file}: group {index} has {len(group['params'])} parameters, of which "
+                f"{len(names[index])} have masters: some are kept in float32; save in torch_dist "
+                "format",
+                file=piece.file,
+            )
+        for place, (name, number) in enumerate(zip(names[index], group["params"], strict=True)):
+            if masters:
+                master = masters[index][place]
+                shards.replace_ref(TensorKey(name, WEIGHT), piece.rank, master)
+            for slot, value in {"step": group.get("step"), **state.get(number, {})}.items():
+                if isinstance(value, TensorRef) and value.shape and slot != "step":
+                    shards.add_ref(TensorKey(name, slot), piece.rank, value)
+                elif isinstance(value, TensorRef | int | float):
+                    scalars.add(TensorKey(name, slot), value)
+    return names
+
+
+def _add_distributed(
+    files: Files,
+    piece: Piece,
+    model: Model,
+    shards: Shards,
+    scalars: Scalars,
+    hyper: Sequence[Mapping[str, Any]],
+) -> list[list[str]]:
+    """Add the flat buffers of the distributed optimizer; return the names of each group."""
+    assert piece.distributed is not None, "the caller looked"
+    files.open([piece.distributed])
+    pending: list[tuple[str, list[tuple[str, TensorRef]]]] = []
+    for chunk in (c for c in model.chunks if c.rank == piece.rank):
+        kinds: dict[str, list[tuple[str, TensorRef]]] = defaultdict(list)
+        for name, ref in chunk.params:
+            kinds[ref.dtype].append((name, ref))
+        pending += kinds.items()
+    step = next((g["step"] for g in hyper if isinstance(g.get("step"), int | float)), None)
+    for kind, refs in distrib.buffers(files.trees[piece.distributed], piece.distributed):
+        dtype = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(kind, kind)
+        index = next((i for i, (d, _) in enumerate(pending) if d == dtype), None)
+        if index is None:
+            raise PatternError(
+                f"{piece.distributed} has a buffer of {kind}, the model no such parameters left",
+                file=piece.distributed,
+            )
+        params = dict(pending.pop(index)[1])
+        starts = distrib.find(files.store, files.directory, refs["param"], list(params.items()))
+        for name, start in starts.items():
+            shape, count = params[name].shape, params[name].num_elements
+            shards.drop(TensorKey(name, WEIGHT), piece.rank)
+            for slot, ref in refs.items():
+                key = TensorKey(name, WEIGHT if slot == "param" else slot)
+                offset = ref.offset_bytes + start * DTYPE_BYTES[ref.dtype]
+                run = Run(ref.file, offset, 0, count)
+                shards.add_run(key, piece.rank, ref.dtype, shape, run)
+            if step is not None:
+                scalars.add(TensorKey(name, "step"), step)
+    return _names_by_decay(model, piece, hyper)
+
+
+def _names_by_decay(
+    model: Model, piece: Piece, hyper: Sequence[Mapping[str, Any]]
+) -> list[list[str]]:
+    """Return the names of each group as Megatron makes them: biases and vectors do not decay."""
+    params = model.params(piece.rank)
+    if len(hyper) == 1:
+        return [[name for name, _ in params]]
+    decays = [group.get("wd_mult") for group in hyper]
+    if sorted(map(str, decays)) != ["0.0", "1.0"]:
+        note = "the distributed optimizer does not say which parameters are in which group"
+        model.items["param_groups"] = Item("drop", note)
+        return [[] for _ in hyper]
+    plain = [n for n, ref in params if n.endswith(".bias") or len(ref.shape) == 1]
+    rest = [n for n, _ in params if n not in set(plain)]
+    return [rest if decay else plain for decay in decays]
+
+
+@dataclass(slots=True)
+class _MegatronLayouts:
+    degree: int
+    rules: Rules
+
+    def pattern(
+        self, key: TensorKey, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[Pattern, int | None]:
+        """Return the pattern of a tensor by the rules of its name."""
+        if not any(shapes):
+            return (Unique() if self.degree == 1 else Replicated("first")), None
+        if self.degree == 1:
+            return Unique(), None
+        found = self.rules.match(key.fqn, key.slot)
+        if found is None:
+            raise PatternError(
+                f"{key.fqn}: no rule says how it is cut over {self.degree} tensor parallel ranks; "
+                "give one with --rules",
+                fqn=key.fqn,
+                unknown=f"{key.fqn} {list(shapes[0])}",
+            )
+        return found, None
+
+
+def pattern_rules(
+    arguments: Mapping[str, Any],
+    rules: Rules | None,
+    degree: int,
+    tree: Mapping[str, Any],
+) -> Layouts:
+    """Return what tells the patterns: the user's rules, then those of Megatron's names.
+
+    Raises:
+        UnsupportedVersionError: Too old: rows of fused projections have another order.
+    """
+    version = tree.get("checkpoint_version", 0)
+    if degree > 1 and rules is None and not (version and version >= _GROUPED_VERSION):
+        raise UnsupportedVersionError(
+            f"checkpoint_version {version} orders the rows of fused projections in another way; "
+            "give rules for query_key_value with --rules",
+            version=version,
+        )
+    gated = arguments.get("swiglu") or arguments.get("gated_linear_unit")
+    family = builtin_rules("megatron-gated" if gated else "megatron")
+    return _MegatronLayouts(degree, family if rules is None else rules.over(family))

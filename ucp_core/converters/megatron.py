@@ -1,0 +1,243 @@
+"""Reads Megatron-LM's checkpoints of before ``torch_dist``: a folder per model-parallel rank.
+
+``iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt`` has the model and, unless it is distributed,
+the optimizer; else ``distrib_optim.pt`` beside it has that. How tensors are cut is in Megatron's
+code, so it comes from the rules of its family unless the user gives others.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from ucp_core._open import Checkpoint
+from ucp_core.checksums import BLOCK_BYTES
+from ucp_core.converters._deepspeed_extras import Groups
+from ucp_core.converters._deepspeed_topology import Files
+from ucp_core.converters._megatron_model import (
+    Model,
+    Piece,
+    add_optimizer,
+    model_of,
+    pattern_rules,
+)
+from ucp_core.converters._shards import Rank, Shards
+from ucp_core.converters._values import Scalars, json_value
+from ucp_core.converters.torchfile import Opaque
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ForeignClassError,
+    UnsupportedVersionError,
+)
+from ucp_core.manifest import Item, Kind, Manifest
+from ucp_core.statemap import StateMap
+from ucp_core.storage.base import Store, join
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ucp_core.rules import Rules
+
+NAME = "megatron"
+
+_LATEST = "latest_checkpointed_iteration.txt"
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_MODEL_FILE = "model_optim_rng.pt"
+_DISTRIBUTED_FILE = "distrib_optim.pt"
+_MODEL_KEY = re.compile(r"model\d*")
+_LATEST_BYTES_MAX = 64
+
+
+def recognise(store: Store, directory: str) -> bool:
+    """Return whether ``directory`` is such a checkpoint, or holds the latest one."""
+    return _is_checkpoint(store, directory) or any(
+        _is_checkpoint(store, join(directory, name)) for name in _latest(store, directory)
+    )
+
+
+def read(
+    store: Store, directory: str, *, rules: Rules | None = None, tag: str | None = None
+) -> Checkpoint:
+    """Open a checkpoint; pickles are read, of tensors a few elements at most.
+
+    Args:
+        store: Where.
+        directory: The folder of an iteration, or the one that holds the latest.
+        rules: How tensors are cut; they count before those of Megatron's own names.
+        tag: Name of the iteration's folder, as ``iter_0001000``.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
+        PatternError: How a tensor is cut, or which state is whose, cannot be told.
+        UnsupportedVersionError: It has expert parallel ranks, or is too old.
+        ForeignClassError: A pickle holds a class that is not known.
+        StorageError: A file cannot be read.
+    """
+    path = _located(store, directory, tag)
+    files, pieces, arguments = _opened(store, path)
+    tp = 1 + max(piece.rank.tp for piece in pieces)
+    shards, scalars, groups = Shards(tp), Scalars(), Groups()
+    model = Model(arguments)
+    for piece in pieces:
+        model.chunks += model_of(piece)
+    model.number_layers()
+    model.add(shards)
+    for piece in pieces:
+        add_optimizer(files, piece, model, shards, scalars, groups)
+    layouts = pattern_rules(arguments, rules, tp, files.trees[pieces[0].file])
+    entries = {**shards.entries(layouts), **scalars.entries}
+    first = files.trees[pieces[0].file]
+    extra, items = _extras(files, first, len(pieces))
+    used = {f.file for entry in entries.values() for f in entry.fragments}
+    known = {key.fqn for key in entries}
+    manifest = Manifest(
+        kind=Kind.FOREIGN,
+        step=_iteration(first, pieces[0].file),
+        attempt=0,
+        state_map=StateMap(
+            entries=dict(sorted(entries.items())),
+            block_bytes=BLOCK_BYTES,
+            extents={name: e for name, e in files.extents.items() if name in used},
+        ),
+        files={},
+        param_groups=groups.result(),
+        extra=extra,
+        source={
+            "format": NAME,
+            "version": str(first.get("checkpoint_version", "")),
+            "tag": path.rsplit("/", 1)[-1],
+            "layout": {"tp": tp, "pp": 1 + max(piece.rank.stage for piece in pieces)},
+        },
+        world_size=len(pieces),
+        ties={a: o for a, o in sorted(model.ties.items()) if o in known and a not in known},
+        roles={fqn: "frozen" for fqn in sorted(model.frozen) if fqn in known},
+        items=dict(sorted({**items, **model.items}.items())),
+    )
+    return Checkpoint(store=scalars.overlay(store), directory=path, manifest=manifest)
+
+
+def _latest(store: Store, directory: str) -> list[str]:
+    """Return the name of the latest iteration's folder, if a file tells it."""
+    path = join(directory, _LATEST)
+    if not store.exists(path) or store.size(path) > _LATEST_BYTES_MAX:
+        return []
+    text = store.read(path).decode("utf-8", "replace").strip()
+    if text == "release":
+        return [text]
+    return [f"iter_{int(text):07d}"] if text.isdecimal() else []
+
+
+def _is_checkpoint(store: Store, directory: str) -> bool:
+    ranks = [name for name in store.list(directory) if _RANK.fullmatch(name)]
+    return any(_MODEL_FILE in store.list(join(directory, name)) for name in ranks[:1])
+
+
+def _located(store: Store, directory: str, tag: str | None) -> str:
+    if tag is None and _is_checkpoint(store, directory):
+        return directory
+    if tag is not None and ("/" in tag or tag in {"", ".", ".."}):
+        raise CheckpointNotFoundError(f"the tag {tag!r} is not the name of a folder", tag=tag)
+    for name in [tag] if tag is not None else _latest(store, directory):
+        if _is_checkpoint(store, join(directory, name)):
+            return join(directory, name)
+    raise CheckpointNotFoundError(
+        f"{directory} holds no checkpoint of Megatron ({tag or _LATEST})", path=directory
+    )
+
+
+def _opened(store: Store, path: str) -> tuple[Files, list[Piece], Mapping[str, Any]]:
+    """Open the files of all ranks; those that are too many are refused."""
+    ranks = [name for name in store.list(path) if _RANK.fullmatch(name)]
+    files = Files(store, path)
+    files.open(f"{name}/{_MODEL_FILE}" for name in ranks)
+    first = files.trees[f"{ranks[0]}/{_MODEL_FILE}"]
+    arguments = first.get("args")
+    values = arguments.state if isinstance(arguments, Opaque) else None
+    values = values if isinstance(values, dict) else {}
+    if (values.get("expert_model_parallel_size") or 1) > 1:
+        raise UnsupportedVersionError(
+            f"{path}: expert parallel ranks are not supported in this format; save in torch_dist "
+            "format",
+            path=path,
+        )
+    tp = values.get("tensor_model_parallel_size")
+    pp = values.get("pipeline_model_parallel_size")
+    matches = [match for name in ranks if (match := _RANK.fullmatch(name))]
+    tp = tp if isinstance(tp, int) else 1 + max(int(match[1]) for match in matches)
+    pp = pp if isinstance(pp, int) else 1 + max(int(match[2] or 0) for match in matches)
+    wanted = {
+        f"mp_rank_{t:02d}_{p:03d}" if pp > 1 else f"mp_rank_{t:02d}": Rank(p, t)
+        for p in range(pp)
+        for t in range(tp)
+    }
+    for name in sorted(set(wanted) ^ set(ranks)):
+        what = "lacks" if name in wanted else "has more than the ranks of its arguments:"
+        raise CheckpointCorruptError(
+            f"{path} {what} {name} ({tp} tensor parallel ranks in {pp} stage(s)): the checkpoint "
+            "was not copied completely, or is mixed with another one",
+            path=path,
+            missing=(name,),
+        )
+    _check_agreement(files, first)
+    distributed = [n for n in wanted if _DISTRIBUTED_FILE in store.list(join(path, n))]
+    if distributed and len(distributed) != len(wanted):
+        missing = min(set(wanted) - set(distributed))
+        raise CheckpointCorruptError(
+            f"{path}/{missing} lacks {_DISTRIBUTED_FILE}, which other ranks have", path=path
+        )
+    pieces = [
+        Piece(
+            rank=rank,
+            file=f"{name}/{_MODEL_FILE}",
+            tree=files.trees[f"{name}/{_MODEL_FILE}"],
+            distributed=f"{name}/{_DISTRIBUTED_FILE}" if distributed else None,
+        )
+        for name, rank in wanted.items()
+    ]
+    return files, pieces, values
+
+
+def _check_agreement(files: Files, first: Mapping[str, Any]) -> None:
+    for name, tree in files.trees.items():
+        for key in ("iteration", "checkpoint_version"):
+            if tree.get(key) != first.get(key):
+                raise CheckpointCorruptError(
+                    f"{files.path(name)} has {key} {tree.get(key)!r}, another file "
+                    f"{first.get(key)!r}: the folder mixes two saves",
+                    path=files.path(name),
+                    key=key,
+                )
+
+
+def _iteration(first: Mapping[str, Any], file: str) -> int:
+    value = first.get("iteration", 0)
+    if value == "release":
+        return 0
+    if not isinstance(value, int) or value < 0:
+        raise CheckpointCorruptError(f"{file}: iteration is {value!r}", file=file)
+    return value
+
+
+def _extras(
+    files: Files, first: Mapping[str, Any], num_ranks: int
+) -> tuple[dict[str, Any], dict[str, Item]]:
+    """Return the small values, and what became of every key."""
+    extra: dict[str, Any] = {}
+    items: dict[str, Item] = {}
+    for key, value in first.items():
+        if _MODEL_KEY.fullmatch(str(key)) or key == "optimizer":
+            items[str(key)] = Item("reshard", "its tensors")
+            continue
+        try:
+            kept = json_value(value, files.store, files.directory)
+        except ForeignClassError as error:
+            items[str(key)] = Item("drop", str(error))
+            continue
+        name = "lr_scheduler" if key in ("opt_param_scheduler", "lr_scheduler") else str(key)
+        extra[name] = kept
+        is_rng = "rng" in name and num_ranks > 1
+        note = f"each of {num_ranks} ranks had its own; in extra is that of the first"
+        items[str(key)] = Item("reseed", note) if is_rng else Item("replicate", "in extra")
+    return extra, items
