@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 #: Rows of a table for people; programs get everything.
 _ROWS_MAX = 50
+_VALUE_CHARS_MAX = 60
 
 
 def register(app: typer.Typer) -> None:
@@ -125,7 +126,7 @@ def _show(report: DiffReport) -> None:
         both = [value.in_b] if value.only_in == "b" else [value.in_a]
         if not value.only_in:
             both.append(value.in_b)
-        typer.echo(f"{value.path}: {missing}{' and '.join(map(repr, both))}")
+        typer.echo(f"{value.path}: {missing}{' and '.join(map(_cut, both))}")
     hidden = max(0, len(report.tensors) - _ROWS_MAX) + max(0, len(report.values) - _ROWS_MAX)
     if hidden:
         typer.echo(f"... and {hidden} more; --json lists all")
@@ -152,6 +153,12 @@ def _told(row: TensorDiff) -> str:
     one, two = map(_short, row.first_values)
     parts.append(f"first {list(row.first_index)}: {one} and {two}")
     return ", ".join(parts)
+
+
+def _cut(value: Any) -> str:
+    """Return a value as text that leaves the line readable: states of generators have 5 KB."""
+    text = repr(value)
+    return text if len(text) <= _VALUE_CHARS_MAX else f"{text[:_VALUE_CHARS_MAX]}..."
 
 
 def _short(value: Any) -> str:
