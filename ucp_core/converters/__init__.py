@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ucp_core._open import MANIFEST_NAME, Checkpoint, open_checkpoint
@@ -96,8 +95,7 @@ def _open(store: Store, directory: str, rules: Rules | None, tag: str | None) ->
 
 def _readers() -> Iterator[Any]:
     for name in _READERS:
-        if find_spec(f"ucp_core.converters.{name}") is not None:
-            yield import_module(f"ucp_core.converters.{name}")
+        yield import_module(f"ucp_core.converters.{name}")
 
 
 def _is_native(store: Store, directory: str) -> bool:

@@ -7,7 +7,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucp_core.converters import _megatron_distrib as distrib
 from ucp_core.converters._optimizer_order import assign, largest_shape
 from ucp_core.converters._shards import Layouts, Rank, Run, Shards
 from ucp_core.converters._values import Scalars, json_value
@@ -244,6 +243,9 @@ def _add_distributed(
     hyper: Sequence[Mapping[str, Any]],
 ) -> list[list[str]]:
     """Add the flat buffers of the distributed optimizer; return the names of each group."""
+    # numpy takes 80 ms to import, and no other reader of pickles needs it.
+    from ucp_core.converters import _megatron_distrib as distrib
+
     assert piece.distributed is not None, "the caller looked"
     files.open([piece.distributed])
     pending: list[tuple[str, list[tuple[str, TensorRef]]]] = []
