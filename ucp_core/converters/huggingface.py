@@ -86,6 +86,7 @@ def read(
             raise CheckpointNotFoundError(f"{path} is not there", path=path)
         files, sizes = [name], {name: store.size(path)}
     else:
+        _refuse_unfinished(store, directory)
         sizes = store.sizes(directory)
         files, listed = _files(store, directory, sizes)
     shards = _shards(store, directory, files, sizes)
@@ -104,6 +105,18 @@ def read(
         items=items,
     )
     return Checkpoint(store=store, directory=directory, manifest=manifest)
+
+
+def _refuse_unfinished(store: Store, directory: str) -> None:
+    """Refuse a universal checkpoint without its manifest: of its moments nothing would be left."""
+    from ucp_core._convert_journal import FOLDER
+
+    if store.exists(join(directory, FOLDER)):
+        raise CheckpointCorruptError(
+            f"{directory} is an unfinished conversion: run ucp convert again, it goes on where it "
+            f"stopped, or delete {FOLDER} to have the weights that are there",
+            path=directory,
+        )
 
 
 def _files(
