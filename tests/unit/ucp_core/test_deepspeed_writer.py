@@ -443,9 +443,19 @@ def test_a_damaged_source_leaves_nothing_at_the_destination(tmp_path: Path) -> N
     raw[len(raw) // 2] ^= 1
     data.write_bytes(raw)
 
-    with pytest.raises(CheckpointCorruptError, match="damaged"):
-        write(source, LocalStore(), str(tmp_path / "out"), memory_bytes=MEMORY_BYTES, dp=2)
+    seen: list[int] = []
 
+    with pytest.raises(CheckpointCorruptError, match="damaged"):
+        write(
+            source,
+            LocalStore(),
+            str(tmp_path / "out"),
+            memory_bytes=MEMORY_BYTES,
+            dp=4,
+            progress=lambda done, _: seen.append(done),
+        )
+
+    assert seen[-1] > 6000 * 4 // 4 * 3, "no file was complete: nothing had to be removed"
     left = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert left == []
 
