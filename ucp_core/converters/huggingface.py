@@ -40,6 +40,9 @@ _INDEX_BYTES_MAX = 100_000_000
 #: A model's configuration is a few KiB, its tokenizer some MiB.
 _DOCUMENT_BYTES_MAX = 64 << 10
 _THREADS = 8
+_PICKLES = (".pt", ".pth", ".bin", ".pkl")
+_PICKLE_NOTE = "a pickle beside the weights; what it holds of training state is not read"
+_FILE_NOTE = "no tensors of the model; copy it where it is needed"
 #: Names of the input embedding in the families whose output embedding is tied to it.
 _INPUT_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
 _OUTPUT_EMBEDDING = "lm_head.weight"
@@ -304,10 +307,15 @@ def _documents(
             items[name] = Item("drop", "tensors that do not belong to the model")
             continue
         if name.endswith(".json") and size_bytes <= _DOCUMENT_BYTES_MAX:
-            document = _json(store.read(join(directory, name)), join(directory, name))
+            try:
+                document = _json(store.read(join(directory, name)), name)
+            except CheckpointCorruptError as error:
+                # Logs of a training run hold NaN; the weights are none the worse for it.
+                items[name] = Item("drop", str(error))
+                continue
             if isinstance(document, dict):
                 documents[name] = document
                 items[name] = Item("replicate", f"kept in extra {EXTRA_NAME!r}")
                 continue
-        items[name] = Item("drop", "no training state; copy it where it is needed")
+        items[name] = Item("drop", _PICKLE_NOTE if name.endswith(_PICKLES) else _FILE_NOTE)
     return documents, items

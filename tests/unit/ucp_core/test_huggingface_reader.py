@@ -79,6 +79,8 @@ def test_small_documents_are_kept_and_every_other_file_has_a_policy() -> None:
             "config.json": json.dumps(config).encode(),
             "tokenizer.model": b"x",
             "adapter.safetensors": b"x",
+            "optimizer.pt": b"x",
+            "trainer_state.json": b'{"loss": NaN}',
         }
     )
 
@@ -89,9 +91,25 @@ def test_small_documents_are_kept_and_every_other_file_has_a_policy() -> None:
         "config.json": "replicate",
         "tokenizer.model": "drop",
         "adapter.safetensors": "drop",
+        "optimizer.pt": "drop",
+        "trainer_state.json": "drop",
     }
+    assert "training state is not read" in opened.manifest.items["optimizer.pt"].note
+    assert "NaN" in opened.manifest.items["trainer_state.json"].note
     assert opened.manifest.source == {"format": "huggingface", "version": "5.0"}
     assert opened.manifest.ties == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def test_a_folder_of_links_is_read_through_them(tmp_path: Path) -> None:
+    """The hub's cache has the files elsewhere, under the names of their hashes."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    safetensors.numpy.save_file({"x": np.ones(3, np.float32)}, tmp_path / "blobs" / "0f3a")
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blobs/0f3a")
+
+    opened = huggingface.read(LocalStore(), str(tmp_path / "snapshot"))
+
+    assert opened.state_map.num_bytes == 12
 
 
 def test_names_that_were_left_out_as_tied_come_back() -> None:
