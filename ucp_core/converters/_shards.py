@@ -157,25 +157,49 @@ class Shards:
             CheckpointCorruptError: A rank has no shard.
         """
         made: dict[TensorKey, TensorEntry] = {}
-        unknown: list[PatternError] = []
-        placements: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[Placement, int | None]] = {}
+        unknown: dict[str, PatternError] = {}
+        placed: dict[tuple[Pattern, tuple[tuple[int, ...], ...]], _Placed] = {}
         for key, ranks in self._found.items():
             stages = _by_stage(key, ranks, self.tp_degree)
             shapes = tuple(shard.shape for shard in next(iter(stages.values())))
-            memo = (key.fqn if key.slot != "step" else "", shapes)
-            if memo not in placements:
-                try:
-                    pattern, extent = layouts.pattern(key, shapes)
-                except PatternError as error:
-                    if "unknown" not in error.facts:
-                        raise
-                    unknown.append(error)
-                    continue
-                placements[memo] = place(pattern, shapes, name=str(key)), extent
-            made[key] = _entry(key, stages, *placements[memo])
+            try:
+                pattern, extent = layouts.pattern(key, shapes)
+            except PatternError as error:
+                if "unknown" not in error.facts:
+                    raise
+                unknown.setdefault(key.fqn, error)
+                continue
+            memo = pattern, shapes
+            if memo not in placed:
+                placed[memo] = _Placed(place(pattern, shapes, name=str(key)))
+            made[key] = _entry(key, stages, placed[memo], extent)
         if unknown:
-            raise _all_unknown(unknown)
+            raise _all_unknown(list(unknown.values()))
         return dict(sorted(made.items()))
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A placement, and the fragments of runs that were asked for: layers and slots are alike.
+
+    Attributes:
+        placement: Of all tensors of one pattern and one shape.
+        known: By rank and run: fragments as of a file that begins with the run, of elements of
+            one byte.
+    """
+
+    placement: Placement
+    known: dict[tuple[int, int, int], list[Fragment]] = field(default_factory=dict)
+
+    def fragments(self, key: TensorKey, tp: int, start: int, stop: int) -> list[Fragment]:
+        """Return the fragments of a run."""
+        place_of = tp, start, stop
+        found = self.known.get(place_of)
+        if found is None:
+            flat = start, stop
+            found = extract(key, "U8", self.placement, tp, file="", offset_bytes=0, flat=flat)
+            self.known[place_of] = found
+        return found
 
 
 def _by_stage(
@@ -207,37 +231,41 @@ def _by_stage(
 def _entry(
     key: TensorKey,
     stages: dict[int, tuple[Shard, ...]],
-    placement: Placement,
+    placed: _Placed,
     extent: int | None,
 ) -> TensorEntry:
     first = min(stages)
     fragments: list[Fragment] = []
     for stage, shards in stages.items():
         for tp, shard in enumerate(shards):
-            fragments += _fragments(key, placement, tp, shard, replica=stage != first)
-    entry = union(key, stages[first][0].dtype, placement, fragments)
+            fragments += _fragments(key, placed, tp, shard, replica=stage != first)
+    entry = union(key, stages[first][0].dtype, placed.placement, fragments)
     if extent is None or not entry.shape or entry.shape[0] <= extent:
         return entry
     return strip_padding(entry, (extent, *entry.shape[1:]))
 
 
 def _fragments(
-    key: TensorKey, placement: Placement, tp: int, shard: Shard, *, replica: bool
+    key: TensorKey, placed: _Placed, tp: int, shard: Shard, *, replica: bool
 ) -> Iterable[Fragment]:
+    itemsize = DTYPE_BYTES[shard.dtype]
     for run in shard.runs:
         if shard.strides is not None:
-            yield from _strided(placement, tp, shard, run, replica=replica)
+            yield from _strided(placed.placement, tp, shard, run, replica=replica)
             continue
-        yield from extract(
-            key,
-            shard.dtype,
-            placement,
-            tp,
-            file=run.file,
-            offset_bytes=run.offset_bytes,
-            flat=(run.start, run.stop),
-            replica=replica,
-        )
+        for fragment in placed.fragments(key, tp, run.start, run.stop):
+            strides = fragment.strides
+            yield Fragment(
+                box=fragment.box,
+                file=run.file,
+                offset_bytes=run.offset_bytes + fragment.offset_bytes * itemsize,
+                num_bytes=fragment.num_bytes * itemsize,
+                crc32=None,
+                blocks=(),
+                replica=replica or fragment.replica,
+                strides=None if strides is None else tuple([s * itemsize for s in strides]),
+                copy=fragment.copy,
+            )
 
 
 def _strided(
