@@ -84,11 +84,10 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
     itemsize = DTYPE_BYTES[dtype]
     origin = offset_bytes - start * itemsize
     strides = _strides(shard, itemsize)
-    is_all = stop <= total
     found: list[Fragment] = []
     for local, begin, is_copy in placement.pieces[rank]:
         for inner, first, last in _inside(held, local, shard, start):
-            whole = is_all and last - first == stop - start
+            whole = last - first == stop - start
             found.append(
                 Fragment(
                     _moved(inner, local, begin),

@@ -67,6 +67,11 @@ class Rules:
     ties: Mapping[str, str] = field(default_factory=dict)
     fallback: Rules | None = None
 
+    @property
+    def num_rules(self) -> int:
+        """Return the number of rules, those of the fallback too."""
+        return len(self.rules) + (self.fallback.num_rules if self.fallback is not None else 0)
+
     def match(self, fqn: str, slot: str | None = None) -> Pattern | None:
         """Return the pattern of a tensor, or None if no rule matches its name.
 
@@ -212,7 +217,8 @@ def builtin_rules(name: str) -> Rules:
 def family_of(fqns: Iterable[str]) -> str | None:
     """Return the family that ships whose rules match the most names; None if none matches any.
 
-    Those that match every name whatsoever do not count.
+    Of two that match as many the one with fewer rules is meant, because families extend each
+    other. Those that match every name whatsoever do not count.
     """
     names = list(fqns)
     matched = {
@@ -220,7 +226,7 @@ def family_of(fqns: Iterable[str]) -> str | None:
         for family in builtin_names()
         if builtin_rules(family).match("") is None
     }
-    best = max(matched, key=lambda family: matched[family])
+    best = max(matched, key=lambda family: (matched[family], -builtin_rules(family).num_rules))
     return best if matched[best] else None
 
 

@@ -222,6 +222,13 @@ NAMES: dict[str, dict[str, Pattern | None]] = {
         "model.layers.0.mlp.experts.gate_up_proj": Cut(1, ratio=(1, 1)),
         "model.layers.0.self_attn.k_proj.weight": Cut(0),
     },
+    "deepseek": {
+        "model.layers.3.self_attn.kv_a_proj_with_mqa.weight": Replicated(),
+        "model.layers.3.self_attn.kv_b_proj.weight": Cut(0),
+        "model.layers.3.mlp.shared_experts.down_proj.weight": Cut(1),
+        "model.layers.3.mlp.experts.255.up_proj.weight": Cut(0),
+        "model.layers.3.mlp.gate.e_score_correction_bias": Replicated(),
+    },
     "gpt2": {
         "transformer.h.0.attn.c_attn.weight": Cut(-1, ratio=(1, 1, 1)),
         "h.0.attn.c_proj.weight": Cut(0),
@@ -287,7 +294,16 @@ def test_families_know_the_names_of_their_models(family: str) -> None:
 
 def test_a_family_is_known_by_its_names() -> None:
     """The families that match every name whatsoever would always be the best."""
-    for family in ("llama", "mixtral", "gpt2", "gpt-neox", "bloom", "megatron", "torchtitan"):
+    for family in (
+        "llama",
+        "mixtral",
+        "deepseek",
+        "gpt2",
+        "gpt-neox",
+        "bloom",
+        "megatron",
+        "torchtitan",
+    ):
         assert family_of(NAMES[family]) == family
     assert family_of(["w", "b"]) is None
 
