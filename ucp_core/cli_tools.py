@@ -114,7 +114,9 @@ def _show(report: DiffReport) -> None:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table("tensor", "slot", "difference", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("tensor", "slot", "difference"):
+            table.add_column(name, overflow="fold")
         for row in rows:
             table.add_row(*map(Text, row))
         Console().print(table)
