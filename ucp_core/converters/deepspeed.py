@@ -110,14 +110,15 @@ def _add_zero(
     native: Native, shards: Shards, scalars: Scalars, groups: Groups, extras: Extras
 ) -> None:
     is_zero3 = native.stage == _ZERO3
-    _check_steps(native, is_zero3=is_zero3)
+    read = {
+        rank: read_rank(native.files.trees[name], name, is_zero3=is_zero3)
+        for rank, name in native.optim.items()
+    }
+    _check_steps(native, read)
     config = native.first.get("ds_config")
     before = bool(config.get("use_data_before_expert_parallelism")) if config else False
     for mp in range(native.tp * native.pp):
-        states = [
-            read_rank(native.files.trees[name], name, is_zero3=is_zero3)
-            for name in (native.optim[dp, mp] for dp in range(native.dp))
-        ]
+        states = [read[dp, mp] for dp in range(native.dp)]
         where = native.model[0, mp]
         shapes = param_shapes(native.files.trees[where], where)
         if shapes is None:
@@ -159,11 +160,10 @@ def _shapes_of_module(
     return found
 
 
-def _check_steps(native: Native, *, is_zero3: bool) -> None:
+def _check_steps(native: Native, states: Mapping[tuple[int, int], RankState]) -> None:
     """Raise if the optimizer's step differs between files: ZeRO's have no other trace of time."""
 
-    def step_of(name: str) -> float | None:
-        state = read_rank(native.files.trees[name], name, is_zero3=is_zero3)
+    def step_of(state: RankState) -> float | None:
         for part in state.partitions[:1]:
             value = part.scalars.get("step")
             if isinstance(value, TensorRef):
@@ -173,10 +173,9 @@ def _check_steps(native: Native, *, is_zero3: bool) -> None:
         step = state.groups[0].get("step") if state.groups else None
         return step if isinstance(step, int | float) else None
 
-    names = list(native.optim.values())
-    with ThreadPoolExecutor(min(THREADS_MAX, len(names))) as pool:
-        steps = list(pool.map(step_of, names))
-    known = [(step, name) for step, name in zip(steps, names, strict=True) if step is not None]
+    with ThreadPoolExecutor(min(THREADS_MAX, len(states))) as pool:
+        steps = dict(zip(states, pool.map(step_of, states.values()), strict=True))
+    known = [(step, native.optim[rank]) for rank, step in steps.items() if step is not None]
     for step, name in known:
         if step != known[0][0]:
             raise CheckpointCorruptError(
