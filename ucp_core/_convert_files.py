@@ -13,13 +13,11 @@ from ucp_core._convert_work import Item, Result, Worker
 from ucp_core._universal_layout import TargetFile
 from ucp_core.checksums import BLOCK_BYTES, crc32
 from ucp_core.errors import StorageError
+from ucp_core.storage._reserving import may_reserve
 from ucp_core.storage.base import Store, join
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-#: File systems that reserve space by noting it; elsewhere the C library writes every block.
-_FALLOCATE_TYPES = {"ext4", "xfs", "btrfs"}
 
 
 #: Of items for another machine: 128 MiB at most, a fraction of a second.
@@ -193,7 +191,7 @@ def _blocks(target: TargetFile, item: Item) -> Iterator[tuple[int, int]]:
 def _allocate(path: Path, target: TargetFile) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
-        if _file_system(path) in _FALLOCATE_TYPES:
+        if may_reserve(fd):
             # Says now if there is no space, and makes writing 30 % faster on ext4.
             os.posix_fallocate(fd, 0, target.num_bytes)
         else:
@@ -201,21 +199,6 @@ def _allocate(path: Path, target: TargetFile) -> None:
         os.pwrite(fd, target.header, 0)
     finally:
         os.close(fd)
-
-
-def _file_system(path: Path) -> str:
-    """Return the type of the file system that holds ``path``, or nothing if that is unknown."""
-    device = path.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        if before.split()[2] == wanted:
-            return after.split()[0]
-    return ""
 
 
 class StreamedFiles:

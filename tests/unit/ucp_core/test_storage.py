@@ -89,6 +89,29 @@ def test_a_forbidden_place_says_what_to_check(tmp_path: Path) -> None:
         LocalStore().append("/proc/nothing/x", b"")
 
 
+def test_space_that_was_reserved_and_not_used_is_given_back(tmp_path: Path) -> None:
+    """A reserved tail would be a file that is too long, or a disk that fills for nothing."""
+    path, size = tmp_path / "f", (40 << 20) + 3
+
+    LocalStore().write_file(str(path), [bytes(1 << 20)] * 40 + [b"end"], fsync=False)
+
+    assert path.stat().st_size == size
+    assert path.stat().st_blocks * 512 <= size + (1 << 20)
+    assert path.read_bytes()[-4:] == b"\0end"
+
+
+def test_what_fits_is_written_though_no_more_can_be_reserved(tmp_path: Path) -> None:
+    """On a disk that is nearly full, the last checkpoint that fits is the one that counts."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (41 << 20, before[1]))
+    try:
+        LocalStore().write_file(f"{tmp_path}/f", [bytes(1 << 20)] * 40, fsync=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert (tmp_path / "f").stat().st_size == 40 << 20
+
+
 def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     """By the kernel's own refusal: a device that is full, and a limit on the size of files."""
     store = LocalStore()
