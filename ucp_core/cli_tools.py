@@ -167,36 +167,46 @@ def _short(value: Any) -> str:
     return f"{value:.9g}" if isinstance(value, float | complex) else str(value)
 
 
+_To = Annotated[str, typer.Option("--format", help="universal, huggingface, dcp, deepspeed, ...")]
+_Dtype = Annotated[str | None, typer.Option(help="Floats become fp32, fp16 or bf16.")]
+_ShardSize = Annotated[str | None, typer.Option(help="huggingface: cut files here; default 5GB.")]
+_KeepTied = Annotated[
+    bool, typer.Option("--keep-tied", help="huggingface: write tied tensors twice.")
+]
+_ModelKey = Annotated[
+    str | None, typer.Option(help="dcp: key of the model; default model; may be empty.")
+]
+_OptimizerKey = Annotated[
+    str | None, typer.Option(help="dcp: key of the optimizer; default optim.")
+]
+_Flatten = Annotated[
+    bool, typer.Option("--flatten-optimizer", help="dcp: groups by tensor, not by number.")
+]
+_Stage = Annotated[int | None, typer.Option(help="deepspeed: ZeRO stage.")]
+_Dp = Annotated[int | None, typer.Option(help="deepspeed: data-parallel ranks.")]
+_Tp = Annotated[int | None, typer.Option(help="deepspeed: tensor-parallel ranks.")]
+_TargetRules = Annotated[
+    str | None, typer.Option(help="deepspeed: file of rules for tensor-parallel ranks.")
+]
+_TargetTag = Annotated[str | None, typer.Option(help="deepspeed: name of the folder.")]
+
+
 def export_command(  # noqa: PLR0913 - options of a command
     source: Source,
     destination: Annotated[str, typer.Argument(help="Directory or URL that holds none yet.")],
     *,
-    to: Annotated[
-        str, typer.Option("--format", help="universal, huggingface, dcp, deepspeed, ...")
-    ],
-    dtype: Annotated[str | None, typer.Option(help="Floats become fp32, fp16 or bf16.")] = None,
-    shard_size: Annotated[
-        str | None, typer.Option(help="huggingface: cut files here; default 5GB.")
-    ] = None,
-    keep_tied: Annotated[
-        bool, typer.Option("--keep-tied", help="huggingface: write tied tensors twice.")
-    ] = False,
-    model_key: Annotated[
-        str | None, typer.Option(help="dcp: key of the model; default model; may be empty.")
-    ] = None,
-    optimizer_key: Annotated[
-        str | None, typer.Option(help="dcp: key of the optimizer; default optim.")
-    ] = None,
-    flatten_optimizer: Annotated[
-        bool, typer.Option("--flatten-optimizer", help="dcp: groups by tensor, not by number.")
-    ] = False,
-    stage: Annotated[int | None, typer.Option(help="deepspeed: ZeRO stage.")] = None,
-    dp: Annotated[int | None, typer.Option(help="deepspeed: data-parallel ranks.")] = None,
-    tp: Annotated[int | None, typer.Option(help="deepspeed: tensor-parallel ranks.")] = None,
-    target_rules: Annotated[
-        str | None, typer.Option(help="deepspeed: file of rules for tensor-parallel ranks.")
-    ] = None,
-    target_tag: Annotated[str | None, typer.Option(help="deepspeed: name of the folder.")] = None,
+    to: _To,
+    dtype: _Dtype = None,
+    shard_size: _ShardSize = None,
+    keep_tied: _KeepTied = False,
+    model_key: _ModelKey = None,
+    optimizer_key: _OptimizerKey = None,
+    flatten_optimizer: _Flatten = False,
+    stage: _Stage = None,
+    dp: _Dp = None,
+    tp: _Tp = None,
+    target_rules: _TargetRules = None,
+    target_tag: _TargetTag = None,
     memory: Memory = "512MiB",
     rules: RulesFile = None,
     rename: RenameFile = None,
