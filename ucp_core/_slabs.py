@@ -22,7 +22,7 @@ from ucp_core.statemap import DTYPE_BYTES, Extent, TensorEntry
 from ucp_core.transfer import Source, execute
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
     from ucp_core.plan import ReadPlan
@@ -83,7 +83,7 @@ def stream(
     *,
     memory_bytes: int,
     piece_bytes_max: int | None = None,
-) -> Iterator[Slab]:
+) -> Generator[Slab, None, None]:
     """Yield the bytes of every tensor in order; an empty one yields nothing.
 
     Args:

@@ -136,6 +136,8 @@ def write(  # noqa: PLR0913 - the options of a format
         for file in writer.names:
             store.delete(join(directory, file))
         raise
+    finally:
+        writer.close()
 
 
 @dataclass(slots=True)
@@ -263,6 +265,10 @@ class _Writer:
             path = join(self._directory, self.names[-1])
             self._store.write_file(path, self._chunks(ahead, rest), fsync=fsync)
             ahead = rest[0] if rest else None
+
+    def close(self) -> None:
+        """Stop reading the source, which is held until then."""
+        self._slabs.close()
 
     def _chunks(self, ahead: Slab | None, rest: list[Slab]) -> Iterator[Buffer]:
         """Yield one file; the slab that did not fit any more is left in ``rest``."""
