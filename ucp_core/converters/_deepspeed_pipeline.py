@@ -69,6 +69,11 @@ class Pipeline:
                 by_stage[bisect_right(self._starts, layer) - 1].add(name)
         return [_part(model, names) for names in by_stage]
 
+    def tied(self, model: Model) -> tuple[str, ...]:
+        """Return the tensors that several layers share."""
+        names = (*model.parameters, *model.frozen, *model.buffers)
+        return tuple(name for name in names if len(self.place(name)[0]) > 1)
+
     def layers(self, names: Iterable[str]) -> dict[int, dict[str, str]]:
         """Return what is in every layer's file: its names there, and the model's."""
         files: dict[int, dict[str, str]] = {}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ucp_core._slabs import check_memory
+from ucp_core.converters._deepspeed_info import universal_info
 from ucp_core.converters._deepspeed_model import Model, describe
 from ucp_core.converters._deepspeed_output import Output
 from ucp_core.converters._deepspeed_pipeline import Pipeline
@@ -131,6 +132,11 @@ def write(
 
     pipeline = Pipeline(wanted.stages, wanted.tied_layers) if wanted.stages else None
     parts = [model] if pipeline is None else pipeline.models(model)
+    info: dict[str, Any] = {}
+    if pipeline is not None or placements is not None:
+        tied = pipeline.tied(model) if pipeline is not None else ()
+        names = (*model.parameters, *model.frozen, *model.buffers)
+        info["universal_checkpoint_info"] = universal_info(names, placements, tied=tied)
 
     def trees(part: Model, tp_rank: int) -> Trees:
         dtype = DTYPES[wanted.dtype or model.precision]
@@ -139,7 +145,8 @@ def write(
     def files() -> Iterator[tuple[str, Any]]:
         for stage, part in enumerate(parts):
             for tp_rank in range(wanted.tp):
-                yield from _files(trees(part, tp_rank), wanted, stage * wanted.tp + tp_rank)
+                mp_rank = stage * wanted.tp + tp_rank
+                yield from _files(trees(part, tp_rank), wanted, mp_rank, info)
         if pipeline is not None:
             for tp_rank in range(wanted.tp):
                 yield from _layer_files(trees(model, tp_rank), wanted, pipeline, tp_rank)
@@ -163,7 +170,9 @@ def _placements(model: Model, tp: int, rules: Rules | None) -> Mapping[str, Plac
     return placements
 
 
-def _files(trees: Trees, target: Target, mp_rank: int) -> Iterator[tuple[str, Any]]:
+def _files(
+    trees: Trees, target: Target, mp_rank: int, info: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
     """Yield the names and trees of one model-parallel rank's files."""
     stage, mp = target.stage, f"mp_rank_{mp_rank:02d}"
     if stage > 0:
@@ -181,11 +190,11 @@ def _files(trees: Trees, target: Target, mp_rank: int) -> Iterator[tuple[str, An
             }
             yield f"{prefix}zero_pp_rank_{dp_rank}_{mp}_optim_states.pt", tree
     if stage < 3:  # noqa: PLR2004 - ZeRO's
-        yield f"{mp}_model_states.pt", _model_states(trees, target)
+        yield f"{mp}_model_states.pt", {**_model_states(trees, target), **info}
         return
     for dp_rank in range(target.dp):
         name = f"zero_pp_rank_{dp_rank}_{mp}_model_states.pt"
-        yield name, _model_states_stage_3(trees, target, dp_rank)
+        yield name, {**_model_states_stage_3(trees, target, dp_rank), **info}
 
 
 def _model_states(trees: Trees, target: Target) -> dict[str, Any]:
