@@ -1,0 +1,222 @@
+"""Snapshots over the network: the bytes that were asked for, or an error that says why not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ucp_core.errors import StorageError
+from workers.keeper.arena import Arena, Held
+from workers.keeper.door import Shelf
+from workers.keeper.wire import CHUNK_BYTES, WireClient, WireServer
+
+SECRET = b"of this run"
+SIZE = 4 * CHUNK_BYTES + 12_345
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    shelf = Shelf(budget_bytes=1 << 30)
+    yield shelf
+    shelf.drop("w0001")
+
+
+@pytest.fixture
+def arena(shelf: Shelf) -> Arena:
+    arena = shelf.reserve("w0001", body_bytes=SIZE)
+    _write(arena, 1)
+    return arena
+
+
+@pytest.fixture
+def server(shelf: Shelf) -> Iterator[WireServer]:
+    server = WireServer(shelf, host="127.0.0.1", secret=SECRET)
+    yield server
+    server.close()
+
+
+def _write(arena: Arena, step: int) -> Held:
+    slot = arena.oldest()
+    arena.begin(slot, attempt=1, step=step, rank=0, world_size=1)
+    body = np.frombuffer(arena.body(slot), np.uint8)[:SIZE]
+    body[:] = np.random.default_rng(step).integers(0, 256, SIZE, np.uint8)
+    arena.finish(slot, data_bytes=SIZE, record_bytes=0)
+    held = arena.held(slot)
+    assert held is not None
+    return held
+
+
+def _expected(arena: Arena, held: Held, start: int, stop: int) -> bytes:
+    return bytes(arena.body(held.slot)[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("start", "cuts"),
+    [(0, [SIZE]), (7, [1, 0, 5000, CHUNK_BYTES, 3]), (SIZE, []), (SIZE - 1, [1])],
+)
+def test_ranges_arrive_in_the_buffers_they_are_for(
+    server: WireServer, arena: Arena, start: int, cuts: list[int]
+) -> None:
+    """Buffers and chunks have nothing to do with each other."""
+    (held,) = arena.versions()
+    client = WireClient(server.address, secret=SECRET)
+    targets = [bytearray(size) for size in cuts]
+    client.read("w0001", held, start, [memoryview(target) for target in targets])
+
+    assert b"".join(targets) == _expected(arena, held, start, start + sum(cuts))
+    client.close()
+
+
+def test_whoever_does_not_know_the_secret_gets_nothing(server: WireServer, arena: Arena) -> None:
+    """The state of a model is worth stealing, and the port is open to the whole network."""
+    (held,) = arena.versions()
+    target = bytearray(10)
+    with pytest.raises(StorageError, match=r"cannot be had from 127\.0\.0\.1"):
+        WireClient(server.address, secret=b"of another").read(
+            "w0001", held, 0, [memoryview(target)]
+        )
+    assert target == bytes(10)
+
+
+def test_a_version_that_was_overwritten_is_refused(server: WireServer, arena: Arena) -> None:
+    """Its place holds a newer one: sent under the old name it would be loaded as such."""
+    (held,) = arena.versions()
+    client = WireClient(server.address, secret=SECRET)
+    for step in (2, 3, 4):
+        _write(arena, step)
+    with pytest.raises(StorageError, match="after step 1 was overwritten; use another source"):
+        client.read("w0001", held, 0, [memoryview(bytearray(100))])
+    # The connection is as good as before.
+    newest = arena.versions()[-1]
+    target = bytearray(100)
+    client.read("w0001", newest, 0, [memoryview(target)])
+    assert bytes(target) == _expected(arena, newest, 0, 100)
+    client.close()
+
+
+def test_what_is_not_there_is_refused_by_name(server: WireServer, arena: Arena) -> None:
+    """A range outside of a slot would be another rank's state."""
+    (held,) = arena.versions()
+    client = WireClient(server.address, secret=SECRET)
+    with pytest.raises(StorageError, match="no snapshot of w0002 is held here"):
+        client.read("w0002", held, 0, [memoryview(bytearray(1))])
+    with pytest.raises(StorageError, match="a slot of w0001 has"):
+        client.read("w0001", held, arena.body_bytes - 5, [memoryview(bytearray(10))])
+    client.close()
+
+
+class _Bridge:
+    """Passes bytes on to a server; breaks or damages the first connections on the way back."""
+
+    def __init__(
+        self, address: tuple[str, int], *, spare_bytes: int, faults: int, flip: bool
+    ) -> None:
+        self._target, self._spare_bytes, self._flip = address, spare_bytes, flip
+        self._faults = faults
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self.passed_bytes = 0
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for end in (self._listener, *self._ends):
+            end.close()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(self._target)
+            self._ends += [client, server]
+            threading.Thread(target=_copy, args=(client, server), daemon=True).start()
+            threading.Thread(target=self._back, args=(server, client), daemon=True).start()
+
+    def _back(self, server: socket.socket, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            self._pass_on(server, client)
+        for end in (server, client):
+            end.close()
+
+    def _pass_on(self, server: socket.socket, client: socket.socket) -> None:
+        passed = 0
+        while data := server.recv(1 << 16):
+            if self._faults and passed + len(data) > self._spare_bytes:
+                self._faults -= 1
+                if not self._flip:
+                    break
+                data = data[:-1] + bytes([data[-1] ^ 1])
+                passed = -(1 << 40)
+            client.sendall(data)
+            passed += len(data)
+            self.passed_bytes += len(data)
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_range_goes_on_where_a_connection_broke_off(
+    server: WireServer,
+    arena: Arena,
+    flip: bool,  # noqa: FBT001
+) -> None:
+    """Or where a bit was flipped on the way: what is verified is not asked for again."""
+    (held,) = arena.versions()
+    spare = 3 * CHUNK_BYTES + CHUNK_BYTES // 2
+    bridge = _Bridge(server.address, spare_bytes=spare, faults=1, flip=flip)
+    client = WireClient(bridge.address, secret=SECRET)
+    target = bytearray(SIZE)
+    client.read("w0001", held, 0, [memoryview(target)])
+
+    assert bytes(target) == _expected(arena, held, 0, SIZE)
+    assert bridge.passed_bytes < SIZE + 2 * CHUNK_BYTES, "verified chunks were sent again"
+    client.close()
+    bridge.close()
+
+
+def test_a_peer_that_never_works_is_given_up(server: WireServer, arena: Arena) -> None:
+    """There are other sources; somebody waits for this one."""
+    (held,) = arena.versions()
+    bridge = _Bridge(server.address, spare_bytes=100, faults=99, flip=False)
+    client = WireClient(bridge.address, secret=SECRET)
+    with pytest.raises(StorageError, match="use another source"):
+        client.read("w0001", held, 0, [memoryview(bytearray(SIZE))])
+    bridge.close()
+
+
+def test_nonsense_on_the_port_hurts_nobody(server: WireServer, arena: Arena) -> None:
+    """Scanners knock at every port."""
+    with socket.create_connection(server.address) as scanner:
+        scanner.sendall(os.urandom(200))
+    (held,) = arena.versions()
+    client = WireClient(server.address, secret=SECRET)
+    client.read("w0001", held, 0, [memoryview(bytearray(10))])
+    client.close()
+
+
+def test_a_rate_limit_is_kept(shelf: Shelf, arena: Arena) -> None:
+    """Recovery of one run must not take the network from another's training."""
+    (held,) = arena.versions()
+    server = WireServer(shelf, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE / 1.5)
+    client = WireClient(server.address, secret=SECRET)
+    begun = time.monotonic()
+    client.read("w0001", held, 0, [memoryview(bytearray(SIZE))])
+    client.read("w0001", held, 0, [memoryview(bytearray(SIZE))])
+    took_s = time.monotonic() - begun
+    assert took_s > 1.9, "two ranges of 1.5 s each, less the one second that was saved up"
+    client.close()
+    server.close()
