@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 CASES: dict[str, dict[str, Any]] = {
     "zero0": {"stage": 0},
+    "zero0-bf16": {"stage": 0, "dtype": "bf16"},
     "zero1": {"stage": 1},
     "zero1-dp3": {"stage": 1, "world_size": 3},
     "zero1-one-group": {"stage": 1, "groups": 1},

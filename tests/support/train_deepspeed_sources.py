@@ -233,6 +233,9 @@ def state_of(engine: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
             held = engine.optimizer.state[parameter]
             found |= {f"{name}/{slot}": held[slot].clone() for slot in SLOTS if slot in held}
             continue
+        if stage == 0:
+            found |= _held_by_fp16_optimizer(engine.optimizer, name, parameter)
+            continue
         found[f"{name}/weight"] = safe_get_full_fp32_param(parameter).clone()
         slots = ("momentum_buffer",) if case.get("optimizer") == "sgd" else SLOTS[:2]
         for slot in slots:
@@ -241,6 +244,18 @@ def state_of(engine: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
     for name, buffer in engine.module.named_buffers():
         found[f"{name}/buffer"] = buffer.float().clone()
     return {key: value.contiguous() for key, value in found.items()}
+
+
+def _held_by_fp16_optimizer(optimizer: Any, name: str, parameter: Any) -> dict[str, torch.Tensor]:
+    """Return the master and the slots of a parameter in half precision without ZeRO."""
+    for models, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for model, master in zip(models, masters, strict=True):
+            if model is parameter:
+                held = optimizer.optimizer.state[master]
+                slots = {f"{name}/{slot}": held[slot].clone() for slot in SLOTS if slot in held}
+                return {f"{name}/weight": master.detach().clone(), **slots}
+    msg = f"no master of {name}"
+    raise ValueError(msg)
 
 
 def gathered(mine: dict[str, torch.Tensor], case: dict[str, Any]) -> dict[str, torch.Tensor]:

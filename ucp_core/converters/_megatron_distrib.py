@@ -12,12 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from ucp_core.converters._evidence import is_master_of
 from ucp_core.converters.torchfile import TensorRef
 from ucp_core.errors import CheckpointCorruptError, PatternError
-from ucp_core.statemap import DTYPE_BYTES
-from ucp_core.storage.base import join
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
 
 #: Parameters begin at multiples of it, counted from their bucket.
 _ALIGNMENT = 64
-_SAMPLE = 32
 _FLAT = "param"
 _NUMBERS = ("numel_unpadded",)
 
@@ -84,7 +80,7 @@ def find(
     for name, ref in reversed(params):
         aligned = bucket + -(-(end - bucket) // _ALIGNMENT) * _ALIGNMENT
         for start in (aligned, end):
-            if _is_there(store, directory, flat, start, ref):
+            if is_master_of(store, directory, flat, start, ref):
                 break
         else:
             raise PatternError(
@@ -104,32 +100,3 @@ def find(
             file=flat.file,
         )
     return found
-
-
-def _is_there(store: Store, directory: str, flat: TensorRef, start: int, ref: TensorRef) -> bool:
-    count = ref.num_elements
-    if start + count > flat.num_elements:
-        return False
-    size = min(count, _SAMPLE)
-    for first in {0, count - size}:
-        masters = _read(store, directory, flat, start + first, size)
-        weights = _read(store, directory, ref, first, size)
-        if _rounded(np.frombuffer(masters, np.float32), ref.dtype) != weights:
-            return False
-    return True
-
-
-def _read(store: Store, directory: str, ref: TensorRef, first: int, count: int) -> bytes:
-    itemsize = DTYPE_BYTES[ref.dtype]
-    offset = ref.offset_bytes + first * itemsize
-    return store.read_range(join(directory, ref.file), offset, count * itemsize)
-
-
-def _rounded(values: np.ndarray[Any, np.dtype[np.float32]], dtype: str) -> bytes:
-    """Return the values in the model's dtype, rounded to the nearest as torch does."""
-    if dtype == "F16":
-        return values.astype(np.float16).tobytes()
-    if dtype == "BF16":
-        bits = values.view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
-    return values.tobytes()

@@ -1,0 +1,114 @@
+"""Proof that a float32 master is of a parameter: rounded to the model's dtype, it is its weight.
+
+A few elements of both are read. Formats without names for masters are read by it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucp_core.converters.torchfile import TensorRef
+from ucp_core.statemap import DTYPE_BYTES
+from ucp_core.storage.base import Store, join
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+#: Elements that are compared at either end: two parameters that agree in so many are alike.
+_SAMPLE = 32
+
+
+def is_master_of(
+    store: Store, directory: str, masters: TensorRef, start: int, weight: TensorRef
+) -> bool:
+    """Return whether elements from ``start`` on of flat masters are those of ``weight``."""
+    count = weight.num_elements
+    if start + count > masters.num_elements or masters.dtype not in ("F32", weight.dtype):
+        return False
+    if weight.byte_strides is not None or masters.byte_strides is not None:
+        return False
+    size = min(count, _SAMPLE)
+    for first in {0, count - size}:
+        found = _read(store, directory, masters, start + first, size)
+        expected = _read(store, directory, weight, first, size)
+        if (found if masters.dtype == weight.dtype else _rounded(found, weight.dtype)) != expected:
+            return False
+    return True
+
+
+def match_masters(
+    store: Store,
+    directory: str,
+    masters: Sequence[TensorRef],
+    params: Sequence[tuple[str, TensorRef]],
+    taken: set[str],
+) -> list[str | None]:
+    """Return the name of each master's parameter, or None; ``taken`` gets those that are found.
+
+    Where several fit, their weights are equal, and the first in the model's order is meant.
+    """
+    names: list[str | None] = []
+    for master in masters:
+        fitting = (n for n, ref in params if n not in taken and ref.shape == master.shape)
+        by_name = dict(params)
+        name = _first(store, directory, master, 0, fitting, by_name)
+        names.append(name)
+        if name is not None:
+            taken.add(name)
+    return names
+
+
+def match_flat(
+    store: Store,
+    directory: str,
+    flat: TensorRef,
+    params: Sequence[tuple[str, TensorRef]],
+    taken: set[str],
+) -> list[str] | None:
+    """Return the parameters that fill a flat group, in order; None if they do not fill it."""
+    by_name = dict(params)
+    names: list[str] = []
+    start = 0
+    while start < flat.num_elements:
+        left = (n for n, ref in params if n not in taken and ref.num_elements)
+        name = _first(store, directory, flat, start, left, by_name)
+        if name is None:
+            return None
+        names.append(name)
+        taken.add(name)
+        start += by_name[name].num_elements
+    return names
+
+
+def _first(
+    store: Store,
+    directory: str,
+    masters: TensorRef,
+    start: int,
+    names: Iterable[str],
+    params: dict[str, TensorRef],
+) -> str | None:
+    return next(
+        (n for n in names if is_master_of(store, directory, masters, start, params[n])), None
+    )
+
+
+def _read(store: Store, directory: str, ref: TensorRef, first: int, count: int) -> bytes:
+    itemsize = DTYPE_BYTES[ref.dtype]
+    offset = ref.offset_bytes + first * itemsize
+    return store.read_range(join(directory, ref.file), offset, count * itemsize)
+
+
+def _rounded(data: bytes, dtype: str) -> bytes:
+    """Return float32 in another dtype, rounded to the nearest as torch does."""
+    values = np.frombuffer(data, np.float32)
+    if dtype == "F16":
+        # A master above the range of float16 becomes infinite, as it does in torch.
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).tobytes()
+    if dtype == "BF16":
+        bits = values.view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
+    return data
