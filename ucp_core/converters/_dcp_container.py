@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from ucp_core.boxes import Box
 from ucp_core.converters._stand_ins import Buildable, Global
 from ucp_core.converters._tensors import TensorRef, extents_of, known_dtype
+from ucp_core.converters._unpickle import collector_paused
 from ucp_core.converters.torchfile import EDGE_BYTES, TensorFiles, read_pickle, read_torch_part
 from ucp_core.errors import CheckpointCorruptError, StorageError
 from ucp_core.statemap import Extent, Fragment, TensorEntry, TensorKey
@@ -127,6 +128,12 @@ class Container:
         Raises:
             CheckpointCorruptError: An item is not what the metadata say: another save wrote it.
         """
+        with collector_paused():
+            return self._entries(keys)
+
+    def _entries(
+        self, keys: Mapping[str, TensorKey]
+    ) -> tuple[dict[TensorKey, TensorEntry], dict[str, tuple[Extent, ...]]]:
         refs = self._refs(keys)
         entries: dict[TensorKey, TensorEntry] = {}
         extents: dict[str, set[Extent]] = defaultdict(set)
@@ -262,7 +269,8 @@ def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -
         metadata = read_pickle(store.read(path), where=path, allow=_CLASSES)
         prefix = name[: name.rfind("/") + 1]
         try:
-            _add(container, metadata, prefix, path)
+            with collector_paused():
+                _add(container, metadata, prefix, path)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointCorruptError(
                 f"{path} is not what torch DCP writes ({error})", path=path

@@ -126,9 +126,10 @@ def extents_of(value: Any) -> tuple[int, ...]:
     if type(value) not in {tuple, list} or len(value) > _NDIM_MAX:
         msg = "a shape or strides are not a short tuple"
         raise TypeError(msg)
-    if any(type(n) is not int or not 0 <= n < _INT_MAX for n in value):
-        msg = "a shape or strides are no sizes"
-        raise ValueError(msg)
+    for extent in value:
+        if type(extent) is not int or not 0 <= extent < _INT_MAX:
+            msg = "a shape or strides are no sizes"
+            raise ValueError(msg)
     return tuple(value)
 
 

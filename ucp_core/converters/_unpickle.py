@@ -11,7 +11,9 @@ Protocols 2 to 5, which is what torch, DeepSpeed and Megatron write. Source: the
 
 from __future__ import annotations
 
+import gc
 import struct
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.converters._stand_ins import (
@@ -26,9 +28,9 @@ from ucp_core.converters._stand_ins import (
 from ucp_core.errors import CheckpointCorruptError, UcpError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-__all__ = ["PICKLE_BYTES_MAX", "Allow", "Global", "Opaque", "read_pickle"]
+__all__ = ["PICKLE_BYTES_MAX", "Allow", "Global", "Opaque", "collector_paused", "read_pickle"]
 
 #: The largest pickle that is taken. The metadata of a million fragments has about 250 MB.
 PICKLE_BYTES_MAX = 1 << 30
@@ -78,7 +80,8 @@ def read_pickle(
         )
     machine = _Machine(bytes(data), Resolver(allow, where), persistent)
     try:
-        return machine.run()
+        with collector_paused():
+            return machine.run()
     except UcpError:
         raise
     except Exception as error:
@@ -87,6 +90,21 @@ def read_pickle(
             f"({type(error).__name__}: {error}): use another copy or an older checkpoint",
             path=where,
         ) from error
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep the cyclic garbage collector from looking at a million new objects again and again.
+
+    It took a third of the time to open 20,000 chunks.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Machine:

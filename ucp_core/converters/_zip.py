@@ -44,11 +44,17 @@ class Record(NamedTuple):
         offset_bytes: Where its data begin.
         num_bytes: Of data.
         crc32: Of the data; None where the writer left it out (it is 0 then).
+        entry_bytes: Where its entry in the directory begins.
     """
 
     offset_bytes: int
     num_bytes: int
     crc32: int | None
+    entry_bytes: int
+
+
+#: Of the crc32 in an entry of the directory.
+ENTRY_CRC_BYTES = 16
 
 
 class _Entry(NamedTuple):
@@ -57,6 +63,7 @@ class _Entry(NamedTuple):
     num_bytes: int
     crc32: int
     flags: int
+    place: int
 
 
 def read_records(
@@ -92,7 +99,9 @@ def read_records(
         offset = _data_start(entry, stop)
         if offset is None:
             unsure.append(entry)
-        records[entry.name] = Record(offset or 0, entry.num_bytes, entry.crc32 or None)
+        records[entry.name] = Record(
+            offset or 0, entry.num_bytes, entry.crc32 or None, start + entry.place
+        )
     for entry in unsure:
         records[entry.name] = records[entry.name]._replace(
             offset_bytes=_read_start(entry, read, start, where)
@@ -201,7 +210,7 @@ def _entry(directory: bytes, at: int, where: str) -> tuple[_Entry, int]:
         _fail(where, f"record {name[:80]} is encrypted")
     if len(name.encode()) != name_len:
         _fail(where, "the directory at its end is damaged")
-    return _Entry(name, header, size, crc, flags), name_stop + extra_len + comment_len
+    return _Entry(name, header, size, crc, flags, at), name_stop + extra_len + comment_len
 
 
 def _zip64(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
