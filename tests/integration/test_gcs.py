@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
-from tests.support.object_servers import gcs_server
+from tests.support.object_servers import Fault, Proxy, gcs_server, proxied
 from tests.support.store_conformance import StoreConformance
 from ucp_core.checkpoint import find_committed, load, verify
 from ucp_core.errors import StorageError
@@ -69,6 +69,51 @@ def test_a_checkpoint_lives_in_a_bucket(root: str) -> None:
 
     assert_loaded(state, need)
     assert verify(found.checkpoint) == []
+
+
+@pytest.fixture
+def proxy(server: str, root: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """Stand between the server, where ``root`` is, and whoever opens a store after this."""
+    del root
+    with proxied(server) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        gcsfs.GCSFileSystem.clear_instance_cache()
+        yield proxy
+        gcsfs.GCSFileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (403, r"/f is not permitted.*check the bucket's policy"),
+        (401, r"/f cannot be reached with these credentials.*service account"),
+    ],
+)
+def test_a_refusal_says_what_to_check(status: int, message: str, root: str, proxy: Proxy) -> None:
+    """It is not taken for a file that is not there."""
+    store, path = open_store(root)
+    proxy.faults = [Fault(method=m, times=99, status=status) for m in ("GET", "POST")]
+
+    for act in (
+        lambda: store.read(join(path, "f")),
+        lambda: store.size(join(path, "f")),
+        lambda: store.exists(join(path, "f")),
+        lambda: store.write_file(join(path, "f"), [b"x"], fsync=False),
+    ):
+        with pytest.raises(StorageError, match=message) as caught:
+            act()
+        assert not caught.value.facts["missing"]
+
+
+def test_what_fails_for_a_moment_is_repeated(root: str, proxy: Proxy) -> None:
+    """By the client, once in these requests, because it waits for seconds between two."""
+    store, path = open_store(root)
+    proxy.faults = [Fault(method=m, times=1, status=503) for m in ("GET", "POST")]
+
+    store.write_file(join(path, "f"), [b"0123"], fsync=False)
+
+    assert store.read(join(path, "f")) == b"0123"
+    assert store.read_range(join(path, "f"), 1, 2) == b"12"
 
 
 def test_a_missing_bucket_is_not_made(root: str) -> None:

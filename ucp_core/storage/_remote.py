@@ -123,6 +123,11 @@ def _classes(error: BaseException) -> set[str]:
     return {kind.__name__ for each in _chain(error) for kind in type(each).__mro__}
 
 
+def _is_forbidden(error: Exception) -> bool:
+    """Return whether gcsfs was refused, which it tells in a text only."""
+    return isinstance(error, OSError) and str(error).startswith("Forbidden: ")
+
+
 def _is_transient(error: Exception) -> bool:
     codes, classes = _codes(error), _classes(error)
     return (
@@ -136,6 +141,7 @@ def _described(error: Exception, path: str, attempts: int, *, needs_bucket: bool
     """Return the StorageError that tells what ``error`` means for ``path``."""
     codes, classes = _codes(error), _classes(error)
     facts: dict[str, Any] = {"path": path, "missing": False}
+    said = " ".join(str(error).split())
     if "NoSuchBucket" in codes or (needs_bucket and isinstance(error, FileNotFoundError)):
         what = "is in a bucket that does not exist: create the bucket or correct the URL"
     elif isinstance(error, FileNotFoundError) or codes & _MISSING_CODES:
@@ -144,12 +150,12 @@ def _described(error: Exception, path: str, attempts: int, *, needs_bucket: bool
         what, facts["taken"] = "exists already", True
     elif codes & _CREDENTIALS_CODES or classes & _CREDENTIALS_CLASSES:
         what = (
-            f"cannot be reached with these credentials ({error}): check the access key, secret, "
+            f"cannot be reached with these credentials ({said}): check the access key, secret, "
             "profile or service account of this process, their expiry, and the clock"
         )
-    elif isinstance(error, PermissionError) or "403" in codes:
+    elif isinstance(error, PermissionError) or "403" in codes or _is_forbidden(error):
         what = (
-            f"is not permitted ({error}): these credentials are known but may not do this; check "
+            f"is not permitted ({said}): these credentials are known but may not do this; check "
             "the bucket's policy and the role's rights"
         )
     elif codes & {"416", "InvalidRange"}:
@@ -157,11 +163,11 @@ def _described(error: Exception, path: str, attempts: int, *, needs_bucket: bool
     elif _is_transient(error):
         what = (
             f"could not be reached in {attempts} attempts, the last one failed with "
-            f"{type(error).__name__}: {error}; the service is down, overloaded or not at this "
+            f"{type(error).__name__}: {said}; the service is down, overloaded or not at this "
             "address"
         )
     elif isinstance(error, OSError) and error.errno in ADVICE:
         what = ADVICE[error.errno]
     else:
-        what = f"cannot be used: {type(error).__name__}: {error}"
+        what = f"cannot be used: {type(error).__name__}: {said}"
     return StorageError(f"{path} {what}", **facts)

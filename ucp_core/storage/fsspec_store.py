@@ -236,6 +236,9 @@ class FsspecStore:
         """Drop a file that is half written. The error that led here matters more than one here."""
         with suppress(StorageError):
             if self._is_atomic:
+                # Else it would be flushed when it is forgotten.
+                with suppress(AttributeError):
+                    file.closed = True
                 self._call(path, file.discard, once=True)
                 return
             self._call(path, file.close, once=True)
