@@ -12,7 +12,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
-from ucp_core.patterns import Affine, Average, Cut, Pattern, Replicated, Unique, parse_affine_map
+from ucp_core.patterns import (
+    Affine,
+    Average,
+    Cut,
+    Pattern,
+    Piece,
+    Replicated,
+    Unique,
+    parse_affine_map,
+    place,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -195,28 +205,39 @@ class TensorParallelLayouts:
         """
         if not any(shapes):
             return (Unique() if self.degree == 1 else Replicated("first")), None
-        if self.rules is not None and (rule := self.rules.match(key.fqn, key.slot)) is not None:
-            return rule, self.info.vocabulary_extent(key.fqn)
         extent = self.info.vocabulary_extent(key.fqn)
         if self.degree == 1:
             return Unique(), extent
+        rule = None if self.rules is None else self.rules.match(key.fqn, key.slot)
         unsupported = self.info.names[_UNSUPPORTED].match(key.fqn)
         if unsupported is not None:
+            if rule is not None:
+                return rule, extent
             raise UnsupportedVersionError(
                 f"{key}: the checkpoint declares it unsupported "
                 f"({self.info.unsupported[unsupported] or 'without a reason'}); give a rule for it "
                 "with --rules",
                 fqn=key.fqn,
             )
-        affine = self.info.names[_AFFINE].match(key.fqn)
-        if affine is not None:
-            return self.info.affine[affine], extent
-        if self.info.tells and key.fqn not in self.buffers:
-            return self._told(key.fqn, shapes), extent
-        return self._derived(key.fqn, shapes), None
+        listed = None if key.fqn in self.buffers else self._listed(key.fqn, shapes)
+        if rule is not None:
+            if listed is not None:
+                _check_alike(key, rule, listed, shapes)
+            return rule, extent
+        if listed is not None:
+            return listed, extent
+        if not self.info.tells or key.fqn in self.buffers:
+            return self._derived(key.fqn, shapes), None
+        if _FUSED_QKV.fullmatch(key.fqn):
+            return self._query_key_value(key.fqn, shapes), extent
+        return Cut(0), extent
 
-    def _told(self, fqn: str, shapes: Sequence[tuple[int, ...]]) -> Pattern:
+    def _listed(self, fqn: str, shapes: Sequence[tuple[int, ...]]) -> Pattern | None:
+        """Return the pattern that the checkpoint names for the tensor; None if it names none."""
         info = self.info
+        affine = info.names[_AFFINE].match(fqn)
+        if affine is not None:
+            return info.affine[affine]
         if info.has(_REPLICATED, fqn):
             return Replicated()
         if info.has(_AVERAGE, fqn):
@@ -226,11 +247,7 @@ class TensorParallelLayouts:
         parts = info.names[_PARTS].match(fqn)
         if parts is not None:
             return self._fused(fqn, parts, shapes)
-        if info.has(_ROW, fqn):
-            return Cut(1)
-        if _FUSED_QKV.fullmatch(fqn):
-            return self._query_key_value(fqn, shapes)
-        return Cut(0)
+        return Cut(1) if info.has(_ROW, fqn) else None
 
     def _fused(self, fqn: str, regex: str, shapes: Sequence[tuple[int, ...]]) -> Pattern:
         parts = self.info.parts[regex]
@@ -298,6 +315,33 @@ class TensorParallelLayouts:
             f"the checkpoint does not say how it is cut over {self.degree} tensor parallel ranks; "
             "give the rules of its model family (as --rules llama), or your own, with --rules FILE",
         )
+
+
+def _check_alike(
+    key: TensorKey, rule: Pattern, listed: Pattern, shapes: Sequence[tuple[int, ...]]
+) -> None:
+    """Raise if a rule of the user means something else than the checkpoint says."""
+    one = place(rule, shapes, name=f"{key} by the rules")
+    other = place(listed, shapes, name=f"{key} by the checkpoint")
+    alike = (one.relation, one.shape) == (other.relation, other.shape)
+    for mine, theirs in zip(one.pieces, other.pieces, strict=True):
+        alike = alike and all(
+            p.local.intersect(q.local) is None
+            or (_shift(p) == _shift(q) and p.replica == q.replica)
+            for p in mine
+            for q in theirs
+        )
+    if not alike:
+        raise PatternError(
+            f"{key}: a rule gives it {rule}, the checkpoint says {type(listed).__name__} of "
+            f"{list(other.shape)}; leave it out of the rules",
+            fqn=key.fqn,
+            slot=key.slot,
+        )
+
+
+def _shift(piece: Piece) -> tuple[int, ...]:
+    return tuple(b - a for a, b in zip(piece.local.start, piece.start, strict=True))
 
 
 def _unknown(fqn: str, shapes: Sequence[tuple[int, ...]], why: str) -> PatternError:

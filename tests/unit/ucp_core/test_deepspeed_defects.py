@@ -203,6 +203,18 @@ def test_rules_of_the_user_say_what_the_checkpoint_does_not(tmp_path: Path) -> N
     assert_equal(loaded(read(folder.write(tmp_path), rules=RULES)), folder.expected)
 
 
+def test_rules_that_contradict_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    """The rules of a family cut embeddings, which AutoTP leaves whole: they would be doubled."""
+    folder = native([Param("embed.weight", (8, 6))], dp=1, tp=2,
+                    info={"tp_replicated_parameter_patterns": ["embed"]})  # fmt: skip
+    path = folder.write(tmp_path)
+
+    with pytest.raises(PatternError, match=r"embed\.weight.*the checkpoint says Replicated"):
+        read(path, rules=Rules((Rule(r"embed\..*", Cut(0)),)))
+    agreeing = Rules((Rule(r"embed\..*", Replicated()),))
+    assert_equal(loaded(read(path, rules=agreeing)), folder.expected)
+
+
 def test_equal_bytes_prove_replication_only_after_training(tmp_path: Path) -> None:
     """Before the first step, shards of a bias are all zeros and look replicated."""
     folder = native([Param("norm.weight", (6,))], dp=1, tp=2, step=0)
