@@ -15,8 +15,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ucp_core.boxes import Box
-from ucp_core.converters._stand_ins import Buildable, Global
-from ucp_core.converters._tensors import TensorRef, extents_of, known_dtype
+from ucp_core.converters._dcp_metadata import (
+    CLASSES,
+    BytesMetadata,
+    ChunkMetadata,
+    Index,
+    Metadata,
+    StorageInfo,
+    TensorMetadata,
+    expect,
+    mapping,
+)
+from ucp_core.converters._tensors import TensorRef, known_dtype
 from ucp_core.converters._unpickle import collector_paused
 from ucp_core.converters.torchfile import EDGE_BYTES, TensorFiles, read_pickle, read_torch_part
 from ucp_core.errors import CheckpointCorruptError, StorageError
@@ -266,7 +276,7 @@ def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -
         container.metadata_names += tuple(prefix + name for name in names)
     for name in container.metadata_names:
         path = join(directory, name)
-        metadata = read_pickle(store.read(path), where=path, allow=_CLASSES)
+        metadata = read_pickle(store.read(path), where=path, allow=CLASSES)
         prefix = name[: name.rfind("/") + 1]
         try:
             with collector_paused():
@@ -288,105 +298,19 @@ def metadata_names(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(ranks[rank] for rank in sorted(ranks))
 
 
-class _Metadata(Buildable):
-    __slots__ = ("state",)
-
-    def build(self, state: Any) -> None:
-        self.state = _dict(state)
-
-
-class _TensorMetadata(Buildable):
-    __slots__ = ("chunks", "dtype", "shape")
-
-    def build(self, state: Any) -> None:
-        fields = _dict(state)
-        self.shape = extents_of(fields["size"])
-        self.chunks = _of(fields["chunks"], list)
-        self.dtype = _of(fields["properties"], _Properties).dtype
-
-
-class _Properties(Buildable):
-    __slots__ = ("dtype",)
-
-    def build(self, state: Any) -> None:
-        dtype = state["dtype"] if isinstance(state, dict) else state[0]
-        self.dtype: str = _of(dtype, Global).name.removeprefix("torch.")
-
-
-class _ChunkMetadata(Buildable):
-    __slots__ = ("offsets", "sizes")
-
-    def build(self, state: Any) -> None:
-        fields = _dict(state)
-        self.offsets = extents_of(fields["offsets"])
-        self.sizes = extents_of(fields["sizes"])
-
-
-class _BytesMetadata(Buildable):
-    __slots__ = ()
-
-    def build(self, state: Any) -> None:
-        del state
-
-
-class _Index(Buildable):
-    __slots__ = ("key", "offset")
-
-    def build(self, state: Any) -> None:
-        fields = _dict(state)
-        self.key = _of(fields["fqn"], str)
-        offset = fields.get("offset")
-        self.offset = None if offset is None else extents_of(offset)
-
-
-class _StorageInfo(Buildable):
-    __slots__ = ("length", "offset", "path", "transforms")
-
-    def build(self, state: Any) -> None:
-        fields = _dict(state)
-        self.path = _of(fields["relative_path"], str)
-        self.offset, self.length = extents_of((fields["offset"], fields["length"]))
-        self.transforms = fields.get("transform_descriptors")
-
-
-def _of(value: Any, kind: type[Any]) -> Any:
-    if type(value) is not kind:
-        msg = f"a {type(value).__name__} where {kind.__name__.strip('_')} is expected"
-        raise TypeError(msg)
-    return value
-
-
-def _dict(value: Any) -> dict[Any, Any]:
-    found: dict[Any, Any] = _of(value, dict)
-    return found
-
-
-_MODULE = "torch.distributed.checkpoint"
-_CLASSES: dict[str, Callable[..., Any]] = {
-    f"{_MODULE}.metadata.Metadata": _Metadata,
-    f"{_MODULE}.metadata.TensorStorageMetadata": _TensorMetadata,
-    f"{_MODULE}.metadata.TensorProperties": _Properties,
-    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": _Properties,
-    f"{_MODULE}.metadata.ChunkStorageMetadata": _ChunkMetadata,
-    f"{_MODULE}.metadata.BytesStorageMetadata": _BytesMetadata,
-    f"{_MODULE}.metadata.MetadataIndex": _Index,
-    f"{_MODULE}.filesystem._StorageInfo": _StorageInfo,
-}
-
-
 def _add(container: Container, metadata: Any, prefix: str, path: str) -> None:
     """Add what one metadata file says."""
-    state = _of(metadata, _Metadata).state
+    state = expect(metadata, Metadata).state
     places: dict[tuple[str, tuple[int, ...] | None], Blob] = {}
-    for index, info in _dict(state["storage_data"]).items():
-        place = _of(index, _Index)
-        item = _blob(_of(info, _StorageInfo), place.key, path)
+    for index, info in mapping(state["storage_data"]).items():
+        place = expect(index, Index)
+        item = _blob(expect(info, StorageInfo), place.key, path)
         places[place.key, place.offset] = item._replace(file=prefix + item.file)
-    for name, value in _dict(state["state_dict_metadata"]).items():
+    for name, value in mapping(state["state_dict_metadata"]).items():
         key = _key(name)
-        if type(value) is _TensorMetadata:
+        if type(value) is TensorMetadata:
             _add_tensor(container, key, value, places, path)
-        elif type(value) is _BytesMetadata:
+        elif type(value) is BytesMetadata:
             blob = places.get((key, None))
             if blob is None:
                 _missing(key, None, path)
@@ -409,7 +333,7 @@ def _is_path(value: Any) -> bool:
 
 
 def _key(value: Any) -> str:
-    key: str = _of(value, str)
+    key: str = expect(value, str)
     if len(key.encode()) > _KEY_BYTES_MAX:
         msg = f"a key has {len(key)} characters"
         raise ValueError(msg)
@@ -419,7 +343,7 @@ def _key(value: Any) -> str:
 def _add_tensor(
     container: Container,
     key: str,
-    value: _TensorMetadata,
+    value: TensorMetadata,
     places: Mapping[tuple[str, tuple[int, ...] | None], Blob],
     path: str,
 ) -> None:
@@ -434,7 +358,7 @@ def _add_tensor(
         )
     known = {chunk.box for chunk in item.chunks}
     for chunk in value.chunks:
-        place = _of(chunk, _ChunkMetadata)
+        place = expect(chunk, ChunkMetadata)
         stop = tuple(a + b for a, b in zip(place.offsets, place.sizes, strict=True))
         box = Box(place.offsets, stop)
         if len(stop) != len(value.shape):
@@ -454,7 +378,7 @@ def _missing(key: str, box: Box | None, path: str) -> NoReturn:
     raise CheckpointCorruptError(f"{path}: {what} is in no file: it is damaged", key=key, path=path)
 
 
-def _blob(info: _StorageInfo, key: str, path: str) -> Blob:
+def _blob(info: StorageInfo, key: str, path: str) -> Blob:
     if info.transforms:
         raise CheckpointCorruptError(
             f"{path}: {key} was saved through an extension (it is compressed, perhaps): save "

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.converters import _zip
-from ucp_core.converters._stand_ins import Allow, Global, Opaque, plain
+from ucp_core.converters._plain import plain
+from ucp_core.converters._stand_ins import Allow, Global, Opaque
 from ucp_core.converters._tensors import Storage, StorageRef, TensorRef, known_dtype
 from ucp_core.converters._unpickle import PICKLE_BYTES_MAX, read_pickle
 from ucp_core.errors import CheckpointCorruptError

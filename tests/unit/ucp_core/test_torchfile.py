@@ -20,11 +20,11 @@ import torch
 from tests.support import hostile_pickles
 from tests.support.counting_store import CountingStore
 from ucp_core.checksums import crc32
-from ucp_core.converters._stand_ins import plain
 from ucp_core.converters.torchfile import (
     Global,
     Opaque,
     TensorRef,
+    plain,
     read_pickle,
     read_torch_file,
 )
