@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
+from tests.support.commands import ucp
 from tests.support.object_servers import Fault, Proxy, proxied, s3_server
 from tests.support.store_conformance import StoreConformance
 from ucp_core.checkpoint import find_committed, load, materialise, open_checkpoint, verify
@@ -100,6 +101,22 @@ def test_a_checkpoint_lives_in_a_bucket(bucket: str) -> None:
         assert checkpoint.extra == {"cursor": {"step": 7}}
 
 
+def test_the_commands_take_urls(bucket: str) -> None:
+    """Convert from one bucket's directory to another, and verify what came out."""
+    store, root = open_store(f"s3://{bucket}/run/checkpoints")
+    state = small_state()
+    save(store, state, step=7, root=root)
+    source, made = f"s3://{bucket}/run/checkpoints/step-00000007", f"s3://{bucket}/made"
+
+    for arguments in (("convert", source, made), ("verify", made), ("inspect", made)):
+        done = ucp(*arguments)
+        assert done.returncode == 0, done.stderr
+
+    need = whole_need(state)
+    load(open_checkpoint(store, f"{bucket}/made"), need)
+    assert_loaded(state, need)
+
+
 @pytest.mark.parametrize("size", [_PART - 1, _PART, _PART + 1, 2 * _PART + 5])
 def test_large_files_go_up_in_parts(size: int, bucket: str, proxy: Proxy) -> None:
     """Sizes around a part are where the last one is empty or forgotten."""
@@ -110,6 +127,7 @@ def test_large_files_go_up_in_parts(size: int, bucket: str, proxy: Proxy) -> Non
     assert store.write_file(join(root, "f"), chunks, fsync=True) == size
 
     assert store.read(join(root, "f")) == data
+    assert store.read_range(join(root, "f"), 1, size - 2) == data[1:-1]
     assert proxy.count("PUT", "partNumber") == (0 if size <= _PART else -(-size // _PART))
 
 
