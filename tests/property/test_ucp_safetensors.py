@@ -93,6 +93,33 @@ def test_a_damaged_header_never_shows_bytes_outside_the_file(
         assert fragment.offset_bytes + fragment.num_bytes <= len(blob)
 
 
+@given(
+    index=st.fixed_dictionaries(
+        {
+            "weight_map": st.dictionaries(
+                st.sampled_from(["a", "b", ""]),
+                st.sampled_from(["model.safetensors", "../x", "", "none.safetensors"]) | _VALUES,
+            )
+            | _VALUES
+        }
+    )
+    | _VALUES,
+    config=_VALUES,
+)
+def test_no_index_and_no_configuration_crashes_the_reader(index: Any, config: Any) -> None:
+    """Both are somebody else's JSON, and name files."""
+    store = _write(safetensors.numpy.save({"a": np.zeros(2, np.float32)}))
+    texts = {"model.safetensors.index.json": index, "config.json": config, "x.json": index}
+    for name, value in texts.items():
+        store.write_atomic(f"m/{name}", json.dumps(value).encode(), fsync=False)
+
+    try:
+        opened = huggingface.read(store, "m")
+    except UcpError:
+        return
+    assert [key.fqn for key in opened.state_map.entries] == ["a"]
+
+
 @given(data=st.binary(max_size=200))
 def test_no_bytes_at_all_crash_the_reader(data: bytes) -> None:
     """The first eight of them are a length."""

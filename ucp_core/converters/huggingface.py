@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ucp_core._open import Checkpoint
@@ -203,7 +204,7 @@ def _weight_map(store: Store, path: str, size_bytes: int) -> dict[str, str]:
 
 def _json(data: bytes, path: str) -> Any:
     try:
-        return json.loads(data, parse_constant=_no_constant)
+        return json.loads(data, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} is not JSON: {error}", path=path) from error
 
@@ -211,6 +212,13 @@ def _json(data: bytes, path: str) -> Any:
 def _no_constant(name: str) -> NoReturn:
     # Python reads and writes NaN; no other JSON does.
     raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text} is beyond every float")
+    return value
 
 
 def _shards(

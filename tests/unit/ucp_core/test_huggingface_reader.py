@@ -81,6 +81,7 @@ def test_small_documents_are_kept_and_every_other_file_has_a_policy() -> None:
             "adapter.safetensors": b"x",
             "optimizer.pt": b"x",
             "trainer_state.json": b'{"loss": NaN}',
+            "log.json": b'{"loss": 1e999}',
         }
     )
 
@@ -93,6 +94,7 @@ def test_small_documents_are_kept_and_every_other_file_has_a_policy() -> None:
         "adapter.safetensors": "drop",
         "optimizer.pt": "drop",
         "trainer_state.json": "drop",
+        "log.json": "drop",
     }
     assert "training state is not read" in opened.manifest.items["optimizer.pt"].note
     assert "NaN" in opened.manifest.items["trainer_state.json"].note

@@ -6,20 +6,21 @@ import random
 import threading
 import tracemalloc
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.checkpoints import ROOT, State, Whole, save
-from ucp_core._slabs import MEMORY_BYTES_MIN, cut, stream, stream_box
+from ucp_core._slabs import MEMORY_BYTES_MIN, Piece, Slab, SlabReader, cut, stream, stream_box
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint, open_checkpoint
 from ucp_core.converters import dcp_writer, huggingface_writer
 from ucp_core.diff import diff
 from ucp_core.errors import UcpError
 from ucp_core.statemap import TensorKey
-from ucp_core.storage import LocalStore, MemoryStore, ReadRange
+from ucp_core.storage import LocalStore, MemoryStore
 
 MIB = 1 << 20
 
@@ -52,40 +53,37 @@ def test_boxes_follow_one_another_in_memory(shape: tuple[int, ...], bound: int) 
     assert all(0 < box.num_elements <= bound for box in boxes)
 
 
-class _Watched(MemoryStore):
-    """Tells how many times it was read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads = 0
-        self.changed = threading.Condition()
-
-    def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
-        super().read_ranges(path, ranges)
-        with self.changed:
-            self.reads += 1
-            self.changed.notify_all()
-
-
-def test_a_slab_stays_as_it_is_while_the_next_is_read() -> None:
+def test_a_slab_stays_as_it_is_while_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread reads ahead, into memory that was used before."""
-    store = _Watched()
     state = _state(8, 2)
-    checkpoint = _checkpoint(store, state)
+    checkpoint = _checkpoint(MemoryStore(), state)
     entries = [checkpoint.state_map.entries[key] for key in sorted(state)]
-    found = bytearray()
-    seen = 0
-    total = sum(entry.num_bytes for entry in entries)
+    sizes: list[int] = []
+    changed = threading.Condition()
+    read = SlabReader.read
 
+    def watched(self: SlabReader, pieces: Sequence[Piece]) -> list[Slab]:
+        slabs = read(self, pieces)
+        with changed:
+            sizes.append(sum(piece.num_bytes for piece in pieces))
+            changed.notify_all()
+        return slabs
+
+    monkeypatch.setattr(SlabReader, "read", watched)
+    total = sum(entry.num_bytes for entry in entries)
+    found = bytearray()
     for slab in stream(checkpoint, entries, memory_bytes=MEMORY_BYTES_MIN):
         before = bytes(slab.data)
-        if len(found) + len(before) < total:
-            with store.changed:
-                assert store.changed.wait_for(lambda: store.reads > seen, timeout=30)  # noqa: B023 - waits here
-                seen = store.reads
+        # Until the group behind the one that this slab is of is in memory too.
+        with changed:
+            group = next(g for g in range(len(sizes)) if sum(sizes[: g + 1]) > len(found))
+            assert changed.wait_for(
+                partial(lambda g: len(sizes) > g + 1 or sum(sizes) == total, group), timeout=30
+            )
         assert bytes(slab.data) == before
         found += before
 
+    assert len(sizes) > 4
     assert bytes(found) == b"".join(state[key].data for key in sorted(state))
 
 
