@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import struct
 from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ucp_core.boxes import Box
 from ucp_core.converters.inline import INLINE_NAME, OverlayStore
 from ucp_core.converters.torchfile import Opaque, TensorRef, plain
-from ucp_core.errors import ForeignClassError
+from ucp_core.errors import CheckpointCorruptError, ForeignClassError
 from ucp_core.statemap import Fragment, TensorEntry, TensorKey
 from ucp_core.storage.base import Store, join
 
@@ -32,6 +34,22 @@ _FORMATS = {
 }
 #: Above it a step count would be rounded in float32, in which torch keeps it.
 _EXACT_MAX = 1 << 24
+
+
+@contextmanager
+def refusing_nonsense(where: str, framework: str) -> Iterator[None]:
+    """Turn what surprises a reader deep in a foreign file's structure into an error of ours.
+
+    A pickle's structure is only its writer's word, and checks of every level of it would be most
+    of a reader.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise CheckpointCorruptError(
+            f"{where} does not hold what {framework} writes: {type(error).__name__}: {error}",
+            path=where,
+        ) from error
 
 
 def number(store: Store, directory: str, ref: TensorRef) -> float | int | bool | None:

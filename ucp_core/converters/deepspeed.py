@@ -24,7 +24,7 @@ from ucp_core.converters._deepspeed_partitions import RankState, read_rank
 from ucp_core.converters._deepspeed_topology import THREADS_MAX, Native, open_native
 from ucp_core.converters._deepspeed_zero import Stage, add_zero3, add_zero12, param_shapes
 from ucp_core.converters._shards import Shards
-from ucp_core.converters._values import Scalars, json_value, number
+from ucp_core.converters._values import Scalars, json_value, number, refusing_nonsense
 from ucp_core.converters.torchfile import Opaque, TensorRef
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 from ucp_core.manifest import Item, Kind, Manifest
@@ -67,11 +67,12 @@ def read(
         StorageError: A file cannot be read.
     """
     folder = locate(store, directory, tag)
-    if folder.universal:
+    with refusing_nonsense(folder.directory, "DeepSpeed"):
+        if not folder.universal:
+            return _read_native(store, folder, rules)
         from ucp_core.converters._deepspeed_universal import read_universal
 
         return read_universal(store, folder, lambda native, found: _layouts(native, found, rules))
-    return _read_native(store, folder, rules)
 
 
 def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoint:

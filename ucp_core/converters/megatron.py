@@ -22,7 +22,7 @@ from ucp_core.converters._megatron_model import (
     pattern_rules,
 )
 from ucp_core.converters._shards import Rank, Shards
-from ucp_core.converters._values import Scalars, json_value
+from ucp_core.converters._values import Scalars, json_value, refusing_nonsense
 from ucp_core.converters.torchfile import Opaque
 from ucp_core.errors import (
     CheckpointCorruptError,
@@ -76,6 +76,11 @@ def read(
         StorageError: A file cannot be read.
     """
     path = _located(store, directory, tag)
+    with refusing_nonsense(path, "Megatron"):
+        return _read(store, path, rules)
+
+
+def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
     files, pieces, arguments = _opened(store, path)
     tp = 1 + max(piece.rank.tp for piece in pieces)
     shards, scalars, groups = Shards(tp), Scalars(), Groups()
