@@ -86,9 +86,9 @@ class Ranks:
         assert pid is not None
         return pid
 
-    def results(self) -> list[Any]:
+    def results(self, limit_s: float = JOIN_S_MAX) -> list[Any]:
         """Return what each process returned, None for a killed one; raise what one raised."""
-        until_s = time.monotonic() + JOIN_S_MAX
+        until_s = time.monotonic() + limit_s
         found: list[Any] = []
         for rank, (answer, _) in enumerate(self._answers):
             assert answer.poll(max(0.0, until_s - time.monotonic())), f"rank {rank} does not end"
