@@ -26,6 +26,8 @@ from ucp_core._console import (
 from ucp_core.storage import open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ucp_core._open import Checkpoint
     from ucp_core.diff import DiffReport, TensorDiff
 
@@ -185,6 +187,16 @@ _Flatten = Annotated[
 _Stage = Annotated[int | None, typer.Option(help="deepspeed: ZeRO stage.")]
 _Dp = Annotated[int | None, typer.Option(help="deepspeed: data-parallel ranks.")]
 _Tp = Annotated[int | None, typer.Option(help="deepspeed: tensor-parallel ranks.")]
+_SubGroup = Annotated[
+    int | None, typer.Option(help="deepspeed: sub_group_size of stage 3, if not the default.")
+]
+_Stages = Annotated[
+    str | None, typer.Option(help="deepspeed: first layer of each pipeline stage, as in 0,12.")
+]
+_Tied = Annotated[
+    list[str] | None,
+    typer.Option(help="deepspeed: layers of a pipeline's tied module, as in embed=0,23."),
+]
 _TargetRules = Annotated[
     str | None, typer.Option(help="deepspeed: file of rules for tensor-parallel ranks.")
 ]
@@ -205,6 +217,9 @@ def export_command(  # noqa: PLR0913 - options of a command
     stage: _Stage = None,
     dp: _Dp = None,
     tp: _Tp = None,
+    sub_group_size: _SubGroup = None,
+    stages: _Stages = None,
+    tied: _Tied = None,
     target_rules: _TargetRules = None,
     target_tag: _TargetTag = None,
     memory: Memory = "512MiB",
@@ -232,6 +247,9 @@ def export_command(  # noqa: PLR0913 - options of a command
         "stage": stage,
         "dp": dp,
         "tp": tp,
+        "sub_group_size": sub_group_size,
+        "stages": None if stages is None else _numbers(stages, "--stages"),
+        "tied_layers": _tied_layers(tied or ()) or None,
         "rules": read_rules(target_rules),
         "tag": target_tag,
     }
@@ -254,6 +272,18 @@ def export_command(  # noqa: PLR0913 - options of a command
         print_json(facts)
     else:
         typer.echo(f"{destination}: {facts['tensors']} tensors, {human(facts['bytes'])} as {to}")
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise typer.BadParameter(f"{text!r} is no list of layers as 0,12 is", param_hint=option)
+    return tuple(int(part) for part in parts)
+
+
+def _tied_layers(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    pairs = [text.partition("=") for text in texts]
+    return {key: _numbers(layers, "--tied") for key, _, layers in pairs}
 
 
 def _exported(opened: Checkpoint, destination: str, to: str) -> dict[str, Any]:

@@ -39,8 +39,8 @@ STATES = st.builds(_state, st.integers(0, 2**32), st.integers(2, 7), st.integers
 
 
 def _rules(state: TrainingState, rng: random.Random, tp: int) -> Rules:
-    rules = []
-    for name, array in {**state.weights, **state.frozen, **state.buffers}.items():
+    rules = [Rule(name, Replicated()) for name in state.buffers]
+    for name, array in {**state.weights, **state.frozen}.items():
         choices: list[Pattern] = [Replicated()]
         choices += [Cut(dim) for dim, extent in enumerate(array.shape) if extent >= tp]
         choices += [

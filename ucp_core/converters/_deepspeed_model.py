@@ -84,6 +84,7 @@ class Model:
         clip_grad: The bound of the gradient's norm, or None where it is not known.
         precision: ``fp32``, ``bf16`` or ``fp16``: in which the source's model was trained, as far
             as it says so.
+        config: The source's configuration of DeepSpeed, or empty.
         client_state: Everything else, by name.
     """
 
@@ -98,6 +99,7 @@ class Model:
     scaler: Mapping[str, Any] | None
     clip_grad: float | None
     precision: str
+    config: Mapping[str, Any]
     client_state: Mapping[str, Any]
 
     @property
@@ -265,7 +267,7 @@ def _flat_dtype(checkpoint: Checkpoint, held: Sequence[TensorEntry]) -> str:
 
 def _small_values(checkpoint: Checkpoint) -> dict[str, Any]:
     extra = checkpoint.extra
-    precision = _precision(checkpoint, _dict(extra.get("ds_config")))
+    config = _dict(extra.pop("ds_config", None))
     nested = _dict(extra.pop("counters", None))
     counters: dict[str, int] = {"global_steps": checkpoint.step}
     for name in _COUNTERS:
@@ -277,7 +279,8 @@ def _small_values(checkpoint: Checkpoint) -> dict[str, Any]:
     values: dict[str, Any] = {
         "counters": counters,
         "kept": kept,
-        "precision": precision,
+        "precision": _precision(checkpoint, config),
+        "config": config,
         "scaler": _scaler(extra.pop("loss_scaler", None)),
         "clip_grad": clip_grad if isinstance(clip_grad, int | float) else None,
     }

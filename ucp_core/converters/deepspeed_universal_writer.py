@@ -215,5 +215,5 @@ def _model_states(trees: Trees, *, with_tensors: bool) -> dict[str, Any]:
         "frozen_param_shapes": OrderedDict((n, Size(trees.shape(n))) for n in model.frozen),
         "frozen_param_fragments": frozen,
         "shared_params": dict(model.ties),
-        "ds_config": {},
+        "ds_config": dict(model.config),
     }

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 #: Names of dtypes as DeepSpeed's configuration has them.
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _STAGES = (0, 1, 2, 3)
+#: Sections of a configuration that are about precision and layout.
+_LAYOUT_KEYS = frozenset({"bf16", "bfloat16", "fp16", "tensor_parallel"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +187,7 @@ def _files(
             )
             tree = {
                 "optimizer_state_dict": state,
-                "ds_config": _config(stage),
+                "ds_config": _config(trees.model, target),
                 "ds_version": DS_VERSION,
             }
             yield f"{prefix}zero_pp_rank_{dp_rank}_{mp}_optim_states.pt", tree
@@ -249,7 +251,7 @@ def _layer_files(
 
 def _common(model: Model, target: Target) -> dict[str, Any]:
     state = common_state(model, dp=target.dp, tp=target.tp, pp=target.pp)
-    return state | {"ds_config": _config(target.stage)}
+    return state | {"ds_config": _config(model, target)}
 
 
 def common_state(model: Model, *, dp: int, tp: int = 1, pp: int = 1) -> dict[str, Any]:
@@ -266,5 +268,12 @@ def common_state(model: Model, *, dp: int, tp: int = 1, pp: int = 1) -> dict[str
     }
 
 
-def _config(stage: int) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage}}
+def _config(model: Model, target: Target) -> dict[str, Any]:
+    """Return the source's configuration with what the target has otherwise."""
+    config = {key: value for key, value in model.config.items() if key not in _LAYOUT_KEYS}
+    zero = config.get("zero_optimization")
+    config["zero_optimization"] = (zero if isinstance(zero, dict) else {}) | {"stage": target.stage}
+    if target.dtype in {"bf16", "fp16"}:
+        kept = model.config.get(target.dtype)
+        config[target.dtype] = (kept if isinstance(kept, dict) else {}) | {"enabled": True}
+    return config

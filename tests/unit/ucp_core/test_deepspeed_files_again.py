@@ -15,8 +15,8 @@ from ucp_core.patterns import Cut, Replicated
 from ucp_core.rules import Rule, Rules
 from ucp_core.storage import LocalStore, MemoryStore
 
-#: What a reader of the files does not need: written by newer versions only, or about the source.
-LEFT_OUT = {"param_alignment_paddings", "universal_checkpoint_info", "ds_config"}
+#: What no reader of the files needs, or is tested by itself.
+LEFT_OUT = {"param_alignment_paddings", "universal_checkpoint_info", "tensor_parallel"}
 AUTO_TP = Rules(
     (
         Rule(r".*\.(q|k|v|gate|up)_proj\.weight", Cut(0)),

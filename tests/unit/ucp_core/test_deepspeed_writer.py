@@ -214,7 +214,7 @@ def test_small_values_come_where_deepspeed_looks_for_them(tmp_path: Path) -> Non
         "client_state": {"mine": [1, 2], "rng": {"dtype": "U8", "shape": [2], "base64": "AQI="}},
         "cursor": {"epoch": 1, "raw": {"base64": "AQI="}},
         "optimizer": {"clip_grad": 1.5, "overflow": False},
-        "ds_config": {"zero_optimization": {"stage": 3}},
+        "ds_config": {"zero_optimization": {"stage": 3, "a": 1}, "tensor_parallel": {}},
     }
 
     folder = _written(state, tmp_path, stage=2, dp=4)
@@ -225,7 +225,7 @@ def test_small_values_come_where_deepspeed_looks_for_them(tmp_path: Path) -> Non
     assert (tree["skipped_steps"], tree["dp_world_size"], tree["mp_world_size"]) == (2, 4, 1)
     assert (tree["mine"], tree["cursor"]) == ([1, 2], {"epoch": 1, "raw": b"\x01\x02"})
     assert torch.equal(tree["rng"], torch.tensor([1, 2], dtype=torch.uint8))
-    assert tree["ds_config"] == {"zero_optimization": {"stage": 2}}
+    assert tree["ds_config"] == {"zero_optimization": {"stage": 2, "a": 1}}
     optim = _load(folder / "zero_pp_rank_3_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
     assert optim["clip_grad"] == 1.5
 
