@@ -56,6 +56,9 @@ class LocalStore:
 
     request_bytes = 2 << 20
 
+    def __init__(self) -> None:
+        self._durable: set[tuple[str, int]] = set()
+
     def read(self, path: str) -> bytes:
         """Return the whole file."""
         with _named(path):
@@ -90,6 +93,8 @@ class LocalStore:
                         os.fsync(fd)
                 finally:
                     os.close(fd)
+                if fsync:
+                    self._sync_above(path)
                 placed = _place(temporary, path, exclusive=exclusive)
             except BaseException:
                 _remove(temporary)
@@ -116,6 +121,8 @@ class LocalStore:
                         os.fsync(fd)
                 finally:
                     os.close(fd)
+                if fsync:
+                    self._sync_above(path)
                 _place(temporary, path, exclusive=False)
             except BaseException:
                 _remove(temporary)
@@ -123,6 +130,24 @@ class LocalStore:
             if fsync:
                 _sync_directory(path)
             return size_bytes
+
+    def _sync_above(self, path: str) -> None:
+        """Make the names of all directories above durable, whoever made them.
+
+        A file that is synced is still lost with the name of its directory. Once for each is
+        enough; a directory of the same name that is made anew has another inode.
+        """
+        for directory in Path(path).absolute().parents:
+            status = directory.stat()
+            known = (str(directory), status.st_ino)
+            # A mount point has its name from the mount.
+            is_mount = status.st_dev != directory.parent.stat().st_dev
+            if known in self._durable or is_mount or directory == directory.parent:
+                return
+            # What this process may not read it has not made either.
+            with suppress(PermissionError):
+                _sync_directory(str(directory))
+            self._durable.add(known)
 
     def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
         """Add ``data`` at the end of the file, in one call where it is small."""
