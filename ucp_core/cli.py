@@ -46,17 +46,22 @@ app = typer.Typer(
 )
 def inspect(
     checkpoint: _Url,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,  # noqa: FBT002 - a flag of the command line
+    *,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    items: Annotated[
+        bool, typer.Option("--items", help="List what becomes of everything that is no tensor.")
+    ] = False,
     rules: RulesFile = None,
     rename: RenameFile = None,
     tag: Tag = None,
-    as_json: Json = False,  # noqa: FBT002 - a flag of the command line
+    as_json: Json = False,
 ) -> None:
     """Show what a checkpoint of any format holds; reads its manifest or headers only."""
     opened = open_any(checkpoint, rules=rules, rename=rename, tag=tag)
     facts = _facts(opened, checkpoint)
     if as_json:
         facts["tensors"] = _tensor_facts(opened)
+        facts["items"] = {n: item._asdict() for n, item in sorted(opened.manifest.items.items())}
         print_json(facts)
         return
     for name, value in facts.items():
@@ -69,6 +74,10 @@ def inspect(
                 f"{item['fqn']} {item['slot']} {item['dtype']} {shape} "
                 f"in {item['fragments']} fragment(s)"
             )
+    if items:
+        typer.echo()
+        for name, (policy, note) in sorted(opened.manifest.items.items()):
+            typer.echo(f"{name}: {policy}, {note}")
 
 
 @app.command(
@@ -141,6 +150,9 @@ def _facts(opened: Checkpoint, url: str) -> dict[str, Any]:
         "fragments": sum(len(entry.fragments) for entry in entries.values()),
         "files": len(manifest.files),
         "groups": len(manifest.param_groups),
+        "ties": dict(manifest.ties),
+        "frozen": sorted(n for n, role in manifest.roles.items() if role == "frozen"),
+        "buffers": sorted(n for n, role in manifest.roles.items() if role == "buffer"),
         "extra": sorted(manifest.extra),
         "source": dict(manifest.source),
     }

@@ -272,6 +272,8 @@ def export_command(  # noqa: PLR0913 - options of a command
         print_json(facts)
     else:
         typer.echo(f"{destination}: {facts['tensors']} tensors, {human(facts['bytes'])} as {to}")
+        if facts["left_behind"]:
+            typer.echo(f"not in this format: {', '.join(facts['left_behind'])}")
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:
@@ -287,6 +289,8 @@ def _tied_layers(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
 
 
 def _exported(opened: Checkpoint, destination: str, to: str) -> dict[str, Any]:
+    from ucp_core.export import left_behind
+
     entries = [
         entry
         for key, entry in opened.state_map.entries.items()
@@ -297,6 +301,7 @@ def _exported(opened: Checkpoint, destination: str, to: str) -> dict[str, Any]:
         "format": to,
         "tensors": len(entries),
         "bytes": sum(entry.num_bytes for entry in entries),
+        "left_behind": left_behind(opened, format=to),
     }
 
 

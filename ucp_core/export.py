@@ -51,6 +51,8 @@ _WRITERS = {
         frozenset({"dtype", "rules", "tag"}),
     ),
 }
+#: Formats that have no place for anything but weights.
+_WEIGHTS_ONLY = frozenset({"huggingface"})
 #: Whether every file must survive a loss of power before the commit.
 _COMMON = frozenset({"fsync"})
 #: Names of the formats.
@@ -93,3 +95,15 @@ def export(
     write = getattr(import_module(writer.module), writer.function)
     with reading(checkpoint):
         write(checkpoint, store, directory, memory_bytes=memory_bytes, progress=progress, **options)
+
+
+def left_behind(checkpoint: Checkpoint, *, format: str) -> list[str]:  # noqa: A002 - as above
+    """Return what of the checkpoint the format has no place for, for people."""
+    if format not in _WEIGHTS_ONLY:
+        return []
+    slots = sorted({key.slot for key in checkpoint.state_map.entries} - {"weight"})
+    found = [f"slot {slot}" for slot in slots]
+    if checkpoint.param_groups:
+        found.append("param_groups")
+    found += [f"extra {name}" for name in sorted(checkpoint.extra) if name != format]
+    return found

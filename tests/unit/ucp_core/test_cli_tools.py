@@ -109,6 +109,28 @@ def test_export_writes_the_format_that_was_asked_for(
     assert again.stderr.count("\n") == 1
 
 
+def test_export_says_what_a_format_has_no_place_for(checkpoint: str, tmp_path: Path) -> None:
+    """Somebody would train on from it and wonder about his learning rate."""
+    shown = ucp("export", checkpoint, str(tmp_path / "hf"), "--format", "huggingface")
+    whole = ucp("export", checkpoint, str(tmp_path / "dcp"), "--format", "dcp", "--json")
+
+    assert "not in this format: slot exp_avg, param_groups, extra cursor" in shown.stdout
+    assert json.loads(whole.stdout)["left_behind"] == []
+
+
+def test_inspect_says_what_becomes_of_everything(checkpoint: str, tmp_path: Path) -> None:
+    """Nothing that another framework saved is passed over in silence."""
+    ucp("export", checkpoint, str(tmp_path / "hf"), "--format", "huggingface")
+    (tmp_path / "hf" / "optimizer.pt").write_bytes(b"x")
+
+    shown = ucp("inspect", str(tmp_path / "hf"), "--items")
+    found = json.loads(ucp("inspect", str(tmp_path / "hf"), "--json").stdout)
+
+    assert "optimizer.pt: drop, a pickle beside the weights" in shown.stdout
+    assert found["items"]["optimizer.pt"]["policy"] == "drop"
+    assert (found["ties"], found["frozen"], found["buffers"]) == ({}, [], [])
+
+
 def test_a_renamed_export_has_the_new_names(checkpoint: str, tmp_path: Path) -> None:
     """Names are the source framework's; other frameworks have others."""
     renames = tmp_path / "renames.yaml"
