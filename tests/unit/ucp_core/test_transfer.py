@@ -79,6 +79,39 @@ def test_a_part_that_cuts_blocks_is_verified_by_whole_blocks() -> None:
     assert store.reads == [("a0001-r00000.bin", 0, 3 * MIB)]
 
 
+def test_columns_that_lie_far_apart_are_read_by_their_blocks() -> None:
+    """A few columns of long rows: a read from the first to the last would read nearly all."""
+    store = _CountingStore()
+    state = _state(8, MIB)
+    opened = _saved(store, state, world_size=1)
+    need = empty_tensors(state, {KEY: [Box((0, 5), (8, 9))]})
+
+    result = load(opened, need)
+
+    assert_loaded(state, need)
+    assert store.reads == [("a0001-r00000.bin", 4 * MIB * row, MIB) for row in range(8)]
+    assert result.read_bytes == 8 * MIB
+
+
+def test_a_large_gather_passes_through_little_memory_and_reads_no_block_twice() -> None:
+    """Half the columns of 32 MiB in requests of 1 MiB: rows cross the ends of requests."""
+    store = _CountingStore()
+    store.request_bytes = MIB
+    state = _state(1000, 8397)
+    opened = _saved(store, state, world_size=1)
+    need = empty_tensors(state, {KEY: [Box((0, 11), (1000, 4211))]})
+    tracemalloc.start()
+
+    result = load(opened, need, threads=1)
+
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert_loaded(state, need)
+    assert sum(size for _, _, size in store.reads) == result.read_bytes
+    assert result.read_bytes <= 4 * 1000 * 8397 + 2 * MIB
+    assert peak <= 3 * MIB
+
+
 def test_neighbours_in_a_file_are_read_together() -> None:
     """A read per tensor costs a request each on an object store."""
     store = _CountingStore()
