@@ -13,7 +13,8 @@ import re
 from typing import TYPE_CHECKING
 
 from ucp_core._open import Checkpoint
-from ucp_core.converters._dcp_container import metadata_names, read_container
+from ucp_core.converters._dcp_reading import metadata_names, read_container
+from ucp_core.converters._dcp_safetensors import sharded_container
 from ucp_core.converters._dcp_state import BLOCK_BYTES, state_of, ties_of
 from ucp_core.converters.inline import INLINE_NAME, OverlayStore
 from ucp_core.errors import CheckpointNotFoundError
@@ -31,11 +32,11 @@ _PARTS = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")
 
 
 def recognise(store: Store, directory: str) -> bool:
-    """Return whether ``directory`` is one checkpoint of torch DCP, or Accelerate's two."""
+    """Return whether ``directory`` is a checkpoint of torch DCP, in one of its forms."""
     names = store.list(directory)
-    if metadata_names(names):
+    if metadata_names(names) or _parts(store, directory, names):
         return True
-    return bool(_parts(store, directory, names))
+    return any(name.startswith("shard-") and name.endswith(".safetensors") for name in names)
 
 
 def read(
@@ -59,13 +60,15 @@ def read(
     where = directory if tag is None else join(directory, tag)
     names = store.list(where)
     parts = [""] if metadata_names(names) else _parts(store, where, names)
-    if not parts:
+    container = read_container(store, where, parts) if parts else None
+    if container is None:
+        container = sharded_container(store, where, names)
+    if container is None:
         raise CheckpointNotFoundError(
             f"{where} has no .metadata: it is no checkpoint of torch DCP, or its save was not "
             "finished",
             path=where,
         )
-    container = read_container(store, where, parts)
     state = state_of(container)
     state_map = StateMap(entries=state.entries, block_bytes=BLOCK_BYTES, extents=state.extents)
     state_map.prove_coverage()

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core._open import Checkpoint
 from ucp_core.converters import _mcore_buckets, _mcore_names
-from ucp_core.converters._dcp_container import Container, metadata_names, read_container
+from ucp_core.converters._dcp_container import Container
+from ucp_core.converters._dcp_reading import metadata_names, read_container
 from ucp_core.converters._dcp_state import BLOCK_BYTES, State, json_value
 from ucp_core.converters.inline import INLINE_NAME, OverlayStore
 from ucp_core.converters.torchfile import read_torch_file

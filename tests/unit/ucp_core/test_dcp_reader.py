@@ -13,6 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp_peer
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -331,6 +333,45 @@ def test_tied_parameters_are_one_tensor_with_two_names(tmp_path: Path) -> None:
     assert checkpoint.manifest.ties == {"head.weight": "embed.weight"}
     assert checkpoint.manifest.roles == {}
     assert TensorKey("head.weight", "weight") not in checkpoint.state_map.entries
+
+
+def test_tensors_that_dcp_wrote_as_safetensors_are_found(tmp_path: Path) -> None:
+    """The metadata say where the header begins and not where the tensors are."""
+    model, made = _trained(torch.optim.AdamW)
+    weights, states = get_state_dict(model, made)
+    state = {"model": weights, "optim": states, "train": {"step": 3}}
+    writer = FileSystemWriter(
+        tmp_path, serialization_format=SerializationFormat.SAFETENSORS, thread_count=2
+    )
+    dcp_peer.save(state, storage_writer=writer, no_dist=True)
+    _check_all(dcp.read(LocalStore(), str(tmp_path)), model, made)
+    victim = tmp_path / "__0_1.distcp"
+    victim.write_bytes(victim.read_bytes()[:-1])
+    with pytest.raises(CheckpointCorruptError, match=r"__0_1\.distcp"):
+        dcp.read(LocalStore(), str(tmp_path))
+
+
+def test_shards_without_metadata_say_where_they_belong(tmp_path: Path) -> None:
+    """``HuggingFaceStorageWriter`` leaves only safetensors, whose shapes are those of shards."""
+    tensor = torch.arange(21.0).reshape(7, 3)
+    for index, low in enumerate((0, 3, 6), start=1):
+        part = tensor[low : low + 3].clone()
+        writer = HuggingFaceStorageWriter(str(tmp_path / str(index)), save_distributed=True)
+        dcp_peer.save({"w": part, "b": torch.ones(2)}, storage_writer=writer, no_dist=True)
+        (made,) = (tmp_path / str(index)).glob("*.safetensors")
+        # One process cannot write the second shard, so its place is put right.
+        data = made.read_bytes().replace(
+            b'"saved_offsets\\": [0, 0]', b'"saved_offsets\\": [%d, 0]' % low
+        )
+        name = made.name.replace("shard-00001", f"shard-0000{index}")
+        (tmp_path / "c").mkdir(exist_ok=True)
+        (tmp_path / "c" / name).write_bytes(data)
+    checkpoint = open_source(LocalStore(), str(tmp_path / "c"))
+    assert same_bits(loaded(checkpoint, "w"), tensor)
+    assert same_bits(loaded(checkpoint, "b"), torch.ones(2))
+    (tmp_path / "c" / name.replace("shard-00003", "shard-00002")).unlink()
+    with pytest.raises(CheckpointCorruptError, match="shard 2"):
+        open_source(LocalStore(), str(tmp_path / "c"))
 
 
 def _two_ranks() -> tuple[MemoryStore, Any]:
