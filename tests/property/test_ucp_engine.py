@@ -133,10 +133,10 @@ def test_every_small_float_comes_back_from_fp64(dtype: str) -> None:
 def test_a_mean_is_rounded_once_to_the_nearest(numbers: list[float]) -> None:
     """By way of fp32 some would be rounded twice, to the wrong neighbour."""
     value = np.array([np.mean(np.clip(numbers, -3e38, 3e38))])
-    for dtype in ("BF16", "F16"):
-        known = decode(dtype, np.arange(1 << 16).astype("u2").data.cast("B"))
+    for dtype, codes in (("BF16", "u2"), ("F16", "u2"), ("F8_E4M3", "u1"), ("F8_E5M2", "u1")):
+        every = np.arange(1 << (8 * np.dtype(codes).itemsize)).astype(codes)
+        known = decode(dtype, every.data.cast("B"))
         known = known[np.isfinite(known)]
-        if abs(value[0]) > known.max():
-            continue
-        rounded = decode(dtype, encode(dtype, value).data.cast("B"))
-        assert abs(rounded[0] - value[0]) == np.abs(known - value[0]).min()
+        scaled = value if abs(value[0]) <= known.max() else value * known.max() / 3e38
+        rounded = decode(dtype, encode(dtype, scaled).data.cast("B"))
+        assert abs(rounded[0] - scaled[0]) == np.abs(known - scaled[0]).min()
