@@ -6,13 +6,22 @@ WorkerError
 + StateError         saved state that does not fit the model
 + TaskError          a training script that uses the session wrongly
 + ArenaError         snapshot memory that cannot be had, or is not what it should be
++ ParityError        a group that a parity does not fit, or has lost more than it brings back
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["ArenaError", "DataError", "SettingsError", "StateError", "TaskError", "WorkerError"]
+__all__ = [
+    "ArenaError",
+    "DataError",
+    "ParityError",
+    "SettingsError",
+    "StateError",
+    "TaskError",
+    "WorkerError",
+]
 
 
 class WorkerError(Exception):
@@ -49,6 +58,10 @@ class TaskError(WorkerError):
 
 class ArenaError(WorkerError):
     """Snapshot memory cannot be had, or is not what it should be."""
+
+
+class ParityError(WorkerError):
+    """A parity does not fit its group, or more is lost than it brings back."""
 
 
 def _rebuild(kind: type[WorkerError], message: str, facts: dict[str, Any]) -> WorkerError:
