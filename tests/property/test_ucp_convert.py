@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.foreign_maps import DIRECTORY, Foreign, random_foreign
-from ucp_core import _convert_files, _convert_work, checksums, convert
+from ucp_core import _conversion, _convert_files, _convert_work, checksums
 from ucp_core._gather import Holders, is_plain, scattered
 from ucp_core.boxes import Box, flat_range, packed_strides
 from ucp_core.checkpoint import open_checkpoint, verify
+from ucp_core.convert import convert
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.storage import LocalStore, MemoryStore
 
@@ -26,7 +27,7 @@ SEEDS = st.integers(0, 2**32)
 def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Blocks of 16 bytes make small tensors meet every case of large ones."""
     size: int = request.param
-    for module in (convert, _convert_work, _convert_files):
+    for module in (_conversion, _convert_work, _convert_files):
         monkeypatch.setattr(module, "BLOCK_BYTES", size)
     monkeypatch.setattr(checksums.BlockHasher.__init__, "__defaults__", (size,))
     return size
@@ -43,7 +44,7 @@ def test_any_foreign_checkpoint_converts(seed: int, block_bytes: int) -> None:
     """Strides, padding, replicas, averages, checksums or none; from memory, to a directory."""
     foreign, _ = _foreign(seed, block_bytes)
     with tempfile.TemporaryDirectory() as out:
-        convert.convert(foreign.checkpoint, LocalStore(), out, memory_bytes=8 << 20, processes=1)
+        convert(foreign.checkpoint, LocalStore(), out, memory_bytes=8 << 20, processes=1)
         made = open_checkpoint(LocalStore(), out)
         assert verify(made) == []
         for key, entry in made.state_map.entries.items():
@@ -76,9 +77,7 @@ def test_no_flipped_bit_of_a_foreign_checkpoint_passes(
     out = tempfile.mkdtemp()
     try:
         with pytest.raises(CheckpointCorruptError):
-            convert.convert(
-                foreign.checkpoint, LocalStore(), out, memory_bytes=8 << 20, processes=1
-            )
+            convert(foreign.checkpoint, LocalStore(), out, memory_bytes=8 << 20, processes=1)
         assert not (Path(out) / "manifest.json").exists()
     finally:
         shutil.rmtree(out, ignore_errors=True)

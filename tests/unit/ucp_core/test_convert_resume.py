@@ -1,0 +1,210 @@
+"""Conversion goes on after a kill -9 at any moment, and takes in nothing that is not its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.conversions import (
+    MIB,
+    ForeignRecords,
+    assert_holds,
+    convert_to,
+    files_of,
+    large_state,
+    native_source,
+)
+from ucp_core import convert as convert_module
+from ucp_core._convert_journal import FOLDER
+from ucp_core.checkpoint import Checkpoint
+from ucp_core.checksums import crc32
+from ucp_core.convert import convert
+from ucp_core.storage import MemoryStore
+
+_SCRIPT = """
+import os, sys
+from ucp_core import convert as module
+from ucp_core.checkpoint import open_checkpoint
+from ucp_core.storage import LocalStore
+
+module._PROCESS_BYTES_MIN = 1
+source, out, items, processes = sys.argv[1:]
+left = [int(items)]
+
+def progress(done, total):
+    left[0] -= 1
+    if left[0] == 0:
+        os.kill(os.getpid(), 9)
+
+print("begin", flush=True)
+module.convert(
+    open_checkpoint(LocalStore(), source), LocalStore(), out,
+    memory_bytes=1 << 32, processes=int(processes), progress=progress,
+)
+"""
+
+
+def _run_killed(source: Checkpoint, out: Path, items: int, processes: int) -> int:
+    command = [sys.executable, "-c", _SCRIPT, source.directory, str(out), str(items)]
+    return subprocess.run([*command, str(processes)], check=False, capture_output=True).returncode
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_conversion_goes_on(tmp_path: Path, processes: int) -> None:
+    """After kill -9 at several of its items; the result is the same and less is done."""
+    state = large_state(8)
+    source = native_source(tmp_path, state)
+    convert_to(source, tmp_path / "whole")
+    expected = files_of(tmp_path / "whole")
+    for items in (1, 5, 11):
+        out = tmp_path / f"out{items}"
+        assert _run_killed(source, out, items, processes) == -signal.SIGKILL
+        assert not (out / "manifest.json").exists()
+
+        result = convert_to(source, out)
+
+        assert result.resumed_bytes > 0
+        assert result.read_bytes + result.resumed_bytes == result.size_bytes
+        assert files_of(out) == expected
+
+
+def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
+    """Between any two system calls, with children at work, again and again."""
+    state = large_state(8)
+    source = native_source(tmp_path, state)
+    convert_to(source, tmp_path / "whole")
+    expected = files_of(tmp_path / "whole")
+    rng = random.Random(0)
+    for number in range(4):
+        out = tmp_path / f"out{number}"
+        command = [sys.executable, "-c", _SCRIPT, source.directory, str(out), "0", "2"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            # Not a wait for a condition: the moment is what is drawn at random.
+            time.sleep(rng.random() * 0.05)
+            process.kill()
+        if not (out / "manifest.json").exists():
+            convert_to(source, out)
+        assert {n: d for n, d in files_of(out).items() if FOLDER not in n} == expected
+
+
+def test_what_the_journal_says_is_not_believed(tmp_path: Path) -> None:
+    """A byte of a finished item changed after the kill: power loss, a full disk, a hand."""
+    source = native_source(tmp_path, large_state(8))
+    convert_to(source, tmp_path / "whole")
+    out = tmp_path / "out"
+    _run_killed(source, out, 9, 1)
+    for path in (out / FOLDER).glob("*.safetensors"):
+        with path.open("r+b") as file:
+            file.seek(3 * MIB)
+            file.write(b"damage")
+
+    convert_to(source, out)
+
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def test_leftovers_of_another_source_are_not_taken_in(tmp_path: Path) -> None:
+    """The same names and sizes with other values: what an interrupted run left behind."""
+    one = native_source(tmp_path / "a", large_state(8))
+    changed = {
+        key: replace(whole, data=bytes(byte ^ 255 for byte in whole.data[:64]) + whole.data[64:])
+        for key, whole in large_state(8).items()
+    }
+    two = native_source(tmp_path / "b", changed)
+    out = tmp_path / "out"
+    _run_killed(one, out, 9, 1)
+
+    result = convert_to(two, out)
+
+    assert result.resumed_bytes == 0
+    assert_holds(result.checkpoint, changed)
+
+
+def test_a_changed_source_begins_anew(tmp_path: Path) -> None:
+    """Touched files may hold anything."""
+    foreign = ForeignRecords(tmp_path / "foreign")
+
+    def stop(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_to(foreign.checkpoint, tmp_path / "out", progress=stop)
+    os.utime(tmp_path / "foreign" / "rank0.pt", ns=(1, 1))
+
+    assert convert_to(foreign.checkpoint, tmp_path / "out").resumed_bytes == 0
+
+
+def test_a_cut_line_of_the_journal_is_no_line(tmp_path: Path) -> None:
+    """A kill in the middle of a write, and what is appended after it."""
+    source = native_source(tmp_path, large_state(8))
+    out = tmp_path / "out"
+    _run_killed(source, out, 9, 1)
+    path = out / FOLDER / "journal"
+    # Longer than what is written over it.
+    path.write_bytes(path.read_bytes()[:-7] + b"?" * 9000)
+    seen = len(path.read_bytes().splitlines())
+
+    def stop(*_: int) -> None:
+        if len(path.read_bytes().splitlines()) >= seen + 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_to(source, out, progress=stop)
+    lines = path.read_bytes().splitlines()
+
+    assert all(crc32(line[9:]) == int(line[:8], 16) for line in lines)
+    assert json.loads(lines[-1][9:])
+    assert convert_to(source, out).resumed_bytes > 0
+
+
+def test_a_killed_worker_is_replaced_by_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel kills for want of memory; the conversion need not fail."""
+    monkeypatch.setattr(convert_module, "_PROCESS_BYTES_MIN", 1)
+    state = large_state(8)
+    source = native_source(tmp_path, state)
+    killed: list[int] = []
+
+    def kill_one(done: int, _total: int) -> None:
+        if not killed and done > 4 * MIB:
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            killed.append(int(children[0]))
+            os.kill(killed[0], signal.SIGKILL)
+
+    result = convert_to(
+        source, tmp_path / "out", processes=2, memory_bytes=1 << 32, progress=kill_one
+    )
+
+    assert killed
+    assert_holds(result.checkpoint, state)
+
+
+def test_a_stream_goes_on_by_whole_files(tmp_path: Path) -> None:
+    """An object store keeps only what is complete."""
+    source = native_source(tmp_path, large_state(8))
+    store = MemoryStore()
+
+    def stop(*_: int) -> None:
+        if store.exists("out/model-00001-of-00001.safetensors"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, store, "out", memory_bytes=64 * MIB, processes=1, progress=stop)
+    result = convert(source, store, "out", memory_bytes=64 * MIB, processes=1)
+
+    assert result.resumed_bytes > 0
+    convert_to(source, tmp_path / "whole")
+    expected = files_of(tmp_path / "whole")
+    assert {name: store.read(f"out/{name}") for name in expected} == expected
