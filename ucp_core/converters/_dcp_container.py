@@ -97,19 +97,41 @@ class Container:
         return sorted(n for n in self.sizes if n.endswith(_LEFT) and n not in named)
 
     def values(self, keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """Yield the value of each key, of the first rank that wrote it."""
-        for key in keys:
-            yield key, self.value(self.blobs[key][0], key)
+        """Yield the value of each key, of the first rank that wrote it.
+
+        A flattened optimizer has thousands of them, a dozen for each parameter and nearly all
+        alike: they are read together, and those that are equal byte for byte parsed once.
+        """
+        wanted = {key: self.blobs[key][0] for key in keys}
+        by_file: dict[str, list[Blob]] = defaultdict(list)
+        for blob in set(wanted.values()):
+            by_file[blob.file].append(blob)
+        contents: dict[Blob, bytes] = {}
+        for file, blobs in by_file.items():
+            ordered = sorted(blobs)
+            for low in range(0, len(ordered), _BATCH_BLOBS):
+                batch = ordered[low : low + _BATCH_BLOBS]
+                windows = _Windows(self.store, join(self.directory, file), batch)
+                for blob in batch:
+                    contents[blob] = windows.reader(blob)(0, blob.num_bytes)
+        known: dict[bytes, Any] = {}
+        for key, blob in wanted.items():
+            data = contents[blob]
+            if data not in known or b"/data/" in data:
+                known[data] = self._parsed(data, blob, key)
+            yield key, known[data]
 
     def value(self, blob: Blob, key: str) -> Any:
         """Return what an item holds that is no tensor."""
         path = join(self.directory, blob.file)
         data = self.store.read_range(path, blob.offset_bytes, blob.num_bytes)
+        return self._parsed(data, blob, key)
 
+    def _parsed(self, data: bytes, blob: Blob, key: str) -> Any:
         def read(start: int, length: int) -> bytes:
             return data[start : start + length]
 
-        where = f"{path} ({key})"
+        where = f"{join(self.directory, blob.file)} ({key})"
         found = read_torch_part(
             read, len(data), blob.file, where=where, offset_bytes=blob.offset_bytes
         )

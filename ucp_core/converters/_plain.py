@@ -50,7 +50,7 @@ class _Plain:
             return value if abs(value) < float("inf") else repr(value)
         if type(value) is dict:
             return {_text(k): self.convert(v, depth + 1) for k, v in value.items()}
-        if type(value) in _SEQUENCES:
+        if type(value) in {list, tuple}:
             return [self.convert(item, depth + 1) for item in value]
         return self._object(value, depth)
 
@@ -59,6 +59,9 @@ class _Plain:
             from base64 import b64encode
 
             return {"base64": b64encode(value).decode()}
+        if isinstance(value, set | frozenset):
+            # The order of a set differs from process to process.
+            return sorted((self.convert(item, depth + 1) for item in value), key=repr)
         if isinstance(value, complex):
             return repr(value)
         if type(value) is Global:
@@ -81,9 +84,6 @@ class _Plain:
         if value.state is not None:
             made["state"] = self.convert(value.state, depth + 1)
         return made
-
-
-_SEQUENCES = (list, tuple, set, frozenset)
 
 
 def _text(key: Any) -> str:

@@ -323,7 +323,6 @@ _RENAMED = {
     "numpy._core.multiarray": "numpy.core.multiarray",
     "numpy._core.numeric": "numpy.core.numeric",
     "pathlib._local": "pathlib",
-    "torch._C._nn": "torch",
 }
 
 _STORAGES = {
@@ -377,7 +376,17 @@ _OPAQUE = frozenset(
         "argparse.Namespace",
         "types.SimpleNamespace",
         "_io.BytesIO",
+        "datetime.date",
+        "datetime.datetime",
+        "datetime.time",
         "datetime.timedelta",
+        "datetime.timezone",
+        "decimal.Decimal",
+        "numpy.random._pickle.",
+        "signal.Signals",
+        "uuid.UUID",
+        "torch._C._nn.",
+        "torch.nn.functional.",
         "torch.device",
         "torch.Generator",
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
