@@ -214,8 +214,9 @@ def _model_states(trees: Trees, target: Target) -> dict[str, Any]:
     if stage > 0:
         tree["param_shapes"] = trees.groups_of_shapes(group.names for group in model.groups)
         tree["shared_params"] = dict(model.ties)
-    if stage == 2:  # noqa: PLR2004 - ZeRO's
-        # The same tensors as in the module, so they are stored once.
+    if stage == 2 or (stage == 1 and model.frozen):  # noqa: PLR2004 - ZeRO's
+        # The same tensors as in the module, so they are stored once. DeepSpeed leaves them out
+        # at stage 1, and its zero_to_fp32 then loses them.
         frozen = OrderedDict((name, module[name]) for name in model.frozen)
         tree["frozen_param_fragments"] = frozen
         tree["frozen_param_shapes"] = OrderedDict((n, Size(t.shape)) for n, t in frozen.items())
