@@ -31,6 +31,7 @@ class Partition(NamedTuple):
         mapping: ``(start, number of elements)`` in this partition by name; None in old versions.
         num_ranks: Ranks that the group was cut over; 0 where it is not said.
         group: Number of its group of the optimizer.
+        num_held: Elements without the padding behind the last parameter; None in old versions.
     """
 
     file: str
@@ -40,6 +41,7 @@ class Partition(NamedTuple):
     mapping: Mapping[str, tuple[int, int]] | None
     num_ranks: int
     group: int
+    num_held: int | None = None
 
     @property
     def num_elements(self) -> int:
@@ -108,10 +110,18 @@ def _zero12(state: dict[str, Any], file: str) -> RankState:
                 mapping=None if mappings is None else _mapping(mappings[index]),
                 num_ranks=int(counts[index]),
                 group=index,
+                num_held=_num_held(state, weight.shape[0], paddings[index]),
             )
         )
     known = {WEIGHTS, "base_optimizer_state", MAPPINGS, "base_optimizer_state_step"}
     return RankState(found, groups, {k: v for k, v in state.items() if k not in known})
+
+
+def _num_held(state: Mapping[str, Any], size: int, padding: int | None) -> int | None:
+    """Return the masters without padding at the end; only BF16_Optimizer saves it with them."""
+    if padding is None:
+        return None
+    return size if "zero_stage" in state else size - padding
 
 
 def _states(

@@ -114,14 +114,19 @@ class Native:
         tree: Mapping[str, Any] = self.files.trees[self.model[0, 0]]
         return tree
 
+    @property
+    def version(self) -> str:
+        """Return the version of DeepSpeed that saved it, if any file tells it."""
+        names = (self.model[0, 0], *self.optim.values())
+        found = (self.files.trees[name].get("ds_version") for name in names)
+        return str(next((version for version in found if version), ""))
+
     def rank(self, mp: int) -> Rank:
         """Return stage and tensor parallel rank of a model-parallel rank."""
         return Rank(mp // self.tp, mp % self.tp)
 
 
-def open_native(
-    store: Store, directory: str, names: Names, *, with_optim: bool = True
-) -> Native:
+def open_native(store: Store, directory: str, names: Names, *, with_optim: bool = True) -> Native:
     """Open all files of the checkpoint; of a universal one, only the model files.
 
     Raises:
@@ -278,7 +283,7 @@ def _optim_files(
     items: dict[str, Item],
 ) -> dict[tuple[int, int], str]:
     """Return ZeRO's files; none if the optimizer is in the model files."""
-    if not _has_zero_files(first):
+    if not _has_zero_files(first, names):
         for name in (name for group in names.optim.values() for name in group.values()):
             items[name] = Item("drop", "left from another run: this one used no ZeRO")
         return {}
@@ -292,12 +297,15 @@ def _optim_files(
     )
 
 
-def _has_zero_files(first: Mapping[str, Any]) -> bool:
+def _has_zero_files(first: Mapping[str, Any], names: Names) -> bool:
     optimizer = first.get("optimizer")
     if isinstance(optimizer, dict):
         # BF16_Optimizer without ZeRO cuts its masters all the same, and saves them as ZeRO does.
         return "single_partition_of_fp32_groups" in optimizer
-    return first.get("param_shapes") is not None
+    if "param_shapes" not in first:
+        # Models with experts were saved without, before DeepSpeed 0.19.
+        return bool(names.optim)
+    return first["param_shapes"] is not None
 
 
 def _prefix(names: Names, first: Mapping[str, Any], directory: str) -> str:
@@ -365,11 +373,12 @@ def _check_agreement(native: Native) -> None:
                 )
     for name in native.optim.values():
         tree = files.trees[name]
-        version = tree.get("ds_version", first.get("ds_version"))
-        if version != first.get("ds_version"):
+        version = tree.get("ds_version")
+        known = native.version or None
+        if None not in (version, known) and version != known:
             raise CheckpointCorruptError(
-                f"{files.path(name)} is of DeepSpeed {version}, {first_name} of "
-                f"{first.get('ds_version')}: the folder mixes two saves",
+                f"{files.path(name)} is of DeepSpeed {version}, {first_name} of {known}: the "
+                "folder mixes two saves",
                 path=files.path(name),
             )
 

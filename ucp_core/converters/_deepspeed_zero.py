@@ -58,9 +58,28 @@ def add_zero12(stage: Stage, shards: Shards, scalars: Scalars) -> None:
         parts = [_part(state, index, stage.where) for state in stage.states]
         names: list[str] = []
         for members, rename in _families(stage, index, parts, shapes, dp):
+            _check_total(stage, index, [parts[d] for d in members], shapes)
             _add_group(stage, shards, scalars, [parts[d] for d in members], shapes, rename)
             names += [rename.get(name, name) for name in shapes]
         stage.names.append(names)
+
+
+def _check_total(
+    stage: Stage, index: int, parts: Sequence[Partition], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise if masters are there that no parameter is named for: they would be left out."""
+    held = [part.num_held for part in parts]
+    if any(number is None for number in held):
+        return
+    between = stage.states[0].rest.get("param_alignment_paddings") or []
+    padding = sum(between[index]) if index < len(between) else 0
+    total = sum(prod(shape) for shape in shapes.values()) + padding
+    if sum(number for number in held if number is not None) != total:
+        raise CheckpointCorruptError(
+            f"{stage.where} names parameters of {total} elements in group {index}, {parts[0].file} "
+            f"and its like hold {sum(n for n in held if n is not None)}",
+            file=stage.where,
+        )
 
 
 def _part(state: RankState, index: int, where: str) -> Partition:

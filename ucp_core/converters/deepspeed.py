@@ -123,7 +123,7 @@ def _add_zero(
         where = native.model[0, mp]
         shapes = param_shapes(native.files.trees[where], where)
         if shapes is None:
-            shapes = _shapes_of_module(native.files.trees[where], states, where)
+            shapes = _shapes_by_mappings(native, mp, states)
         stage = Stage(native.rank(mp), states, shapes, where, data_before_expert=before)
         (add_zero3 if is_zero3 else add_zero12)(stage, shards, scalars)
         files = native.files
@@ -141,17 +141,32 @@ def _hyper(group: Mapping[str, Any], store: Store, directory: str) -> dict[str, 
     return found
 
 
-def _shapes_of_module(
-    tree: Mapping[str, Any], states: Sequence[RankState], where: str
+def _shapes_by_mappings(
+    native: Native, mp: int, states: Sequence[RankState]
 ) -> list[dict[str, tuple[int, ...]]]:
-    """Return shapes by group where only the mappings name the parameters: bfloat16, stage 0."""
-    module = tree.get("module")
+    """Return shapes by group where only the mappings name the parameters.
+
+    So it is in bfloat16 without ZeRO, and with experts before DeepSpeed 0.19.
+    """
+    where = native.model[0, mp]
+    held: dict[str, Any] = dict(native.files.trees[where].get("module") or {})
+    for (_, _, expert_mp), file in native.experts.items():
+        if expert_mp == mp:
+            # Mappings number the experts of each rank from 0 on, as the first rank's files do.
+            held |= native.files.trees[file]
     found: list[dict[str, tuple[int, ...]]] = []
     for index in range(len(states[0].partitions)):
         shapes: dict[str, tuple[int, ...]] = {}
         for state in states:
-            for name in state.partitions[index].mapping or ():
-                ref = module.get(name) if isinstance(module, dict) else None
+            mapping = state.partitions[index].mapping
+            if mapping is None:
+                raise CheckpointCorruptError(
+                    f"{where} has no param_shapes and {state.partitions[index].file} no "
+                    "param_slice_mappings: nothing names the masters",
+                    file=where,
+                )
+            for name in mapping:
+                ref = held.get(name)
                 if not isinstance(ref, TensorRef):
                     raise CheckpointCorruptError(
                         f"{where} has neither param_shapes nor the tensor {name}", file=where
@@ -274,7 +289,7 @@ def _checkpoint(
         extra=extras.extra,
         source={
             "format": NAME,
-            "version": str(native.first.get("ds_version", "")),
+            "version": native.version,
             "tag": folder.tag,
             "stage": native.stage,
             "layout": {"dp": native.dp, "tp": native.tp, "pp": native.pp},

@@ -354,12 +354,11 @@ def _two_groups(folder: Folder) -> None:
     folder.trees[MODEL_FILE]["param_shapes"].append({"more": (2,)})
 
 
-# Without mappings only the sum of all sizes is known.
 @pytest.mark.parametrize(
     ("mappings", "spoil"),
     [
         *((True, spoil) for spoil in (_lacking, _larger, _smaller, _unnamed, _two_groups)),
-        *((False, spoil) for spoil in (_larger, _unnamed, _two_groups)),
+        *((False, spoil) for spoil in (_lacking, _larger, _smaller, _unnamed, _two_groups)),
     ],
 )
 def test_shapes_that_contradict_the_files_are_refused(
@@ -384,6 +383,14 @@ def test_shapes_that_contradict_the_files_of_stage_3_are_refused(
             tree["param_shapes"][0]["up.bias"] = (7 + 2 * change,)
 
     _error(folder, tmp_path)
+
+
+def test_masters_that_nothing_names_are_refused(tmp_path: Path) -> None:
+    """The model's copies would be taken for frozen parameters."""
+    folder = native(MODEL, dp=2, mappings=False)
+    del folder.trees[MODEL_FILE]["param_shapes"]
+
+    assert "nothing names" in _error(folder, tmp_path)
 
 
 def test_optimizer_state_of_this_cut_only_is_refused(tmp_path: Path) -> None:

@@ -393,6 +393,19 @@ def _with_experts(dp: int) -> tuple[Folder, dict[tuple[str, str], Array]]:
     return whole, whole.expected
 
 
+def test_experts_are_found_where_only_mappings_name_them(tmp_path: Path) -> None:
+    """Before 0.19 the files of such models had no shapes, no version and no configuration."""
+    folder, expected = _with_experts(2)
+    tree = folder.trees["mp_rank_00_model_states.pt"]
+    for key in ("param_shapes", "ds_config", "ds_version", "buffer_names", "shared_params"):
+        del tree[key]
+
+    checkpoint = read(folder.write(tmp_path))
+
+    assert_equal(loaded(checkpoint), expected)
+    assert checkpoint.manifest.source["version"] == "0.19.8"
+
+
 @pytest.mark.parametrize("dp", [2, 4])
 def test_experts_of_several_ranks_are_not_put_together(tmp_path: Path, dp: int) -> None:
     """They have one name on all ranks; the peer makes one tensor of them."""
