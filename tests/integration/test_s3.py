@@ -7,13 +7,16 @@ import sys
 import threading
 import tracemalloc
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
 from tests.support.commands import ucp
+from tests.support.crash_scripts import SCRIPTS, Commit, Save, Script
+from tests.support.failing_store import Fate, How
 from tests.support.object_servers import Fault, Proxy, proxied, s3_server
 from tests.support.store_conformance import StoreConformance
 from ucp_core.checkpoint import find_committed, load, materialise, open_checkpoint, verify
@@ -115,6 +118,54 @@ def test_the_commands_take_urls(bucket: str) -> None:
     need = whole_need(state)
     load(open_checkpoint(store, f"{bucket}/made"), need)
     assert_loaded(state, need)
+
+
+class BucketWorld:
+    """A process between which and its bucket the line breaks for good, at a change."""
+
+    def __init__(self, bucket: str, proxy: Proxy) -> None:
+        store, self.root = open_store(f"s3://{bucket}/{uuid.uuid4().hex}")
+        assert isinstance(store, S3Store)
+        self.store: Store = S3Store(store._fs, retries=Retries(attempts=1))
+        self.fate = proxy.fate = Fate()
+
+    def run(self, act: Callable[[], object]) -> bool:
+        """Do it here."""
+        try:
+            act()
+        except StorageError:
+            assert self.fate.is_dead
+            return False
+        return True
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        # Hundreds of requests each: the server, in Python, takes a minute for them.
+        pytest.param(script, marks=[] if isinstance(script, Save | Commit) else pytest.mark.chaos)
+        for script in SCRIPTS
+    ],
+    ids=type,
+)
+def test_death_at_any_request_loses_nothing(script: Script, bucket: str, proxy: Proxy) -> None:
+    """What a bucket holds is as safe from a killed machine as a local directory.
+
+    Requests have no middle, and to die after one is to die before the next.
+    """
+    for num_changes in range(100):
+        world = BucketWorld(bucket, proxy)
+        script.prepare(world)
+        world.fate.die(num_changes, How.AFTER)
+        lived = world.run(partial(script.act, world))
+        world.fate.revive()
+
+        script.check(world, done=lived)
+        script.act(world)
+        script.check(world, done=True)
+        if lived:
+            return
+    pytest.fail("the script has more changes than were tried")
 
 
 @pytest.mark.parametrize("size", [_PART - 1, _PART, _PART + 1, 2 * _PART + 5])

@@ -46,6 +46,11 @@ class Fate:
         self._left: int | None = None
         self._how = How.BEFORE
 
+    @property
+    def is_dead(self) -> bool:
+        """Return whether the process is dead."""
+        return self._left is not None and self._left < 0
+
     def die(self, after: int, how: How) -> None:
         """Let ``after`` more changes happen, and the next one as ``how`` says."""
         self._left, self._how = after, how

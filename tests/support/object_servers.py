@@ -16,6 +16,8 @@ from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from tests.support.failing_store import DiedError, Fate
+
 _START_S_MAX = 60.0
 #: Of a connection alone, and not of the next hop.
 _HOP_HEADERS = {"connection", "transfer-encoding", "content-length", "host", "expect"}
@@ -105,12 +107,14 @@ class Proxy:
         faults: The first one that matches and is not used up is applied.
         seen: ``METHOD path?query`` of every request.
         meeting: Where requests to read wait for one another, if at all.
+        fate: When the one behind it dies, if at all: then nothing is answered any more.
     """
 
     url: str
     faults: list[Fault] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
     meeting: threading.Barrier | None = None
+    fate: Fate | None = None
     _used: dict[Fault, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -137,6 +141,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _handle(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        fate = self.server.proxy.fate
+        if fate is not None and (fate.is_dead or self.command in {"PUT", "POST", "DELETE"}):
+            try:
+                self._answer(*fate.change(lambda: self._passed(body)))
+            except DiedError:
+                self._break()
+            return
         fault = self.server.proxy.fault_of(self.command, self.path)
         if self.server.proxy.meeting is not None and self.command == "GET":
             self.server.proxy.meeting.wait()
@@ -146,11 +157,14 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.after:
             self._passed(body)
         if fault.status == 0:
-            self.close_connection = True
-            self.connection.shutdown(socket.SHUT_RDWR)
+            self._break()
         else:
             text = f"<Error><Code>{fault.code}</Code><Message>injected</Message></Error>"
             self._answer(fault.status, [("Content-Type", "text/xml")], text.encode())
+
+    def _break(self) -> None:
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _handle  # noqa: N815
 
