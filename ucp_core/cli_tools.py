@@ -252,21 +252,13 @@ def export_command(  # noqa: PLR0913 - options of a command
         "tied_layers": _tied_layers(tied or ()) or None,
         "rules": read_rules(target_rules),
         "tag": target_tag,
+        "memory_bytes": memory_size(memory),
     }
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    memory_bytes = memory_size(memory)
     opened = open_any(source, rules=rules, rename=rename, tag=tag)
     store, directory = open_store(destination)
     with progress("exporting", as_json=as_json) as bar:
-        export(
-            opened,
-            store,
-            directory,
-            format=to,
-            memory_bytes=memory_bytes,
-            progress=bar,
-            **options,
-        )
+        export(opened, store, directory, format=to, progress=bar, **options)
     facts = _exported(opened, destination, to)
     if as_json:
         print_json(facts)
