@@ -299,6 +299,24 @@ class TensorParallelLayouts:
         self.chosen[fqn] = "whole head groups of each rank, because args is older than FPDT"
         return Cut(0)
 
+    def concatenated(self, fqn: str, shape: tuple[int, ...]) -> tuple[Pattern, int] | None:
+        """Return how a tensor is made of the ranks' shards that DeepSpeed's converter joined.
+
+        It joins Megatron-DeepSpeed's fused projections end to end whatever their layout. None:
+        that was right, or there is no evidence that it was not.
+
+        Returns:
+            The pattern, and the number of shards, which lie in the tensor one after the other.
+        """
+        arguments = self.arguments or {}
+        is_cut = self.degree > 1 and bool(shape) and shape[0] % self.degree == 0
+        if not is_cut or "ds_sequence_parallel_fpdt" not in arguments:
+            return None
+        if not _FUSED_QKV.fullmatch(fqn) or self.info.names[_PARTS].match(fqn) is not None:
+            return None
+        shards = [(shape[0] // self.degree, *shape[1:])] * self.degree
+        return self._query_key_value(fqn, shards), self.degree
+
     def _derived(self, fqn: str, shapes: Sequence[tuple[int, ...]]) -> Pattern:
         """Return what the shards themselves prove."""
         if len(set(shapes)) > 1:

@@ -27,13 +27,15 @@ from ucp_core.converters._values import Scalars, json_value, number
 from ucp_core.converters.torchfile import TensorRef, TorchFile, read_torch_file
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.manifest import Item, Kind, Manifest
+from ucp_core.operators import extract, union
+from ucp_core.patterns import place
 from ucp_core.statemap import Extent, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.storage.base import join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ucp_core.converters._shards import Layouts
+    from ucp_core.converters._deepspeed_parallel import TensorParallelLayouts
     from ucp_core.storage.base import Store
 
 _OPTIMIZER = "optimizer_state.pt"
@@ -87,7 +89,7 @@ class _Folder:
 
 
 def read_universal(
-    store: Store, folder: Folder, layouts_of: Callable[[Native, Modules], Layouts]
+    store: Store, folder: Folder, layouts_of: Callable[[Native, Modules], TensorParallelLayouts]
 ) -> Checkpoint:
     """Open a universal folder.
 
@@ -102,13 +104,15 @@ def read_universal(
     """
     found = _open(store, folder.directory)
     modules = Modules(Shards(1), set(), masters=True)
+    layouts = None
     if found.native is not None:
         modules = Modules(Shards(found.native.tp), set(found.shapes()), masters=True)
         add_modules(found.native, modules, complete=bool(found.native.layers))
-        found.entries |= modules.shards.entries(layouts_of(found.native, modules))
+        layouts = layouts_of(found.native, modules)
+        found.entries |= modules.shards.entries(layouts)
         found.extras.add_model(found.native.first, num_ranks=found.native.tp * found.native.pp)
         found.extras.items |= modules.items
-    _add_params(found, modules)
+    _add_params(found, modules, layouts)
     groups = _groups(found)
     return _checkpoint(found, folder, modules, groups)
 
@@ -143,7 +147,7 @@ def _open(store: Store, directory: str) -> _Folder:
     return found
 
 
-def _add_params(found: _Folder, modules: Modules) -> None:
+def _add_params(found: _Folder, modules: Modules, layouts: TensorParallelLayouts | None) -> None:
     """Add the tensors of the parameters' folders."""
     shapes = found.shapes()
     missing = sorted(set(shapes) - set(found.files))
@@ -174,6 +178,8 @@ def _add_params(found: _Folder, modules: Modules) -> None:
                 modules.roles[name] = "frozen"
         for slot in slots:
             _add_slot(found, name, slot, shapes.get(name))
+        if layouts is not None:
+            _put_parts_together(found, name, layouts)
 
 
 def _common_slots(found: _Folder, known: set[str]) -> set[str]:
@@ -211,6 +217,34 @@ def _add_slot(found: _Folder, name: str, slot: str, local: tuple[int, ...] | Non
     )
     fragments = () if 0 in shape else (fragment,)
     found.entries[key] = TensorEntry(key=key, dtype=value.dtype, shape=shape, fragments=fragments)
+
+
+def _put_parts_together(found: _Folder, name: str, layouts: TensorParallelLayouts) -> None:
+    """Correct a fused projection of which the converter joined the ranks' shards end to end."""
+    for key in [TensorKey(name, slot) for slot in ("weight", *found.files[name])]:
+        entry = found.entries.get(key)
+        told = layouts.concatenated(name, entry.shape) if entry is not None else None
+        if entry is None or told is None or entry.fragments[0].strides is not None:
+            continue
+        pattern, count = told
+        shard = (entry.shape[0] // count, *entry.shape[1:])
+        placement = place(pattern, [shard] * count, name=str(key))
+        whole = entry.fragments[0]
+        step_bytes = whole.num_bytes // count
+        fragments = [
+            fragment
+            for rank in range(count)
+            for fragment in extract(
+                key,
+                entry.dtype,
+                placement,
+                rank,
+                file=whole.file,
+                offset_bytes=whole.offset_bytes + rank * step_bytes,
+            )
+        ]
+        found.entries[key] = union(key, entry.dtype, placement, fragments)
+        found.extras.items[f"cut of {name}"] = Item("reshard", layouts.chosen[name])
 
 
 def _shape(

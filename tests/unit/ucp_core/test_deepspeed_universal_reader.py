@@ -14,6 +14,7 @@ from tests.support.deepspeed_folders import (
     Param,
     assert_equal,
     loaded,
+    namespace,
     native,
     read,
     tensor,
@@ -172,3 +173,25 @@ def test_nonsense_instead_of_a_tensor_is_an_error_of_ours(tmp_path: Path, tree: 
 
     with pytest.raises(UcpError, match=r"up\.weight"):
         read(_write(folder, tmp_path))
+
+
+def test_a_projection_that_the_converter_joined_wrongly_is_corrected(tmp_path: Path) -> None:
+    """Each rank had its q, then k, then v; end to end that is no tensor of a model."""
+    name = "2.self_attention.query_key_value.weight"
+    param = Param(name, (24, 3), lambda whole, _: [whole[:12], whole[12:]])
+    arguments = namespace(
+        num_attention_heads=4, num_key_value_heads=4, kv_channels=2, ds_sequence_parallel_fpdt=True
+    )
+    info = {"tp_replicated_parameter_patterns": [r"\d+\.norm"]}
+    source = native([param], dp=1, tp=2, info=info, more={"args": arguments})
+    folder = Folder()
+    for slot in ("weight", *SLOTS):
+        tree = {"param": tensor(param.value(slot)), "cat_dim": 0}
+        folder.trees[f"zero/{name}/{'fp32' if slot == 'weight' else slot}.pt"] = tree
+    folder.trees |= {k: v for k, v in source.trees.items() if k.endswith("model_states.pt")}
+
+    found = loaded(read(_write(folder, tmp_path)))
+
+    for slot in ("weight", *SLOTS):
+        q, k, v = zip(*(np.split(half, 3) for half in np.split(param.value(slot), 2)), strict=True)
+        assert np.array_equal(found[name, slot], np.concatenate([*q, *k, *v]))
