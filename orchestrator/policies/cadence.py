@@ -1,0 +1,268 @@
+"""How often to take a snapshot, and how often to persist one.
+
+Pure. A failure costs half an interval of redone work on the average, a snapshot costs what it
+stalls training; both are measured, so the interval at which they balance is known (Young 1974,
+Daly 2006). The two tiers have different failures: almost everything is recovered from memory,
+and only what memory cannot serve is lost back to storage. Whatever failures say, both tiers
+together stay within a budget of step time, and a save that would begin before the last one of
+its tier has ended is skipped: a queue would only make the newest version older.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = [
+    "Cadence",
+    "CadenceFacts",
+    "CadenceRules",
+    "Due",
+    "Redundancy",
+    "Tier",
+    "decide",
+    "due",
+    "interval_s",
+    "overhead_share",
+    "rate_per_s",
+    "uncovered_rate_per_s",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """What one tier was measured to cost.
+
+    Attributes:
+        stall_s: What one save takes from training; 0.0 if it could not be measured.
+        busy_s: How long one save is under way, from its begin to its commit.
+    """
+
+    stall_s: float
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redundancy:
+    """What stands between a lost node and storage.
+
+    Attributes:
+        num_nodes: Of the run.
+        group_nodes: Nodes that protect each other; 1 if nothing protects a node.
+        tolerance: How many of a group may be lost at once.
+        reprotect_s: How long after a loss the group is whole again.
+    """
+
+    num_nodes: int
+    group_nodes: int
+    tolerance: int
+    reprotect_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CadenceFacts:
+    """What the intervals are decided from.
+
+    Attributes:
+        step_s: Smoothed duration of a step, without saves.
+        snapshot: The tier in memory.
+        persist: The tier on storage.
+        observed_s: For how long failures have been counted.
+        num_process_faults: Workers that died or hung on nodes that lived, in that time.
+        num_node_faults: Nodes that were lost.
+        num_uncovered: Recoveries that memory could not serve.
+        redundancy: Of the versions in memory.
+    """
+
+    step_s: float
+    snapshot: Tier
+    persist: Tier
+    observed_s: float
+    num_process_faults: int
+    num_node_faults: int
+    num_uncovered: int
+    redundancy: Redundancy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CadenceRules:
+    """Limits, and what is believed before anything was seen.
+
+    Attributes:
+        cost_share_max: Most of step time that both tiers may stall together.
+        prior_s: How much observation the prior is worth. A day: on the second day of a run its
+            own failures count for more.
+        cost_share_free: Snapshots that stall less than this are taken even if failures are too
+            rare to ask for them: step times vary by more, and a redone step is seen by people.
+        node_fault_s: Time between faults of one node before any was seen. Llama 3 (arXiv
+            2407.21783): 419 interruptions of 2,048 nodes in 54 days, one in 6,300 h a node; a
+            quarter of them cost the node.
+        process_share: Faults that only cost a process, per fault that costs a node: three of
+            four in DLRover's reports.
+        snapshot_s_max: Longest interval of snapshots, however rare failures seem.
+        persist_s_max: Longest interval on storage; what nobody foresaw costs at most this.
+    """
+
+    cost_share_max: float = 0.02
+    cost_share_free: float = 0.01
+    prior_s: float = 86_400.0
+    node_fault_s: float = 25_000 * 3600.0
+    process_share: float = 3.0
+    snapshot_s_max: float = 600.0
+    persist_s_max: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadence:
+    """The decision.
+
+    Attributes:
+        snapshot_steps: A snapshot every so many steps.
+        persist_steps: A checkpoint every so many steps, a multiple of ``snapshot_steps``.
+        cost_share: The share of step time that both will stall.
+        lost_share: The share of time that failures will cost by redone work.
+        reason: Both choices in a line for people.
+    """
+
+    snapshot_steps: int
+    persist_steps: int
+    cost_share: float
+    lost_share: float
+    reason: str
+
+
+class Due(StrEnum):
+    """What to do at a step boundary."""
+
+    TAKE = "take"
+    SKIP = "skip"
+    WAIT = "wait"
+
+
+def rate_per_s(num_faults: int, observed_s: float, *, prior_rate: float, prior_s: float) -> float:
+    """Return the failure rate that counts and prior together make likely, per second.
+
+    The mean of a gamma distribution that began as ``prior_rate`` seen for ``prior_s``: never
+    zero for want of failures, and the prior fades as observation grows.
+    """
+    return (num_faults + prior_rate * prior_s) / (observed_s + prior_s)
+
+
+def uncovered_rate_per_s(redundancy: Redundancy, node_rate_per_s: float) -> float:
+    """Return how often more of one group is lost than it survives, per second.
+
+    N / n groups; the first of n nodes fails, and the next ``tolerance`` of those left while the
+    group is not whole again: N / n * n! / (n - m - 1)! / m! * rate^(m + 1) * w^m. Rates that are
+    small against 1 / w; capped by any node's failure, which is the rate without redundancy.
+    """
+    n, m = redundancy.group_nodes, redundancy.tolerance
+    every = redundancy.num_nodes * node_rate_per_s
+    if n <= m or m == 0:
+        return every
+    ways = math.perm(n, m + 1) / math.factorial(m)
+    groups = redundancy.num_nodes / n
+    rate = groups * ways * node_rate_per_s ** (m + 1) * redundancy.reprotect_s**m
+    return min(rate, every)
+
+
+def interval_s(stall_s: float, rate: float) -> float:
+    """Return Young's interval: where the cost of saving equals that of redone work."""
+    return math.sqrt(2 * stall_s / rate) if rate > 0 else math.inf
+
+
+def overhead_share(stall_s: float, rate: float, every_s: float) -> float:
+    """Return the share of time that saving every ``every_s`` and redoing work cost together."""
+    return stall_s / every_s + rate * every_s / 2
+
+
+def decide(facts: CadenceFacts, rules: CadenceRules) -> Cadence:
+    """Return the intervals of both tiers, in steps.
+
+    A failure that memory serves costs work since the last snapshot, one that it does not serve
+    since the last checkpoint. Snapshots that are nearly free are taken anyway. Intervals are
+    stretched, both by one factor, until they keep the budget, and each is at least as long as
+    one save of its tier takes.
+    """
+    node_rate, process_rate = _rates(facts, rules)
+    every_rate = process_rate + node_rate * facts.redundancy.num_nodes
+    lost_rate = uncovered_rate_per_s(facts.redundancy, node_rate)
+    lost_rate += facts.num_uncovered / (facts.observed_s + rules.prior_s)
+
+    snapshot_s = min(interval_s(facts.snapshot.stall_s, every_rate), rules.snapshot_s_max)
+    if rules.cost_share_free:
+        snapshot_s = min(snapshot_s, facts.snapshot.stall_s / rules.cost_share_free)
+    persist_s = min(interval_s(facts.persist.stall_s, lost_rate), rules.persist_s_max)
+    snapshot_s = max(snapshot_s, facts.snapshot.busy_s, facts.step_s)
+    persist_s = max(persist_s, facts.persist.busy_s, snapshot_s)
+    cost = facts.snapshot.stall_s / snapshot_s + facts.persist.stall_s / persist_s
+    stretch = max(1.0, cost / rules.cost_share_max)
+    snapshot_s, persist_s = snapshot_s * stretch, persist_s * stretch
+
+    snapshot_steps = _steps(snapshot_s, facts.step_s)
+    persist_steps = _steps(persist_s / snapshot_steps, facts.step_s) * snapshot_steps
+    snapshot_s, persist_s = snapshot_steps * facts.step_s, persist_steps * facts.step_s
+    cost = facts.snapshot.stall_s / snapshot_s + facts.persist.stall_s / persist_s
+    return Cadence(
+        snapshot_steps=snapshot_steps,
+        persist_steps=persist_steps,
+        cost_share=cost,
+        lost_share=every_rate * snapshot_s / 2 + lost_rate * persist_s / 2,
+        reason=(
+            f"snapshot every {_count(snapshot_steps)} ({snapshot_s:.3g} s: stalls "
+            f"{facts.snapshot.stall_s * 1e3:.3g} ms, a failure every {_span(every_rate)}), "
+            f"checkpoint every {_count(persist_steps)} ({persist_s:.3g} s: stalls "
+            f"{facts.persist.stall_s * 1e3:.3g} ms, beyond memory every {_span(lost_rate)}); "
+            f"{cost:.2%} of step time of {rules.cost_share_max:.2%} allowed"
+            + (", which stretches both" if stretch > 1 else "")
+        ),
+    )
+
+
+def due(*, step: int, last_step: int, every_steps: int, in_flight: bool) -> Due:
+    """Return whether to save after ``step``.
+
+    Args:
+        step: The step that has just ended.
+        last_step: The last one that was saved, or of which the save was skipped.
+        every_steps: The interval of the tier.
+        in_flight: Whether the tier's last save has not ended. Then this one is skipped, and
+            counted; the next is due an interval later.
+    """
+    if step - last_step < every_steps:
+        return Due.WAIT
+    return Due.SKIP if in_flight else Due.TAKE
+
+
+def _rates(facts: CadenceFacts, rules: CadenceRules) -> tuple[float, float]:
+    """Return the failures per second of one node, and of all processes on living nodes."""
+    num_nodes = facts.redundancy.num_nodes
+    prior = num_nodes / rules.node_fault_s
+    nodes = rate_per_s(
+        facts.num_node_faults, facts.observed_s, prior_rate=prior, prior_s=rules.prior_s
+    )
+    processes = rate_per_s(
+        facts.num_process_faults,
+        facts.observed_s,
+        prior_rate=prior * rules.process_share,
+        prior_s=rules.prior_s,
+    )
+    return nodes / num_nodes, processes
+
+
+def _steps(every_s: float, step_s: float) -> int:
+    """Return an interval in whole steps, rounded up: the budget is a limit."""
+    # A hair less, so that 3.0000000001 steps are not 4.
+    return max(1, math.ceil(every_s / step_s - 1e-9))
+
+
+def _count(num_steps: int) -> str:
+    return "step" if num_steps == 1 else f"{num_steps} steps"
+
+
+def _span(rate: float) -> str:
+    seconds = 1 / rate if rate else math.inf
+    for unit, size_s in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size_s:
+            return f"{seconds / size_s:.3g} {unit}"
+    return f"{seconds:.3g} s"

@@ -1,0 +1,171 @@
+"""Intervals against published numbers and against the budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.policies.cadence import (
+    CadenceFacts,
+    CadenceRules,
+    Due,
+    Redundancy,
+    Tier,
+    decide,
+    due,
+    interval_s,
+    overhead_share,
+    rate_per_s,
+    uncovered_rate_per_s,
+)
+
+HOUR_S = 3600.0
+
+FACTS = CadenceFacts(
+    step_s=1.0,
+    snapshot=Tier(stall_s=0.005, busy_s=0.2),
+    persist=Tier(stall_s=0.1, busy_s=20.0),
+    observed_s=0.0,
+    num_process_faults=0,
+    num_node_faults=0,
+    num_uncovered=0,
+    redundancy=Redundancy(num_nodes=128, group_nodes=8, tolerance=1, reprotect_s=60.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("stall_s", "every_s", "share"),
+    [(0.01, 20.8, 0.00096), (0.1, 65.7, 0.0030), (1.0, 207.8, 0.0096), (30.0, 1138.4, 0.0527)],
+)
+def test_young_interval_of_a_cluster_that_fails_every_six_hours(
+    stall_s: float, every_s: float, share: float
+) -> None:
+    """The numbers computed once by hand; a factor of two is lost easily."""
+    rate = 1 / (6 * HOUR_S)
+    assert interval_s(stall_s, rate) == pytest.approx(every_s, rel=1e-3)
+    assert overhead_share(stall_s, rate, every_s) == pytest.approx(share, rel=0.02)
+
+
+@given(st.floats(1e-4, 100), st.floats(1e-7, 1e-2), st.floats(0.2, 5.0))
+def test_no_other_interval_costs_less_than_youngs(
+    stall_s: float, rate: float, factor: float
+) -> None:
+    """It is a minimum, not merely where two curves cross."""
+    best = interval_s(stall_s, rate)
+    least = overhead_share(stall_s, rate, best)
+    assert least <= overhead_share(stall_s, rate, best * factor) * (1 + 1e-12)
+
+
+def test_a_rate_is_never_zero_and_the_prior_fades() -> None:
+    """No failure in the first hour does not mean that there will be none."""
+    day_s = 24 * HOUR_S
+    prior = {"prior_rate": 1 / day_s, "prior_s": day_s}
+    assert rate_per_s(0, 0.0, **prior) == pytest.approx(1 / day_s)
+    assert rate_per_s(0, day_s, **prior) == pytest.approx(0.5 / day_s)
+    assert rate_per_s(2400, 100 * day_s, **prior) == pytest.approx(24 / day_s, rel=0.02)
+
+
+def test_losses_beyond_memory_follow_group_size_and_window() -> None:
+    """N (n - 1) rate^2 w for one parity; the form for two must agree with it at one."""
+    rate, window_s = 1e-7, 60.0
+    one = Redundancy(num_nodes=128, group_nodes=8, tolerance=1, reprotect_s=window_s)
+    two = replace(one, tolerance=2)
+    none = replace(one, tolerance=0)
+    assert uncovered_rate_per_s(one, rate) == pytest.approx(128 * 7 * rate**2 * window_s)
+    # 8 * 7 * 6 / 2 ordered ways in each of 16 groups.
+    assert uncovered_rate_per_s(two, rate) == pytest.approx(16 * 168 * rate**3 * window_s**2)
+    assert uncovered_rate_per_s(none, rate) == pytest.approx(128 * rate)
+    # A window as long as the time between failures is no protection, and no worse than none.
+    assert uncovered_rate_per_s(replace(one, reprotect_s=1e9), rate) == pytest.approx(128 * rate)
+
+
+def test_a_nearly_free_snapshot_is_taken_after_every_step() -> None:
+    """Young alone would take one in minutes: failures are rare before any was seen."""
+    cadence = decide(FACTS, CadenceRules())
+    assert cadence.snapshot_steps == 1
+    assert interval_s(0.005, 128 * 4 / (25_000 * HOUR_S)) > 40.0
+    assert decide(FACTS, CadenceRules(cost_share_free=0.0)).snapshot_steps == 42
+    assert "snapshot every step (1 s: stalls 5 ms" in cadence.reason
+
+
+def test_seen_failures_shorten_both_intervals() -> None:
+    """A spot cluster is not Llama's."""
+    facts = replace(FACTS, snapshot=Tier(stall_s=1.0, busy_s=1.0), observed_s=24 * HOUR_S)
+    rules = CadenceRules(cost_share_free=0.0)
+    quiet = decide(facts, rules)
+    busy = decide(replace(facts, num_node_faults=40, num_process_faults=100), rules)
+    assert busy.snapshot_steps < quiet.snapshot_steps
+    lost = decide(replace(facts, num_uncovered=20), rules)
+    assert lost.snapshot_steps == quiet.snapshot_steps
+    assert lost.persist_steps < quiet.persist_steps
+
+
+def test_a_better_protected_run_persists_less_often() -> None:
+    """Two parities make storage the exception, so it need not be written as often."""
+    facts = replace(FACTS, num_node_faults=500, observed_s=24 * HOUR_S)
+    rules = CadenceRules(persist_s_max=1e9)
+    steps = [
+        decide(
+            replace(facts, redundancy=replace(facts.redundancy, tolerance=tolerance)), rules
+        ).persist_steps
+        for tolerance in (0, 1, 2)
+    ]
+    assert steps == sorted(steps)
+    assert steps[0] < steps[1] < steps[2]
+
+
+@given(
+    step_s=st.floats(0.001, 100),
+    snapshot=st.tuples(st.floats(0, 50), st.floats(0, 100)),
+    persist=st.tuples(st.floats(0, 500), st.floats(0, 5000)),
+    counts=st.tuples(*[st.integers(0, 1000)] * 3),
+    observed_s=st.floats(0, 1e7),
+    tolerance=st.integers(0, 2),
+)
+def test_the_budget_is_kept_and_no_save_begins_before_the_last_has_ended(
+    *,
+    step_s: float,
+    snapshot: tuple[float, float],
+    persist: tuple[float, float],
+    counts: tuple[int, int, int],
+    observed_s: float,
+    tolerance: int,
+) -> None:
+    """Whatever was measured: a tiny step, a store that stalls for minutes, failures all day."""
+    facts = CadenceFacts(
+        step_s=step_s,
+        snapshot=Tier(stall_s=snapshot[0], busy_s=snapshot[1]),
+        persist=Tier(stall_s=persist[0], busy_s=persist[1]),
+        observed_s=observed_s,
+        num_process_faults=counts[0],
+        num_node_faults=counts[1],
+        num_uncovered=counts[2],
+        redundancy=replace(FACTS.redundancy, tolerance=tolerance),
+    )
+    rules = CadenceRules()
+    cadence = decide(facts, rules)
+    assert cadence.cost_share <= rules.cost_share_max * (1 + 1e-6)
+    spent = facts.snapshot.stall_s / cadence.snapshot_steps
+    spent += facts.persist.stall_s / cadence.persist_steps
+    assert spent / step_s == pytest.approx(cadence.cost_share)
+    assert cadence.snapshot_steps * step_s >= snapshot[1] * (1 - 1e-6)
+    assert cadence.persist_steps * step_s >= persist[1] * (1 - 1e-6)
+    assert cadence.persist_steps % cadence.snapshot_steps == 0
+
+
+def test_the_line_says_when_the_budget_decides() -> None:
+    """Otherwise an interval of many steps looks like a mistake."""
+    facts = replace(FACTS, snapshot=Tier(stall_s=0.5, busy_s=0.5), num_process_faults=10_000)
+    cadence = decide(facts, CadenceRules())
+    assert cadence.reason.endswith("of step time of 2.00% allowed, which stretches both")
+    assert cadence.snapshot_steps >= 25
+
+
+def test_a_save_under_way_is_not_queued_behind() -> None:
+    """A queue would grow for as long as the store is slow, and hold old versions."""
+    assert due(step=9, last_step=5, every_steps=5, in_flight=False) is Due.WAIT
+    assert due(step=10, last_step=5, every_steps=5, in_flight=False) is Due.TAKE
+    assert due(step=10, last_step=5, every_steps=5, in_flight=True) is Due.SKIP
