@@ -14,7 +14,11 @@ from tests.support.ranks import Place, running
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, load, open_checkpoint, save_rank
 from ucp_core.exchange import load_together
+from ucp_core.layout import ParallelLayout
 from ucp_core.storage import LocalStore, ReadRange
+from workers.parallel.state import HostBuffer, StateEntry
+from workers.protocol import Assignment
+from workers.train.restoring import restore
 from workers.train.sharing import GroupTransport
 
 NUM_RANKS = 4
@@ -70,6 +74,91 @@ def _load(place: Place) -> tuple[int, bool]:
         return store.read_bytes, good
     finally:
         dist.destroy_process_group()
+
+
+def _restore(place: Place) -> tuple[int, int, int, bool]:
+    """Restore as one of 2 replicas x 2 shards; the newest version is damaged for one of them."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.TCPStore("127.0.0.1", place.port),
+        rank=place.rank,
+        world_size=NUM_RANKS,
+    )
+    try:
+        groups = [dist.new_group([shard, shard + 2]) for shard in range(2)]
+        store = _Counting()
+        # As a store that is far away has it.
+        store.request_bytes = 2 * LocalStore.request_bytes
+        held = _state(None)[place.rank % 2 :: 2]
+        entries = [
+            StateEntry(
+                fqn=tensor.fqn,
+                slot=tensor.slot,
+                shape=tensor.shape,
+                box=tensor.box,
+                tensor=torch.from_numpy(np.asarray(tensor.data)),
+                replica=place.rank >= 2,
+            )
+            for tensor in held
+        ]
+        restored = restore(
+            Assignment(
+                attempt=2,
+                rank=place.rank,
+                layout=ParallelLayout(dp_replicate=2, dp_shard=2),
+                store_host="127.0.0.1",
+                store_port=place.port,
+                resume_step=2,
+                resume_attempt=1,
+                lineage=((1, 0), (2, 2)),
+            ),
+            lambda: entries,
+            store=store,
+            directory=str(place.directory),
+            buffer=HostBuffer(),
+            threads=1,
+            device=torch.device("cpu"),
+            replicas=groups[place.rank % 2],
+        )
+        expected = _state(7)[place.rank % 2 :: 2]
+        good = all(a.data == b.data for a, b in zip(held, expected, strict=True))
+        return restored.step, len(restored.skipped), store.read_bytes, good
+    finally:
+        dist.destroy_process_group()
+
+
+def test_replicas_restore_together_and_fall_back_together(tmp_path: Path) -> None:
+    """One damaged byte is met by one rank of one pair: all of them take the older version."""
+    for step, value in ((1, 7), (2, 8)):
+        directory = tmp_path / f"checkpoints/step-{step:08d}"
+        for rank in range(2):
+            save_rank(
+                LocalStore(),
+                str(directory),
+                step=step,
+                attempt=1,
+                rank=rank,
+                world_size=2,
+                tensors=_state(value)[rank::2],
+                extra={},
+                param_groups=[],
+                source={},
+                fsync=False,
+            )
+    damaged = tmp_path / "checkpoints/step-00000002/a0001-r00001.bin"
+    with damaged.open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)[0]
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
+
+    with running(_restore, NUM_RANKS, tmp_path) as ranks:
+        results = ranks.results()
+
+    assert [(step, skipped, good) for step, skipped, _, good in results] == [(1, 1, True)] * 4
+    # Two versions, of each of which a replica reads half of its shard.
+    share_bytes = LAYERS // 2 * ROWS * COLUMNS * 4 / 2
+    assert max(read for _, _, read, _ in results) <= 2 * share_bytes + (4 << 20)
 
 
 def test_each_of_four_replicas_reads_a_quarter(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ucp_core.layout import ParallelLayout
@@ -27,6 +28,11 @@ class Mesh:
     layout: ParallelLayout
     data_rank: int
     replica: int
+
+    @property
+    def replicas(self) -> ProcessGroup | None:
+        """Return the ranks that hold the same state as this one, or None if it is alone."""
+        return self.sharding.get_group(0) if self.layout.dp_replicate > 1 else None
 
 
 def build_mesh(layout: ParallelLayout, *, device_type: str, attempt: int, rank: int) -> Mesh:

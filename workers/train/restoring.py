@@ -1,7 +1,8 @@
 """Load the state that an attempt resumes from; a damaged version gives way to the next older.
 
 All ranks load the same version: after each try they agree whether all of them could, and if
-one could not, rank 0 names the next. Nothing damaged is deleted.
+one could not, rank 0 names the next. Nothing damaged is deleted. Replicas read disjoint shares
+of it and exchange them, where that is faster than reading.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from ucp_core.checkpoint import (
     open_checkpoint,
 )
 from ucp_core.errors import CheckpointCorruptError, UcpError
-from ucp_core.storage import Store
+from ucp_core.exchange import load_together
+from ucp_core.storage import LocalStore, Store
 from ucp_core.storage.base import join
 from workers.parallel.state import HostBuffer, StateEntry
 from workers.protocol import Assignment
+from workers.train.sharing import GroupTransport
 from workers.train.storing import CHECKPOINTS
 
 __all__ = ["Restored", "restore"]
@@ -59,6 +62,7 @@ def restore(
     buffer: HostBuffer,
     threads: int,
     device: torch.device,
+    replicas: dist.ProcessGroup | None = None,
 ) -> Restored:
     """Fill the state in place from the newest version that every rank can read.
 
@@ -72,7 +76,12 @@ def restore(
         buffer: Host memory for what is on a device.
         threads: Readers.
         device: Where collectives take their tensors.
+        replicas: The ranks that hold the same state as this one, if there are others.
     """
+    transport = None
+    # What is on this machine, or mounted, comes faster from there than from a neighbour.
+    if replicas is not None and store.request_bytes > LocalStore.request_bytes:
+        transport = GroupTransport(replicas, device)
     checkpoints = join(directory, CHECKPOINTS)
     step, attempt = assignment.resume_step, assignment.resume_attempt
     need: Sequence[StateEntry] = ()
@@ -80,14 +89,18 @@ def restore(
     while step > 0:
         need = need or entries()
         name = checkpoint_name(step)
+        checkpoint, reason = _opened(store, join(checkpoints, name), step=step, attempt=attempt)
         extra: dict[str, Any] = {}
-        reason, size_bytes = "", 0
-        try:
-            checkpoint = _open(store, join(checkpoints, name), step=step, attempt=attempt)
-            extra = checkpoint.extra
-            size_bytes = _fill(checkpoint, need, buffer, threads)
-        except UcpError as error:
-            reason = f"{type(error).__name__}: {error}"
+        size_bytes = 0
+        # Nobody may wait for the share of a rank that has nothing to load from.
+        if transport is not None and not _all_agree(not reason, device):
+            reason = reason or "another rank could not open it"
+        if checkpoint is not None and not reason:
+            try:
+                size_bytes = _fill(checkpoint, need, buffer, threads, transport)
+                extra = checkpoint.extra
+            except UcpError as error:
+                reason = _said(error)
         if _all_agree(not reason, device):
             return Restored(step=step, extra=extra, skipped=tuple(skipped), size_bytes=size_bytes)
         skipped.append((name, reason or "another rank could not load it"))
@@ -97,24 +110,42 @@ def restore(
     return Restored(step=0, extra={}, skipped=tuple(skipped))
 
 
-def _open(store: Store, directory: str, *, step: int, attempt: int) -> Checkpoint:
-    checkpoint = open_checkpoint(store, directory)
+def _opened(
+    store: Store, directory: str, *, step: int, attempt: int
+) -> tuple[Checkpoint | None, str]:
+    """Return the checkpoint, or why it cannot be loaded."""
+    try:
+        checkpoint = open_checkpoint(store, directory)
+    except UcpError as error:
+        return None, _said(error)
     if (checkpoint.step, checkpoint.attempt) != (step, attempt):
-        raise CheckpointCorruptError(
+        other = CheckpointCorruptError(
             f"{directory} holds step {checkpoint.step} of attempt {checkpoint.attempt}, expected "
             f"step {step} of attempt {attempt}"
         )
-    return checkpoint
+        return None, _said(other)
+    return checkpoint, ""
+
+
+def _said(error: UcpError) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _fill(
-    checkpoint: Checkpoint, need: Sequence[StateEntry], buffer: HostBuffer, threads: int
+    checkpoint: Checkpoint,
+    need: Sequence[StateEntry],
+    buffer: HostBuffer,
+    threads: int,
+    transport: GroupTransport | None,
 ) -> int:
     on_device = [entry for entry in need if entry.tensor.is_cuda]
     staged = dict(zip(map(id, on_device), buffer.views(on_device), strict=True))
     hosts = [staged.get(id(entry), entry.tensor) for entry in need]
     tensors = [entry.local_tensor(host) for entry, host in zip(need, hosts, strict=True)]
-    loaded = load(checkpoint, tensors, threads=threads)
+    if transport is None:
+        loaded = load(checkpoint, tensors, threads=threads)
+    else:
+        loaded = load_together(checkpoint, tensors, transport, threads=threads)
     for entry in on_device:
         entry.tensor.copy_(staged[id(entry)])
     return loaded.size_bytes

@@ -283,6 +283,7 @@ class Session:
             buffer=self._buffer,
             threads=self.settings.checkpoint.threads,
             device=self.device,
+            replicas=self._mesh.replicas,
         )
         self.step, self._restored = restored.step, restored.extra
         if restored.step:
