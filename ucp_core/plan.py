@@ -383,6 +383,9 @@ def _copies(
 
 def _direct(copy: Copy, limits: _Limits) -> Iterator[Copy]:
     """Yield a copy whose bytes lie alike on both sides, cut where it costs nothing."""
+    if copy.stop_byte - copy.start_byte <= limits.direct_bytes:
+        yield copy
+        return
     # At the ends of blocks, so that no block is read twice.
     unit = 1 if copy.fragment.crc32 is None else limits.block_bytes
     start_byte, shift = copy.start_byte, copy.target_byte - copy.start_byte
