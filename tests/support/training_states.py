@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint, LocalTensor, open_checkpoint, save_rank
+from ucp_core.statemap import TensorEntry, TensorKey
 from ucp_core.storage import Store
 
 Array = npt.NDArray[Any]
@@ -61,7 +62,15 @@ class TrainingState:
             )
         opened = open_checkpoint(store, directory)
         roles = dict.fromkeys(self.frozen, "frozen") | dict.fromkeys(self.buffers, "buffer")
-        manifest = replace(opened.manifest, ties=self.ties, roles=roles)
+        # A rank saves no empty box, and a tensor without elements has no other.
+        entries = dict(opened.state_map.entries)
+        for name, slot, array in self.tensors():
+            key = TensorKey(name, slot)
+            if 0 in array.shape:
+                dtype = NAMES[array.dtype.name]
+                entries[key] = TensorEntry(key=key, dtype=dtype, shape=array.shape, fragments=())
+        state_map = replace(opened.state_map, entries=dict(sorted(entries.items())))
+        manifest = replace(opened.manifest, state_map=state_map, ties=self.ties, roles=roles)
         return replace(opened, manifest=manifest)
 
 

@@ -1,0 +1,130 @@
+"""States at the edges of what DeepSpeed can hold: empty, 0-d, without a state, without a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.torch_files import load_torch_file
+from tests.support.training_states import TrainingState, adam_state
+from ucp_core.converters.deepspeed_writer import write
+from ucp_core.errors import UcpError
+from ucp_core.storage import MemoryStore
+
+
+def _files(state: TrainingState, **target: Any) -> dict[str, Any]:
+    store = MemoryStore()
+    write(state.save(MemoryStore(), "source"), store, "out", memory_bytes=32 << 20, **target)
+    tag = store.read("out/latest").decode()
+    return {
+        name: load_torch_file(store.read(f"out/{tag}/{name}")) for name in store.list(f"out/{tag}")
+    }
+
+
+def _optimizer(files: dict[str, Any]) -> Any:
+    return files["zero_pp_rank_0_mp_rank_00_optim_states.pt"]["optimizer_state_dict"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parameter_without_elements_is_not_in_the_flat_groups(stage: int) -> None:
+    """DeepSpeed keeps such parameters with the frozen ones, or its ranges would be off by one."""
+    state = adam_state({"a": (3,), "none": (0, 4), "b": (2,)})
+
+    files = _files(state, stage=stage)
+
+    prefix = "zero_pp_rank_0_" if stage == 3 else ""
+    tree = files[f"{prefix}mp_rank_00_model_states.pt"]
+    assert [list(group) for group in tree["param_shapes"]] == [["a", "b"]]
+    assert tree["frozen_param_shapes"] == {"none": (0, 4)}
+    assert tree["frozen_param_fragments"]["none"].numel() == 0
+    assert tree["module"]["none"].numel() == 0
+
+
+def test_a_parameter_of_one_element_keeps_its_place() -> None:
+    """Its moments have no dims either, and are not to be taken for a number of the group."""
+    state = adam_state({"scale": (), "a": (3,)})
+
+    held = _optimizer(_files(state, stage=1))["base_optimizer_state"]["state"][0]
+
+    flat = held["exp_avg"].numpy()
+    assert flat[0] == state.slots["exp_avg"]["scale"]
+    assert np.array_equal(flat[1:4], state.slots["exp_avg"]["a"])
+
+
+def test_numbers_of_a_group_come_once() -> None:
+    """NAdam's product of momenta is one number for each parameter and equal in all of them."""
+    state = adam_state({"a": (3,), "b": (4,)})
+    state.slots["mu_product"] = {name: np.array(0.5, np.float32) for name in ("a", "b")}
+
+    held = _optimizer(_files(state, stage=3))["optimizer_state_dict"]["state"][0]
+
+    assert held["mu_product"].shape == ()
+    assert held["mu_product"].item() == 0.5
+
+
+def test_a_step_that_is_an_integer_stays_one() -> None:
+    """Optimizers that count without tensors hand it to compiled code, which takes no tensor."""
+    state = adam_state({"a": (3,)})
+    state.slots["step"] = {"a": np.array(9, np.int64)}
+
+    step = _optimizer(_files(state, stage=1))["base_optimizer_state"]["state"][0]["step"]
+
+    assert (type(step), step) == (int, 9)
+
+
+def test_an_optimizer_without_state_is_one_without_state() -> None:
+    """Plain SGD has none, and none is to be made up."""
+    state = adam_state({"a": (3,), "b": (4,)}, num_groups=2)
+    state.slots = {}
+
+    native, flat, plain = (_files(state, stage=stage) for stage in (1, 3, 0))
+
+    assert _optimizer(native)["base_optimizer_state"]["state"] == {}
+    assert _optimizer(flat)["optimizer_state_dict"]["state"] == {}
+    assert plain["mp_rank_00_model_states.pt"]["optimizer"]["state"] == {}
+    assert len(_optimizer(native)["base_optimizer_state"]["param_groups"]) == 2
+
+
+def test_weights_alone_can_be_written_at_stage_0_only() -> None:
+    """ZeRO's files are those of an optimizer; a model of Hugging Face has none."""
+    state = adam_state({"a": (3,)})
+    state.slots, state.groups = {}, []
+
+    tree = _files(state, stage=0)["mp_rank_00_model_states.pt"]
+
+    assert tree["optimizer"] is None
+    assert torch.equal(tree["module"]["a"], torch.from_numpy(state.weights["a"]))
+    with pytest.raises(UcpError, match="stage 0"):
+        _files(state, stage=1)
+
+
+def test_a_new_fp16_run_gets_the_scaler_that_deepspeed_starts_with() -> None:
+    """The source was not trained in fp16, so it has none."""
+    scaler = _optimizer(_files(adam_state({"a": (3,)}), stage=2, dtype="fp16"))["loss_scaler"]
+
+    assert type(scaler).__name__ == "DynamicLossScaler"
+    assert (scaler.cur_scale, scaler.delayed_shift) == (65536.0, 2)
+    assert scaler.dtype == torch.float16
+
+
+def test_a_slot_in_two_precisions_takes_the_wider() -> None:
+    """A flat group has one dtype; what was kept in the narrower one loses nothing."""
+    state = adam_state({"a": (3,), "b": (4,)})
+    state.slots["exp_avg"]["b"] = state.slots["exp_avg"]["b"].astype(np.float16)
+
+    flat = _optimizer(_files(state, stage=1))["base_optimizer_state"]["state"][0]["exp_avg"]
+
+    assert flat.dtype == torch.float32
+    assert np.array_equal(flat[3:7].numpy(), state.slots["exp_avg"]["b"].astype(np.float32))
+
+
+def test_a_tie_to_nothing_is_refused() -> None:
+    """The alias would be missing from the module, and a strict load would fail far away."""
+    state = adam_state({"a": (3,)})
+    state.ties = {"head": "gone"}
+
+    with pytest.raises(UcpError, match="head is tied to gone"):
+        _files(state, stage=1)
