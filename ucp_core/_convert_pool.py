@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 #: Items that a worker holds: one under way, and one so that it never waits for the next.
 _HELD_MAX = 2
 _NUMBER = struct.Struct("<i")
+#: Written by one call. The kernel allocates page cache in pieces as large as a call; in virtual
+#: machines whose free memory goes back to the host, the large ones are those that are gone:
+#: 1.25 GiB took 0.26 to 0.31 s by calls of 128 KiB, and 0.2 to 2.4 s by calls of 1 MiB.
+_WRITE_BYTES = 128 << 10
 
 
 class Writer:
@@ -37,9 +41,10 @@ class Writer:
             if fd is None:
                 fd = os.open(self._paths[target], os.O_WRONLY | os.O_CLOEXEC)
                 self._open[target] = fd
-            done = os.pwrite(fd, chunk, offset_bytes)
+            done = 0
             while done < len(chunk):
-                done += os.pwrite(fd, chunk[done:], offset_bytes + done)
+                part = chunk[done : done + _WRITE_BYTES]
+                done += os.pwrite(fd, part, offset_bytes + done)
         except OSError as error:
             path = self._paths[target]
             raise StorageError(
