@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import ROOT, State, Whole, save
+from tests.support.fixture_runs import RUNS, batch, llama_config
 from tests.support.foreign_reading import shared_fixture
 from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
 from ucp_core.converters import huggingface_writer, open_source
@@ -144,26 +145,7 @@ def test_our_universal_checkpoint_opens_as_it_lies(tmp_path: Path) -> None:
     assert _loss(loaded) == _loss(model)
 
 
-def _next_batch(report: dict[str, Any], vocab: int) -> Any:
-    """Return the batch of the first step after the save, as the fixtures' runs made it."""
-    generator = torch.Generator().manual_seed(77 * 100003 + len(report["losses_before"]))
-    sizes = report["args"]["bs"], report["args"]["seq"] + 1
-    ids = torch.randint(0, vocab, sizes, generator=generator)
-    # Every second token repeats the one before it.
-    ids[:, 1::2] = ids[:, : sizes[1] - 1 : 2]
-    return ids
-
-
-@pytest.mark.parametrize(
-    ("name", "num_heads"),
-    [
-        ("dcp_fsdp4", 3),
-        ("ds_zero1_dp2", 3),
-        ("ds_zero1_dp2_tied", 3),
-        ("ds_zero3_dp2", 3),
-        ("ds_tp2_dp2_zero1", 4),
-    ],
-)
+@pytest.mark.parametrize(("name", "num_heads"), RUNS)
 def test_a_run_of_another_framework_goes_on_in_transformers(
     tmp_path: Path, name: str, num_heads: int
 ) -> None:
@@ -172,24 +154,11 @@ def test_a_run_of_another_framework_goes_on_in_transformers(
     report = json.loads((folder / "README.json").read_text())["report"]
     source = open_source(LocalStore(), str(folder / "checkpoint"))
     huggingface_writer.write(source, LocalStore(), str(tmp_path), memory_bytes=MEMORY)
-    shapes = {e.key.fqn: e.shape for e in source.state_map.entries.values() if len(e.shape) == 2}
-    vocab, width = shapes["model.embed_tokens.weight"]
-    layer = "model.layers.0"
-    config = transformers.LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=width,
-        intermediate_size=shapes[f"{layer}.mlp.up_proj.weight"][0],
-        num_hidden_layers=2,
-        num_attention_heads=num_heads,
-        num_key_value_heads=shapes[f"{layer}.self_attn.k_proj.weight"][0] * num_heads // width,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=bool(source.manifest.ties),
-        attn_implementation="eager",
-    )
+    config = llama_config(source, num_heads)
     config.save_pretrained(tmp_path)
 
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    ids = _next_batch(report, vocab)
+    ids = batch(report, len(report["losses_before"]), config.vocab_size)
     with torch.no_grad():
         logits = model(input_ids=ids[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
