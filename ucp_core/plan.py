@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.boxes import Box, is_packed, reach, slabs, span
 from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
-from ucp_core.statemap import DTYPE_BYTES, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.statemap import (
+    DTYPE_BYTES,
+    Fragment,
+    StateMap,
+    TensorEntry,
+    TensorKey,
+    sweep_dim,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -292,9 +299,7 @@ class _Index:
         self._replicas = [fragment for fragment in fragments if fragment.replica]
         self._dim = -1
         if ndim and len(primary) >= _SEARCH_FRAGMENTS_MIN:
-            # The dim that is cut most tells most of them apart.
-            starts = [{f.box.start[d] for f in primary} for d in range(ndim)]
-            dim = self._dim = max(range(ndim), key=lambda d: len(starts[d]))
+            dim = self._dim = sweep_dim(primary, ndim)
             primary.sort(key=lambda f: f.box.start[dim])
             self._starts = [f.box.start[dim] for f in primary]
             self._extent_max = max(f.box.stop[dim] - f.box.start[dim] for f in primary)

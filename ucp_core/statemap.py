@@ -229,7 +229,7 @@ def _overlap(fragments: Sequence[Fragment], ndim: int) -> tuple[Fragment, Fragme
         return None
     if ndim == 0:
         return fragments[0], fragments[1]
-    dim = max(range(ndim), key=lambda d: len({f.box.start[d] for f in fragments}))
+    dim = sweep_dim(fragments, ndim)
     active: list[Fragment] = []
     for fragment in sorted(fragments, key=lambda f: f.box.start[dim]):
         low = fragment.box.start[dim]
@@ -239,6 +239,21 @@ def _overlap(fragments: Sequence[Fragment], ndim: int) -> tuple[Fragment, Fragme
                 return other, fragment
         active.append(fragment)
     return None
+
+
+def sweep_dim(fragments: Sequence[Fragment], ndim: int) -> int:
+    """Return the dim along which the fewest fragments lie side by side at any place.
+
+    The most starts do not tell it: ranges of a flattened tensor begin in any column and yet most
+    of them have all columns.
+    """
+
+    def mean(dim: int) -> float:
+        low = min(f.box.start[dim] for f in fragments)
+        high = max(f.box.stop[dim] for f in fragments)
+        return sum(f.box.stop[dim] - f.box.start[dim] for f in fragments) / max(high - low, 1)
+
+    return min(range(ndim), key=mean)
 
 
 def _hole(whole: Box, fragments: Sequence[Fragment]) -> Box | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 
-from ucp_core.boxes import Box
+from ucp_core.boxes import Box, flat_range
 from ucp_core.errors import UncoveredRegionError
 from ucp_core.statemap import Fragment, StateMap, TensorEntry, TensorKey, prove_entry
 
@@ -71,3 +72,19 @@ def test_the_proof_looks_at_fragments_and_not_at_elements() -> None:
     StateMap(entries={KEY: entry}, block_bytes=1).prove_coverage()
 
     assert time.perf_counter() - begun < 1
+
+
+def test_ranges_of_flattened_experts_are_proven_quickly() -> None:
+    """Their boxes begin in any column and have all of them: a sweep along columns is n * n."""
+    shape = (8, 4096, 1024)
+    total, parts = 8 * 4096 * 1024, 2048
+    marks = [total * i // parts + i * 7 % 1000 for i in range(1, parts)]
+    ranges = pairwise([0, *marks, total])
+    entry = _entry(shape, *(box for a, b in ranges for box in flat_range(shape, a, b)))
+    begun = time.process_time()
+
+    prove_entry(entry)
+
+    # Measured 0.09 s; along columns it took 25.
+    assert time.process_time() - begun < 2
+    assert len(entry.fragments) > 2 * parts
