@@ -47,6 +47,7 @@ RESERVED = frozenset(
 _KEPT = ("lr_scheduler", "data_sampler", "random_ltd")
 _COUNTERS = ("skipped_steps", "global_steps", "global_samples")
 _WEIGHT = "weight"
+_EXPERTS = ".deepspeed_experts."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +172,13 @@ def _check_names(
     for key in sorted(entries):
         if key.fqn not in shapes:
             raise UcpError(f"{key}: the checkpoint has no weight of that name", fqn=key.fqn)
+    expert = next((name for name in shapes if _EXPERTS in name), None)
+    if expert is not None:
+        raise UcpError(
+            f"{expert} is of an expert of DeepSpeed's MoE, which has files of its own that are "
+            "not written: export to another format",
+            fqn=expert,
+        )
     for alias, owner in sorted(ties.items()):
         if owner not in shapes:
             raise UcpError(f"{alias} is tied to {owner}, which the checkpoint does not have")

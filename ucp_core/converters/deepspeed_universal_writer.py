@@ -87,13 +87,15 @@ def write(  # noqa: PLR0913 - the signature of every writer
     trees = Trees(model, FlatReader(checkpoint, memory_bytes), dtype=precision, dp=1)
 
     def files() -> Iterator[tuple[str, Any]]:
-        for group in model.groups:
-            for name in group.names:
-                yield from _parameter(trees, group, name, tags[name])
+        # In an order in which no part of it looks like a whole: metadata that names every
+        # parameter first, and of each parameter the values last.
         yield "zero/optimizer_state.pt", _optimizer_state(trees)
         yield "mp_rank_00_model_states.pt", _model_states(trees, with_tensors=True)
         # Stage 3 looks for this name, and takes the same small values from it.
         yield "zero_pp_rank_0_mp_rank_00_model_states.pt", _model_states(trees, with_tensors=False)
+        for group in model.groups:
+            for name in group.names:
+                yield from _parameter(trees, group, name, tags[name])
 
     Output(store, directory, folder, progress, fsync=fsync).write(files, latest="latest_universal")
 
@@ -123,7 +125,8 @@ def _parameter(
     """Yield the files of one parameter."""
     model = trees.model
     weight = model.weight(name)
-    yield f"zero/{name}/fp32.pt", {"param": trees.data(weight, "F32")} | tags
+    if _STEP in group.scalars:
+        yield f"zero/{name}/step.pt", number(*group.scalars[_STEP])
     for slot, dtype in group.flat.items():
         entry = model.slot(name, slot)
         if entry is not None:
@@ -131,8 +134,7 @@ def _parameter(
         else:
             value = trees.stream(weight.shape, dtype, [Range(None, 0, _numel(weight.shape))])
         yield f"zero/{name}/{slot}.pt", {"param": value} | tags
-    if _STEP in group.scalars:
-        yield f"zero/{name}/step.pt", number(*group.scalars[_STEP])
+    yield f"zero/{name}/fp32.pt", {"param": trees.data(weight, "F32")} | tags
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.failing_store import How, MemoryWorld
 from tests.support.torch_files import load_torch_file
 from tests.support.training_states import TrainingState, adam_state
-from ucp_core.converters.deepspeed_writer import write
+from ucp_core.converters import deepspeed_universal_writer, deepspeed_writer, open_source
 from ucp_core.errors import UcpError
 from ucp_core.storage import MemoryStore
 
 
 def _files(state: TrainingState, **target: Any) -> dict[str, Any]:
     store = MemoryStore()
-    write(state.save(MemoryStore(), "source"), store, "out", memory_bytes=32 << 20, **target)
+    source = state.save(MemoryStore(), "source")
+    deepspeed_writer.write(source, store, "out", memory_bytes=32 << 20, **target)
     tag = store.read("out/latest").decode()
     return {
         name: load_torch_file(store.read(f"out/{tag}/{name}")) for name in store.list(f"out/{tag}")
@@ -119,6 +123,43 @@ def test_a_slot_in_two_precisions_takes_the_wider() -> None:
 
     assert flat.dtype == torch.float32
     assert np.array_equal(flat[3:7].numpy(), state.slots["exp_avg"]["b"].astype(np.float32))
+
+
+def test_experts_are_refused() -> None:
+    """DeepSpeed looks for them in files of their own."""
+    with pytest.raises(UcpError, match="an expert of DeepSpeed's MoE"):
+        _files(adam_state({"moe.deepspeed_moe.experts.deepspeed_experts.0.w": (2,)}), stage=1)
+
+
+@pytest.mark.parametrize("how", [How.BEFORE, How.AFTER])
+@pytest.mark.parametrize("form", ["native", "universal"])
+def test_a_killed_writer_leaves_nothing_that_is_taken_for_whole(
+    form: str, how: How, tmp_path: Path
+) -> None:
+    """At any operation; all files may be there and ``latest`` not yet, which is whole too."""
+    state = adam_state({"a": (3, 2), "b": (4,)}, num_groups=2)
+    del state.slots["exp_avg_sq"]
+    source = state.save(MemoryStore(), "source")
+    writer = deepspeed_universal_writer if form == "universal" else deepspeed_writer
+    target: dict[str, Any] = {} if form == "universal" else {"stage": 3, "dp": 2}
+    dead = True
+    operations = 0
+    while dead:
+        world = MemoryWorld(tmp_path)
+        world.fate.die(operations, how)
+        dead = not world.run(
+            partial(writer.write, source, world.store, "out", memory_bytes=32 << 20, **target)
+        )
+        world.fate.revive()
+        operations += 1
+        try:
+            found = open_source(world.store, "out")
+        except UcpError:
+            assert dead
+            continue
+        assert found.state_map.entries.keys() == source.state_map.entries.keys()
+        assert [dict(group) for group in found.param_groups] == state.groups
+    assert operations > 20
 
 
 def test_a_tie_to_nothing_is_refused() -> None:
