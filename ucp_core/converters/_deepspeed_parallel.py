@@ -223,6 +223,8 @@ class TensorParallelLayouts:
         if rule is not None:
             if listed is not None:
                 _check_alike(key, rule, listed, shapes)
+            else:
+                self._refuse_doubling(key, rule, "the rules")
             return rule, extent
         if listed is not None:
             return listed, extent
@@ -230,7 +232,19 @@ class TensorParallelLayouts:
             return self._derived(key.fqn, shapes), None
         if _FUSED_QKV.fullmatch(key.fqn):
             return self._query_key_value(key.fqn, shapes), extent
+        self._refuse_doubling(key, Cut(0), "the checkpoint, which does not list it,")
         return Cut(0), extent
+
+    def _refuse_doubling(self, key: TensorKey, pattern: Pattern, who: str) -> None:
+        """Raise if equal copies would be put one after the other."""
+        is_cut = not isinstance(pattern, Replicated | Average | Unique)
+        if is_cut and key.slot == "weight" and self.equal(key.fqn):
+            raise PatternError(
+                f"{key}: by {who} it is cut, but all {self.degree} tensor parallel ranks hold the "
+                f"same values: it is replicated; say so with --rules",
+                fqn=key.fqn,
+                slot=key.slot,
+            )
 
     def _listed(self, fqn: str, shapes: Sequence[tuple[int, ...]]) -> Pattern | None:
         """Return the pattern that the checkpoint names for the tensor; None if it names none."""

@@ -147,6 +147,16 @@ class Shards:
         """Return the shape of any rank's shard, or None if there is none."""
         return next((shard.shape for shard in self._found.get(key, {}).values()), None)
 
+    def first_runs(self, key: TensorKey) -> list[tuple[str, Run]]:
+        """Return dtype and first run of every tensor parallel rank's shard, in one stage."""
+        ranks = self._found.get(key, {})
+        stage = min((rank.stage for rank in ranks), default=0)
+        return [
+            (shard.dtype, min(shard.runs, key=lambda run: run.start))
+            for rank, shard in sorted(ranks.items())
+            if rank.stage == stage and shard.runs
+        ]
+
     def entries(self, layouts: Layouts) -> dict[TensorKey, TensorEntry]:
         """Return the whole tensors.
 

@@ -26,7 +26,6 @@ from tests.support.deepspeed_folders import (
 )
 from ucp_core.errors import (
     CheckpointCorruptError,
-    CheckpointNotFoundError,
     PatternError,
     UcpError,
     UnsupportedVersionError,
@@ -213,6 +212,31 @@ def test_rules_that_contradict_the_checkpoint_are_refused(tmp_path: Path) -> Non
         read(path, rules=Rules((Rule(r"embed\..*", Cut(0)),)))
     agreeing = Rules((Rule(r"embed\..*", Replicated()),))
     assert_equal(loaded(read(path, rules=agreeing)), folder.expected)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_replicated_tensors_are_not_doubled(tmp_path: Path, *, listed: bool) -> None:
+    """A rule of another framework's family cuts them, or a producer forgot to list them."""
+    info = {"parameter_with_row_parallelism_patterns": ["down"]} if listed else None
+    folder = native([Param("embed.weight", (8, 6))], dp=2, tp=2, info=info)
+    rules = None if listed else Rules((Rule(r"embed\..*", Cut(0)),))
+
+    with pytest.raises(PatternError, match="same values"):
+        read(folder.write(tmp_path), rules=rules)
+
+
+def test_shards_that_are_equal_by_rounding_only_are_no_copies(tmp_path: Path) -> None:
+    """Scales that began as ones are ones in bfloat16 for long, but their masters differ."""
+    folder = native([Param("scale.weight", (8,), 0)], dp=1, tp=2, info={"affine_map": None})
+    for mp in range(2):
+        module = folder.trees[f"mp_rank_{mp:02d}_model_states.pt"]["module"]
+        module["scale.weight"] = tensor(np.ones(4, np.float32))
+    rules = Rules((Rule(r"scale\..*", Cut(0)),))
+    path = folder.write(tmp_path)
+
+    assert_equal(loaded(read(path, rules=rules)), folder.expected)
+    with pytest.raises(PatternError, match="--rules"):
+        read(path)
 
 
 def test_equal_bytes_prove_replication_only_after_training(tmp_path: Path) -> None:
@@ -424,54 +448,6 @@ def test_experts_of_autoep_are_refused(tmp_path: Path) -> None:
     folder = native(MODEL, dp=1, more={"ds_autoep_layers": [{"num_experts": 4}]})
 
     assert "AutoEP" in _error(folder, tmp_path, UnsupportedVersionError)
-
-
-def test_the_folder_that_latest_names_is_opened(tmp_path: Path) -> None:
-    """Older checkpoints lie beside it."""
-    newer = native(MODEL, dp=2, step=7)
-    native(MODEL, dp=3, step=6).write(tmp_path / "global_step6")
-    newer.write(tmp_path / "global_step7")
-    (tmp_path / "latest").write_text("global_step7\n")
-
-    assert read(tmp_path).step == 7
-    assert read(tmp_path, tag="global_step6").step == 6
-    assert read(tmp_path / "global_step6").step == 6
-
-
-def test_several_checkpoints_without_latest_are_not_guessed(tmp_path: Path) -> None:
-    """The one that sorts last is not the newest."""
-    for step in (9, 10):
-        native(MODEL, dp=1, step=step).write(tmp_path / f"global_step{step}")
-
-    with pytest.raises(CheckpointNotFoundError, match=r"global_step10, global_step9.*--tag"):
-        read(tmp_path)
-
-
-def test_latest_that_names_nothing_is_told(tmp_path: Path) -> None:
-    """The save that wrote it was deleted, or not copied."""
-    native(MODEL, dp=1).write(tmp_path / "global_step5")
-    (tmp_path / "latest").write_text("global_step9")
-
-    with pytest.raises(CheckpointNotFoundError, match=r"global_step9.*there are: global_step5"):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["../elsewhere", "a/b", "", "..", "x" * 5000])
-def test_latest_cannot_lead_out_of_the_folder(tmp_path: Path, text: str) -> None:
-    """It is a file that anybody may have written."""
-    native(MODEL, dp=1).write(tmp_path / "global_step5")
-    (tmp_path / "latest").write_text(text)
-
-    with pytest.raises(CheckpointCorruptError, match="name of a folder"):
-        read(tmp_path)
-
-
-def test_a_folder_of_nothing_known_is_told(tmp_path: Path) -> None:
-    """The message lists what is known."""
-    (tmp_path / "readme.txt").write_text("no checkpoint")
-
-    with pytest.raises(CheckpointNotFoundError, match="deepspeed"):
-        read(tmp_path)
 
 
 @pytest.mark.parametrize(
