@@ -73,6 +73,7 @@ class _Scratch:
         # Not zeroed: every byte is read over.
         self._memory = np.empty(size_bytes, dtype=np.uint8).data
         self._used_bytes = 0
+        self._unwanted = memoryview(b"")
 
     def reset(self) -> None:
         """Take everything back, which nobody may use any more."""
@@ -88,6 +89,12 @@ class _Scratch:
             return made
         self._used_bytes = low + size_bytes
         return self._memory[low : self._used_bytes]
+
+    def unwanted(self, size_bytes: int) -> memoryview:
+        """Return memory for bytes that nobody looks at; it is the same every time."""
+        if len(self._unwanted) < size_bytes:
+            self._unwanted = np.empty(size_bytes, dtype=np.uint8).data
+        return self._unwanted[:size_bytes]
 
 
 def gap_bytes_max(store: Store) -> int:
@@ -111,7 +118,7 @@ class _Batch:
         gap = offset_bytes - self.stop_byte
         if self.ranges and 0 <= gap <= self.gap_bytes:
             if gap:
-                self.ranges[-1][1].append(memoryview(bytearray(gap)))
+                self.ranges[-1][1].append(self.scratch.unwanted(gap))
             self.ranges[-1][1].append(data)
         else:
             self.ranges.append((offset_bytes, [data]))
