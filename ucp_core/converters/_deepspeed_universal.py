@@ -159,20 +159,22 @@ def _add_params(found: _Folder, modules: Modules, layouts: TensorParallelLayouts
             missing=tuple(missing),
         )
     known = modules.shards.fqns() | set(modules.ties)
-    common = _common_slots(found, known)
+    kinds = {_slots(s) for n, s in found.files.items() if n not in known}
     for name, slots in found.files.items():
         item = f"{ZERO}/{name}"
         if name in known and name not in shapes:
             found.extras.items[item] = Item("drop", "the model files have it as it was")
             continue
-        if _MASTER not in slots or (len(slots) > 1 and not common <= {*slots, _STEP}):
+        mine = _slots(slots)
+        more = next((kind for kind in kinds if mine < kind), None)
+        if _MASTER not in slots or (mine and more is not None):
             raise CheckpointCorruptError(
                 f"{join(found.directory, item)} holds {', '.join(slots)}, other parameters "
-                f"{', '.join(sorted({_MASTER, *common}))}: a file is missing",
+                f"{', '.join(sorted({_MASTER, *(more or mine)}))}: a file is missing",
                 path=join(found.directory, item),
                 fqn=name,
             )
-        if len(slots) == 1 and common:
+        if not mine and more is not None:
             found.extras.items[item] = Item("reshard", "it has no optimizer state there")
             if found.native is None:
                 modules.roles[name] = "frozen"
@@ -182,10 +184,9 @@ def _add_params(found: _Folder, modules: Modules, layouts: TensorParallelLayouts
             _put_parts_together(found, name, layouts)
 
 
-def _common_slots(found: _Folder, known: set[str]) -> set[str]:
-    """Return the slots that parameters with any optimizer state have."""
-    sets = [set(s) - {_MASTER, _STEP} for n, s in found.files.items() if n not in known]
-    return set().union(*sets)
+def _slots(files: tuple[str, ...]) -> frozenset[str]:
+    """Return the optimizer's slots among the files of a parameter; groups may have other ones."""
+    return frozenset(files) - {_MASTER, _STEP}
 
 
 def _add_slot(found: _Folder, name: str, slot: str, local: tuple[int, ...] | None) -> None:

@@ -147,6 +147,21 @@ def test_a_missing_file_of_a_parameter_is_named(tmp_path: Path, file: str) -> No
         read(_write(folder, tmp_path))
 
 
+def test_groups_may_have_slots_of_their_own(tmp_path: Path) -> None:
+    """Muon for matrices, Adam for the rest: no file is missing."""
+    folder = universal()
+    for name in ("embed.weight", "up.weight"):
+        for slot in SLOTS:
+            tree = folder.trees.pop(f"zero/{name}/{slot}.pt")
+            del folder.expected[name, slot]
+        folder.trees[f"zero/{name}/momentum_buffer.pt"] = tree
+        shape = next(param.shape for param in MODEL if param.name == name)
+        value = Param(name, shape).value(SLOTS[-1])
+        folder.expected[name, "momentum_buffer"] = value
+
+    assert_equal(loaded(read(_write(folder, tmp_path))), folder.expected)
+
+
 def test_a_missing_parameter_is_named(tmp_path: Path) -> None:
     """The model files say which there were."""
     folder = universal()
