@@ -1,0 +1,151 @@
+"""Optimizers without ZeRO keep numbers for names: what tells which state is whose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.deepspeed_folders import (
+    SLOTS,
+    Folder,
+    Param,
+    assert_equal,
+    loaded,
+    native,
+    optim_name,
+    read,
+    tensor,
+)
+from ucp_core.errors import PatternError
+
+MODEL = [
+    Param("embed.weight", (11, 6)),
+    Param("block.up.weight", (7, 6)),
+    Param("block.up.bias", (7,), group=1),
+    Param("gain", (1,), group=1),
+    Param("frozen.weight", (5, 3), role="frozen"),
+    Param("scale", (3,), role="buffer"),
+]
+
+
+def test_an_optimizer_without_zero_is_matched_by_order_and_shape(tmp_path: Path) -> None:
+    """It keeps numbers for names; both groups count on from one another."""
+    folder = native(MODEL, dp=2)
+    tree = folder.trees["mp_rank_00_model_states.pt"]
+    for rank in range(2):
+        del folder.trees[optim_name(rank, 0)]
+    groups = [[p for p in MODEL if p.role == "trained" and p.group == g] for g in (0, 1)]
+    trained = [p for group in groups for p in group]
+    state = {
+        number: {
+            "step": tensor(np.array(5, np.float32)),
+            **{slot: tensor(p.value(slot)) for slot in ("exp_avg", "exp_avg_sq")},
+        }
+        for number, p in enumerate(trained)
+    }
+    param_groups = [{"params": [0, 1], "lr": 0.1}, {"params": [2, 3], "lr": 0.2}]
+    tree |= {"param_shapes": None, "shared_params": None}
+    tree["optimizer"] = {"state": state, "param_groups": param_groups}
+
+    checkpoint = read(folder.write(tmp_path))
+
+    assert_equal(loaded(checkpoint), folder.expected)
+    assert checkpoint.param_groups[1] == {"params": ["block.up.bias", "gain"], "lr": 0.2}
+    assert checkpoint.manifest.roles == {"frozen.weight": "frozen", "scale": "buffer"}
+
+
+def test_one_flat_group_of_fp16_is_taken_apart_in_the_models_order(tmp_path: Path) -> None:
+    """DeepSpeed's FP16_Optimizer keeps float32 masters without padding or names."""
+    model = [p for p in MODEL if p.role == "trained"]
+    folder = native(model, dp=1)
+    tree = folder.trees["mp_rank_00_model_states.pt"]
+    del folder.trees[optim_name(0, 0)]
+
+    def flat(slot: str) -> Any:
+        return tensor(np.concatenate([p.value(slot).ravel() for p in model]))
+
+    state = {0: {"step": 5, "exp_avg": flat("exp_avg"), "exp_avg_sq": flat("exp_avg_sq")}}
+    tree |= {"param_shapes": None}
+    tree["optimizer"] = {
+        "optimizer_state_dict": {"state": state, "param_groups": [{"params": [0], "lr": 0.1}]},
+        "fp32_groups_flat": [flat("weight")],
+        "cur_scale": 1024.0,
+    }
+
+    checkpoint = read(folder.write(tmp_path))
+
+    assert_equal(loaded(checkpoint), folder.expected)
+    assert checkpoint.extra["optimizer"] == {"cur_scale": 1024.0}
+
+
+def _half(param: Param) -> Any:
+    return tensor(param.value("weight").astype(np.float16))
+
+
+def _with_masters(groups: list[list[Param]], model: list[Param], *, flat: bool) -> Folder:
+    """Return a checkpoint of half precision, whose masters have an order of their own."""
+    folder = native(model, dp=1)
+    del folder.trees[optim_name(0, 0)]
+    tree = folder.trees["mp_rank_00_model_states.pt"]
+    tree["module"] |= {p.name: _half(p) for p in model if p.role == "trained"}
+    order = [param for group in groups for param in group]
+
+    def joined(group: list[Param], slot: str) -> Any:
+        return tensor(np.concatenate([p.value(slot).ravel() for p in group]))
+
+    if flat:
+        state = {i: {s: joined(g, s) for s in SLOTS} for i, g in enumerate(groups)}
+        params = [[index] for index in range(len(groups))]
+        masters = {"fp32_groups_flat": [joined(group, "weight") for group in groups]}
+    else:
+        state = {i: {s: tensor(p.value(s)) for s in SLOTS} for i, p in enumerate(order)}
+        params = [[order.index(p) for p in group] for group in groups]
+        masters = {"fp32_groups": [[tensor(p.value("weight")) for p in g] for g in groups]}
+    hyper = [{"params": numbers, "lr": 0.1} for numbers in params]
+    inner = {"state": state, "param_groups": hyper}
+    tree |= {"param_shapes": None, "optimizer": {"optimizer_state_dict": inner, **masters}}
+    return folder
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_masters_are_known_by_the_weights_they_round_to(tmp_path: Path, *, flat: bool) -> None:
+    """Groups of one shape in any order, and a frozen parameter of that shape among them."""
+    trained = [Param(f"layer.{n}.weight", (4, 3), group=n % 2) for n in range(5)]
+    model = [*trained[:2], Param("layer.x.weight", (4, 3), role="frozen"), *trained[2:]]
+    groups = [[trained[4], trained[0]], [trained[3], trained[1], trained[2]]]
+    folder = _with_masters(groups, model, flat=flat)
+
+    checkpoint = read(folder.write(tmp_path))
+
+    assert_equal(loaded(checkpoint), folder.expected)
+    assert [g["params"] for g in checkpoint.param_groups] == [[p.name for p in g] for g in groups]
+    assert checkpoint.manifest.roles == {"layer.x.weight": "frozen"}
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_masters_of_another_save_are_refused(tmp_path: Path, *, flat: bool) -> None:
+    """By order alone they would be taken."""
+    model = [Param("a.weight", (4, 3)), Param("b.weight", (4, 3))]
+    folder = _with_masters([model], model, flat=flat)
+    module = folder.trees["mp_rank_00_model_states.pt"]["module"]
+    module["b.weight"] = tensor(np.ones((4, 3), np.float16))
+
+    with pytest.raises(PatternError, match="mixes two saves"):
+        read(folder.write(tmp_path))
+
+
+def test_groups_that_share_a_shape_are_not_guessed(tmp_path: Path) -> None:
+    """Without masters nothing tells which of two alike is in which group."""
+    model = [Param("a.weight", (4, 3)), Param("b.weight", (4, 3))]
+    folder = native(model, dp=1)
+    del folder.trees[optim_name(0, 0)]
+    tree = folder.trees["mp_rank_00_model_states.pt"]
+    state = {i: {s: tensor(p.value(s)) for s in SLOTS} for i, p in enumerate(model)}
+    hyper = [{"params": [0]}, {"params": [1]}]
+    tree |= {"param_shapes": None, "optimizer": {"state": state, "param_groups": hyper}}
+
+    with pytest.raises(PatternError, match="several groups"):
+        read(folder.write(tmp_path))
