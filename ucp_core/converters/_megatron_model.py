@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucp_core.converters._optimizer_order import assign, largest_shape
+from ucp_core.converters._optimizer_order import assign, largest_shape, unclear
 from ucp_core.converters._shards import Layouts, Rank, Run, Shards
 from ucp_core.converters._values import Scalars, json_value
 from ucp_core.converters.torchfile import TensorRef
@@ -184,7 +184,7 @@ def add_optimizer(
     if piece.distributed is not None:
         names = _add_distributed(files, piece, model, shards, scalars, hyper)
     else:
-        names = _add_numbered(piece, model, shards, scalars, tree, inner)
+        names = _add_numbered(files, piece, model, shards, scalars, tree, inner)
     values = [
         json_value({k: v for k, v in g.items() if k != "params"}, files.store, files.directory)
         for g in hyper
@@ -195,7 +195,31 @@ def add_optimizer(
         model.frozen |= {name for name, _ in model.params(piece.rank)} - trained
 
 
+def _by_masters(
+    files: Files,
+    piece: Piece,
+    params: Sequence[tuple[str, TensorRef]],
+    masters: Sequence[Sequence[TensorRef]],
+) -> list[list[str]]:
+    """Return the names of each group's parameters, whose weights its masters round to."""
+    from ucp_core.converters._evidence import match_masters
+
+    taken: set[str] = set()
+    found: list[list[str]] = []
+    for index, group in enumerate(masters):
+        names = match_masters(files.store, files.directory, group, params, taken)
+        if None in names:
+            raise unclear(
+                piece.file,
+                f"master {names.index(None)} of group {index} rounds to no weight of the model: "
+                "the file mixes two saves, or was changed",
+            )
+        found.append([name for name in names if name is not None])
+    return found
+
+
 def _add_numbered(
+    files: Files,
     piece: Piece,
     model: Model,
     shards: Shards,
@@ -206,14 +230,13 @@ def _add_numbered(
     """Add an optimizer that numbers its parameters; return the names of each group."""
     hyper, state = inner["param_groups"], inner.get("state") or {}
     masters = tree.get(_MASTERS) or tree.get("fp32_from_fp16")
-    wanted = (
-        [[ref.shape for ref in group] for group in masters]
-        if masters
-        else [[largest_shape(state.get(n, {})) for n in group["params"]] for group in hyper]
-    )
-    params = [(name, ref.shape) for name, ref in model.params(piece.rank)]
-    by_group = assign(wanted, params, piece.file)
-    names = [by_group.get(index, []) for index in range(len(hyper))]
+    params = model.params(piece.rank)
+    if masters:
+        names = _by_masters(files, piece, params, masters)
+    else:
+        wanted = [[largest_shape(state.get(n, {})) for n in g["params"]] for g in hyper]
+        by_group = assign(wanted, [(name, ref.shape) for name, ref in params], piece.file)
+        names = [by_group.get(index, []) for index in range(len(hyper))]
     for index, group in enumerate(hyper):
         if len(names[index]) != len(group["params"]):
             raise PatternError(
