@@ -11,6 +11,7 @@ import os
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
@@ -22,6 +23,7 @@ from ucp_core._convert_work import Item, Job, Result, is_local
 from ucp_core._gather import is_plain
 from ucp_core._open import Checkpoint
 from ucp_core._reading import reading
+from ucp_core.boxes import Box, is_contiguous
 from ucp_core.checksums import BLOCK_BYTES
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.storage.base import Store
@@ -233,6 +235,9 @@ def _workers(checkpoint: Checkpoint, memory_bytes: int, processes: int | None) -
     useful = max(1, checkpoint.state_map.num_bytes // _PROCESS_BYTES_MIN)
     per_worker = _WORKER_BYTES
     if is_local(checkpoint.store) and _may_fork():
+        if _is_scattered(checkpoint):
+            # Before its size is looked at, and once for all children.
+            import_module("numpy")
         # A child shares this process's pages, but they count in its size as long as it lives.
         per_worker += _resident_bytes()
         if not all(map(is_plain, checkpoint.state_map.entries.values())):
@@ -240,6 +245,18 @@ def _workers(checkpoint: Checkpoint, memory_bytes: int, processes: int | None) -
     elif not is_local(checkpoint.store):
         per_worker += 4 * BLOCK_BYTES
     return int(max(1, min(wanted, useful, memory_bytes // per_worker)))
+
+
+def _is_scattered(checkpoint: Checkpoint) -> bool:
+    """Return whether elements have to be put in place one by one, or averaged."""
+    for entry in checkpoint.state_map.entries.values():
+        whole = Box.full(entry.shape)
+        if not is_plain(entry) or not all(
+            fragment.box.is_empty or is_contiguous(fragment.box, whole)
+            for fragment in entry.fragments
+        ):
+            return True
+    return False
 
 
 def _resident_bytes() -> int:

@@ -6,15 +6,14 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.checkpoints import (
-    Whole,
-    small_state,
-)
+from tests.benchmarks.bench_convert import measure
+from tests.support.checkpoints import Whole, small_state
 from tests.support.conversions import (
     MIB,
     ForeignRecords,
@@ -26,7 +25,8 @@ from tests.support.conversions import (
 )
 from ucp_core import convert as convert_module
 from ucp_core._convert_journal import FOLDER, Journal
-from ucp_core.checkpoint import open_checkpoint, verify
+from ucp_core.boxes import Box
+from ucp_core.checkpoint import LocalTensor, open_checkpoint, save_rank, verify
 from ucp_core.convert import convert
 from ucp_core.errors import (
     CheckpointCorruptError,
@@ -256,3 +256,40 @@ def test_numpy_is_needed_for_interleaved_tensors_only() -> None:
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
     assert np.__name__ == "numpy"
+
+
+@pytest.mark.parametrize(
+    ("dim", "memory_mib"), [(0, 96), (1, 200)], ids=["rows alone", "columns by several"]
+)
+def test_the_bound_is_that_of_all_processes(tmp_path: Path, dim: int, memory_mib: int) -> None:
+    """Interpreters, what they import, buffers: the state is larger than all of it."""
+    shape = (12_000, 1_500)
+    data = bytes(4 * prod(shape) // 2)
+    for rank in range(2):
+        box = Box.full(shape).split(dim, 2)[rank]
+        tensors = [
+            LocalTensor(
+                fqn="w", slot=slot, dtype="F32", shape=shape, box=box, data=memoryview(data)
+            )
+            for slot in ("weight", "exp_avg", "exp_avg_sq")
+        ]
+        save_rank(
+            LocalStore(),
+            str(tmp_path / "source"),
+            step=1,
+            attempt=1,
+            rank=rank,
+            world_size=2,
+            tensors=tensors,
+            extra={},
+            param_groups=[],
+            source={},
+            fsync=False,
+        )
+    command = [sys.executable, "-m", "ucp_core.cli", "convert", str(tmp_path / "source")]
+    command += [str(tmp_path / "out"), "--memory", f"{memory_mib}MiB"]
+
+    found = measure(command)
+
+    assert found["read_bytes"] > 3 * len(data)
+    assert found["peak_tree_bytes"] < memory_mib * MIB
