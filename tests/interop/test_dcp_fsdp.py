@@ -31,10 +31,14 @@ from ucp_core.storage import LocalStore
 
 MEMORY = 8 << 20
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled:UserWarning",
-    "ignore:.*_get_pg_default_device.*:UserWarning",
-)
+pytestmark = [
+    # Four processes import torch, on as few processors as there are.
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings(
+        "ignore:torch.distributed is disabled:UserWarning",
+        "ignore:.*_get_pg_default_device.*:UserWarning",
+    ),
+]
 
 
 class Run(NamedTuple):
@@ -120,8 +124,8 @@ def _assert_same(seen: Seen, run: Run) -> None:
 def test_stock_dcp_loads_it_under_fsdp2_x_tp2(
     run: Run, written: list[Save], tmp_path: Path
 ) -> None:
-    """Other shards along other dims, of every convention; the same bits and the next losses."""
-    function = partial(load_and_train, fsdp=2, tp=2, saves=written)
+    """Other shards along other dims, of either convention; the same bits and the next losses."""
+    function = partial(load_and_train, fsdp=2, tp=2, saves=[written[0], written[-1]])
     with running(function, 4, tmp_path) as ranks:
         results = ranks.results()
 
