@@ -36,7 +36,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings(
         "ignore:torch.distributed is disabled:UserWarning",
-        "ignore:.*_get_pg_default_device.*:UserWarning",
     ),
 ]
 
