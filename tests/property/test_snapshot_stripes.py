@@ -54,6 +54,16 @@ def test_a_replicated_state_survives_every_loss_without_any_traffic(
         )
         assert np.array_equal(target, state), lost
 
+        # A newcomer takes the lost node's share, and needs no more than that.
+        again = {node: np.full(len(shares[node]), 0x55, np.uint8) for node in lost}
+        rebuild_shares(
+            stripes,
+            {node: shares[node] for node in left},
+            {node: parities[node] for node in left},
+            again,
+        )
+        assert all(np.array_equal(again[node], shares[node]) for node in lost), lost
+
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 700), min_size=2, max_size=8), st.integers(1, 2))

@@ -173,10 +173,10 @@ def rebuild_shares(
     parities: Mapping[int, Sequence[Buffer]],
     targets: Mapping[int, Buffer],
 ) -> None:
-    """Bring back the lost nodes' own parts.
+    """Bring back the lost nodes' own parts, or their shares of a replicated state.
 
     Args:
-        stripes: ``Stripes.of_parts`` of the parts.
+        stripes: ``Stripes.of_parts`` of the parts, or ``Stripes.of_state`` of the state.
         shares: The parts that are left, by node.
         parities: What is left of them, by node.
         targets: Writable, for every lost node, as long as its part.

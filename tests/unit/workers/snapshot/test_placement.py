@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
@@ -20,6 +21,7 @@ from workers.snapshot.placement import (
     holdings,
     level,
     place,
+    survives,
 )
 
 REPLICATED = State(name="model", kind=StateClass.REPLICATED, num_bytes=1200)
@@ -154,6 +156,28 @@ def test_who_holds_what_is_listed_in_the_order_of_the_stripes() -> None:
     assert [(one.node, one.of) for one in holdings(chosen)] == [
         ("n1", ("n0",)), ("n2", ("n1",)), ("n0", ("n2",)),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("group_max", "tolerance", "headroom_bytes", "num_lost", "share"),
+    [
+        (2, 1, 1200, 2, 0.933),
+        (4, 1, 1199, 2, 0.800),
+        (8, 1, 1199, 2, 0.533),
+        (8, 2, 1799, 2, 1.0),
+        (2, 1, 1200, 4, 0.615),
+        (8, 2, 1799, 4, 0.431),
+    ],
+)
+def test_random_losses_are_survived_as_often_as_combinatorics_say(
+    group_max: int, tolerance: int, headroom_bytes: int, num_lost: int, share: float
+) -> None:
+    """Of 16 nodes: pairs, one parity of 4 and of 8, two of 8, as computed without this code."""
+    rules = replace(RULES, tolerance=tolerance, group_max=group_max)
+    placement = place(_nodes(16, headroom_bytes), [UNIQUE], rules)
+    names = sorted(placement.protections[0].costs)
+    outcomes = [survives(placement, lost) for lost in combinations(names, num_lost)]
+    assert sum(outcomes) / len(outcomes) == pytest.approx(share, abs=5e-4)
 
 
 def test_only_groups_that_changed_are_protected_anew() -> None:
