@@ -120,7 +120,8 @@ class Builder:
             bytearray(self._rng.randbytes(prod(outer) * array.itemsize)), array.dtype
         ).reshape(outer)
         where = zip(shift, shape, steps, strict=True)
-        view = holder[(*(slice(s, s + n * step, step) for s, n, step in where), ...)]
+        cuts: tuple[Any, ...] = tuple(slice(s, s + n * step, step) for s, n, step in where)
+        view = holder[(*cuts, ...)]
         view[...] = array.transpose(order)
         packed = packed_strides(outer, array.itemsize)
         first = sum(s * stride for s, stride in zip(shift, packed, strict=True))
