@@ -186,7 +186,7 @@ def replay(run_dir: RunDirectory, *, as_json: Json = False) -> None:
 
 @app.command(epilog="Example: everstep convert s3://runs/step-00001200 /shared/out --json")
 @_edge
-def convert(
+def convert(  # noqa: PLR0913 - options of a command
     source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint of any format.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="On shared storage.")],
     *,
@@ -194,6 +194,7 @@ def convert(
     local_nodes: Annotated[int | None, typer.Option(help="Simulated nodes to start here.")] = None,
     memory: Annotated[str, typer.Option(help="Bound of the buffers on a node.")] = "512MiB",
     rules: Annotated[str | None, typer.Option(help="File of rules for unusual models.")] = None,
+    rename: Annotated[str | None, typer.Option(help="File of renamings of tensors.")] = None,
     tag: Annotated[str | None, typer.Option(help="Which of several checkpoints in SRC.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -208,6 +209,7 @@ def convert(
             local_nodes=local_nodes,
             memory=memory,
             rules=rules,
+            rename=rename,
             tag=tag,
             quiet=as_json,
         ),

@@ -17,11 +17,10 @@ from ray.exceptions import RayError, RayTaskError
 from orchestrator.errors import CapacityError
 from orchestrator.shell.connect import connect
 from orchestrator.shell.local_cluster import HostedCluster
-from ucp_core import converters
 from ucp_core._convert_pool import Batch
 from ucp_core._convert_work import Job, Result, Worker
+from ucp_core.checkpoint import Checkpoint
 from ucp_core.convert import ConvertResult, convert
-from ucp_core.rules import Rules
 from ucp_core.storage import open_store
 
 #: A batch that died so often dies of something that is not chance.
@@ -40,23 +39,19 @@ def _do(job: Job, batch: Batch) -> list[Result]:
 
 
 def convert_on_cluster(
-    source: str,
+    checkpoint: Checkpoint,
     destination: str,
     *,
     memory_bytes: int,
-    rules: Rules | None = None,
-    tag: str | None = None,
     resume: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> ConvertResult:
     """Make a universal checkpoint with the processors of the cluster that Ray is connected to.
 
     Args:
-        source: Directory or URL that every node sees.
-        destination: The same; local paths must be on storage that the nodes share.
-        memory_bytes: Bound of the buffers of all tasks of a node.
-        rules: How tensors are cut, for sources that do not say so themselves.
-        tag: Which of several checkpoints in the source.
+        checkpoint: The source, of any format, on storage that every node sees.
+        destination: Directory or URL; a local path must be on storage that the nodes share.
+        memory_bytes: Bound of the buffers of all tasks.
         resume: Go on with what a killed conversion left there.
         progress: Called with the bytes done and the bytes of the whole state.
 
@@ -64,16 +59,14 @@ def convert_on_cluster(
         CapacityError: The cluster has no processors, or a batch died again and again.
         UcpError: As ``ucp_core.convert.convert`` does.
     """
-    store, directory = open_store(source)
-    opened = converters.open_source(store, directory, rules=rules, tag=tag)
-    target_store, target_directory = open_store(destination)
+    store, directory = open_store(destination)
     processors = int(ray.cluster_resources().get("CPU", 0))
     if processors < 1:
         raise CapacityError("the cluster has no processors; add a node", processors=processors)
     return convert(
-        opened,
-        target_store,
-        target_directory,
+        checkpoint,
+        store,
+        directory,
         memory_bytes=memory_bytes,
         processes=processors,
         progress=progress,
@@ -129,7 +122,7 @@ def _results(reference: Any) -> list[Result] | None:
     return found
 
 
-def convert_command(
+def convert_command(  # noqa: PLR0913 - options of a command
     source: str,
     destination: str,
     *,
@@ -137,6 +130,7 @@ def convert_command(
     local_nodes: int | None,
     memory: str,
     rules: str | None,
+    rename: str | None,
     tag: str | None,
     quiet: bool,
 ) -> dict[str, Any]:
@@ -146,9 +140,10 @@ def convert_command(
         CapacityError: There is no cluster.
         UcpError: See ``convert_on_cluster``.
     """
-    from ucp_core._console import memory_size, progress, read_rules
+    from ucp_core._console import memory_size, open_any, progress
 
     memory_bytes = memory_size(memory)
+    checkpoint = open_any(source, rules=rules, rename=rename, tag=tag)
     address = address or os.environ.get("RAY_ADDRESS")
     hosted = None
     if address is None or local_nodes is not None:
@@ -160,12 +155,7 @@ def convert_command(
         _connect(address)
         with progress("converting", as_json=quiet) as bar:
             result = convert_on_cluster(
-                source,
-                destination,
-                memory_bytes=memory_bytes,
-                rules=read_rules(rules),
-                tag=tag,
-                progress=bar,
+                checkpoint, destination, memory_bytes=memory_bytes, progress=bar
             )
     finally:
         if hosted is not None:

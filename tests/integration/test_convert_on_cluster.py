@@ -77,9 +77,8 @@ def test_a_node_that_dies_meanwhile_costs_only_its_batches(
             killed.append(nodes.nodes()[0])
             nodes.kill_node(killed[0])
 
-    result = convert_on_cluster(
-        str(source), str(tmp_path / "out"), memory_bytes=64 << 20, progress=kill
-    )
+    opened = open_checkpoint(LocalStore(), str(source))
+    result = convert_on_cluster(opened, str(tmp_path / "out"), memory_bytes=64 << 20, progress=kill)
 
     assert killed
     assert verify(result.checkpoint) == []
@@ -91,12 +90,13 @@ def test_damage_found_by_a_task_is_the_error_of_the_whole(source: Path, tmp_path
     """Not a Ray error with a traceback of another machine; and nothing is committed."""
     from orchestrator.shell.convert import convert_on_cluster
 
+    opened = open_checkpoint(LocalStore(), str(source))
     path = source / "a0001-r00001.bin"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     try:
         with pytest.raises(ChecksumMismatchError, match=r"a0001-r00001\.bin is damaged"):
-            convert_on_cluster(str(source), str(tmp_path / "out"), memory_bytes=64 << 20)
+            convert_on_cluster(opened, str(tmp_path / "out"), memory_bytes=64 << 20)
     finally:
         path.write_bytes(data)
     assert not (tmp_path / "out").exists()
