@@ -14,6 +14,8 @@ FRAMEWORKS = ("ray", "torch", "fsspec", "yaml", "pydantic", "numpy")
 PURE_FOLDERS = ("orchestrator/core", "orchestrator/policies", "orchestrator/detection")
 PURE_FILES = (
     "workers/protocol.py",
+    "workers/snapshot/groups.py",
+    "workers/snapshot/placement.py",
     "ucp_core/layout.py",
     "ucp_core/boxes.py",
     "ucp_core/statemap.py",
