@@ -1,8 +1,8 @@
 """A DeepSpeed ZeRO checkpoint made universal: DeepSpeed's own tool, ``ucp convert``, ``cp -r``.
 
 Each way is a whole process, start included; the page cache is warm, nobody calls fsync, every
-round writes into a fresh folder after dirty pages are gone, and the ways take turns. Memory is the
-sum of the resident sizes of all processes of a way, sampled; bytes are what went through read and
+round writes into a fresh folder after dirty pages are gone, and the ways take turns, there and
+back. Memory is the sum of the resident sizes of all processes of a way, sampled; bytes are what went through read and
 write calls. Ratios are of the best rounds, because other work on the machine only ever adds.
 The checkpoints hold random fp32 parameters with Adam's two slots in DeepSpeed's native form.
 
@@ -167,8 +167,9 @@ def one(root: Path, options: argparse.Namespace, gibibytes: float, stage: int, d
     commands = ways(source, stage, peer=options.peer, processes=options.processes)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
     num_files: dict[str, int] = {}
-    for _ in range(options.rounds):
-        for name, command in commands.items():
+    for number in range(options.rounds):
+        # What one leaves of the page cache is what the next one finds: so not always the same.
+        for name, command in list(commands.items())[:: 1 if number % 2 == 0 else -1]:
             target = root / "target"
             shutil.rmtree(target, ignore_errors=True)
             os.sync()
