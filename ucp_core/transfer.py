@@ -224,7 +224,9 @@ class _Run:
             total: NDArray[np.float64] | float = 0.0
             for plan in mean.terms:
                 _Run(plan, self.sources, [term], self.batch_bytes).copies(plan.copies)
-                total = total + decode(dtype, term)
+                # Infinities of unequal sign have the mean NaN; that is no news to tell.
+                with np.errstate(invalid="ignore"):
+                    total = total + decode(dtype, term)
             value = encode(dtype, np.asarray(total) / len(mean.terms))
             view = view_of(self.plan.parts[mean.part], self.targets[mean.part], mean.box)
             view[...] = value.view(view.dtype).reshape(view.shape)

@@ -3,8 +3,9 @@
 Each way is a whole process, start included; the page cache is warm, nobody calls fsync, every
 round writes into a fresh folder after dirty pages are gone, and the ways take turns, there and
 back. Memory is the sum of the resident sizes of all processes of a way, sampled; bytes are what
-went through read and write calls. Ratios are of the best rounds, because other work on the machine only ever adds.
-The checkpoints hold random fp32 parameters with Adam's two slots in DeepSpeed's native form.
+went through read and write calls. Ratios are of the best rounds, because other work on the machine
+only ever adds. The checkpoints hold random fp32 parameters with Adam's two slots in DeepSpeed's
+native form.
 
     python -m tests.benchmarks.bench_convert --gibibytes 1.25 2.8 --stages 1 3 --dp 2 --rounds 3
 """
