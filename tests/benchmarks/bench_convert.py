@@ -1,4 +1,5 @@
-"""A DeepSpeed ZeRO checkpoint made universal: DeepSpeed's own tool, ``ucp convert``, ``cp -r``.
+"""A DeepSpeed ZeRO checkpoint made universal: DeepSpeed's own tool, ``ucp convert``, ``cp -r``;
+and loaded by four ranks under another layout without converting at all (``direct load``).
 
 Each way is a whole process, start included; the page cache is warm, nobody calls fsync, every
 round writes into a fresh folder after dirty pages are gone, and the ways take turns, there and
@@ -152,7 +153,12 @@ def ways(source: Path, stage: int, *, peer: bool, processes: int | None) -> dict
     """Return the commands that take turns; the destination is added to each."""
     ours = [sys.executable, "-m", "ucp_core.cli", "convert", "--memory", MEMORY]
     ours += ["--processes", str(processes)] if processes else []
-    found = {"ucp convert": [*ours, str(source)], "cp -r": ["cp", "-r", str(source)]}
+    direct = [sys.executable, "-m", "tests.benchmarks.direct_load", str(source), "4"]
+    found = {
+        "ucp convert": [*ours, str(source)],
+        "direct load": direct,
+        "cp -r": ["cp", "-r", str(source)],
+    }
     if peer and importlib.util.find_spec("deepspeed") is not None:
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
         command += ["--inject_missing_state"] if stage < 3 else []
@@ -194,6 +200,8 @@ def one(root: Path, options: argparse.Namespace, gibibytes: float, stage: int, d
     found["speed_over_cp"] = round(best["cp -r"] / best["ucp convert"], 3)
     if "ds_to_universal" in best:
         found["times_faster_than_peer"] = round(best["ds_to_universal"] / best["ucp convert"], 1)
+        # The peer has only converted by then, and has still to load.
+        found["direct_load_times_faster"] = round(best["ds_to_universal"] / best["direct load"], 1)
     shutil.rmtree(source)
     return found
 
