@@ -6,41 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from tests.support.checkpoints import save, small_state
-from ucp_core.cli import main
+from tests.support.commands import ucp
 from ucp_core.storage import LocalStore
 
 COMMANDS = ("inspect", "convert", "plan", "verify")
-
-
-class Done(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-class Ucp(Protocol):
-    def __call__(self, *arguments: str) -> Done: ...
-
-
-@pytest.fixture
-def ucp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ucp:
-    """The command's entry point with the arguments of the process, up to its exit."""
-
-    def run(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["ucp", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        shown = capsys.readouterr()
-        return Done(int(ended.value.code or 0), shown.out, shown.err)
-
-    return run
 
 
 @pytest.fixture
@@ -49,7 +24,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "step-00000007"
 
 
-def test_help_shows_an_example_of_every_command(ucp: Ucp) -> None:
+def test_help_shows_an_example_of_every_command() -> None:
     """People copy examples; the exit codes are in the help of the whole."""
     assert "Exit codes: 0 success" in ucp("--help").stdout
     for command in COMMANDS:
@@ -58,7 +33,7 @@ def test_help_shows_an_example_of_every_command(ucp: Ucp) -> None:
         assert f"Example: ucp {command} " in done.stdout
 
 
-def test_inspect_shows_what_is_there(ucp: Ucp, checkpoint: Path) -> None:
+def test_inspect_shows_what_is_there(checkpoint: Path) -> None:
     """For people line by line, for programs with every tensor."""
     shown = ucp("inspect", str(checkpoint), "--tensors")
     found = json.loads(ucp("inspect", str(checkpoint), "--json").stdout)
@@ -73,7 +48,7 @@ def test_inspect_shows_what_is_there(ucp: Ucp, checkpoint: Path) -> None:
 
 
 def test_convert_makes_files_that_others_read_and_verify_agrees(
-    ucp: Ucp, checkpoint: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path
 ) -> None:
     """The way of a trained model out of the run directory."""
     out = tmp_path / "out"
@@ -87,7 +62,7 @@ def test_convert_makes_files_that_others_read_and_verify_agrees(
     assert verified["ok"] is True
 
 
-def test_convert_says_what_it_did(ucp: Ucp, checkpoint: Path, tmp_path: Path) -> None:
+def test_convert_says_what_it_did(checkpoint: Path, tmp_path: Path) -> None:
     """Bytes read and written are what a slow storage is paid for."""
     found = json.loads(ucp("convert", str(checkpoint), str(tmp_path / "a"), "--json").stdout)
     shown = ucp("convert", str(checkpoint), str(tmp_path / "b"), "--memory", "4GB", "--fsync")
@@ -99,7 +74,7 @@ def test_convert_says_what_it_did(ucp: Ucp, checkpoint: Path, tmp_path: Path) ->
 
 
 def test_convert_in_too_little_memory_says_how_much_it_needs(
-    ucp: Ucp, checkpoint: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path
 ) -> None:
     """The interpreter alone has more than some people would give."""
     done = ucp("convert", str(checkpoint), str(tmp_path / "out"), "--memory", "9MiB")
@@ -110,7 +85,7 @@ def test_convert_in_too_little_memory_says_how_much_it_needs(
 
 
 def test_plan_tells_what_would_be_moved_and_leaves_nothing(
-    ucp: Ucp, checkpoint: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path
 ) -> None:
     """Before a night's conversion; for the run that would load it too."""
     out = tmp_path / "new" / "out"
@@ -130,7 +105,7 @@ def test_plan_tells_what_would_be_moved_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("layout", ["dp_shard", "dp=2", "tp=0", "tp=x"])
-def test_a_layout_that_is_none_is_named(ucp: Ucp, checkpoint: Path, layout: str) -> None:
+def test_a_layout_that_is_none_is_named(checkpoint: Path, layout: str) -> None:
     """With the axes that there are."""
     done = ucp("plan", str(checkpoint), "--layout", layout)
 
@@ -138,7 +113,7 @@ def test_a_layout_that_is_none_is_named(ucp: Ucp, checkpoint: Path, layout: str)
     assert "dp_shard" in done.stderr
 
 
-def test_inspect_and_verify_take_a_foreign_checkpoint(ucp: Ucp, tmp_path: Path) -> None:
+def test_inspect_and_verify_take_a_foreign_checkpoint(tmp_path: Path) -> None:
     """Its format is recognised; what has no checksum is counted."""
     weights = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
     safetensors.numpy.save_file(weights, tmp_path / "model.safetensors")
@@ -150,7 +125,7 @@ def test_inspect_and_verify_take_a_foreign_checkpoint(ucp: Ucp, tmp_path: Path) 
     assert verified == {"ok": True, "bytes": 0, "unchecked_bytes": 24, "problems": []}
 
 
-def test_verify_names_a_flipped_byte_and_fails(ucp: Ucp, checkpoint: Path) -> None:
+def test_verify_names_a_flipped_byte_and_fails(checkpoint: Path) -> None:
     """The exit code is what a script looks at."""
     path = checkpoint / "a0001-r00000.bin"
     data = bytearray(path.read_bytes())
@@ -179,7 +154,7 @@ def test_verify_names_a_flipped_byte_and_fails(ucp: Ucp, checkpoint: Path) -> No
     ],
 )
 def test_errors_are_short_and_have_their_exit_code(
-    ucp: Ucp,
+    ,
     arguments: tuple[str, ...],
     code: int,
     message: str,
@@ -197,7 +172,7 @@ def test_errors_are_short_and_have_their_exit_code(
     assert done.stdout == ""
 
 
-def test_a_truncated_manifest_is_one_line(ucp: Ucp, checkpoint: Path) -> None:
+def test_a_truncated_manifest_is_one_line(checkpoint: Path) -> None:
     """The commonest damage: the disk was full."""
     path = checkpoint / "manifest.json"
     path.write_bytes(path.read_bytes()[:100])
