@@ -154,7 +154,6 @@ def test_verify_names_a_flipped_byte_and_fails(checkpoint: Path) -> None:
     ],
 )
 def test_errors_are_short_and_have_their_exit_code(
-    ,
     arguments: tuple[str, ...],
     code: int,
     message: str,
