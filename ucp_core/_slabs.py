@@ -14,7 +14,7 @@ import numpy as np
 from ucp_core._extents import touched, verify_extents
 from ucp_core._open import Checkpoint
 from ucp_core._reading import reading
-from ucp_core.boxes import Box
+from ucp_core.boxes import Box, slabs
 from ucp_core.checksums import BLOCK_BYTES
 from ucp_core.errors import UcpError
 from ucp_core.plan import Part, plan
@@ -52,28 +52,11 @@ class Slab(NamedTuple):
     data: memoryview
 
 
-def cut(box: Box, num_elements_max: int) -> Iterator[Box]:
-    """Yield boxes that follow one another in the memory of ``box``, none larger than the bound.
-
-    Nothing is yielded for an empty box.
-    """
-    if box.is_empty:
-        return
-    if box.num_elements <= num_elements_max:
-        yield box
-        return
-    dim = next(d for d, extent in enumerate(box.shape) if extent > 1)
-    row = box.num_elements // box.shape[dim]
-    step = max(1, num_elements_max // row)
-    for low in range(box.start[dim], box.stop[dim], step):
-        yield from cut(box.with_dim(dim, low, min(low + step, box.stop[dim])), num_elements_max)
-
-
 def pieces_of(entries: Iterable[TensorEntry], slab_bytes: int) -> Iterator[Piece]:
     """Yield every tensor in pieces of at most ``slab_bytes`` (or one element)."""
     for entry in entries:
         bound = max(1, slab_bytes // DTYPE_BYTES[entry.dtype])
-        for box in cut(Box.full(entry.shape), bound):
+        for box in slabs(Box.full(entry.shape), bound):
             yield Piece(entry, box)
 
 
@@ -105,7 +88,7 @@ def stream_box(
 ) -> Iterator[Slab]:
     """Yield the bytes of a box of one tensor in order, as ``stream`` does."""
     slab_bytes = _slab_bytes(memory_bytes)
-    boxes = cut(box, max(1, slab_bytes // DTYPE_BYTES[entry.dtype]))
+    boxes = slabs(box, max(1, slab_bytes // DTYPE_BYTES[entry.dtype]))
     yield from _stream(checkpoint, (Piece(entry, one) for one in boxes), slab_bytes)
 
 

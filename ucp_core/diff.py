@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core._compare import Difference, Tolerance, common_dtype, compare
 from ucp_core._reading import reading
-from ucp_core._slabs import MEMORY_BYTES_MIN, Piece, SlabReader, aligned, check_memory, cut
-from ucp_core.boxes import Box, span
+from ucp_core._slabs import MEMORY_BYTES_MIN, Piece, SlabReader, aligned, check_memory
+from ucp_core.boxes import Box, slabs, span
 from ucp_core.checksums import combine
 from ucp_core.errors import UcpError
 from ucp_core.statemap import DTYPE_BYTES, Extent, TensorEntry, TensorKey
@@ -328,7 +328,7 @@ class _Comparison:
             assert a is not None, "both are there"
             assert b is not None, "both are there"
             bound = max(1, self._slab_bytes // max(DTYPE_BYTES[a.dtype], DTYPE_BYTES[b.dtype]))
-            for box in cut(Box.full(a.shape), bound):
+            for box in slabs(Box.full(a.shape), bound):
                 yield _Cut(number, box)
 
     def _pieces(self, one: _Cut) -> tuple[Piece, Piece]:

@@ -41,7 +41,8 @@ class Limits:
     Attributes:
         beat_s: Period of a process's beat.
         report_s: Period of a keeper's reports.
-        suspect_s: A beat older than this is silent.
+        suspect_s: A beat older than this is silent; a silent process that the kernel holds or
+            that is gone is named when nobody progressed for so long.
         hang_s: No member progressed for this long: somebody is named if it can be proven.
         node_silent_s: A node without reports for this long, while others report, is lost.
         undecided_s: No member progressed for this long, and nobody can be named.

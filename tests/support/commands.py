@@ -1,4 +1,4 @@
-"""Runs ``ucp`` in this process, up to its exit."""
+"""Runs ``ucp`` up to its exit, in this process where that makes no difference."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ucp_core._casting import FLOATS, cast
-from ucp_core._slabs import Piece, Slab, SlabReader, cut
-from ucp_core.boxes import Box, flat_range
+from ucp_core._slabs import Piece, Slab, SlabReader
+from ucp_core.boxes import Box, flat_range, slabs
 from ucp_core.errors import UcpError
 from ucp_core.statemap import DTYPE_BYTES
 
@@ -132,7 +132,7 @@ def _runs(ranges: Iterable[Range], dtype: str, slab_bytes: int) -> Iterator[_Run
             )
         bound = max(1, slab_bytes // max(DTYPE_BYTES[source], DTYPE_BYTES[dtype]))
         for outer in flat_range(shard.shape, item.start, item.stop):
-            for box in cut(outer, bound):
+            for box in slabs(outer, bound):
                 yield _Run(source, box.shape, _pieces(shard, box))
 
 

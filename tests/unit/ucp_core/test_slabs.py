@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tests.support.checkpoints import ROOT, State, Whole, save
-from ucp_core._slabs import MEMORY_BYTES_MIN, Piece, Slab, SlabReader, cut, stream, stream_box
-from ucp_core.boxes import Box
+from ucp_core._slabs import MEMORY_BYTES_MIN, Piece, Slab, SlabReader, stream, stream_box
+from ucp_core.boxes import Box, slabs
 from ucp_core.checkpoint import Checkpoint, open_checkpoint
 from ucp_core.converters import dcp_writer, huggingface_writer
 from ucp_core.diff import diff
@@ -46,7 +46,7 @@ def test_boxes_follow_one_another_in_memory(shape: tuple[int, ...], bound: int) 
     """A file is written from them as they come."""
     places = np.arange(int(np.prod(shape))).reshape(shape)
 
-    boxes = list(cut(Box.full(shape), bound))
+    boxes = list(slabs(Box.full(shape), bound))
 
     found = [places[tuple(map(slice, b.start, b.stop))].ravel() for b in boxes]
     assert np.concatenate([np.zeros(0, int), *found]).tolist() == list(range(places.size))
