@@ -32,6 +32,7 @@ from workers.train.settings import (
     ModelSettings,
     ParallelSettings,
     Settings,
+    SnapshotSettings,
     TrainSettings,
 )
 from workers.train.settings import (
@@ -137,7 +138,8 @@ class RecoverySection(_Section):
 class RunConfig(_Section):
     """Everything that is decided before a run starts.
 
-    ``model``, ``data``, ``train`` and ``checkpoint`` are those of ``workers.train.settings``.
+    ``model``, ``data``, ``train``, ``checkpoint`` and ``snapshot`` are those of
+    ``workers.train.settings``.
     """
 
     run: RunSection
@@ -147,6 +149,7 @@ class RunConfig(_Section):
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    snapshot: SnapshotSettings = SnapshotSettings()
     parallel: ParallelSection = ParallelSection()
     recovery: RecoverySection = RecoverySection()
 
@@ -178,6 +181,7 @@ class RunConfig(_Section):
             data=self.data,
             train=self.train,
             checkpoint=self.checkpoint,
+            snapshot=self.snapshot,
             parallel=parallel,
             script=self.run.script,
         )

@@ -7,11 +7,102 @@ can drop what a later attempt has overtaken. Counterparts: ``workers.actor`` and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
 from ucp_core.layout import ParallelLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A complete version of one rank in a slot of an arena.
+
+    Attributes:
+        slot: Which.
+        sequence: Counts the writes to the slot; a reader compares it before and after.
+        attempt: The attempt that wrote it.
+        step: The step after which the state was taken.
+        rank: The rank in that attempt.
+        world_size: The number of its ranks.
+        data_bytes: Length of the data, which begins the slot's body.
+        record_bytes: Length of the record, which follows.
+    """
+
+    slot: int
+    sequence: int
+    attempt: int
+    step: int
+    rank: int
+    world_size: int
+    data_bytes: int
+    record_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldPart:
+    """A version of one rank in a keeper's memory: the rank's own node's, or a copy on another.
+
+    Attributes:
+        arena: Name of the arena on its node.
+        held: What is in one of its slots.
+    """
+
+    arena: str
+    held: Held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """What a keeper holds in memory, and where a peer can read it.
+
+    Attributes:
+        node: Ray node id, hex.
+        host: Where the keeper serves bytes to its peers.
+        port: Its port.
+        parts: All complete versions in its arenas.
+    """
+
+    node: str
+    host: str
+    port: int
+    parts: tuple[HeldPart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPart:
+    """Where one rank's part of the version to load can be read; see ``Inventory``."""
+
+    node: str
+    host: str
+    port: int
+    arena: str
+    held: Held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A keeper as another keeper reaches it."""
+
+    node: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperOrder:
+    """What a keeper is told at the start of every attempt; it goes on with it until the next.
+
+    Attributes:
+        attempt: From now on nothing of an older attempt is written into this keeper's memory.
+        lineage: ``(attempt, resume_step)`` of every attempt up to this one, oldest first: says
+            which held versions are dead.
+        copies_of: Keepers whose ranks' newest versions are to be copied into this one's memory.
+    """
+
+    attempt: int
+    lineage: tuple[tuple[int, int], ...]
+    copies_of: tuple[Peer, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +118,9 @@ class Assignment:
         resume_step: The committed step to load; 0 means initialise from the seed.
         resume_attempt: The attempt that committed ``resume_step``; 0 with ``resume_step`` 0.
         lineage: ``(attempt, resume_step)`` of every attempt up to this one, oldest first.
+        memory: Every place in keepers' memory where a part of that version is held; empty if it
+            is to be loaded from storage.
+        secret: What a keeper asks for before it serves a peer.
     """
 
     attempt: int
@@ -37,6 +131,8 @@ class Assignment:
     resume_step: int
     resume_attempt: int
     lineage: tuple[tuple[int, int], ...]
+    memory: tuple[MemoryPart, ...] = ()
+    secret: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +284,15 @@ class NodeReport:
         node: Ray node id, hex.
         seq: Counts up by 1 per keeper life; a gap means lost reports.
         workers: One entry per worker process that registered on the node.
+        inventory: What the keeper holds in memory; None if it keeps no snapshots.
+        stored_step: The newest step that this keeper saw committed to storage; 0 if none.
+        troubles: One line for each thing that protects less than was asked for: no memory, a
+            full or silent store, a peer that cannot be reached.
     """
 
     node: str
     seq: int
     workers: tuple[WorkerReport, ...]
+    inventory: Inventory | None = None
+    stored_step: int = 0
+    troubles: tuple[str, ...] = ()

@@ -16,12 +16,12 @@ import contextlib
 import mmap
 import os
 import struct
-from dataclasses import dataclass
 from zlib import crc32
 
 from workers.errors import ArenaError
+from workers.protocol import Held
 
-__all__ = ["NUM_SLOTS", "Arena", "Held"]
+__all__ = ["NUM_SLOTS", "Arena"]
 
 #: A rank that begins version s + 2 has passed boundary s + 1 together with all others, each of
 #: which had finished version s before: with three slots the oldest is never the last complete one.
@@ -33,31 +33,6 @@ _HEADER = struct.Struct("<8sQqqiiqq")
 _CRC = struct.Struct("<I")
 #: Fault a page in as if it were written (Linux 5.14).
 _MADV_POPULATE_WRITE = 23
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A complete version of one rank in a slot.
-
-    Attributes:
-        slot: Which.
-        sequence: Counts the writes to the slot; a reader compares it before and after.
-        attempt: The attempt that wrote it.
-        step: The step after which the state was taken.
-        rank: The rank in that attempt.
-        world_size: The number of its ranks.
-        data_bytes: Length of the data, which begins the slot's body.
-        record_bytes: Length of the record, which follows.
-    """
-
-    slot: int
-    sequence: int
-    attempt: int
-    step: int
-    rank: int
-    world_size: int
-    data_bytes: int
-    record_bytes: int
 
 
 class Arena:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from workers.errors import ArenaError
-from workers.keeper.arena import NUM_SLOTS, Arena, Held
+from workers.keeper.arena import NUM_SLOTS, Arena
+from workers.protocol import Held
 
 __all__ = ["DOOR", "Door", "Shelf", "adopt", "door_path", "drop", "open_arena", "reserve"]
 

@@ -26,8 +26,9 @@ from typing import Any, Final
 
 from ucp_core.checksums import crc32
 from ucp_core.errors import StorageError
-from workers.keeper.arena import Arena, Held
+from workers.keeper.arena import Arena
 from workers.keeper.door import Shelf
+from workers.protocol import Held
 
 __all__ = ["CHUNK_BYTES", "RemotePart", "WireClient", "WireServer"]
 

@@ -18,7 +18,8 @@ from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, Sto
 from ucp_core.manifest import Kind, Manifest, from_bytes, merge
 from ucp_core.storage import ReadRange
 from ucp_core.storage.refusing import RefusingStore
-from workers.keeper.arena import Arena, Held
+from workers.keeper.arena import Arena
+from workers.protocol import Held
 
 __all__ = ["LocalPart", "MemoryTier", "Part", "complete_versions", "open_version"]
 

@@ -26,6 +26,7 @@ __all__ = [
     "ModelSettings",
     "ParallelSettings",
     "Settings",
+    "SnapshotSettings",
     "TrainSettings",
     "model_shape",
     "problems",
@@ -155,6 +156,22 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotSettings:
+    """How often state goes to the memory of the node's keeper, and how it is protected there.
+
+    Attributes:
+        every_steps: Steps between two snapshots; 0 takes none, and only storage is left.
+        node_memory_mib: Most that the snapshots of a node may take, its copies of other nodes'
+            included; 0 is half of what the node has available when its keeper starts.
+        copies: On how many other nodes each snapshot is kept as well, where there are others.
+    """
+
+    every_steps: int = 1
+    node_memory_mib: int = 0
+    copies: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSettings:
     """How the model is spread; the degrees themselves come with each attempt.
 
@@ -183,6 +200,7 @@ class Settings:
     data: DataSettings = field(default_factory=DataSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    snapshot: SnapshotSettings = field(default_factory=SnapshotSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     script: str = ""
 
@@ -299,6 +317,9 @@ def _rest_problems(settings: Settings) -> list[str]:
         found.append(
             "checkpoint.keep: 1 leaves nothing to fall back to if the newest is damaged; 2 or more"
         )
+    found += _at_least("snapshot", settings.snapshot, every_steps=0, node_memory_mib=0, copies=0)
+    if settings.snapshot.copies > 1:
+        found.append(f"snapshot.copies: {settings.snapshot.copies} is more than 1, the most")
     timeout_s = settings.parallel.collective_timeout_s
     if not (_finite(timeout_s) and timeout_s > 0):
         found.append(f"parallel.collective_timeout_s: {timeout_s} must be above 0")

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from ucp_core.errors import StorageError
-from workers.keeper.arena import Arena, Held
+from workers.keeper.arena import Arena
 from workers.keeper.door import Shelf
 from workers.keeper.wire import CHUNK_BYTES, WireClient, WireServer
+from workers.protocol import Held
 
 SECRET = b"of this run"
 SIZE = 4 * CHUNK_BYTES + 12_345
