@@ -71,22 +71,32 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """Where one rank's part of the version to load can be read; see ``Inventory``."""
+    """Where one rank's part of the version to load can be read; see ``Inventory``.
+
+    Attributes:
+        secret: What this keeper asks for before it serves anybody.
+    """
 
     node: str
     host: str
     port: int
     arena: str
     held: Held
+    secret: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A keeper as another keeper reaches it."""
+    """A keeper as another keeper reaches it.
+
+    Attributes:
+        secret: What it asks for before it serves anybody; made by it, told by its ``hello``.
+    """
 
     node: str
     host: str
     port: int
+    secret: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +130,6 @@ class Assignment:
         lineage: ``(attempt, resume_step)`` of every attempt up to this one, oldest first.
         memory: Every place in keepers' memory where a part of that version is held; empty if it
             is to be loaded from storage.
-        secret: What a keeper asks for before it serves a peer.
     """
 
     attempt: int
@@ -132,7 +141,6 @@ class Assignment:
     resume_attempt: int
     lineage: tuple[tuple[int, int], ...]
     memory: tuple[MemoryPart, ...] = ()
-    secret: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
