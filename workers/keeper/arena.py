@@ -6,6 +6,10 @@ one version of one rank: its header page, the data, and the record that makes th
 A slot is valid if its header is whole and not under way; whether its bytes are the bytes that
 were written, the checksums in the record tell.
 
+The first header page also carries a few words between the trainer and its keeper, each with one
+writer and stored at once: which slot is pinned because it is on its way to storage, whether a
+peer copies this arena, what it has got, and which slots were found damaged.
+
 Source: the snapshot processes and double buffers of REFT (arXiv 2310.12670), with a third slot:
 while one is written and one is complete, the last complete one of all ranks is left alone.
 """
@@ -16,23 +20,39 @@ import contextlib
 import mmap
 import os
 import struct
+from collections.abc import Sequence
+from typing import Final
 from zlib import crc32
 
 from workers.errors import ArenaError
+from workers.keeper.retention import choose_slot
 from workers.protocol import Held
 
 __all__ = ["NUM_SLOTS", "Arena"]
 
-#: A rank that begins version s + 2 has passed boundary s + 1 together with all others, each of
-#: which had finished version s before: with three slots the oldest is never the last complete one.
-NUM_SLOTS = 3
-PAGE_BYTES = 4096
+#: One is written, one is the newest that counts, and one may be pinned.
+NUM_SLOTS: Final = 3
+PAGE_BYTES: Final = 4096
 _MAGIC = b"evstarn1"
 #: Magic, sequence, attempt, step, rank, world size, data bytes, record bytes; then their crc32.
 _HEADER = struct.Struct("<8sQqqiiqq")
 _CRC = struct.Struct("<I")
-#: Fault a page in as if it were written (Linux 5.14).
-_MADV_POPULATE_WRITE = 23
+#: Fault a page in as if it were written (Linux 5.14). The call keeps all other threads of the
+#: process from running, so it is made in pieces of a few milliseconds.
+_MADV_POPULATE_WRITE: Final = 23
+_POPULATE_BYTES: Final = 16 << 20
+
+#: Where the words between trainer and keeper begin, and which is which.
+_WORDS_AT: Final = 2048
+_NUM_WORDS: Final = 8
+#: Trainer: number of the pin, then slot + 1 in the lowest byte. Keeper: the pin that it released.
+_PIN, _RELEASED = 0, 1
+#: Keeper: whether a peer copies this arena; sequence and slot of what it has got.
+_ATTENDED, _COPIED = 2, 3
+#: Trainer: how many slots were finished.
+_FINISHED: Final = 4
+#: Keeper, one per slot: the sequence of a version whose bytes were found damaged.
+_DAMAGED: Final = 5
 
 
 class Arena:
@@ -56,6 +76,7 @@ class Arena:
         self._slot_bytes = slot_bytes
         self._map = mmap.mmap(fd, size_bytes)
         self._memory = memoryview(self._map)
+        self._words = self._memory[_WORDS_AT : _WORDS_AT + 8 * _NUM_WORDS].cast("Q")
 
     @classmethod
     def create(cls, name: str, *, body_bytes: int) -> Arena:
@@ -83,11 +104,19 @@ class Arena:
 
     def populate(self) -> None:
         """Fault every page in, in this process; a file that is populated already costs little."""
-        self._map.madvise(_MADV_POPULATE_WRITE)
+        for start in range(0, len(self._memory), _POPULATE_BYTES):
+            size_bytes = min(_POPULATE_BYTES, len(self._memory) - start)
+            self._map.madvise(_MADV_POPULATE_WRITE, start, size_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        """Return how much memory the arena takes."""
+        return NUM_SLOTS * self._slot_bytes
 
     def close(self) -> None:
         """Let go of the memory; it stays mapped for as long as there are views of it."""
         with contextlib.suppress(BufferError):
+            self._words.release()
             self._memory.release()
             self._map.close()
         os.close(self.fd)
@@ -115,14 +144,25 @@ class Arena:
         sequence, attempt, step, rank, world_size, _, _ = header
         assert sequence % 2, f"slot {slot} is complete already"
         self._write(slot, sequence + 1, attempt, step, rank, world_size, data_bytes, record_bytes)
+        self._words[_FINISHED] += 1
+
+    @property
+    def finished(self) -> int:
+        """Return how many times a slot was finished."""
+        return self._words[_FINISHED]
 
     def held(self, slot: int) -> Held | None:
-        """Return what the slot holds; None if it is empty, under way or damaged."""
-        header = self._read(slot)
+        """Return what the slot holds; None if it is empty, under way, damaged, or let go of."""
+        try:
+            header = self._read(slot)
+            damaged = self._words[_DAMAGED + slot]
+        except ValueError:
+            # Another thread closed the arena.
+            return None
         if header is None:
             return None
         sequence, attempt, step, rank, world_size, data_bytes, record_bytes = header
-        if sequence % 2 or data_bytes + record_bytes > self.body_bytes:
+        if sequence % 2 or sequence == damaged or data_bytes + record_bytes > self.body_bytes:
             return None
         return Held(
             slot=slot,
@@ -140,11 +180,59 @@ class Arena:
         held = [found for slot in range(NUM_SLOTS) if (found := self.held(slot)) is not None]
         return sorted(held, key=lambda found: (found.attempt, found.step))
 
-    def oldest(self) -> int:
-        """Return the slot to write next: one that holds nothing, else the oldest version's."""
-        held = self.versions()
-        busy = {found.slot for found in held}
-        return next((s for s in range(NUM_SLOTS) if s not in busy), held[0].slot if held else 0)
+    def newest(self) -> Held | None:
+        """Return the newest complete version."""
+        return next(reversed(self.versions()), None)
+
+    def choose(self, lineage: Sequence[tuple[int, int]]) -> int:
+        """Return the slot to write next; see ``workers.keeper.retention.choose_slot``.
+
+        Only the writer asks, and only when every rank has finished its newest version.
+        """
+        slots = [self.held(slot) for slot in range(NUM_SLOTS)]
+        return choose_slot(slots, pinned=self.pinned(), lineage=lineage)
+
+    def pin(self, slot: int) -> None:
+        """Have the slot stay as it is until the keeper has stored it; the trainer calls it."""
+        assert 0 <= slot < NUM_SLOTS, f"slot {slot} of {NUM_SLOTS}"
+        self._words[_PIN] = ((self._words[_PIN] >> 8) + 1) << 8 | (slot + 1)
+
+    def pinned(self) -> int | None:
+        """Return the slot that is on its way to storage, complete or not."""
+        try:
+            pin, released = self._words[_PIN], self._words[_RELEASED]
+        except ValueError:
+            return None
+        return None if pin == released else (pin & 0xFF) - 1
+
+    def unpin(self, slot: int) -> None:
+        """Let the slot be written over again; the keeper calls it."""
+        pin = self._words[_PIN]
+        if (pin & 0xFF) == slot + 1:
+            self._words[_RELEASED] = pin
+
+    def attend(self, flag: bool) -> None:  # noqa: FBT001  a state that is passed on
+        """Say whether a peer copies this arena; the keeper calls it."""
+        self._words[_ATTENDED] = int(flag)
+
+    def attended(self) -> bool:
+        """Return whether a peer copies this arena."""
+        return bool(self._words[_ATTENDED])
+
+    def note_copied(self, held: Held) -> None:
+        """Say what the peer has got; the keeper calls it."""
+        self._words[_COPIED] = _copied_word(held)
+
+    def copy_behind(self) -> bool:
+        """Return whether the peer, if there is one, has not yet got the newest version."""
+        if not self.attended():
+            return False
+        newest = self.newest()
+        return newest is not None and self._words[_COPIED] != _copied_word(newest)
+
+    def quarantine(self, held: Held) -> None:
+        """Have a version whose bytes are damaged held no longer; the keeper calls it."""
+        self._words[_DAMAGED + held.slot] = held.sequence
 
     def _sequence(self, slot: int) -> int:
         header = self._read(slot)
@@ -165,3 +253,7 @@ class Arena:
         start = slot * self._slot_bytes
         # One store: a reader that meets half of it finds a wrong crc32, which is no version.
         self._memory[start : start + _HEADER.size + _CRC.size] = packed + _CRC.pack(crc32(packed))
+
+
+def _copied_word(held: Held) -> int:
+    return held.sequence << 2 | held.slot

@@ -4,11 +4,18 @@ One request a connection, one packet each way: a JSON object, and a file descrip
 changes hands. Only processes of the same user on the same machine can come in, nothing is
 unpickled, and nothing but memory goes through: what is in it, the arenas say themselves.
 
-    {"do": "reserve", "worker": "w0007", "body_bytes": 123456}  ->  {"ok": {}}  + fd
-    {"do": "open", "worker": "w0007"}                           ->  {"ok": {}}  + fd
-    {"do": "adopt", "worker": "w0007"}  + fd                    ->  {"ok": {}}
-    {"do": "drop", "worker": "w0007"}                           ->  {"ok": {}}
-    anything that cannot be done                                ->  {"refused": "why, what to do"}
+    {"do": "reserve", "arena": "w0007.0", "body_bytes": 123456, "attempt": 3}  ->  {"ok": {}}  + fd
+    {"do": "open", "arena": "w0007.0"}                                         ->  {"ok": {}}  + fd
+    {"do": "adopt", "arena": "w0007.0"}  + fd                                  ->  {"ok": {}}
+    {"do": "drop", "arena": "w0007.0"}                                         ->  {"ok": {}}
+    anything that cannot be done                            ->  {"refused": "why, what to do"}
+
+Beside it is a datagram socket for notices, which nobody answers and nobody waits for:
+
+    {"do": "finished", "arena": "w0007.0"}
+
+A notice only says that it is time to look. One that is lost because too many are unread is not
+missed: those that are unread make the keeper look later than this one would have.
 """
 
 from __future__ import annotations
@@ -18,20 +25,36 @@ import json
 import os
 import socket
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from workers.errors import ArenaError
-from workers.keeper.arena import NUM_SLOTS, Arena
-from workers.protocol import Held
+from workers.keeper.arena import Arena
+from workers.keeper.retention import split_name
+from workers.keeper.shelf import Shelf
 
-__all__ = ["DOOR", "Door", "Shelf", "adopt", "door_path", "drop", "open_arena", "reserve"]
+__all__ = [
+    "DOOR",
+    "Door",
+    "Lease",
+    "Shelf",
+    "adopt",
+    "door_path",
+    "drop",
+    "notify",
+    "open_arena",
+    "reserve",
+]
 
-#: Name of the socket in the directory of a node's pages and rings.
+#: Name of the socket in the directory of a node's pages and rings, and of that for notices.
 DOOR: Final = "door"
+_NOTICES: Final = ".notice"
 _PACKET_BYTES: Final = 4096
-#: Memory of a gigabyte a slot is faulted in at about 10 GB/s, and refused at once.
-_ANSWER_S: Final = 60.0
+#: To fault in an arena of 100 GB takes half a minute; whatever is refused is refused at once.
+_RESERVE_S: Final = 120.0
+#: For anything else, at either end: a keeper that is starved is not waited for.
+_ANSWER_S: Final = 5.0
 
 
 def door_path(directory: Path) -> Path:
@@ -39,93 +62,44 @@ def door_path(directory: Path) -> Path:
     return directory / DOOR
 
 
-class Shelf:
-    """The arenas of one node by worker, within a budget. Safe to call from several threads.
+class Door:
+    """Serves ``shelf`` at ``path`` in threads of its own until ``close``.
 
     Args:
-        budget_bytes: Memory that all arenas together may take.
+        path: Of the socket.
+        shelf: What there is.
+        on_refused: Told a worker whose reservation was refused, and why; "" once it was not.
     """
 
-    def __init__(self, *, budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
-        self._arenas: dict[str, Arena] = {}
-        self._lock = threading.Lock()
-
-    def reserve(self, worker: str, *, body_bytes: int) -> Arena:
-        """Return the worker's arena; a new one if it has none, or one whose slots are too small.
-
-        Raises:
-            ArenaError: It does not fit into the budget, or into memory.
-        """
-        with self._lock:
-            held = self._arenas.get(worker)
-            if held is not None and held.body_bytes >= body_bytes:
-                return held
-            used = sum(_size_bytes(a) for w, a in self._arenas.items() if w != worker)
-            need = NUM_SLOTS * body_bytes
-            if used + need > self._budget_bytes:
-                raise ArenaError(
-                    f"snapshots of {worker} need {need} bytes ({NUM_SLOTS} of {body_bytes}); "
-                    f"{used} of the node's {self._budget_bytes} are taken: raise the snapshot "
-                    "budget, or put fewer workers on a node",
-                    worker=worker,
-                    need_bytes=need,
-                    budget_bytes=self._budget_bytes,
-                )
-            arena = Arena.create(worker, body_bytes=body_bytes)
-            self._put(worker, arena)
-            return arena
-
-    def adopt(self, worker: str, fd: int) -> None:
-        """Take in an arena that a worker still holds; after a restart the shelf is empty.
-
-        Raises:
-            ArenaError: The file is no arena.
-        """
-        with self._lock:
-            self._put(worker, Arena(fd))
-
-    def arena(self, worker: str) -> Arena | None:
-        """Return the worker's arena, if it has one."""
-        with self._lock:
-            return self._arenas.get(worker)
-
-    def drop(self, worker: str) -> None:
-        """Let go of the worker's arena; its memory is free once nobody else holds it."""
-        with self._lock:
-            self._put(worker, None)
-
-    def versions(self) -> dict[str, list[Held]]:
-        """Return what is held, by worker, oldest first."""
-        with self._lock:
-            return {worker: arena.versions() for worker, arena in sorted(self._arenas.items())}
-
-    def _put(self, worker: str, arena: Arena | None) -> None:
-        held = self._arenas.pop(worker, None)
-        if held is not None:
-            held.close()
-        if arena is not None:
-            self._arenas[worker] = arena
-
-
-class Door:
-    """Serves ``shelf`` at ``path`` in a thread of its own until ``close``."""
-
-    def __init__(self, path: Path, shelf: Shelf) -> None:
-        path.unlink(missing_ok=True)
+    def __init__(
+        self, path: Path, shelf: Shelf, on_refused: Callable[[str, str], None] = lambda *_: None
+    ) -> None:
         self._shelf = shelf
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(path))
-        os.chmod(path, 0o600)  # noqa: PTH101  the socket, before anybody can connect
+        self._on_refused = on_refused
+        self._closed = False
+        self._notices = _bound(_notice_path(path), socket.SOCK_DGRAM)
+        self._listener = _bound(path, socket.SOCK_SEQPACKET)
         self._listener.listen(64)
-        self._thread = threading.Thread(target=self._serve, name="door", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._serve, name="door", daemon=True),
+            threading.Thread(target=self._read_notices, name="door-notices", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Let nobody in any more."""
+        self._closed = True
         self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
+        self._notices.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
         self._listener.close()
+        self._notices.close()
+
+    def _read_notices(self) -> None:
+        while self._notices.recv(_PACKET_BYTES) or not self._closed:
+            self._shelf.tell()
 
     def _serve(self) -> None:
         while True:
@@ -133,85 +107,164 @@ class Door:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(_ANSWER_S)
-                self._answer(connection)
+            # Not here: one guest that is stopped in the middle must not keep the others waiting.
+            threading.Thread(
+                target=self._receive_guest, args=(connection,), name="door-guest", daemon=True
+            ).start()
 
-    def _answer(self, connection: socket.socket) -> None:
-        packet, fds, _, _ = socket.recv_fds(connection, _PACKET_BYTES, 1)
-        try:
-            given = self._do(json.loads(packet), fds)
-        except (ArenaError, KeyError, TypeError, ValueError) as error:
-            for fd in fds:
-                os.close(fd)
-            connection.send(json.dumps({"refused": str(error)[:2000]}).encode())
-            return
-        socket.send_fds(connection, [b'{"ok": {}}'], [given.fd] if given is not None else [])
+    def _receive_guest(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(_ANSWER_S)
+            packet, fds, _, _ = socket.recv_fds(connection, _PACKET_BYTES, 1)
+            given: list[int] = []
+            try:
+                given = self._do(json.loads(packet), fds)
+                socket.send_fds(connection, [b'{"ok": {}}'], given)
+            except (ArenaError, KeyError, TypeError, ValueError) as error:
+                connection.send(json.dumps({"refused": str(error)[:2000]}).encode())
+            finally:
+                for fd in given + fds:
+                    os.close(fd)
 
-    def _do(self, request: Any, fds: list[int]) -> Arena | None:
-        do, worker = str(request["do"]), str(request["worker"])
+    def _do(self, request: Any, fds: list[int]) -> list[int]:
+        """Do what is asked for and return the file descriptors to send; it takes what it keeps."""
+        do, name = str(request["do"]), str(request["arena"])
         if do == "reserve":
-            return self._shelf.reserve(worker, body_bytes=int(request["body_bytes"]))
+            self._reserve(name, int(request["body_bytes"]), int(request["attempt"]))
+            return [self._shelf.hand_out(name)]
         if do == "open":
-            arena = self._shelf.arena(worker)
-            if arena is None:
-                raise ArenaError(f"no snapshot of {worker} is held on this node", worker=worker)
-            return arena
+            return [self._shelf.hand_out(name)]
         if do == "adopt":
             if len(fds) != 1:
-                raise ArenaError("adopt comes with one file descriptor", worker=worker)
-            self._shelf.adopt(worker, fds[0])
-            return None
+                raise ArenaError("adopt comes with one file descriptor", arena=name)
+            self._shelf.adopt(name, fds[0])
+            fds.clear()
+            return []
         if do == "drop":
-            self._shelf.drop(worker)
-            return None
+            self._shelf.drop(name)
+            return []
         raise ArenaError(f"unknown request {do!r}")
 
+    def _reserve(self, name: str, body_bytes: int, attempt: int) -> None:
+        if attempt < self._shelf.attempt:
+            raise ArenaError(
+                f"attempt {attempt} is over, attempt {self._shelf.attempt} has begun", arena=name
+            )
+        worker = split_name(name)[1]
+        try:
+            self._shelf.reserve(name, body_bytes=body_bytes)
+        except ArenaError as error:
+            self._on_refused(worker, str(error))
+            raise
+        self._on_refused(worker, "")
 
-def reserve(path: Path, worker: str, *, body_bytes: int) -> Arena:
-    """Return the arena of ``worker``, from the keeper behind ``path``; it outlives this process.
+
+class Lease:
+    """A trainer's side of an arena that its keeper may lose, because it is restarted.
+
+    Not safe to call from several threads at once.
+
+    Args:
+        path: Of the door.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[str, tuple[int, int]] = {}
+
+    def ensure(self, arena_name: str, arena: Arena) -> bool:
+        """Hand the arena over if this keeper may not have it; return whether it has it now.
+
+        Costs a look at a file while the keeper stays the same process. Never fails: without a
+        keeper the memory lives as long as this process.
+        """
+        try:
+            status = self._path.stat()
+            keeper = (status.st_ino, status.st_ctime_ns)
+            if self._known.get(arena_name) != keeper:
+                adopt(self._path, arena_name, arena)
+                self._known[arena_name] = keeper
+        except (OSError, ArenaError):
+            return False
+        return True
+
+    def forget(self, arena_name: str) -> None:
+        """Hand an arena over no more."""
+        self._known.pop(arena_name, None)
+
+
+def reserve(path: Path, arena_name: str, *, body_bytes: int, attempt: int) -> Arena:
+    """Return the arena of that name, from the keeper behind ``path``; it outlives this process.
+
+    Args:
+        path: Of the door.
+        arena_name: ``"{worker}.{generation}"``; a larger arena is a new generation.
+        body_bytes: What a slot has to hold.
+        attempt: That it is for; that of an older attempt than the keeper knows of is refused.
 
     Raises:
         ArenaError: The keeper refuses, or is not there.
     """
-    arena = _arena(_ask(path, {"do": "reserve", "worker": worker, "body_bytes": body_bytes}))
+    request = {
+        "do": "reserve",
+        "arena": arena_name,
+        "body_bytes": body_bytes,
+        "attempt": attempt,
+    }
+    arena = _arena(_ask(path, request, timeout_s=_RESERVE_S))
     arena.populate()
     return arena
 
 
-def open_arena(path: Path, worker: str) -> Arena:
-    """Return the arena of another worker of the node, to read from.
+def open_arena(path: Path, arena_name: str) -> Arena:
+    """Return an arena of the node, to read from.
 
     Raises:
-        ArenaError: The keeper has none, or is not there.
+        ArenaError: The keeper has none of that name, or is not there.
     """
-    return _arena(_ask(path, {"do": "open", "worker": worker}))
+    return _arena(_ask(path, {"do": "open", "arena": arena_name}))
 
 
-def adopt(path: Path, worker: str, arena: Arena) -> None:
+def adopt(path: Path, arena_name: str, arena: Arena) -> None:
     """Hand an arena to a keeper that does not know it: it was restarted.
 
     Raises:
         ArenaError: The keeper is not there.
     """
-    _ask(path, {"do": "adopt", "worker": worker}, fds=[arena.fd])
+    _ask(path, {"do": "adopt", "arena": arena_name}, fds=[arena.fd])
 
 
-def drop(path: Path, worker: str) -> None:
-    """Have the keeper let go of the arena of ``worker``.
+def drop(path: Path, arena_name: str) -> None:
+    """Have the keeper let go of an arena.
 
     Raises:
         ArenaError: The keeper is not there.
     """
-    _ask(path, {"do": "drop", "worker": worker})
+    _ask(path, {"do": "drop", "arena": arena_name})
 
 
-def _ask(path: Path, request: dict[str, Any], fds: list[int] | None = None) -> list[int]:
+def notify(path: Path, arena_name: str) -> None:
+    """Say that a slot of an arena was finished. Never waits and never fails."""
+    packet = json.dumps({"do": "finished", "arena": arena_name}).encode()
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender,
+    ):
+        sender.sendto(packet, str(_notice_path(path)))
+
+
+def _ask(
+    path: Path,
+    request: dict[str, Any],
+    *,
+    fds: Sequence[int] = (),
+    timeout_s: float = _ANSWER_S,
+) -> list[int]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(_ANSWER_S)
+        connection.settimeout(timeout_s)
         try:
             connection.connect(str(path))
-            socket.send_fds(connection, [json.dumps(request).encode()], fds or [])
+            socket.send_fds(connection, [json.dumps(request).encode()], fds)
             packet, received, _, _ = socket.recv_fds(connection, _PACKET_BYTES, 1)
             answer = json.loads(packet)
         except (OSError, ValueError) as error:
@@ -229,5 +282,13 @@ def _arena(fds: list[int]) -> Arena:
     return Arena(fds[0])
 
 
-def _size_bytes(arena: Arena) -> int:
-    return NUM_SLOTS * arena.body_bytes
+def _bound(path: Path, kind: socket.SocketKind) -> socket.socket:
+    path.unlink(missing_ok=True)
+    bound = socket.socket(socket.AF_UNIX, kind)
+    bound.bind(str(path))
+    os.chmod(path, 0o600)  # noqa: PTH101  the socket, before anybody can connect
+    return bound
+
+
+def _notice_path(path: Path) -> Path:
+    return path.with_name(path.name + _NOTICES)

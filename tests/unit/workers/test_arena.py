@@ -32,7 +32,7 @@ def door(tmp_path: Path) -> Iterator[Path]:
 
 
 def _write(arena: Arena, step: int, data: bytes, *, attempt: int = 1) -> int:
-    slot = arena.oldest()
+    slot = arena.choose(())
     arena.begin(slot, attempt=attempt, step=step, rank=0, world_size=1)
     arena.body(slot)[: len(data)] = data
     arena.finish(slot, data_bytes=len(data), record_bytes=0)
@@ -42,7 +42,7 @@ def _write(arena: Arena, step: int, data: bytes, *, attempt: int = 1) -> int:
 def test_a_version_that_is_under_way_is_none(arena: Arena) -> None:
     """Its writer may be dead: what it left is half of one version and half of another."""
     _write(arena, 1, b"one")
-    arena.begin(arena.oldest(), attempt=1, step=2, rank=0, world_size=1)
+    arena.begin(arena.choose(()), attempt=1, step=2, rank=0, world_size=1)
 
     assert [held.step for held in arena.versions()] == [1]
 
@@ -50,7 +50,7 @@ def test_a_version_that_is_under_way_is_none(arena: Arena) -> None:
 def test_the_newest_two_versions_are_never_written_over(arena: Arena) -> None:
     """One of them is the last that all ranks have."""
     for step in range(1, 10):
-        slot = arena.oldest()
+        slot = arena.choose(())
         arena.begin(slot, attempt=1, step=step, rank=0, world_size=1)
         left = [held.step for held in arena.versions()]
         assert left == [s for s in (step - 2, step - 1) if s > 0]
@@ -91,7 +91,7 @@ _TRAINER = """
 import sys, time
 from pathlib import Path
 from workers.keeper.door import reserve
-arena = reserve(Path(sys.argv[1]), "w0001", body_bytes=8192)
+arena = reserve(Path(sys.argv[1]), "w0001.0", body_bytes=8192, attempt=3)
 arena.begin(0, attempt=3, step=12, rank=1, world_size=2)
 arena.body(0)[:5] = b"state"
 arena.finish(0, data_bytes=5, record_bytes=0)
@@ -110,7 +110,7 @@ def test_what_a_trainer_wrote_survives_its_kill(door: Path) -> None:
         assert trainer.stdout.readline() == "written\n"
         os.kill(trainer.pid, signal.SIGKILL)
 
-    arena = open_arena(door, "w0001")
+    arena = open_arena(door, "w0001.0")
     (held,) = arena.versions()
     assert (held.attempt, held.step, held.rank, held.world_size) == (3, 12, 1, 2)
     assert bytes(arena.body(held.slot)[: held.data_bytes]) == b"state"
@@ -121,15 +121,15 @@ def test_a_restarted_keeper_is_handed_what_the_trainers_hold(tmp_path: Path) -> 
     """Its own memory is gone; the trainers' mapping of the same memory is not."""
     path = door_path(tmp_path)
     first = Door(path, Shelf(budget_bytes=1 << 20))
-    mine = reserve(path, "w0001", body_bytes=4096)
+    mine = reserve(path, "w0001.0", body_bytes=4096, attempt=1)
     _write(mine, 5, b"kept")
     first.close()
     second_shelf = Shelf(budget_bytes=1 << 20)
     second = Door(path, second_shelf)
 
-    adopt(path, "w0001", mine)
+    adopt(path, "w0001.0", mine)
 
-    (held,) = second_shelf.versions()["w0001"]
+    (held,) = second_shelf.versions()["w0001.0"]
     assert held.step == 5
     second.close()
     mine.close()
@@ -137,18 +137,18 @@ def test_a_restarted_keeper_is_handed_what_the_trainers_hold(tmp_path: Path) -> 
 
 def test_memory_beyond_the_budget_is_refused_with_the_numbers(door: Path) -> None:
     """Up front, by name: not by the kernel in the middle of the night."""
-    reserve(door, "w0001", body_bytes=200_000).close()
-    with pytest.raises(ArenaError, match=r"w0002 need 600000 bytes .* of the node's 1048576"):
-        reserve(door, "w0002", body_bytes=200_000)
-    drop(door, "w0001")
-    reserve(door, "w0002", body_bytes=200_000).close()
+    reserve(door, "w0001.0", body_bytes=200_000, attempt=1).close()
+    with pytest.raises(ArenaError, match=r"w0002.0 need 600000 bytes .* of the node's 1048576"):
+        reserve(door, "w0002.0", body_bytes=200_000, attempt=1)
+    drop(door, "w0001.0")
+    reserve(door, "w0002.0", body_bytes=200_000, attempt=1).close()
 
 
 def test_a_worker_that_asks_again_gets_the_same_memory(door: Path) -> None:
     """A new attempt in the same process must find what the last one left."""
-    first = reserve(door, "w0001", body_bytes=4096)
+    first = reserve(door, "w0001.0", body_bytes=4096, attempt=1)
     _write(first, 1, b"one")
-    second = reserve(door, "w0001", body_bytes=4096)
+    second = reserve(door, "w0001.0", body_bytes=4096, attempt=1)
 
     assert [held.step for held in second.versions()] == [1]
     first.close()
@@ -159,8 +159,8 @@ def test_whoever_speaks_nonsense_at_the_door_is_refused_and_the_next_is_served(
     door: Path,
 ) -> None:
     """One bad process must not take the node's snapshots with it."""
-    with pytest.raises(ArenaError, match="no snapshot of w0009"):
-        open_arena(door, "w0009")
+    with pytest.raises(ArenaError, match="no snapshot of w0009.0"):
+        open_arena(door, "w0009.0")
     with pytest.raises(ArenaError, match="does not answer"):
-        open_arena(door.with_name("nobody"), "w0001")
-    reserve(door, "w0001", body_bytes=4096).close()
+        open_arena(door.with_name("nobody"), "w0001.0")
+    reserve(door, "w0001.0", body_bytes=4096, attempt=1).close()

@@ -1,0 +1,144 @@
+"""Which snapshot memory may be written over, and which may go. Pure.
+
+Two rules protect the newest version that all ranks may have. A writer spares its newest version
+that counts, and begins the next one only when all ranks have finished that one. A keeper lets
+go of an arena only when what is newer is held in arenas that stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from workers.protocol import Held
+
+__all__ = ["Shelved", "choose_slot", "counts", "in_use", "reapable", "split_name"]
+
+#: Of an attempt that has this many versions behind an older attempt's, the first is complete:
+#: no rank begins a version before all have finished the one before.
+_PROVEN_VERSIONS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shelved:
+    """An arena as reaping sees it.
+
+    Attributes:
+        name: Its name on the shelf.
+        in_use: Whether it is the newest one of a living worker, or the copy of one that is.
+        versions: What is complete in it.
+    """
+
+    name: str
+    in_use: bool
+    versions: tuple[Held, ...]
+
+
+def counts(held: Held, lineage: Sequence[tuple[int, int]]) -> bool:
+    """Return whether a version is part of the run's history; see ``ucp_core/SPEC.md``, 5."""
+    return all(resume_step >= held.step for later, resume_step in lineage if later > held.attempt)
+
+
+def choose_slot(
+    slots: Sequence[Held | None], *, pinned: int | None, lineage: Sequence[tuple[int, int]]
+) -> int:
+    """Return the slot to write next.
+
+    Never the pinned one, and never the newest version that counts. First one that holds nothing,
+    then one that does not count any more, then the oldest.
+
+    Args:
+        slots: What each slot holds; None if it is empty, damaged or under way.
+        pinned: A slot that is on its way to storage.
+        lineage: ``(attempt, resume_step)`` of every attempt so far; empty if it is not known, and
+            then everything counts.
+    """
+    counting = [held for held in slots if held is not None and counts(held, lineage)]
+    newest = max(counting, key=_age, default=None)
+    free = [
+        slot
+        for slot, held in enumerate(slots)
+        if slot != pinned and (held is None or newest is None or held.slot != newest.slot)
+    ]
+    assert free, "one slot is pinned, one is the newest: of three one is left"
+    return min(free, key=lambda slot: _worth(slots[slot], lineage))
+
+
+def in_use(
+    names: Sequence[str], *, living: Collection[str], listed: Mapping[str, Collection[str]]
+) -> frozenset[str]:
+    """Return the arenas that somebody writes, or that are copies of such.
+
+    Args:
+        names: All arenas of a shelf.
+        living: Workers of this node whose process is there.
+        listed: By the beginning of another node's id, its arenas that are there to be copied.
+    """
+    newest: dict[str, tuple[int, str]] = {}
+    used: set[str] = set()
+    for name in names:
+        node, worker, generation = split_name(name)
+        if node:
+            if name.partition("/")[2] in listed.get(node, ()):
+                used.add(name)
+        elif worker in living:
+            newest[worker] = max(newest.get(worker, (-1, "")), (generation, name))
+    return frozenset(used | {name for _, name in newest.values()})
+
+
+def reapable(
+    arenas: Sequence[Shelved], *, lineage: Sequence[tuple[int, int]], stored_step: int = 0
+) -> list[str]:
+    """Return the names of the arenas that may go; only ones that nobody uses.
+
+    One goes when no version in it can be needed any more: the staying arenas hold two newer
+    versions of a later attempt, or storage has what it holds, or nothing in it counts and a
+    later attempt has got so far as to hold a version.
+
+    Args:
+        arenas: All arenas of a shelf.
+        lineage: ``(attempt, resume_step)`` of every attempt so far.
+        stored_step: The newest step that is committed to storage and counts; 0 if none.
+    """
+    staying = [
+        held for arena in arenas if arena.in_use for held in arena.versions if counts(held, lineage)
+    ]
+    return [
+        arena.name
+        for arena in arenas
+        if not arena.in_use and _is_spent(arena, staying, lineage, stored_step)
+    ]
+
+
+def split_name(name: str) -> tuple[str, str, int]:
+    """Return whose arena it is: ``(node, worker, generation)``; node is "" for this node's own."""
+    node, _, own = name.rpartition("/")
+    worker, dot, generation = own.rpartition(".")
+    if not dot or not generation.isdigit():
+        return node, own, 0
+    return node, worker, int(generation)
+
+
+def _is_spent(
+    arena: Shelved, staying: Sequence[Held], lineage: Sequence[tuple[int, int]], stored_step: int
+) -> bool:
+    if not arena.versions:
+        return True
+    counting = [held for held in arena.versions if counts(held, lineage)]
+    last_attempt = max(held.attempt for held in counting or arena.versions)
+    later = {(held.attempt, held.step) for held in staying if held.attempt > last_attempt}
+    if not counting:
+        return bool(later)
+    last_step = max(held.step for held in counting)
+    newer = [version for version in later if version[1] > last_step]
+    return len(newer) >= _PROVEN_VERSIONS or last_step <= stored_step
+
+
+def _worth(held: Held | None, lineage: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
+    if held is None:
+        return (0, 0, 0)
+    return (2 if counts(held, lineage) else 1, *_age(held))
+
+
+def _age(held: Held) -> tuple[int, int]:
+    return held.attempt, held.step

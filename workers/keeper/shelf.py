@@ -1,0 +1,217 @@
+"""The shelf: all arenas of one node, within a budget, and the news of what was put into them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final
+
+from workers.errors import ArenaError
+from workers.keeper.arena import NUM_SLOTS, Arena
+from workers.keeper.memory import available_bytes
+from workers.keeper.retention import Shelved, in_use, reapable
+from workers.protocol import Held
+
+__all__ = ["Shelf"]
+
+#: Of a node's memory this much is left to everybody else when an arena is made.
+_SPARE_BYTES: Final = 64 << 20
+
+
+class Shelf:
+    """The arenas of one node by name, within a budget. Safe to call from several threads.
+
+    An arena of the node's own workers is named ``"{worker}.{generation}"``, the copy of one of
+    another node ``"{node[:12]}/{worker}.{generation}"``.
+
+    Args:
+        budget_bytes: Memory that all arenas together may take.
+        available: How much the node has left.
+    """
+
+    def __init__(
+        self, *, budget_bytes: int, available: Callable[[], int] = available_bytes
+    ) -> None:
+        self._budget_bytes = budget_bytes
+        self._available = available
+        self._arenas: dict[str, Arena] = {}
+        self._claims: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._news, self._num_news = threading.Condition(), 0
+        self._pins, self._num_pins = threading.Condition(), 0
+        self.attempt = 0
+        self.lineage: tuple[tuple[int, int], ...] = ()
+
+    def reserve(self, name: str, *, body_bytes: int) -> Arena:
+        """Return the arena of that name; a new one if there is none. Its memory is claimed now.
+
+        Raises:
+            ArenaError: It does not fit into the budget or into memory, or has smaller slots.
+        """
+        with self._lock:
+            held = self._arenas.get(name)
+            if held is not None:
+                _check_fits(name, held, body_bytes)
+                return held
+            self._claim(name, NUM_SLOTS * body_bytes)
+        # Outside of the lock: to fault in a large arena takes seconds.
+        try:
+            arena = Arena.create(name, body_bytes=body_bytes)
+        except ArenaError:
+            with self._lock:
+                del self._claims[name]
+            raise
+        with self._lock:
+            del self._claims[name]
+            self._arenas[name] = arena
+        self.tell()
+        return arena
+
+    def adopt(self, name: str, fd: int) -> None:
+        """Take in an arena that a worker still holds; after a restart the shelf is empty.
+
+        Raises:
+            ArenaError: The file is no arena.
+        """
+        with self._lock:
+            held = self._arenas.get(name)
+            if held is not None and os.path.sameopenfile(held.fd, fd):
+                os.close(fd)
+                return
+            arena = Arena(fd)
+            # Whoever copied it was connected to the keeper before.
+            arena.attend(False)
+            self._put(name, arena)
+        self.tell()
+
+    def hand_out(self, name: str) -> int:
+        """Return a new file descriptor of an arena, to give away.
+
+        Raises:
+            ArenaError: There is none of that name.
+        """
+        with self._lock:
+            arena = self._arenas.get(name)
+            if arena is None:
+                raise ArenaError(f"no snapshot of {name} is held on this node", arena=name)
+            return os.dup(arena.fd)
+
+    def arena(self, name: str) -> Arena | None:
+        """Return the arena of that name, if there is one."""
+        with self._lock:
+            return self._arenas.get(name)
+
+    def drop(self, name: str) -> None:
+        """Let go of an arena; its memory is free once nobody else holds it."""
+        with self._lock:
+            self._put(name, None)
+        self.tell()
+
+    def arenas(self) -> dict[str, Arena]:
+        """Return all arenas by name."""
+        with self._lock:
+            return dict(sorted(self._arenas.items()))
+
+    def versions(self) -> dict[str, list[Held]]:
+        """Return what is held, by arena, oldest first."""
+        return {name: arena.versions() for name, arena in self.arenas().items()}
+
+    def tell(self) -> None:
+        """Wake those who wait for news, and for pins if there are any: something changed."""
+        with self._news:
+            self._num_news += 1
+            self._news.notify_all()
+        if any(arena.pinned() is not None for arena in self.arenas().values()):
+            self.tell_pins()
+
+    def tell_pins(self) -> None:
+        """Wake whoever waits for pins."""
+        with self._pins:
+            self._num_pins += 1
+            self._pins.notify_all()
+
+    def wait_news(self, after: int, timeout_s: float) -> int:
+        """Return the number of the latest news, once there is a later one than ``after``.
+
+        News is a finished slot, or an arena that came or went; on timeout it is the same number.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self._num_news > after, timeout_s)
+            return self._num_news
+
+    def wait_pins(self, after: int, timeout_s: float | None) -> int:
+        """Do as ``wait_news``, for news while a slot waits to be stored."""
+        with self._pins:
+            self._pins.wait_for(lambda: self._num_pins > after, timeout_s)
+            return self._num_pins
+
+    def fence(self, attempt: int, lineage: Sequence[tuple[int, int]]) -> None:
+        """Take note of a new attempt: nothing is reserved for older ones any more."""
+        self.attempt, self.lineage = attempt, tuple(lineage)
+        self.tell_pins()
+
+    def reap(
+        self, *, living: Collection[str], listed: Mapping[str, Collection[str]], stored_step: int
+    ) -> list[str]:
+        """Let go of every arena that nobody needs any more, and return their names.
+
+        Args:
+            living: Workers of this node whose process is there.
+            listed: See ``workers.keeper.retention.in_use``.
+            stored_step: The newest step that is committed to storage and counts.
+        """
+        arenas = self.arenas()
+        used = in_use(list(arenas), living=living, listed=listed)
+        if len(used) == len(arenas):
+            return []
+        shelved = [
+            Shelved(
+                name=name,
+                # What is on its way to storage stays until it is there, or given up.
+                in_use=name in used or arena.pinned() is not None,
+                versions=tuple(arena.versions()),
+            )
+            for name, arena in arenas.items()
+        ]
+        doomed = reapable(shelved, lineage=self.lineage, stored_step=stored_step)
+        for name in doomed:
+            self.drop(name)
+        return doomed
+
+    def _claim(self, name: str, need_bytes: int) -> None:
+        if name in self._claims:
+            raise ArenaError(f"{name} is being reserved already; ask again", arena=name)
+        used = sum(arena.size_bytes for arena in self._arenas.values())
+        used += sum(self._claims.values())
+        left = self._available() - _SPARE_BYTES - sum(self._claims.values())
+        if used + need_bytes > self._budget_bytes:
+            why = f"{used} of the node's {self._budget_bytes} are taken"
+        elif need_bytes > left:
+            why = f"the node has {max(0, left)} left"
+        else:
+            self._claims[name] = need_bytes
+            return
+        raise ArenaError(
+            f"snapshots of {name} need {need_bytes} bytes ({NUM_SLOTS} slots); {why}: raise "
+            "snapshot.node_memory_mib, take nodes with more memory, or put fewer workers on one",
+            arena=name,
+            need_bytes=need_bytes,
+            budget_bytes=self._budget_bytes,
+        )
+
+    def _put(self, name: str, arena: Arena | None) -> None:
+        held = self._arenas.pop(name, None)
+        if held is not None:
+            held.close()
+        if arena is not None:
+            self._arenas[name] = arena
+
+
+def _check_fits(name: str, arena: Arena, body_bytes: int) -> None:
+    if arena.body_bytes < body_bytes:
+        raise ArenaError(
+            f"the slots of {name} have {arena.body_bytes} bytes, {body_bytes} are needed: "
+            "reserve the next generation",
+            arena=name,
+        )
