@@ -45,7 +45,7 @@ def _parts(state: dict[str, np.ndarray], rank: int, world: int) -> list[LocalTen
 def _snapshot(
     arena: Arena, state: dict[str, np.ndarray], *, step: int, rank: int, world: int
 ) -> int:
-    slot = arena.oldest()
+    slot = arena.choose(())
     arena.begin(slot, attempt=1, step=step, rank=rank, world_size=world)
     save_rank(
         ArenaStore(arena, slot),
@@ -108,7 +108,7 @@ def test_a_version_that_a_rank_has_not_finished_does_not_count() -> None:
             _snapshot(arena, old, step=1, rank=rank, world=3)
         for rank, arena in enumerate(arenas[:2]):
             _snapshot(arena, new, step=2, rank=rank, world=3)
-        arenas[2].begin(arenas[2].oldest(), attempt=1, step=2, rank=2, world_size=3)
+        arenas[2].begin(arenas[2].choose(()), attempt=1, step=2, rank=2, world_size=3)
 
         assert list(complete_versions(_held(arenas))) == [(1, 1)]
         _check_loads(arenas, old, step=1, world=2)
@@ -146,7 +146,7 @@ def test_a_slot_that_is_written_over_while_it_is_read_is_said_to_be() -> None:
 def test_data_that_lies_in_the_slot_already_is_not_moved() -> None:
     """A snapshot that was captured in place only gets its record."""
     with _arenas(1) as (arena,):
-        slot = arena.oldest()
+        slot = arena.choose(())
         arena.begin(slot, attempt=1, step=1, rank=0, world_size=1)
         body = arena.body(slot)[:32]
         body[:] = bytes(range(32))

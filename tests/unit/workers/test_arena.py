@@ -159,7 +159,7 @@ def test_whoever_speaks_nonsense_at_the_door_is_refused_and_the_next_is_served(
     door: Path,
 ) -> None:
     """One bad process must not take the node's snapshots with it."""
-    with pytest.raises(ArenaError, match="no snapshot of w0009.0"):
+    with pytest.raises(ArenaError, match=r"no snapshot of w0009\.0"):
         open_arena(door, "w0009.0")
     with pytest.raises(ArenaError, match="does not answer"):
         open_arena(door.with_name("nobody"), "w0001.0")

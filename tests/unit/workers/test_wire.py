@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from ucp_core.errors import StorageError
+from workers.keeper import wire
 from workers.keeper.arena import Arena
-from workers.keeper.door import Shelf
+from workers.keeper.shelf import Shelf
 from workers.keeper.wire import CHUNK_BYTES, WireClient, WireServer
 from workers.protocol import Held
 
@@ -44,7 +46,7 @@ def server(shelf: Shelf) -> Iterator[WireServer]:
 
 
 def _write(arena: Arena, step: int) -> Held:
-    slot = arena.oldest()
+    slot = arena.choose(())
     arena.begin(slot, attempt=1, step=step, rank=0, world_size=1)
     body = np.frombuffer(arena.body(slot), np.uint8)[:SIZE]
     body[:] = np.random.default_rng(step).integers(0, 256, SIZE, np.uint8)
@@ -221,3 +223,124 @@ def test_a_rate_limit_is_kept(shelf: Shelf, arena: Arena) -> None:
     assert took_s > 1.9, "two ranges of 1.5 s each, less the one second that was saved up"
     client.close()
     server.close()
+
+
+def _eventually(is_so: Callable[[], bool], *, within_s: float = 5.0) -> bool:
+    end_s = time.monotonic() + within_s
+    while not is_so():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+@pytest.fixture
+def client(server: WireServer) -> Iterator[WireClient]:
+    client = WireClient(server.address, secret=SECRET)
+    yield client
+    client.close()
+
+
+def test_a_listing_has_what_the_nodes_own_ranks_wrote(
+    shelf: Shelf, arena: Arena, client: WireClient
+) -> None:
+    """Copies of copies would go round a ring of nodes for ever."""
+    _write(shelf.reserve("0123456789ab/w0009.0", body_bytes=SIZE), 7)
+    listing = client.list_arenas(after=-1, timeout_s=0.0)
+
+    assert listing.arenas.keys() == {"w0001"}
+    assert listing.arenas["w0001"].body_bytes == arena.body_bytes
+    assert list(listing.arenas["w0001"].parts) == arena.versions()
+
+
+def test_a_listing_waits_for_news(shelf: Shelf, arena: Arena, client: WireClient) -> None:
+    """Whoever asks again and again instead is late, or takes the node's processors."""
+    before = client.list_arenas(after=-1, timeout_s=0.0)
+    begun_s = time.monotonic()
+    assert client.list_arenas(after=before.news, timeout_s=0.4).news == before.news
+    assert time.monotonic() - begun_s > 0.35, "it answered without news"
+
+    def finish() -> None:
+        assert _eventually(arena.attended)
+        _write(arena, 2)
+        shelf.tell()
+
+    writer = threading.Thread(target=finish)
+    begun_s = time.monotonic()
+    writer.start()
+    after = client.list_arenas(after=before.news, timeout_s=1.9)
+    writer.join()
+    assert time.monotonic() - begun_s < 1.0, "it waited for the end of its time"
+    assert [held.step for held in after.arenas["w0001"].parts] == [1, 2]
+
+
+def test_ranks_wait_only_for_whoever_is_there(
+    server: WireServer, arena: Arena, client: WireClient
+) -> None:
+    """A peer that died while it copied must not keep the ranks from their snapshots for ever."""
+    assert not arena.attended()
+    client.list_arenas(after=-1, timeout_s=0.0)
+    assert arena.attended()
+
+    other = WireClient(server.address, secret=SECRET)
+    other.list_arenas(after=-1, timeout_s=0.0)
+    client.close()
+    other.list_arenas(after=-1, timeout_s=0.0)
+    assert arena.attended(), "one of two is still there"
+    other.close()
+    assert _eventually(lambda: not arena.attended())
+
+
+def test_ranks_do_not_wait_for_whoever_has_no_memory_for_them(
+    arena: Arena, client: WireClient
+) -> None:
+    """It would never come to have their versions: they would take no snapshot any more."""
+    client.list_arenas(after=-1, timeout_s=0.0)
+    assert arena.attended()
+    client.list_arenas(after=-1, timeout_s=0.0, without=["w0001"])
+    assert not arena.attended()
+
+
+def test_what_was_copied_is_noted_and_never_taken_back(
+    shelf: Shelf, arena: Arena, client: WireClient
+) -> None:
+    """Of two that copy, the slower one still speaks of the version before."""
+    (old,) = arena.versions()
+    client.list_arenas(after=-1, timeout_s=0.0)
+    assert arena.copy_behind()
+    client.note_copied("w0001", old)
+    assert _eventually(lambda: not arena.copy_behind())
+
+    new = _write(arena, 2)
+    assert arena.copy_behind()
+    client.note_copied("w0001", new)
+    client.note_copied("w0001", old)
+    client.note_copied("w0404", old)
+    # It answers in order: the notices were taken.
+    client.list_arenas(after=-1, timeout_s=0.0)
+    assert not arena.copy_behind()
+
+
+def test_a_follower_that_stops_asking_is_left_alone(
+    arena: Arena, client: WireClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine may be gone without a word, or its process stopped."""
+    monkeypatch.setattr(wire, "_FOLLOW_STALL_S", 0.2)
+    client.list_arenas(after=-1, timeout_s=0.0)
+    assert arena.attended()
+    assert _eventually(lambda: not arena.attended())
+
+
+def test_nothing_is_waited_for_once_it_is_broken_off(
+    server: WireServer, arena: Arena, client: WireClient
+) -> None:
+    """A keeper that is given a new order waits for this one to end."""
+    news = client.list_arenas(after=-1, timeout_s=0.0).news
+    threading.Timer(0.1, client.abort).start()
+    begun_s = time.monotonic()
+    failing = functools.partial(client.list_arenas, after=news, timeout_s=1.9)
+    with pytest.raises(StorageError, match=r"the keeper at 127\.0\.0\.1:\d+ does not answer"):
+        failing()
+    with pytest.raises(StorageError, match="nothing is asked for any more"):
+        failing()
+    assert time.monotonic() - begun_s < 1.0
