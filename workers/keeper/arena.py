@@ -20,6 +20,7 @@ import contextlib
 import mmap
 import os
 import struct
+import time
 from collections.abc import Sequence
 from typing import Final
 from zlib import crc32
@@ -47,8 +48,12 @@ _WORDS_AT: Final = 2048
 _NUM_WORDS: Final = 8
 #: Trainer: number of the pin, then slot + 1 in the lowest byte. Keeper: the pin that it released.
 _PIN, _RELEASED = 0, 1
-#: Keeper: whether a peer copies this arena; sequence and slot of what it has got.
+#: Keeper: until when a peer copies this arena, by the machine's monotonic clock in ns; sequence
+#: and slot of what it has got.
 _ATTENDED, _COPIED = 2, 3
+#: For so long it counts: a keeper that was killed or stopped must not hold the trainers' snapshots
+#: back. The wire says it four times a second.
+_ATTENDED_NS: Final = 2 * 10**9
 #: Trainer: how many slots were finished.
 _FINISHED: Final = 4
 #: Keeper, one per slot: the sequence of a version whose bytes were found damaged.
@@ -212,12 +217,12 @@ class Arena:
             self._words[_RELEASED] = pin
 
     def attend(self, flag: bool) -> None:  # noqa: FBT001  a state that is passed on
-        """Say whether a peer copies this arena; the keeper calls it."""
-        self._words[_ATTENDED] = int(flag)
+        """Say whether a peer copies this arena; the keeper calls it again all the time."""
+        self._words[_ATTENDED] = time.monotonic_ns() + _ATTENDED_NS if flag else 0
 
     def attended(self) -> bool:
         """Return whether a peer copies this arena."""
-        return bool(self._words[_ATTENDED])
+        return time.monotonic_ns() < self._words[_ATTENDED]
 
     def note_copied(self, held: Held) -> None:
         """Say what the peer has got; the keeper calls it."""

@@ -1,47 +1,102 @@
 """The keepers' data plane: byte ranges of slots over TCP, from one node's memory to another's.
 
-A connection proves that it knows the run's secret and then asks for ranges, one after the other.
+A connection proves that it knows the keeper's secret and then asks, one thing after the other.
 Every chunk carries its crc32, and the server looks at the slot again before each: what was
 written over meanwhile is refused and never sent as if it were the version that was asked for.
 
     server  32 random bytes
     client  HMAC-SHA256 of them under the secret, 32 bytes
-    client  length (u32) and JSON: {"worker", "held": {...}, "offset_bytes", "size_bytes"}
+    client  length (u32) and JSON, one of
+
+      {"arena", "held": {...}, "offset_bytes", "size_bytes"}
     server  chunks: size (u32), crc32 (u32), the bytes; or size 0, length (u32) and the refusal
+
+      {"list": true, "after": n, "timeout_s": t, "without": [arena, ...]}
+    server  once its news differ from n, or after t: length (u32) and JSON
+            {"news": n, "arenas": {name: {"body_bytes": ..., "parts": [held, ...]}}}
+
+      {"copied": {arena: held}}
+    server  nothing
+
+Only what the node's own ranks wrote is listed, no copies. Whoever lists follows: as long as it
+goes on asking, the ranks of the listed arenas know that somebody copies them, and wait for it
+with their next snapshot; but for those that it says to do ``without``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import os
 import socket
-import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from ucp_core.checksums import crc32
 from ucp_core.errors import StorageError
-from workers.keeper.arena import Arena
-from workers.keeper.door import Shelf
+from workers.keeper.arena import NUM_SLOTS, Arena
+from workers.keeper.attendance import Attendance
+from workers.keeper.frames import (
+    CHALLENGE_BYTES,
+    CHUNK,
+    SIZE,
+    RateLimit,
+    behind,
+    first,
+    has_hung_up,
+    held_of,
+    proof,
+    receive,
+    receive_into,
+    receive_json,
+    send_json,
+)
+from workers.keeper.shelf import Shelf
 from workers.protocol import Held
 
-__all__ = ["CHUNK_BYTES", "RemotePart", "WireClient", "WireServer"]
+__all__ = [
+    "CHUNK_BYTES",
+    "Listed",
+    "Listing",
+    "RemotePart",
+    "WireClient",
+    "WireServer",
+    "copy_name",
+    "is_copy",
+]
 
 #: Fits the second-level cache several times over; a call per chunk costs nothing beside it.
 CHUNK_BYTES: Final = 4 << 20
-_CHALLENGE_BYTES: Final = 32
-_REQUEST_BYTES_MAX: Final = 4096
-_SIZE: Final = struct.Struct("<I")
-_CHUNK: Final = struct.Struct("<II")
+_REQUEST_BYTES_MAX: Final = 64 << 10
+#: Three versions of some thousands of arenas.
+_LISTING_BYTES_MAX: Final = 1 << 20
 #: A peer that neither sends nor takes for so long is given up; the caller has other sources.
 _STALL_S: Final = 5.0
+#: A peer that lists is at rest no longer between two requests: ranks wait for it.
+_FOLLOW_STALL_S: Final = 2.0
+#: While there is no news, how often the server looks whether the peer is still there.
+_LOOK_S: Final = 0.25
+_POLL_S_MAX: Final = 2.0
 #: How often a range is asked for again, from where it broke off.
 _TRIES: Final = 3
+#: Seconds of silence, seconds between probes, probes: then a machine that vanished is noticed.
+_KEEP_ALIVE: Final = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+_COPY_MARK: Final = "/"
+_NODE_CHARS: Final = 12
+
+
+def copy_name(node: str, arena: str) -> str:
+    """Return the name under which the versions of ``arena`` of another node are held here."""
+    return f"{node[:_NODE_CHARS]}{_COPY_MARK}{arena}"
+
+
+def is_copy(arena: str) -> bool:
+    """Return whether an arena of this name holds what another node's rank wrote."""
+    return _COPY_MARK in arena
 
 
 class _Refused(Exception):  # noqa: N818  an answer, not a failure
@@ -54,14 +109,15 @@ class WireServer:
     Args:
         shelf: What there is.
         host: Address of the interface to listen on: the data network's, not any.
-        secret: Of the run.
+        secret: Of this keeper.
         bytes_per_s: Most that goes out, over all connections; 0 is no limit.
     """
 
     def __init__(self, shelf: Shelf, *, host: str, secret: bytes, bytes_per_s: float = 0.0) -> None:
         self._shelf = shelf
         self._secret = secret
-        self._limit = _Limit(bytes_per_s)
+        self._limit = RateLimit(bytes_per_s)
+        self._attendance = Attendance(shelf)
         self._listener = socket.create_server((host, 0), backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._open: set[socket.socket] = set()
@@ -89,42 +145,83 @@ class WireServer:
             ).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        attended: set[str] = set()
         try:
             with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 connection.settimeout(_STALL_S)
-                challenge = os.urandom(_CHALLENGE_BYTES)
+                _keep_alive(connection)
+                challenge = os.urandom(CHALLENGE_BYTES)
                 connection.sendall(challenge)
                 if not hmac.compare_digest(
-                    _receive(connection, _CHALLENGE_BYTES), _proof(self._secret, challenge)
+                    receive(connection, CHALLENGE_BYTES), proof(self._secret, challenge)
                 ):
                     return
-                # Idle between two loads; the peer closes.
-                connection.settimeout(None)
                 while True:
-                    self._answer(connection, _request(connection))
+                    # Others are idle between two loads and close themselves.
+                    connection.settimeout(_FOLLOW_STALL_S if attended else None)
+                    request = receive_json(connection, size_bytes_max=_REQUEST_BYTES_MAX)
+                    connection.settimeout(_STALL_S)
+                    self._answer(connection, request, attended)
         finally:
+            self._attendance.change(attended, ())
             self._open.discard(connection)
 
-    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
-        worker, held = str(request["worker"]), Held(**request["held"])
-        offset_bytes, size_bytes = int(request["offset_bytes"]), int(request["size_bytes"])
-        connection.settimeout(_STALL_S)
+    def _answer(
+        self, connection: socket.socket, request: dict[str, Any], attended: set[str]
+    ) -> None:
+        if "list" in request:
+            self._list(connection, request, attended)
+        elif "copied" in request:
+            for name, held in request["copied"].items():
+                self._attendance.note_copied(str(name), held_of(held))
+        else:
+            self._send_range(connection, request, attended)
+
+    def _list(self, connection: socket.socket, request: dict[str, Any], attended: set[str]) -> None:
+        after, without = int(request["after"]), set(map(str, request["without"]))
+        end_s = time.monotonic() + min(float(request["timeout_s"]), _POLL_S_MAX)
+        while True:
+            self._attendance.change(attended, self._originals().keys() - without)
+            wait_s = min(_LOOK_S, max(end_s - time.monotonic(), 0.0))
+            news = self._shelf.wait_news(after, wait_s)
+            if news != after or time.monotonic() >= end_s:
+                break
+            if has_hung_up(connection):
+                raise ConnectionError("the peer hung up")
+        versions = self._originals()
+        self._attendance.change(attended, versions.keys() - without)
+        arenas = {
+            name: {"body_bytes": arena.body_bytes, "parts": [asdict(part) for part in parts]}
+            for name, parts in versions.items()
+            if (arena := self._shelf.arena(name)) is not None
+        }
+        send_json(connection, {"news": news, "arenas": arenas})
+
+    def _originals(self) -> dict[str, list[Held]]:
+        versions = self._shelf.versions()
+        return {name: held for name, held in versions.items() if not is_copy(name)}
+
+    def _send_range(
+        self, connection: socket.socket, request: dict[str, Any], attended: set[str]
+    ) -> None:
+        name, held = str(request["arena"]), held_of(request["held"])
+        start, size_bytes = int(request["offset_bytes"]), int(request["size_bytes"])
         try:
-            arena = self._arena(worker, offset_bytes, offset_bytes + size_bytes)
-            for low in range(offset_bytes, offset_bytes + size_bytes, CHUNK_BYTES):
-                high = min(low + CHUNK_BYTES, offset_bytes + size_bytes)
+            arena = self._arena(name, held, start, start + size_bytes)
+            for low in range(start, start + size_bytes, CHUNK_BYTES):
+                high = min(low + CHUNK_BYTES, start + size_bytes)
                 self._send_chunk(connection, arena, held, low, high)
+                self._attendance.change(attended, attended)
         except _Refused as refusal:
             words = str(refusal).encode()
-            connection.sendall(_CHUNK.pack(0, 0) + _SIZE.pack(len(words)) + words)
-        connection.settimeout(None)
+            connection.sendall(CHUNK.pack(0, 0) + SIZE.pack(len(words)) + words)
 
-    def _arena(self, worker: str, start: int, stop: int) -> Arena:
-        arena = self._shelf.arena(worker)
+    def _arena(self, name: str, held: Held, start: int, stop: int) -> Arena:
+        arena = self._shelf.arena(name)
         if arena is None:
-            raise _Refused(f"no snapshot of {worker} is held here")
-        if not 0 <= start <= stop <= arena.body_bytes:
-            raise _Refused(f"a slot of {worker} has {arena.body_bytes} bytes")
+            raise _Refused(f"no snapshot of {name} is held here")
+        if not (0 <= held.slot < NUM_SLOTS and 0 <= start <= stop <= arena.body_bytes):
+            raise _Refused(f"a slot of {name} has {arena.body_bytes} bytes, of {NUM_SLOTS}")
         return arena
 
     def _send_chunk(
@@ -135,50 +232,135 @@ class WireServer:
         value = crc32(data)
         if arena.held(held.slot) != held:
             raise _Refused(f"the snapshot after step {held.step} was overwritten")
-        connection.sendall(_CHUNK.pack(high - low, value))
+        # In one packet with what follows.
+        connection.sendall(CHUNK.pack(high - low, value), socket.MSG_MORE)
         connection.sendall(data)
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An arena of a peer.
+
+    Attributes:
+        body_bytes: What a slot of it can hold.
+        parts: Its complete versions, oldest first.
+    """
+
+    body_bytes: int
+    parts: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a peer's own ranks have written.
+
+    Attributes:
+        news: To be given as ``after`` next time.
+        arenas: By name.
+    """
+
+    news: int
+    arenas: Mapping[str, Listed]
+
+
 class WireClient:
-    """Reads ranges from one peer's keeper; safe to call from several threads, one at a time each.
+    """Asks one peer's keeper; safe to call from several threads, each has its own connection.
 
     Args:
         address: Where the peer's ``WireServer`` listens.
-        secret: Of the run.
+        secret: Of that keeper.
     """
 
     def __init__(self, address: tuple[str, int], *, secret: bytes) -> None:
         self._address = address
         self._secret = secret
         self._local = threading.local()
+        self._lock = threading.Lock()
+        #: Weak: a thread that ended takes its connection along.
+        self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._is_aborted = False
 
     def read(
-        self, worker: str, held: Held, offset_bytes: int, targets: Sequence[memoryview]
+        self, arena: str, held: Held, offset_bytes: int, targets: Sequence[memoryview]
     ) -> None:
         """Fill ``targets``, one after the other, from ``offset_bytes`` of the slot's body on.
 
         A connection that breaks is made anew, and the range goes on where it broke off.
 
         Raises:
-            StorageError: The peer refuses, cannot be reached, or sends damaged bytes.
+            StorageError: The peer refuses (then ``facts["refused"]``), cannot be reached, or
+                sends damaged bytes.
         """
         left = [memoryview(target).cast("B") for target in targets if len(target)]
         for number in range(_TRIES):
             try:
-                for taken in self._stream(worker, held, offset_bytes, left):
+                for taken in self._stream(arena, held, offset_bytes, left):
                     offset_bytes += taken
-                    left = _behind(left, taken)
+                    left = behind(left, taken)
             except _Refused as refusal:
-                raise self._error(held, str(refusal)) from None
+                raise self._error(held, str(refusal), refused=True) from None
             except OSError as error:
                 self._hang_up()
-                if number == _TRIES - 1:
-                    raise self._error(held, f"{type(error).__name__}: {error}") from error
+                if number == _TRIES - 1 or self._is_aborted:
+                    why = f"{type(error).__name__}: {error}"
+                    raise self._error(held, why, refused=False) from error
             else:
                 return
 
+    def list_arenas(
+        self, *, after: int, timeout_s: float, without: Collection[str] = ()
+    ) -> Listing:
+        """Return what the peer's ranks have written, once its news differ from ``after``.
+
+        Args:
+            after: The last listing's ``news``; -1 for an answer at once.
+            timeout_s: Below the time after which a silent peer is given up (5 s).
+            without: Arenas that are not going to be copied: nobody shall wait for that.
+
+        Raises:
+            StorageError: The peer cannot be reached, or answers nonsense.
+        """
+        request = {
+            "list": True,
+            "after": after,
+            "timeout_s": timeout_s,
+            "without": sorted(without),
+        }
+        try:
+            connection = self._connection()
+            send_json(connection, request)
+            answer = receive_json(connection, size_bytes_max=_LISTING_BYTES_MAX)
+            return _listing(answer)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._hang_up()
+            raise self._unreachable(error) from error
+
+    def note_copied(self, arena: str, held: Held) -> None:
+        """Tell the peer that this version was copied, or need not be, with all before it.
+
+        Raises:
+            StorageError: The peer cannot be reached.
+        """
+        try:
+            send_json(self._connection(), {"copied": {arena: asdict(held)}})
+        except OSError as error:
+            self._hang_up()
+            raise self._unreachable(error) from error
+
+    def close(self) -> None:
+        """Close this thread's connection."""
+        self._hang_up()
+
+    def abort(self) -> None:
+        """Break off what any thread is waiting for here; every later call fails."""
+        with self._lock:
+            self._is_aborted = True
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
     def _stream(
-        self, worker: str, held: Held, offset_bytes: int, targets: list[memoryview]
+        self, arena: str, held: Held, offset_bytes: int, targets: list[memoryview]
     ) -> Iterator[int]:
         """Receive chunk by chunk; yield the size of each that is in place and verified."""
         size_bytes = sum(map(len, targets))
@@ -186,24 +368,23 @@ class WireClient:
             return
         connection = self._connection()
         request = {
-            "worker": worker,
+            "arena": arena,
             "held": asdict(held),
             "offset_bytes": offset_bytes,
             "size_bytes": size_bytes,
         }
-        packet = json.dumps(request).encode()
-        connection.sendall(_SIZE.pack(len(packet)) + packet)
+        send_json(connection, request)
         done = 0
         while done < size_bytes:
-            size, value = _CHUNK.unpack(_receive(connection, _CHUNK.size))
+            size, value = CHUNK.unpack(receive(connection, CHUNK.size))
             if size == 0:
-                (length,) = _SIZE.unpack(_receive(connection, _SIZE.size))
-                raise _Refused(_receive(connection, min(length, 4096)).decode(errors="replace"))
+                (length,) = SIZE.unpack(receive(connection, SIZE.size))
+                raise _Refused(receive(connection, min(length, 4096)).decode(errors="replace"))
             if size > min(CHUNK_BYTES, size_bytes - done):
                 raise OSError(f"a chunk of {size} bytes was not asked for")
             found = 0
-            for view in _first(_behind(targets, done), size):
-                _receive_into(connection, view)
+            for view in first(behind(targets, done), size):
+                receive_into(connection, view)
                 found = crc32(view, found)
             if found != value:
                 raise OSError("a chunk was damaged on its way")
@@ -213,40 +394,54 @@ class WireClient:
     def _connection(self) -> socket.socket:
         held: socket.socket | None = getattr(self._local, "connection", None)
         if held is None:
-            held = socket.create_connection(self._address, timeout=_STALL_S)
-            # Known before the first exchange: whoever fails there hangs up.
+            held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            # Known before it is connected: whoever fails from here on hangs up, or aborts.
             self._local.connection = held
-            held.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            challenge = _receive(held, _CHALLENGE_BYTES)
-            held.sendall(_proof(self._secret, challenge))
+            with self._lock:
+                if self._is_aborted:
+                    raise ConnectionAbortedError("nothing is asked for any more")
+                self._open.add(held)
+            held.settimeout(_STALL_S)
+            _keep_alive(held)
+            held.connect(self._address)
+            challenge = receive(held, CHALLENGE_BYTES)
+            held.sendall(proof(self._secret, challenge))
         return held
 
     def _hang_up(self) -> None:
         held: socket.socket | None = getattr(self._local, "connection", None)
         self._local.connection = None
         if held is not None:
-            held.close()
+            with self._lock:
+                self._open.discard(held)
+                held.close()
 
-    def close(self) -> None:
-        """Close this thread's connection."""
-        self._hang_up()
-
-    def _error(self, held: Held, why: str) -> StorageError:
+    def _error(self, held: Held, why: str, *, refused: bool) -> StorageError:
         host, port = self._address
         return StorageError(
             f"the snapshot of rank {held.rank} after step {held.step} cannot be had from "
             f"{host}:{port}: {why}; use another source",
             rank=held.rank,
             step=held.step,
+            refused=refused,
+        )
+
+    def _unreachable(self, error: Exception) -> StorageError:
+        host, port = self._address
+        return StorageError(
+            f"the keeper at {host}:{port} does not answer: {type(error).__name__}: {error}",
+            host=host,
+            port=port,
+            refused=False,
         )
 
 
 class RemotePart:
     """One rank's part of a version in a peer's memory; see ``workers.snapshot.tier.Part``."""
 
-    def __init__(self, client: WireClient, worker: str, held: Held) -> None:
+    def __init__(self, client: WireClient, arena: str, held: Held) -> None:
         self._client = client
-        self._worker = worker
+        self._arena = arena
         self._held = held
 
     @property
@@ -256,70 +451,25 @@ class RemotePart:
 
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
         """Read over the network."""
-        self._client.read(self._worker, self._held, offset_bytes, targets)
+        self._client.read(self._arena, self._held, offset_bytes, targets)
 
 
-class _Limit:
-    """A token bucket of one second's worth; a debt is slept off by whoever made it."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._lock = threading.Lock()
-        self._free_s = 0.0
-
-    def wait(self, num_bytes: int) -> None:
-        if not self._bytes_per_s:
-            return
-        with self._lock:
-            now_s = time.monotonic()
-            self._free_s = max(self._free_s, now_s - 1.0) + num_bytes / self._bytes_per_s
-            wait_s = self._free_s - now_s
-        if wait_s > 0:
-            time.sleep(wait_s)
+def _listing(answer: Any) -> Listing:
+    return Listing(
+        news=int(answer["news"]),
+        arenas={
+            name: Listed(
+                body_bytes=int(listed["body_bytes"]),
+                parts=tuple(held_of(part) for part in listed["parts"]),
+            )
+            for name, listed in answer["arenas"].items()
+        },
+    )
 
 
-def _proof(secret: bytes, challenge: bytes) -> bytes:
-    return hmac.digest(secret, challenge, "sha256")
-
-
-def _request(connection: socket.socket) -> dict[str, Any]:
-    (length,) = _SIZE.unpack(_receive(connection, _SIZE.size))
-    if length > _REQUEST_BYTES_MAX:
-        raise ValueError(f"a request of {length} bytes")
-    request: dict[str, Any] = json.loads(_receive(connection, length))
-    return request
-
-
-def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray(num_bytes)
-    _receive_into(connection, memoryview(data))
-    return bytes(data)
-
-
-def _receive_into(connection: socket.socket, view: memoryview) -> None:
-    while len(view):
-        count = connection.recv_into(view)
-        if not count:
-            raise ConnectionError("the peer closed the connection")
-        view = view[count:]
-
-
-def _behind(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return what is left of ``views`` behind their first ``num_bytes``."""
-    left: list[memoryview] = []
-    for view in views:
-        cut = min(num_bytes, len(view))
-        num_bytes -= cut
-        if cut < len(view):
-            left.append(view[cut:])
-    return left
-
-
-def _first(views: Sequence[memoryview], num_bytes: int) -> Iterator[memoryview]:
-    """Yield the first ``num_bytes`` of ``views``."""
-    for view in views:
-        if not num_bytes:
-            return
-        part = view[:num_bytes]
-        num_bytes -= len(part)
-        yield part
+def _keep_alive(connection: socket.socket) -> None:
+    """Have the kernel notice a machine that is gone, and send small things at once."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -301,9 +301,7 @@ def test_ranks_do_not_wait_for_whoever_has_no_memory_for_them(
     assert not arena.attended()
 
 
-def test_what_was_copied_is_noted_and_never_taken_back(
-    shelf: Shelf, arena: Arena, client: WireClient
-) -> None:
+def test_what_was_copied_is_noted_and_never_taken_back(arena: Arena, client: WireClient) -> None:
     """Of two that copy, the slower one still speaks of the version before."""
     (old,) = arena.versions()
     client.list_arenas(after=-1, timeout_s=0.0)
@@ -328,12 +326,10 @@ def test_a_follower_that_stops_asking_is_left_alone(
     monkeypatch.setattr(wire, "_FOLLOW_STALL_S", 0.2)
     client.list_arenas(after=-1, timeout_s=0.0)
     assert arena.attended()
-    assert _eventually(lambda: not arena.attended())
+    assert _eventually(lambda: not arena.attended(), within_s=1.0)
 
 
-def test_nothing_is_waited_for_once_it_is_broken_off(
-    server: WireServer, arena: Arena, client: WireClient
-) -> None:
+def test_nothing_is_waited_for_once_it_is_broken_off(client: WireClient) -> None:
     """A keeper that is given a new order waits for this one to end."""
     news = client.list_arenas(after=-1, timeout_s=0.0).news
     threading.Timer(0.1, client.abort).start()

@@ -1,0 +1,146 @@
+"""What goes over a keepers' connection, whichever end: the proof, requests, bytes into views.
+
+Nothing here is unpickled, and no length is believed beyond its bound.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from workers.protocol import Held
+
+__all__ = [
+    "CHALLENGE_BYTES",
+    "CHUNK",
+    "SIZE",
+    "RateLimit",
+    "behind",
+    "first",
+    "has_hung_up",
+    "held_of",
+    "proof",
+    "receive",
+    "receive_into",
+    "receive_json",
+    "send_json",
+]
+
+CHALLENGE_BYTES: Final = 32
+#: Length of a JSON text, or of a refusal.
+SIZE: Final = struct.Struct("<I")
+#: Size and crc32 of a chunk.
+CHUNK: Final = struct.Struct("<II")
+
+
+def proof(secret: bytes, challenge: bytes) -> bytes:
+    """Return what only somebody who knows the secret can answer."""
+    return hmac.digest(secret, challenge, "sha256")
+
+
+def send_json(connection: socket.socket, value: Any) -> None:
+    """Send ``value`` behind its length."""
+    packet = json.dumps(value).encode()
+    connection.sendall(SIZE.pack(len(packet)) + packet)
+
+
+def receive_json(connection: socket.socket, *, size_bytes_max: int) -> Any:
+    """Return what ``send_json`` sent.
+
+    Raises:
+        ValueError: It is longer than that, or no JSON.
+        OSError: The connection broke.
+    """
+    (size_bytes,) = SIZE.unpack(receive(connection, SIZE.size))
+    if size_bytes > size_bytes_max:
+        raise ValueError(f"{size_bytes} bytes of JSON, at most {size_bytes_max} are taken")
+    return json.loads(receive(connection, size_bytes))
+
+
+def receive(connection: socket.socket, size_bytes: int) -> bytes:
+    """Return exactly so many bytes."""
+    data = bytearray(size_bytes)
+    receive_into(connection, memoryview(data))
+    return bytes(data)
+
+
+def receive_into(connection: socket.socket, view: memoryview) -> None:
+    """Fill ``view``.
+
+    Raises:
+        OSError: The connection broke, or was closed before.
+    """
+    while len(view):
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionError("the peer closed the connection")
+        view = view[count:]
+
+
+def has_hung_up(connection: socket.socket) -> bool:
+    """Return whether the other end closed the connection, or it broke."""
+    poll = select.poll()
+    # Of the other events, hanging up altogether and errors are always told.
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def held_of(fields: Mapping[str, Any]) -> Held:
+    """Return what the fields of a JSON object say.
+
+    Raises:
+        TypeError, ValueError: They do not.
+    """
+    return Held(**{name: int(value) for name, value in fields.items()})
+
+
+def behind(views: Sequence[memoryview], size_bytes: int) -> list[memoryview]:
+    """Return what is left of ``views`` behind their first ``size_bytes``."""
+    left: list[memoryview] = []
+    for view in views:
+        cut = min(size_bytes, len(view))
+        size_bytes -= cut
+        if cut < len(view):
+            left.append(view[cut:])
+    return left
+
+
+def first(views: Sequence[memoryview], size_bytes: int) -> Iterator[memoryview]:
+    """Yield the first ``size_bytes`` of ``views``."""
+    for view in views:
+        if not size_bytes:
+            return
+        part = view[:size_bytes]
+        size_bytes -= len(part)
+        yield part
+
+
+class RateLimit:
+    """A token bucket of one second's worth; a debt is slept off by whoever made it.
+
+    Args:
+        bytes_per_s: 0 is no limit.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_s = 0.0
+
+    def wait(self, num_bytes: int) -> None:
+        """Return once so many bytes may go out."""
+        if not self._bytes_per_s:
+            return
+        with self._lock:
+            now_s = time.monotonic()
+            self._free_s = max(self._free_s, now_s - 1.0) + num_bytes / self._bytes_per_s
+            wait_s = self._free_s - now_s
+        if wait_s > 0:
+            time.sleep(wait_s)

@@ -1,0 +1,212 @@
+"""Copies of what the ranks of another node write: the loss of that node costs no version.
+
+A mirror follows one peer's keeper. It always takes the newest version of each arena and skips
+what it has missed, straight from the connection into a slot of its own memory. The ranks over
+there take no snapshot while their newest one is not copied, so a mirror never chases them, and
+they never wait for it either. When the peer is gone its copies stay and are served from here.
+
+Counterparts: ``workers.keeper.wire`` lists and sends, ``workers.keeper.arena`` keeps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, TypeAlias
+
+from ucp_core.errors import StorageError
+from workers.errors import ArenaError
+from workers.keeper.arena import Arena
+from workers.keeper.retention import counts
+from workers.keeper.shelf import Shelf
+from workers.keeper.wire import Listed, WireClient, copy_name
+from workers.protocol import Held, Peer
+
+__all__ = ["Mirror", "Mirrors", "wanted"]
+
+Lineage: TypeAlias = Sequence[tuple[int, int]]
+
+#: How long the peer may keep a listing back for want of news; it also is told at least so often
+#: what was copied, should its memory of that be lost.
+_POLL_S: Final = 1.0
+#: Between two tries to reach a peer: the first, then twice as long each time, up to the last.
+_PAUSE_S_MIN: Final = 0.05
+_PAUSE_S_MAX: Final = 2.0
+#: A peer is in trouble from the second failure in a row on: a connection may break.
+_FAILURES: Final = 2
+#: Memory that was refused is asked for again, other arenas may have been let go of.
+_REFUSED_S: Final = 10.0
+
+
+def wanted(parts: Sequence[Held], lineage: Lineage) -> Held | None:
+    """Return which of an arena's versions to hold a copy of: the newest that counts."""
+    counting = [part for part in parts if counts(part, lineage)]
+    return max(counting, key=lambda part: (part.attempt, part.step), default=None)
+
+
+class Mirror:
+    """Copies the newest versions of one peer's ranks in a thread of its own until ``stop``.
+
+    Args:
+        shelf: Takes the copies, under ``copy_name`` of the peer's node and the arena; its lineage
+            says which versions are dead.
+        peer: Whose.
+        secret: Of the peer's keeper.
+        on_trouble: Called from the thread, once for each thing that is in the way, with a line.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        peer: Peer,
+        secret: bytes,
+        on_trouble: Callable[[str], None],
+    ) -> None:
+        self._shelf = shelf
+        self._peer = peer
+        self._on_trouble = on_trouble
+        self._client = WireClient((peer.host, peer.port), secret=secret)
+        self._stopping = threading.Event()
+        self._num_failures = 0
+        #: What the peer knows to be copied, by arena.
+        self._told: dict[str, Held] = {}
+        #: Arenas that there is no memory for, and when to ask again.
+        self._refused: dict[str, float] = {}
+        self._thread = threading.Thread(
+            target=self._run, name=f"mirror-{peer.node[:6]}", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Copy nothing any more, at once; what was copied stays."""
+        self._stopping.set()
+        self._client.abort()
+        self._thread.join()
+        self._shelf.note_listed(self._peer.node, ())
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._follow()
+            except (StorageError, OSError) as error:
+                if self._stopping.is_set():
+                    break
+                self._num_failures += 1
+                if self._num_failures == _FAILURES:
+                    self._on_trouble(
+                        f"what the ranks of node {self._peer.node} write is not copied: {error}; "
+                        "trying on"
+                    )
+            self._client.close()
+            pause_s = _PAUSE_S_MIN * 2 ** min(self._num_failures, 16)
+            self._stopping.wait(min(pause_s, _PAUSE_S_MAX))
+        self._client.close()
+
+    def _follow(self) -> None:
+        self._told.clear()
+        news = -1
+        while not self._stopping.is_set():
+            now_s = time.monotonic()
+            without = {name for name, until_s in self._refused.items() if now_s < until_s}
+            listing = self._client.list_arenas(after=news, timeout_s=_POLL_S, without=without)
+            if listing.news == news:
+                self._told.clear()
+            news = listing.news
+            self._shelf.note_listed(self._peer.node, listing.arenas)
+            for name, listed in listing.arenas.items():
+                if name not in without and self._copy(name, listed):
+                    self._tell(name, listed)
+            self._num_failures = 0
+
+    def _tell(self, name: str, listed: Listed) -> None:
+        """Tell the peer that nothing up to its newest version need be waited for."""
+        newest = listed.parts[-1]
+        if self._told.get(name) != newest:
+            self._client.note_copied(name, newest)
+            self._told[name] = newest
+
+    def _copy(self, name: str, listed: Listed) -> bool:
+        """Return whether a copy is held of all that counts and is listed."""
+        source = wanted(listed.parts, self._shelf.lineage)
+        if source is None:
+            return bool(listed.parts)
+        if source.data_bytes + source.record_bytes > listed.body_bytes:
+            raise StorageError(f"{name} is said to hold more than it can", arena=name)
+        target = self._target(name, listed.body_bytes)
+        if target is None:
+            return False
+        try:
+            return _holds(target, source) or self._read(name, source, target)
+        except ValueError:
+            # The arena was let go of under our hands: the next listing finds that out.
+            return False
+
+    def _target(self, name: str, body_bytes: int) -> Arena | None:
+        try:
+            arena = self._shelf.reserve(copy_name(self._peer.node, name), body_bytes=body_bytes)
+        except ArenaError as error:
+            if name not in self._refused:
+                self._on_trouble(f"{name} of node {self._peer.node} is not copied: {error}")
+            self._refused[name] = time.monotonic() + _REFUSED_S
+            return None
+        self._refused.pop(name, None)
+        return arena
+
+    def _read(self, name: str, source: Held, target: Arena) -> bool:
+        slot = target.choose(self._shelf.lineage)
+        target.begin(
+            slot,
+            attempt=source.attempt,
+            step=source.step,
+            rank=source.rank,
+            world_size=source.world_size,
+        )
+        size_bytes = source.data_bytes + source.record_bytes
+        try:
+            self._client.read(name, source, 0, [target.body(slot)[:size_bytes]])
+        except StorageError as error:
+            if error.facts["refused"]:
+                # Written over, or let go of: the next listing has what is there now.
+                return False
+            raise
+        target.finish(slot, data_bytes=source.data_bytes, record_bytes=source.record_bytes)
+        self._shelf.tell()
+        return True
+
+
+class Mirrors:
+    """The mirrors of one keeper: of the peers that its newest order names.
+
+    Args:
+        shelf: Takes the copies.
+        on_trouble: See ``Mirror``.
+    """
+
+    def __init__(self, shelf: Shelf, on_trouble: Callable[[str], None]) -> None:
+        self._shelf = shelf
+        self._on_trouble = on_trouble
+        self._mirrors: dict[Peer, Mirror] = {}
+
+    def follow(self, peers: Sequence[Peer]) -> None:
+        """Follow these and nobody else; who is followed already goes on."""
+        for peer in self._mirrors.keys() - set(peers):
+            self._mirrors.pop(peer).stop()
+        for peer in peers:
+            if peer not in self._mirrors:
+                mirror = Mirror(self._shelf, peer, peer.secret, self._on_trouble)
+                self._mirrors[peer] = mirror
+
+    def stop(self) -> None:
+        """Follow nobody; what was copied stays."""
+        for peer in list(self._mirrors):
+            self._mirrors.pop(peer).stop()
+
+
+def _holds(arena: Arena, source: Held) -> bool:
+    """Return whether a copy is there, which only differs in where it is."""
+    return any(
+        replace(held, slot=source.slot, sequence=source.sequence) == source
+        for held in arena.versions()
+    )
