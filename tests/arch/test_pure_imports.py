@@ -14,6 +14,7 @@ FRAMEWORKS = ("ray", "torch", "fsspec", "yaml", "pydantic", "numpy")
 PURE_FOLDERS = ("orchestrator/core", "orchestrator/policies", "orchestrator/detection")
 PURE_FILES = (
     "workers/protocol.py",
+    "workers/keeper/retention.py",
     "workers/snapshot/groups.py",
     "workers/snapshot/placement.py",
     "ucp_core/layout.py",

@@ -5,6 +5,8 @@ record ring, both in shared memory; the keeper reads them from outside the proce
 stopped or dead trainer is seen as well as a living one. Reports go out at a fixed period, and
 at once when something happened that somebody waits for.
 
+It also keeps the node's snapshots: see ``workers.keeper.node_memory``.
+
 Counterparts: ``workers.progress`` and ``workers.collectives.ring`` write what is read here,
 ``orchestrator.shell.controller`` receives the reports.
 """
@@ -15,12 +17,22 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
+from ucp_core.errors import UcpError
+from workers.errors import WorkerError
+from workers.keeper.node_memory import NodeMemory
 from workers.keeper.watch import STILL_S, NodeWatch
+from workers.protocol import Inventory, KeeperOrder, NodeReport
+from workers.train.settings import Settings
+
+T = TypeVar("T")
 
 #: How often the pages are looked at: nobody waits for what is seen, it is the resolution of
 #: incidents' times. A look costs about 20 us a worker. While all do steps, nothing is timed.
@@ -31,13 +43,30 @@ LOOK_STEPPING_S = 0.15
 MOVING_PERIOD_S = 1.0
 STILL_PERIOD_S = 0.1
 
+#: The kernel's letters for a process that will not run again.
+_GONE = frozenset("XZ")
+
 OPTIONS = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 8, "enable_task_events": False}
 
 
 class Keeper:
-    """One node's keeper for one run. Detached; restarted by Ray when its process dies."""
+    """One node's keeper for one run. Detached; restarted by Ray when its process dies.
 
-    def __init__(self, *, directory: str, controller: Any) -> None:
+    Args:
+        directory: Shared-memory directory for this node's pages and rings.
+        controller: Gets the reports.
+        run_url: The run directory; "" keeps no snapshots.
+        settings: ``workers.train.settings.Settings`` as JSON; None keeps no snapshots.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: str,
+        controller: Any,
+        run_url: str = "",
+        settings: dict[str, Any] | None = None,
+    ) -> None:
         with contextlib.suppress(PermissionError):
             # Ray's workers run at niceness 15: beside saturated trainers a report would wait.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
@@ -45,12 +74,31 @@ class Keeper:
         self._controller = controller
         self._watch = NodeWatch(node=self._node, directory=Path(directory))
         self._task: asyncio.Task[None] | None = None
+        self._memory: NodeMemory | None = None
+        self._why_no_memory = ""
+        # A thread each: a store that stalls holds up flushes, and nothing else.
+        self._orders, self._flushes = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        if run_url and settings is not None:
+            self._open_memory(Path(directory), run_url, Settings.from_json(settings))
 
     async def hello(self) -> dict[str, Any]:
-        """Start reporting if it has not begun; return who this is: node, pid, raylet_pid."""
+        """Start reporting if it has not begun; return who this is.
+
+        Returns:
+            node, pid, raylet_pid; and of its memory host, port and secret, ("", 0, b"") if it
+            keeps no snapshots.
+        """
         if self._task is None:
             self._task = asyncio.create_task(self._report_forever())
-        return {"node": self._node, "pid": os.getpid(), "raylet_pid": os.getppid()}
+        host, port = self._memory.address if self._memory else ("", 0)
+        return {
+            "node": self._node,
+            "pid": os.getpid(),
+            "raylet_pid": os.getppid(),
+            "host": host,
+            "port": port,
+            "secret": self._memory.secret if self._memory else b"",
+        }
 
     async def hold(self) -> None:
         """Never return: the caller learns of this process's end by the call's failure."""
@@ -60,6 +108,42 @@ class Keeper:
         """SIGKILL ``worker``. Ray only asks: a stopped one would not hear it, and wake later."""
         self._watch.kill(worker)
 
+    async def held(self) -> Inventory:
+        """Return what is held in memory now."""
+        if self._memory is None:
+            return Inventory(node=self._node, host="", port=0, parts=())
+        return self._memory.inventory()
+
+    async def order(self, order: KeeperOrder) -> None:
+        """Go on under a new attempt. An order that was overtaken is not obeyed."""
+        if self._memory is not None and self._memory.fence(order):
+            await self._call(self._orders, self._memory.obey, order)
+
+    async def flush(self, attempt: int, step: int) -> bool:
+        """Store what is held of a version now; return whether it is committed then."""
+        if self._memory is None:
+            return False
+        return await self._call(self._flushes, self._memory.flush, attempt, step)
+
+    @staticmethod
+    async def _call(thread: ThreadPoolExecutor, act: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(thread, act, *arguments)
+
+    def _open_memory(self, directory: Path, run_url: str, settings: Settings) -> None:
+        if not settings.snapshot.every_steps:
+            return
+        try:
+            self._memory = NodeMemory(
+                node=self._node,
+                host=ray.util.get_node_ip_address(),
+                directory=directory,
+                run_url=run_url,
+                settings=settings,
+            )
+        except (OSError, UcpError, WorkerError) as error:
+            # The watch is needed all the same, and the state goes to storage.
+            self._why_no_memory = f"no snapshots are kept on this node: {error}"
+
     async def _report_forever(self) -> None:
         reported_s = float("-inf")
         while True:
@@ -67,8 +151,28 @@ class Keeper:
             has_news = self._watch.look()
             period_s = MOVING_PERIOD_S if self._watch.still_s() < STILL_S else STILL_PERIOD_S
             if has_news or now_s - reported_s >= period_s:
+                report = self._report()
                 # Fire and forget: while the controller is down the report is lost, and the
                 # next one says the same and more.
-                self._controller.observe.remote(self._watch.report())
+                self._controller.observe.remote(report)
                 reported_s = now_s
+                await self._tend(report)
             await asyncio.sleep(LOOK_STEPPING_S if self._watch.is_stepping() else LOOK_S)
+
+    def _report(self) -> NodeReport:
+        report = self._watch.report()
+        if self._memory is None:
+            troubles = (self._why_no_memory,) if self._why_no_memory else ()
+            return replace(report, troubles=troubles)
+        return replace(
+            report,
+            inventory=self._memory.inventory(),
+            stored_step=self._memory.stored_step,
+            troubles=self._memory.troubles(),
+        )
+
+    async def _tend(self, report: NodeReport) -> None:
+        if self._memory is not None:
+            living = {each.worker for each in report.workers if each.os_state not in _GONE}
+            # In a thread: to free a large arena takes a while.
+            await asyncio.to_thread(self._memory.tend, living)

@@ -243,14 +243,21 @@ def drop(path: Path, arena_name: str) -> None:
     _ask(path, {"do": "drop", "arena": arena_name})
 
 
-def notify(path: Path, arena_name: str) -> None:
-    """Say that a slot of an arena was finished. Never waits and never fails."""
+def notify(path: Path, arena_name: str) -> bool:
+    """Say that a slot of an arena was finished. Never waits and never fails.
+
+    Returns:
+        Whether there is a keeper; one that has not read its notices yet is.
+    """
     packet = json.dumps({"do": "finished", "arena": arena_name}).encode()
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender,
-    ):
-        sender.sendto(packet, str(_notice_path(path)))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
+        try:
+            sender.sendto(packet, str(_notice_path(path)))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return True
 
 
 def _ask(

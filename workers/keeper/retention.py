@@ -7,6 +7,7 @@ go of an arena only when what is newer is held in arenas that stay.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,13 +66,17 @@ def choose_slot(
 
 
 def in_use(
-    names: Sequence[str], *, living: Collection[str], listed: Mapping[str, Collection[str]]
+    names: Sequence[str],
+    *,
+    living: Mapping[str, int],
+    listed: Mapping[str, Collection[str]],
 ) -> frozenset[str]:
     """Return the arenas that somebody writes, or that are copies of such.
 
     Args:
         names: All arenas of a shelf.
-        living: Workers of this node whose process is there.
+        living: Workers of this node whose process is there, and the newest generation that each
+            has asked for, had or not; 0 if none.
         listed: By the beginning of another node's id, its arenas that are there to be copied.
     """
     newest: dict[str, tuple[int, str]] = {}
@@ -81,7 +86,7 @@ def in_use(
         if node:
             if name.partition("/")[2] in listed.get(node, ()):
                 used.add(name)
-        elif worker in living:
+        elif generation >= living.get(worker, sys.maxsize):
             newest[worker] = max(newest.get(worker, (-1, "")), (generation, name))
     return frozenset(used | {name for _, name in newest.values()})
 

@@ -10,7 +10,7 @@ from typing import Final
 from workers.errors import ArenaError
 from workers.keeper.arena import NUM_SLOTS, Arena
 from workers.keeper.memory import available_bytes
-from workers.keeper.retention import Shelved, in_use, reapable
+from workers.keeper.retention import Shelved, in_use, reapable, split_name
 from workers.protocol import Held
 
 __all__ = ["Shelf"]
@@ -37,6 +37,7 @@ class Shelf:
         self._available = available
         self._arenas: dict[str, Arena] = {}
         self._claims: dict[str, int] = {}
+        self._asked: dict[str, int] = {}
         self._lock = threading.Lock()
         self._news, self._num_news = threading.Condition(), 0
         self._pins, self._num_pins = threading.Condition(), 0
@@ -49,7 +50,10 @@ class Shelf:
         Raises:
             ArenaError: It does not fit into the budget or into memory, or has smaller slots.
         """
+        node, worker, generation = split_name(name)
         with self._lock:
+            if not node:
+                self._asked[worker] = max(generation, self._asked.get(worker, 0))
             held = self._arenas.get(name)
             if held is not None:
                 _check_fits(name, held, body_bytes)
@@ -162,7 +166,8 @@ class Shelf:
             stored_step: The newest step that is committed to storage and counts.
         """
         arenas = self.arenas()
-        used = in_use(list(arenas), living=living, listed=listed)
+        asked = {worker: self._asked.get(worker, 0) for worker in living}
+        used = in_use(list(arenas), living=asked, listed=listed)
         if len(used) == len(arenas):
             return []
         shelved = [

@@ -1,0 +1,155 @@
+"""The snapshot memory of one node: shelf, door, network, storage and copies, put together.
+
+The keeper's actor owns one. Everything here runs in threads of its own, so that neither a store
+that stalls nor a peer that is silent delays a report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from ucp_core.storage import open_store
+from workers.keeper.door import Door, door_path
+from workers.keeper.memory import available_bytes
+from workers.keeper.mirror import Mirrors
+from workers.keeper.persister import Persister
+from workers.keeper.shelf import Shelf
+from workers.keeper.troubles import Troubles
+from workers.keeper.wire import WireServer
+from workers.protocol import HeldPart, Inventory, KeeperOrder
+from workers.train.settings import Settings
+
+__all__ = ["NodeMemory", "budget_bytes"]
+
+_SECRET_BYTES: Final = 32
+_BUDGET_NAME: Final = "budget"
+
+
+class NodeMemory:
+    """What a keeper has beside its watch when snapshots are taken.
+
+    Args:
+        node: Ray node id.
+        host: Address of this node that its peers reach.
+        directory: Of the node's pages and rings; the door is there.
+        run_url: The run directory.
+        settings: Of the training.
+
+    Attributes:
+        secret: What peers and loaders have to know.
+
+    Raises:
+        OSError: No socket could be opened.
+        StorageError: The run directory cannot be opened.
+    """
+
+    def __init__(
+        self, *, node: str, host: str, directory: Path, run_url: str, settings: Settings
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        store, path = open_store(run_url)
+        self._node = node
+        self.secret = os.urandom(_SECRET_BYTES)
+        self._troubles = Troubles()
+        self._refused: set[str] = set()
+        self._obeying = threading.Lock()
+        self._shelf = Shelf(budget_bytes=budget_bytes(directory, settings.snapshot.node_memory_mib))
+        self._wire = WireServer(self._shelf, host=host, secret=self.secret)
+        self._mirrors = Mirrors(self._shelf, self._troubles.tell)
+        self._persister = Persister(
+            self._shelf, store, path, settings.checkpoint, self._troubles.note
+        )
+        self._door = Door(door_path(directory), self._shelf, self._note_refused)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Return where peers and loaders read."""
+        return self._wire.address
+
+    @property
+    def stored_step(self) -> int:
+        """Return the newest step that was seen committed to storage; 0 if none."""
+        return self._persister.stored_step
+
+    def inventory(self) -> Inventory:
+        """Return what is held, own and copies."""
+        host, port = self.address
+        parts = tuple(
+            HeldPart(arena=name, held=held)
+            for name, versions in self._shelf.versions().items()
+            for held in versions
+        )
+        return Inventory(node=self._node, host=host, port=port, parts=parts)
+
+    def troubles(self) -> tuple[str, ...]:
+        """Return what protects less than was asked for, a line each."""
+        silence = self._persister.silence
+        return (*([silence] if silence else []), *self._troubles.lines())
+
+    def fence(self, order: KeeperOrder) -> bool:
+        """Refuse what is older than the order, at once; return whether it is to be obeyed."""
+        if order.attempt < self._shelf.attempt:
+            return False
+        self._shelf.fence(order.attempt, order.lineage)
+        return True
+
+    def obey(self, order: KeeperOrder) -> None:
+        """Copy from whom the order names; may take as long as it takes to stop copying others."""
+        with self._obeying:
+            if order.attempt == self._shelf.attempt:
+                self._mirrors.obey(order)
+
+    def flush(self, attempt: int, step: int) -> bool:
+        """Store what is held of a version; return whether it is committed then."""
+        return self._persister.flush(attempt, step)
+
+    def tend(self, living: Collection[str]) -> None:
+        """Let go of memory that nobody needs any more.
+
+        Args:
+            living: Workers of this node whose process is there.
+        """
+        for worker in self._refused.difference(living):
+            self._note_refused(worker, "")
+        self._shelf.reap(living=living, listed=self._mirrors.listed(), stored_step=self.stored_step)
+
+    def close(self) -> None:
+        """Serve nobody any more and let go of the memory."""
+        self._door.close()
+        self._mirrors.stop()
+        self._persister.close()
+        self._wire.close()
+        for name in self._shelf.arenas():
+            self._shelf.drop(name)
+
+    def _note_refused(self, worker: str, why: str) -> None:
+        self._troubles.note(f"memory of {worker}", why)
+        if why:
+            self._refused.add(worker)
+        else:
+            self._refused.discard(worker)
+
+
+def budget_bytes(directory: Path, node_memory_mib: int) -> int:
+    """Return what a node's snapshots may take.
+
+    Half of what a node has available when its first keeper starts: to one that starts later the
+    snapshots that are there already would look like memory that is not.
+
+    Args:
+        directory: Where the answer is kept for a keeper that is started again.
+        node_memory_mib: What the user said; 0 leaves it to the node.
+    """
+    if node_memory_mib:
+        return node_memory_mib << 20
+    path = directory / _BUDGET_NAME
+    with contextlib.suppress(OSError, ValueError):
+        return int(path.read_text())
+    found = available_bytes() // 2
+    path.write_text(str(found))
+    return found
