@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from workers.errors import ArenaError
@@ -38,6 +38,7 @@ class Shelf:
         self._arenas: dict[str, Arena] = {}
         self._claims: dict[str, int] = {}
         self._asked: dict[str, int] = {}
+        self._listed: dict[str, frozenset[str]] = {}
         self._lock = threading.Lock()
         self._news, self._num_news = threading.Condition(), 0
         self._pins, self._num_pins = threading.Condition(), 0
@@ -155,19 +156,21 @@ class Shelf:
         self.attempt, self.lineage = attempt, tuple(lineage)
         self.tell_pins()
 
-    def reap(
-        self, *, living: Collection[str], listed: Mapping[str, Collection[str]], stored_step: int
-    ) -> list[str]:
+    def note_listed(self, node: str, names: Collection[str]) -> None:
+        """Take note of what another node has to copy; () once it is not followed any more."""
+        with self._lock:
+            self._listed[node[:12]] = frozenset(names)
+
+    def reap(self, *, living: Collection[str], stored_step: int) -> list[str]:
         """Let go of every arena that nobody needs any more, and return their names.
 
         Args:
             living: Workers of this node whose process is there.
-            listed: See ``workers.keeper.retention.in_use``.
             stored_step: The newest step that is committed to storage and counts.
         """
         arenas = self.arenas()
         asked = {worker: self._asked.get(worker, 0) for worker in living}
-        used = in_use(list(arenas), living=asked, listed=listed)
+        used = in_use(list(arenas), living=asked, listed=self._listed)
         if len(used) == len(arenas):
             return []
         shelved = [
