@@ -1,0 +1,123 @@
+"""Keepers as processes that copy each other's snapshots; one of them is killed at any moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.keeper_process import KeeperProcess, keeper
+from tests.support.memory_versions import check_loads, make_state, write_version
+from workers.keeper.arena import Arena
+from workers.keeper.door import notify, open_arena, reserve
+from workers.keeper.wire import RemotePart, WireClient, copy_name
+from workers.snapshot.tier import LocalPart, Part, complete_versions
+
+NODES = ("nodeaaaaaaaaaaaa", "nodebbbbbbbbbbbb")
+WORLD = 4
+BODY_BYTES = 1 << 20
+
+
+def _eventually(is_so: Callable[[], bool], *, within_s: float = 20.0) -> bool:
+    end_s = time.monotonic() + within_s
+    while not is_so():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Iterator[list[KeeperProcess]]:
+    """Two keepers, each of which copies the other's."""
+    with ExitStack() as stack:
+        found = [stack.enter_context(keeper(node, tmp_path / node)) for node in NODES]
+        for one, other in zip(found, reversed(found), strict=True):
+            one.follow([other.peer])
+        yield found
+
+
+@pytest.fixture
+def arenas(ring: list[KeeperProcess]) -> Iterator[list[Arena]]:
+    """Of every rank, by rank; two on each node."""
+    made = [
+        reserve(ring[rank // 2].door, f"w{rank}.0", body_bytes=BODY_BYTES, attempt=1)
+        for rank in range(WORLD)
+    ]
+    yield made
+    for arena in made:
+        arena.close()
+
+
+def _step(ring: list[KeeperProcess], arenas: list[Arena], step: int) -> None:
+    """Have every rank take its snapshot of a step."""
+    for rank, arena in enumerate(arenas):
+        write_version(arena, make_state(step), step=step, rank=rank, world_size=WORLD)
+        notify(ring[rank // 2].door, f"w{rank}.0")
+
+
+def _parts_without_node_0(ring: list[KeeperProcess], client: WireClient) -> list[Part]:
+    """Return all that is left once node 0 is gone: what node 1 wrote, and what it copied."""
+    parts: list[Part] = []
+    for rank in (2, 3):
+        own = open_arena(ring[1].door, f"w{rank}.0")
+        parts += [LocalPart(own, held) for held in own.versions()]
+    for rank in (0, 1):
+        name = copy_name(NODES[0], f"w{rank}.0")
+        copy = open_arena(ring[1].door, name)
+        parts += [RemotePart(client, name, held) for held in copy.versions()]
+        copy.close()
+    return parts
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_a_lost_node_loses_no_version(
+    ring: list[KeeperProcess], arenas: list[Arena], steps: int
+) -> None:
+    """Its ranks' parts come from the other node's memory, onto another number of ranks."""
+    assert _eventually(lambda: all(arena.attended() for arena in arenas))
+    for step in range(1, steps + 1):
+        _step(ring, arenas, step)
+        assert _eventually(lambda: not any(arena.copy_behind() for arena in arenas))
+    ring[0].kill()
+
+    client = WireClient((ring[1].peer.host, ring[1].peer.port), secret=ring[1].peer.secret)
+    versions = complete_versions(_parts_without_node_0(ring, client))
+    assert max(versions) == (1, steps)
+    for (_, step), parts in versions.items():
+        check_loads(parts, make_state(step), world_size=3)
+    client.close()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.003, 0.01])
+def test_a_node_that_is_lost_while_it_is_copied_leaves_the_version_before(
+    ring: list[KeeperProcess], arenas: list[Arena], delay_s: float
+) -> None:
+    """Of the newest some ranks' parts may be here; the one before is here of all."""
+    assert _eventually(lambda: all(arena.attended() for arena in arenas))
+    _step(ring, arenas, 1)
+    assert _eventually(lambda: not any(arena.copy_behind() for arena in arenas))
+    _step(ring, arenas, 2)
+    time.sleep(delay_s)
+    ring[0].kill()
+
+    client = WireClient((ring[1].peer.host, ring[1].peer.port), secret=ring[1].peer.secret)
+    versions = complete_versions(_parts_without_node_0(ring, client))
+    assert max(versions) in {(1, 1), (1, 2)}
+    for (_, step), parts in versions.items():
+        check_loads(parts, make_state(step), world_size=2)
+    client.close()
+
+
+def test_ranks_go_on_soon_after_the_keeper_that_copied_them_was_killed(
+    ring: list[KeeperProcess], arenas: list[Arena]
+) -> None:
+    """Or after their own was: neither is there to say that nobody copies any more."""
+    assert _eventually(lambda: all(arena.attended() for arena in arenas))
+    ring[1].kill()
+    _step(ring, arenas, 1)
+    assert _eventually(lambda: not any(a.copy_behind() for a in arenas[:2]), within_s=1.5)
+    assert _eventually(lambda: not any(a.copy_behind() for a in arenas[2:]), within_s=3.0)

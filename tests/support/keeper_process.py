@@ -1,0 +1,101 @@
+"""A keeper's memory, door, wire and mirrors in a process of its own, without Ray: to be killed.
+
+    python -m tests.support.keeper_process DIRECTORY
+
+The first line of output is where it serves peers. A line of input is who to follow, a list of
+``[node, host, port, secret in hex]``; it is answered once that is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.keeper.door import Door, door_path
+from workers.keeper.mirror import Mirrors
+from workers.keeper.shelf import Shelf
+from workers.keeper.wire import WireServer
+from workers.protocol import Peer
+
+_BUDGET_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class KeeperProcess:
+    """One that runs.
+
+    Attributes:
+        process: It.
+        door: Where trainers of its node come in.
+        peer: How other keepers reach it.
+    """
+
+    process: subprocess.Popen[str]
+    door: Path
+    peer: Peer
+
+    def follow(self, peers: Sequence[Peer]) -> None:
+        """Have it copy what the ranks of these write, and of nobody else."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        fields = [[peer.node, peer.host, peer.port, peer.secret.hex()] for peer in peers]
+        self.process.stdin.write(json.dumps(fields) + "\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
+
+    def kill(self) -> None:
+        """SIGKILL it."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def keeper(node: str, directory: Path) -> Iterator[KeeperProcess]:
+    """Run the keeper of ``node``; its door is in ``directory``."""
+    directory.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "tests.support.keeper_process", str(directory)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            host, port, secret = json.loads(process.stdout.readline())
+            peer = Peer(node=node, host=host, port=port, secret=bytes.fromhex(secret))
+            yield KeeperProcess(process, door_path(directory), peer)
+        finally:
+            process.kill()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _main(directory: Path) -> None:
+    shelf = Shelf(budget_bytes=_BUDGET_BYTES)
+    door = Door(door_path(directory), shelf)
+    secret = os.urandom(32)
+    server = WireServer(shelf, host="127.0.0.1", secret=secret)
+    mirrors = Mirrors(shelf, sys.stderr.write)
+    _say(json.dumps([*server.address, secret.hex()]))
+    for line in sys.stdin:
+        mirrors.follow(
+            [
+                Peer(node=node, host=host, port=port, secret=bytes.fromhex(known))
+                for node, host, port, known in json.loads(line)
+            ]
+        )
+        _say("done")
+    mirrors.stop()
+    server.close()
+    door.close()
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

@@ -1,0 +1,81 @@
+"""Small states in arenas: what each rank of a run would have written there, and how it loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import numpy as np
+
+from ucp_core.boxes import Box
+from ucp_core.checkpoint import LocalTensor, load, save_rank
+from workers.keeper.arena import Arena
+from workers.protocol import Held
+from workers.snapshot.arena_store import ArenaStore
+from workers.snapshot.tier import Part, open_version
+
+State: TypeAlias = Mapping[str, np.ndarray]
+
+_SHAPES = {"embed": (333, 80), "bias": (5,), "scale": ()}
+
+
+def make_state(seed: int) -> State:
+    """Return values that differ with ``seed``."""
+    rng = np.random.default_rng(seed)
+    return {fqn: rng.standard_normal(shape).astype(np.float32) for fqn, shape in _SHAPES.items()}
+
+
+def local_tensors(state: State, rank: int, world_size: int) -> list[LocalTensor]:
+    """Return what ``rank`` holds under dim-0 sharding: copies, as a trainer would hand them."""
+    tensors = []
+    for fqn, value in state.items():
+        whole = Box.full(value.shape)
+        box = whole.split(0, world_size)[rank] if value.ndim else whole
+        data = np.ascontiguousarray(value[tuple(map(slice, box.start, box.stop))])
+        tensors.append(
+            LocalTensor(
+                fqn=fqn,
+                slot="weight",
+                dtype="F32",
+                shape=value.shape,
+                box=box,
+                data=memoryview(bytearray(data.tobytes())),
+                replica=not value.ndim and rank > 0,
+            )
+        )
+    return tensors
+
+
+def write_version(
+    arena: Arena, state: State, *, step: int, rank: int, world_size: int, attempt: int = 1
+) -> Held:
+    """Make the arena's next slot the part of ``rank`` and return what it holds then."""
+    slot = arena.choose(())
+    arena.begin(slot, attempt=attempt, step=step, rank=rank, world_size=world_size)
+    save_rank(
+        ArenaStore(arena, slot),
+        f"step-{step:08d}",
+        step=step,
+        attempt=attempt,
+        rank=rank,
+        world_size=world_size,
+        tensors=local_tensors(state, rank, world_size),
+        extra={"cursor": step},
+        param_groups=[],
+        source={},
+        fsync=False,
+    )
+    held = arena.held(slot)
+    assert held is not None
+    return held
+
+
+def check_loads(by_rank: Mapping[int, Part], state: State, *, world_size: int) -> None:
+    """Load the version that the parts make up under another number of ranks, and compare."""
+    checkpoint = open_version(by_rank)
+    for rank in range(world_size):
+        zeros = {fqn: np.zeros_like(value) for fqn, value in state.items()}
+        need = local_tensors(zeros, rank, world_size)
+        load(checkpoint, need)
+        for got, expected in zip(need, local_tensors(state, rank, world_size), strict=True):
+            assert bytes(got.data) == bytes(expected.data), (got.fqn, rank)
