@@ -38,6 +38,8 @@ _PAUSE_S_MAX: Final = 2.0
 _FAILURES: Final = 2
 #: Memory that was refused is asked for again, other arenas may have been let go of.
 _REFUSED_S: Final = 10.0
+#: What is in the way is said again so often: ``Troubles.tell`` forgets after twice the time.
+_REPEAT_S: Final = 30.0
 
 
 def wanted(parts: Sequence[Held], lineage: Lineage) -> Held | None:
@@ -54,7 +56,8 @@ class Mirror:
             says which versions are dead.
         peer: Whose.
         secret: Of the peer's keeper.
-        on_trouble: Called from the thread, once for each thing that is in the way, with a line.
+        on_trouble: Called from the thread with a line for each thing that is in the way, and twice
+            a minute again while it is.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Mirror:
         shelf: Shelf,
         peer: Peer,
         secret: bytes,
-        on_trouble: Callable[[str], None],
+        on_trouble: Callable[[str], object],
     ) -> None:
         self._shelf = shelf
         self._peer = peer
@@ -74,6 +77,8 @@ class Mirror:
         self._told: dict[str, Held] = {}
         #: Arenas that there is no memory for, and when to ask again.
         self._refused: dict[str, float] = {}
+        #: When trouble was told last, by arena; "" is the peer itself.
+        self._troubled: dict[str, float] = {}
         self._thread = threading.Thread(
             target=self._run, name=f"mirror-{peer.node[:6]}", daemon=True
         )
@@ -94,11 +99,9 @@ class Mirror:
                 if self._stopping.is_set():
                     break
                 self._num_failures += 1
-                if self._num_failures == _FAILURES:
-                    self._on_trouble(
-                        f"what the ranks of node {self._peer.node} write is not copied: {error}; "
-                        "trying on"
-                    )
+                if self._num_failures >= _FAILURES:
+                    what = f"what the ranks of node {self._peer.node} write is not copied"
+                    self._trouble("", f"{what}: {error}; trying on")
             self._client.close()
             pause_s = _PAUSE_S_MIN * 2 ** min(self._num_failures, 16)
             self._stopping.wait(min(pause_s, _PAUSE_S_MAX))
@@ -119,6 +122,13 @@ class Mirror:
                 if name not in without and self._copy(name, listed):
                     self._tell(name, listed)
             self._num_failures = 0
+            self._troubled.pop("", None)
+
+    def _trouble(self, subject: str, line: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._troubled.get(subject, float("-inf")) >= _REPEAT_S:
+            self._troubled[subject] = now_s
+            self._on_trouble(line)
 
     def _tell(self, name: str, listed: Listed) -> None:
         """Tell the peer that nothing up to its newest version need be waited for."""
@@ -147,11 +157,11 @@ class Mirror:
         try:
             arena = self._shelf.reserve(copy_name(self._peer.node, name), body_bytes=body_bytes)
         except ArenaError as error:
-            if name not in self._refused:
-                self._on_trouble(f"{name} of node {self._peer.node} is not copied: {error}")
+            self._trouble(name, f"{name} of node {self._peer.node} is not copied: {error}")
             self._refused[name] = time.monotonic() + _REFUSED_S
             return None
         self._refused.pop(name, None)
+        self._troubled.pop(name, None)
         return arena
 
     def _read(self, name: str, source: Held, target: Arena) -> bool:
@@ -184,7 +194,7 @@ class Mirrors:
         on_trouble: See ``Mirror``.
     """
 
-    def __init__(self, shelf: Shelf, on_trouble: Callable[[str], None]) -> None:
+    def __init__(self, shelf: Shelf, on_trouble: Callable[[str], object]) -> None:
         self._shelf = shelf
         self._on_trouble = on_trouble
         self._mirrors: dict[Peer, Mirror] = {}
