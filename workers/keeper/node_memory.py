@@ -102,7 +102,7 @@ class NodeMemory:
         """Copy from whom the order names; may take as long as it takes to stop copying others."""
         with self._obeying:
             if order.attempt == self._shelf.attempt:
-                self._mirrors.obey(order)
+                self._mirrors.follow(order.copies_of)
 
     def flush(self, attempt: int, step: int) -> bool:
         """Store what is held of a version; return whether it is committed then."""
@@ -116,7 +116,7 @@ class NodeMemory:
         """
         for worker in self._refused.difference(living):
             self._note_refused(worker, "")
-        self._shelf.reap(living=living, listed=self._mirrors.listed(), stored_step=self.stored_step)
+        self._shelf.reap(living=living, stored_step=self.stored_step)
 
     def close(self) -> None:
         """Serve nobody any more and let go of the memory."""
