@@ -1,20 +1,26 @@
-"""Whether a peer copies an arena, and how far it is: the ranks wait for it with a snapshot."""
+"""Whether peers copy an arena, and how far they are: its rank waits for them with a snapshot."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Hashable
+from typing import Final
 
 from workers.keeper.shelf import Shelf
 from workers.protocol import Held
 
 __all__ = ["Attendance"]
 
+#: How often it is said that peers are still there, at most: far below what that is good for.
+_RENEW_S: Final = 0.2
+
 
 class Attendance:
-    """Tells the ranks which arenas some connection follows, and what was copied last.
+    """Tells the ranks which arenas are followed, and what all who follow have got.
+
+    Safe to call from several threads. A follower is whatever tells one from another.
 
     Args:
         shelf: The arenas.
@@ -23,36 +29,48 @@ class Attendance:
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
         self._lock = threading.Lock()
-        self._num_following: Counter[str] = Counter()
+        #: Of every follower, by arena, what it said to have got last.
+        self._got: dict[Hashable, dict[str, Held | None]] = {}
+        self._renewed_s = 0.0
 
-    def change(self, mine: set[str], names: Collection[str]) -> None:
-        """Follow ``names`` from now on, by a connection that followed ``mine``, or still do.
+    def follows(self, follower: Hashable) -> bool:
+        """Return whether it follows anything."""
+        return follower in self._got
 
-        It is to be called again all the time: an arena may be handed to this keeper anew.
-        """
-        if not mine and not names:
+    def follow(self, follower: Hashable, names: Collection[str]) -> None:
+        """Have it follow these from now on and no others; () once it is gone."""
+        with self._lock:
+            before = self._got.pop(follower, {})
+            if names:
+                self._got[follower] = {name: before.get(name) for name in names}
+            for name in before.keys() | set(names):
+                self._tell(name)
+
+    def renew(self) -> None:
+        """Say that whoever follows still does; to be called whenever one gives a sign."""
+        now_s = time.monotonic()
+        if not self._got or now_s - self._renewed_s < _RENEW_S:
             return
         with self._lock:
-            self._num_following.update(set(names) - mine)
-            self._num_following.subtract(mine - set(names))
-            for name in mine | set(names):
+            self._renewed_s = now_s
+            for name in {name for names in self._got.values() for name in names}:
                 self._tell(name)
-        mine.intersection_update(names)
-        mine.update(names)
+
+    def note_got(self, follower: Hashable, name: str, held: Held) -> None:
+        """Take note of what a follower has, or need not have; nothing if it does not follow."""
+        with self._lock:
+            if name in self._got.get(follower, ()):
+                self._got[follower][name] = held
+                self._tell(name)
 
     def _tell(self, name: str) -> None:
-        is_followed = self._num_following[name] > 0
-        if not is_followed:
-            del self._num_following[name]
         arena = self._shelf.arena(name)
-        if arena is not None:
-            # It may have been let go of meanwhile.
-            with contextlib.suppress(ValueError):
-                arena.attend(is_followed)
-
-    def note_copied(self, name: str, held: Held) -> None:
-        """Note it if it is the newest: of two that follow, the slower must not take that back."""
-        with self._lock:
-            arena = self._shelf.arena(name)
-            if arena is not None and arena.versions()[-1:] == [held]:
-                arena.note_copied(held)
+        if arena is None:
+            return
+        got = [names[name] for names in self._got.values() if name in names]
+        # The arena may be let go of meanwhile.
+        with contextlib.suppress(ValueError):
+            arena.attend(bool(got))
+            newest = arena.newest()
+            if newest is not None and got and all(each == newest for each in got):
+                arena.note_copied(newest)

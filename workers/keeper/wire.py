@@ -126,7 +126,8 @@ class WireServer:
 
     def close(self) -> None:
         """Serve nobody any more; what is under way breaks off."""
-        self._listener.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
         for connection in list(self._open):
@@ -145,7 +146,6 @@ class WireServer:
             ).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        attended: set[str] = set()
         try:
             with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 connection.settimeout(_STALL_S)
@@ -158,30 +158,29 @@ class WireServer:
                     return
                 while True:
                     # Others are idle between two loads and close themselves.
-                    connection.settimeout(_FOLLOW_STALL_S if attended else None)
+                    follows = self._attendance.follows(connection)
+                    connection.settimeout(_FOLLOW_STALL_S if follows else None)
                     request = receive_json(connection, size_bytes_max=_REQUEST_BYTES_MAX)
                     connection.settimeout(_STALL_S)
-                    self._answer(connection, request, attended)
+                    self._answer(connection, request)
         finally:
-            self._attendance.change(attended, ())
+            self._attendance.follow(connection, ())
             self._open.discard(connection)
 
-    def _answer(
-        self, connection: socket.socket, request: dict[str, Any], attended: set[str]
-    ) -> None:
+    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
         if "list" in request:
-            self._list(connection, request, attended)
+            self._list(connection, request)
         elif "copied" in request:
             for name, held in request["copied"].items():
-                self._attendance.note_copied(str(name), held_of(held))
+                self._attendance.note_got(connection, str(name), held_of(held))
         else:
-            self._send_range(connection, request, attended)
+            self._send_range(connection, request)
 
-    def _list(self, connection: socket.socket, request: dict[str, Any], attended: set[str]) -> None:
+    def _list(self, connection: socket.socket, request: dict[str, Any]) -> None:
         after, without = int(request["after"]), set(map(str, request["without"]))
         end_s = time.monotonic() + min(float(request["timeout_s"]), _POLL_S_MAX)
         while True:
-            self._attendance.change(attended, self._originals().keys() - without)
+            self._attendance.follow(connection, self._originals().keys() - without)
             wait_s = min(_LOOK_S, max(end_s - time.monotonic(), 0.0))
             news = self._shelf.wait_news(after, wait_s)
             if news != after or time.monotonic() >= end_s:
@@ -189,7 +188,7 @@ class WireServer:
             if has_hung_up(connection):
                 raise ConnectionError("the peer hung up")
         versions = self._originals()
-        self._attendance.change(attended, versions.keys() - without)
+        self._attendance.follow(connection, versions.keys() - without)
         arenas = {
             name: {"body_bytes": arena.body_bytes, "parts": [asdict(part) for part in parts]}
             for name, parts in versions.items()
@@ -201,9 +200,7 @@ class WireServer:
         versions = self._shelf.versions()
         return {name: held for name, held in versions.items() if not is_copy(name)}
 
-    def _send_range(
-        self, connection: socket.socket, request: dict[str, Any], attended: set[str]
-    ) -> None:
+    def _send_range(self, connection: socket.socket, request: dict[str, Any]) -> None:
         name, held = str(request["arena"]), held_of(request["held"])
         start, size_bytes = int(request["offset_bytes"]), int(request["size_bytes"])
         try:
@@ -211,7 +208,7 @@ class WireServer:
             for low in range(start, start + size_bytes, CHUNK_BYTES):
                 high = min(low + CHUNK_BYTES, start + size_bytes)
                 self._send_chunk(connection, arena, held, low, high)
-                self._attendance.change(attended, attended)
+                self._attendance.renew()
         except _Refused as refusal:
             words = str(refusal).encode()
             connection.sendall(CHUNK.pack(0, 0) + SIZE.pack(len(words)) + words)

@@ -149,6 +149,9 @@ class _Bridge:
         with contextlib.suppress(OSError):
             self._pass_on(server, client)
         for end in (server, client):
+            # The other direction waits for it in another thread: closing it alone says nothing.
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
             end.close()
 
     def _pass_on(self, server: socket.socket, client: socket.socket) -> None:
