@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,18 @@ import pytest
 
 from workers.errors import ArenaError
 from workers.keeper.arena import Arena
-from workers.keeper.door import Door, Shelf, adopt, door_path, drop, open_arena, reserve
+from workers.keeper.door import (
+    Door,
+    Lease,
+    Shelf,
+    adopt,
+    door_path,
+    drop,
+    notify,
+    open_arena,
+    reserve,
+)
+from workers.keeper.memory import available_bytes
 
 
 @pytest.fixture
@@ -122,17 +135,107 @@ def test_a_restarted_keeper_is_handed_what_the_trainers_hold(tmp_path: Path) -> 
     path = door_path(tmp_path)
     first = Door(path, Shelf(budget_bytes=1 << 20))
     mine = reserve(path, "w0001.0", body_bytes=4096, attempt=1)
+    lease = Lease(path)
+    assert lease.ensure("w0001.0", mine)
     _write(mine, 5, b"kept")
+    mine.attend(True)
     first.close()
     second_shelf = Shelf(budget_bytes=1 << 20)
     second = Door(path, second_shelf)
 
-    adopt(path, "w0001.0", mine)
+    assert lease.ensure("w0001.0", mine)
 
     (held,) = second_shelf.versions()["w0001.0"]
     assert held.step == 5
+    assert not mine.attended(), "who copied it was connected to the keeper before"
     second.close()
     mine.close()
+
+
+def test_a_lease_asks_the_same_keeper_once(tmp_path: Path) -> None:
+    """It is looked at with every snapshot."""
+    path = door_path(tmp_path)
+    shelf = Shelf(budget_bytes=1 << 20)
+    door = Door(path, shelf)
+    mine = reserve(path, "w0001.0", body_bytes=4096, attempt=1)
+    lease = Lease(path)
+    assert lease.ensure("w0001.0", mine)
+    door.close()
+
+    assert lease.ensure("w0001.0", mine), "nobody was asked"
+    path.unlink()
+    assert not lease.ensure("w0001.0", mine), "a keeper that is gone is no error"
+    mine.close()
+    shelf.drop("w0001.0")
+
+
+def test_an_arena_that_is_handed_over_again_is_the_same(tmp_path: Path) -> None:
+    """Readers are in the middle of it."""
+    path = door_path(tmp_path)
+    shelf = Shelf(budget_bytes=1 << 20)
+    door = Door(path, shelf)
+    mine = reserve(path, "w0001.0", body_bytes=4096, attempt=1)
+    before = shelf.arena("w0001.0")
+    adopt(path, "w0001.0", mine)
+
+    assert shelf.arena("w0001.0") is before
+    door.close()
+    mine.close()
+    shelf.drop("w0001.0")
+
+
+def test_an_attempt_that_is_over_gets_no_memory(tmp_path: Path) -> None:
+    """Nothing of attempt n is accepted after attempt n + 1 began."""
+    shelf = Shelf(budget_bytes=1 << 20)
+    door = Door(door_path(tmp_path), shelf)
+    shelf.fence(3, [(1, 0), (2, 0), (3, 5)])
+
+    with pytest.raises(ArenaError, match="attempt 2 is over, attempt 3 has begun"):
+        reserve(door_path(tmp_path), "w0001.1", body_bytes=4096, attempt=2)
+    reserve(door_path(tmp_path), "w0001.1", body_bytes=4096, attempt=3).close()
+    door.close()
+    shelf.drop("w0001.1")
+
+
+def test_a_notice_wakes_who_waits_and_one_without_a_keeper_is_nothing(tmp_path: Path) -> None:
+    """The trainer is in its step: it neither waits nor fails, whatever the keeper does."""
+    path = door_path(tmp_path)
+    notify(path, "w0001.1")
+    shelf = Shelf(budget_bytes=1 << 20)
+    door = Door(path, shelf)
+    news = shelf.wait_news(-1, 0.0)
+    for _ in range(2000):
+        notify(path, "w0001.1")
+
+    assert shelf.wait_news(news, 20.0) > news
+    door.close()
+    notify(path, "w0001.1")
+
+
+def test_waiting_for_pins_is_not_disturbed_by_other_news() -> None:
+    """The persister sleeps while nothing is due, however many snapshots are finished."""
+    shelf = Shelf(budget_bytes=1 << 20)
+    arena = shelf.reserve("w0001.1", body_bytes=4096)
+    slot = _write(arena, 1, b"one")
+    pins, news = shelf.wait_pins(-1, 0.0), shelf.wait_news(-1, 0.0)
+    shelf.tell()
+    assert shelf.wait_news(news, 0.0) > news
+    assert shelf.wait_pins(pins, 0.0) == pins
+
+    arena.pin(slot)
+    shelf.tell()
+    assert shelf.wait_pins(pins, 0.0) > pins
+    shelf.drop("w0001.1")
+
+
+def test_a_guest_that_is_stopped_keeps_nobody_waiting(door: Path) -> None:
+    """A process can be stopped between its first and its second word."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.connect(str(door))
+        start_s = time.monotonic()
+        reserve(door, "w0001.1", body_bytes=4096, attempt=1).close()
+
+        assert time.monotonic() - start_s < 2.0
 
 
 def test_memory_beyond_the_budget_is_refused_with_the_numbers(door: Path) -> None:
@@ -164,3 +267,56 @@ def test_whoever_speaks_nonsense_at_the_door_is_refused_and_the_next_is_served(
     with pytest.raises(ArenaError, match="does not answer"):
         open_arena(door.with_name("nobody"), "w0001.0")
     reserve(door, "w0001.0", body_bytes=4096, attempt=1).close()
+
+
+def test_memory_that_the_node_has_not_is_refused_whatever_the_budget_says(tmp_path: Path) -> None:
+    """The kernel would not refuse it: it would kill somebody later."""
+    refused: dict[str, str] = {}
+    shelf = Shelf(budget_bytes=1 << 40, available=lambda: 80 << 20)
+    door = Door(door_path(tmp_path), shelf, refused.__setitem__)
+
+    with pytest.raises(ArenaError, match="the node has 16777216 left"):
+        reserve(door_path(tmp_path), "w0001.1", body_bytes=10 << 20, attempt=1)
+    assert "snapshot.node_memory_mib" in refused["w0001"]
+    reserve(door_path(tmp_path), "w0001.2", body_bytes=1 << 20, attempt=1).close()
+    assert refused == {"w0001": ""}
+    with pytest.raises(ArenaError, match="reserve the next generation"):
+        reserve(door_path(tmp_path), "w0001.2", body_bytes=2 << 20, attempt=1)
+    door.close()
+    shelf.drop("w0001.2")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected_mib"),
+    [
+        ({}, 600),
+        ({"memory.max": "max\n", "memory.current": "5\n"}, 600),
+        (
+            {
+                "memory.max": str(500 << 20),
+                "memory.current": str(300 << 20),
+                "memory.stat": f"anon 1\ninactive_file {100 << 20}\n",
+            },
+            300,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": str(200 << 20),
+                "memory/memory.usage_in_bytes": str(300 << 20),
+                "memory/memory.stat": "total_inactive_file 0\n",
+            },
+            0,
+        ),
+    ],
+)
+def test_what_a_container_may_take_is_what_is_available(
+    tmp_path: Path, files: dict[str, str], expected_mib: int
+) -> None:
+    """The machine may have a terabyte more; pages of a memfd are charged to the container."""
+    (tmp_path / "memory").mkdir()
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: 999999 kB\nMemAvailable:   {600 << 10} kB\n")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    assert available_bytes(meminfo, tmp_path) == expected_mib << 20

@@ -1,0 +1,106 @@
+"""Versions in memory as trainers leave them, and a store that one can hold up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from ucp_core.boxes import Box
+from ucp_core.checkpoint import LocalTensor, checkpoint_name, save_rank
+from ucp_core.storage import MemoryStore
+from ucp_core.storage.base import Buffer
+from workers.keeper.arena import Arena
+from workers.protocol import Held
+from workers.snapshot.arena_store import ArenaStore
+
+ROWS = 4096
+
+
+def eventually(is_so: Callable[[], bool], *, within_s: float = 20.0) -> bool:
+    """Return whether it came true in time; looks all the time."""
+    end_s = time.monotonic() + within_s
+    while not is_so():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def weights(step: int) -> np.ndarray:
+    """Return the whole state after ``step``: 2 MiB, so that it is written in several chunks."""
+    return np.random.default_rng(step).standard_normal((ROWS, 128), dtype=np.float32)
+
+
+def part(step: int, rank: int, world: int) -> LocalTensor:
+    """Return what ``rank`` of ``world`` holds of it."""
+    box = Box.full((ROWS, 128)).split(0, world)[rank]
+    data = np.ascontiguousarray(weights(step)[box.start[0] : box.stop[0]])
+    return LocalTensor(
+        fqn="w", slot="weight", dtype="F32", shape=(ROWS, 128), box=box,
+        data=memoryview(bytearray(data.tobytes())),
+    )  # fmt: skip
+
+
+def body_bytes(world: int) -> int:
+    """Return what a slot needs for the part of one of ``world`` ranks."""
+    return weights(0).nbytes // world + (16 << 10)
+
+
+def snapshot(
+    arena: Arena,
+    step: int,
+    *,
+    attempt: int = 1,
+    rank: int = 0,
+    world: int = 1,
+    pin: bool = False,
+    lineage: Sequence[tuple[int, int]] = (),
+) -> Held:
+    """Write one version as a trainer does and return what the slot says then."""
+    slot = arena.choose(lineage)
+    arena.begin(slot, attempt=attempt, step=step, rank=rank, world_size=world)
+    save_rank(
+        ArenaStore(arena, slot),
+        checkpoint_name(step),
+        step=step,
+        attempt=attempt,
+        rank=rank,
+        world_size=world,
+        tensors=[part(step, rank, world)],
+        extra={"cursor": step},
+        param_groups=[],
+        source={},
+        fsync=False,
+    )
+    if pin:
+        arena.pin(slot)
+    held = arena.held(slot)
+    assert held is not None
+    return held
+
+
+class StallingStore(MemoryStore):
+    """Lets nothing be written behind the first chunk of a file until it is let go on.
+
+    Attributes:
+        is_stalled: Set while somebody waits in a write.
+        may_go_on: Clear it and writes stall.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_stalled = threading.Event()
+        self.may_go_on = threading.Event()
+
+    def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
+        """Write when it is allowed."""
+        return super().write_file(path, self._slowly(chunks), fsync=fsync)
+
+    def _slowly(self, chunks: Iterable[Buffer]) -> Iterable[Buffer]:
+        for chunk in chunks:
+            yield chunk
+            self.is_stalled.set()
+            self.may_go_on.wait()

@@ -1,0 +1,177 @@
+"""A node's memory put together: written by its workers, copied by a peer, stored, and let go of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.snapshots import body_bytes, eventually, part, snapshot, weights
+from ucp_core.checkpoint import load
+from workers.errors import ArenaError
+from workers.keeper.arena import Arena
+from workers.keeper.door import door_path, notify, reserve
+from workers.keeper.node_memory import NodeMemory, budget_bytes
+from workers.keeper.wire import RemotePart, WireClient
+from workers.protocol import Inventory, KeeperOrder, Peer
+from workers.snapshot.tier import complete_versions, open_version
+from workers.train.settings import CheckpointSettings, Settings, SnapshotSettings
+
+
+@pytest.fixture
+def opened() -> Iterator[list[NodeMemory]]:
+    opened: list[NodeMemory] = []
+    yield opened
+    for memory in opened:
+        memory.close()
+
+
+@pytest.fixture
+def open_memory(tmp_path: Path, opened: list[NodeMemory]) -> Callable[..., NodeMemory]:
+
+    def open_one(node: str, *, node_memory_mib: int = 64) -> NodeMemory:
+        memory = NodeMemory(
+            node=node,
+            host="127.0.0.1",
+            directory=tmp_path / node,
+            run_url=str(tmp_path / "run"),
+            settings=Settings(
+                snapshot=SnapshotSettings(node_memory_mib=node_memory_mib),
+                checkpoint=CheckpointSettings(keep=2),
+            ),
+        )
+        opened.append(memory)
+        return memory
+
+    return open_one
+
+
+def _peer(memory: NodeMemory, node: str) -> Peer:
+    host, port = memory.address
+    return Peer(node=node, host=host, port=port, secret=memory.secret)
+
+
+def _trainer(directory: Path, worker: str, *, world: int, generation: int = 1) -> Arena:
+    return reserve(
+        door_path(directory),
+        f"{worker}.{generation}",
+        body_bytes=body_bytes(world),
+        attempt=9,
+    )
+
+
+def _held(inventory: Inventory) -> set[tuple[str, int, int]]:
+    return {(part.arena, part.held.attempt, part.held.step) for part in inventory.parts}
+
+
+def test_what_a_lost_node_held_is_loaded_from_the_copies(
+    open_memory: Callable[..., NodeMemory], opened: list[NodeMemory], tmp_path: Path
+) -> None:
+    """No disk in it: the parts of one rank from its own keeper, of the other from the copy."""
+    near, far = open_memory("a" * 16), open_memory("b" * 16)
+    order = KeeperOrder(attempt=1, lineage=((1, 0),), copies_of=(_peer(far, "b" * 16),))
+    assert near.fence(order)
+    near.obey(order)
+    mine = _trainer(tmp_path / ("a" * 16), "w0001", world=2)
+    theirs = _trainer(tmp_path / ("b" * 16), "w0002", world=2)
+    assert eventually(theirs.attended)
+    snapshot(mine, 3, rank=0, world=2)
+    snapshot(theirs, 3, rank=1, world=2)
+    assert theirs.copy_behind()
+    notify(door_path(tmp_path / ("b" * 16)), "w0002.1")
+    assert eventually(lambda: not theirs.copy_behind())
+    opened.remove(far)
+    far.close()
+
+    inventory = near.inventory()
+    assert _held(inventory) == {("w0001.1", 1, 3), (f"{'b' * 12}/w0002.1", 1, 3)}
+    client = WireClient((inventory.host, inventory.port), secret=near.secret)
+    parts = [RemotePart(client, each.arena, each.held) for each in inventory.parts]
+    whole = part(0, 0, 1)
+    load(open_version(complete_versions(parts)[1, 3]), [whole])
+    assert bytes(whole.data) == weights(3).tobytes()
+    client.close()
+    mine.close()
+    theirs.close()
+
+
+def test_a_version_that_is_due_reaches_storage_without_its_trainer(
+    open_memory: Callable[..., NodeMemory], tmp_path: Path
+) -> None:
+    """Finished, pinned, and gone."""
+    memory = open_memory("a")
+    arena = _trainer(tmp_path / "a", "w0001", world=1)
+    snapshot(arena, 5, pin=True)
+    arena.close()
+    notify(door_path(tmp_path / "a"), "w0001.1")
+
+    assert eventually(lambda: memory.stored_step == 5)
+    assert (tmp_path / "run/checkpoints/step-00000005/manifest.json").exists()
+    assert memory.troubles() == ()
+
+
+def test_memory_of_a_dead_worker_is_kept_until_its_successor_is_ahead(
+    open_memory: Callable[..., NodeMemory], tmp_path: Path
+) -> None:
+    """It holds what the next attempt is loaded from, and nothing once that has two versions."""
+    memory = open_memory("a")
+    old = _trainer(tmp_path / "a", "w0001", world=1)
+    for step in (4, 5):
+        snapshot(old, step)
+    old.close()
+    order = KeeperOrder(attempt=2, lineage=((1, 0), (2, 5)), copies_of=())
+    assert memory.fence(order)
+    new = _trainer(tmp_path / "a", "w0002", world=1)
+    for step in (6, 7):
+        memory.tend({"w0002"})
+        assert ("w0001.1", 1, 5) in _held(memory.inventory())
+        snapshot(new, step, attempt=2, lineage=order.lineage)
+
+    memory.tend({"w0002"})
+    assert _held(memory.inventory()) == {("w0002.1", 2, 6), ("w0002.1", 2, 7)}
+    new.close()
+
+
+def test_an_order_that_was_overtaken_changes_nothing(
+    open_memory: Callable[..., NodeMemory],
+) -> None:
+    """Two messages of a controller that was restarted can pass each other."""
+    memory = open_memory("a")
+    newer = KeeperOrder(attempt=3, lineage=((1, 0), (2, 0), (3, 0)), copies_of=())
+    older = KeeperOrder(
+        attempt=2,
+        lineage=((1, 0), (2, 0)),
+        copies_of=(Peer(node="b" * 16, host="127.0.0.1", port=1, secret=b""),),
+    )
+    assert memory.fence(newer)
+    assert not memory.fence(older)
+    memory.obey(older)
+
+    assert memory.troubles() == ()
+
+
+def test_a_worker_without_memory_is_a_trouble_as_long_as_it_is_there(
+    open_memory: Callable[..., NodeMemory], tmp_path: Path
+) -> None:
+    """Training goes on without; people want to know which worker and what to do."""
+    memory = open_memory("a", node_memory_mib=1)
+    with pytest.raises(ArenaError):
+        _trainer(tmp_path / "a", "w0001", world=1)
+    memory.tend({"w0001"})
+    (line,) = memory.troubles()
+    assert "w0001.1 need" in line
+    assert "of the node's 1048576 are taken" in line
+
+    memory.tend(set())
+    assert memory.troubles() == ()
+
+
+def test_a_keeper_that_is_started_again_has_the_budget_of_the_first(tmp_path: Path) -> None:
+    """To it, the snapshots that are there look like memory that is not."""
+    first = budget_bytes(tmp_path, 0)
+    assert first > 0
+    (tmp_path / "budget").write_text("12345678")
+
+    assert budget_bytes(tmp_path, 0) == 12345678
+    assert budget_bytes(tmp_path, 7) == 7 << 20
