@@ -1,0 +1,322 @@
+"""What is written over and what is let go of, against a whole run that loses ranks and nodes.
+
+The machine is a model of the run around the real decisions: ranks in lockstep, keepers that hold
+and copy, attempts that resume from the newest version that is complete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ucp_core.checkpoint import is_valid
+from workers.keeper.arena import NUM_SLOTS
+from workers.keeper.retention import Shelved, choose_slot, counts, in_use, reapable, split_name
+from workers.protocol import Held
+
+Version = tuple[int, int]
+
+
+def _held(slot: int, attempt: int, step: int, rank: int = 0, world: int = 1) -> Held:
+    return Held(
+        slot=slot, sequence=2, attempt=attempt, step=step, rank=rank, world_size=world,
+        data_bytes=1, record_bytes=1,
+    )  # fmt: skip
+
+
+LINEAGES = st.lists(st.integers(0, 9), max_size=4).map(
+    lambda resumes: [(attempt, step) for attempt, step in enumerate(resumes, 1)]
+)
+SLOTS = st.tuples(
+    *(
+        st.none() | st.builds(_held, st.just(slot), st.integers(1, 5), st.integers(0, 9))
+        for slot in range(NUM_SLOTS)
+    )
+)
+
+
+@given(SLOTS, st.none() | st.integers(0, NUM_SLOTS - 1), LINEAGES)
+def test_a_writer_spares_what_is_pinned_and_the_newest_that_counts(
+    slots: tuple[Held | None, ...], pinned: int | None, lineage: list[Version]
+) -> None:
+    """Whatever is in the slots; and of the rest, what is worth least goes first."""
+    chosen = choose_slot(slots, pinned=pinned, lineage=lineage)
+
+    assert chosen != pinned
+    old = slots[chosen]
+    others = [held for slot, held in enumerate(slots) if slot not in {chosen, pinned}]
+    if old is not None:
+        assert None not in others
+        if counts(old, lineage):
+            assert all(held is not None and counts(held, lineage) for held in others)
+            newest = max((h.attempt, h.step) for h in slots if h and counts(h, lineage))
+            same = [h for h in slots if h and (h.attempt, h.step) == newest]
+            assert (old.attempt, old.step) < newest or len(same) > 1
+
+
+@given(st.integers(0, 6), st.integers(0, 9), LINEAGES)
+def test_a_version_in_memory_counts_as_a_checkpoint_does(
+    attempt: int, step: int, lineage: list[Version]
+) -> None:
+    """Two rules for one question would differ some night."""
+    expected = is_valid(step=step, attempt=attempt, lineage=lineage)
+    assert counts(_held(0, attempt, step), lineage) is expected
+
+
+@dataclass
+class _Arena:
+    slots: list[Held | None] = field(default_factory=lambda: [None] * NUM_SLOTS)
+    pinned: int | None = None
+
+    def versions(self) -> list[Held]:
+        return sorted(
+            (held for held in self.slots if held is not None), key=lambda h: (h.attempt, h.step)
+        )
+
+
+@dataclass
+class _Rank:
+    worker: str
+    node: str
+    generation: int = 1
+    pending: Held | None = None
+    pin: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.worker}.{self.generation}"
+
+
+class Run(RuleBasedStateMachine):
+    """Two nodes with two ranks each, each node's keeper copying the other's arenas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_workers = 0
+        self.num_nodes = 0
+        self.shelves: dict[str, dict[str, _Arena]] = {}
+        self.ranks: list[_Rank] = []
+        self.attempt, self.step = 1, 0
+        self.lineage: list[Version] = [(1, 0)]
+        #: Newest versions that were complete, the newest last; at most two.
+        self.completed: list[Version] = []
+        for _ in range(2):
+            self._add_node()
+        for node in list(self.shelves) * 2:
+            self._add_rank(node)
+
+    @rule(snapshot=st.booleans(), pin=st.booleans())
+    def train(self, *, snapshot: bool, pin: bool) -> None:
+        """All ranks do a step; the flags of all decide what each does at its end."""
+        arenas = [self._arena(rank) for rank in self.ranks]
+        self.step += 1
+        if not snapshot or any(rank.pending for rank in self.ranks) or self._is_behind():
+            return
+        pin = pin and not any(arena.pinned is not None for arena in arenas)
+        world = len(self.ranks)
+        for number, (rank, arena) in enumerate(zip(self.ranks, arenas, strict=True)):
+            slot = choose_slot(arena.slots, pinned=arena.pinned, lineage=self.lineage)
+            arena.slots[slot] = None
+            rank.pending = _held(slot, self.attempt, self.step, number, world)
+            rank.pin = pin
+
+    @rule(index=st.integers(0, 7))
+    def finish(self, index: int) -> None:
+        """A rank's thread completes its slot."""
+        rank = self.ranks[index % len(self.ranks)]
+        held, rank.pending = rank.pending, None
+        if held is not None:
+            arena = self._arena(rank)
+            arena.slots[held.slot] = held
+            if rank.pin:
+                arena.pinned = held.slot
+        self._note_completed()
+
+    @rule(index=st.integers(0, 7))
+    def copy(self, index: int) -> None:
+        """The other node's mirror takes the newest version that counts of one arena."""
+        originals = self._originals()
+        node, name = originals[index % len(originals)]
+        self._copy(node, name)
+        self._note_completed()
+
+    @rule(index=st.integers(0, 7))
+    def unpin(self, index: int) -> None:
+        """A keeper has stored a slot, or given it up."""
+        shelf = self.shelves[sorted(self.shelves)[index % len(self.shelves)]]
+        for arena in shelf.values():
+            arena.pinned = None
+
+    @rule(index=st.integers(0, 7))
+    def reap(self, index: int) -> None:
+        """A keeper lets go of what nobody needs."""
+        node = sorted(self.shelves)[index % len(self.shelves)]
+        shelf = self.shelves[node]
+        living = {rank.worker: rank.generation for rank in self.ranks if rank.node == node}
+        listed = {
+            other[:12]: [name for name in arenas if "/" not in name]
+            for other, arenas in self.shelves.items()
+            if other != node
+        }
+        used = in_use(list(shelf), living=living, listed=listed)
+        shelved = [
+            Shelved(
+                name=name,
+                in_use=name in used or arena.pinned is not None,
+                versions=tuple(arena.versions()),
+            )
+            for name, arena in shelf.items()
+        ]
+        for name in reapable(shelved, lineage=self.lineage):
+            del shelf[name]
+
+    @rule(index=st.integers(0, 7), grows=st.booleans())
+    def kill_worker(self, *, index: int, grows: bool) -> None:
+        """A process dies; another one of its node takes its place."""
+        dead = self.ranks.pop(index % len(self.ranks))
+        self._add_rank(dead.node)
+        self._resume(grows=grows)
+
+    @precondition(lambda self: len(self.ranks) > 1)
+    @rule(index=st.integers(0, 7), grows=st.booleans())
+    def shrink(self, *, index: int, grows: bool) -> None:
+        """A process dies and is not replaced; the others may need larger arenas."""
+        self.ranks.pop(index % len(self.ranks))
+        self._resume(grows=grows)
+
+    @precondition(lambda self: len(self.shelves) > 1)
+    @rule(index=st.integers(0, 1), is_copied=st.booleans())
+    def lose_node(self, *, index: int, is_copied: bool) -> None:
+        """A machine goes with its keeper; a new one comes."""
+        if is_copied:
+            for node, name in self._originals():
+                self._copy(node, name)
+        self._note_completed()
+        before = list(self.completed)
+        node = sorted(self.shelves)[index]
+        was_copied = not any(self._is_uncopied(*original) for original in self._originals())
+        del self.shelves[node]
+        self.ranks = [rank for rank in self.ranks if rank.node != node]
+        self.completed = self._complete_versions()[-2:]
+        if before and was_copied and not any(rank.pending for rank in self.ranks):
+            assert self.completed[-1:] == before[-1:]
+        self._add_node()
+        for _ in range(2 if self.ranks else 3):
+            self._add_rank(max(self.shelves))
+        self._resume(grows=False)
+
+    @invariant()
+    def the_newest_complete_version_is_there(self) -> None:
+        """Whatever was written over or let go of: what was complete once is, or a newer one."""
+        newest = max((v for v in self.completed if self._counts(v)), default=None)
+        if newest is not None:
+            found = self._complete_versions()
+            assert found, f"{newest} is lost"
+            assert found[-1] >= newest
+
+    def _resume(self, *, grows: bool) -> None:
+        for rank in self.ranks:
+            rank.pending = None
+        found = self._complete_versions()
+        self.step = found[-1][1] if found else 0
+        self.attempt += 1
+        self.lineage.append((self.attempt, self.step))
+        self.completed = [version for version in self.completed if self._counts(version)]
+        for rank in self.ranks:
+            if grows:
+                rank.generation += 1
+            self.shelves[rank.node].setdefault(rank.name, _Arena())
+        # An order has every keeper give up the pins of versions that are dead now.
+        for shelf in self.shelves.values():
+            for arena in shelf.values():
+                held = None if arena.pinned is None else arena.slots[arena.pinned]
+                if held is None or not counts(held, self.lineage):
+                    arena.pinned = None
+
+    def _copy(self, node: str, name: str) -> None:
+        counting = [h for h in self.shelves[node][name].versions() if counts(h, self.lineage)]
+        for other in self.shelves:
+            if other == node or not counting:
+                continue
+            target = self.shelves[other].setdefault(f"{node[:12]}/{name}", _Arena())
+            if not _has(target, counting[-1]):
+                slot = choose_slot(target.slots, pinned=None, lineage=self.lineage)
+                target.slots[slot] = replace(counting[-1], slot=slot)
+
+    def _is_behind(self) -> bool:
+        """Return whether a rank's newest version is not held by the other node."""
+        return any(self._is_uncopied(rank.node, rank.name) for rank in self.ranks)
+
+    def _is_uncopied(self, node: str, name: str) -> bool:
+        newest = [h for h in self.shelves[node][name].versions() if counts(h, self.lineage)][-1:]
+        return any(
+            bool(newest)
+            and other != node
+            and not _has(shelf.get(f"{node[:12]}/{name}", _Arena()), newest[0])
+            for other, shelf in self.shelves.items()
+        )
+
+    def _arena(self, rank: _Rank) -> _Arena:
+        return self.shelves[rank.node][rank.name]
+
+    def _originals(self) -> list[tuple[str, str]]:
+        return [
+            (node, name)
+            for node, shelf in sorted(self.shelves.items())
+            for name in sorted(shelf)
+            if not split_name(name)[0]
+        ]
+
+    def _counts(self, version: Version) -> bool:
+        return counts(_held(0, *version), self.lineage)
+
+    def _complete_versions(self) -> list[Version]:
+        held: dict[Version, set[int]] = {}
+        worlds: dict[Version, int] = {}
+        for shelf in self.shelves.values():
+            for arena in shelf.values():
+                for each in arena.versions():
+                    held.setdefault((each.attempt, each.step), set()).add(each.rank)
+                    worlds[each.attempt, each.step] = each.world_size
+        return sorted(v for v, found in held.items() if len(found) == worlds[v] and self._counts(v))
+
+    def _note_completed(self) -> None:
+        self.completed = sorted({*self.completed, *self._complete_versions()})[-2:]
+
+    def _add_node(self) -> None:
+        self.num_nodes += 1
+        self.shelves[f"{self.num_nodes:012d}ffff"] = {}
+
+    def _add_rank(self, node: str) -> None:
+        self.num_workers += 1
+        rank = _Rank(worker=f"w{self.num_workers:04d}", node=node)
+        self.ranks.append(rank)
+        self.shelves[node][rank.name] = _Arena()
+
+
+def _has(arena: _Arena, held: Held) -> bool:
+    return any((h.attempt, h.step) == (held.attempt, held.step) for h in arena.versions())
+
+
+TestRun = Run.TestCase
+TestRun.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def test_memory_of_workers_that_are_gone_is_let_go_of_in_the_end() -> None:
+    """A rule that keeps everything would be safe, too: 40 workers die one after the other."""
+    run = Run()
+    for number in range(40):
+        for _ in range(3):
+            run.train(snapshot=True, pin=False)
+            for index in range(4):
+                run.finish(index)
+            for index in range(16):
+                run.copy(index)
+        for index in range(2):
+            run.reap(index)
+        run.the_newest_complete_version_is_there()
+        assert sum(map(len, run.shelves.values())) <= 2 * 4 + 2
+        run.kill_worker(index=number, grows=False)
