@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ucp_core._convert_work import Item, Job, Worker
-from ucp_core._source_checks import plan_extents
-from ucp_core._universal_layout import target_files
 from ucp_core._validation import Problem
 from ucp_core.checksums import BLOCK_BYTES, crc32
+from ucp_core.conversion.source_checks import plan_extents
+from ucp_core.conversion.target_files import target_files
+from ucp_core.conversion.work import Item, Job, Worker
 from ucp_core.errors import CheckpointCorruptError, StorageError
 from ucp_core.statemap import Fragment, StateMap, TensorKey
 from ucp_core.storage.base import ReadRange, join

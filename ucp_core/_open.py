@@ -122,7 +122,7 @@ class Checkpoint:
         """Return the small named values; those of a universal checkpoint are read from files."""
         if self.manifest.kind is not Kind.UNIVERSAL:
             return dict(self.manifest.extra)
-        from ucp_core.universal import read_extra
+        from ucp_core.conversion.universal import read_extra
 
         return read_extra(self)
 

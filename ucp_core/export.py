@@ -24,7 +24,7 @@ class _Writer(NamedTuple):
 
 
 _WRITERS = {
-    "universal": _Writer("ucp_core.convert", "convert", frozenset()),
+    "universal": _Writer("ucp_core.conversion.convert", "convert", frozenset()),
     "huggingface": _Writer(
         "ucp_core.converters.huggingface_writer",
         "write",

@@ -3,7 +3,7 @@
 The paper's operators (ATC'25, table 2) move tensors; these move descriptions, and bytes move once,
 at the end. ``extract`` says where one rank's file has which boxes, ``union`` proves that all of
 them make up the tensor, ``strip_padding`` crops it, ``target_map`` (the paper's UcpInfo) says what
-a rank of another layout needs, ``load`` reads it. The paper's Save is ``ucp_core.convert``.
+a rank of another layout needs, ``load`` reads it. The paper's Save is ``ucp_core.conversion``.
 """
 
 from __future__ import annotations

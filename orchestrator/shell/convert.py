@@ -1,6 +1,6 @@
 """Converts a checkpoint on all nodes of a Ray cluster; this process alone commits.
 
-The work lists are those of ``ucp_core.convert``: a batch of items is a task. A task that dies
+The work lists are those of ``ucp_core.conversion``: a batch of items is a task. A task that dies
 with its worker or its node is done again; what it wrote is written over with the same bytes.
 """
 
@@ -17,10 +17,10 @@ from ray.exceptions import RayError, RayTaskError
 from orchestrator.errors import CapacityError
 from orchestrator.shell.connect import connect
 from orchestrator.shell.local_cluster import HostedCluster
-from ucp_core._convert_pool import Batch
-from ucp_core._convert_work import Job, Result, Worker
 from ucp_core.checkpoint import Checkpoint
-from ucp_core.convert import ConvertResult, convert
+from ucp_core.conversion.convert import ConvertResult, convert
+from ucp_core.conversion.pool import Batch
+from ucp_core.conversion.work import Job, Result, Worker
 from ucp_core.storage import open_store
 
 #: A batch that died so often dies of something that is not chance.
@@ -57,7 +57,7 @@ def convert_on_cluster(
 
     Raises:
         CapacityError: The cluster has no processors, or a batch died again and again.
-        UcpError: As ``ucp_core.convert.convert`` does.
+        UcpError: As ``ucp_core.conversion.convert.convert`` does.
     """
     store, directory = open_store(destination)
     processors = int(ray.cluster_resources().get("CPU", 0))

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.checkpoints import State, Whole, save
 from ucp_core.checkpoint import checkpoint_name, open_checkpoint, verify
-from ucp_core.convert import convert
+from ucp_core.conversion.convert import convert
 from ucp_core.errors import ChecksumMismatchError
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore

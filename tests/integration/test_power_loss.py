@@ -10,7 +10,7 @@ import pytest
 from tests.support.checkpoints import local_tensors, random_sharding, save, small_state
 from tests.support.power import PowerLog
 from ucp_core.checkpoint import open_checkpoint, save_rank
-from ucp_core.convert import convert
+from ucp_core.conversion.convert import convert
 from ucp_core.storage import LocalStore, join
 
 STATE = small_state()

@@ -23,7 +23,7 @@ from tests.support.checkpoints import (
     small_state,
     whole_need,
 )
-from ucp_core import _conversion, _convert_files, _convert_work, _save, checksums
+from ucp_core import _save, checksums
 from ucp_core.checkpoint import (
     Checkpoint,
     LocalTensor,
@@ -33,6 +33,7 @@ from ucp_core.checkpoint import (
     try_commit,
     verify,
 )
+from ucp_core.conversion import conversion, files, work
 from ucp_core.errors import UcpError, UncoveredRegionError, UnsupportedVersionError
 from ucp_core.manifest import from_bytes, parse, to_bytes, to_json, validate
 from ucp_core.storage import MemoryStore, join
@@ -44,7 +45,7 @@ DIRECTORY = f"{ROOT}/step-00000007"
 @pytest.fixture(params=[16, 1 << 20], ids=["tiny blocks", "real blocks"])
 def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 bytes make small tensors meet every case of large ones."""
-    for module in (_save, _conversion, _convert_work, _convert_files):
+    for module in (_save, conversion, work, files):
         monkeypatch.setattr(module, "BLOCK_BYTES", request.param)
     defaults = checksums.BlockHasher.__init__
     monkeypatch.setattr(defaults, "__defaults__", (request.param,))

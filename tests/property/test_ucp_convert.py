@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.foreign_maps import DIRECTORY, Foreign, random_foreign
-from ucp_core import _conversion, _convert_files, _convert_work, checksums
+from ucp_core import checksums
 from ucp_core._gather import Holders, is_plain, scattered
 from ucp_core.boxes import Box, flat_range, packed_strides
 from ucp_core.checkpoint import open_checkpoint, verify
-from ucp_core.convert import convert
+from ucp_core.conversion import conversion, files, work
+from ucp_core.conversion.convert import convert
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.storage import LocalStore, MemoryStore
 
@@ -27,7 +28,7 @@ SEEDS = st.integers(0, 2**32)
 def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Blocks of 16 bytes make small tensors meet every case of large ones."""
     size: int = request.param
-    for module in (_conversion, _convert_work, _convert_files):
+    for module in (conversion, work, files):
         monkeypatch.setattr(module, "BLOCK_BYTES", size)
     monkeypatch.setattr(checksums.BlockHasher.__init__, "__defaults__", (size,))
     return size

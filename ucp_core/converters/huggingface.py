@@ -113,7 +113,7 @@ def read(
 
 def _refuse_unfinished(store: Store, directory: str) -> None:
     """Refuse a universal checkpoint without its manifest: of its moments nothing would be left."""
-    from ucp_core._convert_journal import FOLDER
+    from ucp_core.conversion.journal import FOLDER
 
     if store.exists(join(directory, FOLDER)):
         raise CheckpointCorruptError(

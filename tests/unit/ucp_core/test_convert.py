@@ -23,11 +23,11 @@ from tests.support.conversions import (
     large_state,
     native_source,
 )
-from ucp_core import convert as convert_module
-from ucp_core._convert_journal import FOLDER, Journal
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, open_checkpoint, save_rank, verify
-from ucp_core.convert import convert
+from ucp_core.conversion import convert as convert_module
+from ucp_core.conversion.convert import convert
+from ucp_core.conversion.journal import FOLDER, Journal
 from ucp_core.errors import (
     CheckpointCorruptError,
     ChecksumMismatchError,
@@ -252,7 +252,7 @@ def test_two_conversions_do_not_write_one_directory(tmp_path: Path) -> None:
 
 def test_numpy_is_needed_for_interleaved_tensors_only() -> None:
     """It takes longer to import than a small checkpoint to convert."""
-    probe = "import sys, ucp_core._convert_work\nprint('numpy' in sys.modules)"
+    probe = "import sys, ucp_core.conversion.work\nprint('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
     assert np.__name__ == "numpy"

@@ -23,16 +23,16 @@ from tests.support.conversions import (
     large_state,
     native_source,
 )
-from ucp_core import convert as convert_module
-from ucp_core._convert_journal import FOLDER
 from ucp_core.checkpoint import Checkpoint
 from ucp_core.checksums import crc32
-from ucp_core.convert import convert
+from ucp_core.conversion import convert as convert_module
+from ucp_core.conversion.convert import convert
+from ucp_core.conversion.journal import FOLDER
 from ucp_core.storage import MemoryStore
 
 _SCRIPT = """
 import os, sys
-from ucp_core import convert as module
+from ucp_core.conversion import convert as module
 from ucp_core.checkpoint import open_checkpoint
 from ucp_core.storage import LocalStore
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core._gather import Holders, Run, is_plain, scattered
-from ucp_core._source_checks import Check, ExtentPlan, Notes, Piece
 from ucp_core.boxes import Box, flat_range, packed_strides
 from ucp_core.checksums import BLOCK_BYTES, combine, crc32
+from ucp_core.conversion.source_checks import Check, ExtentPlan, Notes, Piece
 from ucp_core.errors import CheckpointCorruptError, StorageError
 from ucp_core.statemap import DTYPE_BYTES, Fragment, StateMap, TensorEntry
 from ucp_core.storage.base import ReadRange, Store, join
@@ -23,7 +23,7 @@ from ucp_core.storage.local import LocalStore
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ucp_core._universal_layout import TargetFile
+    from ucp_core.conversion.target_files import TargetFile
 
 #: A process may have 1024 files open, and others need some.
 _OPEN_FILES_MAX = 200

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp_core._convert_work import Item, Job, Result, is_local
 from ucp_core._open import MANIFEST_NAME, Checkpoint
-from ucp_core._source_checks import Collector, plan_extents
-from ucp_core._universal_layout import TargetFile, extra_file, small_files, target_files
 from ucp_core.boxes import Box
 from ucp_core.checksums import BLOCK_BYTES, combine, combine_blocks, crc32
+from ucp_core.conversion.source_checks import Collector, plan_extents
+from ucp_core.conversion.target_files import TargetFile, extra_file, small_files, target_files
+from ucp_core.conversion.work import Item, Job, Result, is_local
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.manifest import FileEntry, Kind, Manifest, from_bytes, to_bytes
 from ucp_core.statemap import Fragment, StateMap, TensorEntry, TensorKey

@@ -7,11 +7,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucp_core import _convert_journal as journal
-from ucp_core._convert_pool import Writer, do_item
-from ucp_core._convert_work import Item, Result, Worker
-from ucp_core._universal_layout import TargetFile
 from ucp_core.checksums import BLOCK_BYTES, crc32
+from ucp_core.conversion import journal
+from ucp_core.conversion.pool import Writer, do_item
+from ucp_core.conversion.target_files import TargetFile
+from ucp_core.conversion.work import Item, Result, Worker
 from ucp_core.errors import StorageError
 from ucp_core.storage._reserving import may_reserve
 from ucp_core.storage.base import Store, join

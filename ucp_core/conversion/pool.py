@@ -12,7 +12,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ucp_core._convert_work import Item, Job, Result, Worker
+from ucp_core.conversion.work import Item, Job, Result, Worker
 from ucp_core.errors import StorageError, UcpError
 
 if TYPE_CHECKING:

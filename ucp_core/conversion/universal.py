@@ -1,6 +1,6 @@
 """The universal checkpoint: whole tensors in safetensors files that any tool can read.
 
-No rank, no padding and no parallelism in it. ``ucp_core.convert`` writes it.
+No rank, no padding and no parallelism in it. ``ucp_core.conversion.convert`` writes it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core._open import Checkpoint
 from ucp_core.checksums import crc32
-from ucp_core.convert import MEMORY_BYTES_MIN, convert
+from ucp_core.conversion.convert import MEMORY_BYTES_MIN, convert
 from ucp_core.errors import CheckpointCorruptError, ChecksumMismatchError
 from ucp_core.storage.base import Store, join
 
@@ -30,7 +30,7 @@ def materialise(
 ) -> None:
     """Write a universal checkpoint, in this process alone and so that it survives a power loss.
 
-    ``ucp_core.convert.convert`` does the same with all options.
+    ``ucp_core.conversion.convert.convert`` does the same with all options.
 
     Args:
         checkpoint: The source: native, universal or foreign.

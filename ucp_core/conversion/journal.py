@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucp_core._convert_work import Item, Result
-from ucp_core._source_checks import Check, Piece
 from ucp_core.checksums import crc32
+from ucp_core.conversion.source_checks import Check, Piece
+from ucp_core.conversion.work import Item, Result
 from ucp_core.errors import StorageError, UcpError
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from ucp_core import _convert_pool as pool
-from ucp_core._conversion import Conversion
-from ucp_core._convert_work import Item, Worker
 from ucp_core._gather import Holders, is_plain
-from ucp_core.convert import MEMORY_BYTES_MIN, default_processes
+from ucp_core.conversion import pool
+from ucp_core.conversion.conversion import Conversion
+from ucp_core.conversion.convert import MEMORY_BYTES_MIN, default_processes
+from ucp_core.conversion.work import Item, Worker
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.plan import plan
 from ucp_core.rules import Rules, builtin_rules, family_of

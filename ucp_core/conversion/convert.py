@@ -16,15 +16,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
-from ucp_core import _convert_pool as pool
-from ucp_core._conversion import GENERAL_BYTES_MAX, Conversion
-from ucp_core._convert_files import LocalFiles, StreamedFiles
-from ucp_core._convert_work import Item, Job, Result, is_local
 from ucp_core._gather import is_plain
 from ucp_core._open import Checkpoint
 from ucp_core._reading import reading
 from ucp_core.boxes import Box, is_contiguous
 from ucp_core.checksums import BLOCK_BYTES
+from ucp_core.conversion import pool
+from ucp_core.conversion.conversion import GENERAL_BYTES_MAX, Conversion
+from ucp_core.conversion.files import LocalFiles, StreamedFiles
+from ucp_core.conversion.work import Item, Job, Result, is_local
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.storage.base import Store
 from ucp_core.storage.local import LocalStore
