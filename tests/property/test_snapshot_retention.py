@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ucp_core.checkpoint import is_valid
 from workers.keeper.arena import NUM_SLOTS
@@ -91,7 +91,7 @@ class _Rank:
 
 
 class Run(RuleBasedStateMachine):
-    """Two nodes with two ranks each, each node's keeper copying the other's arenas."""
+    """One node, or two of which each keeps copies of the other's arenas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,14 +103,21 @@ class Run(RuleBasedStateMachine):
         self.lineage: list[Version] = [(1, 0)]
         #: Newest versions that were complete, the newest last; at most two.
         self.completed: list[Version] = []
-        for _ in range(2):
-            self._add_node()
-        for node in list(self.shelves) * 2:
-            self._add_rank(node)
 
-    @rule(snapshot=st.booleans(), pin=st.booleans())
-    def train(self, *, snapshot: bool, pin: bool) -> None:
+    @initialize(num_nodes=st.integers(1, 2), num_ranks=st.integers(2, 4))
+    def begin(self, num_nodes: int, num_ranks: int) -> None:
+        """Start the run."""
+        for _ in range(num_nodes):
+            self._add_node()
+        for number in range(num_ranks):
+            self._add_rank(sorted(self.shelves)[number % num_nodes])
+
+    @rule(snapshot=st.booleans(), pin=st.booleans(), is_calm=st.booleans())
+    def train(self, *, snapshot: bool, pin: bool, is_calm: bool) -> None:
         """All ranks do a step; the flags of all decide what each does at its end."""
+        if is_calm:
+            self.finish(mask=-1)
+            self.copy(mask=-1)
         arenas = [self._arena(rank) for rank in self.ranks]
         self.step += 1
         if not snapshot or any(rank.pending for rank in self.ranks) or self._is_behind():
@@ -123,24 +130,24 @@ class Run(RuleBasedStateMachine):
             rank.pending = _held(slot, self.attempt, self.step, number, world)
             rank.pin = pin
 
-    @rule(index=st.integers(0, 7))
-    def finish(self, index: int) -> None:
-        """A rank's thread completes its slot."""
-        rank = self.ranks[index % len(self.ranks)]
-        held, rank.pending = rank.pending, None
-        if held is not None:
-            arena = self._arena(rank)
-            arena.slots[held.slot] = held
-            if rank.pin:
-                arena.pinned = held.slot
+    @rule(mask=st.integers(0, 15))
+    def finish(self, mask: int) -> None:
+        """The threads of some ranks complete their slots."""
+        for number, rank in enumerate(self.ranks):
+            if mask >> number & 1 and rank.pending is not None:
+                held, rank.pending = rank.pending, None
+                arena = self._arena(rank)
+                arena.slots[held.slot] = held
+                if rank.pin:
+                    arena.pinned = held.slot
         self._note_completed()
 
-    @rule(index=st.integers(0, 7))
-    def copy(self, index: int) -> None:
-        """The other node's mirror takes the newest version that counts of one arena."""
-        originals = self._originals()
-        node, name = originals[index % len(originals)]
-        self._copy(node, name)
+    @rule(mask=st.integers(0, 255))
+    def copy(self, mask: int) -> None:
+        """The other node's mirror takes the newest version that counts of some arenas."""
+        for number, (node, name) in enumerate(self._originals()):
+            if mask >> number & 1:
+                self._copy(node, name)
         self._note_completed()
 
     @rule(index=st.integers(0, 7))
@@ -302,19 +309,18 @@ def _has(arena: _Arena, held: Held) -> bool:
 
 
 TestRun = Run.TestCase
-TestRun.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestRun.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 def test_memory_of_workers_that_are_gone_is_let_go_of_in_the_end() -> None:
     """A rule that keeps everything would be safe, too: 40 workers die one after the other."""
     run = Run()
+    run.begin(num_nodes=2, num_ranks=4)
     for number in range(40):
         for _ in range(3):
-            run.train(snapshot=True, pin=False)
-            for index in range(4):
-                run.finish(index)
-            for index in range(16):
-                run.copy(index)
+            run.train(snapshot=True, pin=False, is_calm=True)
+        run.finish(mask=-1)
+        run.copy(mask=-1)
         for index in range(2):
             run.reap(index)
         run.the_newest_complete_version_is_there()
