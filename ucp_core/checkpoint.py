@@ -31,7 +31,7 @@ from ucp_core._open import (
 from ucp_core._reading import reading
 from ucp_core._save import SaveResult, save_rank, try_commit
 from ucp_core.conversion.universal import materialise
-from ucp_core.verification import verify
+from ucp_core.inspection.verification import verify
 
 __all__ = [
     "MANIFEST_NAME",

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ucp_core import cli_convert, cli_tools
-from ucp_core._console import (
+from ucp_core.commands import convert, tools
+from ucp_core.commands.console import (
     EXIT_CHECKPOINT,
     EXIT_STORAGE,
     Json,
@@ -23,8 +23,8 @@ from ucp_core._console import (
     open_any,
     print_json,
 )
-from ucp_core._console import Source as _Url
-from ucp_core._console import progress as progress_bar
+from ucp_core.commands.console import Source as _Url
+from ucp_core.commands.console import progress as progress_bar
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.manifest import Kind
 
@@ -91,7 +91,7 @@ def verify_command(
     as_json: Json = False,  # noqa: FBT002 - a flag of the command line
 ) -> None:
     """Read every byte of a checkpoint and name what is damaged; exit code 1 if anything is."""
-    from ucp_core.verification import unchecked_bytes, verify
+    from ucp_core.inspection.verification import unchecked_bytes, verify
 
     opened = open_any(checkpoint, rules=rules, tag=tag)
     with progress_bar("verifying", as_json=as_json) as progress:
@@ -116,8 +116,8 @@ def verify_command(
         raise typer.Exit(EXIT_CHECKPOINT)
 
 
-cli_convert.register(app)
-cli_tools.register(app)
+convert.register(app)
+tools.register(app)
 
 
 def main() -> None:

@@ -25,10 +25,10 @@ from itertools import product
 from math import prod
 from typing import Any, Literal, TypeAlias
 
-from ucp_core._affine import AffinePiece, piece_boxes
 from ucp_core._cuts import Cut, Piece, cut_problems, fitted_cut, listed, place_cuts
 from ucp_core.boxes import Box
 from ucp_core.errors import PatternError, UnsupportedVersionError
+from ucp_core.language.affine import AffinePiece, piece_boxes
 
 __all__ = [
     "AFFINE_MAP_VERSION",

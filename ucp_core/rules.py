@@ -164,9 +164,9 @@ def load_rules(text: str, where: str) -> Rules:
     Raises:
         RulesError: All problems, one a line, as ``file:line:column: what``.
     """
-    from ucp_core import _ruletext
+    from ucp_core.language import syntax
 
-    found = _ruletext.read_rules(text, where, builtin_names())
+    found = syntax.read_rules(text, where, builtin_names())
     rules = Rules(
         rules=tuple(
             Rule(rule.match, rule.pattern, rule.slot, f"{where}:{rule.line}")
@@ -187,9 +187,9 @@ def load_renames(text: str, where: str) -> Renames:
     Raises:
         RulesError: All problems, one a line, as ``file:line:column: what``.
     """
-    from ucp_core import _ruletext
+    from ucp_core.language import syntax
 
-    return Renames(tuple(_ruletext.read_renames(text, where)))
+    return Renames(tuple(syntax.read_renames(text, where)))
 
 
 @cache

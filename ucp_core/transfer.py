@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ucp_core._floats import decode, encode
 from ucp_core.checksums import crc32
+from ucp_core.dtypes.floats import decode, encode
 from ucp_core.errors import ChecksumMismatchError
 from ucp_core.plan import GAP_BYTES_MAX, readable
 from ucp_core.statemap import DTYPE_BYTES, Fragment

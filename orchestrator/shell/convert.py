@@ -140,7 +140,7 @@ def convert_command(  # noqa: PLR0913 - options of a command
         CapacityError: There is no cluster.
         UcpError: See ``convert_on_cluster``.
     """
-    from ucp_core._console import memory_size, open_any, progress
+    from ucp_core.commands.console import memory_size, open_any, progress
 
     memory_bytes = memory_size(memory)
     checkpoint = open_any(source, rules=rules, rename=rename, tag=tag)

@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.foreign_reading import shared_fixture
 from ucp_core.converters import open_source
-from ucp_core.diff import diff
-from ucp_core.export import FORMATS, export
+from ucp_core.converters.export import FORMATS, export
+from ucp_core.inspection.diff import diff
 from ucp_core.storage import LocalStore, MemoryStore
 
 FIXTURES = (

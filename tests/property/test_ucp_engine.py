@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.support.foreign_maps import Foreign, index, random_box, random_foreign, target
 from ucp_core import _open
-from ucp_core._floats import decode, encode
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint, LocalTensor, load
+from ucp_core.dtypes.floats import decode, encode
 from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
 from ucp_core.statemap import StateMap
 from ucp_core.storage import MemoryStore

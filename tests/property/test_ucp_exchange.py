@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import ROOT, State, random_sharding, random_state, save
-from ucp_core._compare import Tolerance
 from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
 from ucp_core.converters import dcp_writer, huggingface, huggingface_writer, open_source
-from ucp_core.diff import diff
+from ucp_core.inspection.diff import diff
+from ucp_core.inspection.elements import Tolerance
 from ucp_core.statemap import DTYPE_BYTES, TensorKey
 from ucp_core.storage import MemoryStore
 

@@ -11,9 +11,9 @@ import pytest
 from tests.support.checkpoints import ROOT, save, small_state
 from ucp_core.checkpoint import Checkpoint, open_checkpoint
 from ucp_core.converters import dcp_writer, open_source
-from ucp_core.diff import diff
+from ucp_core.converters.export import export
 from ucp_core.errors import UcpError
-from ucp_core.export import export
+from ucp_core.inspection.diff import diff
 from ucp_core.storage import MemoryStore
 from ucp_core.storage.base import Buffer
 

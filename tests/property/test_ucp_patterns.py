@@ -22,10 +22,10 @@ from tests.support.shards import (
     random_spread,
     zero_partitions,
 )
-from ucp_core._affine import piece_boxes
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint
 from ucp_core.errors import RulesError, UncoveredRegionError
+from ucp_core.language.affine import piece_boxes
 from ucp_core.layout import ParallelLayout
 from ucp_core.manifest import Kind, Manifest
 from ucp_core.operators import extract, load, strip_padding, target_pieces, union

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.support.checkpoints import cuts
-from ucp_core._floats import decode, encode
 from ucp_core.boxes import Box, packed_strides
 from ucp_core.checkpoint import Checkpoint, LocalTensor
 from ucp_core.checksums import crc32
+from ucp_core.dtypes.floats import decode, encode
 from ucp_core.manifest import Kind, Manifest
 from ucp_core.statemap import (
     DTYPE_BYTES,

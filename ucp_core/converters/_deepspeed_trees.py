@@ -11,7 +11,6 @@ from collections import OrderedDict
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ucp_core._casting import FLOATS
 from ucp_core.converters._flat import Range, Shard, everything
 from ucp_core.converters._zero import (
     PADDING,
@@ -22,6 +21,7 @@ from ucp_core.converters._zero import (
     tensor_spans,
 )
 from ucp_core.converters.torchwriter import Instance, Named, Size, TensorData
+from ucp_core.dtypes.casts import FLOATS
 from ucp_core.errors import UcpError
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucp_core._casting import FLOATS, cast
 from ucp_core._slabs import check_memory, stream
 from ucp_core.converters._safetensors import print_header
 from ucp_core.converters.huggingface import EXTRA_NAME, INDEX_SUFFIX, SUFFIX
+from ucp_core.dtypes.casts import FLOATS, cast
 from ucp_core.errors import UcpError
 from ucp_core.statemap import DTYPE_BYTES, TensorEntry
 from ucp_core.storage.base import Store, join

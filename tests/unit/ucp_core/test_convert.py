@@ -35,10 +35,10 @@ from ucp_core.errors import (
     UcpError,
     UncoveredRegionError,
 )
+from ucp_core.inspection.verification import unchecked_bytes
 from ucp_core.manifest import Item
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore, MemoryStore
-from ucp_core.verification import unchecked_bytes
 
 
 def test_every_way_of_working_makes_the_same_files(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ucp_core._affine import BOXES_MAX, AffinePiece
 from ucp_core.boxes import Box
 from ucp_core.errors import PatternError, UnsupportedVersionError
+from ucp_core.language.affine import BOXES_MAX, AffinePiece
 from ucp_core.patterns import (
     Affine,
     Average,

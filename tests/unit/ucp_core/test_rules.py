@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ucp_core._console import read_rules
+from ucp_core.commands.console import read_rules
 from ucp_core.errors import PatternError, RulesError
 from ucp_core.patterns import Affine, Average, Cut, Grid, Pattern, Replicated, Unique
 from ucp_core.rules import (

@@ -17,8 +17,8 @@ from ucp_core._slabs import MEMORY_BYTES_MIN, Piece, Slab, SlabReader, stream, s
 from ucp_core.boxes import Box, slabs
 from ucp_core.checkpoint import Checkpoint, open_checkpoint
 from ucp_core.converters import dcp_writer, huggingface_writer
-from ucp_core.diff import diff
 from ucp_core.errors import UcpError
+from ucp_core.inspection.diff import diff
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore, MemoryStore
 

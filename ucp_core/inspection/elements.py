@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ucp_core._casting import FLOATS, cast, numpy_dtype
-from ucp_core._floats import decode
+from ucp_core.dtypes.casts import FLOATS, cast, numpy_dtype
+from ucp_core.dtypes.floats import decode
 from ucp_core.statemap import DTYPE_BYTES
 
 #: Elements that are looked at one by one at a time; bounds the memory for it.

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucp_core._foreign_verification import foreign_problems, unchecked_bytes
 from ucp_core._open import MANIFEST_NAME, Checkpoint
 from ucp_core._reading import reading
 from ucp_core._save import rank_name
@@ -16,6 +15,7 @@ from ucp_core.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
+from ucp_core.inspection.foreign import foreign_problems, unchecked_bytes
 from ucp_core.manifest import Kind, Problem, from_bytes
 from ucp_core.statemap import prove_entry
 from ucp_core.storage.base import ReadRange, join

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ucp_core._console import (
+from ucp_core.commands.console import (
     Json,
     Memory,
     RenameFile,

@@ -14,12 +14,12 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucp_core._compare import Difference, Tolerance, common_dtype, compare
 from ucp_core._reading import reading
 from ucp_core._slabs import MEMORY_BYTES_MIN, Piece, SlabReader, aligned, check_memory
 from ucp_core.boxes import Box, slabs, span
 from ucp_core.checksums import combine
 from ucp_core.errors import UcpError
+from ucp_core.inspection.elements import Difference, Tolerance, common_dtype, compare
 from ucp_core.statemap import DTYPE_BYTES, Extent, TensorEntry, TensorKey
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ucp_core._casting import FLOATS, cast
+from ucp_core.dtypes.casts import FLOATS, cast
 from ucp_core.errors import CheckpointCorruptError
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ucp_core._console import (
+from ucp_core.commands.console import (
     EXIT_CHECKPOINT,
     Json,
     Memory,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucp_core._open import Checkpoint
-    from ucp_core.diff import DiffReport, TensorDiff
+    from ucp_core.inspection.diff import DiffReport, TensorDiff
 
 #: Rows of a table for people; programs get everything.
 _ROWS_MAX = 50
@@ -80,7 +80,7 @@ def diff_command(  # noqa: PLR0913 - options of a command
     Rules and renamings apply to both. Small values are compared too, unless --only or --slots
     ask for some tensors.
     """
-    from ucp_core.diff import Tolerance, diff
+    from ucp_core.inspection.diff import Tolerance, diff
 
     memory_bytes = memory_size(memory)
     opened = [open_any(url, rules=rules, rename=rename) for url in (first, second)]
@@ -233,7 +233,7 @@ def export_command(  # noqa: PLR0913 - options of a command
     Formats: universal, huggingface, dcp (torch.distributed.checkpoint), deepspeed,
     deepspeed-universal. Options of one format are refused with the others.
     """
-    from ucp_core.export import FORMATS, export
+    from ucp_core.converters.export import FORMATS, export
 
     if to not in FORMATS:
         raise typer.BadParameter(f"{to!r} is none of {', '.join(FORMATS)}", param_hint="--format")
@@ -281,7 +281,7 @@ def _tied_layers(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
 
 
 def _exported(opened: Checkpoint, destination: str, to: str) -> dict[str, Any]:
-    from ucp_core.export import left_behind
+    from ucp_core.converters.export import left_behind
 
     entries = [
         entry
@@ -315,8 +315,8 @@ def extract_command(  # noqa: PLR0913 - options of a command
     """Show what is in a tensor or a box of it, and write it to a file if one is given."""
     from dataclasses import asdict
 
-    from ucp_core.diff import plain
-    from ucp_core.extract import extract, find, parse_box
+    from ucp_core.inspection.diff import plain
+    from ucp_core.inspection.extract import extract, find, parse_box
 
     memory_bytes = memory_size(memory)
     opened = open_any(source, rules=rules, rename=rename, tag=tag)
