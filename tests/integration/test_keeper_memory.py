@@ -96,11 +96,11 @@ class _Keeper:
 
         self.directory = directory
         self.run_url = run_url
-        self.ear = ray.remote(_Ear).options(num_cpus=0).remote()
+        self.ear: Any = ray.remote(_Ear).options(num_cpus=0).remote()
         settings = Settings(
             snapshot=SnapshotSettings(node_memory_mib=256), checkpoint=CheckpointSettings(keep=3)
         )
-        self.actor = (
+        self.actor: Any = (
             ray.remote(Keeper)
             .options(
                 **OPTIONS, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
@@ -224,9 +224,9 @@ def test_a_keeper_without_snapshots_is_what_it_was(tmp_path: Path) -> None:
 
     from workers.keeper.actor import OPTIONS, Keeper
 
-    ear = ray.remote(_Ear).options(num_cpus=0).remote()
+    ear: Any = ray.remote(_Ear).options(num_cpus=0).remote()
     settings = Settings(snapshot=SnapshotSettings(every_steps=0))
-    actor = (
+    actor: Any = (
         ray.remote(Keeper)
         .options(**OPTIONS)
         .remote(

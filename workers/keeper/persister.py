@@ -244,7 +244,7 @@ class Persister:
             chunk = copy[: len(source)]
             np.copyto(chunk, source)
             value = crc32(chunk, value)
-            yield memoryview(chunk)
+            yield chunk.data
             self._under_way[caller] = held, time.monotonic()
         _check_there(arena, held)
         if value != expected:

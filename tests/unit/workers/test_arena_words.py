@@ -82,7 +82,7 @@ def test_a_copy_is_behind_until_it_has_the_newest_version(arena: Arena) -> None:
     """Also when the newest one came into the same slot as what was copied before."""
     arena.attend(True)
     assert not arena.copy_behind()
-    copied = []
+    copied: list[Held] = []
     for step in range(1, 7):
         held = _write(arena, step)
         assert arena.copy_behind(), step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -75,6 +76,10 @@ def _save(
             lineage=shelf.lineage,
         )  # fmt: skip
     shelf.tell()
+
+
+def _has_stored(persister: Persister, step: int) -> bool:
+    return persister.stored_step == step
 
 
 def _check_stored(store: Store, step: int, directory: str = "run") -> None:
@@ -263,7 +268,7 @@ def test_old_checkpoints_go_only_when_the_history_is_known(
     with persisting(store, keep=1) as persister:
         for step in (1, 2):
             _save(shelf, [arena], step)
-            assert eventually(lambda step=step: persister.stored_step == step)
+            assert eventually(partial(_has_stored, persister, step))
         assert eventually(lambda: arena.pinned() is None)
         assert len(store.list("run/checkpoints")) == 2
 
