@@ -14,7 +14,8 @@ from tests.support.checkpoints import ROOT, State, Whole, save
 from tests.support.fixture_runs import RUNS, batch, llama_config
 from tests.support.foreign_reading import shared_fixture
 from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
-from ucp_core.converters import huggingface_writer, open_source
+from ucp_core.converters import open_source
+from ucp_core.converters.huggingface import writer as huggingface_writer
 from ucp_core.inspection.diff import diff
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore, MemoryStore

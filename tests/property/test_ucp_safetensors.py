@@ -14,8 +14,8 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp_core.converters import huggingface
-from ucp_core.converters._safetensors import parse_header, print_header
+from ucp_core.converters.files.safetensors import parse_header, print_header
+from ucp_core.converters.huggingface import reader as huggingface
 from ucp_core.errors import UcpError
 from ucp_core.storage import MemoryStore
 

@@ -17,7 +17,13 @@ import numpy.typing as npt
 from ucp_core._open import Checkpoint, LocalTensor, load
 from ucp_core.boxes import Box
 from ucp_core.converters import open_source
-from ucp_core.converters.torchwriter import Instance, Named, Size, TensorData, write_torch_file
+from ucp_core.converters.files.torch_writer import (
+    Instance,
+    Named,
+    Size,
+    TensorData,
+    write_torch_file,
+)
 from ucp_core.rules import Rules
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore

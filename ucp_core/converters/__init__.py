@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["open_source", "recognise"]
 
 #: Asked in this order: a folder of Megatron-core is also one of torch DCP.
-_READERS = ("deepspeed", "megatron_core", "megatron", "dcp", "huggingface")
+_READERS = {
+    "deepspeed": "deepspeed",
+    "megatron_core": "megatron_core",
+    "megatron": "megatron",
+    "dcp": "dcp",
+    "huggingface": "huggingface.reader",
+}
 
 _NATIVE = "everstep"
 
@@ -94,8 +100,8 @@ def _open(store: Store, directory: str, rules: Rules | None, tag: str | None) ->
 
 
 def _readers() -> Iterator[Any]:
-    for name in _READERS:
-        yield import_module(f"ucp_core.converters.{name}")
+    for module in _READERS.values():
+        yield import_module(f"ucp_core.converters.{module}")
 
 
 def _is_native(store: Store, directory: str) -> bool:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.boxes import Box
-from ucp_core.converters._tensors import TensorRef
-from ucp_core.converters._unpickle import collector_paused
-from ucp_core.converters.torchfile import EDGE_BYTES, TensorFiles, read_torch_part
+from ucp_core.converters.files.pickle_reader import collector_paused
+from ucp_core.converters.files.pickle_tensors import TensorRef
+from ucp_core.converters.files.torch_reader import EDGE_BYTES, TensorFiles, read_torch_part
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.statemap import Extent, Fragment, TensorEntry, TensorKey
 from ucp_core.storage.base import ReadRange, join

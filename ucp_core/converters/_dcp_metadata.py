@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters._stand_ins import Buildable, Global
-from ucp_core.converters._tensors import extents_of
+from ucp_core.converters.files.pickle_classes import Buildable, Global
+from ucp_core.converters.files.pickle_tensors import extents_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,9 +19,9 @@ from ucp_core.converters._dcp_metadata import (
     mapping,
 )
 from ucp_core.converters._dcp_safetensors import find_safetensors
-from ucp_core.converters._tensors import known_dtype
-from ucp_core.converters._unpickle import collector_paused
-from ucp_core.converters.torchfile import read_pickle
+from ucp_core.converters.files.pickle_reader import collector_paused
+from ucp_core.converters.files.pickle_tensors import known_dtype
+from ucp_core.converters.files.torch_reader import read_pickle
 from ucp_core.errors import CheckpointCorruptError, StorageError
 from ucp_core.storage.base import join
 

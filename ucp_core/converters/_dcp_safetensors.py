@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from ucp_core.boxes import Box
 from ucp_core.converters._dcp_container import Blob, Chunk, Container, Item
-from ucp_core.converters._safetensors import (
+from ucp_core.converters.files.pickle_tensors import TensorRef, extents_of
+from ucp_core.converters.files.safetensors import (
     LENGTH_BYTES,
     Header,
     TensorRange,
     header_bytes,
     parse_header,
 )
-from ucp_core.converters._tensors import TensorRef, extents_of
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.statemap import DTYPE_BYTES
 from ucp_core.storage.base import join

@@ -15,8 +15,8 @@ import numpy as np
 from ucp_core.boxes import Box
 from ucp_core.checksums import crc32
 from ucp_core.converters._dcp_names import Names, classify, number_names
-from ucp_core.converters.inline import INLINE_NAME
-from ucp_core.converters.torchfile import TensorRef, plain
+from ucp_core.converters.files.inline import INLINE_NAME
+from ucp_core.converters.files.torch_reader import TensorRef, plain
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError
 from ucp_core.manifest import Item
 from ucp_core.statemap import Extent, Fragment, TensorEntry, TensorKey

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters._values import json_value
+from ucp_core.converters.shared.values import json_value
 from ucp_core.errors import ForeignClassError
 from ucp_core.manifest import Item
 

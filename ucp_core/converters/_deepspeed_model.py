@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.converters._flat import read_scalars
-from ucp_core.converters._pickling import TensorData
+from ucp_core.converters.files.pickle_writer import TensorData
 from ucp_core.errors import UcpError
 from ucp_core.statemap import DTYPE_BYTES, TensorEntry, TensorKey
 

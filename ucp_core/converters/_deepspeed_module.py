@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.converters._deepspeed_topology import Native
 from ucp_core.converters._deepspeed_zero import EXPERT
-from ucp_core.converters._shards import Rank, Run, Shards
-from ucp_core.converters.torchfile import TensorRef
+from ucp_core.converters.files.torch_reader import TensorRef
+from ucp_core.converters.shared.shards import Rank, Run, Shards
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.manifest import Item
 from ucp_core.statemap import DTYPE_BYTES, TensorKey

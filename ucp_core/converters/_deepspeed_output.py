@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.converters._deepspeed_trees import DEEPSPEED_NAMES
-from ucp_core.converters.torchwriter import TensorData, write_torch_file
+from ucp_core.converters.files.torch_writer import TensorData, write_torch_file
 from ucp_core.errors import UcpError
 from ucp_core.storage.base import join
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucp_core.converters.torchfile import TensorRef
+from ucp_core.converters.files.torch_reader import TensorRef
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 
 if TYPE_CHECKING:

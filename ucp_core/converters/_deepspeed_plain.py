@@ -6,10 +6,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.converters._deepspeed_module import WEIGHT, Modules
-from ucp_core.converters._optimizer_order import assign, largest_shape, unclear
-from ucp_core.converters._shards import Rank, Run
-from ucp_core.converters._values import Scalars, json_value
-from ucp_core.converters.torchfile import TensorRef
+from ucp_core.converters.files.torch_reader import TensorRef
+from ucp_core.converters.shared.optimizer_order import assign, largest_shape, unclear
+from ucp_core.converters.shared.shards import Rank, Run
+from ucp_core.converters.shared.values import Scalars, json_value
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 from ucp_core.statemap import DTYPE_BYTES, TensorKey
 
@@ -99,7 +99,7 @@ class _Optimizer:
     ) -> dict[int, list[str]]:
         """Return the names of each group's parameters, whose weights its masters round to."""
         # numpy takes 80 ms to import, and ZeRO's files do without.
-        from ucp_core.converters._evidence import match_flat, match_masters
+        from ucp_core.converters.shared.evidence import match_flat, match_masters
 
         store, directory = native.files.store, native.files.directory
         taken: set[str] = set()

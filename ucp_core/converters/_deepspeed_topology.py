@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.converters._deepspeed_names import Names
-from ucp_core.converters._shards import Rank
-from ucp_core.converters.torchfile import Opaque, TorchFile, read_torch_file
+from ucp_core.converters.files.torch_reader import Opaque, TorchFile, read_torch_file
+from ucp_core.converters.shared.shards import Rank
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.manifest import Item
 from ucp_core.storage.base import join

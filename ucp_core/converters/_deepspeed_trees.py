@@ -1,4 +1,4 @@
-"""What stands in each file of a DeepSpeed checkpoint, as trees for ``torchwriter``.
+"""What stands in each file of a DeepSpeed checkpoint, as trees for ``torch_writer``.
 
 One ``Trees`` for one model-parallel rank. Keys and shapes are those of DeepSpeed 0.19.8
 (``engine._common_checkpoint_state``, ``stage_1_and_2.state_dict``, ``stage3._rigid_state_dict``).
@@ -20,7 +20,7 @@ from ucp_core.converters._zero import (
     tensor_partition,
     tensor_spans,
 )
-from ucp_core.converters.torchwriter import Instance, Named, Size, TensorData
+from ucp_core.converters.files.torch_writer import Instance, Named, Size, TensorData
 from ucp_core.dtypes.casts import FLOATS
 from ucp_core.errors import UcpError
 

@@ -22,9 +22,9 @@ from ucp_core.converters._deepspeed_module import Modules, add_modules, buffer_n
 from ucp_core.converters._deepspeed_names import ZERO, Folder, sort_names
 from ucp_core.converters._deepspeed_topology import THREADS_MAX, Native, open_native
 from ucp_core.converters._deepspeed_zero import param_shapes
-from ucp_core.converters._shards import Shards
-from ucp_core.converters._values import Scalars, json_value, number
-from ucp_core.converters.torchfile import TensorRef, TorchFile, read_torch_file
+from ucp_core.converters.files.torch_reader import TensorRef, TorchFile, read_torch_file
+from ucp_core.converters.shared.shards import Shards
+from ucp_core.converters.shared.values import Scalars, json_value, number
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.manifest import Item, Kind, Manifest
 from ucp_core.operators import extract, union

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters._shards import Rank, Run, Shards
+from ucp_core.converters.shared.shards import Rank, Run, Shards
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.statemap import DTYPE_BYTES, TensorKey
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ucp_core.converters._deepspeed_partitions import Partition, RankState
-    from ucp_core.converters._values import Scalars
-    from ucp_core.converters.torchfile import TensorRef
+    from ucp_core.converters.files.torch_reader import TensorRef
+    from ucp_core.converters.shared.values import Scalars
 
 #: DeepSpeed's own layer of experts numbers them on each expert parallel rank from 0 on.
 EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")

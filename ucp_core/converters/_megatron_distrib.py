@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters._evidence import is_master_of
-from ucp_core.converters.torchfile import TensorRef
+from ucp_core.converters.files.torch_reader import TensorRef
+from ucp_core.converters.shared.evidence import is_master_of
 from ucp_core.errors import CheckpointCorruptError, PatternError
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucp_core.converters._optimizer_order import assign, largest_shape, unclear
-from ucp_core.converters._shards import Layouts, Rank, Run, Shards
-from ucp_core.converters._values import Scalars, json_value
-from ucp_core.converters.torchfile import TensorRef
+from ucp_core.converters.files.torch_reader import TensorRef
+from ucp_core.converters.shared.optimizer_order import assign, largest_shape, unclear
+from ucp_core.converters.shared.shards import Layouts, Rank, Run, Shards
+from ucp_core.converters.shared.values import Scalars, json_value
 from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
 from ucp_core.manifest import Item
 from ucp_core.patterns import Pattern, Replicated, Unique
@@ -202,7 +202,7 @@ def _by_masters(
     masters: Sequence[Sequence[TensorRef]],
 ) -> list[list[str]]:
     """Return the names of each group's parameters, whose weights its masters round to."""
-    from ucp_core.converters._evidence import match_masters
+    from ucp_core.converters.shared.evidence import match_masters
 
     taken: set[str] = set()
     found: list[list[str]] = []

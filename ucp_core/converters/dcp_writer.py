@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ucp_core._slabs import check_memory, stream
 from ucp_core.boxes import Box
-from ucp_core.converters._pickling import pickle_tree
-from ucp_core.converters.torchwriter import Instance, Named, Size, TensorData, torch_file_chunks
+from ucp_core.converters.files.pickle_writer import pickle_tree
+from ucp_core.converters.files.torch_writer import (
+    Instance,
+    Named,
+    Size,
+    TensorData,
+    torch_file_chunks,
+)
 from ucp_core.errors import UcpError
 from ucp_core.statemap import TensorEntry, TensorKey
 from ucp_core.storage.base import Store, join

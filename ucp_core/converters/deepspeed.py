@@ -24,9 +24,9 @@ from ucp_core.converters._deepspeed_parallel import Info, TensorParallelLayouts
 from ucp_core.converters._deepspeed_partitions import RankState, read_rank
 from ucp_core.converters._deepspeed_topology import THREADS_MAX, Native, open_native
 from ucp_core.converters._deepspeed_zero import Stage, add_zero3, add_zero12, param_shapes
-from ucp_core.converters._shards import Shards
-from ucp_core.converters._values import Scalars, json_value, number, refusing_nonsense
-from ucp_core.converters.torchfile import Opaque, TensorRef
+from ucp_core.converters.files.torch_reader import Opaque, TensorRef
+from ucp_core.converters.shared.shards import Shards
+from ucp_core.converters.shared.values import Scalars, json_value, number, refusing_nonsense
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 from ucp_core.manifest import Item, Kind, Manifest
 from ucp_core.statemap import DTYPE_BYTES, StateMap, TensorEntry, TensorKey

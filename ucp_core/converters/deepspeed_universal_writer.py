@@ -23,7 +23,7 @@ from ucp_core.converters._deepspeed_output import Output
 from ucp_core.converters._deepspeed_trees import DS_VERSION, Trees, hyper_parameters, number
 from ucp_core.converters._flat import FlatReader, Range
 from ucp_core.converters.deepspeed_writer import DTYPES, common_state
-from ucp_core.converters.torchwriter import Instance, Size, TensorData
+from ucp_core.converters.files.torch_writer import Instance, Size, TensorData
 from ucp_core.errors import UcpError
 from ucp_core.patterns import Affine, Cut, Grid
 

@@ -18,7 +18,7 @@ from ucp_core.converters._deepspeed_output import Output
 from ucp_core.converters._deepspeed_pipeline import Pipeline
 from ucp_core.converters._deepspeed_trees import DS_VERSION, Trees
 from ucp_core.converters._flat import FlatReader
-from ucp_core.converters.torchwriter import Size
+from ucp_core.converters.files.torch_writer import Size
 from ucp_core.errors import UcpError
 from ucp_core.patterns import Placement, split
 

@@ -26,7 +26,7 @@ class _Writer(NamedTuple):
 _WRITERS = {
     "universal": _Writer("ucp_core.conversion.convert", "convert", frozenset()),
     "huggingface": _Writer(
-        "ucp_core.converters.huggingface_writer",
+        "ucp_core.converters.huggingface.writer",
         "write",
         frozenset({"dtype", "shard_bytes", "keep_tied"}),
     ),

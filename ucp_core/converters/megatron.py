@@ -21,9 +21,9 @@ from ucp_core.converters._megatron_model import (
     model_of,
     pattern_rules,
 )
-from ucp_core.converters._shards import Rank, Shards
-from ucp_core.converters._values import Scalars, json_value, refusing_nonsense
-from ucp_core.converters.torchfile import Opaque
+from ucp_core.converters.files.torch_reader import Opaque
+from ucp_core.converters.shared.shards import Rank, Shards
+from ucp_core.converters.shared.values import Scalars, json_value, refusing_nonsense
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,

@@ -19,8 +19,8 @@ from ucp_core.converters import _mcore_buckets, _mcore_names
 from ucp_core.converters._dcp_container import Container
 from ucp_core.converters._dcp_reading import metadata_names, read_container
 from ucp_core.converters._dcp_state import BLOCK_BYTES, State, json_value
-from ucp_core.converters.inline import INLINE_NAME, OverlayStore
-from ucp_core.converters.torchfile import read_torch_file
+from ucp_core.converters.files.inline import INLINE_NAME, OverlayStore
+from ucp_core.converters.files.torch_reader import read_torch_file
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,

@@ -156,7 +156,7 @@ def extract(
 
 def _header(path: str, entry: TensorEntry, box: Box) -> bytes:
     if path.endswith(".safetensors"):
-        from ucp_core.converters._safetensors import print_header
+        from ucp_core.converters.files.safetensors import print_header
 
         return print_header([(entry.key.fqn, entry.dtype, box.shape)], {"format": "pt"})
     if not path.endswith(".npy"):

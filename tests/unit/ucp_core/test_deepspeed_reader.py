@@ -21,7 +21,7 @@ from tests.support.deepspeed_folders import (
     read,
     tensor,
 )
-from ucp_core.converters.torchwriter import Instance
+from ucp_core.converters.files.torch_writer import Instance
 from ucp_core.statemap import TensorKey
 
 #: No size divides by the ranks; a scalar; two groups.

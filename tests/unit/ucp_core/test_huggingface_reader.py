@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import safetensors.numpy
 
-from ucp_core.converters import huggingface
+from ucp_core.converters.huggingface import reader as huggingface
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore, MemoryStore

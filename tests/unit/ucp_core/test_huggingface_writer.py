@@ -19,7 +19,8 @@ import torch
 
 from tests.support.checkpoints import ROOT, State, Whole, save, small_state
 from ucp_core.checkpoint import Checkpoint, open_checkpoint
-from ucp_core.converters import huggingface, huggingface_writer
+from ucp_core.converters.huggingface import reader as huggingface
+from ucp_core.converters.huggingface import writer as huggingface_writer
 from ucp_core.errors import UcpError
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore, MemoryStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ucp_core.converters.inline import INLINE_NAME, OverlayStore
+from ucp_core.converters.files.inline import INLINE_NAME, OverlayStore
 from ucp_core.errors import StorageError
 from ucp_core.storage import MemoryStore, ReadRange
 

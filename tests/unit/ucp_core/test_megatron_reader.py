@@ -20,7 +20,7 @@ from tests.support.deepspeed_folders import (
     tensor,
 )
 from ucp_core.converters import recognise
-from ucp_core.converters.torchwriter import write_torch_file
+from ucp_core.converters.files.torch_writer import write_torch_file
 from ucp_core.errors import CheckpointCorruptError, PatternError, UcpError, UnsupportedVersionError
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore

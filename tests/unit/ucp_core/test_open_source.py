@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.deepspeed_folders import CLASSES, Folder, Param, assert_equal, loaded, native
 from ucp_core.converters import open_source, recognise
-from ucp_core.converters.torchwriter import write_torch_file
+from ucp_core.converters.files.torch_writer import write_torch_file
 from ucp_core.errors import CheckpointNotFoundError, PatternError
 from ucp_core.storage import LocalStore, open_store
 from ucp_core.storage.base import Store, join

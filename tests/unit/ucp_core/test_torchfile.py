@@ -20,7 +20,7 @@ import torch
 from tests.support import hostile_pickles
 from tests.support.counting_store import CountingStore
 from ucp_core.checksums import crc32
-from ucp_core.converters.torchfile import (
+from ucp_core.converters.files.torch_reader import (
     Global,
     Opaque,
     TensorRef,

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ucp_core.converters._zipstream import ZipStream
-from ucp_core.converters.torchwriter import (
+from ucp_core.converters.files.torch_writer import (
     Instance,
     Named,
     Size,
@@ -22,6 +21,7 @@ from ucp_core.converters.torchwriter import (
     torch_file_chunks,
     write_torch_file,
 )
+from ucp_core.converters.files.zip_writer import ZipStream
 from ucp_core.errors import UcpError
 from ucp_core.storage.memory import MemoryStore
 

@@ -2,14 +2,14 @@
 
 The tree may hold plain values, ``Size``, tensors (``TensorData``, streamed), and objects of the
 allowed foreign classes (``Instance``, ``Named``), which are named in the file and never imported.
-Counterpart: ``ucp_core.converters.torchfile``.
+Counterpart: ``ucp_core.converters.files.torch_reader``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters._pickling import (
+from ucp_core.converters.files.pickle_writer import (
     CORE_NAMES,
     Instance,
     Named,
@@ -17,7 +17,7 @@ from ucp_core.converters._pickling import (
     TensorData,
     pickle_tree,
 )
-from ucp_core.converters._zipstream import ALIGNMENT_BYTES, ZipStream
+from ucp_core.converters.files.zip_writer import ALIGNMENT_BYTES, ZipStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from ucp_core.converters._tensors import (
+from ucp_core.converters.files.pickle_tensors import (
     TORCH_DTYPES,
     Storage,
     rebuild_from_type,

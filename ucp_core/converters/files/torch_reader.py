@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucp_core.converters import _zip
-from ucp_core.converters._plain import plain
-from ucp_core.converters._stand_ins import Allow, Global, Opaque
-from ucp_core.converters._tensors import Storage, StorageRef, TensorRef, known_dtype
-from ucp_core.converters._unpickle import PICKLE_BYTES_MAX, read_pickle
+from ucp_core.converters.files import zip_reader
+from ucp_core.converters.files.pickle_classes import Allow, Global, Opaque
+from ucp_core.converters.files.pickle_reader import PICKLE_BYTES_MAX, read_pickle
+from ucp_core.converters.files.pickle_tensors import Storage, StorageRef, TensorRef, known_dtype
+from ucp_core.converters.files.pickle_values import plain
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.statemap import DTYPE_BYTES, Extent
 from ucp_core.storage.base import join
@@ -91,26 +91,28 @@ def read_torch_file(
 
 
 def read_torch_part(
-    read: _zip.Read,
+    read: zip_reader.Read,
     size: int,
     file: str,
     *,
     where: str,
     offset_bytes: int = 0,
     allow: Allow = frozenset(),
-    tail_bytes: int = _zip.TAIL_BYTES,
+    tail_bytes: int = zip_reader.TAIL_BYTES,
 ) -> TorchFile:
     """Read a torch file by ``read(start, length)``, which counts from the start of its zip.
 
     Tensors refer to ``file`` and count from ``offset_bytes`` before the zip.
     """
-    records = _zip.read_records(read, size, where=where, tail_bytes=tail_bytes)
+    records = zip_reader.read_records(read, size, where=where, tail_bytes=tail_bytes)
     names = _small_names(records, where)
-    contents = dict(zip(names, _zip.read_contents(read, records, names, where=where), strict=True))
+    contents = dict(
+        zip(names, zip_reader.read_contents(read, records, names, where=where), strict=True)
+    )
     return _tree(records, contents, file, offset_bytes, where, allow)
 
 
-def _small_names(records: Mapping[str, _zip.Record], where: str) -> list[str]:
+def _small_names(records: Mapping[str, zip_reader.Record], where: str) -> list[str]:
     """Return the names of the pickle and of the byte order's record, if there is one."""
     found = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(found) != 1:
@@ -135,7 +137,7 @@ def _small_names(records: Mapping[str, _zip.Record], where: str) -> list[str]:
 
 
 def _tree(
-    records: Mapping[str, _zip.Record],
+    records: Mapping[str, zip_reader.Record],
     contents: Mapping[str, bytes],
     file: str,
     offset_bytes: int,
@@ -148,7 +150,7 @@ def _tree(
 
 
 def _read_tree(
-    records: Mapping[str, _zip.Record],
+    records: Mapping[str, zip_reader.Record],
     contents: Mapping[str, bytes],
     file: str,
     offset_bytes: int,
@@ -172,7 +174,7 @@ class _Storages:
 
     def __init__(
         self,
-        records: Mapping[str, _zip.Record],
+        records: Mapping[str, zip_reader.Record],
         prefix: str,
         file: str,
         offset_bytes: int,
@@ -271,7 +273,7 @@ class TensorFiles:
         self._known: dict[int, list[_Template]] = {}
 
     def read(
-        self, read: _zip.Read, size: int, file: str, *, where: str, offset_bytes: int
+        self, read: zip_reader.Read, size: int, file: str, *, where: str, offset_bytes: int
     ) -> TensorRef:
         """Return the tensor of one file; arguments and errors as of ``read_torch_part``."""
         for template in self._known.get(size, ()):
@@ -282,7 +284,7 @@ class TensorFiles:
             ):
                 crc = int.from_bytes(tail[template.crc : template.crc + 4], "little")
                 return _placed(template, crc, file, offset_bytes)
-        records = _zip.read_records(read, size, where=where, tail_bytes=EDGE_BYTES)
+        records = zip_reader.read_records(read, size, where=where, tail_bytes=EDGE_BYTES)
         template = _template(read, records, size, where)
         known = self._known.setdefault(size, [])
         if len(known) < _TEMPLATES_MAX and len(template.small) <= EDGE_BYTES:
@@ -310,11 +312,13 @@ def _without(data: bytes, crcs: tuple[int, ...]) -> bytes:
 
 
 def _template(
-    read: _zip.Read, records: Mapping[str, _zip.Record], size: int, where: str
+    read: zip_reader.Read, records: Mapping[str, zip_reader.Record], size: int, where: str
 ) -> _Template:
     """Parse a file of one tensor."""
     names = _small_names(records, where)
-    contents = dict(zip(names, _zip.read_contents(read, records, names, where=where), strict=True))
+    contents = dict(
+        zip(names, zip_reader.read_contents(read, records, names, where=where), strict=True)
+    )
     tree, storages = _read_tree(records, contents, "", 0, where, frozenset())
     if type(tree) is not TensorRef:
         raise CheckpointCorruptError(
@@ -325,7 +329,7 @@ def _template(
     high = max(records[name].offset_bytes + records[name].num_bytes for name in names)
     start = min(record.entry_bytes for record in records.values())
     others = [record for name, record in records.items() if name not in names]
-    crcs = sorted(record.entry_bytes - start + _zip.ENTRY_CRC_BYTES for record in others)
+    crcs = sorted(record.entry_bytes - start + zip_reader.ENTRY_CRC_BYTES for record in others)
     own = records[f"{names[0].removesuffix('data.pkl')}data/{storage.key}"]
     return _Template(
         small_bytes=low,
@@ -333,7 +337,7 @@ def _template(
         directory_bytes=start,
         directory=_without(read(start, size - start), tuple(crcs)),
         crcs=tuple(crcs),
-        crc=own.entry_bytes - start + _zip.ENTRY_CRC_BYTES,
+        crc=own.entry_bytes - start + zip_reader.ENTRY_CRC_BYTES,
         start=storage.offset_bytes,
         num_bytes=storage.num_bytes,
         ref=tree._replace(offset_bytes=tree.offset_bytes - storage.offset_bytes),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters._stand_ins import Global, Opaque
-from ucp_core.converters._tensors import TensorRef
+from ucp_core.converters.files.pickle_classes import Global, Opaque
+from ucp_core.converters.files.pickle_tensors import TensorRef
 from ucp_core.errors import ForeignClassError
 
 if TYPE_CHECKING:

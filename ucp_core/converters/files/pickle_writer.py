@@ -2,7 +2,7 @@
 
 Written opcode by opcode (protocol 2, which torch itself uses), because neither torch nor the
 classes that occur may have to be importable here: a class is only ever named. Counterpart:
-``ucp_core.converters._unpickle``.
+``ucp_core.converters.files.pickle_reader``.
 """
 
 from __future__ import annotations

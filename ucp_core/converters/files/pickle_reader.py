@@ -1,7 +1,7 @@
 """A pickle machine that can execute nothing: it knows data, and names of classes.
 
 It shares no code with the standard library's unpickler and can neither import nor call what a
-pickle names: a name is looked up in a table of our own functions (``_stand_ins``), and a name
+pickle names: a name is looked up in a table of our own functions (``pickle_classes``), and a name
 that is not there is an error. Every opcode costs bounded time and memory: what a pickle builds
 is not larger than the pickle, save for what it shares with itself.
 
@@ -16,7 +16,7 @@ import struct
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters._stand_ins import (
+from ucp_core.converters.files.pickle_classes import (
     Allow,
     Array,
     Buildable,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from ucp_core._open import Checkpoint
 from ucp_core.boxes import Box
 from ucp_core.checksums import BLOCK_BYTES
-from ucp_core.converters._safetensors import LENGTH_BYTES, Header, header_bytes, parse_header
+from ucp_core.converters.files.safetensors import LENGTH_BYTES, Header, header_bytes, parse_header
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ucp_core.manifest import Item, Kind, Manifest
 from ucp_core.statemap import Fragment, StateMap, TensorEntry, TensorKey

@@ -9,8 +9,8 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core._slabs import check_memory, stream
-from ucp_core.converters._safetensors import print_header
-from ucp_core.converters.huggingface import EXTRA_NAME, INDEX_SUFFIX, SUFFIX
+from ucp_core.converters.files.safetensors import print_header
+from ucp_core.converters.huggingface.reader import EXTRA_NAME, INDEX_SUFFIX, SUFFIX
 from ucp_core.dtypes.casts import FLOATS, cast
 from ucp_core.errors import UcpError
 from ucp_core.statemap import DTYPE_BYTES, TensorEntry

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucp_core.converters.torchfile import TensorRef
+from ucp_core.converters.files.torch_reader import TensorRef
 from ucp_core.statemap import DTYPE_BYTES
 from ucp_core.storage.base import Store, join
 

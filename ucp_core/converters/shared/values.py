@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ucp_core.boxes import Box
-from ucp_core.converters.inline import INLINE_NAME, OverlayStore
-from ucp_core.converters.torchfile import Opaque, TensorRef, plain
+from ucp_core.converters.files.inline import INLINE_NAME, OverlayStore
+from ucp_core.converters.files.torch_reader import Opaque, TensorRef, plain
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError
 from ucp_core.statemap import Fragment, TensorEntry, TensorKey
 from ucp_core.storage.base import Store, join

@@ -10,7 +10,7 @@ from collections import defaultdict
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters.torchfile import TensorRef
+from ucp_core.converters.files.torch_reader import TensorRef
 from ucp_core.errors import CheckpointCorruptError, PatternError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ucp_core.statemap import DTYPE_BYTES, Fragment, TensorEntry, TensorKey
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ucp_core.converters.torchfile import TensorRef
+    from ucp_core.converters.files.torch_reader import TensorRef
 
 
 class Rank(NamedTuple):

@@ -1,0 +1,1 @@
+"""Hugging Face folders of safetensors: ``reader`` and ``writer``."""
