@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from ucp_core.converters import deepspeed_universal_writer, deepspeed_writer, open_source
+from ucp_core.converters import open_source
+from ucp_core.converters.deepspeed import universal_writer as deepspeed_universal_writer
+from ucp_core.converters.deepspeed import writer as deepspeed_writer
 from ucp_core.patterns import Cut, Replicated
 from ucp_core.rules import Rule, Rules
 from ucp_core.storage import LocalStore

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from tests.support.training_states import TrainingState, adam_state, random_shapes
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint, LocalTensor, load
-from ucp_core.converters import deepspeed_universal_writer, deepspeed_writer, open_source
+from ucp_core.converters import open_source
+from ucp_core.converters.deepspeed import universal_writer as deepspeed_universal_writer
+from ucp_core.converters.deepspeed import writer as deepspeed_writer
 from ucp_core.patterns import Cut, Pattern, Replicated
 from ucp_core.rules import Rule, Rules
 from ucp_core.storage import MemoryStore

@@ -23,9 +23,9 @@ __all__ = ["open_source", "recognise"]
 
 #: Asked in this order: a folder of Megatron-core is also one of torch DCP.
 _READERS = {
-    "deepspeed": "deepspeed",
-    "megatron_core": "megatron_core",
-    "megatron": "megatron",
+    "deepspeed": "deepspeed.reader",
+    "megatron_core": "megatron_core.reader",
+    "megatron": "megatron.reader",
     "dcp": "dcp",
     "huggingface": "huggingface.reader",
 }

@@ -36,7 +36,7 @@ _WRITERS = {
         frozenset({"model", "optimizer", "flatten_optimizer"}),
     ),
     "deepspeed": _Writer(
-        "ucp_core.converters.deepspeed_writer",
+        "ucp_core.converters.deepspeed.writer",
         "write",
         frozenset(
             {
@@ -46,7 +46,7 @@ _WRITERS = {
         ),
     ),
     "deepspeed-universal": _Writer(
-        "ucp_core.converters.deepspeed_universal_writer",
+        "ucp_core.converters.deepspeed.universal_writer",
         "write",
         frozenset({"dtype", "rules", "tag"}),
     ),

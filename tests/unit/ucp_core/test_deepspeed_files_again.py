@@ -10,7 +10,7 @@ import torch
 from tests.support.foreign_reading import shared_fixture
 from tests.support.torch_files import load_torch_file
 from ucp_core.converters import open_source
-from ucp_core.converters.deepspeed_writer import write
+from ucp_core.converters.deepspeed.writer import write
 from ucp_core.patterns import Cut, Replicated
 from ucp_core.rules import Rule, Rules
 from ucp_core.storage import LocalStore, MemoryStore

@@ -20,7 +20,7 @@ from tests.support.deepspeed_folders import (
     tensor,
 )
 from ucp_core.converters import recognise
-from ucp_core.converters._deepspeed_universal import with_shapes
+from ucp_core.converters.deepspeed.universal_reader import with_shapes
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore

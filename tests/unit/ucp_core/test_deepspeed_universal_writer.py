@@ -10,7 +10,7 @@ import torch
 
 from tests.support.torch_files import load_torch_file
 from tests.support.training_states import TrainingState, adam_state
-from ucp_core.converters.deepspeed_universal_writer import write
+from ucp_core.converters.deepspeed.universal_writer import write
 from ucp_core.errors import UcpError
 from ucp_core.patterns import Average, Cut, Grid, Pattern, Replicated
 from ucp_core.rules import Rule, Rules

@@ -18,7 +18,7 @@ import torch
 from tests.support.torch_files import load_torch_file
 from tests.support.training_states import Array, TrainingState, adam_state, random_shapes
 from ucp_core.checkpoint import Checkpoint
-from ucp_core.converters.deepspeed_writer import write
+from ucp_core.converters.deepspeed.writer import write
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.patterns import Cut, Replicated
 from ucp_core.rules import Rule, Rules

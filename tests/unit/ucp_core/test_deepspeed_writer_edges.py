@@ -13,7 +13,9 @@ import torch
 from tests.support.failing_store import How, MemoryWorld
 from tests.support.torch_files import load_torch_file
 from tests.support.training_states import TrainingState, adam_state
-from ucp_core.converters import deepspeed_universal_writer, deepspeed_writer, open_source
+from ucp_core.converters import open_source
+from ucp_core.converters.deepspeed import universal_writer as deepspeed_universal_writer
+from ucp_core.converters.deepspeed import writer as deepspeed_writer
 from ucp_core.errors import UcpError
 from ucp_core.storage import MemoryStore
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.training_states import adam_state
-from ucp_core.converters import deepspeed_universal_writer, deepspeed_writer
+from ucp_core.converters.deepspeed import universal_writer as deepspeed_universal_writer
+from ucp_core.converters.deepspeed import writer as deepspeed_writer
 from ucp_core.patterns import Cut
 from ucp_core.rules import Rule, Rules
 from ucp_core.storage import LocalStore

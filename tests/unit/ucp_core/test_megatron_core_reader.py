@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from tests.support.foreign_reading import loaded, shared_fixture, unequal
 from tests.support.megatron_files import expected, state, write_checkpoint
 from ucp_core.checkpoint import Checkpoint
-from ucp_core.converters import megatron_core, open_source
+from ucp_core.converters import open_source
+from ucp_core.converters.megatron_core import reader as megatron_core
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,

@@ -2,7 +2,7 @@
 
 ``load_checkpoint`` needs no option and every rank reads only its own files; so this is exact in
 all that DeepSpeed's universal load loses: frozen parameters, buffers, hyper-parameters by group.
-The universal folder: ``ucp_core.converters.deepspeed_universal_writer``.
+The universal folder: ``ucp_core.converters.deepspeed.universal_writer``.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ucp_core._slabs import check_memory
-from ucp_core.converters._deepspeed_info import universal_info
-from ucp_core.converters._deepspeed_model import Model, describe
-from ucp_core.converters._deepspeed_output import Output
-from ucp_core.converters._deepspeed_pipeline import Pipeline
-from ucp_core.converters._deepspeed_trees import DS_VERSION, Trees
-from ucp_core.converters._flat import FlatReader
+from ucp_core.converters.deepspeed.writing.model import Model, describe
+from ucp_core.converters.deepspeed.writing.output import Output
+from ucp_core.converters.deepspeed.writing.pipeline import Pipeline
+from ucp_core.converters.deepspeed.writing.streams import FlatReader
+from ucp_core.converters.deepspeed.writing.trees import DS_VERSION, Trees
+from ucp_core.converters.deepspeed.writing.universal_info import universal_info
 from ucp_core.converters.files.torch_writer import Size
 from ucp_core.errors import UcpError
 from ucp_core.patterns import Placement, split

@@ -1,7 +1,7 @@
 """``universal_checkpoint_info``: how a written checkpoint's tensors are spread over its ranks.
 
 Without it DeepSpeed's own converter, told to go on, puts shards together wrongly and says nothing.
-Counterpart: ``ucp_core.converters._deepspeed_parallel``.
+Counterpart: ``ucp_core.converters.deepspeed.reading.tensor_parallel``.
 """
 
 from __future__ import annotations

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core._open import Checkpoint
 from ucp_core.checksums import BLOCK_BYTES
-from ucp_core.converters._deepspeed_extras import Groups
-from ucp_core.converters._deepspeed_topology import Files
-from ucp_core.converters._megatron_model import (
+from ucp_core.converters.deepspeed.reading.extras import Groups
+from ucp_core.converters.deepspeed.reading.topology import Files
+from ucp_core.converters.files.torch_reader import Opaque
+from ucp_core.converters.megatron.model import (
     Model,
     Piece,
     add_optimizer,
     model_of,
     pattern_rules,
 )
-from ucp_core.converters.files.torch_reader import Opaque
 from ucp_core.converters.shared.shards import Rank, Shards
 from ucp_core.converters.shared.values import Scalars, json_value, refusing_nonsense
 from ucp_core.errors import (

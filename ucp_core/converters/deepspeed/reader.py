@@ -11,19 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core._open import Checkpoint
 from ucp_core.checksums import BLOCK_BYTES
-from ucp_core.converters._deepspeed_extras import Extras, Groups
-from ucp_core.converters._deepspeed_module import (
+from ucp_core.converters.deepspeed.reading.extras import Extras, Groups
+from ucp_core.converters.deepspeed.reading.file_names import (
+    Folder,
+    locate,
+    looks_like_deepspeed,
+    sort_names,
+)
+from ucp_core.converters.deepspeed.reading.partitions import RankState, read_rank
+from ucp_core.converters.deepspeed.reading.tensor_parallel import Info, TensorParallelLayouts
+from ucp_core.converters.deepspeed.reading.topology import THREADS_MAX, Native, open_native
+from ucp_core.converters.deepspeed.reading.weights import (
     WEIGHT,
     Modules,
     add_modules,
     buffer_names,
     resolve_ties,
 )
-from ucp_core.converters._deepspeed_names import Folder, locate, looks_like_deepspeed, sort_names
-from ucp_core.converters._deepspeed_parallel import Info, TensorParallelLayouts
-from ucp_core.converters._deepspeed_partitions import RankState, read_rank
-from ucp_core.converters._deepspeed_topology import THREADS_MAX, Native, open_native
-from ucp_core.converters._deepspeed_zero import Stage, add_zero3, add_zero12, param_shapes
+from ucp_core.converters.deepspeed.reading.zero import Stage, add_zero3, add_zero12, param_shapes
 from ucp_core.converters.files.torch_reader import Opaque, TensorRef
 from ucp_core.converters.shared.shards import Shards
 from ucp_core.converters.shared.values import Scalars, json_value, number, refusing_nonsense
@@ -73,7 +78,7 @@ def read(
     with refusing_nonsense(folder.directory, "DeepSpeed"):
         if not folder.universal:
             return _read_native(store, folder, rules)
-        from ucp_core.converters._deepspeed_universal import read_universal
+        from ucp_core.converters.deepspeed.universal_reader import read_universal
 
         return read_universal(store, folder, lambda native, found: _layouts(native, found, rules))
 
@@ -89,7 +94,7 @@ def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoin
     modules = Modules(shards, shards.fqns(), masters=bool(native.optim))
     add_modules(native, modules)
     if not native.optim:
-        from ucp_core.converters._deepspeed_plain import add_plain
+        from ucp_core.converters.deepspeed.reading.plain_optimizer import add_plain
 
         add_plain(native, modules, scalars, groups, extras)
     extras.add_model(native.first, num_ranks=native.tp * native.pp)

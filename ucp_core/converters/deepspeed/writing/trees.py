@@ -11,8 +11,7 @@ from collections import OrderedDict
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters._flat import Range, Shard, everything
-from ucp_core.converters._zero import (
+from ucp_core.converters.deepspeed.writing.partitions import (
     PADDING,
     Span,
     group_partition,
@@ -20,6 +19,7 @@ from ucp_core.converters._zero import (
     tensor_partition,
     tensor_spans,
 )
+from ucp_core.converters.deepspeed.writing.streams import Range, Shard, everything
 from ucp_core.converters.files.torch_writer import Instance, Named, Size, TensorData
 from ucp_core.dtypes.casts import FLOATS
 from ucp_core.errors import UcpError
@@ -27,8 +27,8 @@ from ucp_core.errors import UcpError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from ucp_core.converters._deepspeed_model import Group, Model
-    from ucp_core.converters._flat import FlatReader
+    from ucp_core.converters.deepspeed.writing.model import Group, Model
+    from ucp_core.converters.deepspeed.writing.streams import FlatReader
     from ucp_core.patterns import Placement
     from ucp_core.statemap import TensorEntry
 

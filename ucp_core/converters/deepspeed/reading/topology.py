@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters._deepspeed_names import Names
+from ucp_core.converters.deepspeed.reading.file_names import Names
 from ucp_core.converters.files.torch_reader import Opaque, TorchFile, read_torch_file
 from ucp_core.converters.shared.shards import Rank
 from ucp_core.errors import CheckpointCorruptError, UcpError

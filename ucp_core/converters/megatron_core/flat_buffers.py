@@ -17,7 +17,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.boxes import Box, flat_range
-from ucp_core.converters._mcore_names import BucketKey, stack_of
+from ucp_core.converters.megatron_core.key_names import BucketKey, stack_of
 from ucp_core.dtypes.casts import FLOATS, cast
 from ucp_core.errors import UnsupportedVersionError
 from ucp_core.statemap import DTYPE_BYTES, Extent, Fragment, TensorEntry, TensorKey

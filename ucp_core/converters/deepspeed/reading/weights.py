@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters._deepspeed_topology import Native
-from ucp_core.converters._deepspeed_zero import EXPERT
+from ucp_core.converters.deepspeed.reading.topology import Native
+from ucp_core.converters.deepspeed.reading.zero import EXPERT
 from ucp_core.converters.files.torch_reader import TensorRef
 from ucp_core.converters.shared.shards import Rank, Run, Shards
 from ucp_core.errors import CheckpointCorruptError

@@ -17,7 +17,7 @@ from ucp_core.errors import UcpError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from ucp_core.converters._deepspeed_model import Model
+    from ucp_core.converters.deepspeed.writing.model import Model
 
 _NAME = re.compile(r"(?:(\d+)|tied_modules\.([^.]+))\.(.+)")
 

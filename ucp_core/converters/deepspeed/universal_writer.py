@@ -9,7 +9,7 @@ and at stage 3 hyper-parameters that differ between groups (those that differ ar
 so that the target keeps its own) and any slot but ``exp_avg`` and ``exp_avg_sq``. At stage 3 it
 also gives all groups and sub-groups one step counter, which then counts several times a step: with
 more than one of them the losses differ from the second step on (measured, 0.19.8). The native form
-(``ucp_core.converters.deepspeed_writer``) has none of these limits.
+(``ucp_core.converters.deepspeed.writer``) has none of these limits.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from ucp_core._slabs import check_memory
-from ucp_core.converters._deepspeed_model import Group, Model, describe
-from ucp_core.converters._deepspeed_output import Output
-from ucp_core.converters._deepspeed_trees import DS_VERSION, Trees, hyper_parameters, number
-from ucp_core.converters._flat import FlatReader, Range
-from ucp_core.converters.deepspeed_writer import DTYPES, common_state
+from ucp_core.converters.deepspeed.writer import DTYPES, common_state
+from ucp_core.converters.deepspeed.writing.model import Group, Model, describe
+from ucp_core.converters.deepspeed.writing.output import Output
+from ucp_core.converters.deepspeed.writing.streams import FlatReader, Range
+from ucp_core.converters.deepspeed.writing.trees import DS_VERSION, Trees, hyper_parameters, number
 from ucp_core.converters.files.torch_writer import Instance, Size, TensorData
 from ucp_core.errors import UcpError
 from ucp_core.patterns import Affine, Cut, Grid

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters._deepspeed_trees import DEEPSPEED_NAMES
+from ucp_core.converters.deepspeed.writing.trees import DEEPSPEED_NAMES
 from ucp_core.converters.files.torch_writer import TensorData, write_torch_file
 from ucp_core.errors import UcpError
 from ucp_core.storage.base import join

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters._deepspeed_module import WEIGHT, Modules
+from ucp_core.converters.deepspeed.reading.weights import WEIGHT, Modules
 from ucp_core.converters.files.torch_reader import TensorRef
 from ucp_core.converters.shared.optimizer_order import assign, largest_shape, unclear
 from ucp_core.converters.shared.shards import Rank, Run
@@ -16,8 +16,8 @@ from ucp_core.statemap import DTYPE_BYTES, TensorKey
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucp_core.converters._deepspeed_extras import Extras, Groups
-    from ucp_core.converters._deepspeed_topology import Native
+    from ucp_core.converters.deepspeed.reading.extras import Extras, Groups
+    from ucp_core.converters.deepspeed.reading.topology import Native
 
 _INNER = "optimizer_state_dict"
 _FLAT = "fp32_groups_flat"

@@ -19,7 +19,7 @@ from ucp_core.statemap import DTYPE_BYTES, TensorKey
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ucp_core.converters._deepspeed_partitions import Partition, RankState
+    from ucp_core.converters.deepspeed.reading.partitions import Partition, RankState
     from ucp_core.converters.files.torch_reader import TensorRef
     from ucp_core.converters.shared.values import Scalars
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters._flat import read_scalars
+from ucp_core.converters.deepspeed.writing.streams import read_scalars
 from ucp_core.converters.files.pickle_writer import TensorData
 from ucp_core.errors import UcpError
 from ucp_core.statemap import DTYPE_BYTES, TensorEntry, TensorKey

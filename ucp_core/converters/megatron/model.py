@@ -20,8 +20,8 @@ from ucp_core.statemap import DTYPE_BYTES, TensorKey
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ucp_core.converters._deepspeed_extras import Groups
-    from ucp_core.converters._deepspeed_topology import Files
+    from ucp_core.converters.deepspeed.reading.extras import Groups
+    from ucp_core.converters.deepspeed.reading.topology import Files
 
 WEIGHT = "weight"
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
@@ -267,7 +267,7 @@ def _add_distributed(
 ) -> list[list[str]]:
     """Add the flat buffers of the distributed optimizer; return the names of each group."""
     # numpy takes 80 ms to import, and no other reader of pickles needs it.
-    from ucp_core.converters import _megatron_distrib as distrib
+    from ucp_core.converters.megatron import flat_buffers
 
     assert piece.distributed is not None, "the caller looked"
     files.open([piece.distributed])
@@ -278,7 +278,7 @@ def _add_distributed(
             kinds[ref.dtype].append((name, ref))
         pending += kinds.items()
     step = next((g["step"] for g in hyper if isinstance(g.get("step"), int | float)), None)
-    for kind, refs in distrib.buffers(files.trees[piece.distributed], piece.distributed):
+    for kind, refs in flat_buffers.buffers(files.trees[piece.distributed], piece.distributed):
         dtype = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(kind, kind)
         index = next((i for i, (d, _) in enumerate(pending) if d == dtype), None)
         if index is None:
@@ -287,7 +287,9 @@ def _add_distributed(
                 file=piece.distributed,
             )
         params = dict(pending.pop(index)[1])
-        starts = distrib.find(files.store, files.directory, refs["param"], list(params.items()))
+        starts = flat_buffers.find(
+            files.store, files.directory, refs["param"], list(params.items())
+        )
         for name, start in starts.items():
             shape, count = params[name].shape, params[name].num_elements
             shards.drop(TensorKey(name, WEIGHT), piece.rank)

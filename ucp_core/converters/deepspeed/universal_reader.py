@@ -17,11 +17,16 @@ from typing import TYPE_CHECKING, Any
 from ucp_core._open import Checkpoint
 from ucp_core.boxes import Box
 from ucp_core.checksums import BLOCK_BYTES
-from ucp_core.converters._deepspeed_extras import Extras, Groups
-from ucp_core.converters._deepspeed_module import Modules, add_modules, buffer_names, resolve_ties
-from ucp_core.converters._deepspeed_names import ZERO, Folder, sort_names
-from ucp_core.converters._deepspeed_topology import THREADS_MAX, Native, open_native
-from ucp_core.converters._deepspeed_zero import param_shapes
+from ucp_core.converters.deepspeed.reading.extras import Extras, Groups
+from ucp_core.converters.deepspeed.reading.file_names import ZERO, Folder, sort_names
+from ucp_core.converters.deepspeed.reading.topology import THREADS_MAX, Native, open_native
+from ucp_core.converters.deepspeed.reading.weights import (
+    Modules,
+    add_modules,
+    buffer_names,
+    resolve_ties,
+)
+from ucp_core.converters.deepspeed.reading.zero import param_shapes
 from ucp_core.converters.files.torch_reader import TensorRef, TorchFile, read_torch_file
 from ucp_core.converters.shared.shards import Shards
 from ucp_core.converters.shared.values import Scalars, json_value, number
@@ -35,7 +40,7 @@ from ucp_core.storage.base import join
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ucp_core.converters._deepspeed_parallel import TensorParallelLayouts
+    from ucp_core.converters.deepspeed.reading.tensor_parallel import TensorParallelLayouts
     from ucp_core.storage.base import Store
 
 _OPTIMIZER = "optimizer_state.pt"

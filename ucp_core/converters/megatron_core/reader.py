@@ -3,7 +3,7 @@
 Layers that are alike are one tensor in the files and one each here. The distributed optimizer
 comes as one tensor per parameter (``fully_reshardable``) or as flat buffers of each
 model-parallel rank (``dp_reshardable``), which say nothing of what is in them; see
-``_mcore_buckets``. Source: ``megatron/core/dist_checkpointing`` and
+``flat_buffers``. Source: ``megatron/core/dist_checkpointing`` and
 ``megatron/core/optimizer/distrib_optimizer.py`` of Megatron-core 0.16 and 0.19.
 """
 
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucp_core._open import Checkpoint
-from ucp_core.converters import _mcore_buckets, _mcore_names
 from ucp_core.converters._dcp_container import Container
 from ucp_core.converters._dcp_reading import metadata_names, read_container
 from ucp_core.converters._dcp_state import BLOCK_BYTES, State, json_value
 from ucp_core.converters.files.inline import INLINE_NAME, OverlayStore
 from ucp_core.converters.files.torch_reader import read_torch_file
+from ucp_core.converters.megatron_core import flat_buffers, key_names
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -182,9 +182,9 @@ class _Reader:
     def state(self) -> State:
         for key in self.container.blobs:
             if key != _COMMON_KEY:
-                self.objects.setdefault(_mcore_names.object_of(key), []).append(key)
+                self.objects.setdefault(key_names.object_of(key), []).append(key)
         self._add_extra_states()
-        models = [k for k in self.container.tensors if not _mcore_names.is_optimizer(k)]
+        models = [k for k in self.container.tensors if not key_names.is_optimizer(k)]
         self._add_tensors(models)
         self._add_buckets(models)
         self._add_common()
@@ -214,10 +214,10 @@ class _Reader:
         """Add parameters and states that are tensors of their own, layer by layer."""
         keys: dict[str, TensorKey] = {}
         for key in self.container.tensors:
-            named = _mcore_names.slot_of(key)
+            named = key_names.slot_of(key)
             if named is not None:
                 keys[key] = TensorKey(named[1], named[0])
-            elif _mcore_names.is_optimizer(key) and _mcore_names.bucket_of(key) is None:
+            elif key_names.is_optimizer(key) and key_names.bucket_of(key) is None:
                 raise UnsupportedVersionError(
                     f"{self.container.where}: {key} is of a form of the distributed optimizer "
                     "that cannot be read: load it with the Megatron that saved it and save it with "
@@ -229,7 +229,7 @@ class _Reader:
         keys |= {key: TensorKey(key, "weight") for key in models if key not in mastered}
         entries, self.result.extents = self.container.entries(keys)
         for entry in entries.values():
-            for layer in _mcore_names.unstacked(entry, is_local=self.is_local):
+            for layer in key_names.unstacked(entry, is_local=self.is_local):
                 self.result.put(layer)
         if copies:
             dtypes = sorted({self.container.tensors[key].dtype for key in copies})
@@ -245,17 +245,17 @@ class _Reader:
         """Replace the weights by those of the flat buffers, and add their states."""
         found = {}
         for key in self.container.tensors:
-            bucket = _mcore_names.bucket_of(key)
+            bucket = key_names.bucket_of(key)
             if bucket is not None:
                 found[bucket] = key
         if not found:
             return
-        entries, extents = _mcore_buckets.decoded(self.container, found, models)
+        entries, extents = flat_buffers.decoded(self.container, found, models)
         for file, more in extents.items():
             merged = {*self.result.extents.get(file, ()), *more}
             self.result.extents[file] = tuple(sorted(merged))
         for entry in entries:
-            for layer in _mcore_names.unstacked(entry, is_local=self.is_local):
+            for layer in key_names.unstacked(entry, is_local=self.is_local):
                 self.result.entries[layer.key] = layer
         note = "flat buffers, told apart by the weights in them"
         self.result.items["optimizer.distributed"] = Item("reshard", note)
@@ -277,7 +277,7 @@ class _Reader:
         states = [self._json(self.common.get("optimizer"), "optimizer")]
         for key in [key for key in self.objects if key.endswith(".optimizer")]:
             states += [self._json(v, k) for k, v in self.container.values(self.objects.pop(key))]
-        groups, steps, rest = _mcore_names.split_optimizer(states)
+        groups, steps, rest = key_names.split_optimizer(states)
         if rest:
             self.result.extra["optimizer"] = rest
             self.result.items["optimizer"] = Item("replicate", "what is not its groups, in extra")
@@ -286,7 +286,7 @@ class _Reader:
         weights = {k.fqn: e.shape for k, e in self.result.entries.items() if k.slot == "weight"}
         trained = {key.fqn for key in self.result.entries if key.slot != "weight"} or set(weights)
         shapes = {fqn: shape for fqn, shape in weights.items() if fqn in trained}
-        named, unsure = _mcore_names.assigned(groups, shapes)
+        named, unsure = key_names.assigned(groups, shapes)
         self.result.param_groups = named
         note = f"{len(named)} groups; who is in which follows from Megatron's own rule"
         if unsure:

@@ -1,0 +1,5 @@
+"""Megatron-core's ``torch_dist`` checkpoints: ``reader``.
+
+``key_names`` says what its keys mean, ``flat_buffers`` tells the buffers of the distributed
+optimizer apart; the container is that of torch DCP.
+"""
