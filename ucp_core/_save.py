@@ -6,15 +6,21 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from ucp_core._form import TensorsForm
 from ucp_core._open import MANIFEST_NAME, LocalTensor, bytes_of
-from ucp_core.checksums import BLOCK_BYTES, BlockHasher, combine, combine_blocks
+from ucp_core.boxes import Box
+from ucp_core.checksums import BLOCK_BYTES, combine, combine_blocks, crc32
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.manifest import FileEntry, Kind, Manifest, from_bytes, merge, to_bytes
-from ucp_core.statemap import DTYPE_BYTES, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.statemap import DTYPE_BYTES, StateMap
 from ucp_core.storage.base import Store, join
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+
+#: Format, version, step, attempt, file, world size, rank and seal: some 300 bytes.
+_HEAD_BYTES_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,78 +74,143 @@ def save_rank(  # noqa: PLR0913 - each is a fact that the record states
         StorageError: The storage refused.
         UncoveredRegionError: The ranks together do not hold every element exactly once.
     """
-    begun = perf_counter()
-    held = _committed_manifest(store, directory)
-    if held is not None and (held.step, held.attempt) == (step, attempt):
-        return SaveResult(committed=True, size_bytes=0, seconds=perf_counter() - begun)
-    name = rank_name(attempt, rank)
-    written = [tensor for tensor in tensors if not tensor.replica and not tensor.box.is_empty]
-    # Large elements first: every fragment is aligned to its element without padding.
-    written.sort(key=lambda t: (-DTYPE_BYTES[t.dtype], t.slot, t.fqn, t.box))
-    writer = _Writer(f"{name}.bin")
-    size_bytes = store.write_file(
-        join(directory, f"{name}.bin"), writer.chunks(written), fsync=fsync
-    )
-    record = Manifest(
-        kind=Kind.RANK_RECORD,
+    saver = RankSaver(tensors, attempt=attempt, rank=rank, world_size=world_size, source=source)
+    return saver.save(
+        store,
+        directory,
         step=step,
-        attempt=attempt,
-        state_map=StateMap(entries=writer.entries(), block_bytes=BLOCK_BYTES),
-        files={writer.file: FileEntry(num_bytes=size_bytes, crc32=writer.crc32)},
+        data=[bytes_of(tensors[index]) for index in saver.order],
+        extra=extra,
         param_groups=param_groups,
-        extra=extra if rank == 0 else {},
-        source=source,
-        world_size=world_size,
-        rank=rank,
+        fsync=fsync,
     )
-    store.write_atomic(join(directory, f"{name}.json"), to_bytes(record), fsync=fsync)
-    committed = try_commit(
-        store, directory, step=step, attempt=attempt, world_size=world_size, fsync=fsync
-    )
-    return SaveResult(committed=committed, size_bytes=size_bytes, seconds=perf_counter() - begun)
 
 
-class _Writer:
-    """Gives the bytes of a data file and notes their checksums on the way."""
+class RankSaver:
+    """Saves the same tensors of one rank again and again: what does not change is printed once.
 
-    def __init__(self, file: str) -> None:
-        self.file = file
-        self.crc32 = 0
-        self._offset_bytes = 0
-        self._fragments: dict[TensorKey, list[Fragment]] = {}
-        self._tensors: dict[TensorKey, LocalTensor] = {}
+    Args:
+        tensors: What the rank holds; replicas and empty boxes are skipped. Their data does not
+            matter here.
+        attempt: The fencing token.
+        rank: This rank.
+        world_size: Ranks that save.
+        source: Who writes, JSON.
 
-    def chunks(self, tensors: Sequence[LocalTensor]) -> Iterator[memoryview]:
-        for tensor in tensors:
-            data = bytes_of(tensor)
-            hasher = BlockHasher()
-            for low in range(0, len(data), BLOCK_BYTES):
-                # The checksum brings the block into the cache, from which the write takes it.
-                chunk = data[low : low + BLOCK_BYTES]
-                hasher.update(chunk)
-                yield chunk
-            self._note(tensor, hasher)
+    Attributes:
+        order: Which of ``tensors`` are written, in the order in which the file has them.
+        sizes_bytes: Of their data.
+        record_bytes_max: Of the record, but for ``extra``, ``param_groups`` and ``source``.
+    """
 
-    def _note(self, tensor: LocalTensor, hasher: BlockHasher) -> None:
-        key = TensorKey(tensor.fqn, tensor.slot)
-        blocks, num_bytes = hasher.blocks(), hasher.num_bytes
-        total = combine_blocks(blocks, num_bytes, BLOCK_BYTES)
-        fragment = Fragment(tensor.box, self.file, self._offset_bytes, num_bytes, total, blocks)
-        self._fragments.setdefault(key, []).append(fragment)
-        self._tensors[key] = tensor
-        self._offset_bytes += num_bytes
-        self.crc32 = combine(self.crc32, total, num_bytes)
+    def __init__(
+        self,
+        tensors: Sequence[LocalTensor],
+        *,
+        attempt: int,
+        rank: int,
+        world_size: int,
+        source: Mapping[str, Any],
+    ) -> None:
+        self._attempt, self._rank, self._world_size = attempt, rank, world_size
+        self._source = source
+        self._name = rank_name(attempt, rank)
+        written = [
+            index
+            for index, tensor in enumerate(tensors)
+            if not tensor.replica and not tensor.box.is_empty
+        ]
+        # Large elements first: every fragment is aligned to its element without padding.
+        written.sort(key=lambda index: _place(tensors[index]))
+        self.order = tuple(written)
+        self._form = TensorsForm(
+            [tensors[index] for index in written], f"{self._name}.bin", block_bytes=BLOCK_BYTES
+        )
+        self.sizes_bytes = tuple(self._form.sizes_bytes)
+        self.record_bytes_max = self._form.text_bytes_max + _HEAD_BYTES_MAX
 
-    def entries(self) -> dict[TensorKey, TensorEntry]:
-        return {
-            key: TensorEntry(
-                key=key,
-                dtype=self._tensors[key].dtype,
-                shape=tuple(self._tensors[key].shape),
-                fragments=tuple(sorted(found)),
-            )
-            for key, found in self._fragments.items()
-        }
+    def save(
+        self,
+        store: Store,
+        directory: str,
+        *,
+        step: int,
+        data: Sequence[memoryview],
+        extra: Mapping[str, Any],
+        param_groups: Sequence[Mapping[str, Any]],
+        fsync: bool,
+    ) -> SaveResult:
+        """Write what the tensors are now; see ``save_rank``.
+
+        Args:
+            store: Where to.
+            directory: Of this step's checkpoint.
+            step: The optimizer step after which the state was taken.
+            data: The bytes of the tensors of ``order``.
+            extra: Small named values, JSON.
+            param_groups: The optimizer's groups.
+            fsync: Whether it must survive a loss of power before the commit.
+
+        Raises:
+            StorageError: The storage refused.
+            UncoveredRegionError: The ranks together do not hold every element exactly once.
+        """
+        begun = perf_counter()
+        assert tuple(map(len, data)) == self.sizes_bytes, "not the data of these tensors"
+        held = _committed_manifest(store, directory)
+        if held is not None and (held.step, held.attempt) == (step, self._attempt):
+            return SaveResult(committed=True, size_bytes=0, seconds=perf_counter() - begun)
+        file = f"{self._name}.bin"
+        blocks: list[list[int]] = []
+        size_bytes = store.write_file(join(directory, file), _checked(data, blocks), fsync=fsync)
+        totals = list(map(_total, blocks, self.sizes_bytes))
+        whole = 0
+        for total, num_bytes in zip(totals, self.sizes_bytes, strict=True):
+            whole = combine(whole, total, num_bytes)
+        record = Manifest(
+            kind=Kind.RANK_RECORD,
+            step=step,
+            attempt=self._attempt,
+            state_map=StateMap(entries={}, block_bytes=BLOCK_BYTES),
+            files={file: FileEntry(num_bytes=size_bytes, crc32=whole)},
+            param_groups=param_groups,
+            extra=extra if self._rank == 0 else {},
+            source=self._source,
+            world_size=self._world_size,
+            rank=self._rank,
+        )
+        text = to_bytes(record, tensors=self._form.filled(totals, blocks))
+        store.write_atomic(join(directory, f"{self._name}.json"), text, fsync=fsync)
+        committed = try_commit(
+            store,
+            directory,
+            step=step,
+            attempt=self._attempt,
+            world_size=self._world_size,
+            fsync=fsync,
+        )
+        seconds = perf_counter() - begun
+        return SaveResult(committed=committed, size_bytes=size_bytes, seconds=seconds)
+
+
+def _place(tensor: LocalTensor) -> tuple[int, str, str, Box]:
+    return (-DTYPE_BYTES[tensor.dtype], tensor.slot, tensor.fqn, tensor.box)
+
+
+def _checked(data: Sequence[memoryview], blocks: list[list[int]]) -> Iterator[memoryview]:
+    """Yield the data block by block, and note the checksums on the way."""
+    for view in data:
+        found: list[int] = []
+        blocks.append(found)
+        for low in range(0, len(view), BLOCK_BYTES):
+            # The checksum brings the block into the cache, from which the write takes it.
+            chunk = view[low : low + BLOCK_BYTES]
+            found.append(crc32(chunk))
+            yield chunk
+
+
+def _total(blocks: Sequence[int], num_bytes: int) -> int:
+    return blocks[0] if len(blocks) == 1 else combine_blocks(blocks, num_bytes, BLOCK_BYTES)
 
 
 def rank_name(attempt: int, rank: int) -> str:

@@ -29,7 +29,7 @@ from ucp_core._open import (
     open_checkpoint,
 )
 from ucp_core._reading import reading
-from ucp_core._save import SaveResult, save_rank, try_commit
+from ucp_core._save import RankSaver, SaveResult, save_rank, try_commit
 from ucp_core.conversion.universal import materialise
 from ucp_core.inspection.verification import verify
 
@@ -39,6 +39,7 @@ __all__ = [
     "Found",
     "LoadResult",
     "LocalTensor",
+    "RankSaver",
     "SaveResult",
     "checkpoint_name",
     "collect_garbage",

@@ -268,8 +268,12 @@ _SEAL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
 _SEAL_BYTES = len(b',"crc32":"00000000"}\n')
 
 
-def to_bytes(manifest: Manifest) -> bytes:
+def to_bytes(manifest: Manifest, *, tensors: str | None = None) -> bytes:
     """Return the document as one line of JSON that ends with the crc32 of what precedes it.
+
+    Args:
+        manifest: What to print.
+        tensors: The text of its tensors, where that is printed already: the map has none then.
 
     Raises:
         UcpError: ``extra``, ``param_groups`` or ``source`` is not JSON.
@@ -281,6 +285,10 @@ def to_bytes(manifest: Manifest) -> bytes:
             f"extra, param_groups or source cannot be kept as JSON: {error}; "
             "numbers must be finite, tensors belong into the tensors",
         ) from error
+    if tensors is not None:
+        assert not manifest.state_map.entries, "tensors come from one place"
+        # The first such text is the document's own: only numbers come before it.
+        text = text.replace('"tensors":{}', f'"tensors":{tensors}', 1)
     body = text[:-1].encode()
     return body + b',"crc32":"%08x"}\n' % crc32(body)
 
