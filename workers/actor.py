@@ -43,9 +43,14 @@ class Worker:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         from workers.runner import AttemptRunner
 
+        self._node: str = ray.get_runtime_context().get_node_id()
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._runner = AttemptRunner(
-            worker=worker, directory=Path(directory), run_url=run_url, settings=settings
+            worker=worker,
+            directory=Path(directory),
+            run_url=run_url,
+            settings=settings,
+            node=self._node,
         )
         self._outcomes: dict[int, Future[Outcome]] = {}
         self._ordered: set[int] = set()
@@ -59,7 +64,7 @@ class Worker:
     async def hello(self) -> dict[str, Any]:
         """Return who this is: node, pid, and the attempt it is in (0 if none)."""
         return {
-            "node": ray.get_runtime_context().get_node_id(),
+            "node": self._node,
             "pid": os.getpid(),
             "attempt": self._runner.attempt,
         }
@@ -90,9 +95,12 @@ class Worker:
             self._ordered.add(attempt)
             self._future(attempt).set_result(Fenced(attempt=attempt, step=0))
 
-    async def yield_at_boundary(self, attempt: int) -> None:
-        """Leave ``attempt`` at the next step boundary that all its ranks agree on."""
-        self._runner.yield_at_boundary(attempt)
+    async def yield_at_boundary(self, attempt: int, durable: bool = True) -> None:  # noqa: FBT001, FBT002
+        """Leave ``attempt`` at the next step boundary that all its ranks agree on.
+
+        With ``durable`` the state is in storage then, and else at least in keepers' memory.
+        """
+        self._runner.yield_at_boundary(attempt, durable=durable)
 
     def _future(self, attempt: int) -> Future[Outcome]:
         return self._outcomes.setdefault(attempt, Future())

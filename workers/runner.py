@@ -32,12 +32,24 @@ class AttemptRunner:
         directory: Shared-memory directory for the page and the ring.
         run_url: The run directory.
         settings: ``Settings.to_json()``.
+        node: Ray node id, hex.
     """
 
     def __init__(
-        self, *, worker: str, directory: Path, run_url: str, settings: dict[str, Any]
+        self,
+        *,
+        worker: str,
+        directory: Path,
+        run_url: str,
+        settings: dict[str, Any],
+        node: str = "",
     ) -> None:
         store, path = open_store(run_url)
+        self._formed: dict[int, Formed] = {}
+        self._fenced: set[int] = set()
+        self._yielding: set[int] = set()
+        self._durably: set[int] = set()
+        self._lock = threading.Lock()
         self._page = ProgressPage.create(page_path(directory, worker), worker=worker)
         self._context = WorkerContext(
             worker=worker,
@@ -47,14 +59,13 @@ class AttemptRunner:
             page=self._page,
             ring_path=str(ring_path(directory, worker)),
             fenced=self.is_fenced,
-            yield_requested=self._is_yielding,
+            yield_requested=self._yielding.__contains__,
+            yield_durable=self._durably.__contains__,
+            node=node,
+            keeper_directory=directory,
             on_formed=self._note_formed,
         )
-        self._formed: dict[int, Formed] = {}
         self._ring_path = ring_path(directory, worker)
-        self._fenced: set[int] = set()
-        self._yielding: set[int] = set()
-        self._lock = threading.Lock()
         self.attempt = 0
 
     def prepare(self, *, on_cpu: bool) -> None:
@@ -102,13 +113,18 @@ class AttemptRunner:
         """Return whether ``attempt`` was fenced."""
         return attempt in self._fenced
 
-    def yield_at_boundary(self, attempt: int) -> None:
-        """Ask the training thread to leave ``attempt`` at the next boundary all ranks agree on."""
+    def yield_at_boundary(self, attempt: int, *, durable: bool) -> None:
+        """Ask the training thread to leave ``attempt`` at the next boundary all ranks agree on.
+
+        Args:
+            attempt: Which.
+            durable: Whether the state is to be in storage then. Asked for once, it stays so.
+        """
         with self._lock:
+            if durable:
+                # First: whoever sees the wish must see how.
+                self._durably.add(attempt)
             self._yielding.add(attempt)
 
     def _note_formed(self, formed: Formed) -> None:
         self._formed = {formed.attempt: formed}
-
-    def _is_yielding(self, attempt: int) -> bool:
-        return attempt in self._yielding

@@ -22,7 +22,7 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers import collectives
 from workers.progress import ProgressPage
-from workers.protocol import Assignment, Formed, Outcome
+from workers.protocol import Assignment, Formed, MemoryPart, Outcome
 from workers.train.loop import WorkerContext, run_attempt
 from workers.train.settings import Settings
 
@@ -32,11 +32,12 @@ ANSWER_S_MAX = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Run an attempt."""
+    """Run an attempt; ``node`` is the node's name and where its keeper is, if it has one."""
 
     assignment: Assignment
     settings: Settings
     directory: str
+    node: tuple[str, Path | None] = ("", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class Left:
 
     outcome: Outcome
     formed: bool
+    sources: tuple[tuple[str, int], ...]
     num_fds: int
     num_threads: int
 
@@ -68,8 +70,8 @@ class Trainer:
     def fence(self, attempt: int) -> None:
         self._pipe.send(("fence", attempt))
 
-    def yield_at_boundary(self, attempt: int) -> None:
-        self._pipe.send(("yield", attempt))
+    def yield_at_boundary(self, attempt: int, *, durable: bool = True) -> None:
+        self._pipe.send(("yield durably" if durable else "yield", attempt))
 
     def left(self) -> Left:
         assert self._pipe.poll(ANSWER_S_MAX), "the worker did not leave its attempt"
@@ -85,9 +87,13 @@ class Trainer:
 
 @dataclass(slots=True)
 class Run:
-    """Trainers on one run directory; ``attempt`` starts the next attempt on some of them."""
+    """Trainers on one run directory; ``attempt`` starts the next attempt on some of them.
+
+    They take turns on ``nodes``, each a name and where its keeper is.
+    """
 
     directory: Path
+    nodes: Sequence[tuple[str, Path | None]] = (("", None),)
     trainers: list[Trainer] = field(default_factory=list)
     lineage: tuple[tuple[int, int], ...] = ()
     store: Any = None
@@ -108,14 +114,16 @@ class Run:
         resume: tuple[int, int] = (0, 0),
         layout: ParallelLayout | None = None,
         members: Sequence[int] | None = None,
+        memory: tuple[MemoryPart, ...] = (),
     ) -> list[Trainer]:
         """Start the next attempt; ``resume`` is ``(step, attempt)`` of what to load."""
         while len(self.trainers) < num_workers:
             self.trainers.append(Trainer(f"w{len(self.trainers):04d}", self.directory))
         attempt = len(self.lineage) + 1
         self.lineage = (*self.lineage, (attempt, resume[0]))
-        chosen = [self.trainers[at] for at in members or range(num_workers)]
-        for rank, trainer in enumerate(chosen):
+        numbers = members or range(num_workers)
+        chosen = [self.trainers[number] for number in numbers]
+        for rank, (number, trainer) in enumerate(zip(numbers, chosen, strict=True)):
             assignment = Assignment(
                 attempt=attempt,
                 rank=rank,
@@ -125,9 +133,15 @@ class Run:
                 resume_step=resume[0],
                 resume_attempt=resume[1],
                 lineage=self.lineage,
+                memory=memory,
             )
             trainer.order(
-                Order(assignment=assignment, settings=settings, directory=str(self.directory))
+                Order(
+                    assignment=assignment,
+                    settings=settings,
+                    directory=str(self.directory),
+                    node=self.nodes[number % len(self.nodes)],
+                )
             )
         return chosen
 
@@ -146,7 +160,8 @@ class _Worker:
         self._page = ProgressPage.create(f"{directory}/{worker}.page", worker=worker)
         self._fenced: set[int] = set()
         self._yielding: set[int] = set()
-        self._formed = False
+        self._durably: set[int] = set()
+        self._formed: Formed | None = None
         self._orders: list[Order] = []
         self._news = threading.Semaphore(0)
 
@@ -163,6 +178,8 @@ class _Worker:
                 self._fenced.add(value)
                 collectives.abort(value)
             else:
+                if kind == "yield durably":
+                    self._durably.add(value)
                 self._yielding.add(value)
 
     def train_forever(self) -> None:
@@ -172,7 +189,8 @@ class _Worker:
             self._pipe.send(
                 Left(
                     outcome=outcome,
-                    formed=self._formed,
+                    formed=self._formed is not None,
+                    sources=self._formed.sources if self._formed is not None else (),
                     num_fds=_num_entries("/proc/self/fd"),
                     num_threads=_num_entries("/proc/self/task"),
                 )
@@ -180,7 +198,8 @@ class _Worker:
 
     def _run(self, order: Order) -> Outcome:
         store, directory = open_store(order.directory)
-        self._formed = False
+        self._formed = None
+        node, keeper_directory = order.node
         context = WorkerContext(
             worker=self._worker,
             settings=order.settings,
@@ -190,12 +209,15 @@ class _Worker:
             ring_path=self._ring,
             fenced=self._fenced.__contains__,
             yield_requested=self._yielding.__contains__,
+            yield_durable=self._durably.__contains__,
+            node=node,
+            keeper_directory=keeper_directory,
             on_formed=self._note_formed,
         )
         return run_attempt(order.assignment, context)
 
-    def _note_formed(self, _formed: Formed) -> None:
-        self._formed = True
+    def _note_formed(self, formed: Formed) -> None:
+        self._formed = formed
 
 
 def _num_entries(directory: str) -> int:

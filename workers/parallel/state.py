@@ -20,7 +20,14 @@ from ucp_core.checkpoint import LocalTensor
 from workers.errors import StateError
 from workers.parallel.spread import Piece
 
-__all__ = ["HostBuffer", "StateEntry", "local_parameters", "scalars", "set_scalars", "state_of"]
+__all__ = [
+    "HostBuffer",
+    "StateEntry",
+    "SteadyState",
+    "local_parameters",
+    "set_scalars",
+    "state_of",
+]
 
 _DTYPES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}
 #: Tensors begin at multiples of this in the host buffer; a cache line.
@@ -47,15 +54,18 @@ class StateEntry:
     tensor: Tensor
     replica: bool
 
-    def local_tensor(self, host: Tensor) -> LocalTensor:
-        """Return the entry with its bytes in ``host``, contiguous and on the CPU."""
+    def local_tensor(self, host: Tensor | None) -> LocalTensor:
+        """Return the entry with its bytes in ``host``, contiguous and on the CPU.
+
+        Without ``host`` it only says what the entry is.
+        """
         return LocalTensor(
             fqn=self.fqn,
             slot=self.slot,
             dtype=_DTYPES[self.tensor.dtype],
             shape=self.shape,
             box=self.box,
-            data=_memory(host),
+            data=_memory(host) if host is not None else memoryview(b""),
             replica=self.replica,
         )
 
@@ -106,29 +116,12 @@ def state_of(
     return entries
 
 
-def scalars(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """Return the optimizer's numbers: one for all parameters, or by name where they differ."""
-    found: dict[str, dict[str, float]] = {}
-    for fqn, parameter in parameters.items():
-        for name, value in optimizer.state.get(parameter, {}).items():
-            if _is_scalar(value):
-                found.setdefault(name, {})[fqn] = float(value)
-    return {
-        name: next(iter(by_fqn.values()))
-        if len(by_fqn) == len(parameters) and len(set(by_fqn.values())) == 1
-        else by_fqn
-        for name, by_fqn in found.items()
-    }
-
-
 def set_scalars(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     values: Mapping[str, Any],
 ) -> None:
-    """Put back what ``scalars`` returned, into numbers that the optimizer has already."""
+    """Put back what ``SteadyState.scalars`` returned, into numbers that the optimizer has."""
     for fqn, parameter in parameters.items():
         state = optimizer.state[parameter]
         for name, value in values.items():
@@ -138,6 +131,95 @@ def set_scalars(
                 held.fill_(number)
             else:
                 state[name] = type(held)(number)
+
+
+class SteadyState:
+    """The state as it is from step to step: values change, the tensors that hold them do not.
+
+    Looking all of it up takes as long as copying a few megabytes, so it is done once; before
+    each use it is made sure that the optimizer still holds the same tensors.
+
+    Args:
+        pieces: This rank's part of every parameter.
+        parameters: What the optimizer updates, by name.
+        optimizer: The optimizer.
+        replica: Whether another rank saves the same parts.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        *,
+        replica: bool,
+    ) -> None:
+        self._pieces, self._parameters, self._optimizer = pieces, parameters, optimizer
+        self._replica = replica
+        self._entries: list[StateEntry] | None = None
+        self._held: list[_Held] = []
+        self._names = {id(parameter): fqn for fqn, parameter in parameters.items()}
+
+    def entries(self) -> list[StateEntry]:
+        """Return the tensors; the very list of the last call if they are the same.
+
+        Raises:
+            StateError: The optimizer keeps what cannot be saved in parts.
+        """
+        if self._entries is None or not all(map(self._is_as_before, self._held)):
+            self._entries = state_of(
+                self._pieces, self._parameters, self._optimizer, replica=self._replica
+            )
+            self._held = [self._look_up(fqn) for fqn in self._parameters]
+        return self._entries
+
+    def scalars(self) -> dict[str, Any]:
+        """Return the optimizer's numbers: one for all parameters, or by name where they differ.
+
+        Call ``entries`` first.
+        """
+        found: dict[str, dict[str, float]] = {}
+        for held in self._held:
+            if held.scalars:
+                state = self._optimizer.state[held.parameter]
+                for name in held.scalars:
+                    found.setdefault(name, {})[held.fqn] = float(state[name])
+        return {
+            name: next(iter(by_fqn.values()))
+            if len(by_fqn) == len(self._parameters) and len(set(by_fqn.values())) == 1
+            else by_fqn
+            for name, by_fqn in found.items()
+        }
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's groups, with parameters by name."""
+        return [
+            {**group, "params": [self._names[id(parameter)] for parameter in group["params"]]}
+            for group in self._optimizer.param_groups
+        ]
+
+    def _look_up(self, fqn: str) -> _Held:
+        parameter = self._parameters[fqn]
+        state = self._optimizer.state.get(parameter, {})
+        scalars = tuple(name for name, value in state.items() if _is_scalar(value))
+        tensors = tuple((name, value) for name, value in state.items() if name not in scalars)
+        return _Held(fqn=fqn, parameter=parameter, scalars=scalars, tensors=tensors)
+
+    def _is_as_before(self, held: _Held) -> bool:
+        state = self._optimizer.state.get(held.parameter, {})
+        return len(state) == len(held.scalars) + len(held.tensors) and all(
+            state.get(name) is tensor for name, tensor in held.tensors
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """What the optimizer keeps for one parameter."""
+
+    fqn: str
+    parameter: nn.Parameter
+    scalars: tuple[str, ...]
+    tensors: tuple[tuple[str, Any], ...]
 
 
 class HostBuffer:

@@ -7,7 +7,7 @@ once the records of all its ranks are held, wherever they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -28,11 +28,15 @@ class ArenaStore(RefusingStore):
     Args:
         arena: The rank's arena.
         slot: The slot in it.
+        check: Called before the slot becomes complete; what it raises leaves it as it is.
     """
 
-    def __init__(self, arena: Arena, slot: int) -> None:
+    def __init__(
+        self, arena: Arena, slot: int, *, check: Callable[[], None] = lambda: None
+    ) -> None:
         self._arena = arena
         self._slot = slot
+        self._check = check
         self._body = np.frombuffer(arena.body(slot), dtype=np.uint8)
         self._data_bytes = -1
 
@@ -56,6 +60,7 @@ class ArenaStore(RefusingStore):
         end = self._data_bytes + len(data)
         self._check_fits(path, end)
         self._body[self._data_bytes : end] = np.frombuffer(data, dtype=np.uint8)
+        self._check()
         self._arena.finish(self._slot, data_bytes=self._data_bytes, record_bytes=len(data))
         return True
 

@@ -14,7 +14,12 @@ from typing import Protocol
 import numpy as np
 
 from ucp_core.checkpoint import Checkpoint, checkpoint_name
-from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    StorageError,
+    UcpError,
+)
 from ucp_core.manifest import Kind, Manifest, from_bytes, merge
 from ucp_core.storage import ReadRange
 from ucp_core.storage.refusing import RefusingStore
@@ -86,7 +91,8 @@ def open_version(by_rank: Mapping[int, Part]) -> Checkpoint:
 
     Raises:
         CheckpointNotFoundError: A rank's part is missing.
-        CheckpointCorruptError: A record is damaged, or the records contradict each other.
+        CheckpointCorruptError: A record is damaged (``facts["rank"]`` says whose), or the records
+            contradict each other.
         StorageError: A part is not there any more.
     """
     records: list[Manifest] = []
@@ -109,13 +115,18 @@ def _record(part: Part) -> Manifest:
     data = bytearray(held.record_bytes)
     part.fill(held.data_bytes, [memoryview(data)])
     where = f"the snapshot of rank {held.rank} after step {held.step}"
-    record = from_bytes(bytes(data), where=where)
+    try:
+        record = from_bytes(bytes(data), where=where)
+    except UcpError as error:
+        error.facts["rank"] = held.rank
+        raise
     found = (record.kind, record.step, record.attempt, record.rank, record.world_size)
     if found != (Kind.RANK_RECORD, held.step, held.attempt, held.rank, held.world_size):
         raise CheckpointCorruptError(
             f"{where} of attempt {held.attempt} says (kind, step, attempt, rank, world_size) = "
             f"{found}; use another source",
             where=where,
+            rank=held.rank,
         )
     return record
 
@@ -132,6 +143,10 @@ class MemoryTier(RefusingStore):
 
     def __init__(self, files: Mapping[str, Part]) -> None:
         self._files = dict(files)
+
+    def rank_of(self, path: str) -> int:
+        """Return the rank whose data a file is."""
+        return self._part(path).held.rank
 
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
         """Fill the buffers of every range."""

@@ -1,4 +1,8 @@
-"""What happens between two steps: report, save, leave. The only place where membership changes."""
+"""What happens between two steps: report, save, leave. The only place where membership changes.
+
+Where the node's keeper has memory, the state after a step goes there, and the keeper stores it
+now and then; without it, and where it must not be lost with the nodes, the workers store it.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,16 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
+import torch
+import torch.distributed as dist
+
 from ucp_core.storage.base import join
-from workers.parallel.state import HostBuffer, scalars
+from workers.parallel.state import HostBuffer
 from workers.protocol import Assignment, WorkerPhase
+from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
+from workers.train.agreement import all_agree
 from workers.train.context import WorkerContext
+from workers.train.due import Cadence, Due, Signals
 from workers.train.evaluation import weights_digest
 from workers.train.parts import Parts
 from workers.train.step import Step
@@ -21,10 +31,12 @@ __all__ = ["Boundary", "YieldSignal"]
 
 METRICS: Final = "metrics/rank0.jsonl"
 RESULT: Final = "result.json"
+#: A snapshot waits so long for the lines of its steps: a stalled store must not stop snapshots.
+_TOLD_S: Final = 0.2
 
 
 class YieldSignal(BaseException):
-    """All ranks agreed to leave after ``step``, whose state is committed."""
+    """All ranks agreed to leave after ``step``, whose state is in storage or in memory."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"left after step {step}")
@@ -37,7 +49,9 @@ class Boundary:
     Args:
         assignment: The attempt.
         context: The worker around it.
+        device: Where collectives take their tensors.
         buffer: Host memory for copies of the state.
+        memory: Memory at the keeper; None if there is none.
         storing: Where reports and states go.
     """
 
@@ -45,13 +59,57 @@ class Boundary:
         self,
         assignment: Assignment,
         context: WorkerContext,
+        *,
+        device: torch.device,
         buffer: HostBuffer,
+        memory: SnapshotMemory | None,
         storing: Storing,
     ) -> None:
         self._assignment = assignment
         self._context = context
+        self._device = device
         self._buffer = buffer
         self._storing = storing
+        settings = context.settings
+        self._cadence = Cadence(
+            snapshot_every=max(1, settings.snapshot.every_steps),
+            storage_every=settings.checkpoint.every_steps,
+            last_step=settings.train.steps,
+        )
+        self._writer: SnapshotWriter | None = None
+        if memory is not None and settings.snapshot.every_steps:
+            self._writer = SnapshotWriter(
+                memory,
+                assignment,
+                fenced=lambda: context.fenced(assignment.attempt),
+                told=self._wait_told,
+            )
+        self._due = Due()
+        self._state: Captured | None = None
+
+    def begin(self, step: int, parts: Parts, extra: Mapping[str, Any]) -> None:
+        """Get ready for snapshots of a state that was loaded: its sizes are known already."""
+        if self._writer is not None:
+            self._writer.prepare(_captured(step, parts, extra))
+
+    def signals(self) -> Signals:
+        """Return what this rank has to say in the step under way."""
+        context, attempt, writer = self._context, self._assignment.attempt, self._writer
+        leaves = context.yield_requested(attempt)
+        leaves_durably = leaves and context.yield_durable(attempt)
+        if writer is None or not writer.is_ready:
+            return Signals(leaves=leaves, leaves_durably=leaves_durably, no_memory=True)
+        return Signals(
+            leaves=leaves,
+            leaves_durably=leaves_durably,
+            behind=writer.is_behind(),
+            storage_busy=writer.is_pinned(),
+        )
+
+    def before_update(self) -> None:
+        """Let the weights change; called in every step before they do."""
+        if self._writer is not None:
+            self._writer.hold_update()
 
     def line(self, step: int, **values: Any) -> dict[str, Any]:
         """Return a line of metrics: where it comes from, and ``values``; nan becomes null."""
@@ -68,14 +126,28 @@ class Boundary:
             AbortedError: The attempt was fenced.
             UcpError: The state before this one could not be written.
         """
-        context, train = self._context, self._context.settings.train
-        context.page.completed(step.number, step_s, step.loss)
+        self._context.page.completed(step.number, step_s, step.loss)
+        due = self._due = self._cadence.due(step.number, step.agreed)
+        self._state = None
+        if due.snapshot or due.storage:
+            self._context.page.enter(WorkerPhase.SAVING)
+            self._state = _captured(step.number, parts, extra)
+        begun_s = time.perf_counter()
+        is_taken = due.snapshot and self._take(self._state)
+        snapshot_s = time.perf_counter() - begun_s if due.snapshot else 0.0
         if self._assignment.rank == 0:
-            self._storing.append(METRICS, self._step_line(step, step_s))
-        is_last = step.number == train.steps
-        is_due = step.number % context.settings.checkpoint.every_steps == 0
-        if is_last or is_due or step.leaves:
-            self._save(step.number, parts, extra)
+            how = "taken" if is_taken else "skipped" if due.snapshot or due.skipped else "none"
+            line = self._step_line(step, step_s, snapshot=how, snapshot_s=snapshot_s)
+            self._storing.append(METRICS, line)
+        writer = self._writer
+        if is_taken and writer is not None:
+            writer.complete(pin=due.pin)
+        if due.storage:
+            self._store()
+        if writer is not None and not writer.is_broken:
+            entries = self._state.entries if self._state is not None else parts.state.entries()
+            if not writer.is_ready_for(entries):
+                writer.prepare(self._state or _captured(step.number, parts, extra))
 
     def commit(self, step: int) -> None:
         """Return when the state after ``step``, which was saved here, is committed.
@@ -89,15 +161,28 @@ class Boundary:
         self._storing.wait_committed(step, timeout_s=timeout_s)
 
     def leave(self, step: int) -> NoReturn:
-        """Leave after ``step``, as all ranks agreed to, once its state is committed.
+        """Leave after ``step``, as all ranks agreed to, once its state is safe.
+
+        In memory it is safe once every rank has completed its snapshot; if one could not, the
+        ranks write it to storage.
 
         Raises:
             YieldSignal: It is.
             AbortedError: The attempt was fenced.
             CollectiveError: A peer did not write its part.
         """
+        if not self._due.storage:
+            self._context.page.enter(WorkerPhase.SAVING)
+            is_mine = self._writer is not None and self._writer.wait(step)
+            if all_agree(is_mine, self._device):
+                raise YieldSignal(step)
+            self._store()
         self.commit(step)
         raise YieldSignal(step)
+
+    def close(self) -> bool:
+        """End taking snapshots; return whether their memory is let go of."""
+        return self._writer is None or self._writer.close()
 
     def finish(self, step: int, *, loss: float, validation_loss: float, parts: Parts) -> None:
         """Write down how the run ended. Every rank calls it."""
@@ -112,7 +197,7 @@ class Boundary:
                 fsync=False,
             )
 
-    def _step_line(self, step: Step, step_s: float) -> dict[str, Any]:
+    def _step_line(self, step: Step, step_s: float, **more: Any) -> dict[str, Any]:
         start, stop = step.order_range
         return self.line(
             step.number,
@@ -122,6 +207,7 @@ class Boundary:
             tokens=step.tokens,
             samples=stop - start,
             step_s=step_s,
+            **more,
             num_workers=self._assignment.layout.world_size,
             layout=str(self._assignment.layout),
             order_start=start,
@@ -129,23 +215,44 @@ class Boundary:
             wall_time=time.time(),  # noqa: TID251  for people, and to match machines' logs
         )
 
-    def _save(self, step: int, parts: Parts, extra: Mapping[str, Any]) -> None:
-        self._context.page.enter(WorkerPhase.SAVING)
+    def _take(self, state: Captured | None) -> bool:
+        """Copy the state into memory; return whether that was possible here."""
+        assert self._writer is not None, "ranks without memory say so"
+        assert state is not None, "what is due was looked up"
+        if self._due.barrier:
+            # Of three slots one is written over now. All ranks must have the newest one whole.
+            self._writer.wait(state.step)
+            dist.all_reduce(torch.zeros(1, device=self._device))
+        return self._writer.capture(state)
+
+    def _store(self) -> None:
+        """Write the state to storage, from memory if it was copied there."""
+        state = self._state
+        assert state is not None, "what is due was looked up"
         # One save in flight: the buffer is free again once the last one is written.
         self._storing.wait_idle()
-        by_parameter = {id(parameter): fqn for fqn, parameter in parts.parameters.items()}
-        groups = [
-            {
-                **{name: value for name, value in group.items() if name != "params"},
-                "params": [by_parameter[id(parameter)] for parameter in group["params"]],
-            }
-            for group in parts.optimizer.param_groups
-        ]
+        held = self._writer.held() if self._writer is not None and self._due.snapshot else None
         self._storing.save(
             SavedState(
-                step=step,
-                tensors=self._buffer.capture(parts.state()),
-                extra={**extra, "optimizer": scalars(parts.parameters, parts.optimizer)},
-                param_groups=groups,
+                step=state.step,
+                tensors=held if held is not None else self._buffer.capture(state.entries),
+                extra=state.extra,
+                param_groups=state.param_groups,
             )
         )
+
+    def _wait_told(self) -> None:
+        if self._assignment.rank == 0:
+            self._storing.wait_told(_TOLD_S)
+
+
+def _captured(step: int, parts: Parts, extra: Mapping[str, Any]) -> Captured:
+    """Return the state as it is now; its tensors go on changing."""
+    state = parts.state
+    entries = state.entries()
+    return Captured(
+        step=step,
+        entries=entries,
+        extra={**extra, "optimizer": state.scalars()},
+        param_groups=state.param_groups(),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from ucp_core.storage import Store
@@ -36,6 +37,11 @@ def _nothing(_formed: Formed) -> None:
     """Do nothing."""
 
 
+def _always(_attempt: int) -> bool:
+    """Return True."""
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
     """The worker that attempts run in; one per process.
@@ -49,6 +55,10 @@ class WorkerContext:
         ring_path: Where its collectives are recorded.
         yield_requested: Whether the worker is to leave an attempt at the next step boundary.
         fenced: Whether an attempt may write no more. Asked from several threads.
+        yield_durable: Whether the state that it leaves with must be in storage, because memory
+            may go.
+        node: Ray node id, hex; tells which memory is near.
+        keeper_directory: Where the keeper of the node has its door; None if there is none.
         on_formed: Called once per attempt, by the training thread, when the groups stand, the
             model is built and its state is loaded.
     """
@@ -61,4 +71,7 @@ class WorkerContext:
     ring_path: str
     yield_requested: Callable[[int], bool]
     fenced: Callable[[int], bool]
+    yield_durable: Callable[[int], bool] = _always
+    node: str = ""
+    keeper_directory: Path | None = None
     on_formed: Callable[[Formed], None] = _nothing

@@ -30,6 +30,7 @@ from workers.protocol import (
     WorkerPhase,
     Yielded,
 )
+from workers.snapshot.writing import SnapshotMemory
 from workers.train.boundary import YieldSignal
 from workers.train.context import WorkerContext
 from workers.train.lm import train_language_model
@@ -50,6 +51,7 @@ class _Process:
     """What outlives an attempt."""
 
     buffer = HostBuffer()
+    memory: SnapshotMemory | None = None
 
 
 def run_attempt(
@@ -113,7 +115,7 @@ class _Attempt:
             attempt=assignment.attempt,
             rank=assignment.rank,
         )
-        self._session = Session(assignment, context, mesh, _Process.buffer)
+        self._session = Session(assignment, context, mesh, _Process.buffer, _memory(context))
         task(self._session)
         self._session.finish()
         return Completed(attempt=assignment.attempt, step=self._session.step)
@@ -134,8 +136,19 @@ class _Attempt:
     def _close(self) -> None:
         session, self._session = self._session, None
         if session is not None and not session.close():
-            # A write that cannot be interrupted still reads from the buffer: leave it to it.
+            # A write that cannot be interrupted still reads from there: leave it to it.
             _Process.buffer = HostBuffer()
+            if _Process.memory is not None:
+                _Process.memory = _Process.memory.successor()
+
+
+def _memory(context: WorkerContext) -> SnapshotMemory | None:
+    """Return the process's memory at the keeper of its node."""
+    if context.keeper_directory is None:
+        return None
+    if _Process.memory is None:
+        _Process.memory = SnapshotMemory(context.keeper_directory, context.worker)
+    return _Process.memory
 
 
 @functools.lru_cache(maxsize=1)

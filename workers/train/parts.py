@@ -10,7 +10,7 @@ from torch import nn
 
 from workers.parallel.mesh import Mesh
 from workers.parallel.spread import Piece
-from workers.parallel.state import StateEntry, state_of
+from workers.parallel.state import SteadyState
 from workers.train.reduction import Reduction
 
 __all__ = ["Parts"]
@@ -30,6 +30,7 @@ class Parts:
         device: Where it lies.
         keeps_gathered: Whether gathered parameters are dropped only after the last pass of a
             step.
+        state: The tensors of the training state.
     """
 
     model: nn.Module
@@ -40,10 +41,7 @@ class Parts:
     mesh: Mesh
     device: torch.device
     keeps_gathered: bool
-
-    def state(self) -> list[StateEntry]:
-        """Return the tensors of the training state."""
-        return state_of(self.pieces, self.parameters, self.optimizer, replica=self.mesh.replica > 0)
+    state: SteadyState
 
     def prime(self) -> None:
         """Have the optimizer make its state, all zero, so that there is memory to load into.

@@ -1,8 +1,10 @@
 """Load the state that an attempt resumes from; a damaged version gives way to the next older.
 
-All ranks load the same version: after each try they agree whether all of them could, and if
-one could not, rank 0 names the next. Nothing damaged is deleted. Replicas read disjoint shares
-of it and exchange them, where that is faster than reading.
+From the memory of keepers first, if the version is held there, then from storage. All ranks load
+the same version: after each try they agree whether all of them could, and if one could not, all
+try the next source, and then the next older version in storage, which rank 0 names. Nothing
+damaged is deleted. Replicas read disjoint shares from storage and exchange them, where that is
+faster than reading.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -28,10 +30,16 @@ from ucp_core.storage import LocalStore, Store
 from ucp_core.storage.base import join
 from workers.parallel.state import HostBuffer, StateEntry
 from workers.protocol import Assignment
+from workers.snapshot.sources import MemorySources
+from workers.train.agreement import all_agree
+from workers.train.context import WorkerContext
 from workers.train.sharing import GroupTransport
 from workers.train.storing import CHECKPOINTS
 
-__all__ = ["Restored", "restore"]
+__all__ = ["STORAGE", "Restored", "restore"]
+
+#: A kind of source, beside those of ``workers.snapshot.sources``.
+STORAGE: Final = "storage"
 
 log = logging.getLogger(__name__)
 
@@ -43,24 +51,23 @@ class Restored:
     Attributes:
         step: Training goes on after this step; 0 if there was nothing to load.
         extra: The small named values of the checkpoint.
-        skipped: ``(name, reason)`` of the versions that this rank could not load.
-        size_bytes: Bytes that were loaded.
+        skipped: ``(name, reason)`` of what this rank could not load: versions, or parts of one in
+            memory that it then took from another holder.
+        sources: ``(kind of source, bytes)`` of what was loaded.
     """
 
     step: int
     extra: dict[str, Any]
     skipped: tuple[tuple[str, str], ...]
-    size_bytes: int = 0
+    sources: tuple[tuple[str, int], ...] = ()
 
 
 def restore(
     assignment: Assignment,
     entries: Callable[[], Sequence[StateEntry]],
     *,
-    store: Store,
-    directory: str,
+    context: WorkerContext,
     buffer: HostBuffer,
-    threads: int,
     device: torch.device,
     replicas: dist.ProcessGroup | None = None,
 ) -> Restored:
@@ -71,42 +78,87 @@ def restore(
     Args:
         assignment: Says which version to begin with.
         entries: Called once there is something to load; returns what to fill.
-        store: Where the run directory is.
-        directory: Its path.
+        context: The worker: where its run directory and its keeper are.
         buffer: Host memory for what is on a device.
-        threads: Readers.
         device: Where collectives take their tensors.
         replicas: The ranks that hold the same state as this one, if there are others.
     """
+    if not assignment.resume_step:
+        return Restored(step=0, extra={}, skipped=())
+    target = _Target(entries(), buffer, context.settings.checkpoint.threads)
+    skipped: list[tuple[str, str]] = []
+    if assignment.memory:
+        restored = _from_memory(assignment, target, context, device, skipped)
+        if restored is not None:
+            return restored
+    return _from_storage(assignment, target, context, device, replicas, skipped)
+
+
+def _from_memory(
+    assignment: Assignment,
+    target: _Target,
+    context: WorkerContext,
+    device: torch.device,
+    skipped: list[tuple[str, str]],
+) -> Restored | None:
+    """Load from keepers; return None, on every rank, if a rank could not."""
+    sources = MemorySources(
+        assignment.memory, node=context.node, keeper_directory=context.keeper_directory
+    )
+    reason, extra = "", {}
+    try:
+        extra = sources.load(target.fill_from)
+    except UcpError as error:
+        reason = _said(error)
+    finally:
+        sources.close()
+    skipped += sources.skipped
+    step = assignment.resume_step
+    if all_agree(not reason, device):
+        taken = tuple(sorted(sources.taken_bytes.items()))
+        return Restored(step=step, extra=extra, skipped=tuple(skipped), sources=taken)
+    skipped.append((f"step {step} in memory", reason or "another rank could not load it"))
+    log.warning("memory_skipped", extra={"step": step, "reason": skipped[-1][1]})
+    return None
+
+
+def _from_storage(
+    assignment: Assignment,
+    target: _Target,
+    context: WorkerContext,
+    device: torch.device,
+    replicas: dist.ProcessGroup | None,
+    skipped: list[tuple[str, str]],
+) -> Restored:
+    store = context.store
     transport = None
     # What is on this machine, or mounted, comes faster from there than from a neighbour.
     if replicas is not None and store.request_bytes > LocalStore.request_bytes:
         transport = GroupTransport(replicas, device)
-    checkpoints = join(directory, CHECKPOINTS)
+    checkpoints = join(context.directory, CHECKPOINTS)
     step, attempt = assignment.resume_step, assignment.resume_attempt
-    need: Sequence[StateEntry] = ()
-    skipped: list[tuple[str, str]] = []
+    bad: set[str] = set()
     while step > 0:
-        need = need or entries()
         name = checkpoint_name(step)
         checkpoint, reason = _opened(store, join(checkpoints, name), step=step, attempt=attempt)
         extra: dict[str, Any] = {}
         size_bytes = 0
         # Nobody may wait for the share of a rank that has nothing to load from.
-        if transport is not None and not _all_agree(not reason, device):
+        if transport is not None and not all_agree(not reason, device):
             reason = reason or "another rank could not open it"
         if checkpoint is not None and not reason:
             try:
-                size_bytes = _fill(checkpoint, need, buffer, threads, transport)
+                size_bytes = target.fill(checkpoint, transport)
                 extra = checkpoint.extra
             except UcpError as error:
                 reason = _said(error)
-        if _all_agree(not reason, device):
-            return Restored(step=step, extra=extra, skipped=tuple(skipped), size_bytes=size_bytes)
+        if all_agree(not reason, device):
+            sources = ((STORAGE, size_bytes),)
+            return Restored(step=step, extra=extra, skipped=tuple(skipped), sources=sources)
         skipped.append((name, reason or "another rank could not load it"))
         log.warning("checkpoint_skipped", extra={"step": step, "reason": skipped[-1][1]})
-        exclude = frozenset(bad for bad, _ in skipped)
-        step, attempt = _next_older(assignment, store, checkpoints, exclude, device)
+        bad.add(name)
+        step, attempt = _next_older(assignment, store, checkpoints, frozenset(bad), device)
     return Restored(step=0, extra={}, skipped=tuple(skipped))
 
 
@@ -131,30 +183,39 @@ def _said(error: UcpError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _fill(
-    checkpoint: Checkpoint,
-    need: Sequence[StateEntry],
-    buffer: HostBuffer,
-    threads: int,
-    transport: GroupTransport | None,
-) -> int:
-    on_device = [entry for entry in need if entry.tensor.is_cuda]
-    staged = dict(zip(map(id, on_device), buffer.views(on_device), strict=True))
-    hosts = [staged.get(id(entry), entry.tensor) for entry in need]
-    tensors = [entry.local_tensor(host) for entry, host in zip(need, hosts, strict=True)]
-    if transport is None:
-        loaded = load(checkpoint, tensors, threads=threads)
-    else:
-        loaded = load_together(checkpoint, tensors, transport, threads=threads)
-    for entry in on_device:
-        entry.tensor.copy_(staged[id(entry)])
-    return loaded.size_bytes
+class _Target:
+    """The state to fill.
 
+    Args:
+        need: Its tensors.
+        buffer: Host memory for those on a device.
+        threads: Readers.
+    """
 
-def _all_agree(agreed: bool, device: torch.device) -> bool:  # noqa: FBT001  what it is about
-    vote = torch.tensor([int(agreed)], device=device)
-    dist.all_reduce(vote, op=dist.ReduceOp.MIN)
-    return bool(vote.item())
+    def __init__(self, need: Sequence[StateEntry], buffer: HostBuffer, threads: int) -> None:
+        self._on_device = [entry for entry in need if entry.tensor.is_cuda]
+        self._staged = dict(
+            zip(map(id, self._on_device), buffer.views(self._on_device), strict=True)
+        )
+        self._tensors = [
+            entry.local_tensor(self._staged.get(id(entry), entry.tensor)) for entry in need
+        ]
+        self._threads = threads
+
+    def fill(self, checkpoint: Checkpoint, transport: GroupTransport | None = None) -> int:
+        """Load; return how many bytes were needed."""
+        if transport is None:
+            loaded = load(checkpoint, self._tensors, threads=self._threads)
+        else:
+            loaded = load_together(checkpoint, self._tensors, transport, threads=self._threads)
+        for entry in self._on_device:
+            entry.tensor.copy_(self._staged[id(entry)])
+        return loaded.size_bytes
+
+    def fill_from(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Load; return the small named values."""
+        self.fill(checkpoint)
+        return checkpoint.extra
 
 
 def _next_older(

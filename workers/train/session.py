@@ -21,8 +21,15 @@ from workers.data.order import DataOrder
 from workers.errors import DataError, TaskError
 from workers.parallel.mesh import Mesh
 from workers.parallel.spread import Piece, materialize, pieces, spread
-from workers.parallel.state import HostBuffer, StateEntry, local_parameters, set_scalars
+from workers.parallel.state import (
+    HostBuffer,
+    StateEntry,
+    SteadyState,
+    local_parameters,
+    set_scalars,
+)
 from workers.protocol import Assignment, Formed, WorkerPhase
+from workers.snapshot.writing import SnapshotMemory
 from workers.train.boundary import Boundary
 from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
@@ -54,7 +61,12 @@ class Session:
     """
 
     def __init__(
-        self, assignment: Assignment, context: WorkerContext, mesh: Mesh, buffer: HostBuffer
+        self,
+        assignment: Assignment,
+        context: WorkerContext,
+        mesh: Mesh,
+        buffer: HostBuffer,
+        memory: SnapshotMemory | None = None,
     ) -> None:
         self.settings: Settings = context.settings
         self.device = torch.device(mesh.sharding.device_type)
@@ -81,7 +93,14 @@ class Session:
             settings=context.settings.checkpoint,
             fenced=lambda: context.fenced(assignment.attempt),
         )
-        self._boundary = Boundary(assignment, context, buffer, self._storing)
+        self._boundary = Boundary(
+            assignment,
+            context,
+            device=self.device,
+            buffer=buffer,
+            memory=memory,
+            storing=self._storing,
+        )
 
     def model(self, build: Callable[[], nn.Module], initialise: Initialise | None = None) -> Any:
         """Return the model that ``build`` makes, spread over the workers, not yet filled.
@@ -134,27 +153,29 @@ class Session:
             raise TaskError("call session.model before session.optimizer")
         self._context.page.enter(WorkerPhase.LOADING)
         parameters = local_parameters(self._pieces)
+        optimizer = make(parameters)
         self._parts = Parts(
             model=self._model,
-            optimizer=make(parameters),
+            optimizer=optimizer,
             pieces=self._pieces,
             parameters=parameters,
             reduction=self._reduction,
             mesh=self._mesh,
             device=self.device,
             keeps_gathered=self._keeps_gathered,
+            state=SteadyState(self._pieces, parameters, optimizer, replica=self._mesh.replica > 0),
         )
         began_s = time.monotonic()
-        loaded_bytes = self._load(self._parts)
+        sources = self._load(self._parts)
         self._context.page.resumed(self.step)
         self._context.on_formed(
             Formed(
                 attempt=self._assignment.attempt,
                 load_s=time.monotonic() - began_s,
-                sources=(("checkpoint", loaded_bytes),) if loaded_bytes else (),
+                sources=sources,
             )
         )
-        return self._parts.optimizer
+        return optimizer
 
     def steps(self, num_samples: int, *, data_digest: str = "") -> Iterator[Step]:
         """Yield the steps that are left, one at a time; call ``apply`` on each.
@@ -194,7 +215,7 @@ class Session:
                 train=train,
                 parts=parts,
                 page=self._context.page,
-                yield_requested=self._context.yield_requested(self._assignment.attempt),
+                around=self._boundary,
                 on_applied=applied,
             )
             yield step
@@ -250,10 +271,11 @@ class Session:
         )
 
     def close(self) -> bool:
-        """Let go of the model and end writing; return whether the host buffer is free again."""
+        """Let go of the model and end writing; return whether all memory is free again."""
         self._model = self._build = self._initialise = self._parts = None
         self._pieces = ()
-        return self._storing.close()
+        # Both, whatever the first says.
+        return all([self._boundary.close(), self._storing.close()])
 
     def _ready(self) -> Parts:
         if self._parts is None:
@@ -268,20 +290,18 @@ class Session:
             fixed_tree=self.settings.train.deterministic,
         )
 
-    def _load(self, parts: Parts) -> int:
-        """Put state into place; return how many bytes of it were loaded."""
+    def _load(self, parts: Parts) -> tuple[tuple[str, int], ...]:
+        """Put state into place; return where from, and how many bytes."""
 
         def to_fill() -> Sequence[StateEntry]:
             parts.prime()
-            return parts.state()
+            return parts.state.entries()
 
         restored = restore(
             self._assignment,
             to_fill,
-            store=self._context.store,
-            directory=self._context.directory,
+            context=self._context,
             buffer=self._buffer,
-            threads=self.settings.checkpoint.threads,
             device=self.device,
             replicas=self._mesh.replicas,
         )
@@ -289,13 +309,14 @@ class Session:
         if restored.step:
             set_scalars(parts.parameters, parts.optimizer, restored.extra["optimizer"])
             self._loss = restored.extra.get("loss", math.nan)
+            self._boundary.begin(self.step, parts, restored.extra)
         else:
             parts.optimizer.state.clear()
         self._fill(parts)
         if restored.skipped and self.rank == 0:
             skipped = [list(entry) for entry in restored.skipped]
             self._storing.append(LOADS, self._boundary.line(self.step, skipped=skipped))
-        return restored.size_bytes
+        return restored.sources
 
     def _fill(self, parts: Parts) -> None:
         """Give the parts that no checkpoint holds their value: buffers, and at step 0 weights."""

@@ -3,7 +3,7 @@
 Every micro-batch's gradient is the gradient of its summed token losses; sums over micro-batches
 and ranks are divided once by the number of tokens of the whole global batch. So the weighting is
 exact with uneven quotas and uneven token counts. One all-reduce of numbers per step carries loss
-sum, token count, the wish to leave, and what the gradient's norm needs.
+sum, token count, what the workers say to each other, and what the gradient's norm needs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from workers.parallel.norm import row_squares, scale_gradients, sum_of_squares
 from workers.parallel.spread import fsdp_modules
 from workers.protocol import WorkerPhase
 from workers.train.context import Progress
+from workers.train.due import Signals
 from workers.train.parts import Parts
 from workers.train.quotas import Pass, Schedule
 from workers.train.schedule import learning_rate
@@ -34,6 +35,16 @@ __all__ = ["Step"]
 
 #: Against a division by a norm of zero; as in torch's clip_grad_norm_.
 _NORM_EPS: Final = 1e-6
+
+
+class Around(Protocol):
+    """What a step asks of the boundary behind it, ``workers.train.boundary.Boundary``."""
+
+    def signals(self) -> Signals:
+        """Return what this rank has to say to the others."""
+
+    def before_update(self) -> None:
+        """Be told that the weights are about to change."""
 
 
 class Step:
@@ -49,7 +60,7 @@ class Step:
         lr: Learning rate of the step.
         tokens: Tokens in the global batch; after ``apply``.
         is_applied: Whether ``apply`` was called.
-        leaves: Whether any worker was asked to leave; equal on all; after ``apply``.
+        agreed: What the workers said to each other; equal on all; after ``apply``.
     """
 
     def __init__(
@@ -61,7 +72,7 @@ class Step:
         train: TrainSettings,
         parts: Parts,
         page: Progress,
-        yield_requested: bool,
+        around: Around,
         on_applied: Callable[[Step], None],
     ) -> None:
         self.number = number
@@ -69,16 +80,22 @@ class Step:
         self.lr = learning_rate(train, number)
         self.loss = self.grad_norm = math.nan
         self.tokens = 0
-        self.is_applied = self.leaves = False
+        self.is_applied = False
+        self.agreed = Signals()
         self._order = order
         self._schedule = schedule
         self._train = train
         self._parts = parts
         self._page = page
-        self._yield_requested = yield_requested
+        self._around = around
         self._on_applied = on_applied
         self._pass: Pass | None = None
         self._sums: dict[int, tuple[Tensor, int]] = {}
+
+    @property
+    def leaves(self) -> bool:
+        """Return whether any worker was asked to leave; equal on all; after ``apply``."""
+        return self.agreed.leaves
 
     def micro_batches(self) -> Iterator[NDArray[np.int64]]:
         """Yield the samples of each micro-batch of this worker, ``(micro_batch,)`` each.
@@ -162,12 +179,13 @@ class Step:
         self._page.enter(WorkerPhase.REDUCING)
         square = self._reduce()
         self._page.enter(WorkerPhase.UPDATING)
+        self._around.before_update()
         self._update(square)
         self.is_applied = True
         self._on_applied(self)
 
     def _reduce(self) -> float:
-        """Set loss, tokens and leaves; return the square of the summed gradient's norm."""
+        """Set loss, tokens and agreed; return the square of the summed gradient's norm."""
         parts, deterministic = self._parts, self._train.deterministic
         # With the fixed tree every loss and every row has a place of its own: sums over ranks
         # then add zeros to it, and the order of the rest does not depend on the ranks.
@@ -183,15 +201,14 @@ class Step:
             squares = sum_of_squares(parts.pieces).reshape(1)
         if parts.mesh.replica > 0:
             squares.zero_()
-        counts = torch.tensor(
-            [tokens, self._yield_requested], dtype=torch.float64, device=parts.device
-        )
+        said = [tokens, *self._around.signals().numbers()]
+        counts = torch.tensor(said, dtype=torch.float64, device=parts.device)
         numbers = torch.cat((counts, losses, squares))
         dist.all_reduce(numbers)
-        head = numbers[: 2 + num_places].tolist()
-        self.tokens, self.leaves = int(head[0]), head[1] > 0
-        self.loss = math.fsum(head[2:]) / max(1, self.tokens)
-        return float(numbers[2 + num_places :].sum())
+        head = numbers[: len(said) + num_places].tolist()
+        self.tokens, self.agreed = int(head[0]), Signals.from_sums(head[1 : len(said)])
+        self.loss = math.fsum(head[len(said) :]) / max(1, self.tokens)
+        return float(numbers[len(head) :].sum())
 
     def _update(self, square: float) -> None:
         parts, train = self._parts, self._train

@@ -1,6 +1,7 @@
 """Checkpoints and metrics leave in the background, in order, and never after the fence.
 
 The training thread copies the state into host memory and goes on; one thread per attempt writes.
+Where a keeper holds snapshots only few states come this way: the keeper stores the others.
 Lines of metrics go the same way before the state that they tell of, so a committed step always
 has its line.
 """
@@ -28,6 +29,7 @@ from ucp_core.storage import ReadRange, Store
 from ucp_core.storage.base import Buffer, join
 from workers.collectives import AbortedError, CollectiveError
 from workers.protocol import Assignment
+from workers.snapshot.writing import source_of
 from workers.train.settings import CheckpointSettings
 
 __all__ = ["CHECKPOINTS", "SavedState", "Storing", "append_json"]
@@ -88,6 +90,13 @@ class Storing:
     def append(self, path: str, line: Mapping[str, Any]) -> None:
         """Add a JSON line to a file of the run directory, behind what was asked for before."""
         self._tasks.put(lambda: append_json(self._store, join(self._directory, path), line))
+
+    def wait_told(self, timeout_s: float) -> None:
+        """Return when what was to be added so far is written, or after ``timeout_s``."""
+        if not self._fenced():
+            told = threading.Event()
+            self._tasks.put(told.set)
+            told.wait(timeout_s)
 
     def save(self, state: SavedState) -> None:
         """Write ``state``; its tensors are left alone until ``wait_idle`` returns."""
@@ -173,7 +182,7 @@ class Storing:
                 tensors=state.tensors,
                 extra=state.extra,
                 param_groups=state.param_groups,
-                source={"writer": "everstep", "layout": assignment.layout.to_json()},
+                source=source_of(assignment),
                 fsync=self._settings.fsync,
             )
         finally:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from workers.parallel.norm import row_squares, sum_of_squares
 from workers.parallel.spread import Piece
 from workers.parallel.state import (
     HostBuffer,
+    SteadyState,
     local_parameters,
-    scalars,
     set_scalars,
     state_of,
 )
@@ -43,6 +44,14 @@ def trained(pieces: list[Piece]) -> tuple[dict[str, nn.Parameter], torch.optim.O
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return parameters, optimizer
+
+
+def scalars(
+    held: list[Piece], parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    steady = SteadyState(held, parameters, optimizer, replica=False)
+    steady.entries()
+    return steady.scalars()
 
 
 WEIGHTS = {"a.weight": torch.randn(6, 4), "b.weight": torch.randn(5)}
@@ -85,15 +94,42 @@ def test_scalars_return_to_every_parameter() -> None:
     """One number stands for all as long as they agree, and no longer."""
     held = [piece(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
-    assert scalars(parameters, optimizer) == {"step": 1.0}
+    assert scalars(held, parameters, optimizer) == {"step": 1.0}
     optimizer.state[parameters["b.weight"]]["step"].fill_(7.0)
-    told = scalars(parameters, optimizer)
+    told = scalars(held, parameters, optimizer)
     assert told == {"step": {"a.weight": 1.0, "b.weight": 7.0}}
 
     other_parameters, other = trained(held)
     set_scalars(other_parameters, other, told)
 
-    assert scalars(other_parameters, other) == told
+    assert scalars(held, other_parameters, other) == told
+
+
+def test_a_tensor_that_the_optimizer_replaced_is_looked_up_again() -> None:
+    """The state is looked up once; a copy of what was there before would pass every checksum."""
+    held = [piece(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
+    parameters, optimizer = trained(held)
+    steady = SteadyState(held, parameters, optimizer, replica=False)
+    entries = steady.entries()
+    optimizer.step()
+    assert steady.entries() is entries
+
+    optimizer.state[parameters["b.weight"]]["exp_avg"] = torch.full((5,), 3.0)
+    optimizer.state[parameters["a.weight"]]["max_exp_avg"] = torch.zeros(5, 4)
+
+    found = {(entry.fqn, entry.slot): entry.tensor for entry in steady.entries()}
+    assert found["b.weight", "exp_avg"].tolist() == [3.0] * 5
+    assert ("a.weight", "max_exp_avg") in found
+
+
+def test_groups_name_their_parameters() -> None:
+    """A checkpoint outlives the objects; an ``id`` means nothing to who loads it."""
+    held = [piece(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
+    parameters, optimizer = trained(held)
+    optimizer.param_groups[0]["lr"] = 0.25
+    (group,) = SteadyState(held, parameters, optimizer, replica=False).param_groups()
+
+    assert (group["lr"], group["params"]) == (0.25, ["a.weight", "b.weight"])
 
 
 def test_an_optimizer_that_cannot_be_sharded_is_refused() -> None:

@@ -1,0 +1,318 @@
+"""Real training processes whose states go into the memory of a keeper in another process."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.attempts import (
+    finish,
+    lines,
+    reset,
+    result,
+    settings,
+    wait_for_steps,
+    write_texts,
+)
+from tests.support.attempts import newest as newest_stored
+from tests.support.node_memory import NodeProcess, newest
+from tests.support.trainers import Run
+from ucp_core.boxes import Box
+from ucp_core.checkpoint import Checkpoint, LocalTensor, load, open_checkpoint
+from ucp_core.storage import LocalStore
+from workers.keeper.door import door_path, open_arena
+from workers.protocol import Completed, KeeperOrder, MemoryPart, Yielded
+from workers.snapshot.sources import MemorySources
+from workers.train.settings import CheckpointSettings, DataSettings, Settings, SnapshotSettings
+
+NODES = ("node-a", "node-b")
+
+MakeNodes = Callable[..., list[NodeProcess]]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> DataSettings:
+    return write_texts(tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    with Run(directory) as opened:
+        yield opened
+
+
+@pytest.fixture
+def make_nodes(run: Run, tmp_path: Path) -> Iterator[MakeNodes]:
+    made: list[NodeProcess] = []
+
+    def make(chosen: Settings, *, num_nodes: int = 1, copies: bool = False) -> list[NodeProcess]:
+        made.extend(
+            NodeProcess(node, tmp_path / node, run.directory, chosen) for node in NODES[:num_nodes]
+        )
+        run.nodes = [(node.node, node.directory) for node in made]
+        if copies:
+            tell_peers(run, made)
+        return made
+
+    yield make
+    for node in made:
+        node.kill()
+
+
+def tell_peers(run: Run, nodes: list[NodeProcess]) -> None:
+    """Have every node copy what all others write, in the attempt that comes next."""
+    for node in nodes:
+        others = tuple(other.peer() for other in nodes if other is not node)
+        attempt = len(run.lineage) + 1
+        lineage = (*run.lineage, (attempt, 0))
+        node.order(KeeperOrder(attempt=attempt, lineage=lineage, copies_of=others))
+
+
+def rarely_stored(data: DataSettings, *, steps: int = 6, **train: Any) -> Settings:
+    """Return settings under which only memory has the steps between."""
+    chosen = settings(data, steps=steps, **train)
+    return replace(chosen, checkpoint=CheckpointSettings(every_steps=10**6, keep=0))
+
+
+def whole_state(checkpoint: Checkpoint) -> dict[Any, bytes]:
+    """Return all bytes of a version, verified."""
+    need = [
+        LocalTensor(
+            fqn=key.fqn,
+            slot=key.slot,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            box=Box.full(entry.shape),
+            data=memoryview(bytearray(entry.num_bytes)),
+        )
+        for key, entry in checkpoint.state_map.entries.items()
+    ]
+    load(checkpoint, need)
+    return {(tensor.fqn, tensor.slot): bytes(tensor.data) for tensor in need}
+
+
+def read(places: tuple[MemoryPart, ...], node: NodeProcess) -> dict[Any, bytes]:
+    """Return the state that the keepers hold, as a worker of ``node`` loads it."""
+    sources = MemorySources(places, node=node.node, keeper_directory=node.directory)
+    with closing(sources):
+        return sources.load(whole_state)
+
+
+def leave(run: Run, chosen: Settings, *, after: int, durable: bool, **how: Any) -> int:
+    """Train the next attempt for some steps, have it leave, and return the step it left at."""
+    before = len(lines(run)) if (run.directory / "metrics/rank0.jsonl").exists() else 0
+    members = run.begin(chosen, **how)
+    wait_for_steps(run, before + after)
+    members[-1].yield_at_boundary(len(run.lineage), durable=durable)
+    outcomes = [member.left().outcome for member in members]
+    assert all(isinstance(outcome, Yielded) for outcome in outcomes), outcomes
+    (step,) = {outcome.step for outcome in outcomes if isinstance(outcome, Yielded)}
+    return step
+
+
+@pytest.mark.timeout(120)
+def test_steps_go_to_memory_and_the_keeper_stores_those_that_are_due(
+    run: Run, text: DataSettings, make_nodes: MakeNodes
+) -> None:
+    """The trainers themselves write the last step only; of the others they do not even know."""
+    chosen = replace(settings(text, steps=40), checkpoint=CheckpointSettings(every_steps=10))
+    nodes = make_nodes(chosen)
+    finish(run, chosen, num_workers=2)
+
+    (step, attempt), _ = newest(nodes)
+    assert (step, attempt) == newest_stored(run) == (40, 1)
+    told = [line["snapshot"] for line in lines(run)]
+    assert told.count("taken") > 20
+    assert set(told) <= {"none", "taken", "skipped"}
+    stored = {int(path.name[5:]) for path in (run.directory / "checkpoints").iterdir()}
+    assert len(stored - {40}) >= 1, "the keeper stored nothing"
+
+
+@pytest.mark.timeout(120)
+def test_what_memory_holds_is_bit_for_bit_what_storage_holds(
+    run: Run, text: DataSettings, make_nodes: MakeNodes
+) -> None:
+    """A step that is left durably is in both; they must be the same version."""
+    chosen = rarely_stored(text, steps=10_000)
+    (node,) = make_nodes(chosen)
+    step = leave(run, chosen, after=3, durable=True, num_workers=4)
+
+    version, places = newest([node])
+    assert version == newest_stored(run) == (step, 1)
+    stored = open_checkpoint(LocalStore(), f"{run.directory}/checkpoints/step-{step:08d}")
+    assert read(places, node) == whole_state(stored)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_growing_and_shrinking_through_memory_changes_no_bit(
+    run: Run, text: DataSettings, make_nodes: MakeNodes, num_nodes: int
+) -> None:
+    """The state goes through keepers, from own node and from others, and never through storage."""
+    chosen = rarely_stored(text, deterministic=True, steps=12)
+    finish(run, chosen, num_workers=2)
+    undisturbed = result(run)["weights_digest"]
+    reset(run)
+    nodes = make_nodes(chosen, num_nodes=num_nodes)
+    resume = (0, 0)
+    memory: tuple[MemoryPart, ...] = ()
+    for num_workers in (4, 3):
+        step = leave(
+            run, chosen, after=3, durable=False, num_workers=num_workers, resume=resume,
+            memory=memory,
+        )  # fmt: skip
+        resume, memory = newest(nodes)
+        assert resume == (step, len(run.lineage))
+        assert not (run.directory / "checkpoints").exists()
+    members = run.begin(chosen, num_workers=5, resume=resume, memory=memory)
+    left = [member.left() for member in members]
+
+    assert all(isinstance(one.outcome, Completed) for one in left), left
+    kinds = {kind for one in left for kind, size in one.sources if size}
+    assert kinds == {"local memory", "peer memory"} if num_nodes > 1 else {"local memory"}
+    assert result(run)["weights_digest"] == undisturbed
+    assert [line["step"] for line in lines(run)] == list(range(1, 13))
+
+
+@pytest.mark.timeout(240)
+def test_whatever_moment_trainers_are_killed_at_memory_holds_a_whole_version(
+    run: Run, text: DataSettings, make_nodes: MakeNodes
+) -> None:
+    """In a copy, between data and record, between two ranks: the newest finished one is there."""
+    chosen = rarely_stored(text, steps=10_000)
+    (node,) = make_nodes(chosen)
+    rng = random.Random(11)
+    resume = (0, 0)
+    memory: tuple[MemoryPart, ...] = ()
+    for _ in range(8):
+        before = len(lines(run)) if run.lineage else 0
+        members = run.begin(chosen, num_workers=2, resume=resume, memory=memory)
+        wait_for_steps(run, before + 4)
+        time.sleep(rng.random() * 0.05)
+        for member in members:
+            member.process.kill()
+            member.process.join()
+        run.trainers.clear()
+        (step, attempt), memory = newest([node])
+        last = lines(run)[-1]["step"]
+        taken = [line["step"] for line in lines(run) if line["snapshot"] == "taken"]
+        # The line of a step is there before its version is, and a rank may lack the newest.
+        assert attempt == len(run.lineage)
+        assert step in taken[-2:], (step, last, taken[-3:])
+        assert read(memory, node)
+        resume = (step, attempt)
+
+
+@pytest.mark.timeout(120)
+def test_a_flipped_bit_is_found_and_the_copy_on_another_node_is_loaded(
+    run: Run, text: DataSettings, make_nodes: MakeNodes
+) -> None:
+    """The header of the slot is whole, and says that the version is."""
+    chosen = rarely_stored(text, steps=10_000)
+    nodes = make_nodes(chosen, num_nodes=2, copies=True)
+    step = leave(run, chosen, after=3, durable=False, num_workers=2)
+    resume = (step, 1)
+
+    def places() -> list[MemoryPart]:
+        held = [place for node in nodes for place in node.places()]
+        return [place for place in held if (place.held.step, place.held.attempt) == resume]
+
+    deadline_s = time.monotonic() + 20
+    while len(places()) < 4:
+        assert time.monotonic() < deadline_s, "the other node does not copy"
+    for number, node in enumerate(nodes):
+        (own,) = [place for place in node.places() if place in places() and "/" not in place.arena]
+        arena = open_arena(door_path(node.directory), own.arena)
+        at = own.held.data_bytes - 5 if number else own.held.data_bytes + 20
+        arena.body(own.held.slot)[at] ^= 4
+        arena.close()
+    left = run.train(
+        replace(chosen, train=replace(chosen.train, steps=step + 2)),
+        num_workers=2,
+        resume=resume,
+        memory=tuple(places()),
+    )
+
+    assert [one.outcome for one in left] == [Completed(attempt=2, step=step + 2)] * 2
+    assert all(dict(one.sources)["peer memory"] for one in left)
+    (told,) = lines(run, "metrics/loads.jsonl")
+    assert told["step"] == step
+    assert any("damaged" in why for _, why in told["skipped"])
+
+
+@pytest.mark.timeout(120)
+def test_a_damaged_version_without_a_copy_gives_way_to_storage(
+    run: Run, text: DataSettings, make_nodes: MakeNodes
+) -> None:
+    """Only one rank's part is damaged; all ranks have to go back together."""
+    chosen = rarely_stored(text, steps=10_000)
+    (node,) = make_nodes(chosen)
+    stored = leave(run, chosen, after=3, durable=True, num_workers=2)
+    _, memory = newest([node])
+    step = leave(
+        run, chosen, after=3, durable=False, num_workers=2, resume=(stored, 1), memory=memory
+    )
+    (resume, memory) = newest([node])
+    assert resume == (step, 2)
+    place = next(place for place in memory if place.held.rank == 1)
+    arena = open_arena(door_path(node.directory), place.arena)
+    body = np.frombuffer(arena.body(place.held.slot), np.uint8)
+    body[: place.held.data_bytes] ^= 1
+    left = run.train(
+        replace(chosen, train=replace(chosen.train, steps=step)),
+        num_workers=2,
+        resume=resume,
+        memory=memory,
+    )
+
+    assert [one.outcome for one in left] == [Completed(attempt=3, step=step)] * 2
+    assert next(line["step"] for line in lines(run) if line["attempt"] == 3) == stored + 1
+    assert all(dict(one.sources)["storage"] for one in left)
+
+
+@pytest.mark.timeout(120)
+def test_without_memory_the_trainers_store_as_they_did(
+    run: Run, text: DataSettings, make_nodes: MakeNodes
+) -> None:
+    """One node has no memory left for one worker: nobody's snapshot is worth anything then."""
+    chosen = settings(text, steps=6)
+    small = replace(chosen, snapshot=SnapshotSettings(node_memory_mib=1))
+    make_nodes(small)
+    finish(run, small, num_workers=2)
+
+    assert {line["snapshot"] for line in lines(run)} == {"none"}
+    stored = sorted(int(path.name[5:]) for path in (run.directory / "checkpoints").iterdir())
+    assert stored == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.timeout(120)
+def test_a_restarted_keeper_gets_back_what_the_trainers_hold(
+    run: Run, text: DataSettings, make_nodes: MakeNodes
+) -> None:
+    """Its own memory went with it; no step is repeated and no trainer notices."""
+    chosen = rarely_stored(text, steps=10_000)
+    (node,) = make_nodes(chosen)
+    members = run.begin(chosen, num_workers=2)
+    wait_for_steps(run, 3)
+    node.kill()
+    at_kill = len(lines(run))
+    wait_for_steps(run, at_kill + 3)
+    node.start()
+    wait_for_steps(run, len(lines(run)) + 20)
+    members[0].yield_at_boundary(1, durable=False)
+    outcomes = [member.left().outcome for member in members]
+
+    (step, _), places = newest([node])
+    assert outcomes == [Yielded(attempt=1, step=step)] * 2
+    assert read(places, node)
+    assert not (run.directory / "checkpoints").exists()

@@ -1,0 +1,87 @@
+"""Small runs for ``tests.support.trainers``: their settings, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.support.trainers import Run
+from ucp_core.checkpoint import find_committed
+from ucp_core.storage import LocalStore
+from workers.protocol import Completed
+from workers.train.settings import (
+    CheckpointSettings,
+    DataSettings,
+    ModelSettings,
+    Settings,
+    TrainSettings,
+)
+
+
+def write_texts(root: Path) -> DataSettings:
+    """Return data to train on, written below ``root``."""
+    directory = root / "text"
+    directory.mkdir()
+    for number in range(40):
+        words = " ".join(str(value * value * (number + 3)) for value in range(300))
+        (directory / f"{number:03d}.txt").write_text(words)
+    return DataSettings(
+        source=f"{directory}/*.txt",
+        sequence_length=16,
+        validation_share=0.2,
+        validation_samples=8,
+        cache_directory=str(root / "cache"),
+    )
+
+
+def settings(data: DataSettings, **train: Any) -> Settings:
+    chosen = {"steps": 6, "global_batch": 16, "micro_batch": 2, "warmup_steps": 2, **train}
+    return Settings(
+        model=ModelSettings(preset="tiny"),
+        data=data,
+        train=TrainSettings(**chosen),
+        checkpoint=CheckpointSettings(keep=0),
+    )
+
+
+def finish(run: Run, chosen: Settings, **how: Any) -> None:
+    """Run the next attempt to the end of the run."""
+    for left in run.train(chosen, **how):
+        outcome = left.outcome
+        assert isinstance(outcome, Completed), getattr(outcome, "traceback", outcome)
+
+
+def lines(run: Run, name: str = "metrics/rank0.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.directory / name).read_text().splitlines()]
+
+
+def result(run: Run) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((run.directory / "result.json").read_text())
+    return document
+
+
+def reset(run: Run) -> None:
+    """Begin a new run in the same directory with the same processes; attempts go on counting."""
+    for name in ("metrics", "checkpoints", "result.json"):
+        path = run.directory / name
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+
+
+def newest(run: Run) -> tuple[int, int]:
+    found = find_committed(LocalStore(), f"{run.directory}/checkpoints", lineage=run.lineage)
+    assert found is not None
+    return found.step, found.attempt
+
+
+def wait_for_steps(run: Run, num_steps: int) -> None:
+    deadline_s = time.monotonic() + 60
+    while not (run.directory / "metrics/rank0.jsonl").exists() or len(lines(run)) < num_steps:
+        assert time.monotonic() < deadline_s, "the workers do not train"
+
+
+def times_of(run: Run, pattern: str) -> dict[str, int]:
+    files = run.directory.glob(f"checkpoints/*/{pattern}")
+    return {str(file): file.stat().st_mtime_ns for file in files}

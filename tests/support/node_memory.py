@@ -1,0 +1,121 @@
+"""The snapshot memory of a node in a process of its own, without Ray: to be asked, and killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from workers.keeper.node_memory import NodeMemory
+from workers.protocol import Inventory, KeeperOrder, MemoryPart, Peer
+from workers.train.settings import Settings
+
+_ANSWER_S_MAX = 30.0
+
+
+class NodeProcess:
+    """A node's memory: everything that its keeper has beside the watch.
+
+    Args:
+        node: Its name.
+        directory: Where its trainers find it.
+        run: The run directory.
+        settings: Of the training.
+    """
+
+    def __init__(self, node: str, directory: Path, run: Path, settings: Settings) -> None:
+        self.node, self.directory = node, directory
+        self._run, self._settings = run, settings
+        self.start()
+
+    def start(self) -> None:
+        """Start the process; again, if it was killed."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        how = {
+            "node": self.node,
+            "host": "127.0.0.1",
+            "directory": self.directory,
+            "run_url": str(self._run),
+            "settings": self._settings,
+        }
+        self._process = context.Process(target=_serve, args=(theirs, how), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._secret: bytes = self._answer()
+
+    def inventory(self) -> Inventory:
+        """Return what it holds."""
+        return self._ask("inventory")  # type: ignore[no-any-return]
+
+    def order(self, order: KeeperOrder) -> None:
+        """Tell it of an attempt."""
+        self._ask("fence", order)
+        self._ask("obey", order)
+
+    def peer(self) -> Peer:
+        """Return it as other keepers reach it."""
+        held = self.inventory()
+        return Peer(node=self.node, host=held.host, port=held.port, secret=self._secret)
+
+    def places(self) -> list[MemoryPart]:
+        """Return everything that it holds, with the way there."""
+        held = self.inventory()
+        return [
+            MemoryPart(
+                node=self.node,
+                host=held.host,
+                port=held.port,
+                secret=self._secret,
+                arena=part.arena,
+                held=part.held,
+            )
+            for part in held.parts
+        ]
+
+    def kill(self) -> None:
+        """SIGKILL it."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+    def _ask(self, do: str, *arguments: Any) -> Any:
+        self._pipe.send((do, arguments))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._pipe.poll(_ANSWER_S_MAX), "the node's memory does not answer"
+        return self._pipe.recv()
+
+
+def newest(nodes: Sequence[NodeProcess]) -> tuple[tuple[int, int], tuple[MemoryPart, ...]]:
+    """Return ``(step, attempt)`` of the newest version that is whole, and all places of its parts.
+
+    ``(0, 0)`` and nothing if there is none.
+    """
+    found: dict[tuple[int, int], list[MemoryPart]] = {}
+    for node in nodes:
+        for place in node.places():
+            found.setdefault((place.held.attempt, place.held.step), []).append(place)
+    whole = [
+        version
+        for version, places in found.items()
+        if {place.held.rank for place in places} == set(range(places[0].held.world_size))
+    ]
+    if not whole:
+        return (0, 0), ()
+    attempt, step = max(whole)
+    return (step, attempt), tuple(found[attempt, step])
+
+
+def _serve(pipe: Connection, how: dict[str, Any]) -> None:
+    memory = NodeMemory(**how)
+    pipe.send(memory.secret)
+    while True:
+        try:
+            do, arguments = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(getattr(memory, do)(*arguments))

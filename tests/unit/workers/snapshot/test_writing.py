@@ -1,0 +1,340 @@
+"""Snapshots of one rank: what is captured is what is held, and trouble is never a failure."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.snapshots import eventually
+from ucp_core.boxes import Box
+from ucp_core.checkpoint import LocalTensor, load
+from ucp_core.layout import ParallelLayout
+from workers.keeper.arena import Arena
+from workers.keeper.door import Door, Shelf, door_path
+from workers.parallel.state import StateEntry
+from workers.protocol import Assignment
+from workers.snapshot import writing
+from workers.snapshot.tier import LocalPart, open_version
+from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
+
+
+class Node:
+    """Keeper's door and memory, in this process."""
+
+    def __init__(self, directory: Path, *, budget_bytes: int = 64 << 20) -> None:
+        self.directory = directory
+        self._budget_bytes = budget_bytes
+        self.start()
+
+    def start(self) -> None:
+        self.shelf = Shelf(budget_bytes=self._budget_bytes)
+        self._door = Door(door_path(self.directory), self.shelf)
+
+    def close(self) -> None:
+        self._door.close()
+
+    def restart(self) -> None:
+        self.close()
+        self.start()
+
+    def arena(self) -> Arena:
+        (arena,) = self.shelf.arenas().values()
+        return arena
+
+    def steps(self) -> list[int]:
+        return [held.step for held in self.arena().versions()]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    made.close()
+
+
+@dataclass
+class Rank:
+    """A writer with what is around it."""
+
+    memory: SnapshotMemory
+    attempt: int = 1
+    fenced: threading.Event = field(default_factory=threading.Event)
+    may_tell: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.may_tell.set()
+        self.writer = SnapshotWriter(
+            self.memory,
+            Assignment(
+                attempt=self.attempt,
+                rank=0,
+                layout=ParallelLayout(),
+                store_host="",
+                store_port=0,
+                resume_step=0,
+                resume_attempt=0,
+                lineage=((self.attempt, 0),),
+            ),
+            fenced=self.fenced.is_set,
+            told=self._wait,
+        )
+
+    def _wait(self) -> None:
+        self.may_tell.wait(20)
+
+    def ready(self, entries: list[StateEntry]) -> bool:
+        self.writer.prepare(captured(0, entries))
+        return eventually(lambda: self.writer.is_ready or self.writer.is_broken) and (
+            self.writer.is_ready_for(entries)
+        )
+
+    def take(self, step: int, entries: list[StateEntry], *, pin: bool = False) -> bool:
+        if not self.writer.capture(captured(step, entries)):
+            return False
+        self.writer.complete(pin=pin)
+        return True
+
+
+@pytest.fixture
+def rank(node: Node) -> Iterator[Rank]:
+    made = Rank(SnapshotMemory(node.directory, "w0001"))
+    yield made
+    assert made.writer.close()
+
+
+def state(*, num_rows: int = 40) -> list[StateEntry]:
+    """Return a state with a replica, an empty box, and elements of several sizes."""
+    made = []
+    kinds = ((torch.float32, "a"), (torch.bfloat16, "b"), (torch.float64, "c"))
+    for dtype, fqn in kinds:
+        for rows, slot in ((num_rows, "weight"), (1, "exp_avg"), (0, "other")):
+            made.append(
+                StateEntry(
+                    fqn=fqn,
+                    slot=slot,
+                    shape=(rows, 3),
+                    box=Box.full((rows, 3)),
+                    tensor=torch.randn(rows, 3).to(dtype),
+                    replica=False,
+                )
+            )
+    replica = StateEntry(
+        fqn="r", slot="weight", shape=(2,), box=Box.full((2,)), tensor=torch.ones(2), replica=True
+    )
+    return [replica, *made]
+
+
+def captured(step: int, entries: list[StateEntry], **extra: Any) -> Captured:
+    groups = [{"lr": 0.1, "params": ["a", "b", "c"]}]
+    return Captured(step=step, entries=entries, extra={"step": step, **extra}, param_groups=groups)
+
+
+def loaded(arena: Arena, entries: list[StateEntry]) -> dict[tuple[str, str], torch.Tensor]:
+    """Return what the newest version in the arena says, verified."""
+    checkpoint = open_version({0: LocalPart(arena, arena.versions()[-1])})
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    need: list[LocalTensor] = []
+    for entry in entries:
+        if not entry.replica:
+            host = torch.zeros_like(entry.tensor)
+            found[entry.fqn, entry.slot] = host
+            need.append(entry.local_tensor(host))
+    load(checkpoint, need)
+    assert checkpoint.extra["step"] == checkpoint.step
+    return found
+
+
+def test_what_was_captured_is_held_although_training_goes_on(rank: Rank, node: Node) -> None:
+    """The copy is taken now; checksums and record come when they come."""
+    entries = state()
+    assert rank.ready(entries)
+    rank.may_tell.clear()
+    before = {(one.fqn, one.slot): one.tensor.clone() for one in entries}
+    assert rank.take(5, entries)
+    for entry in entries:
+        entry.tensor.add_(1)
+    assert rank.writer.is_behind()
+    assert node.steps() == []
+    rank.may_tell.set()
+
+    assert rank.writer.wait(5)
+    held = loaded(node.arena(), entries)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())
+
+
+def test_nothing_is_completed_after_the_fence(rank: Rank, node: Node) -> None:
+    """The next attempt may have begun from the version before it."""
+    entries = state()
+    assert rank.ready(entries)
+    rank.may_tell.clear()
+    assert rank.take(1, entries)
+    rank.fenced.set()
+    rank.may_tell.set()
+
+    assert not rank.writer.wait(1)
+    assert rank.writer.close()
+    assert node.steps() == []
+
+
+def test_a_pinned_version_is_whole_when_it_is_found_pinned(rank: Rank, node: Node) -> None:
+    """The keeper begins to store it at once; and it stays while others are taken."""
+    entries = state()
+    assert rank.ready(entries)
+    rank.may_tell.clear()
+    assert rank.take(1, entries, pin=True)
+    assert not rank.writer.is_pinned()
+    rank.may_tell.set()
+    assert rank.writer.wait(1)
+    assert rank.writer.is_pinned()
+    for step in (2, 3, 4):
+        assert rank.take(step, entries)
+        assert rank.writer.wait(step)
+
+    assert node.steps() == [1, 3, 4]
+    node.arena().unpin(node.arena().versions()[0].slot)
+    assert not rank.writer.is_pinned()
+
+
+def test_the_next_attempt_goes_on_in_the_same_memory(rank: Rank, node: Node) -> None:
+    """What it resumes from lies there, and is spared until there is something newer."""
+    entries = state()
+    assert rank.ready(entries)
+    assert rank.take(1, entries)
+    assert rank.writer.wait(1)
+    rank.writer.close()
+    after = Rank(rank.memory, attempt=2)
+    assert after.ready(entries)
+    assert after.take(2, entries)
+
+    assert after.writer.wait(2)
+    assert node.steps() == [1, 2]
+    assert after.writer.close()
+
+
+def test_a_larger_part_gets_other_memory_and_leaves_the_old_alone(rank: Rank, node: Node) -> None:
+    """After a loss every survivor has more to hold; what it resumes from is in the old arena."""
+    entries = state()
+    assert rank.ready(entries)
+    assert rank.take(1, entries)
+    assert rank.writer.wait(1)
+    rank.writer.close()
+    more = state(num_rows=40_000)
+    after = Rank(rank.memory, attempt=2)
+    assert after.ready(more)
+    assert after.take(2, more)
+
+    assert after.writer.wait(2)
+    held = {name: [one.step for one in found] for name, found in node.shelf.versions().items()}
+    assert held == {"w0001.1": [1], "w0001.2": [2]}
+    assert after.writer.close()
+
+
+def test_tensors_that_came_later_are_not_captured_before_there_is_room(
+    rank: Rank, node: Node
+) -> None:
+    """An optimizer may make its state late; a snapshot without it would load as if whole."""
+    entries = state()
+    assert rank.ready(entries)
+    more = [*entries, *state()[1:2]]
+    more[-1] = StateEntry(
+        fqn="late", slot="weight", shape=(9,), box=Box.full((9,)), tensor=torch.ones(9),
+        replica=False,
+    )  # fmt: skip
+    assert not rank.take(1, more)
+    assert rank.ready(more)
+    assert rank.take(2, more)
+
+    assert rank.writer.wait(2)
+    assert ("late", "weight") in loaded(node.arena(), more)
+
+
+def test_refused_memory_breaks_the_writer_and_nothing_else(tmp_path: Path) -> None:
+    """The ranks store by themselves then."""
+    node = Node(tmp_path, budget_bytes=1000)
+    rank = Rank(SnapshotMemory(node.directory, "w0001"))
+    assert not rank.ready(state())
+    assert rank.writer.is_broken
+    assert not rank.take(1, state())
+    assert rank.writer.held() is None
+    assert rank.writer.close()
+    node.close()
+
+
+def test_a_restarted_keeper_is_handed_the_memory_with_the_next_snapshot(
+    rank: Rank, node: Node
+) -> None:
+    """It has nothing else to go by: its own memory is gone."""
+    entries = state()
+    assert rank.ready(entries)
+    assert rank.take(1, entries)
+    assert rank.writer.wait(1)
+    node.restart()
+    assert node.shelf.arenas() == {}
+    assert rank.take(2, entries)
+
+    assert rank.writer.wait(2)
+    assert node.steps() == [1, 2]
+
+
+def test_a_restarted_keeper_is_told_though_a_dead_peer_holds_all_snapshots_back(
+    rank: Rank, node: Node
+) -> None:
+    """Whether a peer copies is written by a keeper that is no more; nobody would take it back."""
+    entries = state()
+    assert rank.ready(entries)
+    assert rank.take(1, entries)
+    assert rank.writer.wait(1)
+    node.arena().attend(True)
+    assert rank.writer.is_behind()
+    node.restart()
+
+    assert eventually(lambda: not rank.writer.is_behind())
+    assert node.steps() == [1]
+
+
+def test_what_was_captured_can_be_stored_from_where_it_lies(rank: Rank) -> None:
+    """The last step goes to storage too; a second copy of it would take as much memory again."""
+    entries = state()
+    assert rank.ready(entries)
+    assert rank.take(1, entries)
+    held = rank.writer.held()
+
+    assert held is not None
+    by_name = {(one.fqn, one.slot): one for one in entries}
+    assert len(held) == 6
+    for tensor in held:
+        entry = by_name[tensor.fqn, tensor.slot]
+        assert bytes(tensor.data) == bytes(entry.local_tensor(entry.tensor).data)
+
+
+def test_a_replica_has_a_version_without_data(rank: Rank, node: Node) -> None:
+    """Its rank is part of every version; another rank has the bytes."""
+    entries = state()[:1]
+    assert rank.ready(entries)
+    assert rank.take(1, entries)
+    assert rank.writer.wait(1)
+    (held,) = node.arena().versions()
+    assert held.data_bytes == 0
+
+
+def test_close_does_not_wait_for_a_keeper_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped keeper would hold up the recovery of the whole run."""
+    monkeypatch.setattr(writing, "_CLOSE_S_MAX", 0.2)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(door_path(tmp_path)))
+        listener.listen()
+        rank = Rank(SnapshotMemory(tmp_path, "w0001"))
+        rank.writer.prepare(captured(0, state()))
+        guest, _ = listener.accept()
+
+        assert not rank.writer.close()
+        guest.close()

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+
+from workers.train.due import Cadence, Due, Signals
+
+
+def cadence(*, snapshot_every: int = 1, storage_every: int = 3, last_step: int = 100) -> Cadence:
+    return Cadence(snapshot_every=snapshot_every, storage_every=storage_every, last_step=last_step)
+
+
+def test_sums_over_ranks_say_what_any_of_them_said() -> None:
+    """They travel as numbers in the all-reduce of the loss."""
+    said = [Signals(leaves=True), Signals(behind=True, storage_busy=True), Signals(behind=True)]
+    sums = [sum(numbers) for numbers in zip(*(one.numbers() for one in said), strict=True)]
+
+    assert Signals.from_sums(sums) == Signals(leaves=True, behind=True, storage_busy=True)
+
+
+def test_what_is_due_for_storage_stays_due_until_it_can_be_done() -> None:
+    """A store that is slower than its cadence gets every state it can take, and no step waits."""
+    plan = cadence()
+    busy = {3: Signals(storage_busy=True), 4: Signals(behind=True), 5: Signals()}
+
+    pinned = [step for step in range(1, 10) if plan.due(step, busy.get(step, Signals())).pin]
+
+    assert pinned == [5, 6, 9]
+
+
+def test_a_rank_that_is_behind_makes_all_skip() -> None:
+    """One that skipped alone would leave the others with a version that nobody can load."""
+    assert cadence().due(1, Signals(behind=True)) == Due(skipped=True)
+    assert cadence().due(1, Signals()) == Due(snapshot=True)
+
+
+def test_steps_between_two_snapshots_are_left_out() -> None:
+    """Unless storage wants one of them."""
+    plan = cadence(snapshot_every=4, storage_every=6)
+
+    taken = [step for step in range(1, 13) if plan.due(step, Signals()).snapshot]
+
+    assert taken == [4, 6, 8, 12]
+
+
+@pytest.mark.parametrize("durably", [False, True])
+def test_who_leaves_takes_its_state_along_though_a_rank_is_behind(
+    durably: bool,  # noqa: FBT001
+) -> None:
+    """Planned changes lose no step; whether memory is enough depends on who goes."""
+    agreed = Signals(leaves=True, leaves_durably=durably, behind=True)
+
+    due = cadence().due(1, agreed)
+
+    assert due == Due(snapshot=True, barrier=True, storage=durably)
+
+
+def test_the_last_step_is_written_by_the_ranks_themselves() -> None:
+    """The run ends with it; keepers may end with the run."""
+    assert cadence(last_step=3).due(3, Signals()) == Due(snapshot=True, storage=True)
+
+
+def test_without_memory_the_ranks_store_as_often_as_they_are_told() -> None:
+    """A version is worth nothing unless every rank's part is in memory."""
+    plan = cadence()
+    agreed = Signals(no_memory=True, behind=True)
+
+    dues = {step: plan.due(step, agreed) for step in range(1, 7)}
+
+    assert {step for step, due in dues.items() if due.storage} == {3, 6}
+    assert not any(due.snapshot or due.skipped for due in dues.values())
+    assert plan.due(7, Signals(no_memory=True, leaves=True)) == Due(storage=True)

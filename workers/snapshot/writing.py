@@ -1,0 +1,391 @@
+"""Snapshots: the state after a step goes straight into a slot of memory that the keeper holds too.
+
+The training thread chooses the slot and copies. A thread of its own checksums what was copied
+and writes the record behind it, which completes the slot. Nothing here waits for another
+process, and nothing here fails the training: memory that cannot be had, or a snapshot that
+cannot be completed, is said once, and the state goes to storage as it would without a keeper.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ucp_core.checkpoint import LocalTensor, RankSaver
+from workers.errors import ArenaError
+from workers.keeper.arena import NUM_SLOTS, Arena
+from workers.keeper.door import Lease, door_path, notify, reserve
+from workers.parallel.state import StateEntry
+from workers.protocol import Assignment
+from workers.snapshot.arena_store import ArenaStore
+from workers.snapshot.device import DeviceCopy, register, unregister
+
+__all__ = ["Captured", "SnapshotMemory", "SnapshotWriter", "source_of"]
+
+#: How often a wait looks whether the attempt was fenced.
+_LOOK_S: Final = 0.02
+#: The rest of a snapshot is a few milliseconds of checksums for each 100 MB.
+_CLOSE_S_MAX: Final = 5.0
+#: A keeper that is away for longer protects nothing: the state goes to storage then.
+_KEEPER_S_MAX: Final = 30.0
+#: The record has room for twice the small values of the first snapshot, and for this.
+_RECORD_SPARE_BYTES: Final = 64 << 10
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A state on its way into a slot; see ``ucp_core.checkpoint.save_rank``.
+
+    Attributes:
+        step: The step after which it was taken.
+        entries: Its tensors.
+        extra: Small named values.
+        param_groups: The optimizer's groups.
+    """
+
+    step: int
+    entries: Sequence[StateEntry]
+    extra: Mapping[str, Any]
+    param_groups: Sequence[Mapping[str, Any]]
+
+
+def source_of(assignment: Assignment) -> dict[str, Any]:
+    """Return what a checkpoint says of its writer."""
+    return {"writer": "everstep", "layout": assignment.layout.to_json()}
+
+
+class SnapshotMemory:
+    """A worker process's memory at its keeper; kept from attempt to attempt.
+
+    Args:
+        directory: Where the keeper of this node has its door.
+        worker: Worker id.
+    """
+
+    def __init__(self, directory: Path, worker: str) -> None:
+        self._door = door_path(directory)
+        self._directory = directory
+        self._worker = worker
+        self._generation = 0
+        self._arena: Arena | None = None
+        self._lease = Lease(self._door)
+        self._is_registered = False
+
+    @property
+    def name(self) -> str:
+        """Return the name under which the keeper has the arena."""
+        return f"{self._worker}.{self._generation}"
+
+    def ensure(self, body_bytes: int, *, attempt: int, for_cuda: bool) -> Arena:
+        """Return an arena whose slots hold ``body_bytes``; what it holds already stays in it.
+
+        A larger one than before is a new one: the keeper has the old one for as long as its
+        versions may be needed.
+
+        Raises:
+            ArenaError: The keeper refuses, or is not there.
+        """
+        if self._arena is None or self._arena.body_bytes < body_bytes:
+            self.leave()
+            self._generation += 1
+            self._arena = reserve(self._door, self.name, body_bytes=body_bytes, attempt=attempt)
+        if for_cuda and not self._is_registered:
+            register(self._arena)
+            self._is_registered = True
+        return self._arena
+
+    def tell(self) -> bool:
+        """Let the keeper know of a finished slot; one that was restarted gets the memory back.
+
+        Returns:
+            Whether there is a keeper.
+        """
+        assert self._arena is not None, "nothing was reserved"
+        return self._lease.ensure(self.name, self._arena) and notify(self._door, self.name)
+
+    def successor(self) -> SnapshotMemory:
+        """Return other memory of the same worker, where a thread still holds this."""
+        other = SnapshotMemory(self._directory, self._worker)
+        other._generation = self._generation
+        return other
+
+    def leave(self) -> None:
+        """Write no more into the arena; the next one is another."""
+        arena, self._arena = self._arena, None
+        if arena is None:
+            return
+        self._lease.forget(self.name)
+        if self._is_registered:
+            unregister(arena)
+            self._is_registered = False
+        arena.close()
+
+
+class SnapshotWriter:
+    """Takes the snapshots of one rank of one attempt. The training thread calls and closes it.
+
+    First ``prepare``. Then in each step, in this order: ``is_ready``, ``is_behind`` and
+    ``is_pinned``, from which all ranks agree what to do; ``capture``; ``complete``.
+
+    Args:
+        memory: Of this worker.
+        assignment: Attempt, rank and layout that the snapshots are taken under.
+        fenced: Whether the attempt may write no more.
+        told: Returns when the lines of the steps so far are written, or it takes too long.
+    """
+
+    def __init__(
+        self,
+        memory: SnapshotMemory,
+        assignment: Assignment,
+        *,
+        fenced: Callable[[], bool],
+        told: Callable[[], None],
+    ) -> None:
+        self._memory = memory
+        self._assignment = assignment
+        self._fenced = fenced
+        self._told = told
+        self._copy = DeviceCopy()
+        self._form: _Form | None = None
+        self._arena: Arena | None = None
+        self._captured: tuple[int, Captured] | None = None
+        self._finished_step = -1
+        self._why_not = ""
+        self._is_left = False
+        self._heard_s = time.monotonic()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ready = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
+        self._thread.start()
+
+    def prepare(self, state: Captured) -> None:
+        """Begin to get memory for states like this one, in the background; see ``is_ready``."""
+        self._ready.clear()
+        # What is under way uses the memory of now; the next step asks again.
+        if self._idle.is_set() and not self._why_not:
+            self._put(lambda: self._prepare(state))
+
+    def is_ready_for(self, entries: Sequence[StateEntry]) -> bool:
+        """Return whether there is memory for these very tensors."""
+        return self.is_ready and self._form is not None and self._form.entries is entries
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether a snapshot can be taken."""
+        return self._ready.is_set()
+
+    @property
+    def is_broken(self) -> bool:
+        """Return whether no snapshot can be taken any more in this attempt."""
+        return bool(self._why_not)
+
+    def is_behind(self) -> bool:
+        """Return whether the last snapshot is under way, or a peer has not copied it yet."""
+        if not self._idle.is_set():
+            return True
+        if self._arena is None or not self._arena.copy_behind():
+            return False
+        # A keeper that was restarted does not know of this memory, nor that nobody copies it.
+        self._put(self._tell)
+        return True
+
+    def is_pinned(self) -> bool:
+        """Return whether a snapshot waits for the keeper to store it."""
+        return self._arena is not None and self._arena.pinned() is not None
+
+    def hold_update(self) -> None:
+        """Let no update of the weights overtake a copy that is under way."""
+        self._copy.hold_update()
+
+    def capture(self, state: Captured) -> bool:
+        """Copy the state into a slot; return whether that was possible.
+
+        The snapshot before this one is complete: see ``is_behind`` and ``wait``.
+        """
+        assert self._idle.is_set(), "one snapshot at a time"
+        self._captured = None
+        if not self.is_ready_for(state.entries):
+            return False
+        assert self._arena is not None
+        assert self._form is not None
+        assignment = self._assignment
+        slot = self._arena.choose(assignment.lineage)
+        self._arena.begin(
+            slot,
+            attempt=assignment.attempt,
+            step=state.step,
+            rank=assignment.rank,
+            world_size=assignment.layout.world_size,
+        )
+        self._copy.begin(self._form.views[slot], self._form.sources)
+        self._captured = slot, state
+        return True
+
+    def complete(self, *, pin: bool) -> None:
+        """Have what was captured completed, in the background.
+
+        Args:
+            pin: Whether the keeper is to store it.
+        """
+        assert self._captured is not None, "nothing was captured"
+        slot, state = self._captured
+        self._put(lambda: self._complete(slot, state, pin=pin))
+
+    def wait(self, step: int) -> bool:
+        """Return, once no snapshot is under way, whether that of ``step`` is complete."""
+        while not self._idle.wait(_LOOK_S):
+            if self._fenced():
+                return False
+        return self._finished_step == step
+
+    def held(self) -> list[LocalTensor] | None:
+        """Return what was captured last, where it lies; None if nothing was.
+
+        It stays as it is until the next ``capture``.
+        """
+        if self._captured is None or self._form is None:
+            return None
+        slot, _ = self._captured
+        self._copy.wait()
+        return self._form.tensors(slot)
+
+    def close(self) -> bool:
+        """End the thread; return whether it has let go of the memory.
+
+        One that has not, lets go of it for good once it can.
+        """
+        self._tasks.put(None)
+        self._thread.join(_CLOSE_S_MAX)
+        self._copy.wait()
+        self._is_left = self._thread.is_alive()
+        return not self._is_left
+
+    def _prepare(self, state: Captured) -> None:
+        form = _Form(state, self._assignment)
+        for_cuda = any(entry.tensor.is_cuda for entry in state.entries)
+        arena = self._memory.ensure(
+            form.body_bytes, attempt=self._assignment.attempt, for_cuda=for_cuda
+        )
+        form.lay_out(arena)
+        self._arena, self._form = arena, form
+        self._ready.set()
+
+    def _put(self, task: Callable[[], None]) -> None:
+        self._idle.clear()
+        self._tasks.put(task)
+
+    def _give_up(self, why: str) -> None:
+        """Take no snapshot any more in this attempt; the state goes to storage instead."""
+        self._ready.clear()
+        self._why_not = why
+        attempt = self._assignment.attempt
+        log.warning("no_snapshots", extra={"attempt": attempt, "reason": why})
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except _FencedError:
+                log.info("snapshot_refused", extra={"attempt": self._assignment.attempt})
+            except Exception as error:  # noqa: BLE001  the edge of a thread: storage takes over
+                self._give_up(f"{type(error).__name__}: {error}")
+            finally:
+                self._idle.set()
+        if self._is_left:
+            self._memory.leave()
+
+    def _complete(self, slot: int, state: Captured, *, pin: bool) -> None:
+        assert self._arena is not None
+        assert self._form is not None
+        self._copy.wait()
+        # A version that counts has the lines of its steps.
+        self._told()
+        self._form.saver.save(
+            ArenaStore(self._arena, slot, check=self._check),
+            "",
+            step=state.step,
+            data=self._form.data[slot],
+            extra=state.extra,
+            param_groups=state.param_groups,
+            fsync=False,
+        )
+        if pin:
+            # Behind the record: who finds it pinned finds it whole.
+            self._arena.pin(slot)
+        self._finished_step = state.step
+        self._tell()
+
+    def _check(self) -> None:
+        if self._fenced():
+            raise _FencedError
+
+    def _tell(self) -> None:
+        """Tell the keeper. One that died is back in a second; the memory is whole meanwhile."""
+        now_s = time.monotonic()
+        if self._memory.tell():
+            self._heard_s = now_s
+        elif now_s - self._heard_s > _KEEPER_S_MAX:
+            raise ArenaError(f"the keeper of this node is away for {_KEEPER_S_MAX:.0f} s")
+
+
+class _FencedError(Exception):
+    """The attempt was fenced: what is under way stays incomplete."""
+
+
+class _Form:
+    """Where everything lies in a slot, as ``save_rank`` writes it; made once per layout."""
+
+    def __init__(self, state: Captured, assignment: Assignment) -> None:
+        self.entries = state.entries
+        self.saver = RankSaver(
+            [entry.local_tensor(None) for entry in state.entries],
+            attempt=assignment.attempt,
+            rank=assignment.rank,
+            world_size=assignment.layout.world_size,
+            source=source_of(assignment),
+        )
+        self._written = [state.entries[index] for index in self.saver.order]
+        self.sources = [entry.tensor for entry in self._written]
+        small = len(json.dumps([dict(state.extra), list(state.param_groups)]))
+        record_bytes_max = self.saver.record_bytes_max + 2 * small + _RECORD_SPARE_BYTES
+        self.body_bytes = sum(self.saver.sizes_bytes) + record_bytes_max
+        self.data: list[list[memoryview]] = []
+        self.views: list[list[Tensor]] = []
+
+    def lay_out(self, arena: Arena) -> None:
+        """Find the place of every tensor in every slot."""
+        for slot in range(NUM_SLOTS):
+            body = arena.body(slot)
+            block = torch.frombuffer(body, dtype=torch.uint8)
+            data: list[memoryview] = []
+            views: list[Tensor] = []
+            start = 0
+            for entry, size in zip(self._written, self.saver.sizes_bytes, strict=True):
+                data.append(body[start : start + size])
+                flat = block[start : start + size].view(entry.tensor.dtype)
+                views.append(flat.view(entry.tensor.shape))
+                start += size
+            self.data.append(data)
+            self.views.append(views)
+
+    def tensors(self, slot: int) -> list[LocalTensor]:
+        """Return the tensors as they lie in a slot."""
+        return [
+            entry.local_tensor(view)
+            for entry, view in zip(self._written, self.views[slot], strict=True)
+        ]

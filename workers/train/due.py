@@ -1,0 +1,102 @@
+"""What is done with the state after a step: pure, and the same on every rank.
+
+Ranks decide alike because they decide from the same: the step, the settings, and what all of
+them said in the step's all-reduce of numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+__all__ = ["Cadence", "Due", "Signals"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signals:
+    """What a rank says in a step; and, once all have, what any of them said.
+
+    Attributes:
+        leaves: It was asked to leave.
+        leaves_durably: The state that it leaves with must be in storage.
+        no_memory: It has no memory to take a snapshot in.
+        behind: Its last snapshot is under way, or a peer has not copied it yet.
+        storage_busy: A snapshot of it waits to be stored.
+    """
+
+    leaves: bool = False
+    leaves_durably: bool = False
+    no_memory: bool = False
+    behind: bool = False
+    storage_busy: bool = False
+
+    def numbers(self) -> list[int]:
+        """Return numbers whose sums over all ranks ``from_sums`` takes."""
+        return [int(getattr(self, field.name)) for field in fields(self)]
+
+    @classmethod
+    def from_sums(cls, sums: Any) -> Signals:
+        """Return what any rank said."""
+        return cls(**{f.name: value > 0 for f, value in zip(fields(cls), sums, strict=True)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """What is done with the state after one step.
+
+    Attributes:
+        snapshot: It is copied into memory.
+        barrier: Before that every rank completes the snapshot before.
+        pin: The keeper is to store that snapshot.
+        storage: The ranks themselves write it to storage.
+        skipped: It would have been copied, but a rank was behind.
+    """
+
+    snapshot: bool = False
+    barrier: bool = False
+    pin: bool = False
+    storage: bool = False
+    skipped: bool = False
+
+
+class Cadence:
+    """Decides what is due, step after step of one attempt.
+
+    Args:
+        snapshot_every: Steps between two snapshots, at least 1.
+        storage_every: Steps between two versions in storage, at least 1.
+        last_step: Of the run.
+    """
+
+    def __init__(self, *, snapshot_every: int, storage_every: int, last_step: int) -> None:
+        self._snapshot_every = snapshot_every
+        self._storage_every = storage_every
+        self._last_step = last_step
+        self._storage_due = False
+
+    def due(self, step: int, agreed: Signals) -> Due:
+        """Return what to do after ``step``; every step is asked about once, in order.
+
+        What is due for storage stays due until it can be done. A state that must not be lost is
+        taken though somebody is behind, and written to storage by the ranks themselves if their
+        memory may go with them.
+        """
+        is_durable = step == self._last_step or (agreed.leaves and agreed.leaves_durably)
+        is_forced = is_durable or agreed.leaves
+        self._storage_due |= step % self._storage_every == 0
+        if agreed.no_memory:
+            stores = self._storage_due or is_forced
+            self._storage_due = False
+            return Due(storage=stores)
+        wants_pin = self._storage_due and not agreed.storage_busy and not is_durable
+        is_wanted = is_forced or wants_pin or step % self._snapshot_every == 0
+        takes = is_wanted and (is_forced or not agreed.behind)
+        if is_durable or (takes and wants_pin):
+            self._storage_due = False
+        return Due(
+            snapshot=takes,
+            barrier=takes and agreed.behind,
+            pin=takes and wants_pin,
+            storage=is_durable,
+            skipped=is_wanted and not takes,
+        )
