@@ -123,7 +123,7 @@ def holder(size_bytes: int) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
 
 def measure_speed(size_bytes: int, repeat: int, wire: int, plain: int) -> dict[str, float]:
     """Return the best rate of each way and their ratio."""
-    target = memoryview(np.zeros(size_bytes, np.uint8))
+    target = memoryview(bytearray(size_bytes))
     client = WireClient(("127.0.0.1", wire), secret=SECRET)
     (held,) = client.list_arenas(after=-1, timeout_s=0.0).arenas[LARGE].parts
     best_s = {"stream": float("inf"), "wire": float("inf")}

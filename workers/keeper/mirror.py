@@ -28,8 +28,7 @@ __all__ = ["Mirror", "Mirrors", "wanted"]
 
 Lineage: TypeAlias = Sequence[tuple[int, int]]
 
-#: How long the peer may keep a listing back for want of news; it also is told at least so often
-#: what was copied, should its memory of that be lost.
+#: How long the peer may keep a listing back for want of news.
 _POLL_S: Final = 1.0
 #: Between two tries to reach a peer: the first, then twice as long each time, up to the last.
 _PAUSE_S_MIN: Final = 0.05
@@ -114,8 +113,6 @@ class Mirror:
             now_s = time.monotonic()
             without = {name for name, until_s in self._refused.items() if now_s < until_s}
             listing = self._client.list_arenas(after=news, timeout_s=_POLL_S, without=without)
-            if listing.news == news:
-                self._told.clear()
             news = listing.news
             self._shelf.note_listed(self._peer.node, listing.arenas)
             for name, listed in listing.arenas.items():

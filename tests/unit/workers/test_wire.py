@@ -322,6 +322,24 @@ def test_what_was_copied_is_noted_and_never_taken_back(arena: Arena, client: Wir
     assert not arena.copy_behind()
 
 
+def test_ranks_wait_for_all_who_copy_them(
+    server: WireServer, arena: Arena, client: WireClient
+) -> None:
+    """The parities of a group are on several nodes; with one of them missing there is none."""
+    others = [WireClient(server.address, secret=SECRET) for _ in range(2)]
+    for each in (client, others[0]):
+        each.list_arenas(after=-1, timeout_s=0.0)
+    (held,) = arena.versions()
+    for each in (client, others[1]):
+        each.note_copied("w0001", held)
+        each.list_arenas(after=-1, timeout_s=0.0, without=["w0001"] if each is others[1] else [])
+    assert arena.copy_behind(), "one has got it, and one that does not follow"
+    others[0].close()
+    assert _eventually(lambda: not arena.copy_behind())
+    assert arena.attended()
+    others[1].close()
+
+
 def test_a_follower_that_stops_asking_is_left_alone(
     arena: Arena, client: WireClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,7 +350,7 @@ def test_a_follower_that_stops_asking_is_left_alone(
     assert _eventually(lambda: not arena.attended(), within_s=1.0)
 
 
-def test_nothing_is_waited_for_once_it_is_broken_off(client: WireClient) -> None:
+def test_nothing_is_waited_for_once_it_is_broken_off(arena: Arena, client: WireClient) -> None:
     """A keeper that is given a new order waits for this one to end."""
     news = client.list_arenas(after=-1, timeout_s=0.0).news
     threading.Timer(0.1, client.abort).start()
@@ -342,4 +360,5 @@ def test_nothing_is_waited_for_once_it_is_broken_off(client: WireClient) -> None
         failing()
     with pytest.raises(StorageError, match="nothing is asked for any more"):
         failing()
+    assert _eventually(lambda: not arena.attended(), within_s=0.8)
     assert time.monotonic() - begun_s < 1.0

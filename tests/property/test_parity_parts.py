@@ -1,0 +1,304 @@
+"""Parts that no memory has, against the parts as they were: every byte, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.memory_versions import check_loads, make_state, write_version
+from ucp_core.errors import UcpError
+from workers.errors import ParityError
+from workers.keeper.arena import Arena
+from workers.protocol import Held
+from workers.snapshot.parity import BLOCK_BYTES
+from workers.snapshot.parity_part import Group, Member, ParityRecord, slot_bytes, write
+from workers.snapshot.tier import LocalPart, Part
+
+ATTEMPT, STEP = 3, 17
+
+
+@dataclass(frozen=True)
+class _BytesPart:
+    """A part that is a bytes object: what was there, and nothing that may change."""
+
+    held: Held
+    data: bytes
+
+    def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
+        for target in targets:
+            stop = offset_bytes + len(target)
+            assert stop <= len(self.data), "read beyond the part"
+            target[:] = self.data[offset_bytes:stop]
+            offset_bytes = stop
+
+
+def _held(
+    rank: int, data_bytes: int, record_bytes: int, world_size: int = 9, step: int = STEP
+) -> Held:
+    return Held(
+        slot=2,
+        sequence=8,
+        attempt=ATTEMPT,
+        step=step,
+        rank=rank,
+        world_size=world_size,
+        data_bytes=data_bytes,
+        record_bytes=record_bytes,
+    )
+
+
+def _part(rank: int, size: int, *, step: int = STEP) -> _BytesPart:
+    record_bytes = min(size, 100)
+    data = np.random.default_rng((rank, step)).bytes(size)
+    return _BytesPart(_held(rank, size - record_bytes, record_bytes, step=step), data)
+
+
+def _members(parts: Sequence[Part | None]) -> tuple[Member | None, ...]:
+    return tuple(
+        None
+        if part is None
+        else Member(
+            rank=part.held.rank,
+            data_bytes=part.held.data_bytes,
+            record_bytes=part.held.record_bytes,
+        )
+        for part in parts
+    )
+
+
+def _parities(parts: Sequence[Part | None], num_parities: int) -> list[_BytesPart]:
+    """Return every node's parity slot; a node never needs its own part for it."""
+    found = []
+    lengths = [0 if p is None else p.held.data_bytes + p.held.record_bytes for p in parts]
+    for place in range(len(parts)):
+        record = ParityRecord(
+            attempt=ATTEMPT,
+            step=STEP,
+            world_size=9,
+            num_parities=num_parities,
+            place=place,
+            members=_members(parts),
+        )
+        body = bytearray(b"\xaa" * slot_bytes(lengths, num_parities=num_parities))
+        others = {i: part for i, part in enumerate(parts) if part is not None and i != place}
+        data_bytes, record_bytes = write(record, others, memoryview(body))
+        held = _held(-1, data_bytes, record_bytes)
+        found.append(_BytesPart(held, bytes(body[: data_bytes + record_bytes])))
+    return found
+
+
+def _without(
+    parts: Sequence[_BytesPart | None], parities: Sequence[_BytesPart], places: set[int]
+) -> Group:
+    return Group(
+        [parity for place, parity in enumerate(parities) if place not in places],
+        [part for i, part in enumerate(parts) if part is not None and i not in places],
+    )
+
+
+def _check(part: Part, original: _BytesPart, start: int, cuts: Sequence[int]) -> None:
+    held = part.held
+    assert (held.rank, held.attempt, held.step) == (original.held.rank, ATTEMPT, STEP)
+    assert (held.data_bytes, held.record_bytes, held.world_size) == (
+        original.held.data_bytes,
+        original.held.record_bytes,
+        original.held.world_size,
+    )
+    targets = [bytearray(cut) for cut in cuts]
+    part.fill(start, [memoryview(target) for target in targets])
+    assert b"".join(targets) == original.data[start : start + sum(cuts)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_whatever_nodes_are_lost_their_parts_are_read_as_they_were(data: st.DataObject) -> None:
+    """Parts are unequal, some nodes have none, and their parities are lost with them."""
+    num_parities = data.draw(st.sampled_from([1, 2]))
+    num_nodes = data.draw(st.integers(num_parities + 1, 6))
+    sizes = data.draw(
+        st.lists(st.one_of(st.none(), st.integers(1, 5000)), min_size=num_nodes, max_size=num_nodes)
+    )
+    parts = [None if size is None else _part(rank, size) for rank, size in enumerate(sizes)]
+    num_lost = data.draw(st.integers(1, num_parities))
+    places = data.draw(st.sets(st.integers(0, num_nodes - 1), min_size=num_lost, max_size=num_lost))
+    group = _without(parts, _parities(parts, num_parities), places)
+
+    lost = group.lost()
+    assert [part.held.rank for part in lost] == [
+        place for place in sorted(places) if sizes[place] is not None
+    ]
+    for part in lost:
+        original = parts[part.held.rank]
+        assert original is not None
+        size = len(original.data)
+        start = data.draw(st.integers(0, size))
+        stop = data.draw(st.integers(start, size))
+        cut = data.draw(st.integers(0, stop - start))
+        _check(part, original, start, [cut, 0, stop - start - cut])
+        _check(part, original, 0, [size])
+
+
+@pytest.mark.parametrize(("num_parities", "places"), [(1, {2}), (2, {0, 3}), (2, {1}), (2, {1, 2})])
+def test_parts_of_many_windows_are_read_as_they_were(num_parities: int, places: set[int]) -> None:
+    """Windows and blocks of double parity meet where neither a piece nor a read ends."""
+    sizes = [14 * BLOCK_BYTES + 7, 29 * BLOCK_BYTES, 3, 20 * BLOCK_BYTES - 1]
+    parts = [_part(rank, size) for rank, size in enumerate(sizes)]
+    for part in _without(parts, _parities(parts, num_parities), places).lost():
+        original = parts[part.held.rank]
+        size = len(original.data)
+        _check(part, original, 0, [size // 3, size - size // 3])
+        start = min(size, 9 * BLOCK_BYTES + 11)
+        _check(part, original, start, [size - start])
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 5])
+def test_a_node_keeps_what_the_others_part_costs_between_them(num_nodes: int) -> None:
+    """Of k nodes 1/(k-1) of a part: that is why it is not a copy."""
+    parts = [_part(rank, 60_000) for rank in range(num_nodes)]
+    for parity in _parities(parts, 1):
+        assert 0 <= parity.held.data_bytes - 60_000 / (num_nodes - 1) <= 64
+
+
+def test_a_lost_parity_alone_is_no_loss() -> None:
+    """The node had no part, or its part is held elsewhere too."""
+    parts = [_part(rank, 1000) for rank in range(4)]
+    parities = _parities(parts, 2)
+    assert Group(parities[:1], parts).lost() == []
+    (lost,) = Group([parities[1], parities[3], parities[0]], parts[:2] + parts[3:]).lost()
+    _check(lost, parts[2], 0, [1000])
+
+
+@pytest.mark.parametrize(("num_parities", "places"), [(1, {0, 2}), (2, {0, 1, 3})])
+def test_more_losses_than_parities_are_refused(num_parities: int, places: set[int]) -> None:
+    """What would be computed is nobody's state."""
+    parts = [_part(rank, 1000 + rank) for rank in range(5)]
+    group = _without(parts, _parities(parts, num_parities), places)
+    with pytest.raises(ParityError, match="of a group of 5 are lost"):
+        group.lost()
+
+
+def test_parts_of_another_version_are_refused() -> None:
+    """One step later the lengths are the same, and the bytes are not."""
+    parts = [_part(rank, 1000) for rank in range(3)]
+    parities = _parities(parts, 1)
+    other = _part(1, 1000, step=STEP + 1)
+    with pytest.raises(ParityError, match=r"rank 1 after step 18 .* \(3, 17\)"):
+        Group(parities[:2], [parts[0], other])
+
+    longer = _part(1, 1001)
+    with pytest.raises(ParityError, match="did not go into the parity"):
+        Group(parities[:2], [parts[0], longer])
+
+
+def test_parities_of_different_groups_are_refused() -> None:
+    """A group was formed anew in between, or one keeper was behind."""
+    parts = [_part(rank, 1000) for rank in range(4)]
+    first, second = _parities(parts[:3], 1), _parities(parts[1:], 1)
+    with pytest.raises(ParityError, match="not of the same parts"):
+        Group([first[0], second[1]], parts[:2])
+
+
+@contextmanager
+def _arenas(world_size: int) -> Iterator[list[Arena]]:
+    arenas = [Arena.create(f"r{rank}", body_bytes=1 << 18) for rank in range(world_size)]
+    try:
+        yield arenas
+    finally:
+        for arena in arenas:
+            arena.close()
+
+
+def _version(arenas: Sequence[Arena], num_parities: int) -> tuple[list[LocalPart], list[Arena]]:
+    """Return the parts of a real version, and an arena with each node's parities of it."""
+    parts = [
+        LocalPart(arena, write_version(arena, make_state(5), step=5, rank=rank, world_size=4))
+        for rank, arena in enumerate(arenas)
+    ]
+    kept = []
+    lengths = [part.held.data_bytes + part.held.record_bytes for part in parts]
+    for place in range(len(parts)):
+        size = slot_bytes(lengths, num_parities=num_parities)
+        arena = Arena.create("parity", body_bytes=size)
+        arena.begin(0, attempt=1, step=5, rank=-1, world_size=4)
+        record = ParityRecord(
+            attempt=1,
+            step=5,
+            world_size=4,
+            num_parities=num_parities,
+            place=place,
+            members=_members(parts),
+        )
+        others: Mapping[int, Part] = {i: p for i, p in enumerate(parts) if i != place}
+        data_bytes, record_bytes = write(record, others, arena.body(0))
+        arena.finish(0, data_bytes=data_bytes, record_bytes=record_bytes)
+        kept.append(arena)
+    return parts, kept
+
+
+def _local(arena: Arena) -> LocalPart:
+    (held,) = arena.versions()
+    return LocalPart(arena, held)
+
+
+@pytest.mark.parametrize(("num_parities", "places"), [(1, {0}), (1, {3}), (2, {1, 2}), (2, {0, 3})])
+def test_a_version_loads_without_the_lost_nodes(num_parities: int, places: set[int]) -> None:
+    """Under another number of ranks, too: parity is a source like any other."""
+    with _arenas(4) as arenas:
+        parts, kept = _version(arenas, num_parities)
+        present = [part for part in parts if part.held.rank not in places]
+        group = Group([_local(kept[i]) for i in range(4) if i not in places], present)
+        found: list[Part] = [*present, *group.lost()]
+        by_rank = {part.held.rank: part for part in found}
+        check_loads(dict(sorted(by_rank.items())), make_state(5), world_size=3)
+        for arena in kept:
+            arena.close()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 2), st.booleans(), st.integers(0, 1 << 30), st.integers(0, 7))
+def test_a_flipped_bit_of_a_parity_is_never_loaded(
+    which: int,
+    in_record: bool,  # noqa: FBT001
+    position: int,
+    bit: int,
+) -> None:
+    """In the parity or in its record: what is rebuilt from it is verified as what was written."""
+    with _arenas(4) as arenas:
+        parts, kept = _version(arenas, 1)
+        held = kept[which].versions()[0]
+        at = position % held.data_bytes
+        if in_record:
+            at = held.data_bytes + position % held.record_bytes
+        kept[which].body(0)[at] ^= 1 << bit
+        is_padding = _is_padding(parts, which, at)
+        try:
+            group = Group([_local(arena) for arena in kept[:3]], parts[:3])
+            by_rank: dict[int, Part] = {part.held.rank: part for part in parts[:3]}
+            by_rank |= {part.held.rank: part for part in group.lost()}
+            check_loads(by_rank, make_state(5), world_size=4)
+        except (UcpError, ParityError):
+            assert not is_padding
+        else:
+            assert is_padding, "a flipped bit was loaded"
+        for arena in kept:
+            arena.close()
+
+
+def _is_padding(parts: Sequence[LocalPart], holder: int, at: int) -> bool:
+    """Return whether a byte of a parity says nothing of the last rank's part."""
+    lengths = [part.held.data_bytes + part.held.record_bytes for part in parts]
+    record = ParityRecord(
+        attempt=1, step=5, world_size=4, num_parities=1, place=holder, members=_members(parts)
+    )
+    if at >= record.stripes.block_bytes:
+        return False
+    for piece in record.stripes.pieces(3, lengths[3]):
+        if piece.stripe == holder:
+            return at >= piece.stop - piece.start
+    return True
