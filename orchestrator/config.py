@@ -199,7 +199,8 @@ class RunConfig(_Section):
             max_workers=self.workers.max,
             standby_per_node=self.workers.standby_per_node,
             total_steps=self.train.steps,
-            checkpoint_every=self.checkpoint.every_steps,
+            # What either tier commits is a multiple of this; a tier that is off has 0.
+            checkpoint_every=math.gcd(self.checkpoint.every_steps, self.snapshot.every_steps),
             layout=LayoutRules(dp_replicate=self.parallel.dp_replicate),
             budgets=BudgetRules(
                 infrastructure_max=recovery.infrastructure_failures_max,

@@ -56,23 +56,28 @@ class FenceAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YieldAttempt:
-    """Ask ``workers`` to leave ``attempt`` at the next step boundary, with that step committed."""
+    """Ask ``workers`` to leave ``attempt`` at the next step boundary, with that step committed.
+
+    ``durable`` asks for a commit in storage; one in the keepers' memory will do otherwise.
+    """
 
     attempt: int
     workers: tuple[str, ...]
     reason: str
+    durable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadCommitted:
-    """Read from storage which version to resume from, now that ``attempt`` is fenced.
+    """Find out in memory and storage which version to resume from, as ``attempt`` is fenced.
 
     ``lineage`` (attempt, resume_step) says which commits of old attempts still count.
-    Answered by ``CommittedRead``.
+    Answered by ``CommittedRead`` with the same ``number``, which counts up over the run.
     """
 
     attempt: int
     lineage: tuple[tuple[int, int], ...]
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

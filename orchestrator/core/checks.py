@@ -22,6 +22,7 @@ def _check_attempt(state: RunState) -> None:
     assert attempts == list(range(1, state.attempt + 1)), f"attempts {attempts} are not consecutive"
     if state.phase in _BOUNDED and state.attempt:
         assert not isinf(state.deadline_s), f"{state.phase} has no bound"
+    assert 0 <= state.reads_pending <= state.num_reads, f"reads_pending={state.reads_pending}"
     inside = [n for n, worker in state.workers.items() if worker.inside]
     assert len(inside) == state.num_inside, f"num_inside={state.num_inside}, inside={inside}"
     assert set(inside) <= set(state.members), f"{inside} are inside and no members"

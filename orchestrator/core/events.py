@@ -186,13 +186,15 @@ class HangFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedRead:
-    """Storage was read after ``attempt`` was fenced: the newest version to resume from.
+    """Keepers and storage were asked after ``attempt`` was fenced: the version to resume from.
 
     Attributes:
         attempt: The fenced attempt.
         step: 0 if nothing was ever committed.
         committed_by: The attempt that committed it, 0 with ``step`` 0.
         skipped: Names of damaged or half-written versions that were passed over.
+        number: Of the ``ReadCommitted`` that this answers; 0 is the newest.
+        source: "memory", "storage", or "" with ``step`` 0.
     """
 
     at_s: float
@@ -200,6 +202,8 @@ class CommittedRead:
     step: int
     committed_by: int
     skipped: tuple[str, ...]
+    number: int = 0
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,10 +52,11 @@ def lose_node(turn: Turn, number: int, cause: str) -> None:
         demand.release_slot(turn, slot)
     preempted = draft.nodes[number].draining
     fleet.put_node(turn, number, replace(draft.nodes[number], alive=False))
+    recovery.memory_shrank(turn)
     if members:
         kind = "preemption" if preempted else "node_loss"
         recovery.fault(turn, kind, tuple(members), f"node {node.name[:8]}: {cause}")
-        recovery.proceed(turn)
+    recovery.proceed(turn)
 
 
 def node_draining(turn: Turn, event: NodeDraining) -> None:

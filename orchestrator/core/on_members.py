@@ -15,7 +15,7 @@ from orchestrator.core.events import (
     WorkerLeft,
     WorkerRaised,
 )
-from orchestrator.core.state import ACTIVE, Phase, Worker
+from orchestrator.core.state import ACTIVE, Draft, Phase, Worker
 from orchestrator.core.turn import Turn
 from orchestrator.policies.budgets import UserError
 
@@ -69,7 +69,7 @@ def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
     draft = turn.draft
     fenced = draft.phase in (Phase.FENCING, Phase.READING)
     if event.attempt == draft.attempt and (draft.phase in ACTIVE or fenced):
-        draft.known = max(draft.known, (event.step, event.attempt))
+        _know(draft, event.step, in_memory=False)
 
 
 def worker_left(turn: Turn, event: WorkerLeft) -> None:
@@ -82,7 +82,7 @@ def worker_left(turn: Turn, event: WorkerLeft) -> None:
     _leave(turn, number, worker, event.step)
     if event.how in ("yielded", "completed"):
         # It left only after it had seen the commit.
-        draft.known = max(draft.known, (event.step, event.attempt))
+        _know(draft, event.step, in_memory=event.how == "yielded")
     if draft.phase is Phase.FENCING:
         recovery.proceed(turn)
     elif event.how == "completed":
@@ -135,9 +135,16 @@ def hang_found(turn: Turn, event: HangFound) -> None:
 
 
 def committed_read(turn: Turn, event: CommittedRead) -> None:
-    """Take what storage says, if it was asked about this attempt."""
+    """Take what keepers and storage say, if they were asked about this attempt."""
     if event.attempt == turn.draft.attempt:
-        recovery.committed_read(turn, event.step, event.committed_by)
+        recovery.committed_read(turn, event)
+
+
+def _know(draft: Draft, step: int, *, in_memory: bool) -> None:
+    """Note a version of the current attempt, if it is newer than the known one."""
+    if (step, draft.attempt) > draft.known:
+        draft.known = (step, draft.attempt)
+        draft.known_in_memory = in_memory
 
 
 def _member(turn: Turn, attempt: int, name: str) -> tuple[int, Worker] | None:

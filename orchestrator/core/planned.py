@@ -1,7 +1,8 @@
 """Planned changes: growth, drains and stops. Nothing is lost, because everybody leaves together.
 
 Members are asked to leave at a step boundary; they agree on it among themselves, commit that
-step, and report it. It is then the step to resume from, without a read of storage.
+step, and report it. It is then the step to resume from, without a read. What goes on at once is
+committed in memory; what ends here is committed in storage.
 """
 
 from __future__ import annotations
@@ -90,8 +91,18 @@ def yield_attempt(turn: Turn, kind: str, reason: str) -> None:
     draft.phase = Phase.YIELDING
     draft.yield_asked = True
     draft.deadline_s = yield_deadline_s(turn)
-    turn.actions.append(
-        YieldAttempt(attempt=draft.attempt, workers=recovery.members_inside(turn), reason=reason)
+    turn.actions.append(yield_order(turn))
+
+
+def yield_order(turn: Turn) -> YieldAttempt:
+    """Return the order to leave, as the cause asks for it."""
+    draft = turn.draft
+    assert draft.cause is not None, "a planned change has a cause"
+    return YieldAttempt(
+        attempt=draft.attempt,
+        workers=recovery.members_inside(turn),
+        reason=draft.cause.evidence,
+        durable=draft.cause.kind == "stop",
     )
 
 

@@ -1,7 +1,7 @@
 """From a fault to the next attempt: fence, read what was committed, decide.
 
 The order is what keeps the promises. Nothing is started before every member has left or is gone;
-what counts is read from storage, never from reports; who is blamed was proven guilty.
+what counts is read from keepers and storage, never from reports; who is blamed was proven guilty.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from math import inf
 from orchestrator.core import fleet
 from orchestrator.core.actions import FenceAttempt, ReadCommitted
 from orchestrator.core.ending import finish, report_incident
+from orchestrator.core.events import CommittedRead
 from orchestrator.core.formation import wait
 from orchestrator.core.state import Cause, Phase, WorkerStatus
 from orchestrator.core.turn import Turn
 from orchestrator.policies import budgets
 from orchestrator.policies.budgets import Fault, FaultClass, UserError
+from orchestrator.policies.versions import MEMORY
 
 #: How much a kind explains; what explains more replaces the cause while an attempt is fenced.
 _WEIGHT = {
@@ -90,12 +92,27 @@ def members_inside(turn: Turn) -> tuple[str, ...]:
 
 
 def read(turn: Turn) -> None:
-    """Ask storage what was committed."""
+    """Ask keepers and storage what was committed."""
     draft = turn.draft
+    draft.num_reads += 1
     draft.reads_pending += 1
-    draft.read_after_fence = draft.num_inside == 0
     draft.read_seen = False
-    turn.actions.append(ReadCommitted(attempt=draft.attempt, lineage=draft.lineage))
+    turn.actions.append(
+        ReadCommitted(attempt=draft.attempt, lineage=draft.lineage, number=draft.num_reads)
+    )
+
+
+def memory_shrank(turn: Turn) -> None:
+    """A node was lost with what it held: what was read in memory has to be read again."""
+    draft = turn.draft
+    if draft.phase not in (Phase.FENCING, Phase.READING):
+        return
+    draft.read_memory_from = draft.num_reads + 1
+    if draft.known_in_memory:
+        draft.read_seen = False
+    if draft.num_inside:
+        # As early as the first read, for the same reason.
+        read(turn)
 
 
 def proceed(turn: Turn) -> None:
@@ -104,12 +121,13 @@ def proceed(turn: Turn) -> None:
     if draft.phase is Phase.FENCING and draft.num_inside == 0:
         draft.phase = Phase.READING
         draft.fenced_s = turn.now_s
+        draft.read_final_from = draft.num_reads + 1
         draft.deadline_s = turn.now_s + turn.rules.bounds.read_s
     if draft.phase is not Phase.READING:
         return
     if _known_is_final(turn):
         decide(turn)
-    elif draft.reads_pending == 0:
+    elif draft.reads_pending == 0 or draft.num_reads < draft.read_memory_from:
         read(turn)
 
 
@@ -119,12 +137,14 @@ def _known_is_final(turn: Turn) -> bool:
     A commit of step s needs every rank to have completed s. So the least step that any member
     had completed when it left bounds it. Where that is not reached, or nobody could say, only a
     read that was sent after the fence is final. An attempt that never trained is always read
-    for, because what it failed to load may be damaged.
+    for, because what it failed to load may be damaged. Final means that nothing newer can come:
+    a version in memory can still be lost, then loading it fails and the next attempt reads anew.
     """
     draft = turn.draft
-    if draft.read_seen and draft.read_after_fence:
+    if draft.read_seen and draft.num_reads - draft.reads_pending >= draft.read_final_from:
         return True
-    if not (draft.read_seen or draft.stepped) or draft.left_step < 0:
+    reported = draft.stepped and not draft.known_in_memory
+    if not (draft.read_seen or reported) or draft.left_step < 0:
         return False
     every = turn.rules.checkpoint_every
     if draft.yield_asked or draft.known[0] % every or draft.left_step >= turn.rules.total_steps:
@@ -133,15 +153,18 @@ def _known_is_final(turn: Turn) -> bool:
     return draft.known[0] >= draft.left_step - draft.left_step % every
 
 
-def committed_read(turn: Turn, step: int, committed_by: int) -> None:
-    """Take the answer of storage."""
+def committed_read(turn: Turn, event: CommittedRead) -> None:
+    """Take the answer to a read, unless one to a newer read was taken."""
     draft = turn.draft
-    if draft.phase not in (Phase.FENCING, Phase.READING) or draft.reads_pending == 0:
+    number = event.number or draft.num_reads
+    is_awaited = draft.num_reads - draft.reads_pending < number <= draft.num_reads
+    if draft.phase not in (Phase.FENCING, Phase.READING) or not is_awaited:
         return
-    draft.reads_pending -= 1
-    draft.read_seen = True
-    # Also if older than what was known: a damaged version is passed over.
-    draft.known = (step, committed_by)
+    draft.reads_pending = draft.num_reads - number
+    # Also if older than what was known: a damaged version is passed over, memory can be lost.
+    draft.known = (event.step, event.committed_by)
+    draft.known_in_memory = event.source == MEMORY
+    draft.read_seen = not draft.known_in_memory or number >= draft.read_memory_from
     proceed(turn)
 
 
@@ -172,7 +195,7 @@ def give_up(turn: Turn, number: int) -> None:
 
 
 def read_bound(turn: Turn) -> None:
-    """Ask storage again, or give up on it."""
+    """Ask again, or give up on storage."""
     draft = turn.draft
     if draft.reads_pending >= _READS_MAX:
         waited_s = _READS_MAX * turn.rules.bounds.read_s

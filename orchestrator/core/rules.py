@@ -73,7 +73,8 @@ class RunRules:
         max_workers: Most workers; as many slots are asked for, always.
         standby_per_node: Warm processes per node beyond its slots.
         total_steps: The run is complete when this step is committed.
-        checkpoint_every: Steps between commits; only a hint that saves a read of storage.
+        checkpoint_every: Commits in memory and storage are at multiples of this, but for the last
+            step and where members were asked to leave; a hint that saves a read.
         starts_failed_max: Worker processes that may die at start in a row before any got ready.
     """
 

@@ -150,15 +150,19 @@ class Draft:
         num_unformed: Members that have not formed.
         step: Last step that every rank completed in the current attempt.
         stepped: Whether the current attempt completed a step.
-        known: ``(step, attempt)`` of the newest commit known to count.
+        known: ``(step, attempt)`` of the newest commit known to count. It may be gone when it is
+            needed, and the next read then says an older one.
+        known_in_memory: Whether it was last seen in keepers' memory, which a node takes with it.
         known_at_start: What ``known`` was when the attempt started.
         left_step: Least step that members reported when they left, -1 if none did.
         yield_asked: Whether the members of the current attempt were asked to leave.
         yielded_step: Step at which all members so far yielded; -1 none yet, -2 they differ.
         completed: Whether a member reported the last step as committed.
-        reads_pending: ``ReadCommitted`` actions without an answer.
-        read_after_fence: Whether the pending one was sent after the last member had left.
-        read_seen: Whether storage was read since the attempt was fenced.
+        num_reads: ``ReadCommitted`` actions in the whole run: the number of the newest.
+        reads_pending: How many of those, the newest ones, have no answer.
+        read_final_from: Number of the first read after the last member had left.
+        read_memory_from: Number of the first read after the last loss of a node.
+        read_seen: Whether the newest answer can be relied on.
         raised: Errors of the attempt that is ending.
         raised_before: Errors of earlier attempts, the newest last.
         faults: Charged to the budgets, within the window.
@@ -205,13 +209,16 @@ class Draft:
     step: int = 0
     stepped: bool = False
     known: tuple[int, int] = (0, 0)
+    known_in_memory: bool = False
     known_at_start: tuple[int, int] = (0, 0)
     left_step: int = -1
     yield_asked: bool = False
     yielded_step: int = -1
     completed: bool = False
+    num_reads: int = 0
     reads_pending: int = 0
-    read_after_fence: bool = False
+    read_final_from: int = 0
+    read_memory_from: int = 0
     read_seen: bool = False
     raised: tuple[UserError, ...] = ()
     raised_before: tuple[UserError, ...] = ()

@@ -6,7 +6,7 @@ these, so the numbers are the same everywhere, live and in a replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,7 @@ class RunStats:
         layout: Of the newest attempt, for people.
         num_workers: Workers in it.
         incidents: Oldest first; the last ones may still be open.
+        loaded: Bytes that the newest attempt loaded, by kind of source.
         lost_steps: Completed steps that had to be redone.
         phase: waiting, forming, training, yielding, recovering or over.
         spans: ``(phase, from_s, to_s)`` of every phase that has ended.
@@ -93,6 +94,7 @@ class RunStats:
         self.layout = ""
         self.num_workers = 0
         self.incidents: list[IncidentStats] = []
+        self.loaded: dict[str, int] = {}
         self.lost_steps = 0
         self.phase = "waiting"
         self.spans: list[tuple[str, float, float]] = []
@@ -220,6 +222,7 @@ class RunStats:
 
     def _attempt_started(self, record: Mapping[str, Any], at_s: float) -> None:
         self._enter("forming", at_s)
+        self.loaded = {}
         self.attempt = record["attempt"]
         self.layout = str(ParallelLayout.from_json(dict(record["layout"])))
         self.num_workers = self._num_unformed = len(record["members"])
@@ -238,13 +241,14 @@ class RunStats:
         if record["attempt"] != self.attempt:
             return
         self._num_unformed -= 1
+        sources = record.get("sources", ())
+        _add(self.loaded, sources)
         for incident in self._open:
             if incident.t_decide_s is None:
                 continue
             incident.t_load_s = at_s
             incident.t_reform_s = at_s - record.get("load_s", 0.0)
-            for source, num_bytes in record.get("sources", ()):
-                incident.sources[source] = incident.sources.get(source, 0) + num_bytes
+            _add(incident.sources, sources)
         if self._num_unformed == 0:
             self._enter("training", at_s)
 
@@ -274,3 +278,8 @@ class RunStats:
     def _finished(self, record: Mapping[str, Any], at_s: float) -> None:
         self._enter("over", at_s)
         self.outcome, self.reason = record["outcome"], record["reason"]
+
+
+def _add(sums: dict[str, int], sources: Iterable[tuple[str, int]]) -> None:
+    for source, num_bytes in sources:
+        sums[source] = sums.get(source, 0) + num_bytes

@@ -17,7 +17,6 @@ from orchestrator.core.actions import (
     ReleaseSlot,
     RequestSlot,
     SurveyWorkers,
-    YieldAttempt,
 )
 from orchestrator.core.events import UNKNOWN_ATTEMPT, ControllerStarted, WorkersSurveyed
 from orchestrator.core.state import ACTIVE, TERMINAL, Phase, WorkerStatus
@@ -91,13 +90,7 @@ def _resume_attempt(turn: Turn, dead: list[str], left: list[str]) -> None:
         recovery.fault(turn, "controller_restart", (), "restarted while the attempt formed")
     elif draft.phase is Phase.YIELDING and draft.cause is not None and not draft.completed:
         draft.deadline_s = planned.yield_deadline_s(turn)
-        turn.actions.append(
-            YieldAttempt(
-                attempt=draft.attempt,
-                workers=recovery.members_inside(turn),
-                reason=draft.cause.evidence,
-            )
-        )
+        turn.actions.append(planned.yield_order(turn))
         planned.all_left(turn)
     recovery.proceed(turn)
 

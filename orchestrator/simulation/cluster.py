@@ -14,84 +14,21 @@ from typing import Any
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.rules import RunRules
+from orchestrator.policies import versions
+from orchestrator.simulation.memory import Memory
+from orchestrator.simulation.saving import Tiers, save_step
 from orchestrator.simulation.storage import Storage
 from orchestrator.simulation.violations import Monitor
-
-
-class SimNode:
-    """A machine with room for ``room`` workers."""
-
-    __slots__ = ("alive", "cut_off", "draining_until_s", "name", "room", "slots", "workers")
-
-    def __init__(self, name: str, room: int) -> None:
-        self.name = name
-        self.room = room
-        self.alive = True
-        # Cut off: declared lost while its processes train on, as in a network partition.
-        self.cut_off = False
-        self.draining_until_s: float | None = None
-        self.slots: set[int] = set()
-        self.workers: dict[str, SimWorker] = {}
-
-
-class SimWorker:
-    """A worker process: the attempt it is in (0: none) and the one up to which it refuses."""
-
-    __slots__ = (
-        "alive",
-        "attempt",
-        "completed",
-        "formed",
-        "hung",
-        "name",
-        "node",
-        "ready",
-        "refuses",
-    )
-
-    def __init__(self, name: str, node: SimNode) -> None:
-        self.name = name
-        self.node = node
-        self.alive = True
-        self.ready = False
-        self.hung = False
-        self.attempt = 0
-        self.refuses = 0
-        self.completed = 0
-        self.formed = False
-
-
-class SimAttempt:
-    """One attempt as it really goes: members step together or not at all."""
-
-    __slots__ = (
-        "arrived",
-        "formed",
-        "members",
-        "number",
-        "records",
-        "resumed_from",
-        "step",
-        "yielding",
-    )
-
-    def __init__(self, number: int, members: list[str], resumed_from: tuple[int, int]) -> None:
-        self.number = number
-        self.members = members
-        self.resumed_from = resumed_from
-        self.step = resumed_from[0]
-        self.arrived: set[str] = set()
-        self.formed: set[str] = set()
-        self.records: dict[int, set[str]] = {}
-        self.yielding = False
+from orchestrator.simulation.world import SimAttempt, SimNode, SimWorker
 
 
 class SimCluster:
     """The world. ``at`` schedules, ``post`` reports, ``perform`` does what the machine ordered."""
 
-    def __init__(self, rng: Random, rules: RunRules, monitor: Monitor) -> None:
+    def __init__(self, rng: Random, rules: RunRules, tiers: Tiers, monitor: Monitor) -> None:
         self.rng = rng
         self.rules = rules
+        self.tiers = tiers
         self.monitor = monitor
         self.now_s = 0.0
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -105,6 +42,8 @@ class SimCluster:
         self.pending: dict[int, tuple[str, ...]] = {}
         self.granted: dict[int, str] = {}
         self.storage = Storage()
+        self.memory = Memory()
+        self.read_s = 0.0
         self.attempts: dict[int, SimAttempt] = {}
         self.step_s = 0.1
         self.delay_s = rng.choice((0.001, 0.01, 0.1))
@@ -250,6 +189,8 @@ class SimCluster:
         self.monitor.faulty.add(worker.name)
         worker.node.workers.pop(worker.name, None)
         del self.workers[worker.name]
+        if worker.node.keeper_back_s > self.now_s:
+            self.memory.lose_worker(worker)
         if worker.node.alive:
             self.post(ev.WorkerExited, 0.03, worker=worker.name, cause=cause, detail=cause)
         self.shake(worker)
@@ -307,32 +248,45 @@ class SimCluster:
 
     def _yield_attempt(self, action: act.YieldAttempt) -> None:
         for name in action.workers:
-            self.at(self.wire_s(), self._asked_to_yield, name, action.attempt)
+            self.at(self.wire_s(), self._asked_to_yield, name, action.attempt, action.durable)
 
-    def _asked_to_yield(self, name: str, number: int) -> None:
+    def _asked_to_yield(self, name: str, number: int, durable: bool) -> None:  # noqa: FBT001
         worker = self.workers.get(name)
         if worker is not None and worker.attempt == number and not worker.hung:
             # The flag rides in the next all-reduce, so one member's knowledge is enough.
             self.attempts[number].yielding = True
+            self.attempts[number].durable |= durable
 
     def _read_committed(self, action: act.ReadCommitted) -> None:
-        self.at(self.wire_s(), self._read, action.attempt, action.lineage)
+        self.at(self.wire_s(), self._read, action)
 
-    def _read(self, attempt: int, lineage: tuple[tuple[int, int], ...]) -> None:
-        step, committed_by = self.storage.newest(lineage)
+    def _read(self, action: act.ReadCommitted) -> None:
+        self.read_s = self.now_s
+        found = versions.newest(
+            self.memory.inventories(self.nodes.values(), self.now_s),
+            self.storage.newest(action.lineage),
+            action.lineage,
+            total_steps=self.rules.total_steps,
+        )
         self.post_or_lose(
-            ev.CommittedRead, attempt=attempt, step=step, committed_by=committed_by, skipped=()
+            ev.CommittedRead,
+            attempt=action.attempt,
+            step=found.step if found else 0,
+            committed_by=found.attempt if found else 0,
+            skipped=(),
+            number=action.number,
+            source=found.source if found else "",
         )
 
     # An attempt
 
     def _start_attempt(self, action: act.StartAttempt) -> None:
         self.monitor.attempt_started(self, action)
-        members = [worker for worker, _, _ in action.members]
-        self.attempts[action.attempt] = SimAttempt(
-            action.attempt, members, (action.resume_step, action.resume_attempt)
-        )
-        for name in members:
+        nodes = list(dict.fromkeys(node for _, node, _ in action.members))
+        copies_of = versions.ring(nodes, self.tiers.copies)
+        copiers = {node: tuple(name for name in nodes if node in copies_of[name]) for node in nodes}
+        self.attempts[action.attempt] = SimAttempt(action, copiers)
+        for name, _, _ in action.members:
             self.at(self.wire_s(), self._enter, name, action.attempt)
 
     def _enter(self, name: str, number: int) -> None:
@@ -353,8 +307,7 @@ class SimCluster:
         worker = self.workers.get(name)
         if worker is None or worker.attempt != attempt.number or worker.hung:
             return
-        resumed = self.storage.commits.get(attempt.resumed_from)
-        if resumed is not None and resumed.damaged:
+        if attempt.step and not self.can_load(attempt.resumed_from):
             self.raise_in(attempt, worker, attempt.step + 1, "CheckpointCorruptError: simulated")
             return
         worker.formed = True
@@ -362,6 +315,13 @@ class SimCluster:
         attempt.formed.add(name)
         if len(attempt.formed) == len(attempt.members):
             self.at(self.step_s, self._step, attempt)
+
+    def can_load(self, version: tuple[int, int]) -> bool:
+        """Return whether a version is there, in memory or undamaged in storage."""
+        commit = self.storage.commits.get(version)
+        if commit is not None and not commit.damaged:
+            return True
+        return version in self.memory.readable(self.nodes.values(), (), self.now_s)
 
     def present(self, attempt: SimAttempt) -> list[SimWorker] | None:
         """Return the members if all can take part in a collective, else None."""
@@ -386,14 +346,11 @@ class SimCluster:
         self.monitor.stepped(attempt.number, step)
         self.post_or_lose(ev.StepCompleted, attempt=attempt.number, step=step, step_s=self.step_s)
         last = step >= self.rules.total_steps
-        if last or attempt.yielding or step % self.rules.checkpoint_every == 0:
-            attempt.records[step] = set()
-            for worker in members:
-                self.at(0.05 * self.rng.random(), self._write, attempt, worker, step)
+        stored = save_step(self, attempt, members, last=last)
         if last:
-            self.at(0.06, self._leave_together, attempt, "completed", step)
+            self.at(0.06, self._leave_together, attempt, "completed", stored)
         elif attempt.yielding:
-            self.at(0.06, self._leave_together, attempt, "yielded", step)
+            self.at(0.06, self._leave_together, attempt, "yielded", stored)
         else:
             self.at(self.step_s, self._step, attempt)
 
@@ -425,22 +382,13 @@ class SimCluster:
             traceback=f"Traceback: {error}",
         )
 
-    def _write(self, attempt: SimAttempt, worker: SimWorker, step: int) -> None:
-        """Write one rank's record; with the last one the version is committed."""
-        if not worker.alive or worker.attempt != attempt.number or worker.hung:
-            return
-        records = attempt.records[step]
-        records.add(worker.name)
-        if len(records) == len(attempt.members):
-            self.storage.commit(step, attempt.number, self.now_s)
-            self.post_or_lose(ev.CheckpointCommitted, attempt=attempt.number, step=step)
-
-    def _leave_together(self, attempt: SimAttempt, how: str, step: int) -> None:
-        """Leave once the step is committed; where a record is missing everybody waits."""
-        if (step, attempt.number) not in self.storage.commits:
+    def _leave_together(self, attempt: SimAttempt, how: str, stored: bool) -> None:  # noqa: FBT001
+        """Leave once the step is committed; where a part is missing everybody waits."""
+        landed = self.storage.commits if stored else self.memory.landed_s
+        if (attempt.step, attempt.number) not in landed:
             return
         if how == "yielded" and self.present(attempt) is not None:
-            self.monitor.all_yielded(attempt.number, step)
+            self.monitor.all_yielded(attempt.number, attempt.step)
         for name in attempt.members:
             self.at(0.05 * self.rng.random(), self._leave_alone, name, attempt, how)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from orchestrator.core import events as ev
-from orchestrator.simulation.cluster import SimCluster, SimNode, SimWorker
+from orchestrator.simulation.cluster import SimCluster
+from orchestrator.simulation.world import SimNode, SimWorker
 
 
 def _pick_worker(cluster: SimCluster) -> SimWorker | None:
@@ -58,6 +59,7 @@ def lose_node(cluster: SimCluster, node: SimNode | None = None) -> None:
     if node is None or not node.alive:
         return
     node.alive = False
+    cluster.memory.lose_node(node.name)
     cause = "preempted" if node.draining_until_s is not None else "node"
     for worker in list(node.workers.values()):
         cluster.die(worker, cause)
@@ -89,6 +91,7 @@ def heal_node(cluster: SimCluster, node: SimNode) -> None:
     for worker in list(node.workers.values()):
         cluster.die(worker, "killed")
     _forget_slots(cluster, node)
+    cluster.memory.lose_node(node.name)
     node.cut_off = False
     cluster.post(ev.NodeJoined, node=node.name)
     cluster.place()
@@ -135,6 +138,20 @@ def damage(cluster: SimCluster) -> None:
         commits[next(reversed(commits))].damaged = True
 
 
+def kill_keeper(cluster: SimCluster) -> None:
+    """A keeper's process dies; living workers hand their arenas to the next one."""
+    node = _pick_node(cluster)
+    if node is not None:
+        away_s = 0.3 + 0.7 * cluster.rng.random()
+        node.keeper_back_s = cluster.now_s + away_s
+        cluster.memory.lose_keeper(node)
+        cluster.at(away_s, _return_keeper, cluster)
+
+
+def _return_keeper(cluster: SimCluster) -> None:
+    cluster.memory.grew_s = cluster.now_s
+
+
 def kill_controller(cluster: SimCluster) -> None:
     """The controller's process dies: what was on its way to it is lost."""
     cluster.life += 1
@@ -168,5 +185,6 @@ FAULTS: tuple[Fault, ...] = (
     new_node,
     raise_once,
     damage,
+    kill_keeper,
     kill_controller,
 )

@@ -19,8 +19,10 @@ from orchestrator.policies.budgets import BudgetRules
 from orchestrator.policies.growth import GrowthRules
 from orchestrator.policies.layout import LayoutRules, usable
 from orchestrator.simulation import faults
-from orchestrator.simulation.cluster import SimCluster, SimNode
+from orchestrator.simulation.cluster import SimCluster
+from orchestrator.simulation.saving import Tiers
 from orchestrator.simulation.violations import Monitor, Violation, require
+from orchestrator.simulation.world import SimNode
 
 #: Every wait of the machine is shorter than a minute here, and some follow each other.
 LIVENESS_S = 120.0
@@ -84,8 +86,9 @@ class History:
         self.observe = observe
         self.rng = rng = Random(seed)  # noqa: S311  no secrets here
         self.monitor = Monitor()
-        self.rules, rooms = _draw_rules(rng)
-        self.cluster = SimCluster(rng, self.rules, self.monitor)
+        tiers = _draw_tiers(rng)
+        self.rules, rooms = _draw_rules(rng, tiers)
+        self.cluster = SimCluster(rng, self.rules, tiers, self.monitor)
         self.state = RunState()
         self.num_events = 0
         self.num_faults = 0
@@ -190,7 +193,7 @@ class History:
                 self._observe_action(action)
                 cluster.perform(action)
             if dies:
-                self.num_faults += 1
+                self._count_fault()
                 # What else was to be done is covered by the end of the run, which releases all.
                 self.died_at_the_end = state.phase in TERMINAL
                 faults.kill_controller(cluster)
@@ -235,8 +238,12 @@ class History:
 
     def _inject(self) -> None:
         if self._may_inject() and self.state.phase not in TERMINAL:
-            self.num_faults += 1
+            self._count_fault()
             self.rng.choice(self.kinds)(self.cluster)
+
+    def _count_fault(self) -> None:
+        self.num_faults += 1
+        self.monitor.num_faults = self.num_faults
 
     def _heal(self) -> None:
         """Enter the liveness phase: no new faults, and a core that is large enough stays up."""
@@ -293,7 +300,19 @@ class History:
         require(done, "S2", f"completed without a commit of step {total}")
 
 
-def _draw_rules(rng: Random) -> tuple[RunRules, list[int]]:
+def _draw_tiers(rng: Random) -> Tiers:
+    """Decide how the run saves: in a third of the histories to storage only."""
+    if rng.random() < 1 / 3:
+        return Tiers(snapshot_every=0, store_every=rng.choice((1, 1, 2, 3)), copies=0)
+    return Tiers(
+        snapshot_every=rng.choice((1, 1, 2)),
+        store_every=rng.choice((2, 3, 5, 10)),
+        copies=rng.choice((1, 1, 0)),
+        copy_s=rng.choice((0.04, 0.04, 0.25)),
+    )
+
+
+def _draw_rules(rng: Random, tiers: Tiers) -> tuple[RunRules, list[int]]:
     rooms = [rng.randint(1, 3) for _ in range(rng.randint(1, 5))]
     dp_replicate = rng.choice((1, 1, 1, 2))
     total_room = max(sum(rooms), dp_replicate)
@@ -308,7 +327,7 @@ def _draw_rules(rng: Random) -> tuple[RunRules, list[int]]:
         max_workers=max_workers,
         standby_per_node=rng.randint(0, 1),
         total_steps=rng.randint(10, 40),
-        checkpoint_every=rng.choice((1, 1, 2, 3)),
+        checkpoint_every=tiers.commit_every,
         starts_failed_max=1000,
         layout=layout,
         growth=GrowthRules(interval_s_min=0.5, gather_s=0.3, pause_guess_s=0.2),

@@ -42,6 +42,7 @@ class Monitor:
         self.started_names: set[str] = set()
         self.outcome: FinishRun | None = None
         self.num_lost_steps = 0
+        self.num_faults = 0
         self.troubled: set[str] = set()
         self.faulty: set[str] = set()
         self.last_left_s = 0.0
@@ -88,30 +89,44 @@ class Monitor:
 
     def _check_resume(self, cluster: SimCluster, action: StartAttempt) -> None:
         at = (action.resume_step, action.resume_attempt)
-        commits = cluster.storage.commits
-        require(at == (0, 0) or at in commits, "S2", f"attempt {action.attempt} from {at}: no such")
-        valid = [
-            (commit.step, commit.attempt)
-            for commit in commits.values()
-            if self.counts(commit.step, commit.attempt)
-        ]
-        require(at == (0, 0) or at in valid, "S3", f"resumes from {at}, which does not count")
-        damaged = at in commits and commits[at].damaged
+        commits, landed_s = cluster.storage.commits, cluster.memory.landed_s
+        exists = at == (0, 0) or at in commits or at in landed_s
+        require(exists, "S2", f"attempt {action.attempt} from {at}: no such")
+        is_valid = at == (0, 0) or self.counts(*at)
+        require(is_valid, "S3", f"resumes from {at}, which does not count")
+        held = self._held(cluster)
+        damaged = at in commits and commits[at].damaged and at not in held
         require(not damaged or at not in self.found_damaged, "S6", f"loads {at} again")
         if damaged:
             self.found_damaged.add(at)
+        intact = {v: commit.landed_s for v, commit in commits.items() if not commit.damaged}
         # Until the last member that could be reached was out, commits may have landed.
-        in_time = [
-            v for v in valid if commits[v].landed_s <= self.last_left_s and not commits[v].damaged
-        ]
+        in_time = [v for v in intact if intact[v] <= self.last_left_s and self.counts(*v)]
+        in_time += [v for v in held if landed_s[v] <= self.last_left_s]
         newest = max(in_time, default=(0, 0))
         require(at >= newest, "S3", f"resumes from {at}, though {newest} was committed")
         if self.yielded is not None and self.yielded[0] == self.attempt:
-            intact = not commits[self.yielded[1], self.attempt].damaged
+            version = (self.yielded[1], self.attempt)
             heard = not self.cut_off[self.attempt]
-            lost = intact and heard and at[0] != self.yielded[1]
+            lost = (version in intact or version in held) and heard and at != version
             require(not lost, "L3", f"yielded at {self.yielded}, resumes {at}")
-        self.num_lost_steps += max(self.last_step - action.resume_step, 0)
+        self._check_lost(cluster, max(self.last_step - action.resume_step, 0))
+
+    def _held(self, cluster: SimCluster) -> list[tuple[int, int]]:
+        """Return what could be loaded from memory now and could be read when that was asked."""
+        memory = cluster.memory
+        if memory.grew_s >= cluster.read_s:
+            return []
+        held = memory.readable(cluster.nodes.values(), self.starts, cluster.now_s)
+        return [version for version in held if version[0] < cluster.rules.total_steps]
+
+    def _check_lost(self, cluster: SimCluster, num_lost: int) -> None:
+        """Check that a single fault costs at most one step while snapshots are protected."""
+        self.num_lost_steps += num_lost
+        if num_lost > 1 and self.num_faults == 1 and cluster.tiers.loses_one_step:
+            # Nothing protects an attempt on one node from the loss of that node.
+            num_nodes = len(cluster.attempts[self.attempt].copiers)
+            require(num_nodes == 1, "L3", f"one fault, {num_lost} steps lost")
 
     def counts(self, step: int, attempt: int) -> bool:
         """Return whether a commit is in the history: no later attempt began before its step."""

@@ -39,6 +39,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "error": st.sampled_from(["ValueError: x", "CheckpointCorruptError: y"]),
     "guilty": st.lists(WORKERS, max_size=2, unique=True).map(tuple),
     "committed_by": ATTEMPTS,
+    "number": st.integers(0, 4),
+    "source": st.sampled_from(["memory", "storage", ""]),
 }
 TEXTS = ("detail", "traceback", "evidence", "reason", "fault", "target")
 KINDS = (

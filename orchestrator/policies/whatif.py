@@ -1,0 +1,270 @@
+"""What would happen now if machines or processes were lost: the recovery, told before it is needed.
+
+Pure, and by the same rules that the controller and the loaders follow: newest version first,
+memory before storage, a rank's own node before another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from orchestrator.errors import ConfigError
+from orchestrator.policies import layout as layout_policy
+from orchestrator.policies.layout import LayoutRules
+from orchestrator.policies.versions import MEMORY, STORAGE, Holding, Version, without
+
+__all__ = [
+    "LOCAL_MEMORY",
+    "PEER_MEMORY",
+    "SOURCES",
+    "LossFacts",
+    "PartSource",
+    "RecoveryPlan",
+    "StoredVersion",
+    "WorkerPlace",
+    "plan_recovery",
+]
+
+#: Kinds of source, as workers name them (``workers.protocol.Formed``); the fastest first.
+LOCAL_MEMORY = "local memory"
+PEER_MEMORY = "peer memory"
+SOURCES = (LOCAL_MEMORY, PEER_MEMORY, STORAGE)
+#: What an entry of ``lose`` begins with if it is a worker and no node.
+_WORKER = "worker:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlace:
+    """A worker process that could train: it does, or it waits as a standby."""
+
+    worker: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredVersion:
+    """The newest version in storage that counts; ``step`` 0 and no parts if there is none.
+
+    Attributes:
+        step: Its step.
+        attempt: The attempt that took it.
+        part_bytes: Size of each rank's data.
+    """
+
+    step: int = 0
+    attempt: int = 0
+    part_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossFacts:
+    """The run as it is now.
+
+    Attributes:
+        step: Last completed step.
+        num_members: Workers that train.
+        slots: Number of reservations by node; every node of the run is in it.
+        workers: Processes that could train: those that do in the order of ranks, then standbys.
+        held: Versions that are complete in memory, newest first (``versions.complete``).
+        stored: The newest version in storage.
+        min_workers: Fewest workers that may train.
+        max_workers: Most.
+        layout: What a layout must satisfy.
+    """
+
+    step: int
+    num_members: int
+    slots: Mapping[str, int]
+    workers: tuple[WorkerPlace, ...]
+    held: tuple[Version, ...]
+    stored: StoredVersion
+    min_workers: int
+    max_workers: int
+    layout: LayoutRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSource:
+    """From where some of the part of one rank of the version would come.
+
+    Attributes:
+        rank: The rank that saved it.
+        source: One of ``SOURCES``; local and peer are as the workers see it that would load it.
+        node: The node that holds it; "" in storage.
+        size_bytes: How much of it.
+    """
+
+    rank: int
+    source: str
+    node: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryPlan:
+    """What would happen.
+
+    Attributes:
+        lost_nodes: Nodes that are taken for lost, whole ids.
+        lost_workers: Workers that are gone, those of the lost nodes included.
+        step: Training would go on after this step; 0 is the beginning.
+        attempt: The attempt that took that version.
+        source: "memory", "storage", or "" if there is none.
+        lost_steps: Completed steps that would be redone.
+        parts: Where each rank's part of the version would come from, as if every worker took an
+            equal share of the state in the order of ranks.
+        bytes_by_source: The same in sums.
+        workers_before: Workers that train now.
+        workers_after: Workers that would train; 0: the run would wait for capacity.
+        layout_after: Their layout, for people.
+    """
+
+    lost_nodes: tuple[str, ...]
+    lost_workers: tuple[str, ...]
+    step: int
+    attempt: int
+    source: str
+    lost_steps: int
+    parts: tuple[PartSource, ...]
+    bytes_by_source: Mapping[str, int]
+    workers_before: int
+    workers_after: int
+    layout_after: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        return asdict(self)
+
+
+def plan_recovery(facts: LossFacts, lose: Sequence[str]) -> RecoveryPlan:
+    """Return what the run would do if all of ``lose`` were lost at once, now.
+
+    Args:
+        facts: The run as it is.
+        lose: Ids of nodes, or the beginning of one; ``worker:w0003`` for a process alone.
+
+    Raises:
+        ConfigError: Something in ``lose`` is not in the run, or could be several nodes.
+    """
+    lost_nodes, lost_workers = _resolve(facts, lose)
+    usable = _usable(facts, lost_nodes, lost_workers)
+    num_left = min(sum(usable.values()), facts.max_workers)
+    choice = layout_policy.choose(num_left, facts.layout)
+    num_after = choice.layout.world_size if choice is not None else 0
+    if num_after < facts.min_workers:
+        choice, num_after = None, 0
+    survivors = (without(version, lost_nodes.__contains__) for version in facts.held)
+    held = next((version for version in survivors if version is not None), None)
+    stored = facts.stored
+    if held is not None and held.step >= stored.step:
+        readers = [node for node, number in usable.items() for _ in range(number)]
+        parts = _from_memory(held, readers[:num_after])
+        step, attempt, source = held.step, held.attempt, MEMORY
+    else:
+        parts = [
+            PartSource(rank=rank, source=STORAGE, node="", size_bytes=size_bytes)
+            for rank, size_bytes in enumerate(stored.part_bytes)
+        ]
+        step, attempt, source = stored.step, stored.attempt, STORAGE if stored.step else ""
+    return RecoveryPlan(
+        lost_nodes=tuple(sorted(lost_nodes)),
+        lost_workers=tuple(sorted(lost_workers)),
+        step=step,
+        attempt=attempt,
+        source=source,
+        lost_steps=max(facts.step - step, 0),
+        parts=tuple(parts),
+        bytes_by_source=_sums(parts),
+        workers_before=facts.num_members,
+        workers_after=num_after,
+        layout_after=str(choice.layout) if choice is not None else "",
+    )
+
+
+def _resolve(facts: LossFacts, lose: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Return the nodes and the workers that ``lose`` names."""
+    nodes: set[str] = set()
+    workers: set[str] = set()
+    known = {place.worker for place in facts.workers}
+    problems: list[str] = []
+    for name in lose:
+        if name.startswith(_WORKER):
+            workers.add(name.removeprefix(_WORKER))
+            if name.removeprefix(_WORKER) not in known:
+                problems.append(f"{name} is not in the run; it has {_listed(known)}")
+            continue
+        found = [node for node in facts.slots if name and node.startswith(name)]
+        nodes.update(found)
+        if len(found) != 1:
+            what = f"is the beginning of {len(found)} nodes" if found else "is no node of the run"
+            problems.append(f"{name!r} {what}; it has {_listed(facts.slots)}")
+    if problems:
+        raise ConfigError("; ".join(problems), problems=problems)
+    workers |= {place.worker for place in facts.workers if place.node in nodes}
+    return nodes, workers
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _usable(facts: LossFacts, lost_nodes: set[str], lost_workers: set[str]) -> dict[str, int]:
+    """Return how many workers could train on each node, in the order of ranks."""
+    nodes = (*(place.node for place in facts.workers), *facts.slots)
+    left = dict.fromkeys((node for node in nodes if node not in lost_nodes), 0)
+    for place in facts.workers:
+        if place.node in left and place.worker not in lost_workers:
+            left[place.node] += 1
+    # A worker needs a reservation.
+    return {node: min(number, facts.slots.get(node, 0)) for node, number in left.items()}
+
+
+def _from_memory(version: Version, readers: Sequence[str]) -> list[PartSource]:
+    """Return who would load what from where.
+
+    Args:
+        version: What is left of it.
+        readers: The node of each worker that would load it, by rank; empty if the run waits.
+    """
+    holders: dict[int, list[Holding]] = {}
+    for part in sorted(version.parts, key=lambda part: (part.held.rank, part.is_copy)):
+        holders.setdefault(part.held.rank, []).append(part)
+    size_bytes: dict[tuple[int, str, str], int] = {}
+    for rank, parts in holders.items():
+        nodes = [part.node for part in parts]
+        for reader, num_bytes in _shares(rank, version.world_size, readers, parts[0]):
+            is_local = reader in nodes
+            key = (rank, LOCAL_MEMORY, reader) if is_local else (rank, PEER_MEMORY, nodes[0])
+            size_bytes[key] = size_bytes.get(key, 0) + num_bytes
+    return [
+        PartSource(rank=rank, source=source, node=node, size_bytes=num_bytes)
+        for (rank, source, node), num_bytes in size_bytes.items()
+    ]
+
+
+def _shares(
+    rank: int, world_size: int, readers: Sequence[str], part: Holding
+) -> list[tuple[str, int]]:
+    """Return (node, bytes) of each worker that needs some of a rank's part."""
+    total, num_readers = part.held.data_bytes, len(readers)
+    if not readers:
+        return [("", total)]
+    shares: list[tuple[str, int]] = []
+    # Both divide the state evenly: in units of 1 / (world_size * num_readers) all is whole.
+    first = rank * num_readers
+    for number, node in enumerate(readers):
+        start = max(number * world_size, first)
+        stop = min((number + 1) * world_size, first + num_readers)
+        if start < stop:
+            ends = (total * (edge - first) // num_readers for edge in (stop, start))
+            shares.append((node, next(ends) - next(ends)))
+    return shares
+
+
+def _sums(parts: Sequence[PartSource]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for part in parts:
+        sums[part.source] = sums.get(part.source, 0) + part.size_bytes
+    return sums

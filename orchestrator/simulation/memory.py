@@ -1,0 +1,127 @@
+"""Simulated keepers' memory: parts live on nodes, and are lost with them.
+
+An arena takes the last versions of one rank, as the real one does; copies on other nodes have
+arenas of their own. What can be read is asked of ``policies.versions``, as the shell does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from orchestrator.policies.versions import Lineage, complete, counts
+from orchestrator.simulation.world import SimNode, SimWorker
+from workers.protocol import Held, HeldPart, Inventory
+
+#: As ``workers.keeper.arena``.
+NUM_SLOTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's part of a version."""
+
+    step: int
+    attempt: int
+    rank: int
+    world_size: int
+
+
+class Memory:
+    """All that keepers hold.
+
+    Attributes:
+        landed_s: When the last rank's part of a version was written, by (step, attempt).
+        grew_s: When something that was there could be read again: a keeper came back.
+    """
+
+    def __init__(self) -> None:
+        self.landed_s: dict[tuple[int, int], float] = {}
+        self.grew_s = 0.0
+        self._nodes: dict[str, dict[str, list[Part]]] = {}
+        self._ranks: dict[tuple[int, int], set[int]] = {}
+
+    def write(self, node: str, arena: str, part: Part, lineage: Lineage) -> None:
+        """Put a part where the least is lost: over what does not count, else over the oldest."""
+        parts = self._nodes.setdefault(node, {}).setdefault(arena, [])
+        if len(parts) == NUM_SLOTS:
+            is_dead = (
+                index
+                for index, old in enumerate(parts)
+                if old.attempt != part.attempt and not counts(old.step, old.attempt, lineage)
+            )
+            del parts[next(is_dead, 0)]
+        parts.append(part)
+
+    def finished(self, part: Part, now_s: float) -> None:
+        """Note that a rank's snapshot is done; with the last one the version is committed."""
+        version = (part.step, part.attempt)
+        ranks = self._ranks.setdefault(version, set())
+        ranks.add(part.rank)
+        if len(ranks) == part.world_size:
+            self.landed_s.setdefault(version, now_s)
+
+    def has(self, node: str, arena: str, part: Part) -> bool:
+        """Return whether the part is still there."""
+        return part in self._nodes.get(node, {}).get(arena, ())
+
+    def lose_node(self, node: str) -> None:
+        """Lose all that was held on a node."""
+        self._nodes.pop(node, None)
+
+    def lose_keeper(self, node: SimNode) -> None:
+        """Lose what only the keeper held: living workers hold their own arenas too."""
+        arenas = self._nodes.get(node.name, {})
+        for arena in [arena for arena in arenas if arena not in node.workers]:
+            del arenas[arena]
+
+    def lose_worker(self, worker: SimWorker) -> None:
+        """Lose the arena of a worker that dies while there is no keeper."""
+        self._nodes.get(worker.node.name, {}).pop(worker.name, None)
+
+    def inventories(self, nodes: Iterable[SimNode], now_s: float) -> list[Inventory]:
+        """Return what the keepers that answer say."""
+        return [
+            Inventory(
+                node=node.name,
+                host="",
+                port=0,
+                parts=tuple(
+                    HeldPart(arena=arena, held=_held(part))
+                    for arena, parts in self._nodes.get(node.name, {}).items()
+                    for part in parts
+                ),
+            )
+            for node in nodes
+            if answers(node, now_s)
+        ]
+
+    def readable(
+        self, nodes: Iterable[SimNode], lineage: Lineage, now_s: float
+    ) -> list[tuple[int, int]]:
+        """Return (step, attempt) of what could be loaded now, newest first."""
+        versions = complete(self.inventories(nodes, now_s), lineage)
+        return [(version.step, version.attempt) for version in versions]
+
+
+def serves(node: SimNode, now_s: float) -> bool:
+    """Return whether the node has a keeper."""
+    return node.alive and now_s >= node.keeper_back_s
+
+
+def answers(node: SimNode, now_s: float) -> bool:
+    """Return whether the controller can reach the node's keeper."""
+    return serves(node, now_s) and not node.cut_off
+
+
+def _held(part: Part) -> Held:
+    return Held(
+        slot=0,
+        sequence=2,
+        attempt=part.attempt,
+        step=part.step,
+        rank=part.rank,
+        world_size=part.world_size,
+        data_bytes=1,
+        record_bytes=1,
+    )

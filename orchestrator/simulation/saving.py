@@ -1,0 +1,145 @@
+"""How the virtual cluster saves a step: snapshots in memory, copies of them, and storage.
+
+With snapshots on, trainers write to memory only and keepers store what is due; what must be in
+storage at once (the last step, a durable yield) trainers write themselves. Without them trainers
+write everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import TYPE_CHECKING
+
+from orchestrator.core import events as ev
+from orchestrator.simulation.memory import Part, serves
+from orchestrator.simulation.world import SimAttempt, SimWorker
+
+if TYPE_CHECKING:
+    from orchestrator.simulation.cluster import SimCluster
+
+#: A write by a trainer, a copy to another node, and a store by a keeper take up to this long.
+_WRITE_S = 0.05
+_COPY_S = 0.04
+_STORE_S = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """How often what is saved.
+
+    Attributes:
+        snapshot_every: Steps between two snapshots; 0 takes none.
+        store_every: Steps between two commits in storage.
+        copies: On how many other nodes a snapshot is kept.
+        copy_s: How long a copy takes at most; from the length of a step on, steps are skipped.
+    """
+
+    snapshot_every: int
+    store_every: int
+    copies: int
+    copy_s: float = _COPY_S
+
+    @property
+    def commit_every(self) -> int:
+        """Return what all regular commits are multiples of."""
+        return gcd(self.snapshot_every, self.store_every)
+
+    @property
+    def loses_one_step(self) -> bool:
+        """Return whether a single fault may cost no more than one step."""
+        is_fast = self.copy_s + _WRITE_S < 0.1  # noqa: PLR2004  a step
+        return self.snapshot_every == 1 and self.copies > 0 and is_fast
+
+
+def save_step(
+    cluster: SimCluster, attempt: SimAttempt, members: list[SimWorker], *, last: bool
+) -> bool:
+    """Save the step that was just completed, if it is due; return whether trainers store it."""
+    tiers, step = cluster.tiers, attempt.step
+    is_due = step % tiers.store_every == 0
+    if not tiers.snapshot_every:
+        by_trainers = last or attempt.yielding or is_due
+    else:
+        by_trainers = last or (attempt.yielding and attempt.durable)
+        if attempt.yielding or (step % tiers.snapshot_every == 0 and not attempt.num_uncopied):
+            is_due = is_due and not by_trainers and attempt.storing_until_s <= cluster.now_s
+            _snapshot(cluster, attempt, members, store=is_due)
+    if by_trainers:
+        attempt.records[step] = set()
+        for rank, worker in enumerate(members):
+            delay_s = _WRITE_S * cluster.rng.random()
+            cluster.at(delay_s, _write, cluster, attempt, worker, rank, step)
+    return by_trainers
+
+
+def _write(
+    cluster: SimCluster, attempt: SimAttempt, worker: SimWorker, rank: int, step: int
+) -> None:
+    """Write one rank's record to storage; with the last one the version is committed."""
+    if worker.alive and worker.attempt == attempt.number and not worker.hung:
+        _record(cluster, attempt, rank, step)
+
+
+def _record(cluster: SimCluster, attempt: SimAttempt, rank: int, step: int) -> None:
+    records = attempt.records[step]
+    records.add(rank)
+    if len(records) == len(attempt.members):
+        cluster.storage.commit(step, attempt.number, cluster.now_s)
+        cluster.post_or_lose(ev.CheckpointCommitted, attempt=attempt.number, step=step)
+
+
+def _snapshot(
+    cluster: SimCluster, attempt: SimAttempt, members: list[SimWorker], *, store: bool
+) -> None:
+    if store:
+        attempt.records[attempt.step] = set()
+        attempt.storing_until_s = cluster.now_s + _WRITE_S + _STORE_S
+    for rank, worker in enumerate(members):
+        part = Part(attempt.step, attempt.number, rank, len(members))
+        cluster.at(_WRITE_S * cluster.rng.random(), _finish, cluster, attempt, worker, part, store)
+
+
+def _finish(
+    cluster: SimCluster,
+    attempt: SimAttempt,
+    worker: SimWorker,
+    part: Part,
+    store: bool,  # noqa: FBT001
+) -> None:
+    """Complete one rank's snapshot; its node's keeper and those that copy it go on from there."""
+    if not worker.alive or worker.attempt != attempt.number or worker.hung:
+        return
+    node = worker.node
+    cluster.memory.write(node.name, worker.name, part, attempt.lineage)
+    cluster.memory.finished(part, cluster.now_s)
+    if store:
+        delay_s = _STORE_S * cluster.rng.random()
+        cluster.at(delay_s, _store, cluster, attempt, worker, part)
+    for copier in attempt.copiers[node.name]:
+        # A keeper that is not there does not attend, and nobody waits for it.
+        if serves(cluster.nodes[copier], cluster.now_s) and serves(node, cluster.now_s):
+            attempt.num_uncopied += 1
+            delay_s = cluster.tiers.copy_s * cluster.rng.random()
+            cluster.at(delay_s, _copy, cluster, attempt, worker, part, copier)
+
+
+def _copy(
+    cluster: SimCluster, attempt: SimAttempt, worker: SimWorker, part: Part, copier: str
+) -> None:
+    attempt.num_uncopied -= 1
+    node, now_s = worker.node, cluster.now_s
+    is_there = serves(node, now_s) and cluster.memory.has(node.name, worker.name, part)
+    if is_there and serves(cluster.nodes[copier], now_s):
+        arena = f"{node.name}/{worker.name}"
+        cluster.memory.write(copier, arena, part, attempt.lineage)
+        if node.cut_off:
+            # The controller could not reach it where it was.
+            cluster.memory.grew_s = now_s
+
+
+def _store(cluster: SimCluster, attempt: SimAttempt, worker: SimWorker, part: Part) -> None:
+    """Store a part that is still held, be its worker alive or not."""
+    node = worker.node
+    if serves(node, cluster.now_s) and cluster.memory.has(node.name, worker.name, part):
+        _record(cluster, attempt, part.rank, part.step)

@@ -1,0 +1,96 @@
+"""What the virtual cluster is made of: nodes, worker processes, attempts as they really go."""
+
+from __future__ import annotations
+
+from orchestrator.core.actions import StartAttempt
+
+
+class SimNode:
+    """A machine with room for ``room`` workers."""
+
+    __slots__ = (
+        "alive",
+        "cut_off",
+        "draining_until_s",
+        "keeper_back_s",
+        "name",
+        "room",
+        "slots",
+        "workers",
+    )
+
+    def __init__(self, name: str, room: int) -> None:
+        self.name = name
+        self.room = room
+        self.alive = True
+        # Cut off: declared lost while its processes train on, as in a network partition.
+        self.cut_off = False
+        self.draining_until_s: float | None = None
+        # Its keeper died and is not back before then.
+        self.keeper_back_s = 0.0
+        self.slots: set[int] = set()
+        self.workers: dict[str, SimWorker] = {}
+
+
+class SimWorker:
+    """A worker process: the attempt it is in (0: none) and the one up to which it refuses."""
+
+    __slots__ = (
+        "alive",
+        "attempt",
+        "completed",
+        "formed",
+        "hung",
+        "name",
+        "node",
+        "ready",
+        "refuses",
+    )
+
+    def __init__(self, name: str, node: SimNode) -> None:
+        self.name = name
+        self.node = node
+        self.alive = True
+        self.ready = False
+        self.hung = False
+        self.attempt = 0
+        self.refuses = 0
+        self.completed = 0
+        self.formed = False
+
+
+class SimAttempt:
+    """One attempt as it really goes: members step together or not at all."""
+
+    __slots__ = (
+        "arrived",
+        "copiers",
+        "durable",
+        "formed",
+        "lineage",
+        "members",
+        "num_uncopied",
+        "number",
+        "records",
+        "resumed_from",
+        "step",
+        "storing_until_s",
+        "yielding",
+    )
+
+    def __init__(self, action: StartAttempt, copiers: dict[str, tuple[str, ...]]) -> None:
+        self.number = action.attempt
+        self.members = [worker for worker, _, _ in action.members]
+        self.lineage = action.lineage
+        self.resumed_from = (action.resume_step, action.resume_attempt)
+        self.step = action.resume_step
+        self.arrived: set[str] = set()
+        self.formed: set[str] = set()
+        # By step: the ranks whose part is in storage.
+        self.records: dict[int, set[int]] = {}
+        self.yielding = False
+        self.durable = False
+        # Which nodes keep copies of a node's snapshots, and how many copies are under way.
+        self.copiers = copiers
+        self.num_uncopied = 0
+        self.storing_until_s = 0.0

@@ -1,0 +1,173 @@
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.errors import ConfigError
+from orchestrator.policies.layout import LayoutRules
+from orchestrator.policies.versions import complete, newest, protection
+from orchestrator.policies.whatif import LossFacts, StoredVersion, WorkerPlace, plan_recovery
+from workers.protocol import Held, HeldPart, Inventory
+
+LINEAGE = ((1, 0),)
+
+
+def _held(step: int, rank: int, *, attempt: int = 1, world_size: int = 2) -> Held:
+    return Held(
+        slot=0,
+        sequence=2,
+        attempt=attempt,
+        step=step,
+        rank=rank,
+        world_size=world_size,
+        data_bytes=100 + rank,
+        record_bytes=10,
+    )
+
+
+def _inventory(node: str, own: Sequence[Held], copies: Sequence[Held] = ()) -> Inventory:
+    parts = [HeldPart(arena=f"w{held.rank:04d}.0", held=held) for held in own]
+    parts += [HeldPart(arena=f"other/w{held.rank:04d}.0", held=held) for held in copies]
+    return Inventory(node=node, host="10.0.0.1", port=7, parts=tuple(parts))
+
+
+#: Two nodes with a rank each; both copied step 8 of the other, only step 9 is not copied yet.
+PAIR = (
+    _inventory("aa", [_held(8, 0), _held(9, 0)], [_held(8, 1)]),
+    _inventory("bb", [_held(8, 1), _held(9, 1)], [_held(8, 0)]),
+)
+FACTS = LossFacts(
+    step=9,
+    num_members=2,
+    slots={"aa": 1, "bb": 1},
+    workers=(
+        WorkerPlace(worker="w0000", node="aa"),
+        WorkerPlace(worker="w0001", node="bb"),
+        WorkerPlace(worker="w0002", node="aa"),
+    ),
+    held=tuple(complete(PAIR, LINEAGE)),
+    stored=StoredVersion(step=5, attempt=1, part_bytes=(100, 101)),
+    min_workers=1,
+    max_workers=2,
+    layout=LayoutRules(),
+)
+
+
+def test_parts_of_different_sizes_are_no_version() -> None:
+    """A damaged header may say anything; to load half a state would be worse than none."""
+    odd = [_inventory("aa", [_held(9, 0), _held(9, 1, world_size=3)])]
+
+    assert complete(odd, LINEAGE) == []
+
+
+def test_memory_wins_a_tie_and_the_last_step_is_left_to_storage() -> None:
+    """A run whose last step is only in memory is not done, and has nothing left to do either."""
+    tie = newest(PAIR, (9, 1), LINEAGE, total_steps=100)
+    last = newest(PAIR, (0, 0), LINEAGE, total_steps=9)
+
+    assert tie is not None
+    assert (tie.step, tie.source, len(tie.parts)) == (9, "memory", 2)
+    assert last is not None
+    assert last.step == 8
+
+
+def test_an_attempt_that_began_before_a_step_ends_its_version() -> None:
+    """The run went another way from step 8 on: step 9 of the fenced attempt is not its history."""
+    found = newest(PAIR, (0, 0), ((1, 0), (2, 8)), total_steps=100)
+
+    assert found is not None
+    assert found.step == 8
+
+
+def test_protection_falls_when_a_copy_is_missing() -> None:
+    """What is only where it was made goes with its machine."""
+    alone = [replace(one, parts=one.parts[:2]) for one in PAIR]
+
+    assert protection(PAIR, LINEAGE).node_losses_survived == 1
+    assert protection(PAIR, LINEAGE).step == 9
+    assert protection(alone, LINEAGE).node_losses_survived == 0
+    assert protection([], LINEAGE).step == 0
+
+
+def test_losing_a_process_costs_nothing_that_its_node_holds() -> None:
+    """The keeper outlives the trainer, and a standby of the same node takes its slot."""
+    plan = plan_recovery(FACTS, ["worker:w0000"])
+
+    assert (plan.step, plan.source, plan.lost_steps) == (9, "memory", 0)
+    assert plan.bytes_by_source == {"local memory": 201}
+    assert (plan.workers_before, plan.workers_after) == (2, 2)
+    assert plan.lost_workers == ("w0000",)
+
+
+def test_losing_a_node_goes_back_to_what_was_copied() -> None:
+    """The newest version is gone with the node; the one before is on the other one."""
+    plan = plan_recovery(FACTS, ["b"])
+
+    assert (plan.step, plan.source, plan.lost_steps) == (8, "memory", 1)
+    assert [(part.rank, part.source, part.node) for part in plan.parts] == [
+        (0, "local memory", "aa"),
+        (1, "local memory", "aa"),
+    ]
+    assert plan.lost_nodes == ("bb",)
+    assert plan.lost_workers == ("w0001",)
+    assert (plan.workers_after, plan.layout_after) == (1, "1 worker")
+
+
+def test_what_another_node_holds_comes_over_the_network() -> None:
+    """A third node has room for the lost one's work and nothing of the state."""
+    facts = replace(
+        FACTS,
+        slots={"aa": 1, "bb": 1, "cc": 1},
+        workers=(*FACTS.workers, WorkerPlace(worker="w0003", node="cc")),
+    )
+    plan = plan_recovery(facts, ["bb"])
+
+    assert plan.workers_after == 2
+    assert [(part.rank, part.source, part.node, part.size_bytes) for part in plan.parts] == [
+        (0, "local memory", "aa", 100),
+        (1, "peer memory", "aa", 101),
+    ]
+
+
+def test_shares_add_up_when_the_number_of_workers_changes() -> None:
+    """Bytes that are counted twice, or not at all, would make the answer a guess."""
+    held = tuple(complete([_inventory("aa", [_held(9, 0), _held(9, 1)])], LINEAGE))
+    places = tuple(WorkerPlace(worker=f"w{n:04d}", node="abc"[n % 3] * 2) for n in range(3))
+    facts = replace(
+        FACTS, slots={"aa": 1, "bb": 1, "cc": 1}, workers=places, held=held, max_workers=3
+    )
+    plan = plan_recovery(facts, [])
+
+    assert plan.workers_after == 3
+    assert [(part.rank, part.source, part.size_bytes) for part in plan.parts] == [
+        (0, "local memory", 66),
+        (0, "peer memory", 34),
+        (1, "peer memory", 101),
+    ]
+
+
+def test_losing_everything_goes_back_to_storage_and_waits() -> None:
+    """The answer has to be honest where it hurts."""
+    plan = plan_recovery(FACTS, ["aa", "bb"])
+
+    assert (plan.step, plan.source, plan.lost_steps) == (5, "storage", 4)
+    assert plan.bytes_by_source == {"storage": 201}
+    assert (plan.workers_after, plan.layout_after) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("lose", "said"),
+    [(["x"], "is no node"), ([""], "is no node"), (["worker:w0009"], "w0009 is not in the run")],
+)
+def test_who_is_not_in_the_run_cannot_be_lost(lose: list[str], said: str) -> None:
+    """A typing error would otherwise be answered with good news."""
+    with pytest.raises(ConfigError, match=said):
+        plan_recovery(FACTS, lose)
+
+
+def test_a_beginning_that_fits_two_nodes_is_refused() -> None:
+    """Ids are long and alike."""
+    facts = replace(FACTS, slots={"aa": 1, "ab": 1})
+
+    with pytest.raises(ConfigError, match="beginning of 2 nodes"):
+        plan_recovery(facts, ["a"])
