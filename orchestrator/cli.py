@@ -217,6 +217,28 @@ def convert(  # noqa: PLR0913 - options of a command
     )
 
 
+@app.command(epilog="Example: everstep plan --recovery runs/small --lose 3f9c --lose worker:w0002")
+@_edge
+def plan(
+    *,
+    recovery: Annotated[str, typer.Option(metavar="RUN_DIR", help="A run that goes on now.")],
+    lose: Annotated[
+        list[str], typer.Option(metavar="NODE", help="Node id or its beginning; worker:w0003.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Say what would happen now if machines were lost: version, lost steps, sources, workers."""
+    from orchestrator.status import plan_losses
+
+    found = plan_losses(recovery, lose)
+    if as_json:
+        typer.echo(json.dumps(found.to_json()))
+        return
+    from orchestrator.shell.console import print_plan
+
+    print_plan(found, Console())
+
+
 @app.command(epilog="Example: everstep simulate --histories 1000 --seed 7")
 @_edge
 def simulate(

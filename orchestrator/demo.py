@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 from orchestrator.config import RunConfig
@@ -112,7 +113,8 @@ def _print_result(result: DemoResult, directory: str, console: Console) -> None:
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    for name in ("what", "who", "detected", "lost", "back in", "before", "after"):
+    columns = ("what", "who", "detected", "lost", "back in", "loaded from", "before", "after")
+    for name in columns:
         right = name in {"detected", "lost", "back in"}
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
     for incident in read_run(directory).incidents:
@@ -122,6 +124,7 @@ def _print_result(result: DemoResult, directory: str, console: Console) -> None:
             _seconds(incident.detect_s),
             str(incident.lost_steps),
             _seconds(incident.recovery_s),
+            "\n".join(f"{name} {decimal(size)}" for name, size in incident.sources.items()) or "-",
             incident.layout_before,
             incident.layout_after,
         )

@@ -14,6 +14,11 @@ from typing import Any
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
 from ucp_core.storage import Store, join, open_store
 
+#: Where a run directory keeps its versions.
+CHECKPOINTS = "checkpoints"
+#: Written last: its presence says that the run is over.
+SUMMARY = "summary.json"
+
 #: Phases of a recovery in order: name, the instant at which it ends.
 PHASES = (
     ("detect", "t_detect_s"),
@@ -176,7 +181,7 @@ def read_run(url: str) -> RunRecord:
         journal=tuple(_journal(store, join(path, "journal"))),
         steps=_steps(_text(store, join(path, "metrics/rank0.jsonl"))),
         incidents=tuple(_incidents(store, join(path, "incidents"))),
-        summary=_object(_text(store, join(path, "summary.json"))),
+        summary=_object(_text(store, join(path, SUMMARY))),
     )
     if not (record.config_text or record.journal or record.summary or record.steps):
         raise RunNotFoundError(

@@ -5,15 +5,27 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.config import load
 from orchestrator.core.journal import fold, verify
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import describe
-from orchestrator.errors import RunNotFoundError
+from orchestrator.errors import CapacityError, RunNotFoundError
+from orchestrator.policies.versions import MEMORY, Holding, Lineage, Version
+from orchestrator.policies.whatif import (
+    LossFacts,
+    RecoveryPlan,
+    StoredVersion,
+    WorkerPlace,
+    plan_recovery,
+)
+from orchestrator.run_directory import CHECKPOINTS, SUMMARY
 from orchestrator.shell.journal_file import read_segments
+from ucp_core.checkpoint import find_committed
 from ucp_core.storage import Store, join, open_store
+from workers.protocol import Held
 
 #: Written by the controller of each life: where its status page is.
 CONTROLLER_FILE = "controller.json"
@@ -28,13 +40,10 @@ def read_status(url: str) -> dict[str, Any]:
     """
     store, path = open_store(url)
     contact = _contact(store, path, url)
-    if not store.exists(join(path, "summary.json")):
-        try:
-            with urllib.request.urlopen(contact["url"] + "/status", timeout=ANSWER_S) as answer:  # noqa: S310  http
-                return {**json.load(answer), "controller": "alive"}
-        except (urllib.error.URLError, TimeoutError, OSError):
-            pass
-    over = store.exists(join(path, "summary.json"))
+    over = store.exists(join(path, SUMMARY))
+    answer = None if over else _ask(contact, "status")
+    if answer is not None:
+        return {**answer, "controller": "alive"}
     state, _ = fold(read_segments(store, path), _rules(store, path))
     described = describe(state)
     workers = [] if over else [*described["members"], *described["standbys"]]
@@ -45,13 +54,114 @@ def read_status(url: str) -> dict[str, Any]:
         "loss": _last_loss(store, join(path, "metrics/rank0.jsonl")),
         "layout": described["layout"],
         "workers": [{"rank": -1, "last_heartbeat_s": None, **worker} for worker in workers],
-        "nodes": [{"raylet_pid": 0, **node} for node in described["nodes"]],
+        "nodes": [{"raylet_pid": 0, "keeper_pid": 0, **node} for node in described["nodes"]],
         "pending_capacity": 0 if over else len(described["pending_slots"]),
-        "redundancy": {"kind": "checkpoint", "step": described["committed_step"]},
+        "redundancy": _stored_redundancy(store, path, state.lineage),
+        "loaded": {},
         "cause": described["cause"],
         "reason": described["reason"],
         "controller": "over" if over else "down",
     }
+
+
+def plan_losses(url: str, lose: Sequence[str]) -> RecoveryPlan:
+    """Return what the run in ``url`` would do now if nodes or workers were lost.
+
+    Args:
+        url: Its run directory.
+        lose: See ``policies.whatif.plan_recovery``.
+
+    Raises:
+        RunNotFoundError: There is no run, or it is over.
+        CapacityError: Its controller does not answer, and only it knows what keepers hold.
+        ConfigError: Something in ``lose`` is not in the run.
+    """
+    store, path = open_store(url)
+    contact = _contact(store, path, url)
+    if store.exists(join(path, SUMMARY)):
+        raise RunNotFoundError(
+            f"the run in {url} is over: there is nothing to recover; see `everstep report`", url=url
+        )
+    document = _ask(contact, "losses")
+    if document is None:
+        raise CapacityError(
+            f"the controller does not answer at {contact['url']}, and what is in memory is known "
+            "to nobody else; it is restarted by itself, ask again",
+            address=contact["url"],
+        )
+    rules = _rules(store, path)
+    lineage = [(attempt, step) for attempt, step in document["lineage"]]
+    facts = LossFacts(
+        step=document["step"],
+        num_members=document["num_members"],
+        slots=document["slots"],
+        workers=tuple(WorkerPlace(**worker) for worker in document["workers"]),
+        held=tuple(_version(version) for version in document["versions"]),
+        stored=_stored(store, path, lineage),
+        min_workers=rules.min_workers,
+        max_workers=rules.max_workers,
+        layout=rules.layout,
+    )
+    return plan_recovery(facts, lose)
+
+
+def _version(document: dict[str, Any]) -> Version:
+    """Return a version in memory as the status page tells it."""
+    step, attempt = document["step"], document["attempt"]
+    return Version(
+        step=step,
+        attempt=attempt,
+        source=MEMORY,
+        parts=tuple(
+            Holding(
+                node=part["node"],
+                host="",
+                port=0,
+                arena=part["arena"],
+                held=Held(
+                    slot=0,
+                    sequence=0,
+                    attempt=attempt,
+                    step=step,
+                    rank=part["rank"],
+                    world_size=document["world_size"],
+                    data_bytes=part["bytes"],
+                    record_bytes=0,
+                ),
+            )
+            for part in document["parts"]
+        ),
+    )
+
+
+def _stored(store: Store, path: str, lineage: Lineage) -> StoredVersion:
+    found = find_committed(store, join(path, CHECKPOINTS), lineage=lineage)
+    if found is None:
+        return StoredVersion()
+    files = found.checkpoint.manifest.files
+    sizes = tuple(files[name].num_bytes for name in sorted(files))
+    return StoredVersion(step=found.step, attempt=found.attempt, part_bytes=sizes)
+
+
+def _stored_redundancy(store: Store, path: str, lineage: Lineage) -> dict[str, Any]:
+    """Return what is known of redundancy while nobody can say what is in memory."""
+    step = _stored(store, path, lineage).step
+    return {
+        "kind": "storage" if step else "none",
+        "step": 0,
+        "stored_step": step,
+        "node_losses_survived": 0,
+        "troubles": [],
+    }
+
+
+def _ask(contact: dict[str, Any], page: str) -> dict[str, Any] | None:
+    """Return a document of the controller's page; None if it does not answer."""
+    try:
+        with urllib.request.urlopen(f"{contact['url']}/{page}", timeout=ANSWER_S) as answer:  # noqa: S310  http
+            return dict(json.load(answer))
+    except (urllib.error.URLError, TimeoutError, OSError):
+        return None
 
 
 def replay_run(url: str) -> dict[str, Any]:

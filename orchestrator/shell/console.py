@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, Self
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from orchestrator.policies.whatif import RecoveryPlan
 
 #: Without a terminal, one line is printed this often.
 PLAIN_LINE_S = 5.0
@@ -85,10 +89,40 @@ def _facts(status: dict[str, Any]) -> str:
     return f"{loss}  {num_training} workers  {status['phase']}"
 
 
+def sources_text(sources: Mapping[str, int]) -> str:
+    """Return from where how much was loaded, for people: ``3.2 MB from local memory``."""
+    return ", ".join(f"{decimal(size)} from {name}" for name, size in sources.items())
+
+
+def print_plan(plan: RecoveryPlan, console: Console) -> None:
+    """Print what would happen if machines were lost."""
+    lines = [f"lost: {', '.join((*plan.lost_nodes, *plan.lost_workers)) or 'nothing'}"]
+    if plan.step:
+        lines.append(
+            f"resumes after step {plan.step} of attempt {plan.attempt}, from {plan.source}; "
+            f"{plan.lost_steps} steps are redone"
+        )
+        lines.append(f"loads {sources_text(plan.bytes_by_source)}")
+    else:
+        lines.append(f"begins anew: nothing is held anywhere; {plan.lost_steps} steps are redone")
+    lines += [
+        f"  part of rank {part.rank}: {decimal(part.size_bytes)} from {part.source}"
+        + (f" of node {part.node}" if part.node else "")
+        for part in plan.parts
+    ]
+    after = f"{plan.workers_after} ({plan.layout_after})" if plan.workers_after else "too few left"
+    lines.append(f"workers: {plan.workers_before} now, then {after}")
+    if not plan.workers_after:
+        lines.append("training waits for new capacity")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
 def _attempt_line(status: dict[str, Any]) -> str:
     members = sorted(w["rank"] for w in status["workers"] if w["rank"] >= 0)
     pids = [w["pid"] for w in sorted(status["workers"], key=lambda w: w["rank"]) if w["rank"] >= 0]
     return (
         f"attempt {status['attempt']} trains on {len(members)} workers "
         f"({status['layout']}), pids {' '.join(map(str, pids))}"
+        + (f"; loaded {sources_text(status['loaded'])}" if status["loaded"] else "")
     )

@@ -44,6 +44,16 @@ def kill_node_of(run: Launched, rank: int) -> str:
     return node
 
 
+def kill_keeper_of(run: Launched, rank: int) -> str:
+    """Kill the keeper process of the node on which ``rank`` runs; return the node's id."""
+    status = run.status() or {"workers": [], "nodes": []}
+    node = str(member(status, rank)["node"])
+    pid = next(view["keeper_pid"] for view in status["nodes"] if view["node"] == node)
+    run.note_fault("keeper_kill", node)
+    os.kill(pid, signal.SIGKILL)
+    return node
+
+
 def wait_for(
     run: Launched,
     condition: Callable[[dict[str, Any]], bool],

@@ -22,14 +22,13 @@ from ray.exceptions import RayError
 
 from orchestrator.config import RunConfig
 from orchestrator.errors import CapacityError, ConfigError
+from orchestrator.run_directory import SUMMARY
 from orchestrator.shell.connect import connect
 from orchestrator.shell.controller import OPTIONS, Controller
 from orchestrator.shell.local_cluster import HostedCluster
 from orchestrator.shell.names import RunNames
 from ucp_core.storage import join, open_store
 
-#: Written last: its presence says that the run is over.
-SUMMARY = "summary.json"
 #: How often a followed run is looked at.
 FOLLOW_S = 0.25
 #: A new controller must answer within this; it took 1 to 8 s on a busy 2-core machine.

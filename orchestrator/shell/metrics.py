@@ -21,8 +21,34 @@ class RunMetrics:
         self._incidents = gauge("run_incidents_total", "Losses of service and planned changes.")
         self._goodput = gauge("run_goodput_ratio", "Share of the time in steps of the history.")
 
+        self._survived = gauge(
+            "run_node_losses_survived", "Nodes that may be lost with a snapshot left in memory."
+        )
+        self._reduced_s = gauge(
+            "run_reduced_redundancy_seconds_total", "Time in which fewer than asked for might be."
+        )
+        self._snapshot_step = gauge("run_snapshot_step", "Newest step complete in memory.")
+        self._stored_step = gauge("run_stored_step", "Newest step known to be in storage.")
+        self._troubles = gauge("run_keeper_troubles", "What keeps snapshots from being as asked.")
+
+    def show_protection(
+        self,
+        *,
+        survived: int,
+        reduced_s: float,
+        snapshot_step: int,
+        stored_step: int,
+        num_troubles: int,
+    ) -> None:
+        """Set the gauges of redundancy."""
+        self._survived.set(survived)
+        self._reduced_s.set(reduced_s)
+        self._snapshot_step.set(snapshot_step)
+        self._stored_step.set(stored_step)
+        self._troubles.set(num_troubles)
+
     def show(self, stats: RunStats) -> None:
-        """Set every gauge."""
+        """Set the gauges of what is journaled."""
         self._attempt.set(stats.attempt)
         self._step.set(stats.step)
         self._num_workers.set(stats.num_workers)

@@ -33,13 +33,31 @@ PROBE_S = 0.5
 
 @dataclass(slots=True)
 class NodeView:
-    """What the watcher knows of one node, for the status page."""
+    """What the watcher knows of one node and of its keeper.
+
+    Attributes:
+        node: Ray node id, hex.
+        raylet_address: Where its raylet listens.
+        state: alive, draining or lost.
+        raylet_pid: Process id of the raylet; 0 before the keeper said it.
+        keeper_pid: Likewise of the keeper.
+        keeper: Ray handle of the keeper.
+        host: Where the keeper serves snapshots; "" if it keeps none.
+        port: Its port.
+        secret: What it asks for before it serves; b"" before it said so.
+        tasks: What goes on until the node is lost.
+        lost: Set when it is.
+    """
 
     node: str
     raylet_address: tuple[str, int]
     state: str = "alive"
     raylet_pid: int = 0
+    keeper_pid: int = 0
     keeper: Any = None
+    host: str = ""
+    port: int = 0
+    secret: bytes = field(default=b"", repr=False)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -50,8 +68,10 @@ class Nodes:
     Args:
         names: The run's names.
         resources: What one worker needs; nodes with less in total are not looked at.
+        boot: Keyword arguments of ``workers.keeper.actor.Keeper`` that are equal for all keepers.
         at_s: The run's clock.
         post: Where events go.
+        on_keeper: Called when a keeper is there, at first or again.
     """
 
     def __init__(
@@ -59,13 +79,17 @@ class Nodes:
         *,
         names: RunNames,
         resources: dict[str, float],
+        boot: dict[str, Any],
         at_s: Callable[[], float],
         post: Callable[[Event], None],
+        on_keeper: Callable[[], None],
     ) -> None:
         self._names = names
         self._resources = resources
+        self._boot = boot
         self._at_s = at_s
         self._post = post
+        self._on_keeper = on_keeper
         self._draining: set[str] = set()
         self._looks: set[asyncio.Task[bool]] = set()
         self.views: dict[str, NodeView] = {}
@@ -129,7 +153,9 @@ class Nodes:
                 get_if_exists=True,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
-            .remote(directory=self._names.shared_directory(node), controller=controller)
+            .remote(
+                directory=self._names.shared_directory(node), controller=controller, **self._boot
+            )
         )
         view.tasks.append(asyncio.get_running_loop().create_task(self._accompany(view)))
         self._post(NodeJoined(at_s=self._at_s(), node=node))
@@ -180,7 +206,11 @@ class Nodes:
         while True:
             try:
                 hello = await view.keeper.hello.remote()
-                view.raylet_pid = hello["raylet_pid"]
+                view.raylet_pid, view.keeper_pid = hello["raylet_pid"], hello["pid"]
+                # After a restart it listens elsewhere, and asks for another secret.
+                view.host, view.port = hello["host"], hello["port"]
+                view.secret = hello["secret"]
+                self._on_keeper()
                 await view.keeper.hold.remote()
             except RayError as error:
                 if await self.is_gone(view.node) or not await _is_back(view.keeper):

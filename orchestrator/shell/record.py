@@ -41,10 +41,15 @@ class RunRecord:
         self._path = run_path
         self._stats = RunStats()
         self.registry = CollectorRegistry()
-        self._metrics = RunMetrics(self.registry)
+        self.metrics = RunMetrics(self.registry)
         for record in earlier:
             self._stats.add(record)
         self._num_written = 0
+
+    @property
+    def loaded(self) -> dict[str, int]:
+        """Return the bytes that the newest attempt loaded, by kind of source."""
+        return self._stats.loaded
 
     def announce(self, status_url: str) -> None:
         """Write down how to reach this controller."""
@@ -63,7 +68,7 @@ class RunRecord:
         """Take in what was journaled; write the incidents that are over."""
         for record in records:
             self._stats.add(record)
-        self._metrics.show(self._stats)
+        self.metrics.show(self._stats)
         self._write_incidents(final=False)
 
     def close(self) -> None:

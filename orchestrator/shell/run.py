@@ -28,7 +28,8 @@ from orchestrator.core.events import (
 )
 from orchestrator.core.journal import fold, read, turn_records
 from orchestrator.core.machine import step
-from orchestrator.core.state import describe, next_deadline_s
+from orchestrator.core.state import ACTIVE, describe, next_deadline_s
+from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell.capacity import Capacity
 from orchestrator.shell.clock import RunClock, wall_time
 from orchestrator.shell.crew import Crew
@@ -36,22 +37,22 @@ from orchestrator.shell.journal_file import JournalFile, read_segments
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.nodes import Nodes
 from orchestrator.shell.observer import Observer
+from orchestrator.shell.protection import ProtectionWatch, loss_document, redundancy
 from orchestrator.shell.record import RunRecord
 from orchestrator.shell.rendezvous import Rendezvous, preload
+from orchestrator.shell.snapshots import Snapshots
 from orchestrator.shell.status_document import status_document
 from orchestrator.shell.status_page import StatusPage
-from ucp_core.checkpoint import find_committed
 from ucp_core.storage import join, open_store
-from workers.protocol import Assignment, NodeReport
-
-#: Where the run directory keeps its versions.
-CHECKPOINTS = "checkpoints"
+from workers.protocol import Assignment, MemoryPart, NodeReport
 
 log = logging.getLogger(__name__)
 
 #: Deadlines in the state are met this exactly, and looked at no less often than the second.
 TICK_S = 0.1
 TICK_S_MAX = 1.0
+#: Keepers that come back together are told together what to do.
+REORDER_S = 0.05
 #: A survey of living workers waits this long for an answer; a living one took 1 to 50 ms.
 SURVEY_S = 2.0
 
@@ -77,6 +78,8 @@ class Run:
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._rendezvous = Rendezvous()
         self._over = asyncio.Event()
+        self._outcome = ""
+        self._reorder: asyncio.TimerHandle | None = None
         self._background: set[asyncio.Task[Any]] = set()
         self._state, last = fold(segments, self._rules)
         self._seq = last["seq"] + 1 if last else 0
@@ -101,8 +104,30 @@ class Run:
             resources=self._config.worker_resources(),
             on_granted=self._granted,
         )
+        boot = {
+            "run_url": self._config.run.directory,
+            "settings": self._config.settings_json(),
+        }
         self._nodes = Nodes(
-            names=self._names, resources=self._config.worker_resources(), at_s=at_s, post=post
+            names=self._names,
+            resources=self._config.worker_resources(),
+            boot=boot,
+            at_s=at_s,
+            post=post,
+            on_keeper=self._order_soon,
+        )
+        snapshot = self._config.snapshot
+        self._snapshots = Snapshots(
+            nodes=self._nodes,
+            store=self._store,
+            checkpoints=join(self._path, CHECKPOINTS),
+            copies=snapshot.copies,
+            total_steps=self._config.train.steps,
+        )
+        self._protection = ProtectionWatch(
+            snapshots=self._snapshots,
+            metrics=self._record.metrics,
+            wanted=min(snapshot.every_steps, snapshot.copies, 1),
         )
         self._crew = Crew(
             names=self._names,
@@ -112,11 +137,7 @@ class Run:
             is_gone=self._nodes.is_gone,
             kill_on_node=self._nodes.kill_worker,
             look_around=self._nodes.look_around,
-            boot={
-                "run_url": self._config.run.directory,
-                "settings": self._config.settings_json(),
-                "on_cpu": "GPU" not in self._config.worker_resources(),
-            },
+            boot={**boot, "on_cpu": "GPU" not in self._config.worker_resources()},
         )
         self._observer = Observer(
             post=post,
@@ -129,7 +150,10 @@ class Run:
     async def serve(self) -> None:
         """Be in charge until the run is over and everything is given back."""
         page = StatusPage(
-            host=ray.util.get_node_ip_address(), status=self._status, registry=self._record.registry
+            host=ray.util.get_node_ip_address(),
+            status=self._status,
+            losses=lambda: loss_document(self._snapshots, self._state),
+            registry=self._record.registry,
         )
         self._record.announce(await page.start())
         if self._life > 1:
@@ -147,6 +171,8 @@ class Run:
         self._observer.on_report(report)
         # What proves anything comes in reports, and whoever stands still is reported often.
         self._observer.judge()
+        self._snapshots.on_report(report)
+        self._protection.look(self._state, self._clock.at_s())
 
     def request_stop(self, reason: str) -> None:
         """Stop at the next step boundary. On the loop."""
@@ -213,8 +239,12 @@ class Run:
             act.StartAttempt: self._start_attempt,
             act.SurveyWorkers: lambda _: self._spawn(self._survey()),
             act.ReportIncident: lambda _: None,  # its line in the journal is what it is for
-            act.FinishRun: lambda _: self._over.set(),
+            act.FinishRun: self._finish,
         }
+
+    def _finish(self, action: act.FinishRun) -> None:
+        self._outcome = action.outcome
+        self._over.set()
 
     def _fence(self, action: act.FenceAttempt) -> None:
         self._observer.end()
@@ -223,6 +253,22 @@ class Run:
     def _start_attempt(self, action: act.StartAttempt) -> None:
         members = tuple(worker for worker, _, _ in action.members)
         self._observer.begin(action.attempt, members, action.resume_step)
+        nodes = [node for _, node, _ in action.members]
+        self._snapshots.order(action.attempt, action.lineage, nodes)
+        memory = self._snapshots.known_parts(action.resume_step, action.resume_attempt)
+        if memory or not action.resume_step or not self._config.snapshot.every_steps:
+            self._enter(action, memory)
+        else:
+            self._spawn(self._find_and_enter(action))
+
+    async def _find_and_enter(self, action: act.StartAttempt) -> None:
+        """Start the members when it is known where the version is that they yielded."""
+        memory = await self._snapshots.find_parts(action.resume_step, action.resume_attempt)
+        # Who was fenced meanwhile has said so, and would refuse.
+        if self._state.attempt == action.attempt and self._state.phase in ACTIVE:
+            self._enter(action, memory)
+
+    def _enter(self, action: act.StartAttempt, memory: tuple[MemoryPart, ...]) -> None:
         host, port = self._rendezvous.open()
         for rank, (worker, _, slot) in enumerate(action.members):
             assignment = Assignment(
@@ -234,24 +280,42 @@ class Run:
                 resume_step=action.resume_step,
                 resume_attempt=action.resume_attempt,
                 lineage=action.lineage,
+                memory=memory,
             )
             self._crew.enter(worker, assignment, self._capacity.gpu_ids(slot))
 
     async def _read_committed(self, action: act.ReadCommitted) -> None:
-        found = await asyncio.to_thread(
-            find_committed, self._store, join(self._path, CHECKPOINTS), lineage=action.lineage
-        )
+        state = self._state
+        # Members that left had all completed every version; before that, all that reported.
+        newest_step = state.step if state.num_inside else state.left_step
+        answer = await self._snapshots.read(action.lineage, enough_step=newest_step)
+        if answer is None:
+            return  # the machine asks again
+        found = answer.version
         self._post(
             CommittedRead(
                 at_s=self._clock.at_s(),
                 attempt=action.attempt,
                 step=found.step if found else 0,
                 committed_by=found.attempt if found else 0,
-                skipped=tuple(f"{name}: {reason}" for name, reason in found.skipped)
-                if found
-                else (),
+                skipped=answer.skipped,
+                number=action.number,
+                source=found.source if found else "",
             )
         )
+
+    def _order_soon(self) -> None:
+        """Tell keepers what to do: one that came back forgot it, and has another address."""
+        if self._reorder is None:
+            self._reorder = asyncio.get_running_loop().call_later(REORDER_S, self._order_again)
+
+    def _order_again(self) -> None:
+        self._reorder = None
+        state = self._state
+        if state.phase in ACTIVE:
+            found = (state.workers.get(member) for member in state.members)
+            nodes = [state.nodes[worker.node].name for worker in found if worker is not None]
+            self._snapshots.order(state.attempt, state.lineage, nodes)
 
     async def _survey(self) -> None:
         state = self._state
@@ -273,6 +337,8 @@ class Run:
     def _status(self) -> dict[str, Any]:
         return status_document(
             described=describe(self._state),
+            redundancy=redundancy(self._snapshots, self._state),
+            loaded=self._record.loaded,
             reports=self._observer.reports,
             seen_at_s=self._observer.seen_at_s,
             nodes=self._nodes.views,
@@ -285,6 +351,8 @@ class Run:
             task.cancel()
         self._crew.close()
         self._crew.kill_all()
+        if self._config.snapshot.every_steps and self._outcome != "completed":
+            await self._snapshots.flush(self._state.lineage)
         self._nodes.kill_keepers()
         await self._capacity.release_all()
         self._record.close()

@@ -12,6 +12,8 @@ from workers.protocol import WorkerReport
 def status_document(
     *,
     described: dict[str, Any],
+    redundancy: dict[str, Any],
+    loaded: dict[str, int],
     reports: dict[str, WorkerReport],
     seen_at_s: dict[str, float],
     nodes: dict[str, NodeView],
@@ -21,6 +23,8 @@ def status_document(
 
     Args:
         described: ``core.state.describe``.
+        redundancy: ``shell.protection.redundancy``.
+        loaded: Bytes that the newest attempt loaded, by kind of source.
         reports: Last report of every worker.
         seen_at_s: When each of those came, on the run's clock.
         nodes: What the node watcher knows.
@@ -43,13 +47,15 @@ def status_document(
             {
                 "node": view.node,
                 "raylet_pid": view.raylet_pid,
+                "keeper_pid": view.keeper_pid,
                 "state": view.state,
                 "slots": known.get(view.node, {}).get("slots", []),
             }
             for view in nodes.values()
         ],
         "pending_capacity": len(described["pending_slots"]),
-        "redundancy": {"kind": "checkpoint", "step": described["committed_step"]},
+        "redundancy": redundancy,
+        "loaded": loaded,
         "cause": described["cause"],
         "reason": described["reason"],
         "at_s": round(at_s, 3),

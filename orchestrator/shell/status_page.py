@@ -1,4 +1,7 @@
-"""The controller's small HTTP page: ``/status`` for people's tools, ``/metrics`` for Prometheus."""
+"""The controller's small HTTP page: ``/status`` for tools, ``/metrics`` for Prometheus.
+
+``/losses`` is what ``everstep plan --recovery`` asks for.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,26 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 
 class StatusPage:
-    """Serves what ``status`` returns, read-only, on a free port of ``host``.
+    """Serves documents about the run, read-only, on a free port of ``host``.
 
     Args:
         host: Address to listen on.
-        status: Called per request; returns a JSON document.
+        status: Called per request of ``/status``; returns a JSON document.
+        losses: The same for ``/losses``.
         registry: The metrics to expose.
     """
 
     def __init__(
-        self, *, host: str, status: Callable[[], dict[str, Any]], registry: CollectorRegistry
+        self,
+        *,
+        host: str,
+        status: Callable[[], dict[str, Any]],
+        losses: Callable[[], dict[str, Any]],
+        registry: CollectorRegistry,
     ) -> None:
         self._host = host
         self._status = status
+        self._losses = losses
         self._registry = registry
         self._runner: web.AppRunner | None = None
 
@@ -30,6 +40,7 @@ class StatusPage:
         """Begin to serve; return the page's URL."""
         app = web.Application()
         app.router.add_get("/status", self._get_status)
+        app.router.add_get("/losses", self._get_losses)
         app.router.add_get("/metrics", self._get_metrics)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
@@ -45,6 +56,9 @@ class StatusPage:
 
     async def _get_status(self, _request: web.Request) -> web.Response:
         return web.json_response(self._status())
+
+    async def _get_losses(self, _request: web.Request) -> web.Response:
+        return web.json_response(self._losses())
 
     async def _get_metrics(self, _request: web.Request) -> web.Response:
         return web.Response(

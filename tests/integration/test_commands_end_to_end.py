@@ -65,12 +65,21 @@ def test_killed_driver_does_not_stop_the_run(
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
     status = _status(directory)
+    node = status["nodes"][1]["node"]
+    planned = _everstep("plan", "--recovery", directory, "--lose", node[:12], "--json")
+    unknown = _everstep("plan", "--recovery", directory, "--lose", "nowhere")
     second = _everstep("run", path, "--json")
 
     assert {"phase", "attempt", "step", "loss", "layout", "workers", "nodes"} <= set(status)
     assert {"pending_capacity", "redundancy"} <= set(status)
     assert {"rank", "node", "pid", "state", "last_heartbeat_s"} <= set(status["workers"][0])
     assert {"node", "raylet_pid", "state"} <= set(status["nodes"][0])
+    assert planned.returncode == 0, planned.stderr
+    plan = json.loads(planned.stdout)
+    assert (plan["lost_nodes"], plan["workers_before"], plan["workers_after"]) == ([node], 4, 2)
+    assert sum(plan["bytes_by_source"].values()) > 0
+    assert unknown.returncode == 2
+    assert "is no node of the run" in unknown.stderr
     assert second.returncode == 0, second.stderr
     summary = json.loads(second.stdout)
     assert (summary["outcome"], summary["attempts"]) == ("completed", 1)

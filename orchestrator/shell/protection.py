@@ -1,0 +1,106 @@
+"""How well the run is protected by snapshots: for the status page, for metrics, for plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.core.state import ACTIVE, RunState, WorkerStatus
+from orchestrator.shell.metrics import RunMetrics
+from orchestrator.shell.snapshots import Snapshots
+
+#: The inventories are looked at this often: all of them, so not at every report of each.
+LOOK_S = 1.0
+
+
+class ProtectionWatch:
+    """Keeps account of the time at reduced redundancy, and shows it as metrics.
+
+    Args:
+        snapshots: What keepers hold, by their reports.
+        metrics: Where to show it.
+        wanted: How many nodes may be lost while all is well: 0 or 1.
+    """
+
+    def __init__(self, *, snapshots: Snapshots, metrics: RunMetrics, wanted: int) -> None:
+        self._snapshots = snapshots
+        self._metrics = metrics
+        self._wanted = wanted
+        self._looked_s = float("-inf")
+        self._was_reduced = False
+        self._reduced_s = 0.0
+
+    def look(self, state: RunState, at_s: float) -> None:
+        """Look at the newest reports, unless that was done a moment ago."""
+        if at_s - self._looked_s < LOOK_S:
+            return
+        if self._was_reduced:
+            self._reduced_s += at_s - self._looked_s
+        self._looked_s = at_s
+        protection = self._snapshots.protection(state.lineage)
+        is_reduced = protection.node_losses_survived < self._wanted
+        # Before anything was trained there is nothing to protect.
+        self._was_reduced = is_reduced and state.phase in ACTIVE and state.step > 0
+        self._metrics.show_protection(
+            survived=protection.node_losses_survived,
+            reduced_s=self._reduced_s,
+            snapshot_step=protection.step,
+            stored_step=stored_step(self._snapshots, state),
+            num_troubles=len(self._snapshots.troubles()),
+        )
+
+
+def stored_step(snapshots: Snapshots, state: RunState) -> int:
+    """Return the newest step that is known to be in storage; it may be newer."""
+    read_step = 0 if state.known_in_memory else state.known[0]
+    return max(snapshots.stored_step(), read_step)
+
+
+def redundancy(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
+    """Return what the status document says of redundancy."""
+    protection = snapshots.protection(state.lineage)
+    in_storage = stored_step(snapshots, state)
+    kind = "storage" if in_storage else "none"
+    if protection.step and protection.step >= in_storage:
+        kind = "memory"
+    return {
+        "kind": kind,
+        "step": protection.step,
+        "stored_step": in_storage,
+        "node_losses_survived": protection.node_losses_survived,
+        "troubles": snapshots.troubles(),
+    }
+
+
+def loss_document(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
+    """Return what ``everstep plan`` has to know of the run, as JSON values."""
+    members = [n for n in state.members if n in state.workers]
+    others = [n for n in state.workers if n not in set(members)]
+    workers = [state.workers[number] for number in (*members, *others)]
+    return {
+        "step": state.step,
+        "lineage": [list(entry) for entry in state.lineage],
+        "num_members": sum(worker.inside for worker in workers),
+        "slots": {node.name: len(node.slots) for node in state.nodes.values() if node.alive},
+        "workers": [
+            {"worker": worker.name, "node": state.nodes[worker.node].name}
+            for worker in workers
+            if worker.status is WorkerStatus.READY
+        ],
+        "versions": [
+            {
+                "step": version.step,
+                "attempt": version.attempt,
+                "world_size": version.world_size,
+                "parts": [
+                    {
+                        "rank": part.held.rank,
+                        "node": part.node,
+                        "arena": part.arena,
+                        "bytes": part.held.data_bytes,
+                    }
+                    for part in version.parts
+                ],
+            }
+            for version in snapshots.complete(state.lineage)
+        ],
+    }

@@ -1,0 +1,251 @@
+"""The controller's side of the snapshots in keepers' memory: ask, order, store, watch over.
+
+Keepers go on without it. It asks all of them at once which versions they hold, tells them at the
+start of every attempt which memory is dead and whose copies they keep, and has the newest version
+stored when a run ends without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+from ray.exceptions import RayError
+
+from orchestrator.policies import versions
+from orchestrator.policies.versions import MEMORY, Lineage, Protection, Version
+from orchestrator.shell.nodes import Nodes, NodeView
+from ucp_core.checkpoint import find_committed
+from ucp_core.errors import UcpError
+from ucp_core.storage import Store
+from workers.protocol import Inventory, KeeperOrder, MemoryPart, NodeReport, Peer
+
+__all__ = ["Answer", "Snapshots"]
+
+log = logging.getLogger(__name__)
+
+#: A living keeper answered in 1 to 20 ms; one that is silent this long is left out.
+ASK_S = 0.5
+#: Where memory has something to go on from, storage is not waited for longer.
+STORAGE_S = 5.0
+#: At the end of a run its newest version is stored within this, or stays unstored.
+FLUSH_S = 60.0
+
+_T = TypeVar("_T")
+
+
+class Answer:
+    """The newest version of both tiers, and what was passed over in storage."""
+
+    __slots__ = ("skipped", "version")
+
+    def __init__(self, version: Version | None, skipped: tuple[str, ...] = ()) -> None:
+        self.version = version
+        self.skipped = skipped
+
+
+class Snapshots:
+    """What the keepers of the run hold.
+
+    Args:
+        nodes: The keepers' handles and addresses.
+        store: Where the run directory is.
+        checkpoints: Path of the versions in it.
+        copies: On how many other nodes each snapshot is to be kept.
+        total_steps: Length of the run.
+    """
+
+    def __init__(
+        self, *, nodes: Nodes, store: Store, checkpoints: str, copies: int, total_steps: int
+    ) -> None:
+        self._nodes = nodes
+        self._store = store
+        self._checkpoints = checkpoints
+        self._copies = copies
+        self._total_steps = total_steps
+        self._version: Version | None = None
+        self._reports: dict[str, NodeReport] = {}
+
+    def on_report(self, report: NodeReport) -> None:
+        """Keep the last report of every keeper."""
+        self._reports[report.node] = report
+
+    async def read(self, lineage: Lineage, *, enough_step: int) -> Answer | None:
+        """Return the version to resume from; None if it cannot be known now.
+
+        Args:
+            lineage: Says which versions count.
+            enough_step: A version in memory of this step or later ends the search: nothing in
+                storage can be newer. -1 if nobody can say that.
+        """
+        answer = await self._find(lineage, enough_step=enough_step, total_steps=self._total_steps)
+        self._version = answer.version if answer is not None else None
+        return answer
+
+    async def _find(self, lineage: Lineage, *, enough_step: int, total_steps: int) -> Answer | None:
+        looked = asyncio.to_thread(find_committed, self._store, self._checkpoints, lineage=lineage)
+        stored = asyncio.ensure_future(looked)
+        stored.add_done_callback(_seen)
+        inventories = await self.inventories()
+        held = versions.newest(inventories, (0, 0), lineage, total_steps=total_steps)
+        if held is None or not 0 <= enough_step <= held.step:
+            # With nothing in memory there is nothing else to go on from.
+            await asyncio.wait([stored], timeout=STORAGE_S if held is not None else None)
+        if not stored.done():
+            return Answer(held)
+        try:
+            found = stored.result()
+        except UcpError as error:
+            log.warning("storage_refused", extra={"error": str(error)})
+            return Answer(held) if held is not None else None
+        if found is None:
+            return Answer(held)
+        newest = versions.newest(
+            inventories, (found.step, found.attempt), lineage, total_steps=total_steps
+        )
+        return Answer(newest, tuple(f"{name}: {reason}" for name, reason in found.skipped))
+
+    def known_parts(self, step: int, attempt: int) -> tuple[MemoryPart, ...]:
+        """Return where a version is in memory, as the last answer said; () if it said another."""
+        version = self._version
+        if version is None or (version.step, version.attempt) != (step, attempt):
+            return ()
+        return self._memory_parts(version)
+
+    async def find_parts(self, step: int, attempt: int) -> tuple[MemoryPart, ...]:
+        """Ask where a version is in memory; () if it is not complete there."""
+        # It is known to count, so no lineage is needed.
+        for version in versions.complete(await self.inventories(), ()):
+            if (version.step, version.attempt) == (step, attempt):
+                return self._memory_parts(version)
+        return ()
+
+    def _memory_parts(self, version: Version) -> tuple[MemoryPart, ...]:
+        views = self._nodes.views
+        return tuple(
+            MemoryPart(
+                node=part.node,
+                host=part.host,
+                port=part.port,
+                arena=part.arena,
+                held=part.held,
+                secret=views[part.node].secret,
+            )
+            for part in version.parts
+            if views[part.node].secret
+        )
+
+    async def inventories(self) -> list[Inventory]:
+        """Return what the keepers hold that answer in time."""
+        asked = (_unless_lost(view, _held(view.keeper)) for view in self._views())
+        return [answer for answer in await asyncio.gather(*asked) if answer is not None]
+
+    def order(self, attempt: int, lineage: Lineage, nodes: Sequence[str]) -> None:
+        """Tell all keepers of an attempt, without waiting.
+
+        Args:
+            attempt: The one that trains, or begins.
+            lineage: Up to it.
+            nodes: Where its members are, in the order of their ranks.
+        """
+        copies_of = versions.ring(list(dict.fromkeys(nodes)), self._copies)
+        views = {view.node: view for view in self._views()}
+        for node, view in views.items():
+            peers = [views[name] for name in copies_of.get(node, ()) if name in views]
+            order = KeeperOrder(
+                attempt=attempt,
+                lineage=tuple(lineage),
+                copies_of=tuple(
+                    Peer(node=peer.node, host=peer.host, port=peer.port, secret=peer.secret)
+                    for peer in peers
+                    if peer.secret
+                ),
+            )
+            view.keeper.order.remote(order)
+
+    async def flush(self, lineage: Lineage) -> None:
+        """Have the newest version stored, if it is in memory only; gives up at its bound."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._flush(lineage), FLUSH_S)
+
+    async def _flush(self, lineage: Lineage) -> None:
+        # Here the last step counts too: it may be all that there is of the run.
+        answer = await self._find(lineage, enough_step=-1, total_steps=sys.maxsize)
+        version = answer.version if answer is not None else None
+        if version is None or version.source != MEMORY:
+            return
+        holders = {part.node for part in version.parts}
+        calls = [
+            _flushed(view.keeper, version.attempt, version.step)
+            for view in self._views()
+            if view.node in holders
+        ]
+        stored_by = await asyncio.gather(*calls)
+        log.info("flushed", extra={"step": version.step, "stored": all(stored_by)})
+
+    def protection(self, lineage: Lineage) -> Protection:
+        """Return how well the run is protected, by the last reports."""
+        return versions.protection(self._reported(), lineage)
+
+    def complete(self, lineage: Lineage) -> list[Version]:
+        """Return the versions that are complete in memory, by the last reports, newest first."""
+        return versions.complete(self._reported(), lineage)
+
+    def stored_step(self) -> int:
+        """Return the newest step that keepers saw in storage."""
+        return max((report.stored_step for report in self._living_reports()), default=0)
+
+    def troubles(self) -> list[str]:
+        """Return what protects less than was asked for, one line each."""
+        return [
+            f"node {report.node[:8]}: {trouble}"
+            for report in self._living_reports()
+            for trouble in report.troubles
+        ]
+
+    def _reported(self) -> list[Inventory]:
+        reports = self._living_reports()
+        return [report.inventory for report in reports if report.inventory is not None]
+
+    def _living_reports(self) -> list[NodeReport]:
+        found = (self._reports.get(view.node) for view in self._views())
+        return [report for report in found if report is not None]
+
+    def _views(self) -> list[NodeView]:
+        return [view for view in self._nodes.views.values() if not view.lost.is_set()]
+
+
+async def _unless_lost(view: NodeView, answer: Awaitable[_T]) -> _T | None:
+    """Return the answer of a keeper; None if it is silent, or its node is lost meanwhile."""
+    asked = asyncio.ensure_future(answer)
+    lost = asyncio.ensure_future(view.lost.wait())
+    try:
+        await asyncio.wait([asked, lost], timeout=ASK_S, return_when=asyncio.FIRST_COMPLETED)
+        return asked.result() if asked.done() else None
+    except RayError:
+        return None
+    finally:
+        asked.cancel()
+        lost.cancel()
+
+
+async def _held(keeper: Any) -> Inventory:
+    held: Inventory = await keeper.held.remote()
+    return held
+
+
+async def _flushed(keeper: Any, attempt: int, step: int) -> bool:
+    try:
+        return bool(await keeper.flush.remote(attempt, step))
+    except RayError:
+        return False
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Look at the error of an answer that nobody waits for any more."""
+    if not future.cancelled():
+        future.exception()
