@@ -108,8 +108,7 @@ def convert(  # noqa: PLR0913 - each is an option of the command
         checkpoint, store, directory, memory_bytes=memory_bytes, workers=workers
     )
     small = conversion.small_files()
-    kind = LocalFiles if isinstance(store, LocalStore) else StreamedFiles
-    files = kind(conversion.job.targets, store, directory, conversion.identity, resume=resume)
+    files = _files(conversion, resume=resume)
     run = _Run(conversion, files, progress)
     with _kept(files):
         run.resume()
@@ -130,6 +129,15 @@ def convert(  # noqa: PLR0913 - each is an option of the command
         processes=workers,
         checkpoint=made,
     )
+
+
+def _files(conversion: Conversion, *, resume: bool) -> LocalFiles | StreamedFiles:
+    """Return where the conversion writes: in place if it can."""
+    targets, identity = conversion.job.targets, conversion.identity
+    store, directory = conversion.store, conversion.directory
+    if isinstance(store, LocalStore):
+        return LocalFiles(targets, directory, identity, resume=resume)
+    return StreamedFiles(targets, store, directory, identity, resume=resume)
 
 
 @contextmanager

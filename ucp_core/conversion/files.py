@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -79,13 +80,11 @@ class LocalFiles:
     def __init__(
         self,
         targets: Sequence[TargetFile],
-        store: Store,
         directory: str,
         identity: str,
         *,
         resume: bool,
     ) -> None:
-        del store
         self._targets = targets
         self._directory = Path(directory)
         self._made_directory = not self._directory.exists()
@@ -201,44 +200,36 @@ def _allocate(path: Path, target: TargetFile) -> None:
         os.close(fd)
 
 
+@dataclass(slots=True)
 class StreamedFiles:
     """Files that are written from their first byte to their last, to any store."""
 
-    def __init__(
-        self,
-        targets: Sequence[TargetFile],
-        store: Store,
-        directory: str,
-        identity: str,
-        *,
-        resume: bool,
-    ) -> None:
-        self._targets = targets
-        self._store = store
-        self._directory = directory
-        self._identity = identity
-        self._resume = resume
-        self._complete: set[int] = set()
+    targets: Sequence[TargetFile]
+    store: Store
+    directory: str
+    identity: str
+    resume: bool = field(kw_only=True)
+    _complete: set[int] = field(default_factory=set, init=False)
 
     def resumed(self) -> Iterator[Result]:
         """Yield the results of files that an earlier run completed; a marker beside tells."""
-        for number, target in enumerate(self._targets):
-            path = _marker(self._directory, target)
-            if not self._resume or not self._store.exists(path):
+        for number, target in enumerate(self.targets):
+            path = _marker(self.directory, target)
+            if not self.resume or not self.store.exists(path):
                 continue
-            data = self._store.read(path)
+            data = self.store.read(path)
             head = self._head()
-            goal = join(self._directory, target.name)
+            goal = join(self.directory, target.name)
             if (
                 data.startswith(head)
-                and self._store.exists(goal)
-                and self._store.size(goal) == target.num_bytes
+                and self.store.exists(goal)
+                and self.store.size(goal) == target.num_bytes
             ):
                 self._complete.add(number)
                 yield from journal.decode(data[len(head) :])
 
     def _head(self) -> bytes:
-        return f"{self._identity}\n".encode()
+        return f"{self.identity}\n".encode()
 
     def batches(self, left: Sequence[Item]) -> list[Streamed]:
         """Return the work that is left: one batch for each file and each item that only reads."""
@@ -248,14 +239,12 @@ class StreamedFiles:
         checks = by_file.pop(-1, [])
         work = [
             Streamed(
-                self._store, self._directory, self._head(), target, tuple(by_file.get(number, ()))
+                self.store, self.directory, self._head(), target, tuple(by_file.get(number, ()))
             )
-            for number, target in enumerate(self._targets)
+            for number, target in enumerate(self.targets)
             if number not in self._complete
         ]
-        return work + [
-            Streamed(self._store, self._directory, b"", None, (item,)) for item in checks
-        ]
+        return work + [Streamed(self.store, self.directory, b"", None, (item,)) for item in checks]
 
     def note(self, result: Result) -> None:
         """Do nothing: markers of whole files are enough."""
@@ -265,12 +254,12 @@ class StreamedFiles:
 
     def remove(self) -> None:
         """Delete the markers."""
-        self._store.delete(join(self._directory, journal.FOLDER))
+        self.store.delete(join(self.directory, journal.FOLDER))
 
     def discard(self) -> None:
         """Delete what was written."""
-        for target in self._targets:
-            self._store.delete(join(self._directory, target.name))
+        for target in self.targets:
+            self.store.delete(join(self.directory, target.name))
         self.remove()
 
     def close(self) -> None:
