@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core._open import Checkpoint
 from ucp_core.checksums import BLOCK_BYTES
-from ucp_core.converters.deepspeed.reading.extras import Extras, Groups
+from ucp_core.converters.deepspeed.reading.extras import Extras
 from ucp_core.converters.deepspeed.reading.file_names import (
     Folder,
     locate,
@@ -20,7 +20,7 @@ from ucp_core.converters.deepspeed.reading.file_names import (
 )
 from ucp_core.converters.deepspeed.reading.partitions import RankState, read_rank
 from ucp_core.converters.deepspeed.reading.tensor_parallel import Info, TensorParallelLayouts
-from ucp_core.converters.deepspeed.reading.topology import THREADS_MAX, Native, open_native
+from ucp_core.converters.deepspeed.reading.topology import Native, open_native
 from ucp_core.converters.deepspeed.reading.weights import (
     WEIGHT,
     Modules,
@@ -30,7 +30,9 @@ from ucp_core.converters.deepspeed.reading.weights import (
 )
 from ucp_core.converters.deepspeed.reading.zero import Stage, add_zero3, add_zero12, param_shapes
 from ucp_core.converters.files.torch_reader import Opaque, TensorRef
+from ucp_core.converters.shared.groups import Groups
 from ucp_core.converters.shared.shards import Shards
+from ucp_core.converters.shared.torch_files import THREADS_MAX
 from ucp_core.converters.shared.values import Scalars, json_value, number, refusing_nonsense
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 from ucp_core.manifest import Item, Kind, Manifest

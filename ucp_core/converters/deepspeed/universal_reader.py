@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from ucp_core._open import Checkpoint
 from ucp_core.boxes import Box
 from ucp_core.checksums import BLOCK_BYTES
-from ucp_core.converters.deepspeed.reading.extras import Extras, Groups
+from ucp_core.converters.deepspeed.reading.extras import Extras
 from ucp_core.converters.deepspeed.reading.file_names import ZERO, Folder, sort_names
-from ucp_core.converters.deepspeed.reading.topology import THREADS_MAX, Native, open_native
+from ucp_core.converters.deepspeed.reading.topology import Native, open_native
 from ucp_core.converters.deepspeed.reading.weights import (
     Modules,
     add_modules,
@@ -28,7 +28,9 @@ from ucp_core.converters.deepspeed.reading.weights import (
 )
 from ucp_core.converters.deepspeed.reading.zero import param_shapes
 from ucp_core.converters.files.torch_reader import TensorRef, TorchFile, read_torch_file
+from ucp_core.converters.shared.groups import Groups
 from ucp_core.converters.shared.shards import Shards
+from ucp_core.converters.shared.torch_files import THREADS_MAX
 from ucp_core.converters.shared.values import Scalars, json_value, number
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.manifest import Item, Kind, Manifest

@@ -20,8 +20,8 @@ from ucp_core.statemap import DTYPE_BYTES, TensorKey
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ucp_core.converters.deepspeed.reading.extras import Groups
-    from ucp_core.converters.deepspeed.reading.topology import Files
+    from ucp_core.converters.shared.groups import Groups
+    from ucp_core.converters.shared.torch_files import Files
 
 WEIGHT = "weight"
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")

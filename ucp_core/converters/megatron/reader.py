@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core._open import Checkpoint
 from ucp_core.checksums import BLOCK_BYTES
-from ucp_core.converters.deepspeed.reading.extras import Groups
-from ucp_core.converters.deepspeed.reading.topology import Files
 from ucp_core.converters.files.torch_reader import Opaque
 from ucp_core.converters.megatron.model import (
     Model,
@@ -22,7 +20,9 @@ from ucp_core.converters.megatron.model import (
     model_of,
     pattern_rules,
 )
+from ucp_core.converters.shared.groups import Groups
 from ucp_core.converters.shared.shards import Rank, Shards
+from ucp_core.converters.shared.torch_files import Files
 from ucp_core.converters.shared.values import Scalars, json_value, refusing_nonsense
 from ucp_core.errors import (
     CheckpointCorruptError,

@@ -6,7 +6,6 @@ rank's is kept, and a run in another layout must make its own. ``drop``: not kep
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.converters.shared.values import json_value
@@ -14,7 +13,7 @@ from ucp_core.errors import ForeignClassError
 from ucp_core.manifest import Item
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from ucp_core.storage.base import Store
 
@@ -112,35 +111,3 @@ class Extras:
             self.items[item] = Item("reseed", note)
         else:
             self.items[item] = Item(_REPLICATE, "in extra")
-
-
-class Groups:
-    """Merges the optimizer's groups over pipeline stages and tensor parallel ranks."""
-
-    def __init__(self) -> None:
-        self._groups: list[dict[str, Any]] = []
-        self._keys: list[str] = []
-
-    def add(self, groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> None:
-        """Add hyper-parameters and names of one rank's groups, in order.
-
-        A stage may lack a group, so groups of other ranks are the same if their hyper-parameters
-        are; each is met once at most by every rank.
-        """
-        met: set[int] = set()
-        for index, (values, names) in enumerate(groups):
-            key = json.dumps(values, sort_keys=True)
-            fits = [i for i, k in enumerate(self._keys) if k == key and i not in met]
-            if fits:
-                chosen = index if index in fits else fits[0]
-            else:
-                chosen = len(self._groups)
-                self._groups.append({"params": [], **values})
-                self._keys.append(key)
-            met.add(chosen)
-            params = self._groups[chosen]["params"]
-            self._groups[chosen]["params"] = list(dict.fromkeys([*params, *names]))
-
-    def result(self) -> list[dict[str, Any]]:
-        """Return the groups as a manifest has them."""
-        return self._groups

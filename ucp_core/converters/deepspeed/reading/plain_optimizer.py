@@ -16,8 +16,9 @@ from ucp_core.statemap import DTYPE_BYTES, TensorKey
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucp_core.converters.deepspeed.reading.extras import Extras, Groups
+    from ucp_core.converters.deepspeed.reading.extras import Extras
     from ucp_core.converters.deepspeed.reading.topology import Native
+    from ucp_core.converters.shared.groups import Groups
 
 _INNER = "optimizer_state_dict"
 _FLAT = "fp32_groups_flat"

@@ -6,76 +6,22 @@ an error; what is too much is left from another run, and is named as dropped.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.converters.deepspeed.reading.file_names import Names
-from ucp_core.converters.files.torch_reader import Opaque, TorchFile, read_torch_file
+from ucp_core.converters.files.torch_reader import Opaque, read_torch_file
 from ucp_core.converters.shared.shards import Rank
+from ucp_core.converters.shared.torch_files import Files
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.manifest import Item
-from ucp_core.storage.base import join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from ucp_core.statemap import Extent
     from ucp_core.storage.base import Store
 
-#: Unpickling holds the interpreter, so more threads help only where requests take long.
-THREADS_MAX = 16
-
 _LEFTOVER = "left from another run: the checkpoint says that there was no such rank"
-
-
-@dataclass(slots=True)
-class Files:
-    """Torch files of one folder, opened.
-
-    Attributes:
-        store: Where the folder is.
-        directory: In it.
-        trees: Values by file.
-        extents: Checksums of storages by file.
-    """
-
-    store: Store
-    directory: str
-    trees: dict[str, Any] = field(default_factory=dict)
-    extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
-
-    def open(self, names: Iterable[str]) -> None:
-        """Read the pickles of more files, in parallel; no tensor is read.
-
-        Raises:
-            CheckpointCorruptError: A file is damaged or not a dict.
-            ForeignClassError: A class is not known.
-            StorageError: A file cannot be read.
-        """
-        wanted = [name for name in dict.fromkeys(names) if name not in self.trees]
-        if len(wanted) <= 1:
-            found = [self._read(name) for name in wanted]
-        else:
-            with ThreadPoolExecutor(min(THREADS_MAX, len(wanted))) as pool:
-                found = list(pool.map(self._read, wanted))
-        for name, file in zip(wanted, found, strict=True):
-            self.trees[name] = file.tree
-            self.extents[name] = file.extents
-
-    def _read(self, name: str) -> TorchFile:
-        file = read_torch_file(self.store, self.directory, name)
-        if not isinstance(file.tree, dict):
-            raise CheckpointCorruptError(
-                f"{self.path(name)} holds a {type(file.tree).__name__}, not a dict: not a file of "
-                "DeepSpeed",
-                path=self.path(name),
-            )
-        return file
-
-    def path(self, name: str) -> str:
-        """Return the path of a file, for errors."""
-        return join(self.directory, name)
 
 
 @dataclass(slots=True)
