@@ -11,8 +11,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.deepspeed_folders import Folder, Param, native, read, tensor
-from tests.unit.ucp_core.converters.deepspeed.test_universal_reader import universal
+from tests.support.deepspeed_folders import Folder, Param, native, read, tensor, universal
 from ucp_core.converters.files.torch_writer import Instance, TensorData
 from ucp_core.errors import UcpError
 

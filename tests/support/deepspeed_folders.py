@@ -408,3 +408,43 @@ def assert_equal(found: Mapping[tuple[str, str], Array], expected: Mapping[Any, 
     for key, array in expected.items():
         assert found[key].shape == array.shape, key
         assert found[key].tobytes() == array.tobytes(), key
+
+
+UNIVERSAL_MODEL = [
+    Param("embed.weight", (5, 3)),
+    Param("up.weight", (4, 3)),
+    Param("up.bias", (4,), group=1),
+    Param("frozen.weight", (2, 3), role="frozen"),
+    Param("scale", (3,), role="buffer"),
+]
+
+
+def universal(*, stage: int = 1, beside: bool = True) -> Folder:
+    """Return what DeepSpeed makes of ``UNIVERSAL_MODEL``; ``beside``: with the model files."""
+    source = native(UNIVERSAL_MODEL, stage=stage, dp=2)
+    folder = Folder(expected=source.expected)
+    is_bare = stage == 3
+    for param in UNIVERSAL_MODEL:
+        path = f"zero/{param.name}"
+        if param.role != "trained":
+            # Only stages 1 and 2 have these, upcast.
+            if not is_bare:
+                folder.trees[f"{path}/fp32.pt"] = {"param": tensor(param.value("weight"))}
+            continue
+        for slot in ("weight", *SLOTS):
+            value = param.value(slot)
+            tree: Any = tensor(value.ravel()) if is_bare else {"param": tensor(value), "cat_dim": 0}
+            folder.trees[f"{path}/{'fp32' if slot == 'weight' else slot}.pt"] = tree
+        if not is_bare:
+            folder.trees[f"{path}/step.pt"] = tensor(np.array(5, np.float32))
+    state = source.optim()
+    inner = state["optimizer_state_dict" if is_bare else "base_optimizer_state"]
+    dropped = {"base_optimizer_state", "single_partition_of_fp32_groups", "param_slice_mappings"}
+    folder.trees["zero/optimizer_state.pt"] = {
+        **{key: value for key, value in state.items() if key not in dropped},
+        "param_groups": inner["param_groups"],
+    }
+    if beside:
+        names = [name for name in source.trees if name.endswith("model_states.pt")]
+        folder.trees |= {name: source.trees[name] for name in names}
+    return folder

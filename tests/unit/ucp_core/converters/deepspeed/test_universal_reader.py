@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.deepspeed_folders import (
     SLOTS,
+    UNIVERSAL_MODEL,
     Folder,
     Param,
     assert_equal,
@@ -18,51 +19,13 @@ from tests.support.deepspeed_folders import (
     native,
     read,
     tensor,
+    universal,
 )
 from ucp_core.converters import recognise
 from ucp_core.converters.deepspeed.universal_reader import with_shapes
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore
-
-MODEL = [
-    Param("embed.weight", (5, 3)),
-    Param("up.weight", (4, 3)),
-    Param("up.bias", (4,), group=1),
-    Param("frozen.weight", (2, 3), role="frozen"),
-    Param("scale", (3,), role="buffer"),
-]
-
-
-def universal(*, stage: int = 1, beside: bool = True) -> Folder:
-    """Return what DeepSpeed makes of ``MODEL``; ``beside``: with the model files."""
-    source = native(MODEL, stage=stage, dp=2)
-    folder = Folder(expected=source.expected)
-    is_bare = stage == 3
-    for param in MODEL:
-        path = f"zero/{param.name}"
-        if param.role != "trained":
-            # Only stages 1 and 2 have these, upcast.
-            if not is_bare:
-                folder.trees[f"{path}/fp32.pt"] = {"param": tensor(param.value("weight"))}
-            continue
-        for slot in ("weight", *SLOTS):
-            value = param.value(slot)
-            tree: Any = tensor(value.ravel()) if is_bare else {"param": tensor(value), "cat_dim": 0}
-            folder.trees[f"{path}/{'fp32' if slot == 'weight' else slot}.pt"] = tree
-        if not is_bare:
-            folder.trees[f"{path}/step.pt"] = tensor(np.array(5, np.float32))
-    state = source.optim()
-    inner = state["optimizer_state_dict" if is_bare else "base_optimizer_state"]
-    dropped = {"base_optimizer_state", "single_partition_of_fp32_groups", "param_slice_mappings"}
-    folder.trees["zero/optimizer_state.pt"] = {
-        **{key: value for key, value in state.items() if key not in dropped},
-        "param_groups": inner["param_groups"],
-    }
-    if beside:
-        names = [name for name in source.trees if name.endswith("model_states.pt")]
-        folder.trees |= {name: source.trees[name] for name in names}
-    return folder
 
 
 def _write(folder: Folder, path: Path) -> Path:
@@ -119,7 +82,7 @@ def test_flat_tensors_without_model_files_say_so_and_take_shapes(tmp_path: Path)
     entry = checkpoint.state_map.entries[TensorKey("up.weight", "weight")]
     assert entry.shape == (12,)
     assert "flat" in checkpoint.manifest.items["zero/up.weight/fp32.pt"].note
-    shaped = with_shapes(checkpoint, {p.name: p.shape for p in MODEL})
+    shaped = with_shapes(checkpoint, {p.name: p.shape for p in UNIVERSAL_MODEL})
     trained = {k: v for k, v in folder.expected.items() if k[0] not in {"frozen.weight", "scale"}}
     assert_equal(loaded(shaped), trained)
     with pytest.raises(CheckpointCorruptError, match=r"up\.weight"):
@@ -155,7 +118,7 @@ def test_groups_may_have_slots_of_their_own(tmp_path: Path) -> None:
             tree = folder.trees.pop(f"zero/{name}/{slot}.pt")
             del folder.expected[name, slot]
         folder.trees[f"zero/{name}/momentum_buffer.pt"] = tree
-        shape = next(param.shape for param in MODEL if param.name == name)
+        shape = next(param.shape for param in UNIVERSAL_MODEL if param.name == name)
         value = Param(name, shape).value(SLOTS[-1])
         folder.expected[name, "momentum_buffer"] = value
 
