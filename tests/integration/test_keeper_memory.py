@@ -32,7 +32,7 @@ from workers.progress import ProgressPage
 directory, worker = Path(sys.argv[1]), sys.argv[2]
 door, name = door_path(directory), f"{worker}.1"
 page = ProgressPage.create(page_path(directory, worker), worker=worker)
-arena = reserve(door, name, body_bytes=body_bytes(1), attempt=9)
+arena = reserve(door, name, body_bytes=body_bytes(1) + int(sys.argv[3]), attempt=9)
 lease = Lease(door)
 print("ready", flush=True)
 for line in sys.stdin:
@@ -60,9 +60,9 @@ class _Ear:
 class _Trainer:
     """A trainer process that takes a snapshot when it is told to."""
 
-    def __init__(self, directory: Path, worker: str) -> None:
+    def __init__(self, directory: Path, worker: str, *, more_bytes: int = 0) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _TRAINER, str(directory), worker],
+            [sys.executable, "-c", _TRAINER, str(directory), worker, str(more_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -173,7 +173,9 @@ def keeper(nodes: Any, tmp_path: Path) -> Iterator[_Keeper]:
 def test_what_a_killed_trainer_finished_is_held_stored_and_then_let_go_of(
     keeper: _Keeper,
 ) -> None:
-    """In this order: it is what the next attempt loads, and afterwards it is only memory."""
+    """It is what the next attempt loads, from where its successor goes on to write; one that
+    needs more gets other memory, and the old one is kept until it is spent.
+    """
     first = _Trainer(keeper.directory, "w0001")
     for step in (1, 2, 3):
         assert first.snapshot(step, pin=step == 3)
@@ -185,13 +187,20 @@ def test_what_a_killed_trainer_finished_is_held_stored_and_then_let_go_of(
     keeper.order(KeeperOrder(attempt=2, lineage=((1, 0), (2, 3)), copies_of=()))
     second = _Trainer(keeper.directory, "w0002")
     second.snapshot(4, attempt=2)
-    second.snapshot(5, attempt=2)
-    assert eventually(lambda: keeper.versions() == [("w0002.1", 2, 4), ("w0002.1", 2, 5)])
+    assert keeper.versions() == [("w0002.1", 1, step) for step in (2, 3)] + [("w0002.1", 2, 4)]
+    second.kill()
+
+    keeper.order(KeeperOrder(attempt=3, lineage=((1, 0), (2, 3), (3, 4)), copies_of=()))
+    third = _Trainer(keeper.directory, "w0003", more_bytes=4096)
+    third.snapshot(5, attempt=3)
+    assert ("w0002.1", 2, 4) in keeper.versions()
+    third.snapshot(6, attempt=3)
+    assert eventually(lambda: keeper.versions() == [("w0003.1", 3, 5), ("w0003.1", 3, 6)])
     report = keeper.reported()
     assert report is not None
     assert report.inventory is not None
     assert report.troubles == ()
-    second.kill()
+    third.kill()
 
 
 def test_a_killed_keeper_is_handed_the_memory_again_and_stores_what_was_pinned(

@@ -28,7 +28,7 @@ import ray
 from ucp_core.errors import UcpError
 from workers.errors import WorkerError
 from workers.keeper.node_memory import NodeMemory
-from workers.keeper.watch import STILL_S, NodeWatch
+from workers.keeper.watch import GONE, STILL_S, NodeWatch
 from workers.protocol import Inventory, KeeperOrder, NodeReport
 from workers.train.settings import Settings
 
@@ -42,9 +42,6 @@ LOOK_STEPPING_S = 0.15
 #: about 2 ms of processor time at its two ends, and only stillness has to be watched closely.
 MOVING_PERIOD_S = 1.0
 STILL_PERIOD_S = 0.1
-
-#: The kernel's letters for a process that will not run again.
-_GONE = frozenset("XZ")
 
 OPTIONS = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 8, "enable_task_events": False}
 
@@ -173,6 +170,6 @@ class Keeper:
 
     async def _tend(self, report: NodeReport) -> None:
         if self._memory is not None:
-            living = {each.worker for each in report.workers if each.os_state not in _GONE}
+            living = {each.worker for each in report.workers if each.os_state not in GONE}
             # In a thread: to free a large arena takes a while.
             await asyncio.to_thread(self._memory.tend, living)

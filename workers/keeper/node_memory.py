@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +21,7 @@ from workers.keeper.mirror import Mirrors
 from workers.keeper.persister import Persister
 from workers.keeper.shelf import Shelf
 from workers.keeper.troubles import Troubles
+from workers.keeper.watch import dead_workers
 from workers.keeper.wire import WireServer
 from workers.protocol import HeldPart, Inventory, KeeperOrder
 from workers.train.settings import Settings
@@ -58,7 +60,10 @@ class NodeMemory:
         self._troubles = Troubles()
         self._refused: set[str] = set()
         self._obeying = threading.Lock()
-        self._shelf = Shelf(budget_bytes=budget_bytes(directory, settings.snapshot.node_memory_mib))
+        self._shelf = Shelf(
+            budget_bytes=budget_bytes(directory, settings.snapshot.node_memory_mib),
+            dead=partial(dead_workers, directory),
+        )
         self._wire = WireServer(self._shelf, host=host, secret=self.secret)
         self._mirrors = Mirrors(self._shelf, self._troubles.tell)
         self._persister = Persister(

@@ -97,8 +97,8 @@ def reapable(
     """Return the names of the arenas that may go; only ones that nobody uses.
 
     One goes when no version in it can be needed any more: the staying arenas hold two newer
-    versions of a later attempt, or storage has what it holds, or nothing in it counts and a
-    later attempt has got so far as to hold a version.
+    versions of a later attempt, or storage has a newer one than it holds, or nothing in it counts
+    and a later attempt has got so far as to hold a version.
 
     Args:
         arenas: All arenas of a shelf.
@@ -136,7 +136,7 @@ def _is_spent(
         return bool(later)
     last_step = max(held.step for held in counting)
     newer = [version for version in later if version[1] > last_step]
-    return len(newer) >= _PROVEN_VERSIONS or last_step <= stored_step
+    return len(newer) >= _PROVEN_VERSIONS or last_step < stored_step
 
 
 def _worth(held: Held | None, lineage: Sequence[tuple[int, int]]) -> tuple[int, int, int]:

@@ -17,6 +17,8 @@ __all__ = ["Shelf"]
 
 #: Of a node's memory this much is left to everybody else when an arena is made.
 _SPARE_BYTES: Final = 64 << 20
+#: What a dead worker left is handed on to one that needs at least a part of this of it.
+_WASTE_MAX: Final = 2
 
 
 class Shelf:
@@ -28,15 +30,23 @@ class Shelf:
     Args:
         budget_bytes: Memory that all arenas together may take.
         available: How much the node has left.
+        dead: Workers of the node whose process is known to be gone: what they left is handed on.
     """
 
     def __init__(
-        self, *, budget_bytes: int, available: Callable[[], int] = available_bytes
+        self,
+        *,
+        budget_bytes: int,
+        available: Callable[[], int] = available_bytes,
+        dead: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._budget_bytes = budget_bytes
         self._available = available
+        self._dead = dead
         self._arenas: dict[str, Arena] = {}
         self._claims: dict[str, int] = {}
+        #: Under which name what once had another is held now, and since which attempt.
+        self._renamed: dict[str, tuple[str, int]] = {}
         self._asked: dict[str, int] = {}
         self._listed: dict[str, frozenset[str]] = {}
         self._lock = threading.Lock()
@@ -48,28 +58,27 @@ class Shelf:
     def reserve(self, name: str, *, body_bytes: int) -> Arena:
         """Return the arena of that name; a new one if there is none. Its memory is claimed now.
 
+        A worker that takes the place of a dead one is given that one's arena, with what it holds:
+        the writer spares what may still be needed, no memory is faulted in, and the budget need
+        not have room for both.
+
         Raises:
             ArenaError: It does not fit into the budget or into memory, or has smaller slots.
         """
         node, worker, generation = split_name(name)
+        dead = () if node else self._dead()
         with self._lock:
             if not node:
                 self._asked[worker] = max(generation, self._asked.get(worker, 0))
-            held = self._arenas.get(name)
-            if held is not None:
-                _check_fits(name, held, body_bytes)
-                return held
-            self._claim(name, NUM_SLOTS * body_bytes)
-        # Outside of the lock: to fault in a large arena takes seconds.
-        try:
-            arena = Arena.create(name, body_bytes=body_bytes)
-        except ArenaError:
-            with self._lock:
-                del self._claims[name]
-            raise
-        with self._lock:
-            del self._claims[name]
-            self._arenas[name] = arena
+            arena = self._arenas.get(name)
+            if arena is not None:
+                _check_fits(name, arena, body_bytes)
+                return arena
+            arena = self._inherit(name, body_bytes, dead)
+            if arena is None:
+                self._claim(name, NUM_SLOTS * body_bytes)
+        if arena is None:
+            arena = self._create(name, body_bytes)
         self.tell()
         return arena
 
@@ -97,7 +106,7 @@ class Shelf:
             ArenaError: There is none of that name.
         """
         with self._lock:
-            arena = self._arenas.get(name)
+            arena = self._find(name)
             if arena is None:
                 raise ArenaError(f"no snapshot of {name} is held on this node", arena=name)
             return os.dup(arena.fd)
@@ -106,6 +115,11 @@ class Shelf:
         """Return the arena of that name, if there is one."""
         with self._lock:
             return self._arenas.get(name)
+
+    def find(self, name: str) -> Arena | None:
+        """Return the arena that has that name, or had it not long ago: to read from."""
+        with self._lock:
+            return self._find(name)
 
     def drop(self, name: str) -> None:
         """Let go of an arena; its memory is free once nobody else holds it."""
@@ -153,7 +167,14 @@ class Shelf:
 
     def fence(self, attempt: int, lineage: Sequence[tuple[int, int]]) -> None:
         """Take note of a new attempt: nothing is reserved for older ones any more."""
-        self.attempt, self.lineage = attempt, tuple(lineage)
+        with self._lock:
+            # Whoever was told of a name was told so before the attempt that is over now.
+            self._renamed = {
+                old: (new, since)
+                for old, (new, since) in self._renamed.items()
+                if since >= self.attempt
+            }
+            self.attempt, self.lineage = attempt, tuple(lineage)
         self.tell_pins()
 
     def note_listed(self, node: str, names: Collection[str]) -> None:
@@ -186,6 +207,42 @@ class Shelf:
         for name in doomed:
             self.drop(name)
         return doomed
+
+    def _find(self, name: str) -> Arena | None:
+        return self._arenas.get(self._renamed.get(name, (name, 0))[0])
+
+    def _inherit(self, name: str, body_bytes: int, dead: Collection[str]) -> Arena | None:
+        """Give the smallest arena of a dead worker that is large enough that name, if any is."""
+        left = [
+            (arena.body_bytes, old)
+            for old, arena in self._arenas.items()
+            if split_name(old)[0] == "" and split_name(old)[1] in dead
+            if body_bytes <= arena.body_bytes <= _WASTE_MAX * body_bytes
+        ]
+        if not left:
+            return None
+        _, old = min(left)
+        arena = self._arenas[name] = self._arenas.pop(old)
+        # Whoever copies it has to find it under its new name first.
+        arena.attend(False)
+        self._renamed[old] = name, self.attempt
+        for earlier, (now, since) in self._renamed.items():
+            if now == old:
+                self._renamed[earlier] = name, since
+        return arena
+
+    def _create(self, name: str, body_bytes: int) -> Arena:
+        """Make an arena that was claimed, without the lock: to fault in a large one takes long."""
+        try:
+            arena = Arena.create(name, body_bytes=body_bytes)
+        except ArenaError:
+            with self._lock:
+                del self._claims[name]
+            raise
+        with self._lock:
+            del self._claims[name]
+            self._arenas[name] = arena
+        return arena
 
     def _claim(self, name: str, need_bytes: int) -> None:
         if name in self._claims:

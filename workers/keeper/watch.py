@@ -8,11 +8,14 @@ import signal
 import time
 from pathlib import Path
 
-from workers.progress import PageReader, PageView, observe, open_page, process_state
+from workers.progress import PageReader, PageView, observe, open_page, process_state, read_page
 from workers.protocol import NodeReport, WorkerPhase
 
 PAGE_SUFFIX = ".page"
 RING_SUFFIX = ".ring"
+
+#: The kernel's letters for a process that will not run again.
+GONE = frozenset("XZ")
 
 #: Trainers that were not seen to move for this long stand still.
 STILL_S = 0.3
@@ -25,6 +28,16 @@ _NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOAD
 def page_path(directory: Path, worker: str) -> Path:
     """Return where ``worker`` keeps its progress page."""
     return directory / (worker + PAGE_SUFFIX)
+
+
+def dead_workers(directory: Path) -> frozenset[str]:
+    """Return the workers of ``directory`` that were there and whose process is gone."""
+    views = {path.stem: read_page(path) for path in directory.glob("*" + PAGE_SUFFIX)}
+    return frozenset(
+        worker
+        for worker, view in views.items()
+        if view is not None and not _runs(view.pid, view.started_ticks)
+    )
 
 
 def ring_path(directory: Path, worker: str) -> Path:
@@ -111,6 +124,11 @@ class NodeWatch:
 
     def _pages(self) -> list[Path]:
         return sorted(self._directory.glob("*" + PAGE_SUFFIX))
+
+
+def _runs(pid: int, started_ticks: int) -> bool:
+    letter, found_ticks = process_state(pid)
+    return letter not in GONE and found_ticks == started_ticks
 
 
 def _milestone(view: PageView, last: tuple[int, bool, bool] | None) -> tuple[int, bool, bool]:

@@ -69,8 +69,8 @@ __all__ = [
     "is_copy",
 ]
 
-#: Fits the second-level cache several times over; a call per chunk costs nothing beside it.
-CHUNK_BYTES: Final = 4 << 20
+#: Fits the second-level cache: a checksum costs little of bytes that are copied there anyway.
+CHUNK_BYTES: Final = 1 << 20
 _REQUEST_BYTES_MAX: Final = 64 << 10
 #: Three versions of some thousands of arenas.
 _LISTING_BYTES_MAX: Final = 1 << 20
@@ -214,7 +214,7 @@ class WireServer:
             connection.sendall(CHUNK.pack(0, 0) + SIZE.pack(len(words)) + words)
 
     def _arena(self, name: str, held: Held, start: int, stop: int) -> Arena:
-        arena = self._shelf.arena(name)
+        arena = self._shelf.find(name)
         if arena is None:
             raise _Refused(f"no snapshot of {name} is held here")
         if not (0 <= held.slot < NUM_SLOTS and 0 <= start <= stop <= arena.body_bytes):

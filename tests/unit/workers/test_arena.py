@@ -27,6 +27,7 @@ from workers.keeper.door import (
     reserve,
 )
 from workers.keeper.memory import available_bytes
+from workers.protocol import Held
 
 
 @pytest.fixture
@@ -320,3 +321,57 @@ def test_what_a_container_may_take_is_what_is_available(
         (tmp_path / name).write_text(text)
 
     assert available_bytes(meminfo, tmp_path) == expected_mib << 20
+
+
+def _left(shelf: Shelf, name: str, step: int, *, body_bytes: int = 8192) -> Held:
+    """Have a worker write a version into an arena of its own."""
+    arena = shelf.reserve(name, body_bytes=body_bytes)
+    held = arena.held(_write(arena, step, b"left"))
+    assert held is not None
+    return held
+
+
+def test_who_takes_a_dead_workers_place_goes_on_in_its_memory() -> None:
+    """At once, within the same budget; and who was told the old name still finds what is there."""
+    dead: set[str] = set()
+    shelf = Shelf(budget_bytes=3 * 8192, dead=lambda: dead)
+    held = _left(shelf, "w0001.1", 5)
+    before = shelf.arena("w0001.1")
+    assert before is not None
+    before.attend(True)
+    with pytest.raises(ArenaError, match=r"w0002\.1 need"):
+        shelf.reserve("w0002.1", body_bytes=8000)
+    dead.add("w0001")
+
+    arena = shelf.reserve("w0002.1", body_bytes=8000)
+    assert arena is before
+    assert arena.versions() == [held]
+    assert arena.choose(()) != held.slot
+    assert not arena.attended()
+    assert shelf.versions() == {"w0002.1": [held]}
+    assert shelf.find("w0001.1") is arena
+    assert shelf.arena("w0001.1") is None
+    os.close(shelf.hand_out("w0001.1"))
+    dead.add("w0002")
+    assert shelf.reserve("w0003.1", body_bytes=8000) is arena
+    assert shelf.find("w0001.1") is arena
+    for attempt in (1, 2):
+        shelf.fence(attempt, ())
+    assert shelf.find("w0001.1") is None
+    shelf.drop("w0003.1")
+
+
+@pytest.mark.parametrize("name", ["w0001.1", "0123456789ab/w0009.1"])
+def test_memory_that_does_not_fit_is_not_handed_on(name: str) -> None:
+    """Too small, far too large, a copy of another node's, or of a worker that is there."""
+    dead = {"w0009"} if "/" in name else set()
+    shelf = Shelf(budget_bytes=1 << 20, dead=lambda: dead)
+    _left(shelf, name, 5)
+    shelf.reserve("w0002.1", body_bytes=8192)
+    dead.add("w0001")
+    shelf.reserve("w0002.2", body_bytes=8193)
+    shelf.reserve("w0003.1", body_bytes=4000)
+
+    assert sorted(shelf.versions()) == sorted([name, "w0002.1", "w0002.2", "w0003.1"])
+    for each in shelf.versions():
+        shelf.drop(each)

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from workers.keeper.watch import NodeWatch, page_path
+from workers.keeper.watch import NodeWatch, dead_workers, page_path
 from workers.progress import ProgressPage, process_state
 from workers.protocol import WorkerPhase
 
@@ -38,10 +38,13 @@ def test_stopped_worker_is_killed_for_sure(tmp_path: Path) -> None:
         _until(lambda: process_state(worker.pid)[0] == "T")
         watch = NodeWatch(node="a", directory=tmp_path)
         watch.look()
+        assert dead_workers(tmp_path) == frozenset(), "a stopped one may go on"
 
         watch.kill("w0001")
 
         assert worker.wait(10) == -signal.SIGKILL
+
+    assert dead_workers(tmp_path) == {"w0001"}
 
 
 def test_page_of_an_older_process_kills_nobody(tmp_path: Path) -> None:
