@@ -10,7 +10,6 @@ Counterparts: ``workers.keeper.wire`` lists and sends, ``workers.keeper.arena`` 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typing import Final, TypeAlias
 from ucp_core.errors import StorageError
 from workers.errors import ArenaError
 from workers.keeper.arena import Arena
+from workers.keeper.following import POLL_S, Following
 from workers.keeper.retention import counts
 from workers.keeper.shelf import Shelf
 from workers.keeper.wire import Listed, WireClient, copy_name
@@ -28,17 +28,8 @@ __all__ = ["Mirror", "Mirrors", "wanted"]
 
 Lineage: TypeAlias = Sequence[tuple[int, int]]
 
-#: How long the peer may keep a listing back for want of news.
-_POLL_S: Final = 1.0
-#: Between two tries to reach a peer: the first, then twice as long each time, up to the last.
-_PAUSE_S_MIN: Final = 0.05
-_PAUSE_S_MAX: Final = 2.0
-#: A peer is in trouble from the second failure in a row on: a connection may break.
-_FAILURES: Final = 2
 #: Memory that was refused is asked for again, other arenas may have been let go of.
 _REFUSED_S: Final = 10.0
-#: What is in the way is said again so often: ``Troubles.tell`` forgets after twice the time.
-_REPEAT_S: Final = 30.0
 
 
 def wanted(parts: Sequence[Held], lineage: Lineage) -> Held | None:
@@ -47,7 +38,7 @@ def wanted(parts: Sequence[Held], lineage: Lineage) -> Held | None:
     return max(counting, key=lambda part: (part.attempt, part.step), default=None)
 
 
-class Mirror:
+class Mirror(Following):
     """Copies the newest versions of one peer's ranks in a thread of its own until ``stop``.
 
     Args:
@@ -66,45 +57,21 @@ class Mirror:
         secret: bytes,
         on_trouble: Callable[[str], object],
     ) -> None:
+        self._client = WireClient((peer.host, peer.port), secret=secret)
+        what = f"copying what the ranks of node {peer.node} write"
+        super().__init__(what, [self._client], on_trouble)
         self._shelf = shelf
         self._peer = peer
-        self._on_trouble = on_trouble
-        self._client = WireClient((peer.host, peer.port), secret=secret)
-        self._stopping = threading.Event()
-        self._num_failures = 0
         #: What the peer knows to be copied, by arena.
         self._told: dict[str, Held] = {}
         #: Arenas that there is no memory for, and when to ask again.
         self._refused: dict[str, float] = {}
-        #: When trouble was told last, by arena; "" is the peer itself.
-        self._troubled: dict[str, float] = {}
-        self._thread = threading.Thread(
-            target=self._run, name=f"mirror-{peer.node[:6]}", daemon=True
-        )
-        self._thread.start()
+        self._start()
 
     def stop(self) -> None:
         """Copy nothing any more, at once; what was copied stays."""
-        self._stopping.set()
-        self._client.abort()
-        self._thread.join()
+        super().stop()
         self._shelf.note_listed(self._peer.node, ())
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                self._follow()
-            except (StorageError, OSError) as error:
-                if self._stopping.is_set():
-                    break
-                self._num_failures += 1
-                if self._num_failures >= _FAILURES:
-                    what = f"what the ranks of node {self._peer.node} write is not copied"
-                    self._trouble("", f"{what}: {error}; trying on")
-            self._client.close()
-            pause_s = _PAUSE_S_MIN * 2 ** min(self._num_failures, 16)
-            self._stopping.wait(min(pause_s, _PAUSE_S_MAX))
-        self._client.close()
 
     def _follow(self) -> None:
         self._told.clear()
@@ -112,20 +79,13 @@ class Mirror:
         while not self._stopping.is_set():
             now_s = time.monotonic()
             without = {name for name, until_s in self._refused.items() if now_s < until_s}
-            listing = self._client.list_arenas(after=news, timeout_s=_POLL_S, without=without)
+            listing = self._client.list_arenas(after=news, timeout_s=POLL_S, without=without)
             news = listing.news
             self._shelf.note_listed(self._peer.node, listing.arenas)
             for name, listed in listing.arenas.items():
                 if name not in without and self._copy(name, listed):
                     self._tell(name, listed)
-            self._num_failures = 0
-            self._troubled.pop("", None)
-
-    def _trouble(self, subject: str, line: str) -> None:
-        now_s = time.monotonic()
-        if now_s - self._troubled.get(subject, float("-inf")) >= _REPEAT_S:
-            self._troubled[subject] = now_s
-            self._on_trouble(line)
+            self._is_well()
 
     def _tell(self, name: str, listed: Listed) -> None:
         """Tell the peer that nothing up to its newest version need be waited for."""
