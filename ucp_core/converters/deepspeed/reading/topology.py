@@ -183,6 +183,10 @@ def _degrees(first: Mapping[str, Any], names: Names, where: str) -> tuple[int, i
     degrees = first.get("checkpoint_parallel_dimensions")
     if isinstance(degrees, dict):
         tp, pp = _count(degrees, "tp_degree", where), _count(degrees, "pp_degree", where)
+        if mp == pp == 1:
+            # DeepSpeed's own ranks for sequence parallelism answer for tensor parallel ones too,
+            # and are counted in dp_world_size already: nothing is cut over them but by ZeRO.
+            tp = 1
     elif first.get("module", ()) is None:
         # Only layer files tell, in DeepSpeed before 0.19, how a stage is cut.
         tp = max((-1 if tp is None else tp for _, tp in names.layers), default=0) + 1 or 1

@@ -55,6 +55,20 @@ def test_stage_3_is_whole_again(tmp_path: Path, dp: int) -> None:
     assert_equal(loaded(read(folder.write(tmp_path))), folder.expected)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sequence_parallel_ranks_are_data_parallel_ones_to_zero(tmp_path: Path, stage: int) -> None:
+    """DeepSpeed 0.19 says that there are as many tensor parallel ranks, where there are none."""
+    folder = native(MODEL, stage=stage, dp=4)
+    for name, tree in folder.trees.items():
+        if name.endswith("model_states.pt"):
+            tree["checkpoint_parallel_dimensions"] = {"pp_degree": 1, "tp_degree": 2}
+
+    checkpoint = read(folder.write(tmp_path))
+
+    assert checkpoint.manifest.source["layout"] == {"dp": 4, "tp": 1, "pp": 1}
+    assert_equal(loaded(checkpoint), folder.expected)
+
+
 def test_parameters_of_one_group_in_several_sub_groups_are_found(tmp_path: Path) -> None:
     """Stage 3 cuts groups further, and some versions list the shapes by group all the same."""
     folder = native(MODEL, stage=3, dp=2)
