@@ -15,6 +15,7 @@ more than one of them the losses differ from the second step on (measured, 0.19.
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ucp_core._slabs import check_memory
@@ -147,9 +148,12 @@ def _numel(shape: tuple[int, ...]) -> int:
 def _tags(model: Model, name: str, rules: Rules | None) -> dict[str, Any]:
     """Return how DeepSpeed is to spread a parameter over tensor-parallel ranks."""
     pattern = rules.match(name) if rules is not None else Cut(0)
+    shape = model.weight(name).shape
+    if isinstance(pattern, Cut) and pattern.ratio is not None and shape:
+        pattern = _by_parts(pattern, shape)
     match pattern:
         case Cut(widths=None, part_widths=None, ratio=None):
-            return _cut_tags(name, pattern, model.weight(name).shape)
+            return _cut_tags(name, pattern, shape)
         case Cut() | Grid() | Affine():
             raise UcpError(
                 f"{name}: the universal folder can only say even cuts along one dim; write the "
@@ -158,6 +162,13 @@ def _tags(model: Model, name: str, rules: Rules | None) -> dict[str, Any]:
             )
         case _:
             return {}
+
+
+def _by_parts(cut: Cut, shape: tuple[int, ...]) -> Cut:
+    """Return a cut of fused parts by their extents instead of their ratio, where it divides."""
+    ratio = cut.ratio or ()
+    unit, rest = divmod(shape[cut.dim], sum(ratio))
+    return cut if rest else replace(cut, ratio=None, parts=tuple(unit * part for part in ratio))
 
 
 def _cut_tags(name: str, cut: Cut, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ucp_core.rules import Rule, Rules
 from ucp_core.storage import MemoryStore
 
 MEMORY_BYTES = 32 << 20
+HALVES = Rules((Rule(".*", Cut(0, ratio=(1, 1))),))
 GRID = Rules((Rule(".*", Grid((Cut(0),), (2,))),))
 
 
@@ -117,6 +118,8 @@ def test_any_slot_of_the_shape_of_its_parameter_is_written() -> None:
         (Replicated(), {}),
         (Average(), {}),
         (Cut(0, parts=(2, 2)), {"cat_dim": 0, "param_n_sub_params": 2}),
+        (Cut(0, ratio=(1, 1)), {"cat_dim": 0, "param_n_sub_params": 2}),
+        (Cut(-1, ratio=(1, 1, 1)), {"cat_dim": 1, "param_n_sub_params": 3}),
         (Cut(0, unpadded=4), {"cat_dim": 0, "vocab_tensor": True}),
     ],
     ids=str,
@@ -132,9 +135,10 @@ def test_tensor_parallel_targets_are_told_how_to_cut(
     assert found == tags
 
 
-def test_uneven_parts_are_told_by_their_sizes() -> None:
+@pytest.mark.parametrize("cut", [Cut(0, parts=(4, 1, 1)), Cut(0, ratio=(4, 1, 1))], ids=str)
+def test_uneven_parts_are_told_by_their_sizes(cut: Cut) -> None:
     """A fused q|k|v with fewer key heads has parts of different size."""
-    files = _written(adam_state({"a": (6, 2)}), rules=Rules((Rule(".*", Cut(0, parts=(4, 1, 1))),)))
+    files = _written(adam_state({"a": (6, 2)}), rules=Rules((Rule(".*", cut),)))
 
     shape = files["zero/a/fp32.pt"]["sub_param_shape"]
     assert (shape.shape, shape.partition_dim) == (((4, 1, 1), 2), 0)
@@ -148,8 +152,9 @@ def test_uneven_parts_are_told_by_their_sizes() -> None:
         (adam_state({}), {}, "no groups of an optimizer"),
         (adam_state({"a": (2,)}), {"dtype": "int8"}, "give one of"),
         (adam_state({"a": (2, 2)}), {"rules": GRID}, "even cuts"),
+        (adam_state({"a": (5, 2)}), {"rules": HALVES}, "even cuts"),
     ],
-    ids=["slash", "parent", "empty", "dtype", "grid"],
+    ids=["slash", "parent", "empty", "dtype", "grid", "odd halves"],
 )
 def test_what_the_folder_cannot_hold_is_refused(
     state: TrainingState, options: dict[str, Any], problem: str
