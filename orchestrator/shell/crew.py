@@ -152,10 +152,13 @@ class Crew:
                 self._members[worker].handle.fence.remote(attempt)
                 self.attend(worker, attempt)
 
-    def yield_at_boundary(self, attempt: int, workers: Iterable[str]) -> None:
-        """Ask ``workers`` to leave ``attempt`` at the next step boundary."""
+    def yield_at_boundary(self, attempt: int, workers: Iterable[str], *, durable: bool) -> None:
+        """Ask ``workers`` to leave ``attempt`` at the next step boundary.
+
+        With ``durable`` its state is in storage then, and else at least in keepers' memory.
+        """
         for member in self._known(workers):
-            member.handle.yield_at_boundary.remote(attempt)
+            member.handle.yield_at_boundary.remote(attempt, durable)
 
     async def survey(
         self, workers: Iterable[tuple[str, str]], *, timeout_s: float

@@ -234,7 +234,9 @@ class Run:
             act.StartWorker: lambda a: crew.start(a.worker, a.node),
             act.KillWorker: lambda a: crew.kill(a.worker),
             act.FenceAttempt: self._fence,
-            act.YieldAttempt: lambda a: crew.yield_at_boundary(a.attempt, a.workers),
+            act.YieldAttempt: lambda a: crew.yield_at_boundary(
+                a.attempt, a.workers, durable=a.durable
+            ),
             act.ReadCommitted: lambda a: self._spawn(self._read_committed(a)),
             act.StartAttempt: self._start_attempt,
             act.SurveyWorkers: lambda _: self._spawn(self._survey()),
