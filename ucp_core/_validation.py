@@ -175,11 +175,13 @@ class _Checker:
     def _tensor(self, tensor: Any, path: str, *, is_whole: bool) -> None:
         fields = self._mapping(tensor, path)
         shape = self._shape(fields.get("shape"), f"{path}.shape")
+        self._pattern(fields.get("pattern"), f"{path}.pattern")
         for slot, value in self._mapping(fields.get("slots"), f"{path}.slots").items():
             here = f"{path}.slots.{_shown(slot)}"
             self._name(slot, here)
             entry = self._mapping(value, here)
             own = self._shape(entry["shape"], f"{here}.shape") if "shape" in entry else shape
+            self._pattern(entry.get("pattern"), f"{here}.pattern")
             dtype = entry.get("dtype")
             itemsize = DTYPE_BYTES.get(dtype) if isinstance(dtype, str) else None
             if itemsize is None:
@@ -192,6 +194,12 @@ class _Checker:
             fragments = self._list(entry.get("fragments"), f"{here}.fragments")
             for index, item in enumerate(fragments):
                 self._fragment(item, f"{here}.fragments[{index}]", own, itemsize)
+
+    def _pattern(self, pattern: Any, path: str) -> None:
+        # Later versions of the language may have more words.
+        is_word = isinstance(pattern, str)
+        if not (pattern is None or is_word or (isinstance(pattern, dict) and len(pattern) == 1)):
+            self._add(path, f"must be a word, or an object of one, is {_short(pattern)}")
 
     def _shape(self, shape: Any, path: str) -> list[int] | None:
         if not isinstance(shape, list) or len(shape) > _NDIM_MAX:

@@ -159,6 +159,9 @@ def _facts(opened: Checkpoint, url: str) -> dict[str, Any]:
 
 
 def _tensor_facts(opened: Checkpoint) -> list[dict[str, Any]]:
+    aliases: dict[str, list[str]] = {}
+    for alias, fqn in sorted(opened.manifest.ties.items()):
+        aliases.setdefault(fqn, []).append(alias)
     return [
         {
             "fqn": key.fqn,
@@ -166,6 +169,8 @@ def _tensor_facts(opened: Checkpoint) -> list[dict[str, Any]]:
             "dtype": entry.dtype,
             "shape": list(entry.shape),
             "fragments": len(entry.fragments),
+            "ties": aliases.get(key.fqn, []),
+            "pattern": opened.manifest.patterns.get(key),
         }
         for key, entry in sorted(opened.state_map.entries.items())
     ]

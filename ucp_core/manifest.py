@@ -93,6 +93,8 @@ class Manifest:
         ties: Aliases of a tensor: other name to the name that has an entry.
         roles: ``frozen`` or ``buffer`` by fqn, for tensors that are no trained parameters.
         items: What became of everything else that a foreign checkpoint held.
+        patterns: How the shards of several ranks made up a tensor, in the text form of
+            ``RULES.md``; kept in universal manifests, of what was read from shards.
     """
 
     kind: Kind
@@ -108,6 +110,7 @@ class Manifest:
     ties: Mapping[str, str] = field(default_factory=dict)
     roles: Mapping[str, str] = field(default_factory=dict)
     items: Mapping[str, Item] = field(default_factory=dict)
+    patterns: Mapping[TensorKey, Any] = field(default_factory=dict)
 
 
 def parse(document: Any, *, where: str = "manifest") -> Manifest:
@@ -158,7 +161,20 @@ def parse(document: Any, *, where: str = "manifest") -> Manifest:
             name: Item(value["policy"], value.get("note", ""))
             for name, value in document.get("items", {}).items()
         },
+        patterns=_patterns(document["tensors"]) if kind is Kind.UNIVERSAL else {},
     )
+
+
+def _patterns(tensors: dict[str, Any]) -> dict[TensorKey, Any]:
+    """Return the patterns; a slot of the tensor's shape has the tensor's unless it says."""
+    found: dict[TensorKey, Any] = {}
+    for fqn, tensor in tensors.items():
+        for slot, value in tensor["slots"].items():
+            usual = None if "shape" in value else tensor.get("pattern")
+            pattern = value.get("pattern", usual)
+            if pattern is not None:
+                found[TensorKey(fqn, slot)] = pattern
+    return found
 
 
 def _entry(
@@ -197,12 +213,18 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
     """
     assert manifest.kind is not Kind.FOREIGN, "a foreign checkpoint has no document of this form"
     tensors: dict[str, dict[str, Any]] = {}
+    patterns = manifest.patterns if manifest.kind is Kind.UNIVERSAL else {}
     for key, entry in sorted(manifest.state_map.entries.items()):
         shape = list(entry.shape)
         tensor = tensors.setdefault(key.fqn, {"shape": shape, "slots": {}})
         value: dict[str, Any] = {"dtype": entry.dtype}
+        usual = patterns.get(TensorKey(key.fqn, "weight")) if patterns else None
         if shape != tensor["shape"]:
             value["shape"] = shape
+        if usual is not None:
+            tensor["pattern"] = usual
+        if patterns and patterns.get(key) != (None if "shape" in value else usual):
+            value["pattern"] = patterns.get(key)
         if manifest.kind is Kind.UNIVERSAL:
             value |= _location(entry.fragments[0])
         else:

@@ -246,6 +246,10 @@ def rename(manifest: Manifest, mapping: Mapping[str, str]) -> Manifest:
         param_groups=groups,
         ties={new_name(alias): new_name(owner) for alias, owner in manifest.ties.items()},
         roles={new_name(fqn): role for fqn, role in manifest.roles.items()},
+        patterns={
+            key._replace(fqn=new_name(key.fqn)): pattern
+            for key, pattern in manifest.patterns.items()
+        },
     )
 
 
@@ -285,6 +289,7 @@ def tie(manifest: Manifest, ties: Mapping[str, str]) -> Manifest:
         param_groups=groups,
         ties={**manifest.ties, **ties},
         roles={fqn: role for fqn, role in manifest.roles.items() if fqn not in ties},
+        patterns={key: found for key, found in manifest.patterns.items() if key.fqn not in ties},
     )
 
 

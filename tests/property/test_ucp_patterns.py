@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -26,10 +27,12 @@ from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint
 from ucp_core.errors import RulesError, UncoveredRegionError
 from ucp_core.language.affine import piece_boxes
+from ucp_core.language.plain import plain
 from ucp_core.layout import ParallelLayout
 from ucp_core.manifest import Kind, Manifest
 from ucp_core.operators import extract, load, strip_padding, target_pieces, union
 from ucp_core.patterns import (
+    Affine,
     AffinePiece,
     Average,
     Cut,
@@ -346,6 +349,25 @@ RULE_WORDS = (
     *("&x ", "*x", "!!int ", "'(\\d+)'", "'('", "ties: ", "first_wins: ", "true", "? ", "\t"),
     *("ratio: ", "part_widths: ", "widths: ", "unpadded: ", "check: ", "slot: ", "---", "# "),
 )
+
+
+@given(seed=SEEDS, ranks=RANKS)
+def test_a_pattern_as_json_is_the_same_rule(seed: int, ranks: int) -> None:
+    """Manifests keep patterns so; a setting that was left out would be another pattern."""
+    rng = random.Random(seed)
+    affine = Affine(
+        shape=(4, 6),
+        shards=((4, 3),) * 2,
+        pieces=tuple(
+            (AffinePiece((4, 3), 3 * rank, (6, 1), 0, (3, 1), (rank,), rng.choice((1.0, 0.5))),)
+            for rank in range(2)
+        ),
+    )
+    spread = random_spread(rng, ranks).pattern
+    for pattern in (spread, affine, Average(), Replicated("first"), Grid((Cut(1), Cut(0)), (2, 0))):
+        text = json.dumps({"rules": [{"match": "w", "pattern": plain(pattern)}]})
+
+        assert load_rules(text, "told").match("w", "weight") == pattern
 
 
 @given(text=st.lists(st.sampled_from(RULE_WORDS), max_size=30).map("".join) | st.text())

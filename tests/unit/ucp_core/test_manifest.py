@@ -30,10 +30,11 @@ from ucp_core.manifest import (
     to_json,
     validate,
 )
-from ucp_core.statemap import StateMap
+from ucp_core.statemap import StateMap, TensorKey
 from ucp_core.storage import LocalStore, MemoryStore
 
 DIRECTORY = f"{ROOT}/step-00000007"
+WTE = TensorKey("wte", "weight")
 
 
 @pytest.fixture
@@ -233,6 +234,34 @@ def test_ties_roles_and_items_are_kept(store: MemoryStore) -> None:
     assert (read.ties, read.roles, read.items) == (manifest.ties, manifest.roles, manifest.items)
 
 
+def test_patterns_are_kept_slot_by_slot(store: MemoryStore) -> None:
+    """Adafactor's slots are cut in ways of their own, and a step count was in no shard."""
+    manifest = open_checkpoint(store, "universal").manifest
+    keys = sorted(manifest.state_map.entries)
+    choices = ["replicated", {"cut": 0}, None, {"cut": {"dim": 0, "parts": [4, 1, 1]}}]
+    for shift in range(len(choices)):
+        found = {key: choices[(i + shift) % len(choices)] for i, key in enumerate(keys)}
+        patterns = {key: pattern for key, pattern in found.items() if pattern is not None}
+
+        read = from_bytes(to_bytes(replace(manifest, patterns=patterns)))
+
+        assert read.patterns == patterns
+
+
+def test_one_pattern_is_written_once_a_tensor(store: MemoryStore) -> None:
+    """Once for each slot would make every manifest of a converted checkpoint larger."""
+    manifest = open_checkpoint(store, "universal").manifest
+    entries = manifest.state_map.entries
+    alike = [key for key in entries if entries[key].shape == entries[WTE].shape]
+    patterns = {key: {"cut": 0} for key in alike if key.fqn == WTE.fqn}
+
+    document = to_json(replace(manifest, patterns=patterns))
+
+    assert len(patterns) > 1
+    assert json.dumps(document).count('"pattern"') == 1
+    assert document["tensors"]["wte"]["pattern"] == {"cut": 0}
+
+
 def test_ties_of_all_ranks_are_merged(store: MemoryStore) -> None:
     """A pipeline stage knows only its own."""
     records = [
@@ -265,6 +294,8 @@ def test_a_tie_to_nothing_is_not_written(store: MemoryStore) -> None:
         ({"ties": "x"}, "tensors.wte.ties"),
         ({"ties": ["\ud800"]}, "tensors.wte.ties[0]"),
         ({"role": "spare"}, "tensors.wte.role"),
+        ({"pattern": ["cut", 0]}, "tensors.wte.pattern"),
+        ({"pattern": {"cut": 0, "grid": 1}}, "tensors.wte.pattern"),
     ],
 )
 def test_wrong_relations_are_problems(

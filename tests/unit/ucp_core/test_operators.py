@@ -108,6 +108,7 @@ def _manifest(*fqns: str) -> Manifest:
         ties={"head": "a"},
         roles={"b": "frozen"},
         items={"rng": Item("reseed", "")},
+        patterns={TensorKey("b", "weight"): "replicated"},
     )
 
 
@@ -124,6 +125,7 @@ def test_a_new_name_counts_in_every_slot_group_tie_and_role() -> None:
     assert all(key == entry.key for key, entry in renamed.state_map.entries.items())
     assert renamed.param_groups == [{"params": ["b", "c"], "lr": 0.1}, {"lr": 0.2}]
     assert (renamed.ties, renamed.roles) == ({"out": "b"}, {"c": "frozen"})
+    assert renamed.patterns == {TensorKey("c", "weight"): "replicated"}
     assert rename(renamed, {}) == replace(
         renamed,
         state_map=replace(

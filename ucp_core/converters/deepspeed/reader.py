@@ -324,6 +324,7 @@ def _checkpoint(
         ties=resolve_ties(modules.ties, known),
         roles={fqn: role for fqn, role in sorted(modules.roles.items()) if fqn in known},
         items=dict(sorted(extras.items.items())),
+        patterns=modules.shards.patterns,
     )
     store = scalars.overlay(native.files.store)
     return Checkpoint(store=store, directory=folder.directory, manifest=manifest)

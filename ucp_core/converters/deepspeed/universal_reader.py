@@ -33,6 +33,7 @@ from ucp_core.converters.shared.shards import Shards
 from ucp_core.converters.shared.torch_files import THREADS_MAX
 from ucp_core.converters.shared.values import Scalars, json_value, number
 from ucp_core.errors import CheckpointCorruptError
+from ucp_core.language.plain import plain
 from ucp_core.manifest import Item, Kind, Manifest
 from ucp_core.operators import extract, union
 from ucp_core.patterns import place
@@ -62,6 +63,7 @@ class _Folder:
         files: Names of the files of each parameter, without the suffix.
         opened: Torch files by name in the directory.
         entries: Whole tensors.
+        patterns: Of those that were put together of shards, as JSON.
         scalars: Tensors of one element.
         extras: ``extra`` and ``items``.
         native: The model files that lie beside, if any.
@@ -74,6 +76,7 @@ class _Folder:
     extras: Extras
     native: Native | None = None
     entries: dict[TensorKey, TensorEntry] = field(default_factory=dict)
+    patterns: dict[TensorKey, Any] = field(default_factory=dict)
     scalars: Scalars = field(default_factory=Scalars)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -117,6 +120,7 @@ def read_universal(
         add_modules(found.native, modules, complete=bool(found.native.layers))
         layouts = layouts_of(found.native, modules)
         found.entries |= modules.shards.entries(layouts)
+        found.patterns |= modules.shards.patterns
         found.extras.add_model(found.native.first, num_ranks=found.native.tp * found.native.pp)
         found.extras.items |= modules.items
     _add_params(found, modules, layouts)
@@ -252,6 +256,7 @@ def _put_parts_together(found: _Folder, name: str, layouts: TensorParallelLayout
             )
         ]
         found.entries[key] = union(key, entry.dtype, placement, fragments)
+        found.patterns[key] = plain(pattern)
         found.extras.items[f"cut of {name}"] = Item("reshard", layouts.chosen[name])
 
 
@@ -403,6 +408,7 @@ def _checkpoint(
         ties=resolve_ties(modules.ties, known),
         roles={fqn: role for fqn, role in sorted(modules.roles.items()) if fqn in known},
         items=dict(sorted(found.extras.items.items())),
+        patterns=found.patterns,
     )
     store = found.scalars.overlay(found.store)
     return Checkpoint(store=store, directory=found.directory, manifest=manifest)

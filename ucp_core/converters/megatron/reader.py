@@ -119,6 +119,7 @@ def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
         ties={a: o for a, o in sorted(model.ties.items()) if o in known and a not in known},
         roles={fqn: "frozen" for fqn in sorted(model.frozen) if fqn in known},
         items=dict(sorted({**items, **model.items}.items())),
+        patterns=shards.patterns,
     )
     return Checkpoint(store=scalars.overlay(store), directory=path, manifest=manifest)
 

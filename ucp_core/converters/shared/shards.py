@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ucp_core.boxes import Box
 from ucp_core.errors import CheckpointCorruptError, PatternError
+from ucp_core.language.plain import plain
 from ucp_core.operators import extract, strip_padding, union
-from ucp_core.patterns import Pattern, Placement, place
+from ucp_core.patterns import Cut, Pattern, Placement, place
 from ucp_core.statemap import DTYPE_BYTES, Fragment, TensorEntry, TensorKey
 
 if TYPE_CHECKING:
@@ -76,9 +77,11 @@ class Shards:
 
     Attributes:
         tp_degree: Ranks in a stage.
+        patterns: Of what ``entries`` returned, where there are several ranks: as JSON.
     """
 
     tp_degree: int
+    patterns: dict[TensorKey, Any] = field(default_factory=dict)
     _found: dict[TensorKey, dict[Rank, Shard]] = field(default_factory=lambda: defaultdict(dict))
 
     def add_run(
@@ -181,8 +184,10 @@ class Shards:
                 continue
             memo = pattern, shapes
             if memo not in placed:
-                placed[memo] = _Placed(place(pattern, shapes, name=str(key)))
+                placed[memo] = _Placed(place(pattern, shapes, name=str(key)), plain(pattern))
             made[key] = _entry(key, stages, placed[memo], extent)
+            if self.tp_degree > 1:
+                self.patterns[key] = _told(pattern, placed[memo], made[key])
         if unknown:
             raise _all_unknown(list(unknown.values()))
         return dict(sorted(made.items()))
@@ -194,11 +199,13 @@ class _Placed:
 
     Attributes:
         placement: Of all tensors of one pattern and one shape.
+        told: The pattern as JSON.
         known: By rank and run: fragments as of a file that begins with the run, of elements of
             one byte.
     """
 
     placement: Placement
+    told: Any
     known: dict[tuple[int, int, int], list[Fragment]] = field(default_factory=dict)
 
     def fragments(self, key: TensorKey, tp: int, start: int, stop: int) -> list[Fragment]:
@@ -210,6 +217,14 @@ class _Placed:
             found = extract(key, "U8", self.placement, tp, file="", offset_bytes=0, flat=flat)
             self.known[place_of] = found
         return found
+
+
+def _told(pattern: Pattern, placed: _Placed, entry: TensorEntry) -> Any:
+    """Return the pattern as JSON; what was stripped of a plain cut is part of it."""
+    is_stripped = entry.shape != placed.placement.shape
+    if is_stripped and pattern == Cut(0):
+        return plain(Cut(0, unpadded=entry.shape[0]))
+    return placed.told
 
 
 def _by_stage(
