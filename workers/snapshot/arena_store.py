@@ -22,18 +22,23 @@ __all__ = ["ArenaStore"]
 class ArenaStore(RefusingStore):
     """Writes one version of one rank into ``slot``, which ``begin`` was called on.
 
-    Data that lies in the slot already, at its place, is not copied: a snapshot that was captured
-    there only gets its record.
-
     Args:
         arena: The rank's arena.
         slot: The slot in it.
+        is_captured: Whether the data that is written lies at its place in the slot already: a
+            snapshot that was captured there only gets its record.
         check: Called before the slot becomes complete; what it raises leaves it as it is.
     """
 
     def __init__(
-        self, arena: Arena, slot: int, *, check: Callable[[], None] = lambda: None
+        self,
+        arena: Arena,
+        slot: int,
+        *,
+        is_captured: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        self._is_captured = is_captured
         self._arena = arena
         self._slot = slot
         self._check = check
@@ -43,14 +48,7 @@ class ArenaStore(RefusingStore):
     def write_file(self, path: str, chunks: Iterable[Buffer], **_: bool) -> int:
         """Put the data of the rank at the begin of the slot and return its size."""
         assert self._data_bytes < 0, f"{path}: the slot holds its data already"
-        end = 0
-        for chunk in chunks:
-            source = np.frombuffer(chunk, dtype=np.uint8)
-            self._check_fits(path, end + source.size)
-            target = self._body[end : end + source.size]
-            if source.ctypes.data != target.ctypes.data:
-                np.copyto(target, source)
-            end += source.size
+        end = sum(map(len, chunks)) if self._is_captured else self._copy(path, chunks)
         self._data_bytes = end
         return end
 
@@ -63,6 +61,15 @@ class ArenaStore(RefusingStore):
         self._check()
         self._arena.finish(self._slot, data_bytes=self._data_bytes, record_bytes=len(data))
         return True
+
+    def _copy(self, path: str, chunks: Iterable[Buffer]) -> int:
+        end = 0
+        for chunk in chunks:
+            source = np.frombuffer(chunk, dtype=np.uint8)
+            self._check_fits(path, end + source.size)
+            self._body[end : end + source.size] = source
+            end += source.size
+        return end
 
     def _check_fits(self, path: str, size_bytes: int) -> None:
         if size_bytes > self._body.size:

@@ -316,7 +316,7 @@ class SnapshotWriter:
         # A version that counts has the lines of its steps.
         self._told()
         self._form.saver.save(
-            ArenaStore(self._arena, slot, check=self._check),
+            ArenaStore(self._arena, slot, is_captured=True, check=self._check),
             "",
             step=state.step,
             data=self._form.data[slot],

@@ -40,8 +40,9 @@ class Node:
     def close(self) -> None:
         self._door.close()
 
-    def restart(self) -> None:
+    def restart(self, *, budget_bytes: int | None = None) -> None:
         self.close()
+        self._budget_bytes = budget_bytes or self._budget_bytes
         self.start()
 
     def arena(self) -> Arena:
@@ -143,7 +144,7 @@ def loaded(arena: Arena, entries: list[StateEntry]) -> dict[tuple[str, str], tor
     need: list[LocalTensor] = []
     for entry in entries:
         if not entry.replica:
-            host = torch.zeros_like(entry.tensor)
+            host = torch.zeros_like(entry.tensor, device="cpu")
             found[entry.fqn, entry.slot] = host
             need.append(entry.local_tensor(host))
     load(checkpoint, need)
@@ -322,6 +323,27 @@ def test_a_replica_has_a_version_without_data(rank: Rank, node: Node) -> None:
     assert rank.writer.wait(1)
     (held,) = node.arena().versions()
     assert held.data_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_an_update_on_the_device_waits_for_the_copy_and_the_host_for_neither(
+    rank: Rank, node: Node
+) -> None:
+    """The copy runs on a stream of its own; kernels behind it would change what it reads."""
+    box = Box.full((64 << 20,))
+    tensor = torch.ones(box.shape, device="cuda")
+    entries = [
+        StateEntry(fqn="a", slot="weight", shape=box.shape, box=box, tensor=tensor, replica=False)
+    ]
+    node.restart(budget_bytes=2 << 30)
+    assert rank.ready(entries)
+    for step in range(1, 4):
+        assert rank.take(step, entries)
+        rank.writer.hold_update()
+        tensor.add_(1)
+        assert rank.writer.wait(step)
+        assert loaded(node.arena(), entries)["a", "weight"].unique().tolist() == [step]
 
 
 def test_close_does_not_wait_for_a_keeper_that_does_not_answer(
