@@ -27,6 +27,8 @@ from ucp_core.converters.deepspeed.reading.weights import (
     add_modules,
     buffer_names,
     resolve_ties,
+    tied_weight,
+    weights_of,
 )
 from ucp_core.converters.deepspeed.reading.zero import Stage, add_zero3, add_zero12, param_shapes
 from ucp_core.converters.files.torch_reader import Opaque, TensorRef
@@ -159,11 +161,7 @@ def _shapes_by_mappings(
     So it is in bfloat16 without ZeRO, and with experts before DeepSpeed 0.19.
     """
     where = native.model[0, mp]
-    held: dict[str, Any] = dict(native.files.trees[where].get("module") or {})
-    for (_, _, expert_mp), file in native.experts.items():
-        if expert_mp == mp:
-            # Mappings number the experts of each rank from 0 on, as the first rank's files do.
-            held |= native.files.trees[file]
+    held = weights_of(native, mp)
     found: list[dict[str, tuple[int, ...]]] = []
     for index in range(len(states[0].partitions)):
         shapes: dict[str, tuple[int, ...]] = {}
@@ -176,7 +174,7 @@ def _shapes_by_mappings(
                     file=where,
                 )
             for name in mapping:
-                ref = held.get(name)
+                ref = held.get(name) or tied_weight(native, mp, name, _size(states, index, name))
                 if not isinstance(ref, TensorRef):
                     raise CheckpointCorruptError(
                         f"{where} has neither param_shapes nor the tensor {name}", file=where
@@ -184,6 +182,12 @@ def _shapes_by_mappings(
                 shapes[name] = ref.shape
         found.append(shapes)
     return found
+
+
+def _size(states: Sequence[RankState], index: int, name: str) -> int:
+    """Return how many elements of a parameter the ranks hold together."""
+    mappings = (state.partitions[index].mapping or {} for state in states)
+    return sum(mapping[name][1] for mapping in mappings if name in mapping)
 
 
 def _check_steps(native: Native, states: Mapping[tuple[int, int], RankState]) -> None:

@@ -108,6 +108,38 @@ def buffer_names(native: Native) -> frozenset[str]:
     return frozenset(str(name) for tree in trees for name in tree.get("buffer_names") or ())
 
 
+def weights_of(native: Native, mp: int) -> dict[str, Any]:
+    """Return what a model-parallel rank's files hold of the model, by name, experts too."""
+    held: dict[str, Any] = dict(native.files.trees[native.model[0, mp]].get("module") or {})
+    for (layer, tp), file in native.layers.items():
+        if tp == native.rank(mp).tp:
+            held |= {f"{layer}.{name}": ref for name, ref in native.files.trees[file].items()}
+    for (_, _, expert_mp), file in native.experts.items():
+        if expert_mp == mp:
+            # Mappings number the experts of each rank from 0 on, as the first rank's files do.
+            held |= native.files.trees[file]
+    return held
+
+
+def tied_weight(native: Native, mp: int, name: str, num_elements: int) -> TensorRef | None:
+    """Return the weight of a pipeline's tied module in a layer file that has one of its size.
+
+    No file says at which layers a tied module stands. None: there is no such weight, or several
+    of different shape.
+    """
+    module, _, local = name.removeprefix(_TIED).partition(".")
+    if not name.startswith(_TIED) or not module:
+        return None
+    files = [file for (_, tp), file in native.layers.items() if tp == native.rank(mp).tp]
+    refs = [native.files.trees[file].get(local) for file in files]
+    found = {
+        ref.shape: ref
+        for ref in refs
+        if isinstance(ref, TensorRef) and ref.num_elements == num_elements
+    }
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
 def _add_module(
     modules: Modules,
     rank: Rank,

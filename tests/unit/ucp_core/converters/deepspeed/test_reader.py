@@ -22,6 +22,7 @@ from tests.support.deepspeed_folders import (
     tensor,
 )
 from ucp_core.converters.files.torch_writer import Instance
+from ucp_core.errors import CheckpointCorruptError
 from ucp_core.statemap import TensorKey
 
 #: No size divides by the ranks; a scalar; two groups.
@@ -418,6 +419,40 @@ def test_experts_are_found_where_only_mappings_name_them(tmp_path: Path) -> None
 
     assert_equal(loaded(checkpoint), expected)
     assert checkpoint.manifest.source["version"] == "0.19.8"
+
+
+def _without_shapes(folder: Folder) -> Folder:
+    """Return a folder as BF16_Optimizer saves it without ZeRO: mappings alone have names."""
+    for name, tree in folder.trees.items():
+        if name.startswith("mp_rank"):
+            tree["param_shapes"] = None
+            tree["optimizer"] = {"single_partition_of_fp32_groups": []}
+    return folder
+
+
+def _pipeline() -> list[Param]:
+    ends = Param("tied_modules.embed.weight", (5, 4), stages=(0, 1))
+    layers = [Param(f"{1 + n}.up.weight", (3, 4), stages=(n,)) for n in range(2)]
+    return [ends, *layers]
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+def test_shapes_of_a_pipeline_in_bf16_without_zero_are_those_of_its_layers(
+    tmp_path: Path, dp: int
+) -> None:
+    """Where the tied module stands is said nowhere; its size tells its layer's file."""
+    folder = _without_shapes(native(_pipeline(), pp=2, dp=dp))
+
+    assert_equal(loaded(read(folder.write(tmp_path))), folder.expected)
+
+
+def test_a_tied_module_that_fits_two_layers_is_no_guess(tmp_path: Path) -> None:
+    """Two weights of one size and different shape would each look right."""
+    folder = _without_shapes(native(_pipeline(), pp=2))
+    folder.trees["layer_03-model_states.pt"] = {"weight": tensor(np.zeros((4, 5), np.float32))}
+
+    with pytest.raises(CheckpointCorruptError, match=r"tied_modules\.embed\.weight"):
+        read(folder.write(tmp_path))
 
 
 @pytest.mark.parametrize("dp", [2, 4])
