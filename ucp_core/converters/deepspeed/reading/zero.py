@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 
 
+#: Sequence parallel ranks that are tried to explain parts that are missing.
+_LOST_MAX = 64
+
+
 @dataclass(slots=True)
 class Stage:
     """One model-parallel rank: the files of its data-parallel ranks, opened.
@@ -239,6 +243,7 @@ def add_zero3(stage: Stage, shards: Shards, scalars: Scalars) -> None:
         CheckpointCorruptError: The files contradict one another.
     """
     dp = len(stage.states)
+    _refuse_lost_ranks(stage)
     for dp_rank, state in enumerate(stage.states):
         params = [(name, shape) for shapes in stage.shapes for name, shape in shapes.items()]
         names: dict[int, list[str]] = defaultdict(list)
@@ -262,6 +267,30 @@ def add_zero3(stage: Stage, shards: Shards, scalars: Scalars) -> None:
             )
         if dp_rank == 0:
             stage.names += [names[index] for index in range(max(names, default=-1) + 1)]
+
+
+def _refuse_lost_ranks(stage: Stage) -> None:
+    """Raise if the parameters were cut over more ranks than there are files.
+
+    With ``mesh_param`` DeepSpeed (0.14 to 0.19.8) cuts parameters over sequence parallel ranks
+    too, but names the files by the data-parallel rank: ranks overwrite each other's.
+    """
+    sizes = [prod(shape) for shapes in stage.shapes for shape in shapes.values()]
+    held = sum(part.weight.shape[0] for part in stage.states[0].partitions)
+    dp = len(stage.states)
+    if held == sum(-(-size // dp) for size in sizes):
+        return
+    for times in range(2, _LOST_MAX + 1):
+        if held == sum(-(-size // (times * dp)) for size in sizes):
+            file = stage.states[0].partitions[0].file
+            raise CheckpointCorruptError(
+                f"{file} holds one of {times * dp} parts of the parameters, but there are files of "
+                f"{dp} ranks only: with mesh_param, sequence parallel ranks of DeepSpeed's stage 3 "
+                "overwrite each other's files, and the other parts are lost; use a checkpoint of "
+                "stage 1 or 2, or one saved with an mpu",
+                file=file,
+                ranks=times * dp,
+            )
 
 
 def _add_subgroup(

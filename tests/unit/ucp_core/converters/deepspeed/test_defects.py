@@ -165,6 +165,22 @@ def test_files_of_two_stages_in_one_folder_are_refused(tmp_path: Path) -> None:
     assert "stage 3" in _error(folder, tmp_path)
 
 
+def test_parts_that_sequence_parallel_ranks_overwrote_are_told(tmp_path: Path) -> None:
+    """By a mesh, stage 3 cuts over all ranks and saves only the data-parallel ones' files."""
+    folder = native(MODEL, stage=3, dp=4)
+    for rank in (2, 3):
+        del folder.trees[optim_name(rank, 0)]
+        del folder.trees[f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"]
+    for name, tree in folder.trees.items():
+        if name.endswith("model_states.pt"):
+            tree["dp_world_size"] = 2
+            tree["frozen_param_shapes"] = tree["frozen_param_fragments"] = {}
+        else:
+            tree["optimizer_state_dict"]["partition_count"] = 2
+
+    assert "one of 4 parts" in _error(folder, tmp_path)
+
+
 def test_wrong_degrees_are_refused(tmp_path: Path) -> None:
     """Two ranks cannot be two tensor parallel ranks in each of two stages."""
     folder = native(SHARDED, dp=1, tp=2)
