@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -64,6 +65,26 @@ def test_a_version_in_memory_counts_as_a_checkpoint_does(
     """Two rules for one question would differ some night."""
     expected = is_valid(step=step, attempt=attempt, lineage=lineage)
     assert counts(_held(0, attempt, step), lineage) is expected
+
+
+def test_what_is_in_use_is_told_by_the_name() -> None:
+    """A worker's newest arena, also one it could not get; copies of what a peer has; parities."""
+    names = ["w1.1", "w1.2", "w2.1", "w3.1", "aa/w1.1", "aa/w1.2", "bb/w1.1"]
+    names += ["parity/0.4", "parity/0.5"]
+    living = {"w1": 2, "w3": 2}
+    listed = {"aa": {"w1.2"}}
+
+    assert in_use(names, living=living, listed=listed, attempt=5) == {
+        "w1.2", "aa/w1.2", "parity/0.5",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("stored_step", "goes"), [(4, False), (5, False), (6, True)])
+def test_what_storage_has_newer_is_not_needed_in_memory(stored_step: int, *, goes: bool) -> None:
+    """Of the same step, memory is what the next attempt is loading from just now."""
+    left = Shelved(name="w1.1", in_use=False, versions=(_held(0, 1, 5),))
+    found = reapable([left], lineage=[(1, 0), (2, 5)], stored_step=stored_step)
+    assert found == (["w1.1"] if goes else [])
 
 
 @dataclass

@@ -19,6 +19,7 @@ from workers.keeper.door import Door, door_path
 from workers.keeper.memory import available_bytes
 from workers.keeper.mirror import Mirrors
 from workers.keeper.persister import Persister
+from workers.keeper.retention import is_parity
 from workers.keeper.shelf import Shelf
 from workers.keeper.troubles import Troubles
 from workers.keeper.watch import dead_workers
@@ -82,11 +83,12 @@ class NodeMemory:
         return self._persister.stored_step
 
     def inventory(self) -> Inventory:
-        """Return what is held, own and copies."""
+        """Return what is held of ranks, own and copies."""
         host, port = self.address
         parts = tuple(
             HeldPart(arena=name, held=held)
             for name, versions in self._shelf.versions().items()
+            if not is_parity(name)
             for held in versions
         )
         return Inventory(node=self._node, host=host, port=port, parts=parts)

@@ -25,7 +25,7 @@ from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.manifest import Kind, Manifest, from_bytes
 from ucp_core.storage import Store, join
 from workers.keeper.arena import Arena
-from workers.keeper.retention import counts
+from workers.keeper.retention import counts, is_parity
 from workers.keeper.shelf import Shelf
 from workers.protocol import Held
 from workers.train.settings import CheckpointSettings
@@ -111,6 +111,8 @@ class Persister:
         committed = False
         # Own ones first, so that two keepers do not write the same at once.
         for name, arena in sorted(self._shelf.arenas().items(), key=lambda item: "/" in item[0]):
+            if is_parity(name):
+                continue
             for held in arena.versions():
                 if (held.attempt, held.step) == (attempt, step):
                     committed = self._persist(name, arena, held) or committed

@@ -13,7 +13,18 @@ from dataclasses import dataclass
 
 from workers.protocol import Held
 
-__all__ = ["Shelved", "choose_slot", "counts", "in_use", "reapable", "split_name"]
+__all__ = [
+    "Shelved",
+    "choose_slot",
+    "counts",
+    "in_use",
+    "is_parity",
+    "reapable",
+    "split_name",
+]
+
+#: Takes the place of a node in the names of arenas that hold parities.
+_PARITY = "parity"
 
 #: Of an attempt that has this many versions behind an older attempt's, the first is complete:
 #: no rank begins a version before all have finished the one before.
@@ -70,20 +81,25 @@ def in_use(
     *,
     living: Mapping[str, int],
     listed: Mapping[str, Collection[str]],
+    attempt: int = 0,
 ) -> frozenset[str]:
-    """Return the arenas that somebody writes, or that are copies of such.
+    """Return the arenas that somebody writes, or that are copies or parities of such.
 
     Args:
         names: All arenas of a shelf.
         living: Workers of this node whose process is there, and the newest generation that each
             has asked for, had or not; 0 if none.
         listed: By the beginning of another node's id, its arenas that are there to be copied.
+        attempt: The one that trains: parities are of one attempt, their generation.
     """
     newest: dict[str, tuple[int, str]] = {}
     used: set[str] = set()
     for name in names:
         node, worker, generation = split_name(name)
-        if node:
+        if is_parity(name):
+            if generation >= attempt:
+                used.add(name)
+        elif node:
             if name.partition("/")[2] in listed.get(node, ()):
                 used.add(name)
         elif generation >= living.get(worker, sys.maxsize):
@@ -122,6 +138,11 @@ def split_name(name: str) -> tuple[str, str, int]:
     if not dot or not generation.isdigit():
         return node, own, 0
     return node, worker, int(generation)
+
+
+def is_parity(name: str) -> bool:
+    """Return whether an arena of this name holds parities; its versions are no rank's."""
+    return split_name(name)[0] == _PARITY
 
 
 def _is_spent(

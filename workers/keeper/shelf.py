@@ -191,7 +191,7 @@ class Shelf:
         """
         arenas = self.arenas()
         asked = {worker: self._asked.get(worker, 0) for worker in living}
-        used = in_use(list(arenas), living=asked, listed=self._listed)
+        used = in_use(list(arenas), living=asked, listed=self._listed, attempt=self.attempt)
         if len(used) == len(arenas):
             return []
         shelved = [

@@ -287,8 +287,12 @@ def test_flush_stores_what_was_not_due(shelf: Shelf, persisting: Persisting) -> 
         copy = shelf.reserve("0123456789ab/w0001.1", body_bytes=body_bytes(2))
         snapshot(copy, 5, rank=1, world=2)
         snapshot(copy, 6, rank=1, world=2)
+        parity = shelf.reserve("parity/0.1", body_bytes=body_bytes(2))
+        parity.begin(0, attempt=1, step=5, rank=0, world_size=2)
+        parity.finish(0, data_bytes=100, record_bytes=100)
 
         assert persister.flush(1, 5)
+        assert len(parity.versions()) == 1, "it is no rank's, and nothing is wrong with it"
         assert persister.stored_step == 5
     _check_stored(store, 5)
     assert store.list("run/checkpoints") == ("step-00000005",)
