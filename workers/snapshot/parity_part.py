@@ -27,7 +27,15 @@ from workers.snapshot.parity import BLOCK_BYTES, P, add, rebuild
 from workers.snapshot.stripes import Piece, Stripes
 from workers.snapshot.tier import Part
 
-__all__ = ["Group", "Member", "ParityPart", "ParityRecord", "slot_bytes", "write"]
+__all__ = [
+    "Group",
+    "Member",
+    "ParityPart",
+    "ParityRecord",
+    "lost_parts",
+    "slot_bytes",
+    "write",
+]
 
 #: Read at once of each part; whole blocks of either parity.
 _WINDOW_BYTES: Final = 8 * BLOCK_BYTES
@@ -344,6 +352,23 @@ class ParityPart:
             found = plan.rebuild(piece.index, low, high)[start - low : stop - low]
             yield found
             start += len(found)
+
+
+def lost_parts(parities: Sequence[Part], parts: Sequence[Part]) -> list[ParityPart]:
+    """Return the parts of a version that no memory has, of whatever groups the parities are.
+
+    Args:
+        parities: All slots of parities of the version that were found.
+        parts: All parts of it that were found.
+
+    Raises:
+        ParityError: A record is damaged or contradicts a part, or a group has lost too much.
+        StorageError: A parity is not there any more.
+    """
+    groups: dict[ParityRecord, list[Part]] = {}
+    for parity in parities:
+        groups.setdefault(replace(_record(parity), place=0), []).append(parity)
+    return [part for group in groups.values() for part in Group(group, parts).lost()]
 
 
 def _record(parity: Part) -> ParityRecord:
