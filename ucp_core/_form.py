@@ -31,7 +31,8 @@ class TensorsForm:
     """The text of the ``tensors`` of a rank's record, but for their checksums.
 
     Args:
-        tensors: What the rank writes, in the order in which it lies in the file.
+        tensors: What the rank writes, in the order in which it lies in the file; the boxes of one
+            tensor in their order.
         file: Name of the data file.
         block_bytes: The blocks that have checksums of their own.
 
@@ -52,7 +53,6 @@ class TensorsForm:
             fragment = Fragment(tensor.box, file, offset_bytes, size, _HOLE, holes)
             found = places.setdefault(key, [])
             found.append((fragment, index))
-            found.sort()
             entries[key] = TensorEntry(
                 key=key,
                 dtype=tensor.dtype,

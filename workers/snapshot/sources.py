@@ -94,7 +94,7 @@ class MemorySources:
         """Return the first holder of every part that can be opened."""
         parts: dict[int, _Watched] = {}
         for place in list(self._left):
-            if place.held.rank not in parts:
+            if place.held.rank not in parts and place in self._left:
                 try:
                     parts[place.held.rank] = self._open(place)
                 except ArenaError as error:
@@ -137,25 +137,20 @@ class MemorySources:
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """A part that notes what is taken from it, and whether that failed."""
+    """A part that notes how much is taken from it."""
 
     place: MemoryPart
     part: Part
     kind: str
     #: Appended to by several readers at once.
     sizes_bytes: deque[int] = field(default_factory=deque)
-    has_failed: bool = False
 
     @property
     def held(self) -> Held:
         return self.part.held
 
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
-        try:
-            self.part.fill(offset_bytes, targets)
-        except StorageError:
-            self.has_failed = True
-            raise
+        self.part.fill(offset_bytes, targets)
         self.sizes_bytes.append(sum(map(len, targets)))
 
 
@@ -163,9 +158,6 @@ def _culprits(
     parts: dict[int, _Watched], checkpoint: Checkpoint | None, error: UcpError
 ) -> list[MemoryPart]:
     """Return whose bytes were not there, or not what they should be."""
-    failed = [part.place for part in parts.values() if part.has_failed]
-    if failed:
-        return failed
     if "rank" in error.facts:
         return [parts[error.facts["rank"]].place]
     tier = checkpoint.store if checkpoint is not None else None
@@ -175,5 +167,7 @@ def _culprits(
 
 
 def _is_silence(error: Exception) -> bool:
-    """Return whether a peer could not be reached, other than that it refused something."""
+    """Return whether a keeper could not be reached, other than that it refused something."""
+    if isinstance(error, ArenaError):
+        return "path" in error.facts
     return isinstance(error, StorageError) and error.facts.get("refused") is False
