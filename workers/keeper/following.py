@@ -19,8 +19,8 @@ POLL_S: Final = 1.0
 #: Between two tries to reach a peer: the first, then twice as long each time, up to the last.
 _PAUSE_S_MIN: Final = 0.05
 _PAUSE_S_MAX: Final = 2.0
-#: A peer is in trouble from the second failure in a row on: a connection may break.
-_FAILURES: Final = 2
+#: It is trouble once every try failed for so long: a connection may break.
+_TROUBLE_S: Final = 1.0
 #: What is in the way is said again so often: ``Troubles.tell`` forgets after twice the time.
 _REPEAT_S: Final = 30.0
 
@@ -43,6 +43,7 @@ class Following(ABC):
         self._on_trouble = on_trouble
         self._stopping = threading.Event()
         self._num_failures = 0
+        self._failing_s = float("inf")
         #: When trouble was told last, by subject; "" is the peers themselves.
         self._troubled: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
@@ -74,7 +75,8 @@ class Following(ABC):
                 if self._stopping.is_set():
                     break
                 self._num_failures += 1
-                if self._num_failures >= _FAILURES:
+                self._failing_s = min(self._failing_s, time.monotonic())
+                if time.monotonic() - self._failing_s >= _TROUBLE_S:
                     self._trouble("", f"{self._what} fails: {error}; trying on")
             self._hang_up()
             pause_s = _PAUSE_S_MIN * 2 ** min(self._num_failures, 16)
@@ -87,7 +89,7 @@ class Following(ABC):
 
     def _is_well(self) -> None:
         """Take note that all that was asked for could be had."""
-        self._num_failures = 0
+        self._num_failures, self._failing_s = 0, float("inf")
         self._troubled.pop("", None)
 
     def _trouble(self, subject: str, line: str) -> None:
