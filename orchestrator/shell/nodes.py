@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.core.events import Event, NodeDraining, NodeJoined, NodeLost
@@ -25,8 +25,11 @@ from workers.keeper.actor import OPTIONS, Keeper
 #: The node table and drain notices are read this often: 2.6 ms a read, 0.3 % of a core.
 POLL_S = 1.0
 #: A keeper that does not come back within this went with its node, or its node is of no use:
-#: restarting a keeper alone took 0.7 to 1.1 s.
-KEEPER_RETURN_S = 10.0
+#: restarting a keeper alone took 0.7 to 1.1 s, and 12 s with twenty processes to a core.
+KEEPER_RETURN_S = 30.0
+KEEPER_RETRY_S = 0.1
+#: A node that was declared lost and is there all the same is taken in again after this.
+RETURN_S = 5.0
 #: A raylet's port answers or refuses in microseconds, also across a data center.
 PROBE_S = 0.5
 
@@ -41,6 +44,8 @@ class NodeView:
         state: alive, draining or lost.
         raylet_pid: Process id of the raylet; 0 before the keeper said it.
         keeper_pid: Likewise of the keeper.
+        lost_s: When it was declared lost, on the run's clock.
+        is_returning: Whether its keeper died alone and is being started again.
         keeper: Ray handle of the keeper.
         host: Where the keeper serves snapshots; "" if it keeps none.
         port: Its port.
@@ -54,6 +59,8 @@ class NodeView:
     state: str = "alive"
     raylet_pid: int = 0
     keeper_pid: int = 0
+    lost_s: float = 0.0
+    is_returning: bool = False
     keeper: Any = None
     host: str = ""
     port: int = 0
@@ -91,7 +98,7 @@ class Nodes:
         self._post = post
         self._on_keeper = on_keeper
         self._draining: set[str] = set()
-        self._looks: set[asyncio.Task[bool]] = set()
+        self._looks: set[asyncio.Task[Any]] = set()
         self.views: dict[str, NodeView] = {}
 
     def is_draining(self, node: str) -> bool:
@@ -113,11 +120,17 @@ class Nodes:
         view = self.views.get(node)
         if view is None or view.lost.is_set():
             return
-        view.state = "lost"
+        view.state, view.lost_s = "lost", self._at_s()
         view.lost.set()
         for task in view.tasks:
             task.cancel()
         self._post(NodeLost(at_s=self._at_s(), node=node, cause=cause))
+
+    def silent(self, node: str, cause: str) -> None:
+        """Declare ``node`` lost because nothing was heard of it, unless it is known why."""
+        view = self.views.get(node)
+        if view is not None and not view.is_returning:
+            self.lost(node, cause)
 
     async def kill_worker(self, node: str, worker: str) -> None:
         """Have the keeper of ``node`` SIGKILL ``worker``; returns when it is done, or cannot be."""
@@ -139,7 +152,10 @@ class Nodes:
         if not row["Alive"]:
             self.lost(node, "Ray declared it dead")
             return
-        if node in self.views or not self._fits(row["Resources"]):
+        view = self.views.get(node)
+        if view is not None and view.lost.is_set() and self._at_s() - view.lost_s >= RETURN_S:
+            self._spawn_look(self._look_again(view))
+        if view is not None or not self._fits(row["Resources"]):
             return
         address = (row["NodeManagerAddress"], row["NodeManagerPort"])
         view = self.views[node] = NodeView(node=node, raylet_address=address)
@@ -197,9 +213,12 @@ class Nodes:
         """Find out of every node whether it is lost, without waiting."""
         for view in self.views.values():
             if not view.lost.is_set():
-                look = asyncio.get_running_loop().create_task(self.is_gone(view.node))
-                self._looks.add(look)
-                look.add_done_callback(self._looks.discard)
+                self._spawn_look(self.is_gone(view.node))
+
+    def _spawn_look(self, look: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(look)
+        self._looks.add(task)
+        task.add_done_callback(self._looks.discard)
 
     async def _accompany(self, view: NodeView) -> None:
         """Keep a held call on the keeper; a failing one is a reason to look at the node."""
@@ -210,29 +229,52 @@ class Nodes:
                 # After a restart it listens elsewhere, and asks for another secret.
                 view.host, view.port = hello["host"], hello["port"]
                 view.secret = hello["secret"]
+                view.is_returning = False
                 self._on_keeper()
                 await view.keeper.hold.remote()
             except RayError as error:
+                # Until it is back nobody asks it, nor is told of it.
+                view.secret = b""
+                # Where the raylet answers the machine lives: training need not stop for this.
+                view.is_returning = await _accepts(view.raylet_address)
                 if await self.is_gone(view.node) or not await _is_back(view.keeper):
                     self.lost(view.node, f"its keeper is unreachable: {type(error).__name__}")
                     return
+
+    async def _look_again(self, view: NodeView) -> None:
+        """Forget that a node was lost if it is there after all: it is then found as a new one."""
+        if await _accepts(view.raylet_address):
+            self.views.pop(view.node, None)
 
 
 async def _is_back(keeper: Any) -> bool:
     """Return whether a keeper whose process ended was restarted by its node in time."""
     try:
-        await asyncio.wait_for(_hello(keeper), KEEPER_RETURN_S)
+        async with asyncio.timeout(KEEPER_RETURN_S):
+            while True:
+                try:
+                    await keeper.hello.remote()
+                except ActorUnavailableError:
+                    # What is sent to a process that is only just starting fails like that.
+                    await asyncio.sleep(KEEPER_RETRY_S)
+                else:
+                    return True
     except (RayError, TimeoutError):
         return False
+
+
+async def _accepts(address: tuple[str, int]) -> bool:
+    """Return whether something listens there."""
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(*address), PROBE_S)
+    except (TimeoutError, OSError):
+        return False
+    writer.close()
     return True
 
 
 async def _kill(keeper: Any, worker: str) -> None:
     await keeper.kill.remote(worker)
-
-
-async def _hello(keeper: Any) -> None:
-    await keeper.hello.remote()
 
 
 def _read_cluster() -> tuple[list[dict[str, Any]], dict[str, int]]:

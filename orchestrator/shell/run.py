@@ -143,7 +143,7 @@ class Run:
             post=post,
             at_s=at_s,
             on_formed=self._crew.note_formed,
-            node_silent=self._nodes.lost,
+            node_silent=self._nodes.silent,
             patience=self._config.patience,
         )
 

@@ -125,7 +125,7 @@ class Snapshots:
         return ()
 
     def _memory_parts(self, version: Version) -> tuple[MemoryPart, ...]:
-        views = self._nodes.views
+        secrets = {view.node: view.secret for view in self._views()}
         return tuple(
             MemoryPart(
                 node=part.node,
@@ -133,15 +133,15 @@ class Snapshots:
                 port=part.port,
                 arena=part.arena,
                 held=part.held,
-                secret=views[part.node].secret,
+                secret=secrets[part.node],
             )
             for part in version.parts
-            if views[part.node].secret
+            if secrets.get(part.node)
         )
 
     async def inventories(self) -> list[Inventory]:
         """Return what the keepers hold that answer in time."""
-        asked = (_unless_lost(view, _held(view.keeper)) for view in self._views())
+        asked = (_unless_lost(view, _held(view.keeper)) for view in self._views() if view.secret)
         return [answer for answer in await asyncio.gather(*asked) if answer is not None]
 
     def order(self, attempt: int, lineage: Lineage, nodes: Sequence[str]) -> None:
