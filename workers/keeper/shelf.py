@@ -93,10 +93,11 @@ class Shelf:
             if held is not None and os.path.sameopenfile(held.fd, fd):
                 os.close(fd)
                 return
-            arena = Arena(fd)
+            arena = self._arenas[name] = Arena(fd)
             # Whoever copied it was connected to the keeper before.
             arena.attend(False)
-            self._put(name, arena)
+        if held is not None:
+            held.close()
         self.tell()
 
     def hand_out(self, name: str) -> int:
@@ -124,7 +125,10 @@ class Shelf:
     def drop(self, name: str) -> None:
         """Let go of an arena; its memory is free once nobody else holds it."""
         with self._lock:
-            self._put(name, None)
+            held = self._arenas.pop(name, None)
+        if held is not None:
+            # Outside of the lock: to free a large one takes a while.
+            held.close()
         self.tell()
 
     def arenas(self) -> dict[str, Arena]:
@@ -189,8 +193,10 @@ class Shelf:
             living: Workers of this node whose process is there.
             stored_step: The newest step that is committed to storage and counts.
         """
+        with self._lock:
+            self._asked = {worker: self._asked.get(worker, 0) for worker in living}
+            asked = dict(self._asked)
         arenas = self.arenas()
-        asked = {worker: self._asked.get(worker, 0) for worker in living}
         used = in_use(list(arenas), living=asked, listed=self._listed, attempt=self.attempt)
         if len(used) == len(arenas):
             return []
@@ -264,13 +270,6 @@ class Shelf:
             need_bytes=need_bytes,
             budget_bytes=self._budget_bytes,
         )
-
-    def _put(self, name: str, arena: Arena | None) -> None:
-        held = self._arenas.pop(name, None)
-        if held is not None:
-            held.close()
-        if arena is not None:
-            self._arenas[name] = arena
 
 
 def _check_fits(name: str, arena: Arena, body_bytes: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,14 @@ def _trainer(directory: Path, worker: str, *, world: int, generation: int = 1) -
         body_bytes=body_bytes(world),
         attempt=9,
     )
+
+
+def _is_copied(arena: Arena) -> bool:
+    return not arena.copy_behind()
+
+
+def _is_stored(arena: Arena) -> bool:
+    return arena.pinned() is None
 
 
 def _held(inventory: Inventory) -> set[tuple[str, int, int]]:
@@ -175,3 +185,43 @@ def test_a_keeper_that_is_started_again_has_the_budget_of_the_first(tmp_path: Pa
 
     assert budget_bytes(tmp_path, 0) == 12345678
     assert budget_bytes(tmp_path, 7) == 7 << 20
+
+
+def test_recoveries_and_snapshots_leave_nothing_behind(
+    open_memory: Callable[..., NodeMemory], tmp_path: Path
+) -> None:
+    """A run is to go on for months: no file, no thread, no arena more than at its begin."""
+    near, far = open_memory("a" * 16), open_memory("b" * 16)
+    lineage = [(1, 0)]
+    sizes = []
+    step = 0
+    for attempt in range(1, 16):
+        order = KeeperOrder(
+            attempt=attempt, lineage=tuple(lineage), copies_of=(_peer(near, "a" * 16),)
+        )
+        for memory in (near, far):
+            assert memory.fence(order)
+        far.obey(order)
+        worker = f"w{attempt:04d}"
+        arena = reserve(
+            door_path(tmp_path / ("a" * 16)),
+            f"{worker}.1",
+            body_bytes=body_bytes(1),
+            attempt=attempt,
+        )
+        assert eventually(arena.attended)
+        for number in range(4):
+            step += 1
+            snapshot(arena, step, attempt=attempt, pin=number == 2, lineage=lineage)
+            notify(door_path(tmp_path / ("a" * 16)), f"{worker}.1")
+            assert eventually(partial(_is_copied, arena))
+        assert eventually(partial(_is_stored, arena))
+        near.tend({worker})
+        far.tend(set())
+        arena.close()
+        lineage.append((attempt + 1, step))
+        arenas = {part.arena for part in (*near.inventory().parts, *far.inventory().parts)}
+        fds, threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+        sizes.append((len(arenas), fds, threads))
+    for before, after in zip(map(max, zip(*sizes[:6], strict=True)), sizes[-1], strict=True):
+        assert after <= before, sizes
