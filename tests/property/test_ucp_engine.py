@@ -52,6 +52,7 @@ def test_any_box_of_any_foreign_map_is_what_numpy_cuts(seed: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_open, "_SPAN_BYTES_MAX", rng.choice((64, 1 << 20)))
+        patch.setattr(_open, "_DIRECT_BYTES_MAX", rng.choice((64, 1 << 20)))
         load(made.checkpoint, need, threads=rng.choice((1, 3)))
 
     _assert_equal(made, need)

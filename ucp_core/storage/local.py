@@ -364,14 +364,25 @@ def _batches(buffers: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
         yield buffers[low : low + _BUFFERS_MAX]
 
 
-@contextmanager
-def _opened(path: str) -> Iterator[int]:
-    with _named(path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+class _opened:  # noqa: N801 - used as a function
+    """A file to read from. A class, because a generator takes 2 us, a read of 64 KiB 4 us."""
+
+    __slots__ = ("_fd", "_path")
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> int:
         try:
-            yield fd
-        finally:
-            os.close(fd)
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _storage_error(self._path, error) from error
+        return self._fd
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        os.close(self._fd)
+        if isinstance(error, OSError):
+            raise _storage_error(self._path, error) from error
 
 
 @contextmanager
@@ -380,10 +391,14 @@ def _named(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = ADVICE.get(error.errno or 0, f"failed: {error.strerror}")
-        raise StorageError(
-            f"{path} {advice}",
-            path=path,
-            errno=error.errno,
-            missing=isinstance(error, FileNotFoundError),
-        ) from error
+        raise _storage_error(path, error) from error
+
+
+def _storage_error(path: str, error: OSError) -> StorageError:
+    advice = ADVICE.get(error.errno or 0, f"failed: {error.strerror}")
+    return StorageError(
+        f"{path} {advice}",
+        path=path,
+        errno=error.errno,
+        missing=isinstance(error, FileNotFoundError),
+    )

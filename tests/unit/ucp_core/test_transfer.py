@@ -114,6 +114,51 @@ def test_a_large_gather_passes_through_little_memory_and_reads_no_block_twice() 
     assert peak <= 3 * MIB
 
 
+def test_a_large_part_is_read_into_place_and_only_its_cut_blocks_pass_through_memory() -> None:
+    """Bytes 0.5 to 12.5 MiB in requests of 2 MiB: the block at either end is read whole."""
+    store = _CountingStore()
+    store.request_bytes = 2 * MIB
+    state = _state(4 * MIB, 1)
+    opened = _saved(store, state, world_size=1)
+    need = empty_tensors(state, {KEY: [Box((MIB // 8, 0), (3 * MIB + MIB // 8, 1))]})
+    tracemalloc.start()
+
+    result = load(opened, need, threads=1)
+
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert_loaded(state, need)
+    # The reads of 8 MiB that the plan is made of, with the ends of blocks between them.
+    assert sorted(store.reads) == [
+        ("a0001-r00000.bin", low * MIB, size * MIB)
+        for low, size in ((0, 1), (1, 2), (3, 2), (5, 2), (7, 1), (8, 2), (10, 2), (12, 1))
+    ]
+    assert result.read_bytes == 13 * MIB
+    assert peak <= 5 * MIB
+
+
+@pytest.mark.parametrize("damaged_byte", [17, MIB - 1, MIB, 7 * MIB + 5, 12 * MIB, 13 * MIB - 1])
+def test_damage_anywhere_in_the_blocks_of_a_large_part_is_found(damaged_byte: int) -> None:
+    """In its first block, its last and between them, needed itself or not; once not beyond."""
+    store = MemoryStore()
+    store.request_bytes = 2 * MIB
+    state = _state(4 * MIB, 1)
+    opened = _saved(store, state, world_size=1)
+    need = empty_tensors(state, {KEY: [Box((MIB // 8, 0), (3 * MIB + MIB // 8, 1))]})
+    path = join(DIRECTORY, "a0001-r00000.bin")
+    data = bytearray(store.read(path))
+    data[13 * MIB] ^= 1
+    store.write_atomic(path, data, fsync=False)
+    load(opened, need)
+    data[damaged_byte] ^= 1
+    store.write_atomic(path, data, fsync=False)
+
+    with pytest.raises(ChecksumMismatchError) as caught:
+        load(opened, need)
+
+    assert caught.value.facts["start_byte"] == damaged_byte // MIB * MIB
+
+
 def test_neighbours_in_a_file_are_read_together() -> None:
     """A read per tensor costs a request each on an object store."""
     store = _CountingStore()
