@@ -1,23 +1,34 @@
-"""Loading a torch DCP checkpoint under another layout: ours, DCP's own load, and raw reads.
+"""Loading checkpoints under another layout: ours, DCP's own load, and raw reads of the bytes.
 
-Four processes save a decoder's weights and Adam moments under fsdp 4, as FSDP2 lays them out;
-then the four are fsdp 2 x tp 2 and load: in ``ours``, which opens the checkpoint and loads; by
-``dcp.load`` into DTensors; and by plain reads of as many bytes as a rank needs, 8 MiB a call into
-warm memory, by one thread. ``alone`` is one rank while the others wait, ours with two threads as
-by default. ``together`` is all ranks at once, ours with as many threads as each has cores of its
-own; it lasts as long as the slowest. The ways take turns in every round, the page cache is warm,
-and every result is compared with what was saved.
+Four processes save a decoder's weights and Adam moments under fsdp 4, as FSDP2 lays them out, by
+``dcp.save`` and by ``save_rank``; then the four are fsdp 2 x tp 2 and load.
 
-Medians and the best. CPU seconds, the best of the rounds and all ranks added, stand beside them:
-they tell most where the machine has other work.
+- ``ours`` opens the DCP checkpoint and loads, ``native`` opens and loads our own, every byte of
+  which is verified; ``dcp`` is ``dcp.load`` into DTensors, which verifies nothing.
+- ``raw`` and ``native raw`` are raw sequential reads of the bytes needed: from every file that
+  holds some of them, as many bytes as this rank needs from that file, from its start and one after
+  the other, at most 8 MiB a call, by as many threads as ours uses, each with an equal part, into
+  the very tensors that the others load into. What to read is known beforehand; nothing is opened
+  but the data files, nothing is verified and nothing is put where it belongs. Where columns are
+  needed, more bytes lie between the first and the last: they are not among the bytes needed.
 
-    python -m tests.benchmarks.bench_load --megabytes 1024 --rounds 5 --json
+The tensors were written before, so nobody pays for fresh pages; the page cache is warm.
+``alone`` is one rank, while the others wait, with one thread and with two; ``together`` is all
+ranks at once, with as many threads each as it has cores of its own, and lasts as long as the
+slowest. The ways take turns in every round, and all but the raw reads are compared with what was
+saved.
+
+Ratios are medians over the rounds of the ratio within a round, because other work on the machine
+comes and goes; times are medians. CPU seconds are the best of the rounds, of all ranks.
+
+    python -m tests.benchmarks.bench_load --megabytes 1024 --rounds 9 --json
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import logging
 import os
@@ -25,11 +36,11 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -39,7 +50,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.ranks import Place, running
 from ucp_core.boxes import Box
-from ucp_core.checkpoint import LocalTensor, load
+from ucp_core.checkpoint import LocalTensor, load, open_checkpoint, save_rank
 from ucp_core.converters import open_source
 from ucp_core.storage import LocalStore
 
@@ -48,6 +59,8 @@ SLOTS = ("weight", "exp_avg", "exp_avg_sq")
 MODEL, HIDDEN = 2048, 8192
 READ_BYTES = 8 << 20
 RUN_S_MAX = 1800
+#: What each way is compared with.
+PEERS = {"ours": ("raw", "dcp"), "native": ("native raw", "dcp")}
 
 
 class Parameter(NamedTuple):
@@ -124,59 +137,93 @@ def dtensor(
     return DTensor.from_local(local, mesh, spread, shape=shape, stride=stride, run_check=False)
 
 
+class Read(NamedTuple):
+    """A raw read: a whole buffer from a place in a file."""
+
+    path: Path
+    offset_bytes: int
+    data: memoryview
+
+
 class Bench:
     """One rank: memory to load into, and the ways to fill it."""
 
     def __init__(self, place: Place, megabytes: int) -> None:
         self.rank = place.rank
         self.directory = str(place.directory / "checkpoint")
+        self.native_directory = str(place.directory / "step-00000001")
         self.state = [(p, slot) for p in parameters(megabytes) for slot in SLOTS]
         self.targets = [
             torch.ones(loaded_box(p, self.rank).shape, dtype=torch.float32) for p, _ in self.state
         ]
         self.needed_bytes = sum(target.nbytes for target in self.targets)
-        self.buffer = np.ones(READ_BYTES, np.uint8)
-        self.raw_target = np.ones(self.needed_bytes, np.uint8)
 
     def save(self) -> None:
-        """Save with fsdp 4."""
+        """Save with fsdp 4, by torch and by ourselves."""
         mesh = init_device_mesh("cpu", (NUM_RANKS,))
+        pieces = [values(p, slot, saved_box(p, self.rank)) for p, slot in self.state]
         state = {
-            key_of(p.fqn, slot): dtensor(
-                p, values(p, slot, saved_box(p, self.rank)), mesh, (Shard(0),)
-            )
-            for p, slot in self.state
+            key_of(p.fqn, slot): dtensor(p, piece, mesh, (Shard(0),))
+            for (p, slot), piece in zip(self.state, pieces, strict=True)
         }
         dcp.save(state, checkpoint_id=self.directory)
+        save_rank(
+            LocalStore(),
+            self.native_directory,
+            step=1,
+            attempt=1,
+            rank=self.rank,
+            world_size=NUM_RANKS,
+            tensors=self.local(saved_box, pieces),
+            extra={},
+            param_groups=[],
+            source={},
+            fsync=False,
+        )
 
-    def raw(self) -> None:
-        """Read as many bytes as are needed, one after the other."""
-        files = sorted(Path(self.directory).glob("*.distcp"))
-        view, done = self.raw_target.data, 0
-        for name in files[self.rank :] + files[: self.rank]:
-            with name.open("rb", buffering=0) as file:
-                while done < len(view):
-                    size = file.readinto(view[done : done + READ_BYTES])
-                    if not size:
-                        break
-                    done += size
-        assert done == len(view)
-
-    def ours(self, threads: int) -> None:
-        """Open the checkpoint and load."""
-        checkpoint = open_source(LocalStore(), self.directory)
-        need = [
+    def local(
+        self, box_of: Callable[[Parameter, int], Box], tensors: Sequence[torch.Tensor]
+    ) -> list[LocalTensor]:
+        """Return this rank's part of the state as our own functions take it."""
+        return [
             LocalTensor(
                 fqn=p.fqn,
                 slot=slot,
                 dtype="F32",
                 shape=p.shape,
-                box=loaded_box(p, self.rank),
-                data=target.numpy().data,
+                box=box_of(p, self.rank),
+                data=tensor.numpy().data,
             )
-            for (p, slot), target in zip(self.state, self.targets, strict=True)
+            for (p, slot), tensor in zip(self.state, tensors, strict=True)
         ]
-        load(checkpoint, need, threads=threads)
+
+    def raw_reads(self, directory: str, pattern: str) -> list[Read]:
+        """Return raw reads of the bytes needed from the file that each rank saved."""
+        reads: list[Read] = []
+        left = [target.numpy().data.cast("B") for target in self.targets]
+        for rank, path in enumerate(sorted(Path(directory).glob(pattern))):
+            boxes = [
+                (saved_box(p, rank).intersect(loaded_box(p, self.rank))) for p, _ in self.state
+            ]
+            num_bytes, offset = sum(4 * box.num_elements for box in boxes if box), 0
+            while offset < num_bytes:
+                size = min(num_bytes - offset, len(left[0]), READ_BYTES)
+                reads.append(Read(path, offset, left[0][:size]))
+                left[0] = left[0][size:]
+                left = left if left[0] else left[1:]
+                offset += size
+        assert not left
+        return reads
+
+    def ours(self, threads: int) -> None:
+        """Open the checkpoint of DCP and load."""
+        checkpoint = open_source(LocalStore(), self.directory)
+        load(checkpoint, self.local(loaded_box, self.targets), threads=threads)
+
+    def native(self, threads: int) -> None:
+        """Open our own checkpoint and load."""
+        checkpoint = open_checkpoint(LocalStore(), self.native_directory)
+        load(checkpoint, self.local(loaded_box, self.targets), threads=threads)
 
     def dcp(self, *, alone: bool) -> None:
         """Load by torch, in place."""
@@ -198,6 +245,45 @@ class Bench:
             target.fill_(1)
 
 
+def raw(reads: Sequence[Read], threads: int) -> None:
+    """Read, by threads with equal parts of the list's bytes."""
+    total, done = sum(len(read.data) for read in reads), 0
+    parts: list[list[Read]] = [[] for _ in range(threads)]
+    for read in reads:
+        parts[done * threads // total].append(read)
+        done += len(read.data)
+    if threads == 1:
+        _raw(reads)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(_raw, parts):
+            pass
+
+
+def _raw(reads: Sequence[Read]) -> None:
+    for path, of_file in itertools.groupby(reads, key=lambda read: read.path):
+        with path.open("rb", buffering=0) as file:
+            for read in of_file:
+                assert os.preadv(file.fileno(), [read.data], read.offset_bytes) == len(read.data)
+
+
+def ways_of(bench: Bench) -> list[tuple[str, str, Callable[[], None]]]:
+    """Return every way in every mode: mode, way, and what to call."""
+    own_cores = max(1, (os.cpu_count() or 1) // NUM_RANKS)
+    reads = bench.raw_reads(bench.directory, "*.distcp")
+    native_reads = bench.raw_reads(bench.native_directory, "*.bin")
+    ways: list[tuple[str, str, Callable[[], None]]] = []
+    for mode, threads in (("together", own_cores), ("alone, 1", 1), ("alone, 2", 2)):
+        ways += [
+            (mode, "raw", functools.partial(raw, reads, threads)),
+            (mode, "ours", functools.partial(bench.ours, threads)),
+            (mode, "dcp", functools.partial(bench.dcp, alone=mode != "together")),
+            (mode, "native raw", functools.partial(raw, native_reads, threads)),
+            (mode, "native", functools.partial(bench.native, threads)),
+        ]
+    return ways
+
+
 def bench_rank(place: Place, *, megabytes: int, rounds: int) -> dict[str, Any]:
     """Save once and load in every way; return the seconds of this rank by way and round."""
     warnings.simplefilter("ignore")
@@ -207,28 +293,21 @@ def bench_rank(place: Place, *, megabytes: int, rounds: int) -> dict[str, Any]:
     bench = Bench(place, megabytes)
     bench.save()
     assert bench.dtensors
-    own_cores = max(1, (os.cpu_count() or 1) // NUM_RANKS)
-    ways: list[tuple[str, Callable[[], None]]] = [
-        ("together raw", bench.raw),
-        ("together ours", functools.partial(bench.ours, own_cores)),
-        ("together dcp", functools.partial(bench.dcp, alone=False)),
-        ("alone raw", bench.raw),
-        ("alone ours", functools.partial(bench.ours, 2)),
-        ("alone dcp", functools.partial(bench.dcp, alone=True)),
-    ]
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in ways}
+    dist.barrier()
+    ways = ways_of(bench)
+    taken: dict[str, list[tuple[float, float]]] = {}
     for number in range(rounds + 1):
         turn = number % len(ways)
-        for name, way in ways[turn:] + ways[:turn]:
+        for mode, name, way in ways[turn:] + ways[:turn]:
             dist.barrier()
-            if name.startswith("alone") and place.rank:
+            if mode != "together" and place.rank:
                 continue
             cpu_s, wall_s = time.process_time(), time.perf_counter()
             way()
             times = time.perf_counter() - wall_s, time.process_time() - cpu_s
             # The first round pays for imports and for what is touched first.
             if number:
-                taken[name].append(times)
+                taken.setdefault(f"{mode}/{name}", []).append(times)
             if not name.endswith("raw"):
                 bench.check()
     dist.destroy_process_group()
@@ -236,36 +315,38 @@ def bench_rank(place: Place, *, megabytes: int, rounds: int) -> dict[str, Any]:
 
 
 def measure(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Return times, speeds and ratios."""
+    """Return times and ratios by mode."""
     function = functools.partial(bench_rank, megabytes=megabytes, rounds=rounds)
     with running(function, NUM_RANKS, folder) as ranks:
         results = ranks.results(RUN_S_MAX)
-    sizes = [result["needed_bytes"] for result in results]
     document: dict[str, Any] = {"rounds": rounds, "cores": os.cpu_count()}
-    for mode, needed_bytes in (("together", sum(sizes)), ("alone", sizes[0])):
-        wall_s: dict[str, list[float]] = {}
-        cpu_s: dict[str, float] = {}
-        for way in ("raw", "ours", "dcp"):
-            by_rank = [taken for r in results if (taken := r["taken"][f"{mode} {way}"])]
-            wall_s[way] = [max(w for w, _ in times) for times in zip(*by_rank, strict=True)]
-            cpu_s[way] = sum(min(cpu for _, cpu in times) for times in by_rank)
-        document[mode] = _summary(needed_bytes, wall_s, cpu_s)
+    for name in results[0]["taken"]:
+        mode, way = name.split("/")
+        by_rank = [result["taken"][name] for result in results if name in result["taken"]]
+        found = document.setdefault(mode, {"wall_s": {}, "cpu_s": {}})
+        found["needed_bytes"] = sum(result["needed_bytes"] for result in results[: len(by_rank)])
+        found["wall_s"][way] = [max(w for w, _ in times) for times in zip(*by_rank, strict=True)]
+        found["cpu_s"][way] = sum(min(cpu for _, cpu in times) for times in by_rank)
+    for mode, found in document.items():
+        if isinstance(found, dict):
+            document[mode] = _summary(**found)
     return document
 
 
 def _summary(
     needed_bytes: int, wall_s: dict[str, list[float]], cpu_s: dict[str, float]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"needed_bytes": needed_bytes}
-    kinds = {
-        "median_s": {way: statistics.median(times) for way, times in wall_s.items()},
-        "best_s": {way: min(times) for way, times in wall_s.items()},
-        "cpu_s": cpu_s,
+    medians = {way: statistics.median(times) for way, times in wall_s.items()}
+    found: dict[str, Any] = {
+        "needed_bytes": needed_bytes,
+        "median_s": {way: round(value, 4) for way, value in medians.items()},
+        "cpu_s": {way: round(value, 4) for way, value in cpu_s.items()},
     }
-    for kind, seconds in kinds.items():
-        found[kind] = {way: round(value, 4) for way, value in seconds.items()}
-        found[f"ours_vs_raw {kind}"] = round(seconds["raw"] / seconds["ours"], 2)
-        found[f"ours_vs_dcp {kind}"] = round(seconds["dcp"] / seconds["ours"], 2)
+    for way, peers in PEERS.items():
+        for peer in peers:
+            pairs = zip(wall_s[peer], wall_s[way], strict=True)
+            found[f"{way} vs {peer}"] = round(statistics.median(a / b for a, b in pairs), 2)
+            found[f"{way} vs {peer}, cpu"] = round(cpu_s[peer] / cpu_s[way], 2)
     return found
 
 
@@ -273,7 +354,7 @@ def main() -> None:
     """Print a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=1024, help="size of the whole state")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--directory", help="where to write; default: the system's temporary one")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -283,14 +364,15 @@ def main() -> None:
     if options.json:
         print(json.dumps(result, indent=1))
         return
-    print(f"fsdp {NUM_RANKS} -> fsdp {FSDP} x tp {TP}, {result['cores']} cores")
-    for mode in ("together", "alone"):
-        found = result[mode]
+    print(f"fsdp {NUM_RANKS} -> fsdp {FSDP} x tp {TP}, {result['cores']} cores, medians of rounds")
+    for mode, found in result.items():
+        if not isinstance(found, dict):
+            continue
         print(f"{mode}: {found['needed_bytes'] / 1e9:.3f} GB needed")
-        for kind in ("median_s", "best_s", "cpu_s"):
-            times = ", ".join(f"{way} {value:.4f}" for way, value in found[kind].items())
-            raw, peer = found[f"ours_vs_raw {kind}"], found[f"ours_vs_dcp {kind}"]
-            print(f"  {kind:<9} {times}; ours {raw:.2f} x raw, {peer:.2f} x dcp")
+        for kind in ("median_s", "cpu_s"):
+            print(f"  {kind:<9}" + ", ".join(f"{k} {v:.4f}" for k, v in found[kind].items()))
+        ratios = (f"{key} {value:.2f}" for key, value in found.items() if " vs " in key)
+        print("  " + "; ".join(ratios))
 
 
 if __name__ == "__main__":
