@@ -20,12 +20,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from workers.keeper.wire import CHUNK_BYTES
 from workers.snapshot import parity
 from workers.snapshot.parity import P, Q
 from workers.snapshot.stripes import Stripes, save_state
 
-#: As keepers receive it: see workers.keeper.wire.
-CHUNK_BYTES = 4 << 20
 #: Issue of this part: at least so much of a copy's speed.
 TARGETS = {"encode_one": 0.60, "encode_two": 0.25}
 

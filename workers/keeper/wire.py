@@ -171,7 +171,7 @@ class WireServer:
         if "list" in request:
             self._list(connection, request)
         elif "copied" in request:
-            for name, held in request["copied"].items():
+            for name, held in dict(request["copied"]).items():
                 self._attendance.note_got(connection, str(name), held_of(held))
         else:
             self._send_range(connection, request)

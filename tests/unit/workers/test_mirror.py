@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -388,7 +389,7 @@ def test_no_thread_and_no_connection_is_left(
     theirs: Shelf, ours: Shelf, troubles: list[str]
 ) -> None:
     """Fifty orders, fifty mirrors: a run has many attempts."""
-    before = threading.active_count()
+    before = threading.active_count(), _num_files()
     for number in range(50):
         server = WireServer(theirs, host="127.0.0.1", secret=SECRET)
         mirrors = Mirrors(ours, troubles.append)
@@ -397,5 +398,11 @@ def test_no_thread_and_no_connection_is_left(
         _wait_for_copy(ours, number + 1)
         mirrors.stop()
         server.close()
-    assert _eventually(lambda: threading.active_count() == before)
+    # The copy's own memory, and its mapping.
+    after = before[0], before[1] + 2
+    assert _eventually(lambda: (threading.active_count(), _num_files()) == after)
     assert not troubles
+
+
+def _num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  counts itself each time
