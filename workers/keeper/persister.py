@@ -108,15 +108,23 @@ class Persister:
         For the end of a run whose newest version is not due. Copies of other nodes' ranks are
         stored too where nobody has done it: their own node may be gone.
         """
-        committed = False
         # Own ones first, so that two keepers do not write the same at once.
-        for name, arena in sorted(self._shelf.arenas().items(), key=lambda item: "/" in item[0]):
-            if is_parity(name):
-                continue
-            for held in arena.versions():
-                if (held.attempt, held.step) == (attempt, step):
-                    committed = self._persist(name, arena, held) or committed
-        return committed
+        names = sorted(self._shelf.arenas().items(), key=lambda item: "/" in item[0])
+        found = [
+            (name, arena, held)
+            for name, arena in names
+            if not is_parity(name)
+            for held in arena.versions()
+            if (held.attempt, held.step) == (attempt, step)
+        ]
+        stored = [self._persist(name, arena, held) for name, arena, held in found]
+        # The other keepers are storing their parts now; whoever is last commits.
+        for pause_s in self._pauses_s:
+            if not stored or any(stored) or self._closing.wait(pause_s):
+                break
+            name, arena, held = found[0]
+            stored.append(self._persist(name, arena, held))
+        return any(stored)
 
     def close(self) -> None:
         """Store nothing any more; a store that does not answer is not waited for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -296,6 +297,27 @@ def test_flush_stores_what_was_not_due(shelf: Shelf, persisting: Persisting) -> 
         assert persister.stored_step == 5
     _check_stored(store, 5)
     assert store.list("run/checkpoints") == ("step-00000005",)
+
+
+def test_every_keeper_that_flushes_knows_of_the_commit(
+    shelf: Shelf, troubles: Troubles, persisting: Persisting
+) -> None:
+    """The one that is done first waits for the one that commits."""
+    store, other = MemoryStore(), Shelf(budget_bytes=1 << 30)
+    arenas = [each.reserve("w0001.1", body_bytes=body_bytes(2)) for each in (shelf, other)]
+    for rank, arena in enumerate(arenas):
+        snapshot(arena, 5, rank=rank, world=2)
+    theirs = Persister(
+        other, store, "run", CheckpointSettings(), troubles.note, pauses_s=[0.01] * 2000
+    )
+    with ThreadPoolExecutor() as pool, persisting(store) as mine:
+        first = pool.submit(theirs.flush, 1, 5)
+        assert eventually(lambda: store.exists("run/checkpoints/step-00000005/a0001-r00001.json"))
+        assert not first.done()
+        assert mine.flush(1, 5)
+        assert first.result(20.0)
+    theirs.close()
+    other.drop("w0001.1")
 
 
 def test_a_part_that_is_stored_already_is_not_written_again(
