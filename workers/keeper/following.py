@@ -10,6 +10,7 @@ from typing import Final
 
 from ucp_core.errors import StorageError
 from workers.errors import ArenaError
+from workers.keeper.priority import be_nice
 from workers.keeper.wire import WireClient
 
 __all__ = ["POLL_S", "Following"]
@@ -33,11 +34,17 @@ class Following(ABC):
         clients: Of the peers.
         on_trouble: Called from the thread with a line for each thing that is in the way, and twice
             a minute again while it is.
+        niceness: Of the thread.
     """
 
     def __init__(
-        self, what: str, clients: Sequence[WireClient], on_trouble: Callable[[str], object]
+        self,
+        what: str,
+        clients: Sequence[WireClient],
+        on_trouble: Callable[[str], object],
+        niceness: int = 0,
     ) -> None:
+        self._niceness = niceness
         self._what = what
         self._clients = tuple(clients)
         self._on_trouble = on_trouble
@@ -68,6 +75,7 @@ class Following(ABC):
         self._thread.start()
 
     def _run(self) -> None:
+        be_nice(self._niceness)
         while not self._stopping.is_set():
             try:
                 self._follow()

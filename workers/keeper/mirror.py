@@ -48,6 +48,7 @@ class Mirror(Following):
         secret: Of the peer's keeper.
         on_trouble: Called from the thread with a line for each thing that is in the way, and twice
             a minute again while it is.
+        niceness: Of the thread.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class Mirror(Following):
         peer: Peer,
         secret: bytes,
         on_trouble: Callable[[str], object],
+        niceness: int = 0,
     ) -> None:
         self._client = WireClient((peer.host, peer.port), secret=secret)
         what = f"copying what the ranks of node {peer.node} write"
-        super().__init__(what, [self._client], on_trouble)
+        super().__init__(what, [self._client], on_trouble, niceness)
         self._shelf = shelf
         self._peer = peer
         #: What the peer knows to be copied, by arena.
@@ -149,9 +151,13 @@ class Mirrors:
     Args:
         shelf: Takes the copies.
         on_trouble: See ``Mirror``.
+        niceness: See ``Mirror``.
     """
 
-    def __init__(self, shelf: Shelf, on_trouble: Callable[[str], object]) -> None:
+    def __init__(
+        self, shelf: Shelf, on_trouble: Callable[[str], object], niceness: int = 0
+    ) -> None:
+        self._niceness = niceness
         self._shelf = shelf
         self._on_trouble = on_trouble
         self._mirrors: dict[Peer, Mirror] = {}
@@ -162,8 +168,9 @@ class Mirrors:
             self._mirrors.pop(peer).stop()
         for peer in peers:
             if peer not in self._mirrors:
-                mirror = Mirror(self._shelf, peer, peer.secret, self._on_trouble)
-                self._mirrors[peer] = mirror
+                self._mirrors[peer] = Mirror(
+                    self._shelf, peer, peer.secret, self._on_trouble, self._niceness
+                )
 
     def stop(self) -> None:
         """Follow nobody; what was copied stays."""

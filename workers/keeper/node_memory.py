@@ -31,6 +31,10 @@ __all__ = ["NodeMemory", "budget_bytes"]
 
 _SECRET_BYTES: Final = 32
 _BUDGET_NAME: Final = "budget"
+#: Ray's workers run at 15, and so do trainers: sending takes a share beside them, because loaders
+#: wait for it too, and copying what they leave.
+_NICENESS_SENDING: Final = 15
+_NICENESS_COPYING: Final = 19
 
 
 class NodeMemory:
@@ -65,8 +69,10 @@ class NodeMemory:
             budget_bytes=budget_bytes(directory, settings.snapshot.node_memory_mib),
             dead=partial(dead_workers, directory),
         )
-        self._wire = WireServer(self._shelf, host=host, secret=self.secret)
-        self._mirrors = Mirrors(self._shelf, self._troubles.tell)
+        self._wire = WireServer(
+            self._shelf, host=host, secret=self.secret, niceness=_NICENESS_SENDING
+        )
+        self._mirrors = Mirrors(self._shelf, self._troubles.tell, _NICENESS_COPYING)
         self._persister = Persister(
             self._shelf, store, path, settings.checkpoint, self._troubles.note
         )

@@ -99,10 +99,15 @@ class ParityMirror(Following):
         group: Whom to follow.
         on_trouble: Called from the thread with a line for each thing that is in the way, and twice
             a minute again while it is.
+        niceness: Of the thread.
     """
 
     def __init__(
-        self, shelf: Shelf, group: ParityGroup, on_trouble: Callable[[str], object]
+        self,
+        shelf: Shelf,
+        group: ParityGroup,
+        on_trouble: Callable[[str], object],
+        niceness: int = 0,
     ) -> None:
         self._peers = {
             index: WireClient((place.peer.host, place.peer.port), secret=place.peer.secret)
@@ -110,7 +115,7 @@ class ParityMirror(Following):
             if place.peer is not None and place.ranks
         }
         what = f"protecting a group of {len(group.places)} nodes by parity"
-        super().__init__(what, list(self._peers.values()), on_trouble)
+        super().__init__(what, list(self._peers.values()), on_trouble, niceness)
         self._shelf = shelf
         self._group = group
         #: What peers know to be protected, by place and arena.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.manifest import Kind, Manifest, from_bytes
 from ucp_core.storage import Store, join
 from workers.keeper.arena import Arena
+from workers.keeper.priority import be_nice
 from workers.keeper.retention import counts, is_parity
 from workers.keeper.shelf import Shelf
 from workers.protocol import Held
@@ -40,8 +40,8 @@ _CHUNK_BYTES: Final = 1 << 20
 _PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 #: A store that takes nothing for so long is said to be silent.
 _SILENT_S: Final = 10.0
-#: Beside saturated trainers, storage gets what they leave.
-_NICENESS: Final = 10
+#: Beside saturated trainers, which Ray runs at 15, storage gets what they leave.
+_NICENESS: Final = 19
 _CLOSE_S_MAX: Final = 2.0
 _SUBJECT: Final = "storage"
 
@@ -133,8 +133,7 @@ class Persister:
         self._thread.join(_CLOSE_S_MAX)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        be_nice(_NICENESS)
         num_news = -1
         while not self._closing.is_set():
             num_news = self._shelf.wait_pins(num_news, None)

@@ -55,6 +55,7 @@ from workers.keeper.frames import (
     receive_json,
     send_json,
 )
+from workers.keeper.priority import be_nice
 from workers.keeper.shelf import Shelf
 from workers.protocol import Held
 
@@ -111,10 +112,20 @@ class WireServer:
         host: Address of the interface to listen on: the data network's, not any.
         secret: Of this keeper.
         bytes_per_s: Most that goes out, over all connections; 0 is no limit.
+        niceness: Of the threads that send.
     """
 
-    def __init__(self, shelf: Shelf, *, host: str, secret: bytes, bytes_per_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        shelf: Shelf,
+        *,
+        host: str,
+        secret: bytes,
+        bytes_per_s: float = 0.0,
+        niceness: int = 0,
+    ) -> None:
         self._shelf = shelf
+        self._niceness = niceness
         self._secret = secret
         self._limit = RateLimit(bytes_per_s)
         self._attendance = Attendance(shelf)
@@ -146,6 +157,7 @@ class WireServer:
             ).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        be_nice(self._niceness)
         try:
             with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 connection.settimeout(_STALL_S)

@@ -385,6 +385,22 @@ def _is_connecting(port: int) -> bool:
     return any(row[2].endswith(f":{port:04X}") and row[3] == "02" for row in rows)
 
 
+def test_copying_takes_what_trainers_leave(
+    theirs: Shelf, ours: Shelf, server: WireServer, troubles: list[str]
+) -> None:
+    """The keeper itself is above them, and no thread of it but those that copy may be below."""
+    mirrors = Mirrors(ours, troubles.append, 7)
+    mirrors.follow([_peer(server)])
+    _write(theirs, 1)
+    _wait_for_copy(ours, 1)
+    niceness = {
+        thread.name: os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)
+        for thread in threading.enumerate()
+    }
+    assert {name for name, value in niceness.items() if value == 7} == {"mirror"}
+    mirrors.stop()
+
+
 def test_no_thread_and_no_connection_is_left(
     theirs: Shelf, ours: Shelf, troubles: list[str]
 ) -> None:
