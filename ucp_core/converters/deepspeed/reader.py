@@ -228,6 +228,7 @@ def _layouts(native: Native, modules: Modules, rules: Rules | None) -> TensorPar
         equal=lambda name: (
             trained_on and modules.same_bytes(name) and _same_masters(native, modules, name)
         ),
+        moved=lambda name: _same_gradients(native, modules, name),
         buffers=buffer_names(native),
     )
 
@@ -237,13 +238,27 @@ def _same_masters(native: Native, modules: Modules, name: str) -> bool:
 
     Copies in bfloat16 can be equal where masters are not: one and a hundredth is one there.
     """
-    runs = modules.shards.first_runs(TensorKey(name, WEIGHT))
+    return len(_beginnings(native, modules, TensorKey(name, WEIGHT))) <= 1
+
+
+def _same_gradients(native: Native, modules: Modules, name: str) -> bool:
+    """Return whether all tensor parallel ranks begin with the same moments, not all zero.
+
+    Shards that were cut can be equal while no gradient has changed them, but not after.
+    """
+    slots = modules.shards.slots_of(name) - {WEIGHT, "step"}
+    found = [_beginnings(native, modules, TensorKey(name, slot)) for slot in slots]
+    return any(len(data) == 1 and any(*data) for data in found)
+
+
+def _beginnings(native: Native, modules: Modules, key: TensorKey) -> set[bytes]:
+    """Return the different first bytes that tensor parallel ranks have of a tensor."""
     found = set()
-    for dtype, run in runs:
+    for dtype, run in modules.shards.first_runs(key):
         size_bytes = min(run.stop - run.start, _SAMPLE) * DTYPE_BYTES[dtype]
         path = native.files.path(run.file)
         found.add(native.files.store.read_range(path, run.offset_bytes, size_bytes))
-    return len(found) <= 1
+    return found
 
 
 def _info(native: Native) -> Info:

@@ -150,6 +150,10 @@ class Shards:
         """Return the shape of any rank's shard, or None if there is none."""
         return next((shard.shape for shard in self._found.get(key, {}).values()), None)
 
+    def slots_of(self, fqn: str) -> set[str]:
+        """Return the slots of which any rank holds something."""
+        return {key.slot for key in self._found if key.fqn == fqn}
+
     def first_runs(self, key: TensorKey) -> list[tuple[str, Run]]:
         """Return dtype and first run of every tensor parallel rank's shard, in one stage."""
         ranks = self._found.get(key, {})

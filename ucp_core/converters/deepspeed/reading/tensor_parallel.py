@@ -182,6 +182,7 @@ class TensorParallelLayouts:
         arguments: Megatron's ``args``, if the checkpoint holds them.
         equal: Whether all tensor parallel ranks saved the same bytes of a tensor, as far as the
             checksums of the model files show it; and training went on after they were initialised.
+        moved: Whether, besides, all of them have the same gradients behind them.
         buffers: Names of buffers: the lists of parameters do not speak of them.
         chosen: By name, how the pattern was found where it was neither told nor trivial.
     """
@@ -191,6 +192,7 @@ class TensorParallelLayouts:
     rules: Rules | None = None
     arguments: Mapping[str, Any] | None = None
     equal: Callable[[str], bool] = lambda _: False
+    moved: Callable[[str], bool] = lambda _: False
     buffers: frozenset[str] = frozenset()
     chosen: dict[str, str] = field(default_factory=dict)
 
@@ -228,10 +230,22 @@ class TensorParallelLayouts:
             return rule, extent
         if listed is not None:
             return listed, extent
+        return self._unlisted(key, shapes, extent)
+
+    def _unlisted(
+        self, key: TensorKey, shapes: Sequence[tuple[int, ...]], extent: int | None
+    ) -> tuple[Pattern, int | None]:
+        """Return what no rule and no list says: to DeepSpeed's converter it is a cut of dim 0."""
         if not self.info.tells or key.fqn in self.buffers:
             return self._derived(key.fqn, shapes), None
         if _FUSED_QKV.fullmatch(key.fqn):
             return self._query_key_value(key.fqn, shapes), extent
+        if self.equal(key.fqn) and self.moved(key.fqn):
+            # Megatron-DeepSpeed forgets the position embeddings of a pipeline that ties nothing.
+            self.chosen[key.fqn] = (
+                "replicated, though not listed: all ranks have the same weights and gradients"
+            )
+            return Replicated(), extent
         self._refuse_doubling(key, Cut(0), "the checkpoint, which does not list it,")
         return Cut(0), extent
 

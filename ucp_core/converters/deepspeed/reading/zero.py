@@ -272,7 +272,7 @@ def add_zero3(stage: Stage, shards: Shards, scalars: Scalars) -> None:
 def _refuse_lost_ranks(stage: Stage) -> None:
     """Raise if the parameters were cut over more ranks than there are files.
 
-    With ``mesh_param`` DeepSpeed (0.14 to 0.19.8) cuts parameters over sequence parallel ranks
+    With ``mesh_param`` DeepSpeed (0.19.8) cuts parameters over sequence parallel ranks
     too, but names the files by the data-parallel rank: ranks overwrite each other's.
     """
     sizes = [prod(shape) for shapes in stage.shapes for shape in shapes.values()]

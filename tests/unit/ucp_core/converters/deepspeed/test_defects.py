@@ -230,15 +230,37 @@ def test_rules_that_contradict_the_checkpoint_are_refused(tmp_path: Path) -> Non
     assert_equal(loaded(read(path, rules=agreeing)), folder.expected)
 
 
-@pytest.mark.parametrize("listed", [True, False])
-def test_replicated_tensors_are_not_doubled(tmp_path: Path, *, listed: bool) -> None:
-    """A rule of another framework's family cuts them, or a producer forgot to list them."""
-    info = {"parameter_with_row_parallelism_patterns": ["down"]} if listed else None
-    folder = native([Param("embed.weight", (8, 6))], dp=2, tp=2, info=info)
-    rules = None if listed else Rules((Rule(r"embed\..*", Cut(0)),))
+ROWS_ONLY = {"parameter_with_row_parallelism_patterns": ["down"]}
+
+
+def test_replicated_tensors_are_not_doubled(tmp_path: Path) -> None:
+    """A rule of another framework's family cuts them."""
+    folder = native([Param("embed.weight", (8, 6))], dp=2, tp=2)
 
     with pytest.raises(PatternError, match="same values"):
-        read(folder.write(tmp_path), rules=rules)
+        read(folder.write(tmp_path), rules=Rules((Rule(r"embed\..*", Cut(0)),)))
+
+
+def test_what_a_producer_forgot_to_list_is_replicated_if_its_gradients_are(tmp_path: Path) -> None:
+    """The peer doubles them: Megatron-DeepSpeed forgets untied position embeddings."""
+    folder = native([Param("positions.weight", (8, 6))], dp=2, tp=2, info=ROWS_ONLY)
+
+    checkpoint = read(folder.write(tmp_path))
+
+    assert_equal(loaded(checkpoint), folder.expected)
+    assert "not listed" in checkpoint.manifest.items["cut of positions.weight"].note
+
+
+def test_equal_shards_that_no_gradient_has_changed_prove_nothing(tmp_path: Path) -> None:
+    """Halves of a bias that is zero still are equal, and no copies."""
+    folder = native([Param("up.bias", (8,))], dp=1, tp=2, info=ROWS_ONLY)
+    for mp in range(2):
+        state = folder.optim(0, mp)["base_optimizer_state"]["state"][0]
+        for slot in ("exp_avg", "exp_avg_sq"):
+            state[slot] = tensor(np.zeros(8, np.float32))
+
+    with pytest.raises(PatternError, match="same values"):
+        read(folder.write(tmp_path))
 
 
 def test_shards_that_are_equal_by_rounding_only_are_no_copies(tmp_path: Path) -> None:
