@@ -24,20 +24,16 @@ from workers.keeper.wire import Listed, RemotePart, WireClient, is_copy
 from workers.protocol import Held, Peer
 from workers.snapshot.parity_part import Member, ParityRecord, slot_bytes, write
 
-__all__ = ["GroupPlace", "ParityGroup", "ParityMirror", "is_parity", "parity_name"]
+__all__ = ["GroupPlace", "ParityGroup", "ParityMirror", "parity_name"]
 
-#: Takes the place of a node in the names of copies: nobody copies these.
+#: Takes the place of a node in the names of copies: nobody copies these. See ``is_parity`` of
+#: ``workers.keeper.retention``.
 _PREFIX: Final = "parity"
 
 
 def parity_name(lane: int, attempt: int) -> str:
     """Return the name of the arena with a node's parities of a lane."""
     return f"{_PREFIX}/{lane}.{attempt}"
-
-
-def is_parity(arena: str) -> bool:
-    """Return whether an arena of this name holds parities; its versions are no rank's."""
-    return arena.startswith(f"{_PREFIX}/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +116,7 @@ class ParityMirror(Following):
         self._group = group
         #: What peers know to be protected, by place and arena.
         self._told: dict[tuple[int, str], Held] = {}
-        names = [parity_name(lane, group.attempt) for lane in range(group.num_lanes)]
-        shelf.note_listed(_PREFIX, [name.partition("/")[2] for name in names])
         self._start()
-
-    def stop(self) -> None:
-        """Make no parities any more, at once; those that are there stay."""
-        super().stop()
-        self._shelf.note_listed(_PREFIX, ())
 
     def _follow(self) -> None:
         self._told.clear()

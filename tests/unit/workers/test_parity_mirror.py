@@ -17,9 +17,9 @@ from workers.keeper.parity_mirror import (
     GroupPlace,
     ParityGroup,
     ParityMirror,
-    is_parity,
     parity_name,
 )
+from workers.keeper.retention import is_parity
 from workers.keeper.shelf import Shelf
 from workers.keeper.wire import RemotePart, WireClient, WireServer, is_copy
 from workers.protocol import Peer
