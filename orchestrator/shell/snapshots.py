@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from ray.exceptions import RayError
 
 from orchestrator.policies import versions
-from orchestrator.policies.versions import MEMORY, Lineage, Protection, Version
+from orchestrator.policies.versions import Lineage, Protection, Version
 from orchestrator.shell.nodes import Nodes, NodeView
 from ucp_core.checkpoint import find_committed
 from ucp_core.errors import UcpError
@@ -39,12 +39,15 @@ _T = TypeVar("_T")
 
 
 class Answer:
-    """The newest version of both tiers, and what was passed over in storage."""
+    """The newest version of both tiers; the newest step in storage, and what was passed over."""
 
-    __slots__ = ("skipped", "version")
+    __slots__ = ("skipped", "stored_step", "version")
 
-    def __init__(self, version: Version | None, skipped: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, version: Version | None, *, stored_step: int = 0, skipped: tuple[str, ...] = ()
+    ) -> None:
         self.version = version
+        self.stored_step = stored_step
         self.skipped = skipped
 
 
@@ -107,7 +110,8 @@ class Snapshots:
         newest = versions.newest(
             inventories, (found.step, found.attempt), lineage, total_steps=total_steps
         )
-        return Answer(newest, tuple(f"{name}: {reason}" for name, reason in found.skipped))
+        skipped = tuple(f"{name}: {reason}" for name, reason in found.skipped)
+        return Answer(newest, stored_step=found.step, skipped=skipped)
 
     def known_parts(self, step: int, attempt: int) -> tuple[MemoryPart, ...]:
         """Return where a version is in memory, as the last answer said; () if it said another."""
@@ -141,6 +145,7 @@ class Snapshots:
 
     async def inventories(self) -> list[Inventory]:
         """Return what the keepers hold that answer in time."""
+        await self._nodes.met()
         asked = (_unless_lost(view, _held(view.keeper)) for view in self._views() if view.secret)
         return [answer for answer in await asyncio.gather(*asked) if answer is not None]
 
@@ -176,7 +181,7 @@ class Snapshots:
         # Here the last step counts too: it may be all that there is of the run.
         answer = await self._find(lineage, enough_step=-1, total_steps=sys.maxsize)
         version = answer.version if answer is not None else None
-        if version is None or version.source != MEMORY:
+        if answer is None or version is None or answer.stored_step >= version.step:
             return
         holders = {part.node for part in version.parts}
         calls = [

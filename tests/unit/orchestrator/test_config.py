@@ -186,6 +186,18 @@ def test_patience_scales_every_bound_and_keeps_their_order() -> None:
         assert getattr(slow, name) == pytest.approx(3 * getattr(usual, name)), name
 
 
+@pytest.mark.parametrize(
+    ("snapshots", "checkpoints", "every"), [(1, 10, 1), (4, 10, 2), (0, 10, 10), (5, 10, 5)]
+)
+def test_what_may_be_committed_follows_from_both_tiers(
+    snapshots: int, checkpoints: int, every: int
+) -> None:
+    """With 4 and 10 the newest of step 11 is 10: the smaller interval alone would say 8."""
+    settings = [f"snapshot.every_steps={snapshots}", f"checkpoint.every_steps={checkpoints}"]
+
+    assert load(LEAST, settings).rules().checkpoint_every == every
+
+
 def test_the_parallel_section_has_every_setting_of_the_workers() -> None:
     """The section adds to the workers' settings; one that it lacks could not be set by anybody."""
     ours = set(type(load(LEAST).parallel).model_fields)

@@ -146,3 +146,18 @@ def test_the_summary_says_how_the_run_ended() -> None:
     assert summary["attempts"] == 1
     assert summary["incidents"] == []
     assert "over" not in summary["phases_s"]
+
+
+def test_what_the_newest_attempt_loaded_is_summed_over_its_workers() -> None:
+    """The line of an attempt must not tell of the bytes of the one before."""
+    formed = (
+        ev.WorkerReady(at_s=10.5, worker="w0003", node="b", pid=13),
+        ev.WorkerLeft(at_s=21.0, attempt=2, worker="w0001", how="peer_lost", step=5, detail=""),
+        ev.CommittedRead(at_s=21.1, attempt=2, step=5, committed_by=2, skipped=()),
+        ev.WorkerFormed(
+            at_s=22.0, attempt=3, worker="w0001", sources=(("local memory", 7), ("storage", 1))
+        ),
+        ev.WorkerFormed(at_s=22.0, attempt=3, worker="w0003", sources=(("local memory", 5),)),
+    )
+    assert _stats((*START, *CRASH)).loaded == {"storage": 1000}
+    assert _stats((*START, *CRASH, *formed)).loaded == {"local memory": 12, "storage": 1}

@@ -1,0 +1,46 @@
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from orchestrator.policies.whatif import PartSource, RecoveryPlan
+from orchestrator.shell.console import print_plan
+
+PLAN = RecoveryPlan(
+    lost_nodes=("bb",),
+    lost_workers=("w0001",),
+    step=8,
+    attempt=1,
+    source="memory",
+    lost_steps=1,
+    parts=(PartSource(rank=0, source="local memory", node="aa", size_bytes=5_000_000),),
+    bytes_by_source={"local memory": 5_000_000},
+    workers_before=2,
+    workers_after=1,
+    layout_after="1 worker",
+)
+
+
+def _printed(plan: RecoveryPlan) -> str:
+    output = io.StringIO()
+    print_plan(plan, Console(file=output, width=60))
+    return output.getvalue()
+
+
+def test_a_plan_says_what_is_lost_where_it_comes_from_and_who_goes_on() -> None:
+    """It is read by somebody who is about to switch a machine off."""
+    text = _printed(PLAN)
+
+    assert "lost: bb, w0001" in text
+    assert "resumes after step 8 of attempt 1, from memory; 1 steps are redone" in text
+    assert "loads 5.0 MB from local memory" in text
+    assert "part of rank 0: 5.0 MB from local memory of node aa" in text
+    assert "workers: 2 now, then 1 (1 worker)" in text
+
+
+def test_a_plan_without_a_version_or_workers_does_not_sound_like_one() -> None:
+    """Zero is a number like others, unless it is said what it means."""
+    text = _printed(replace(PLAN, step=0, source="", parts=(), bytes_by_source={}, workers_after=0))
+
+    assert "begins anew" in text
+    assert "waits for new capacity" in text
