@@ -12,7 +12,8 @@ from workers.keeper.node_memory import NodeMemory
 from workers.protocol import Inventory, KeeperOrder, MemoryPart, Peer
 from workers.train.settings import Settings
 
-_ANSWER_S_MAX = 30.0
+#: It is a new process, which imports torch first, perhaps on a busy machine.
+_ANSWER_S_MAX = 120.0
 
 
 class NodeProcess:
@@ -45,6 +46,16 @@ class NodeProcess:
         self._process.start()
         theirs.close()
         self._secret: bytes = self._answer()
+
+    @property
+    def pid(self) -> int:
+        """Return the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def tend(self, living: Sequence[str]) -> None:
+        """Have it let go of what nobody needs, as its keeper does with every report."""
+        self._ask("tend", set(living))
 
     def inventory(self) -> Inventory:
         """Return what it holds."""

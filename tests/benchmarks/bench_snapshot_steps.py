@@ -1,0 +1,229 @@
+"""What a snapshot after every step costs a training, and what its peers cost beside it.
+
+    python -m tests.benchmarks.bench_snapshot_steps [--states 3 200] [--workers 4] [--peers]
+
+Real workers train the reference decoder on random tokens; two other processes hold the memory of
+two nodes' keepers, with half of the workers each. Blocks of steps with and without snapshots take
+turns, there and back, in one attempt of the same processes; the first steps of a block are left
+out, because the snapshot before is still under way in them.
+
+``snapshots`` takes one after every step into the own node's memory, ``copies`` moreover has every
+node copy what the other's workers write. ``--peers`` trains the same model in plain torch with
+FSDP, and lets no saving take turns with torch's ``dcp.async_save`` after every step (into the page
+cache), and with a live transfer as torchft's ``HTTPTransport`` makes one: every rank serves its
+state over HTTP, streamed by torch, the next rank fetches it, and nobody goes on before that.
+
+``wall`` is the median over pairs of blocks of the ratio of their median step times, less 1;
+``processor`` is the same of the processor time per step of all workers and keepers together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from tests.benchmarks.common import load_average, percentile
+from tests.benchmarks.peer_saving import train_plainly
+from tests.benchmarks.steps import Job, Meter, batch
+from tests.support.node_memory import NodeProcess
+from tests.support.ranks import Place, running
+from ucp_core.layout import ParallelLayout
+from ucp_core.storage import open_store
+from workers.models.decoder import Decoder, mean_loss
+from workers.progress import ProgressPage
+from workers.protocol import Assignment, Completed, KeeperOrder
+from workers.train.context import WorkerContext
+from workers.train.due import Cadence
+from workers.train.lm import adamw
+from workers.train.loop import run_attempt
+from workers.train.session import Session
+from workers.train.settings import (
+    CheckpointSettings,
+    Settings,
+    SnapshotSettings,
+    TrainSettings,
+)
+
+#: Issue of this part: at most so much of a step, by megabytes of state per worker.
+TARGETS: Final = {3: 0.02, 200: 0.05}
+NODES: Final = ("node-a", "node-b")
+NODE_MIB: Final = 8 << 10
+NEVER: Final = 10**9
+RUN_S_MAX: Final = 3600.0
+NUM_SAMPLES: Final = 1 << 20
+
+
+def settings(job: Job) -> Settings:
+    """Return what workers and keepers are told."""
+    return Settings(
+        train=TrainSettings(
+            steps=job.num_steps,
+            global_batch=job.global_batch,
+            micro_batch=2,
+            warmup_steps=0,
+            schedule="constant",
+        ),
+        checkpoint=CheckpointSettings(every_steps=NEVER, keep=2),
+        snapshot=SnapshotSettings(every_steps=1, node_memory_mib=NODE_MIB),
+    )
+
+
+def train(place: Place, *, job: Job, nodes: Sequence[tuple[str, Path, int]]) -> dict[str, Any]:
+    """Be one worker; return what the meter saw.
+
+    Args:
+        place: Which one.
+        job: What to train.
+        nodes: Name, directory and keeper's process of every node.
+    """
+    node, keeper_directory, _ = nodes[place.rank * len(nodes) // job.workers]
+    store, directory = open_store(str(place.directory / "run"))
+    meter = Meter(job, [pid for _, _, pid in nodes] if place.rank == 0 else [])
+    context = WorkerContext(
+        worker=f"w{place.rank:04d}",
+        settings=settings(job),
+        store=store,
+        directory=directory,
+        page=ProgressPage.create(place.page_path, worker=f"w{place.rank:04d}"),
+        ring_path=str(place.ring_path),
+        yield_requested=lambda _: False,
+        fenced=lambda _: False,
+        node=node,
+        keeper_directory=keeper_directory,
+    )
+    assignment = Assignment(
+        attempt=1,
+        rank=place.rank,
+        layout=ParallelLayout(dp_shard=job.workers),
+        store_host="127.0.0.1",
+        store_port=place.port,
+        resume_step=0,
+        resume_attempt=0,
+        lineage=((1, 0),),
+    )
+    outcome = run_attempt(assignment, context, functools.partial(task, job=job, meter=meter))
+    assert isinstance(outcome, Completed), outcome
+    return meter.seen()
+
+
+def task(session: Session, *, job: Job, meter: Meter) -> None:
+    """Train; take a snapshot after each step of the blocks in which they are taken."""
+    model = session.model(lambda: Decoder(job.shape))
+    session.optimizer(lambda parameters: adamw(parameters, session.settings.train))
+    cadences = {
+        way: Cadence(snapshot_every=every, storage_every=NEVER, last_step=job.num_steps)
+        for way, every in {"none": NEVER, "snapshots": 1}.items()
+    }
+    for step in session.steps(NUM_SAMPLES):
+        meter.tick()
+        # As if it had been asked for in the settings; all ranks do so before the same step.
+        session._boundary._cadence = cadences[job.way(step.number)]
+        for samples in step.micro_batches():
+            inputs, targets = batch(samples.tolist(), job.shape.vocab_size)
+            step.backward(mean_loss(model(inputs), targets), targets.numel())
+        step.apply()
+
+
+def run_ours(job: Job, folder: Path, *, copies: bool) -> dict[str, Any]:
+    """Train with keepers; return costs, and what became of the snapshots."""
+    with ExitStack() as stack:
+        nodes = []
+        for name in NODES:
+            node = NodeProcess(name, folder / name, folder / "run", settings(job))
+            stack.callback(node.kill)
+            nodes.append(node)
+        for node in nodes:
+            others = tuple(other.peer() for other in nodes if other is not node and copies)
+            node.order(KeeperOrder(attempt=1, lineage=((1, 0),), copies_of=others))
+        places = [(node.node, node.directory, node.pid) for node in nodes]
+        ranks = stack.enter_context(
+            running(functools.partial(train, job=job, nodes=places), job.workers, folder)
+        )
+        found = costs(job, ranks.results(RUN_S_MAX))
+    lines = [json.loads(x) for x in (folder / "run/metrics/rank0.jsonl").read_text().splitlines()]
+    asked = [line for line in lines if job.is_kept(line["step"], "snapshots")]
+    taken = [line["snapshot_s"] for line in asked if line["snapshot"] == "taken"]
+    return found | {
+        "taken": len(taken),
+        "asked": len(asked),
+        "stall_ms": round(1e3 * percentile(taken, 0.5), 2) if taken else None,
+    }
+
+
+def run_peers(job: Job, folder: Path) -> dict[str, Any]:
+    """Train in plain torch; return the costs of each way to save."""
+    with running(functools.partial(train_plainly, job=job), job.workers, folder) as ranks:
+        return costs(job, ranks.results(RUN_S_MAX))
+
+
+def costs(job: Job, seen: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return by way what it costs beside none.
+
+    Args:
+        job: What was trained.
+        seen: What the meters of all ranks saw.
+    """
+    wall_s: dict[str, list[float]] = {way: [] for way in job.ways}
+    used_s: dict[str, list[float]] = {way: [] for way in job.ways}
+    for way, first, last in job.blocks():
+        times = seen[0]["times_s"][first : last + 1]
+        wall_s[way].append(percentile([b - a for a, b in itertools.pairwise(times)], 0.5))
+        used = sum(one["used_s"][last] - one["used_s"][first] for one in seen)
+        used_s[way].append(used / (last - first))
+    found: dict[str, Any] = {"rounds": job.rounds, "steps_a_block": job.block}
+    for way in job.ways[1:]:
+        found[way] = {"wall": _above(wall_s, way), "processor": _above(used_s, way)}
+    found["step_ms"] = {way: round(1e3 * statistics.median(v), 1) for way, v in wall_s.items()}
+    found["processor_ms"] = {way: round(1e3 * statistics.median(v), 1) for way, v in used_s.items()}
+    return found
+
+
+def _above(values: dict[str, list[float]], way: str) -> dict[str, float]:
+    ratios = [a / b - 1 for a, b in zip(values[way], values["none"], strict=True)]
+    return {
+        "median": round(statistics.median(ratios), 4),
+        "quartile_low": round(percentile(ratios, 0.25), 4),
+        "quartile_high": round(percentile(ratios, 0.75), 4),
+    }
+
+
+def main() -> None:
+    """Print one JSON object a size and way; ``missed`` says whether the target was not reached."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--states", type=int, nargs="+", default=[3, 200], help="megabytes each")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--block", type=int, default=0, help="steps; default: by the state's size")
+    parser.add_argument("--only", nargs="+", default=["snapshots", "copies", "peers"])
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    runs: dict[str, tuple[tuple[str, ...], Callable[[Job, Path], dict[str, Any]]]] = {
+        "snapshots": (("none", "snapshots"), functools.partial(run_ours, copies=False)),
+        "copies": (("none", "snapshots"), functools.partial(run_ours, copies=True)),
+        "peers": (("none", "async_save", "transfer"), run_peers),
+    }
+    for megabytes, name in itertools.product(options.states, options.only):
+        ways, run = runs[name]
+        job = Job.of_size(megabytes, options.workers, options.rounds, options.block, ways)
+        begun_s = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(job, Path(folder))
+        if name != "peers":
+            found["missed"] = found["snapshots"]["wall"]["median"] > TARGETS[megabytes]
+        head = {"megabytes": megabytes, "workers": options.workers, "run": name}
+        tail = {"seconds": round(time.monotonic() - begun_s), "load": load_average()}
+        print(json.dumps({**head, **found, **tail}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

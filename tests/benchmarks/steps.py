@@ -1,0 +1,115 @@
+"""A small training whose steps are measured, block by block, for the benchmarks of saving."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tests.benchmarks.common import processor_s
+from tests.benchmarks.decoder_parts import shape_of
+from workers.models.shape import ModelShape
+
+SEQUENCE_LENGTH = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is trained, and in which blocks.
+
+    Attributes:
+        shape: Of the decoder.
+        workers: How many.
+        global_batch: Samples per step.
+        rounds: Each has a block of every way.
+        block: Steps in a block.
+        ways: To save; the first is none.
+    """
+
+    shape: ModelShape
+    workers: int
+    global_batch: int
+    rounds: int
+    block: int
+    ways: tuple[str, ...]
+
+    @classmethod
+    def of_size(
+        cls, megabytes: int, workers: int, rounds: int, block: int, ways: tuple[str, ...]
+    ) -> Self:
+        """Return a job whose workers have about ``megabytes`` of state each."""
+        return cls(
+            shape=shape_of(megabytes, workers),
+            workers=workers,
+            global_batch=16 if megabytes < 50 else 8,
+            rounds=rounds,
+            block=block or (20 if megabytes < 50 else 4),
+            ways=ways,
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Return the steps of all: one block to warm up, all rounds, and one that is last."""
+        return self.block * (1 + self.rounds * len(self.ways)) + 1
+
+    def way(self, step: int) -> str:
+        """Return how to save after ``step``, counted from 1."""
+        number = min((step - 1) // self.block - 1, self.rounds * len(self.ways) - 1)
+        if number < 0:
+            return self.ways[-1]
+        turn, place = divmod(number, len(self.ways))
+        # There and back, so that what drifts falls on all.
+        return (self.ways if turn % 2 == 0 else self.ways[::-1])[place]
+
+    def blocks(self) -> Iterator[tuple[str, int, int]]:
+        """Yield way, and the ticks of a ``Meter`` at begin and end of what is kept of a block."""
+        for number in range(1, 1 + self.rounds * len(self.ways)):
+            first = number * self.block
+            yield self.way(first + 1), first + self._num_left_out, first + self.block
+
+    def is_kept(self, step: int, way: str) -> bool:
+        """Return whether a step is one of those measured under ``way``."""
+        return self.way(step) == way and any(a < step <= b for _, a, b in self.blocks())
+
+    @property
+    def _num_left_out(self) -> int:
+        return max(1, self.block // 5)
+
+
+class Meter:
+    """Notes times at the begin of every step.
+
+    Args:
+        job: The training.
+        pids: Other processes whose processor time counts.
+    """
+
+    def __init__(self, job: Job, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._times_s: list[float] = []
+        self._used_s: list[float] = []
+        self._num_steps = job.num_steps
+
+    def tick(self) -> None:
+        """Note that a step begins."""
+        self._times_s.append(time.perf_counter())
+        self._used_s.append(time.process_time() + sum(map(processor_s, self._pids)))
+
+    def seen(self) -> dict[str, Any]:
+        """Return seconds since whenever, and processor seconds so far, by step."""
+        assert len(self._times_s) == self._num_steps, "a step was missed"
+        return {"times_s": self._times_s, "used_s": self._used_s}
+
+
+def batch(samples: Sequence[int], vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and what follows each, ``(samples, sequence)``, drawn by sample."""
+    rows = []
+    for sample in samples:
+        generator = torch.Generator().manual_seed(sample)
+        rows.append(torch.randint(vocab_size, (SEQUENCE_LENGTH + 1,), generator=generator))
+    tokens = torch.stack(rows)
+    return tokens[:, :-1], tokens[:, 1:]
