@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from ucp_core.storage import open_store
+from workers.errors import WorkerError
 from workers.keeper.door import Door, door_path
 from workers.keeper.memory import available_bytes
 from workers.keeper.mirror import Mirrors
@@ -22,6 +23,7 @@ from workers.keeper.persister import Persister
 from workers.keeper.retention import is_parity
 from workers.keeper.shelf import Shelf
 from workers.keeper.troubles import Troubles
+from workers.keeper.vault import VAULT, Vault
 from workers.keeper.watch import dead_workers
 from workers.keeper.wire import WireServer
 from workers.protocol import HeldPart, Inventory, KeeperOrder
@@ -65,10 +67,14 @@ class NodeMemory:
         self._troubles = Troubles()
         self._refused: set[str] = set()
         self._obeying = threading.Lock()
+        self._vault: Vault | None = None
         self._shelf = Shelf(
             budget_bytes=budget_bytes(directory, settings.snapshot.node_memory_mib),
             dead=partial(dead_workers, directory),
+            on_change=self._note_change,
         )
+        if settings.snapshot.vault:
+            self._open_vault(directory)
         self._wire = WireServer(
             self._shelf, host=host, secret=self.secret, niceness=_NICENESS_SENDING
         )
@@ -139,6 +145,33 @@ class NodeMemory:
         self._wire.close()
         for name in self._shelf.arenas():
             self._shelf.drop(name)
+        if self._vault is not None:
+            self._vault.end()
+
+    def _open_vault(self, directory: Path) -> None:
+        """Take over what a keeper that died had, and have it held from now on."""
+        try:
+            vault = Vault(directory)
+        except (OSError, ValueError) as error:
+            self._troubles.note(VAULT, f"no process holds the snapshots of this node: {error}")
+            return
+        for name, fd in vault.recovered.items():
+            try:
+                self._shelf.adopt(name, fd)
+            except WorkerError as error:
+                os.close(fd)
+                self._troubles.tell(f"{name} is of no use: {error}")
+        self._vault = vault
+
+    def _note_change(self, name: str, fd: int | None) -> None:
+        vault = self._vault
+        if vault is not None:
+            try:
+                vault.note(name, fd)
+            except OSError as error:
+                self._vault = None
+                vault.end()
+                self._troubles.note(VAULT, f"the process that holds the snapshots went: {error}")
 
     def _note_refused(self, worker: str, why: str) -> None:
         self._troubles.note(f"memory of {worker}", why)

@@ -31,6 +31,7 @@ class Shelf:
         budget_bytes: Memory that all arenas together may take.
         available: How much the node has left.
         dead: Workers of the node whose process is known to be gone: what they left is handed on.
+        on_change: Told of every arena that comes, with its file descriptor, or goes, with None.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class Shelf:
         budget_bytes: int,
         available: Callable[[], int] = available_bytes,
         dead: Callable[[], Collection[str]] = tuple,
+        on_change: Callable[[str, int | None], None] = lambda *_: None,
     ) -> None:
         self._budget_bytes = budget_bytes
         self._available = available
         self._dead = dead
+        self._on_change = on_change
         self._arenas: dict[str, Arena] = {}
         self._claims: dict[str, int] = {}
         #: Under which name what once had another is held now, and since which attempt.
@@ -94,6 +97,7 @@ class Shelf:
                 os.close(fd)
                 return
             arena = self._arenas[name] = Arena(fd)
+            self._on_change(name, fd)
             # Whoever copied it was connected to the keeper before.
             arena.attend(False)
         if held is not None:
@@ -126,6 +130,7 @@ class Shelf:
         """Let go of an arena; its memory is free once nobody else holds it."""
         with self._lock:
             held = self._arenas.pop(name, None)
+            self._on_change(name, None)
         if held is not None:
             # Outside of the lock: to free a large one takes a while.
             held.close()
@@ -229,6 +234,8 @@ class Shelf:
             return None
         _, old = min(left)
         arena = self._arenas[name] = self._arenas.pop(old)
+        self._on_change(name, arena.fd)
+        self._on_change(old, None)
         # Whoever copies it has to find it under its new name first.
         arena.attend(False)
         self._renamed[old] = name, self.attempt
@@ -248,6 +255,7 @@ class Shelf:
         with self._lock:
             del self._claims[name]
             self._arenas[name] = arena
+            self._on_change(name, arena.fd)
         return arena
 
     def _claim(self, name: str, need_bytes: int) -> None:

@@ -164,11 +164,14 @@ class SnapshotSettings:
         node_memory_mib: Most that the snapshots of a node may take, its copies of other nodes'
             included; 0 is half of what the node has available when its keeper starts.
         copies: On how many other nodes each snapshot is kept as well, where there are others.
+        vault: Whether a small process on each node holds the memory too, so that it outlives a
+            keeper and a worker that die together; for runs on one node.
     """
 
     every_steps: int = 1
     node_memory_mib: int = 0
     copies: int = 1
+    vault: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
