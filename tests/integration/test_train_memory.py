@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import train_late_state
 from tests.support.attempts import (
     finish,
     lines,
@@ -316,3 +317,27 @@ def test_a_restarted_keeper_gets_back_what_the_trainers_hold(
     assert outcomes == [Yielded(attempt=1, step=step)] * 2
     assert read(places, node)
     assert not (run.directory / "checkpoints").exists()
+
+
+@pytest.mark.timeout(120)
+def test_a_state_that_changed_its_form_is_left_with_through_storage(
+    run: Run, tmp_path: Path, make_nodes: MakeNodes
+) -> None:
+    """Its memory was laid out for another: no rank can take the snapshot that it would leave by."""
+    may_go_on = tmp_path / "may-go-on"
+    chosen = replace(
+        rarely_stored(DataSettings(source=str(may_go_on)), steps=100),
+        script=str(Path(train_late_state.__file__)),
+    )
+    (node,) = make_nodes(chosen)
+    members = run.begin(chosen, num_workers=2)
+    wait_for_steps(run, train_late_state.LATE_STEP - 1)
+    for member in members:
+        member.yield_at_boundary(1, durable=False)
+    may_go_on.touch()
+    outcomes = [member.left().outcome for member in members]
+
+    assert outcomes == [Yielded(attempt=1, step=train_late_state.LATE_STEP)] * 2
+    assert newest_stored(run) == (train_late_state.LATE_STEP, 1)
+    (step, _), _ = newest([node])
+    assert step < train_late_state.LATE_STEP

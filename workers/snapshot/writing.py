@@ -181,8 +181,8 @@ class SnapshotWriter:
             self._put(lambda: self._prepare(state))
 
     def is_ready_for(self, entries: Sequence[StateEntry]) -> bool:
-        """Return whether there is memory for these very tensors."""
-        return self.is_ready and self._form is not None and self._form.entries is entries
+        """Return whether there is memory that is laid out for these tensors."""
+        return self.is_ready and self._form is not None and self._form.takes(entries)
 
     @property
     def is_ready(self) -> bool:
@@ -351,7 +351,8 @@ class _Form:
     """Where everything lies in a slot, as ``save_rank`` writes it; made once per layout."""
 
     def __init__(self, state: Captured, assignment: Assignment) -> None:
-        self.entries = state.entries
+        self._entries = state.entries
+        self._layout = [_layout(entry) for entry in state.entries]
         self.saver = RankSaver(
             [entry.local_tensor(None) for entry in state.entries],
             attempt=assignment.attempt,
@@ -359,13 +360,26 @@ class _Form:
             world_size=assignment.layout.world_size,
             source=source_of(assignment),
         )
-        self._written = [state.entries[index] for index in self.saver.order]
-        self.sources = [entry.tensor for entry in self._written]
+        self._take(state.entries)
         small = len(json.dumps([dict(state.extra), list(state.param_groups)]))
         record_bytes_max = self.saver.record_bytes_max + 2 * small + _RECORD_SPARE_BYTES
         self.body_bytes = sum(self.saver.sizes_bytes) + record_bytes_max
         self.data: list[list[memoryview]] = []
         self.views: list[list[Tensor]] = []
+
+    def takes(self, entries: Sequence[StateEntry]) -> bool:
+        """Return whether these tensors are laid out alike; it copies from them from now on."""
+        if entries is self._entries:
+            return True
+        if [_layout(entry) for entry in entries] != self._layout:
+            return False
+        self._take(entries)
+        return True
+
+    def _take(self, entries: Sequence[StateEntry]) -> None:
+        self._entries = entries
+        self._written = [entries[index] for index in self.saver.order]
+        self.sources = [entry.tensor for entry in self._written]
 
     def lay_out(self, arena: Arena) -> None:
         """Find the place of every tensor in every slot."""
@@ -389,3 +403,9 @@ class _Form:
             entry.local_tensor(view)
             for entry, view in zip(self._written, self.views[slot], strict=True)
         ]
+
+
+def _layout(entry: StateEntry) -> tuple[Any, ...]:
+    """Return what decides where an entry lies."""
+    tensor = entry.tensor
+    return (entry.fqn, entry.slot, entry.shape, entry.box, entry.replica, tensor.dtype)

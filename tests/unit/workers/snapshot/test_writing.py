@@ -256,6 +256,18 @@ def test_tensors_that_came_later_are_not_captured_before_there_is_room(
     assert ("late", "weight") in loaded(node.arena(), more)
 
 
+def test_tensors_in_the_place_of_others_are_captured(rank: Rank, node: Node) -> None:
+    """Some optimizers make their state anew in every step, of the same form."""
+    assert rank.ready(state())
+    entries = state()
+    assert rank.take(1, entries)
+
+    assert rank.writer.wait(1)
+    before = {(one.fqn, one.slot): one.tensor for one in entries}
+    held = loaded(node.arena(), entries)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())
+
+
 def test_refused_memory_breaks_the_writer_and_nothing_else(tmp_path: Path) -> None:
     """The ranks store by themselves then."""
     node = Node(tmp_path, budget_bytes=1000)
