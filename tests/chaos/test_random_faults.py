@@ -17,7 +17,7 @@ import pytest
 
 from orchestrator.config import RunConfig, demo_config
 from orchestrator.shell.connect import connect
-from orchestrator.shell.faults import kill_node_of, signal_rank, wait_for
+from orchestrator.shell.faults import kill_keeper_of, kill_node_of, signal_rank, wait_for
 from orchestrator.shell.launch import Launched
 from orchestrator.shell.local_cluster import HostedCluster
 from tests.support.history import read_history
@@ -25,7 +25,7 @@ from tests.support.history import read_history
 pytestmark = pytest.mark.timeout(1500)
 
 ACT_S_MAX = 120.0
-FAULTS = ("kill", "kill", "kill", "stop", "node", "controller")
+FAULTS = ("kill", "kill", "kill", "stop", "node", "controller", "keeper")
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,8 @@ def _num_training(status: dict[str, Any]) -> int:
 def _hurt(run: Launched, cluster: HostedCluster, kind: str, rank: int) -> None:
     if kind == "controller":
         os.kill(run.controller_pid(), signal.SIGKILL)
+    elif kind == "keeper":
+        kill_keeper_of(run, rank)
     elif kind == "node":
         kill_node_of(run, rank)
         cluster.add_node()

@@ -1,0 +1,235 @@
+"""The controller's questions to keepers; these are stood in for at Ray's handles."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from orchestrator.shell import snapshots as module
+from orchestrator.shell.names import RunNames
+from orchestrator.shell.nodes import Nodes, NodeView
+from orchestrator.shell.snapshots import Answer, Snapshots
+from ucp_core.checkpoint import checkpoint_name, save_rank
+from ucp_core.errors import StorageError
+from ucp_core.storage import MemoryStore, Store
+from workers.protocol import Held, HeldPart, Inventory, KeeperOrder
+
+ROOT = "run/checkpoints"
+LINEAGE = ((1, 0),)
+
+
+class Call:
+    """A method of a Ray handle."""
+
+    def __init__(self, do: Callable[..., Awaitable[Any]]) -> None:
+        self.remote = do
+
+
+class Handle:
+    """What a keeper's Ray handle offers, answered in this process."""
+
+    def __init__(self, node: str, steps: tuple[int, ...], rank: int) -> None:
+        self.orders: list[KeeperOrder] = []
+        self.flushed: list[tuple[int, int]] = []
+        self.is_silent = False
+        parts = tuple(HeldPart(arena=f"w{rank}.0", held=_held(step, rank)) for step in steps)
+        self._inventory = Inventory(node=node, host="h", port=7, parts=parts)
+        self.held, self.order, self.flush = Call(self._held), Call(self._order), Call(self._flush)
+
+    async def _held(self) -> Inventory:
+        if self.is_silent:
+            await asyncio.Event().wait()
+        return self._inventory
+
+    def _order(self, order: KeeperOrder) -> Any:
+        self.orders.append(order)
+
+    async def _flush(self, attempt: int, step: int) -> bool:
+        self.flushed.append((attempt, step))
+        return True
+
+
+class Stalling(MemoryStore):
+    """A store that answers nothing before ``released``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def list(self, path: str) -> tuple[str, ...]:
+        self.released.wait(30)
+        return super().list(path)
+
+
+class Refusing(MemoryStore):
+    def list(self, path: str) -> tuple[str, ...]:
+        raise StorageError("the password has expired", path=path)
+
+
+def _held(step: int, rank: int) -> Held:
+    return Held(
+        slot=0,
+        sequence=2,
+        attempt=1,
+        step=step,
+        rank=rank,
+        world_size=2,
+        data_bytes=10,
+        record_bytes=1,
+    )
+
+
+def _commit(store: Store, step: int) -> None:
+    directory = f"{ROOT}/{checkpoint_name(step)}"
+    save_rank(
+        store,
+        directory,
+        step=step,
+        attempt=1,
+        rank=0,
+        world_size=1,
+        tensors=[],
+        extra={},
+        param_groups=[],
+        source={},
+        fsync=False,
+    )
+
+
+def _with(
+    store: Store, act: Callable[[Snapshots, dict[str, Handle]], Coroutine[Any, Any, Any]]
+) -> Any:
+    """Run ``act`` with two keepers that hold steps 6 and 7 of one rank each."""
+
+    async def run() -> Any:
+        handles = {"aa": Handle("aa", (6, 7), 0), "bb": Handle("bb", (6, 7), 1)}
+        nodes = Nodes(
+            names=RunNames("test"),
+            resources={},
+            boot={},
+            at_s=lambda: 0.0,
+            post=lambda _: None,
+            on_keeper=lambda: None,
+        )
+        nodes._met.set()
+        for node, handle in handles.items():
+            nodes.views[node] = NodeView(node, ("", 0), keeper=handle, secret=node.encode())
+        made = Snapshots(nodes=nodes, store=store, checkpoints=ROOT, copies=1, total_steps=100)
+        return await act(made, handles)
+
+    return asyncio.run(run())
+
+
+def _version(answer: Answer | None) -> tuple[int, str] | None:
+    assert answer is not None
+    found = answer.version
+    return None if found is None else (found.step, found.source)
+
+
+async def _read(made: Snapshots, _: dict[str, Handle]) -> Any:
+    return _version(await made.read(LINEAGE, enough_step=-1))
+
+
+def test_the_newer_of_memory_and_storage_is_found() -> None:
+    """Either may be ahead: memory usually is, storage where memory was lost."""
+    store = MemoryStore()
+    assert _with(store, _read) == (7, "memory")
+    _commit(store, 8)
+    assert _with(store, _read) == (8, "storage")
+
+
+def test_a_silent_keeper_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be gone with its machine; what only it holds cannot be loaded either."""
+    monkeypatch.setattr(module, "ASK_S", 0.05)
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        handles["bb"].is_silent = True
+        return _version(await made.read(LINEAGE, enough_step=-1))
+
+    assert _with(MemoryStore(), act) is None
+
+
+def test_a_node_that_is_lost_while_it_is_asked_is_not_waited_for() -> None:
+    """The bound is for those of whom nothing is known."""
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        handles["bb"].is_silent = True
+        asked = asyncio.create_task(made.inventories())
+        await asyncio.sleep(0)
+        made._nodes.views["bb"].lost.set()
+        done, _ = await asyncio.wait([asked], timeout=module.ASK_S / 2)
+        return [found.node for found in done.pop().result()]
+
+    assert _with(MemoryStore(), act) == ["aa"]
+
+
+def test_a_store_that_stalls_does_not_keep_memory_from_being_used() -> None:
+    """Memory holds all that any member completed: whatever storage says, it is not newer."""
+    store = Stalling()
+
+    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+        answer = await asyncio.wait_for(made.read(LINEAGE, enough_step=7), module.STORAGE_S / 2)
+        store.released.set()
+        return _version(answer)
+
+    assert _with(store, act) == (7, "memory")
+
+
+def test_a_store_that_refuses_is_passed_over_only_for_memory() -> None:
+    """Without it nothing is known, which is not the same as nothing being there."""
+
+    async def without(made: Snapshots, _: dict[str, Handle]) -> Any:
+        made._nodes.views["aa"].secret = b""
+        return await made.read(LINEAGE, enough_step=-1)
+
+    assert _with(Refusing(), _read) == (7, "memory")
+    assert _with(Refusing(), without) is None
+
+
+def test_parts_are_told_only_of_the_version_that_is_resumed() -> None:
+    """An answer that was overtaken must not send workers to another version's memory."""
+
+    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+        await made.read(LINEAGE, enough_step=-1)
+        found = await made.find_parts(6, 1)
+        return made.known_parts(7, 1), made.known_parts(6, 1), found
+
+    known, other, asked = _with(MemoryStore(), act)
+    assert [(part.node, part.held.step, part.secret) for part in known] == [
+        ("aa", 7, b"aa"),
+        ("bb", 7, b"bb"),
+    ]
+    assert other == ()
+    assert [part.held.step for part in asked] == [6, 6]
+
+
+def test_an_order_names_the_neighbour_and_no_keeper_that_is_not_met() -> None:
+    """One that is only starting has no address yet; it is told of when it has."""
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        made.order(1, LINEAGE, ["aa", "bb", "aa"])
+        made._nodes.views["bb"].secret = b""
+        made.order(2, LINEAGE, ["aa", "bb"])
+        return {
+            node: [[peer.node for peer in order.copies_of] for order in handle.orders]
+            for node, handle in handles.items()
+        }
+
+    assert _with(MemoryStore(), act) == {"aa": [["bb"], []], "bb": [["aa"], ["aa"]]}
+
+
+def test_only_what_storage_lacks_is_stored_at_the_end() -> None:
+    """A stopped run has stored its last step already; a failed one has it in memory alone."""
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        await made.flush(LINEAGE)
+        return [handle.flushed for handle in handles.values()]
+
+    store = MemoryStore()
+    assert _with(store, act) == [[(1, 7)], [(1, 7)]]
+    _commit(store, 7)
+    assert _with(store, act) == [[], []]
