@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.snapshots import eventually
+from workers.keeper.vault import Vault
 from workers.protocol import Inventory, KeeperOrder, NodeReport
 from workers.train.settings import CheckpointSettings, Settings, SnapshotSettings
 
@@ -88,7 +89,7 @@ class _Trainer:
 class _Keeper:
     """The keeper of one node as the controller has it."""
 
-    def __init__(self, node: str, directory: Path, run_url: Path) -> None:
+    def __init__(self, node: str, directory: Path, run_url: Path, *, vault: bool) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -98,7 +99,8 @@ class _Keeper:
         self.run_url = run_url
         self.ear: Any = ray.remote(_Ear).options(num_cpus=0).remote()
         settings = Settings(
-            snapshot=SnapshotSettings(node_memory_mib=256), checkpoint=CheckpointSettings(keep=3)
+            snapshot=SnapshotSettings(node_memory_mib=256, vault=vault),
+            checkpoint=CheckpointSettings(keep=3),
         )
         self.actor: Any = (
             ray.remote(Keeper)
@@ -159,14 +161,21 @@ class _Keeper:
 
 
 @pytest.fixture
-def keeper(nodes: Any, tmp_path: Path) -> Iterator[_Keeper]:
+def keeper(request: pytest.FixtureRequest, nodes: Any, tmp_path: Path) -> Iterator[_Keeper]:
+    """A keeper on the first node; parametrized by whether it has a vault."""
     import ray
 
     directory = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    keeper = _Keeper(nodes.nodes()[0], directory, tmp_path / "run")
+    vault = bool(getattr(request, "param", False))
+    keeper = _Keeper(nodes.nodes()[0], directory, tmp_path / "run", vault=vault)
     yield keeper
     ray.kill(keeper.actor)
     ray.kill(keeper.ear)
+    if vault:
+        left = Vault(directory)
+        for fd in left.recovered.values():
+            os.close(fd)
+        left.end()
     shutil.rmtree(directory)
 
 
@@ -224,6 +233,21 @@ def test_a_killed_keeper_is_handed_the_memory_again_and_stores_what_was_pinned(
     assert eventually(lambda: keeper.stored_step() == 2)
     trainer.kill()
     assert keeper.versions() == expected
+
+
+@pytest.mark.parametrize("keeper", [True], indirect=True)
+def test_with_a_vault_keeper_and_trainer_may_die_together(keeper: _Keeper) -> None:
+    """Ray ends a dead worker's children; this one must not be among them."""
+    before = keeper.hello()
+    trainer = _Trainer(keeper.directory, "w0001")
+    for step in (1, 2, 3):
+        assert trainer.snapshot(step, pin=step == 3)
+    os.kill(before["pid"], signal.SIGKILL)
+    trainer.kill()
+
+    assert keeper.hello()["pid"] != before["pid"]
+    assert keeper.versions() == [("w0001.1", 1, step) for step in (1, 2, 3)]
+    assert eventually(lambda: keeper.has_checkpoint(3))
 
 
 @pytest.mark.usefixtures("nodes")
