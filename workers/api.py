@@ -30,7 +30,8 @@ What happens to it under everstep:
   joins, the loop ends by an exception that passes through ``train``: do not catch
   ``BaseException``, and put what is to be kept outside ``train``.
 - ``session.model`` builds on the meta device and shards over all workers; ``session.optimizer``
-  loads the last committed state; ``session.steps`` goes on from there and saves.
+  loads the newest state that is safe, from the memory of the nodes or from storage;
+  ``session.steps`` goes on from there, and keeps the state after every step safe.
 - A step takes the same samples whatever the number of workers. Weigh each loss by ``tokens``
   (or samples): the mean over the global batch is then exact.
 - The learning rate follows the settings (warm-up and decay), not the optimizer's argument.

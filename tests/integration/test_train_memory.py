@@ -341,3 +341,33 @@ def test_a_state_that_changed_its_form_is_left_with_through_storage(
     assert newest_stored(run) == (train_late_state.LATE_STEP, 1)
     (step, _), _ = newest([node])
     assert step < train_late_state.LATE_STEP
+
+
+@pytest.mark.timeout(240)
+def test_attempts_through_memory_leave_nothing_behind(
+    run: Run, text: DataSettings, make_nodes: MakeNodes
+) -> None:
+    """Every recovery maps arenas and opens connections; a run has hundreds of them."""
+    chosen = rarely_stored(text, steps=10_000)
+    nodes = make_nodes(chosen, num_nodes=2)
+    resume = (0, 0)
+    memory: tuple[MemoryPart, ...] = ()
+    held = []
+    for number in range(12):
+        before = len(lines(run)) if run.lineage else 0
+        # They change places, so that each needs what the other has.
+        turn = (number % 2, 1 - number % 2)
+        members = run.begin(chosen, num_workers=2, resume=resume, memory=memory, members=turn)
+        wait_for_steps(run, before + 3)
+        members[0].yield_at_boundary(len(run.lineage), durable=False)
+        left = [member.left() for member in members]
+        assert all(isinstance(one.outcome, Yielded) for one in left), left
+        assert not number or all(dict(one.sources)["peer memory"] for one in left)
+        resume, memory = newest(nodes)
+        if number >= 3:
+            held.append([(one.num_fds, one.num_threads) for one in left])
+
+    for worker in (0, 1):
+        mine = [found[worker] for found in held]
+        assert max(fds for fds, _ in mine) <= mine[0][0] + 2
+        assert max(threads for _, threads in mine) <= mine[0][1] + 2
