@@ -43,7 +43,7 @@ def settings(data: DataSettings, **train: Any) -> Settings:
         model=ModelSettings(preset="tiny"),
         data=data,
         train=TrainSettings(**chosen),
-        checkpoint=CheckpointSettings(keep=0),
+        checkpoint=CheckpointSettings(every_steps=1, keep=0),
     )
 
 

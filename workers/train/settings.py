@@ -142,14 +142,15 @@ class CheckpointSettings:
     """How often state goes to storage.
 
     Attributes:
-        every_steps: Steps between two checkpoints. The last step is always saved.
+        every_steps: Steps between two checkpoints. The last step is always saved, and so is the
+            newest when a run ends early; between them snapshots in memory are resumed from.
         keep: Committed checkpoints that are kept; 0 keeps all.
         fsync: Whether files are forced to the disk before the commit. Without it a checkpoint
             outlives its process but perhaps not its machine.
         threads: Readers per worker while loading.
     """
 
-    every_steps: int = 1
+    every_steps: int = 10
     keep: int = 3
     fsync: bool = False
     threads: int = 2
