@@ -63,6 +63,7 @@ def _case(source: str, world_size: int, **target: Any) -> Any:
     tp, pp = target.setdefault("tp", 1), target.get("pp", 1)
     layout = f"dp{world_size // tp // pp}" + (f"-tp{tp}" if tp > 1 else "")
     layout += f"-pp{pp}" if "pp" in target else ""
+    layout += f"-of-which-sp{target['sp']}" if "sp" in target else ""
     name = f"{source}-to-{kind}-zero{target['stage']}-{layout}-{dtype}"
     target |= {"name": name, "source": source, "world_size": world_size}
     for key in ("groups", "optimizer", "model"):
@@ -97,6 +98,8 @@ CASES = [
     _case("zero1", 1, stage=3, persistence=100),
     _case("zero3-bf16", 1, stage=2),
     _case("zero1", 1, stage=2, universal=True),
+    _case("zero1", 2, stage=1, sp=2),
+    _case("zero1", 2, stage=3, sp=2),
     _case("zero1", 3, stage=1),
     _case("zero1", 3, stage=3),
 ]
@@ -111,7 +114,7 @@ pytestmark = [
 
 
 def _launch(job: list[dict[str, Any]], world_size: int, out: Path) -> None:
-    path = out / f"job-{world_size}-{job[0]['do']}.json"
+    path = out / f"job-{job[0]['name']}.json"
     path.write_text(json.dumps(job))
     process = subprocess.Popen(
         [
@@ -189,12 +192,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, facts in SOURCES.items()
     ]
     _launch(trains, 2, out)
-    by_world: dict[int, list[dict[str, Any]]] = {}
+    # DeepSpeed keeps its groups of ranks in globals, so one process can have one kind only.
+    by_world: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for parameters in CASES:
         case = dict(parameters.values[0], do="load", steps=STEPS)
         _convert(case, out)
-        by_world.setdefault(case["world_size"], []).append(case)
-    for world_size, cases in by_world.items():
+        by_world.setdefault((case["world_size"], case.get("sp", 1)), []).append(case)
+    for (world_size, _), cases in by_world.items():
         # After an engine with tensor parallelism DeepSpeed makes none without in one process.
         _launch(sorted(cases, key=lambda case: int(case["tp"])), world_size, out)
     return out

@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zero1-pipeline-bf16": {"stage": 1, "pp": 2, "model": "pipeline", "dtype": "bf16"},
     "zero1-experts": {"stage": 1, "model": "experts"},
     "zero1-experts-dp4": {"stage": 1, "model": "experts", "world_size": 4},
+    "zero1-sp2-dp2": {"stage": 1, "sp": 2, "model": "sequence", "world_size": 4},
     "zero2-bf16": {"stage": 2, "dtype": "bf16"},
     "zero2-round-robin": {"stage": 2, "groups": 1, "zero": {"round_robin_gradients": True}},
     "zero2-sgd": {"stage": 2, "optimizer": "sgd"},
@@ -53,6 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zero3-dp3": {"stage": 3, "world_size": 3},
     "zero3-sub-groups": {"stage": 3, "zero": {"sub_group_size": 20}},
     "zero3-bf16-persistent": {"stage": 3, "dtype": "bf16", "persistence": 20},
+    "zero3-sp2-dp2": {"stage": 3, "sp": 2, "model": "sequence", "world_size": 4},
     "zero3-tp2": {"stage": 3, "tp": 2, "model": "parallel"},
 }
 #: Converted by DeepSpeed itself, with these options.

@@ -18,6 +18,7 @@ import deepspeed
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -140,30 +141,38 @@ def build(case: dict[str, Any], *, seed: int, spoilt: bool) -> Any:
         config["tensor_parallel"] = {"autotp_size": case["tp"], **TENSOR_PARALLEL}
     if case.get("dtype", "fp32") != "fp32":
         config[case["dtype"]] = {"enabled": True}
+    ranks: dict[str, Any] = {}
+    if "sp" in case:
+        if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
+            parallel_state_sp.initialize_sequence_parallel(case["sp"])
+        ranks["mpu"] = parallel_state_sp
     engine, _, _, _ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config, **ranks
     )
     return engine
 
 
 def data_ranks(case: dict[str, Any]) -> int:
-    """Return the number of data-parallel ranks."""
-    return dist.get_world_size() // int(case.get("tp", 1))
+    """Return the number of ranks that see samples of their own."""
+    return dist.get_world_size() // int(case.get("tp", 1)) // int(case.get("sp", 1))
 
 
 def train(engine: Any, case: dict[str, Any], first: int, steps: int) -> list[float]:
     """Return the loss of each step over the global batch, which depends on the step alone."""
     if "pp" in case:
         return train_deepspeed_pipeline.train(engine, first, steps)
-    rank, world_size = dist.get_rank() // case.get("tp", 1), dist.get_world_size()
+    sp, world_size = case.get("sp", 1), dist.get_world_size()
+    rank = dist.get_rank() // case.get("tp", 1) // sp
     share = GLOBAL_BATCH // data_ranks(case)
     losses = []
     for step in range(first, first + steps):
         batch = torch.Generator().manual_seed(step)
-        data = torch.randint(0, VOCABULARY, (2, GLOBAL_BATCH, 5), generator=batch)
-        mine = data[:, rank * share : (rank + 1) * share]
+        data = torch.randint(0, VOCABULARY, (2, GLOBAL_BATCH, 6), generator=batch)
+        mine = data[:, rank * share : (rank + 1) * share].chunk(sp, -1)[dist.get_rank() % sp]
+        mine = mine.contiguous()
         loss = engine(mine[0], mine[1])
-        engine.backward(loss)
+        # DeepSpeed adds up what sequence parallel ranks have, as parts of one loss.
+        engine.backward(loss / sp)
         engine.step()
         mean = loss.detach().double()
         dist.all_reduce(mean)

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
@@ -91,6 +93,33 @@ class Experts(nn.Module):
         return total
 
 
+class Sequence(nn.Module):
+    """Of which every sequence parallel rank sees a part of each sequence, and attention all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.mixed = nn.Linear(WIDTH, 3 * WIDTH)
+        self.attention = DistributedAttention(
+            _attended, parallel_state_sp.get_sequence_parallel_group(), scatter_idx=2, gather_idx=1
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        heads = [
+            part.unflatten(-1, (2, -1)).contiguous() for part in self.mixed(hidden).chunk(3, -1)
+        ]
+        joined = self.attention(*heads, 0).flatten(2)
+        return _loss(self.head(hidden + joined), labels)
+
+
+def _attended(*heads: Any) -> torch.Tensor:
+    query, key, value = (part.transpose(1, 2) for part in heads[:3])
+    attend = nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, is_causal=True).transpose(1, 2)
+
+
 class Embedding(nn.Module):
     """One weight for both ends of a pipeline."""
 
@@ -149,7 +178,11 @@ def model_of(case: dict[str, Any]) -> nn.Module:
             layers=[*layers, ends[1]], num_stages=case["pp"], loss_fn=_loss
         )
         return module
-    kinds: dict[str, type[nn.Module]] = {"parallel": Parallel, "experts": Experts}
+    kinds: dict[str, type[nn.Module]] = {
+        "parallel": Parallel,
+        "experts": Experts,
+        "sequence": Sequence,
+    }
     return kinds.get(case.get("model", "whole"), Whole)()
 
 
@@ -168,6 +201,11 @@ def groups_of(model: nn.Module, case: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def build(case: dict[str, Any]) -> Any:
+    ranks: dict[str, Any] = {}
+    if "sp" in case:
+        if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
+            parallel_state_sp.initialize_sequence_parallel(case["sp"])
+        ranks["mpu"] = parallel_state_sp
     model = model_of(case)
     groups = groups_of(model, case)
     optimizer: torch.optim.Optimizer = (
@@ -193,19 +231,20 @@ def build(case: dict[str, Any]) -> Any:
         config["tensor_parallel"] = {"autotp_size": case["tp"], **TENSOR_PARALLEL}
     if case.get("dtype", "fp32") != "fp32":
         config[case["dtype"]] = {"enabled": True}
-    mesh = {"mesh_param": tuple(case["mesh"])} if "mesh" in case else {}
     engine, _, _, _ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config, **mesh
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config, **ranks
     )
     return engine
 
 
 def train(engine: Any, case: dict[str, Any]) -> None:
-    rank = dist.get_rank() // case.get("tp", 1)
+    sp = case.get("sp", 1)
+    rank = dist.get_rank() // case.get("tp", 1) // sp
     for step in range(case.get("steps", 3)):
         batch = torch.Generator().manual_seed(step)
-        data = torch.randint(0, VOCABULARY, (2, GLOBAL_BATCH, 5), generator=batch)
-        mine = data[:, 2 * rank : 2 * rank + 2]
+        data = torch.randint(0, VOCABULARY, (2, GLOBAL_BATCH, 4 + sp), generator=batch)
+        mine = data[:, 2 * rank : 2 * rank + 2].chunk(sp, -1)[dist.get_rank() % sp]
+        mine = mine.contiguous()
         if case.get("model") == "pipeline":
             engine.train_batch(iter([(mine[0], mine[1])]))
             continue
