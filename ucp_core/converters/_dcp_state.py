@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 1 << 20
 #: A generator's state has 5 KB; more is data of the model.
 _SMALL_BYTES = 64 << 10
-_STEPS = ("step", "global_step", "iteration", "steps", "num_steps", "steps_run")
+_STEPS = ("step", "global_step", "global_steps", "iteration", "steps", "num_steps", "steps_run")
 _RANDOM = re.compile(r".*(?:rng|random|generator).*", re.IGNORECASE)
 _BUFFERS = (
     "running_mean",

@@ -197,6 +197,16 @@ def test_numbers_that_only_a_pickle_holds_are_tensors_too() -> None:
     assert checkpoint.step == 7
 
 
+def test_steps_of_the_run_count_before_those_of_the_optimizer() -> None:
+    """DeepSpeed's optimizers in half precision make one step more, before the first."""
+    store = MemoryStore()
+    save = Save(objects={"optim.state.w.step": 5, "global_steps": 4})
+    save.whole("model.w", torch.ones(2))
+    write(store, "c", save)
+
+    assert dcp.read(store, "c").step == 4
+
+
 def test_everything_else_is_kept_and_has_a_policy(tmp_path: Path) -> None:
     """What nobody classified is what a resumed run misses first."""
     model, made = _trained(torch.optim.AdamW)
