@@ -211,12 +211,14 @@ def _model_states(trees: Trees, target: Target) -> dict[str, Any]:
     tree["optimizer"] = trees.plain_optimizer() if stage == 0 else None
     tree["param_shapes"] = tree["shared_params"] = None
     tree["frozen_param_shapes"] = tree["frozen_param_fragments"] = None
-    if stage > 0:
+    if model.groups:
+        # DeepSpeed leaves them out at stage 0, where nothing else tells whose numbers are whose.
         tree["param_shapes"] = trees.groups_of_shapes(group.names for group in model.groups)
+    if stage > 0:
         tree["shared_params"] = dict(model.ties)
-    if stage == 2 or (stage == 1 and model.frozen):  # noqa: PLR2004 - ZeRO's
+    if stage == 2 or model.frozen:  # noqa: PLR2004 - ZeRO's
         # The same tensors as in the module, so they are stored once. DeepSpeed leaves them out
-        # at stage 1, and its zero_to_fp32 then loses them.
+        # at stages 0 and 1, and its zero_to_fp32 then loses them.
         frozen = OrderedDict((name, module[name]) for name in model.frozen)
         tree["frozen_param_fragments"] = frozen
         tree["frozen_param_shapes"] = OrderedDict((n, Size(t.shape)) for n, t in frozen.items())

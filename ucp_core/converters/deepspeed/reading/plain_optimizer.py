@@ -6,6 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.converters.deepspeed.reading.weights import WEIGHT, Modules
+from ucp_core.converters.deepspeed.reading.zero import param_shapes
 from ucp_core.converters.files.torch_reader import TensorRef
 from ucp_core.converters.shared.optimizer_order import assign, largest_shape, unclear
 from ucp_core.converters.shared.shards import Rank, Run
@@ -50,7 +51,9 @@ def add_plain(
             )
         rank = native.rank(mp)
         params = modules.order.get(rank.tp, [])
-        optimizer = _Optimizer(native, tree, file, params)
+        shapes = param_shapes(native.files.trees[file], file)
+        names = None if shapes is None else [list(group) for group in shapes]
+        optimizer = _Optimizer(native, tree, file, params, names)
         optimizer.add(rank, modules, scalars)
         trained = {name for names in optimizer.names() for name in names}
         modules.roles |= {name: "frozen" for name, _ in params if name not in trained}
@@ -77,6 +80,7 @@ class _Optimizer:
         tree: Mapping[str, Any],
         file: str,
         params: Sequence[tuple[str, TensorRef]],
+        names: Sequence[Sequence[str]] | None,
     ) -> None:
         self._tree = tree
         self._file = file
@@ -88,12 +92,27 @@ class _Optimizer:
         self._shapes = {name: ref.shape for name, ref in params}
         if _FLAT in tree or _LISTS in tree:
             self._names = self._by_masters(native, params)
+        elif names is not None:
+            self._names = {i: list(group) for i, group in enumerate(self._told(names))}
         else:
             wanted = [
                 [largest_shape(self._state.get(number, {})) for number in group["params"]]
                 for group in self.groups
             ]
             self._names = assign(wanted, list(self._shapes.items()), file)
+
+    def _told(self, names: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+        """Return the names that ``param_shapes`` gives, which DeepSpeed itself leaves out here."""
+        counts = [len(group) for group in names], [len(g["params"]) for g in self.groups]
+        strange = [name for group in names for name in group if name not in self._shapes]
+        if counts[0] != counts[1] or strange:
+            raise CheckpointCorruptError(
+                f"{self._file}: param_shapes names groups of {counts[0]} parameters, the optimizer "
+                f"has groups of {counts[1]}"
+                + (f", and the model has no {strange[0]}" if strange else ""),
+                file=self._file,
+            )
+        return names
 
     def _by_masters(
         self, native: Native, params: Sequence[tuple[str, TensorRef]]
