@@ -7,105 +7,37 @@ JOB is a JSON list of cases, OUT a folder that gets ``<name>.json`` and ``<name>
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
-
-os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.sequence_parallel import parallel_state_sp
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-)
 from torch import nn
 
 from tests.support import train_deepspeed_pipeline
-
-VOCABULARY, WIDTH = 11, 6
-#: Divides by every number of ranks that is used.
-GLOBAL_BATCH = 12
-SLOTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-
-
-class Model(nn.Module):
-    """Tied, frozen, buffered, with a parameter of one element; no size divides by the ranks."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.up = nn.Linear(WIDTH, 7)
-        self.norm = nn.LayerNorm(7)
-        self.frozen = nn.Linear(7, 7, bias=False)
-        self.frozen.weight.requires_grad_(False)
-        self.down = nn.Linear(7, WIDTH)
-        self.gain = nn.Parameter(torch.rand(1) + 1)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
-        # Changes at every forward pass and takes part in it.
-        self.scale: torch.Tensor
-        self.register_buffer("scale", torch.rand(1))
-
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss."""
-        with torch.no_grad():
-            self.scale += 0.125
-        hidden = self.norm(self.up(self.embed(tokens)))
-        scale = self.gain * self.scale.to(self.gain.dtype)
-        hidden = self.down(torch.relu(hidden + self.frozen(hidden))) * scale
-        return nn.functional.cross_entropy(
-            self.head(hidden).float().view(-1, VOCABULARY), labels.view(-1)
-        )
-
-
-class ParallelModel(nn.Module):
-    """Of layers that DeepSpeed can cut over tensor-parallel ranks, a frozen one among them."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 10, bias=False)
-        self.gate = nn.Linear(WIDTH, 10, bias=False)
-        self.gate.weight.requires_grad_(False)
-        self.down = nn.Linear(10, WIDTH, bias=False)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss."""
-        hidden = self.norm(self.embed(tokens))
-        hidden = hidden + self.down(torch.relu(self.up(hidden)) * self.gate(hidden))
-        return nn.functional.cross_entropy(
-            self.head(hidden).float().view(-1, VOCABULARY), labels.view(-1)
-        )
-
-
-#: How ``ParallelModel`` is cut, and along which dim its shards are put together.
-TENSOR_PARALLEL = {
-    "partition_config": {
-        "use_default_specs": False,
-        "layer_specs": [
-            {"patterns": [r".*(up|gate)\.weight$"], "partition_type": "column"},
-            {"patterns": [r".*down\.weight$"], "partition_type": "row"},
-        ],
-    }
-}
-CUT_DIMS = {"up.weight": 0, "gate.weight": 0, "down.weight": 1}
-MODELS: dict[str, type[nn.Module]] = {"plain": Model, "parallel": ParallelModel}
+from tests.support.deepspeed_models import (
+    CUT_DIMS,
+    GLOBAL_BATCH,
+    TENSOR_PARALLEL,
+    VOCABULARY,
+    Parallel,
+    Whole,
+    joined,
+    run_job,
+    sequence_ranks,
+    state_of,
+)
 
 
 def build(case: dict[str, Any], *, seed: int, spoilt: bool) -> Any:
     """Return an engine; a spoilt one has hyper-parameters that a checkpoint has to replace."""
     if "pp" in case:
         return train_deepspeed_pipeline.build(case, seed=seed, spoilt=spoilt)
-    model = MODELS[case.get("model", "plain")](seed)
+    torch.manual_seed(seed)
+    is_parallel = case.get("model") == "parallel"
+    model: nn.Module = Parallel(biased=False) if is_parallel else Whole()
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     lr = 0.5 if spoilt else 0.01
     if case.get("groups", 2) == 2:
@@ -141,11 +73,7 @@ def build(case: dict[str, Any], *, seed: int, spoilt: bool) -> Any:
         config["tensor_parallel"] = {"autotp_size": case["tp"], **TENSOR_PARALLEL}
     if case.get("dtype", "fp32") != "fp32":
         config[case["dtype"]] = {"enabled": True}
-    ranks: dict[str, Any] = {}
-    if "sp" in case:
-        if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
-            parallel_state_sp.initialize_sequence_parallel(case["sp"])
-        ranks["mpu"] = parallel_state_sp
+    ranks = sequence_ranks(case)
     engine, _, _, _ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config, **ranks
     )
@@ -180,52 +108,15 @@ def train(engine: Any, case: dict[str, Any], first: int, steps: int) -> list[flo
     return losses
 
 
-def state_of(engine: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return every tensor of the training state in full, by ``name/slot``."""
-    stage = case["stage"]
-    found: dict[str, torch.Tensor] = {}
-    _link(engine, stage)
-    for name, parameter in engine.module.named_parameters():
-        if not parameter.requires_grad:
-            with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
-                found[f"{name}/frozen"] = parameter.detach().float().clone()
-            continue
-        if stage == 0:
-            found[f"{name}/weight"] = parameter.detach().float().clone()
-            held = engine.optimizer.state[parameter]
-            found |= {f"{name}/{slot}": held[slot].clone() for slot in SLOTS if slot in held}
-            continue
-        found[f"{name}/weight"] = safe_get_full_fp32_param(parameter).clone()
-        for slot in SLOTS:
-            if _has(engine, slot):
-                value = safe_get_full_optimizer_state(parameter, slot)
-                found[f"{name}/{slot}"] = value.detach().float().clone()
-    for name, buffer in engine.module.named_buffers():
-        found[f"{name}/buffer"] = buffer.float().clone()
-    return {key: _whole(key, value.contiguous(), case) for key, value in found.items()}
-
-
-def _whole(key: str, value: torch.Tensor, case: dict[str, Any]) -> torch.Tensor:
-    """Return a tensor put together from the shards of all tensor-parallel ranks."""
-    name = key.split("/", maxsplit=1)[0]
-    if case.get("tp", 1) == 1 or name not in CUT_DIMS:
-        return value
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, value)
-    # Ranks of one tensor-parallel group are neighbours.
-    return torch.cat(parts[: case["tp"]], dim=CUT_DIMS[name]).contiguous()
-
-
-def _link(engine: Any, stage: int) -> None:
-    # DeepSpeed 0.19.8 links the state of all groups after the first group's first step, when
-    # the others have none yet; asking for it needs another time.
-    if stage in {1, 2}:
-        engine.optimizer._hp_optimizer_states_linked = False
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _has(engine: Any, slot: str) -> bool:
-    return any(slot in held for held in engine.optimizer.optimizer.state.values())
+def gathered(mine: dict[str, torch.Tensor], case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return whole tensors of all stages and tensor parallel ranks."""
+    if "pp" in case:
+        return train_deepspeed_pipeline.gathered(mine)
+    if case.get("tp", 1) == 1:
+        return mine
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, mine)
+    return joined(held[: case["tp"]])
 
 
 def small_values(engine: Any, stage: int) -> dict[str, Any]:
@@ -271,9 +162,7 @@ def run(case: dict[str, Any], out: Path) -> None:
         result["mine"] = client.get("mine")
         if case.get("universal"):
             restore_the_rest(engine, case, str(out / f"{case['source']}.safetensors"))
-    tensors = state_of(engine, case)
-    if "pp" in case:
-        tensors = train_deepspeed_pipeline.gathered(tensors)
+    tensors = gathered(state_of(engine, case), case)
     result |= small_values(engine, case["stage"])
     result["losses"] = train(engine, case, case["steps"], 3)
     if dist.get_rank() == 0:
@@ -282,17 +171,5 @@ def run(case: dict[str, Any], out: Path) -> None:
     engine.destroy()
 
 
-def main() -> None:
-    """Run every case of the job."""
-    job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    # Without this operator all-reduces go through gloo; with it, DeepSpeed first compiles C++.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    for case in job:
-        run(case, out)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_job(run)

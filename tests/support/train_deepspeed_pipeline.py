@@ -10,21 +10,16 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-VOCABULARY, WIDTH = 11, 6
-GLOBAL_BATCH = 12
+from tests.support.deepspeed_models import (
+    GLOBAL_BATCH,
+    VOCABULARY,
+    WIDTH,
+    Embedding,
+    logits,
+    mean_loss,
+)
+
 MICRO_BATCHES = 2
-
-
-class Embedding(nn.Module):
-    """A table of its own, because a tied layer is used by its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ``tokens``."""
-        return nn.functional.embedding(tokens, self.weight)
 
 
 class Block(nn.Module):
@@ -41,14 +36,6 @@ class Block(nn.Module):
         return hidden + rest
 
 
-def _head(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
-    return nn.functional.linear(hidden, embedding.weight)
-
-
-def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits.float().view(-1, VOCABULARY), labels.view(-1))
-
-
 def build(case: dict[str, Any], *, seed: int, spoilt: bool) -> Any:
     """Return an engine; a spoilt one has hyper-parameters that a checkpoint has to replace."""
     model = PipelineModule(
@@ -57,10 +44,10 @@ def build(case: dict[str, Any], *, seed: int, spoilt: bool) -> Any:
             LayerSpec(Block),
             LayerSpec(Block),
             LayerSpec(nn.LayerNorm, WIDTH),
-            TiedLayerSpec("embed", Embedding, forward_fn=_head),
+            TiedLayerSpec("embed", Embedding, forward_fn=logits),
         ],
         num_stages=case["pp"],
-        loss_fn=_loss,
+        loss_fn=mean_loss,
         partition_method="type:Block",
     )
     with torch.no_grad():

@@ -8,12 +8,8 @@ OUT``: JOB is a JSON list of cases, OUT a folder that gets ``<name>.ds``, the ch
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
-
-os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
 import safetensors.torch
@@ -24,57 +20,23 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-VOCABULARY, WIDTH = 11, 6
-GLOBAL_BATCH = 12
-SLOTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-
-
-class Whole(nn.Module):
-    """Tied, frozen, buffered, with a parameter of one element; no size divides by the ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.up = nn.Linear(WIDTH, 7)
-        self.norm = nn.LayerNorm(7)
-        self.frozen = nn.Linear(7, 7, bias=False)
-        self.frozen.weight.requires_grad_(False)
-        self.down = nn.Linear(7, WIDTH)
-        self.gain = nn.Parameter(torch.rand(1) + 1)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
-        self.scale: torch.Tensor
-        self.register_buffer("scale", torch.rand(3))
-
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.scale += 0.125
-        hidden = self.norm(self.up(self.embed(tokens)))
-        hidden = self.down(torch.relu(hidden + self.frozen(hidden))) * self.gain
-        return _loss(self.head(hidden), labels)
-
-
-class Parallel(nn.Module):
-    """Of layers that DeepSpeed cuts over tensor parallel ranks, a frozen one among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.up = nn.Linear(WIDTH, 10)
-        self.gate = nn.Linear(WIDTH, 10, bias=False)
-        self.gate.weight.requires_grad_(False)
-        self.down = nn.Linear(10, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.scale: torch.Tensor
-        self.register_buffer("scale", torch.rand(3))
-
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(tokens)
-        hidden = hidden + self.down(torch.relu(self.up(hidden)) * self.gate(hidden))
-        return _loss(self.head(hidden), labels)
+from tests.support.deepspeed_models import (
+    GLOBAL_BATCH,
+    TENSOR_PARALLEL,
+    VOCABULARY,
+    WIDTH,
+    Embedding,
+    Parallel,
+    Whole,
+    joined,
+    logits,
+    mean_loss,
+    run_job,
+    sequence_ranks,
+    state_of,
+)
 
 
 class Experts(nn.Module):
@@ -89,7 +51,7 @@ class Experts(nn.Module):
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden, loss, _ = self.moe(self.embed(tokens))
-        total: torch.Tensor = _loss(self.head(hidden), labels) + 0.01 * loss
+        total: torch.Tensor = mean_loss(self.head(hidden), labels) + 0.01 * loss
         return total
 
 
@@ -111,25 +73,13 @@ class Sequence(nn.Module):
             part.unflatten(-1, (2, -1)).contiguous() for part in self.mixed(hidden).chunk(3, -1)
         ]
         joined = self.attention(*heads, 0).flatten(2)
-        return _loss(self.head(hidden + joined), labels)
+        return mean_loss(self.head(hidden + joined), labels)
 
 
 def _attended(*heads: Any) -> torch.Tensor:
     query, key, value = (part.transpose(1, 2) for part in heads[:3])
     attend = nn.functional.scaled_dot_product_attention
     return attend(query, key, value, is_causal=True).transpose(1, 2)
-
-
-class Embedding(nn.Module):
-    """One weight for both ends of a pipeline."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = nn.functional.embedding(tokens, self.weight)
-        return rows
 
 
 class Block(nn.Module):
@@ -148,41 +98,18 @@ class Block(nn.Module):
         return hidden + change
 
 
-def _logits(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    return nn.functional.linear(hidden, module.weight)
-
-
-def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits.float().view(-1, VOCABULARY), labels.view(-1))
-
-
-#: How ``Parallel`` is cut, and along which dim its shards are put together.
-TENSOR_PARALLEL = {
-    "partition_config": {
-        "use_default_specs": False,
-        "layer_specs": [
-            {"patterns": [r".*(up|gate)\.weight$"], "partition_type": "column"},
-            {"patterns": [r".*down\.weight$"], "partition_type": "row"},
-        ],
-    }
-}
-CUT_DIMS = {"up.weight": 0, "up.bias": 0, "gate.weight": 0, "down.weight": 1}
-
-
 def model_of(case: dict[str, Any]) -> nn.Module:
     torch.manual_seed(1 + (dist.get_rank() if case.get("model") == "experts" else 0))
     if case.get("model") == "pipeline":
-        ends = [TiedLayerSpec("ends", Embedding, forward_fn=f) for f in (None, _logits)]
+        ends = [TiedLayerSpec("ends", Embedding, forward_fn=f) for f in (None, logits)]
         layers = [ends[0], LayerSpec(Block), LayerSpec(Block), LayerSpec(nn.LayerNorm, WIDTH)]
         module: nn.Module = PipelineModule(
-            layers=[*layers, ends[1]], num_stages=case["pp"], loss_fn=_loss
+            layers=[*layers, ends[1]], num_stages=case["pp"], loss_fn=mean_loss
         )
         return module
-    kinds: dict[str, type[nn.Module]] = {
-        "parallel": Parallel,
-        "experts": Experts,
-        "sequence": Sequence,
-    }
+    if case.get("model") == "parallel":
+        return Parallel(biased=True)
+    kinds: dict[str, type[nn.Module]] = {"experts": Experts, "sequence": Sequence}
     return kinds.get(case.get("model", "whole"), Whole)()
 
 
@@ -201,11 +128,7 @@ def groups_of(model: nn.Module, case: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def build(case: dict[str, Any]) -> Any:
-    ranks: dict[str, Any] = {}
-    if "sp" in case:
-        if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
-            parallel_state_sp.initialize_sequence_parallel(case["sp"])
-        ranks["mpu"] = parallel_state_sp
+    ranks = sequence_ranks(case)
     model = model_of(case)
     groups = groups_of(model, case)
     optimizer: torch.optim.Optimizer = (
@@ -253,63 +176,12 @@ def train(engine: Any, case: dict[str, Any]) -> None:
         engine.step()
 
 
-def state_of(engine: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return every tensor of the training state that this rank's stage has, by ``name/slot``."""
-    stage = case["stage"]
-    found: dict[str, torch.Tensor] = {}
-    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-        # DeepSpeed 0.19.8 links the state of all groups after the first group's first step, when
-        # the others have none yet; asking for it needs another time.
-        engine.optimizer._hp_optimizer_states_linked = False
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
-    for name, parameter in engine.module.named_parameters():
-        if not parameter.requires_grad:
-            with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
-                found[f"{name}/frozen"] = parameter.detach().float().clone()
-            continue
-        if stage == 0 and case.get("dtype", "fp32") == "fp32":
-            found[f"{name}/weight"] = parameter.detach().float().clone()
-            held = engine.optimizer.state[parameter]
-            found |= {f"{name}/{slot}": held[slot].clone() for slot in SLOTS if slot in held}
-            continue
-        if stage == 0:
-            found |= _held_by_fp16_optimizer(engine.optimizer, name, parameter)
-            continue
-        found[f"{name}/weight"] = safe_get_full_fp32_param(parameter).clone()
-        slots = ("momentum_buffer",) if case.get("optimizer") == "sgd" else SLOTS[:2]
-        for slot in slots:
-            value = safe_get_full_optimizer_state(parameter, slot)
-            found[f"{name}/{slot}"] = value.detach().float().clone()
-    for name, buffer in engine.module.named_buffers():
-        found[f"{name}/buffer"] = buffer.float().clone()
-    return {key: value.contiguous() for key, value in found.items()}
-
-
-def _held_by_fp16_optimizer(optimizer: Any, name: str, parameter: Any) -> dict[str, torch.Tensor]:
-    """Return the master and the slots of a parameter in half precision without ZeRO."""
-    for models, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-        for model, master in zip(models, masters, strict=True):
-            if model is parameter:
-                held = optimizer.optimizer.state[master]
-                slots = {f"{name}/{slot}": held[slot].clone() for slot in SLOTS if slot in held}
-                return {f"{name}/weight": master.detach().clone(), **slots}
-    msg = f"no master of {name}"
-    raise ValueError(msg)
-
-
 def gathered(mine: dict[str, torch.Tensor], case: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return whole tensors of all stages and ranks."""
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, mine)
     if case.get("tp", 1) > 1:
-        # Ranks of one tensor parallel group are neighbours.
-        parts = held[: case["tp"]]
-        return {
-            key: torch.cat([part[key] for part in parts], dim=CUT_DIMS[key.split("/")[0]])
-            if key.split("/")[0] in CUT_DIMS
-            else value
-            for key, value in parts[0].items()
-        }
+        return joined(held[: case["tp"]])
     found: dict[str, torch.Tensor] = {}
     for rank, part in enumerate(held):
         for key, value in part.items():
@@ -344,17 +216,5 @@ def run(case: dict[str, Any], out: Path) -> None:
     engine.destroy()
 
 
-def main() -> None:
-    """Run every case of the job."""
-    job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    # Without this operator all-reduces go through gloo; with it, DeepSpeed first compiles C++.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    for case in job:
-        run(case, out)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_job(run)

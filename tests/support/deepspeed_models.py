@@ -1,0 +1,176 @@
+"""What the scripts that run real DeepSpeed share: models, how they are cut, what a rank holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+
+VOCABULARY, WIDTH = 11, 6
+#: Divides by every number of ranks that is used.
+GLOBAL_BATCH = 12
+SLOTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+#: How ``Parallel`` is cut, and along which dim its shards are put together.
+TENSOR_PARALLEL = {
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [r".*(up|gate)\.weight$"], "partition_type": "column"},
+            {"patterns": [r".*down\.weight$"], "partition_type": "row"},
+        ],
+    }
+}
+CUT_DIMS = {"up.weight": 0, "up.bias": 0, "gate.weight": 0, "down.weight": 1}
+
+
+def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+
+
+class Whole(nn.Module):
+    """Tied, frozen, buffered, with a parameter of one element; no size divides by the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.up = nn.Linear(WIDTH, 7)
+        self.norm = nn.LayerNorm(7)
+        self.frozen = nn.Linear(7, 7, bias=False)
+        self.frozen.weight.requires_grad_(False)
+        self.down = nn.Linear(7, WIDTH)
+        self.gain = nn.Parameter(torch.rand(1) + 1)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        # Changes at every forward pass and takes part in it.
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.rand(3))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale += 0.125
+        hidden = self.norm(self.up(self.embed(tokens)))
+        scale = self.gain * self.scale.mean().to(self.gain.dtype)
+        hidden = self.down(torch.relu(hidden + self.frozen(hidden))) * scale
+        return mean_loss(self.head(hidden), labels)
+
+
+class Parallel(nn.Module):
+    """Of layers that DeepSpeed cuts over tensor parallel ranks, a frozen one among them."""
+
+    def __init__(self, *, biased: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 10, bias=biased)
+        self.gate = nn.Linear(WIDTH, 10, bias=False)
+        self.gate.weight.requires_grad_(False)
+        self.down = nn.Linear(10, WIDTH, bias=biased)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embed(tokens))
+        hidden = hidden + self.down(torch.relu(self.up(hidden)) * self.gate(hidden))
+        return mean_loss(self.head(hidden), labels)
+
+
+class Embedding(nn.Module):
+    """One weight for both ends of a pipeline; ``logits`` uses it at the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = nn.functional.embedding(tokens, self.weight)
+        return rows
+
+
+def logits(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(hidden, module.weight)
+
+
+def sequence_ranks(case: dict[str, Any]) -> dict[str, Any]:
+    """Return how DeepSpeed is told of sequence parallel ranks, if there are any."""
+    if "sp" not in case:
+        return {}
+    if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
+        parallel_state_sp.initialize_sequence_parallel(case["sp"])
+    return {"mpu": parallel_state_sp}
+
+
+def state_of(engine: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return every tensor of the training state that this rank's stage has, by ``name/slot``."""
+    stage = case["stage"]
+    found: dict[str, torch.Tensor] = {}
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        # DeepSpeed 0.19.8 links the state of all groups after the first group's first step, when
+        # the others have none yet; asking for it needs another time.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
+                found[f"{name}/frozen"] = parameter.detach().float().clone()
+        elif stage > 0:
+            found[f"{name}/weight"] = safe_get_full_fp32_param(parameter).clone()
+            slots = SLOTS[2:] if case.get("optimizer") == "sgd" else SLOTS[:2]
+            for slot in slots:
+                value = safe_get_full_optimizer_state(parameter, slot)
+                found[f"{name}/{slot}"] = value.detach().float().clone()
+        elif case.get("dtype", "fp32") == "fp32":
+            found |= _held(name, parameter, engine.optimizer.state[parameter])
+        else:
+            found |= _held_by_fp16_optimizer(engine.optimizer, name, parameter)
+    for name, buffer in engine.module.named_buffers():
+        found[f"{name}/buffer"] = buffer.float().clone()
+    return {key: value.contiguous() for key, value in found.items()}
+
+
+def _held(name: str, weight: torch.Tensor, slots: dict[str, Any]) -> dict[str, torch.Tensor]:
+    found = {f"{name}/{slot}": slots[slot].clone() for slot in SLOTS if slot in slots}
+    return {f"{name}/weight": weight.detach().clone(), **found}
+
+
+def _held_by_fp16_optimizer(optimizer: Any, name: str, parameter: Any) -> dict[str, torch.Tensor]:
+    """Return the master and the slots of a parameter in half precision without ZeRO."""
+    for models, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for model, master in zip(models, masters, strict=True):
+            if model is parameter:
+                return _held(name, master, optimizer.optimizer.state[master])
+    msg = f"no master of {name}"
+    raise ValueError(msg)
+
+
+def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the whole tensors of one tensor parallel group, whose ranks are neighbours."""
+    return {
+        key: torch.cat([part[key] for part in parts], dim=CUT_DIMS[key.split("/")[0]]).contiguous()
+        if key.split("/")[0] in CUT_DIMS
+        else value
+        for key, value in parts[0].items()
+    }
+
+
+def run_job(run: Callable[[dict[str, Any], Path], None]) -> None:
+    """Run every case of the job that the command line names."""
+    job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    # Without this operator all-reduces go through gloo; with it, DeepSpeed first compiles C++.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    for case in job:
+        run(case, out)
+    dist.destroy_process_group()
