@@ -110,9 +110,10 @@ class SnapshotMemory:
         """Let the keeper know of a finished slot; one that was restarted gets the memory back.
 
         Returns:
-            Whether there is a keeper.
+            Whether there is memory, and a keeper.
         """
-        assert self._arena is not None, "nothing was reserved"
+        if self._arena is None:
+            return False
         return self._lease.ensure(self.name, self._arena) and notify(self._door, self.name)
 
     def successor(self) -> SnapshotMemory:

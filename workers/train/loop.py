@@ -140,6 +140,9 @@ class _Attempt:
             _Process.buffer = HostBuffer()
             if _Process.memory is not None:
                 _Process.memory = _Process.memory.successor()
+        if _Process.memory is not None:
+            # Keepers are asked next what they hold; one that was restarted knows of nothing.
+            _Process.memory.tell()
 
 
 def _memory(context: WorkerContext) -> SnapshotMemory | None:

@@ -296,6 +296,22 @@ def test_a_restarted_keeper_is_handed_the_memory_with_the_next_snapshot(
     assert node.steps() == [1, 2]
 
 
+def test_a_restarted_keeper_is_handed_the_memory_when_an_attempt_ends(
+    rank: Rank, node: Node
+) -> None:
+    """What the next one resumes from is looked for at keepers, not at workers."""
+    entries = state()
+    assert not rank.memory.tell()
+    assert rank.ready(entries)
+    assert rank.take(1, entries)
+    assert rank.writer.wait(1)
+    node.restart()
+
+    assert rank.writer.close()
+    assert rank.memory.tell()
+    assert node.steps() == [1]
+
+
 def test_a_restarted_keeper_is_told_though_a_dead_peer_holds_all_snapshots_back(
     rank: Rank, node: Node
 ) -> None:
