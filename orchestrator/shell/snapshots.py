@@ -217,8 +217,10 @@ class Snapshots:
         return [report.inventory for report in reports if report.inventory is not None]
 
     def _living_reports(self) -> list[NodeReport]:
-        found = (self._reports.get(view.node) for view in self._views())
-        return [report for report in found if report is not None]
+        met = {view.node for view in self._views() if view.secret}
+        # What a keeper said before it died is not what the next one holds.
+        self._reports = {node: one for node, one in self._reports.items() if node in met}
+        return list(self._reports.values())
 
     def _views(self) -> list[NodeView]:
         return [view for view in self._nodes.views.values() if not view.lost.is_set()]

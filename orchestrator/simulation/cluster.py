@@ -321,7 +321,7 @@ class SimCluster:
         commit = self.storage.commits.get(version)
         if commit is not None and not commit.damaged:
             return True
-        return version in self.memory.readable(self.nodes.values(), (), self.now_s)
+        return self.memory.holds(version, self.nodes.values(), self.now_s)
 
     def present(self, attempt: SimAttempt) -> list[SimWorker] | None:
         """Return the members if all can take part in a collective, else None."""

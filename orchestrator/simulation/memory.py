@@ -96,6 +96,18 @@ class Memory:
             if answers(node, now_s)
         ]
 
+    def holds(self, version: tuple[int, int], nodes: Iterable[SimNode], now_s: float) -> bool:
+        """Return whether a version (step, attempt) could be loaded now."""
+        found = {
+            part
+            for node in nodes
+            if answers(node, now_s)
+            for parts in self._nodes.get(node.name, {}).values()
+            for part in parts
+            if (part.step, part.attempt) == version
+        }
+        return bool(found) and len(found) == next(iter(found)).world_size
+
     def readable(
         self, nodes: Iterable[SimNode], lineage: Lineage, now_s: float
     ) -> list[tuple[int, int]]:

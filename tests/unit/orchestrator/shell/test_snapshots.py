@@ -16,7 +16,7 @@ from orchestrator.shell.snapshots import Answer, Snapshots
 from ucp_core.checkpoint import checkpoint_name, save_rank
 from ucp_core.errors import StorageError
 from ucp_core.storage import MemoryStore, Store
-from workers.protocol import Held, HeldPart, Inventory, KeeperOrder
+from workers.protocol import Held, HeldPart, Inventory, KeeperOrder, NodeReport
 
 ROOT = "run/checkpoints"
 LINEAGE = ((1, 0),)
@@ -233,3 +233,20 @@ def test_only_what_storage_lacks_is_stored_at_the_end() -> None:
     assert _with(store, act) == [[(1, 7)], [(1, 7)]]
     _commit(store, 7)
     assert _with(store, act) == [[], []]
+
+
+def test_what_a_dead_keeper_said_protects_nobody() -> None:
+    """The alert has to come while its memory is away, and to end when the next one has told."""
+
+    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+        survived = []
+        parts = tuple(HeldPart(arena="w", held=_held(7, rank)) for rank in (0, 1))
+        for node in ("aa", "bb"):
+            inventory = Inventory(node=node, host="h", port=7, parts=parts)
+            made.on_report(NodeReport(node=node, seq=1, workers=(), inventory=inventory))
+        for secret in (b"bb", b"", b"new"):
+            made._nodes.views["bb"].secret = secret
+            survived.append(made.protection(LINEAGE).node_losses_survived)
+        return survived
+
+    assert _with(MemoryStore(), act) == [1, 0, 0]
