@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from orchestrator.config import RunConfig
-from orchestrator.shell.faults import kill_node_of, member, signal_rank, wait_for
+from orchestrator.shell.faults import (
+    kill_keeper_of,
+    kill_node_of,
+    member,
+    signal_rank,
+    wait_for,
+)
 from orchestrator.shell.launch import Launched
 from tests.support.history import read_history
 
@@ -44,6 +50,28 @@ def _num_training(status: dict[str, Any]) -> int:
 def _has_standby(status: dict[str, Any], node: str) -> bool:
     waiting = [w for w in status["workers"] if w["rank"] < 0 and w["state"] == "ready"]
     return status["phase"] == "running" and any(w["node"] == node for w in waiting)
+
+
+def _protected(run: Launched, step: int = 0) -> dict[str, Any]:
+    """Return the status once the loss of any node would be recovered from memory."""
+    status = wait_for(
+        run,
+        lambda s: (
+            s["phase"] == "running"
+            and s["redundancy"]["node_losses_survived"] == 1
+            and s["redundancy"]["step"] >= step
+        ),
+        timeout_s=ACT_S_MAX,
+    )
+    assert status is not None, "the run ended before it was protected"
+    return status
+
+
+def _check_from_memory(incident: dict[str, Any]) -> None:
+    """Assert that memory alone was needed, and cost at most one step."""
+    assert incident["sources"], "nothing was loaded"
+    assert set(incident["sources"]) <= {"local memory", "peer memory"}, incident
+    assert incident["lost_steps"] <= 1, incident
 
 
 def _finish(run: Launched) -> dict[str, Any]:
@@ -81,6 +109,7 @@ def test_killed_worker_is_replaced_and_the_weights_end_equal(
     node = member(_reach(run, 5), 1)["node"]
     before = wait_for(run, lambda s: _has_standby(s, node), timeout_s=ACT_S_MAX)
     assert before is not None, "the run ended before its standbys were ready"
+    before = _protected(run, before["step"])
     survivor = member(before, 0)["pid"]
 
     signal_rank(run, 1, signal.SIGKILL)
@@ -89,6 +118,7 @@ def test_killed_worker_is_replaced_and_the_weights_end_equal(
 
     assert member(after, 0)["pid"] == survivor, "a healthy process was restarted"
     assert [i["kind"] for i in summary["incidents"]] == ["crash"]
+    _check_from_memory(summary["incidents"][0])
     assert summary["weights_digest"] == undisturbed_digest(config)
     read_history(config.run.directory).check_exactly_once(config)
 
@@ -100,6 +130,7 @@ def test_lost_node_shrinks_the_run_and_its_return_grows_it(
     config = make_config(train__steps=60)
     run = Launched(config, nodes)
     before = _reach(run, 10, workers=4)
+    before = _protected(run, before["step"])
 
     kill_node_of(run, 3)
     _reach(run, 11, workers=2, attempt=before["attempt"] + 1)
@@ -108,6 +139,8 @@ def test_lost_node_shrinks_the_run_and_its_return_grows_it(
     summary = _finish(run)
 
     assert [i["kind"] for i in summary["incidents"]] == ["node_loss", "growth"]
+    for incident in summary["incidents"]:
+        _check_from_memory(incident)
     assert summary["weights_digest"] == undisturbed_digest(config)
     read_history(config.run.directory).check_exactly_once(config)
 
@@ -138,9 +171,49 @@ def test_killed_controller_is_back_in_charge_and_training_never_stopped(
     after = _reach(run, before["step"] + 5)
 
     assert after["attempt"] == before["attempt"]
+    _protected(run, after["step"])
     signal_rank(run, 1, signal.SIGKILL)
     _reach(run, after["step"] + 1, attempt=after["attempt"] + 1)
-    _finish(run)
+    summary = _finish(run)
+    crash = next(i for i in summary["incidents"] if i["kind"] == "crash")
+    _check_from_memory(crash)
+
+
+def test_killed_keeper_costs_nothing_and_protects_again(
+    nodes: Any, make_config: Callable[..., RunConfig]
+) -> None:
+    """The trainers hold their arenas too: the next keeper has to take them in, and copies anew."""
+    config = make_config(train__steps=150)
+    run = Launched(config, nodes)
+    before = _protected(run, 10)
+
+    kill_keeper_of(run, 1)
+    after = _protected(run, before["step"] + 20)
+    assert after["attempt"] == before["attempt"], "training was disturbed"
+    signal_rank(run, 1, signal.SIGKILL)
+    summary = _finish(run)
+
+    assert [i["kind"] for i in summary["incidents"]] == ["crash"]
+    _check_from_memory(summary["incidents"][0])
+    read_history(config.run.directory).check_exactly_once(config)
+
+
+def test_a_keeper_and_a_trainer_of_one_node_killed_together(
+    nodes: Any, make_config: Callable[..., RunConfig]
+) -> None:
+    """Both holders of an arena are gone, so only the copy on the other node is left."""
+    config = make_config(train__steps=100)
+    run = Launched(config, nodes)
+    before = _protected(run, 10)
+
+    kill_keeper_of(run, 1)
+    signal_rank(run, 1, signal.SIGKILL)
+    _reach(run, before["step"] + 1, attempt=before["attempt"] + 1)
+    summary = _finish(run)
+
+    assert [i["kind"] for i in summary["incidents"]] == ["crash"]
+    _check_from_memory(summary["incidents"][0])
+    read_history(config.run.directory).check_exactly_once(config)
 
 
 def test_copies_of_the_model_lose_a_node_and_get_it_back(
