@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--block", type=int, default=0, help="steps; default: by the state's size")
+    parser.add_argument("--batch", type=int, default=0, help="samples; default: by the same")
     parser.add_argument("--only", nargs="+", default=["snapshots", "copies", "peers"])
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -214,13 +215,25 @@ def main() -> None:
     }
     for megabytes, name in itertools.product(options.states, options.only):
         ways, run = runs[name]
-        job = Job.of_size(megabytes, options.workers, options.rounds, options.block, ways)
+        job = Job.of_size(
+            megabytes,
+            workers=options.workers,
+            global_batch=options.batch,
+            rounds=options.rounds,
+            block=options.block,
+            ways=ways,
+        )
         begun_s = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             found = run(job, Path(folder))
         if name != "peers":
             found["missed"] = found["snapshots"]["wall"]["median"] > TARGETS[megabytes]
-        head = {"megabytes": megabytes, "workers": options.workers, "run": name}
+        head = {
+            "megabytes": megabytes,
+            "workers": options.workers,
+            "global_batch": job.global_batch,
+            "run": name,
+        }
         tail = {"seconds": round(time.monotonic() - begun_s), "load": load_average()}
         print(json.dumps({**head, **found, **tail}), flush=True)
 

@@ -38,17 +38,16 @@ class Job:
     ways: tuple[str, ...]
 
     @classmethod
-    def of_size(
-        cls, megabytes: int, workers: int, rounds: int, block: int, ways: tuple[str, ...]
-    ) -> Self:
+    def of_size(cls, megabytes: int, *, workers: int, global_batch: int, **blocks: Any) -> Self:
         """Return a job whose workers have about ``megabytes`` of state each."""
+        is_small = megabytes < 50
         return cls(
             shape=shape_of(megabytes, workers),
             workers=workers,
-            global_batch=16 if megabytes < 50 else 8,
-            rounds=rounds,
-            block=block or (20 if megabytes < 50 else 4),
-            ways=ways,
+            global_batch=global_batch or (16 if is_small else 8),
+            rounds=blocks["rounds"],
+            block=blocks["block"] or (20 if is_small else 4),
+            ways=blocks["ways"],
         )
 
     @property

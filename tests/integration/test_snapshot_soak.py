@@ -18,8 +18,9 @@ from workers.train.settings import CheckpointSettings, Settings, SnapshotSetting
 NODES = ("node-a", "node-b")
 #: A recovery in so many is that of a lost process; the memory of a lost one is let go of later.
 REPLACED_EVERY = 3
-#: Caches fill; a slot that is never let go of is 512 KiB, mapped or not.
-GROWTH_KIB_MAX = 384
+#: Allocators keep what they may need again; a version that is not let go of after a recovery
+#: would be 6 MiB more in the short test.
+GROWTH_KIB_MAX = 2048
 
 
 @pytest.fixture
@@ -104,5 +105,6 @@ def test_snapshots_and_recoveries_leave_nothing_behind(
     assert lineage[-1][1] == num_recoveries * num_snapshots
     for name, held in samples.items():
         grown = growth(held)
-        assert grown.pop("memory_kib") < GROWTH_KIB_MAX, (name, [one.memory_kib for one in held])
+        grown_kib = grown.pop("memory_kib")
         assert max(grown.values()) <= 0, (name, grown, held)
+        assert grown_kib < GROWTH_KIB_MAX, (name, [one.memory_kib for one in held])
