@@ -195,7 +195,7 @@ def test_whatever_moment_trainers_are_killed_at_memory_holds_a_whole_version(
     rng = random.Random(11)
     resume = (0, 0)
     memory: tuple[MemoryPart, ...] = ()
-    for _ in range(8):
+    for _ in range(6):
         before = len(lines(run)) if run.lineage else 0
         members = run.begin(chosen, num_workers=2, resume=resume, memory=memory)
         wait_for_steps(run, before + 4)
