@@ -121,6 +121,8 @@ def test_user_bug_fails_fast_and_shows_the_users_own_lines(
     assert "NameError" in summary["reason"]
     assert "train.py" in summary["reason"]
     assert summary["attempts"] <= 2
+    # None was due in storage: keepers were made to store what only they held.
+    assert list(Path(config.run.directory, "checkpoints").glob("*/manifest.json"))
 
 
 def test_exception_of_one_rank_is_survived_once(
