@@ -24,7 +24,8 @@ from ucp_core._open import Checkpoint
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, materialise, open_checkpoint
 from ucp_core.checkpoint import load as load_boxes
-from ucp_core.converters import dcp_writer, open_source
+from ucp_core.converters import open_source
+from ucp_core.converters.dcp import writer as dcp_writer
 from ucp_core.inspection.diff import diff
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.checkpoints import ROOT, State, random_sharding, random_state, save
 from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
-from ucp_core.converters import dcp_writer, open_source
+from ucp_core.converters import open_source
+from ucp_core.converters.dcp import writer as dcp_writer
 from ucp_core.converters.huggingface import reader as huggingface
 from ucp_core.converters.huggingface import writer as huggingface_writer
 from ucp_core.inspection.diff import diff

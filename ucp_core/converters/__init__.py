@@ -1,6 +1,6 @@
 """Checkpoints of other frameworks, opened as any other: recognised, described, never copied.
 
-A reader is a module with ``NAME``, ``recognise(store, directory) -> bool`` and
+A reader is a module ``<format>.reader`` with ``NAME``, ``recognise(store, directory) -> bool`` and
 ``read(store, directory, *, rules, tag) -> Checkpoint``. Readers are imported when they are asked.
 """
 
@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["open_source", "recognise"]
 
 #: Asked in this order: a folder of Megatron-core is also one of torch DCP.
-_READERS = {
-    "deepspeed": "deepspeed.reader",
-    "megatron_core": "megatron_core.reader",
-    "megatron": "megatron.reader",
-    "dcp": "dcp",
-    "huggingface": "huggingface.reader",
-}
+_READERS = ("deepspeed", "megatron_core", "megatron", "dcp", "huggingface")
 
 _NATIVE = "everstep"
 
@@ -100,8 +94,8 @@ def _open(store: Store, directory: str, rules: Rules | None, tag: str | None) ->
 
 
 def _readers() -> Iterator[Any]:
-    for module in _READERS.values():
-        yield import_module(f"ucp_core.converters.{module}")
+    for name in _READERS:
+        yield import_module(f"ucp_core.converters.{name}.reader")
 
 
 def _is_native(store: Store, directory: str) -> bool:

@@ -31,7 +31,7 @@ _WRITERS = {
         frozenset({"dtype", "shard_bytes", "keep_tied"}),
     ),
     "dcp": _Writer(
-        "ucp_core.converters.dcp_writer",
+        "ucp_core.converters.dcp.writer",
         "write",
         frozenset({"model", "optimizer", "flatten_optimizer"}),
     ),

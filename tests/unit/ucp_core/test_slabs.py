@@ -16,7 +16,7 @@ from tests.support.checkpoints import ROOT, State, Whole, save
 from ucp_core._slabs import MEMORY_BYTES_MIN, Piece, Slab, SlabReader, stream, stream_box
 from ucp_core.boxes import Box, slabs
 from ucp_core.checkpoint import Checkpoint, open_checkpoint
-from ucp_core.converters import dcp_writer
+from ucp_core.converters.dcp import writer as dcp_writer
 from ucp_core.converters.huggingface import writer as huggingface_writer
 from ucp_core.errors import UcpError
 from ucp_core.inspection.diff import diff

@@ -26,7 +26,7 @@ from ucp_core.storage.base import join
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ucp_core.converters._dcp_container import Container
+    from ucp_core.converters.dcp.container import Container
 
 _FILE_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 #: Elements at whose multiples parameters begin.

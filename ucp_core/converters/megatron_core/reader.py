@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucp_core._open import Checkpoint
-from ucp_core.converters._dcp_container import Container
-from ucp_core.converters._dcp_reading import metadata_names, read_container
-from ucp_core.converters._dcp_state import BLOCK_BYTES, State, json_value
+from ucp_core.converters.dcp.container import Container
+from ucp_core.converters.dcp.directory import metadata_names, read_container
+from ucp_core.converters.dcp.state import BLOCK_BYTES, State, json_value
 from ucp_core.converters.files.inline import INLINE_NAME, OverlayStore
 from ucp_core.converters.files.torch_reader import read_torch_file
 from ucp_core.converters.megatron_core import flat_buffers, key_names

@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.checkpoints import ROOT, State, Whole, random_sharding, save, small_state
 from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
-from ucp_core.converters import dcp_writer, open_source
+from ucp_core.converters import open_source
+from ucp_core.converters.dcp import writer as dcp_writer
 from ucp_core.errors import ChecksumMismatchError, UcpError
 from ucp_core.inspection.diff import TensorDiff, Tolerance, diff
 from ucp_core.statemap import TensorKey

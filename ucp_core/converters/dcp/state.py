@@ -14,7 +14,7 @@ import numpy as np
 
 from ucp_core.boxes import Box
 from ucp_core.checksums import crc32
-from ucp_core.converters._dcp_names import Names, classify, number_names
+from ucp_core.converters.dcp.key_names import Names, classify, number_names
 from ucp_core.converters.files.inline import INLINE_NAME
 from ucp_core.converters.files.torch_reader import TensorRef, plain
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError
@@ -25,7 +25,7 @@ from ucp_core.storage.base import join
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ucp_core.converters._dcp_container import Container
+    from ucp_core.converters.dcp.container import Container
 
 #: Fragments have no checksums of their own, so that these blocks have none either.
 BLOCK_BYTES = 1 << 20

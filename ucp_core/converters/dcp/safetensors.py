@@ -13,7 +13,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from ucp_core.boxes import Box
-from ucp_core.converters._dcp_container import Blob, Chunk, Container, Item
+from ucp_core.converters.dcp.container import Blob, Chunk, Container, Item
 from ucp_core.converters.files.pickle_tensors import TensorRef, extents_of
 from ucp_core.converters.files.safetensors import (
     LENGTH_BYTES,

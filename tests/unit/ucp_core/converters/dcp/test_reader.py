@@ -23,7 +23,8 @@ from tests.support.dcp_files import Chunk, Save, random_tensors, rewrite, write
 from tests.support.foreign_reading import loaded, same_bits, shared_fixture, unequal
 from tests.support.hostile_pickles import Payload
 from ucp_core.checkpoint import Checkpoint, verify
-from ucp_core.converters import dcp, open_source
+from ucp_core.converters import open_source
+from ucp_core.converters.dcp import reader as dcp
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,

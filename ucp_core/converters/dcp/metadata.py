@@ -15,16 +15,22 @@ if TYPE_CHECKING:
 
 
 class Metadata(Buildable):
+    """All of the file."""
+
     __slots__ = ("state",)
 
     def build(self, state: Any) -> None:
+        """Take what counts of a pickled object's state."""
         self.state = mapping(state)
 
 
 class TensorMetadata(Buildable):
+    """A tensor: dtype, shape and chunks."""
+
     __slots__ = ("chunks", "dtype", "shape")
 
     def build(self, state: Any) -> None:
+        """Take what counts of a pickled object's state."""
         fields = mapping(state)
         self.shape = extents_of(fields["size"])
         self.chunks = expect(fields["chunks"], list)
@@ -32,33 +38,45 @@ class TensorMetadata(Buildable):
 
 
 class Properties(Buildable):
+    """What is taken of a tensor's properties: the dtype."""
+
     __slots__ = ("dtype",)
 
     def build(self, state: Any) -> None:
+        """Take what counts of a pickled object's state."""
         dtype = state["dtype"] if isinstance(state, dict) else state[0]
         self.dtype: str = expect(dtype, Global).name.removeprefix("torch.")
 
 
 class ChunkMetadata(Buildable):
+    """A box of a tensor."""
+
     __slots__ = ("offsets", "sizes")
 
     def build(self, state: Any) -> None:
+        """Take what counts of a pickled object's state."""
         fields = mapping(state)
         self.offsets = extents_of(fields["offsets"])
         self.sizes = extents_of(fields["sizes"])
 
 
 class BytesMetadata(Buildable):
+    """A value that is no tensor; nothing is said of it."""
+
     __slots__ = ()
 
     def build(self, state: Any) -> None:
+        """Take what counts of a pickled object's state."""
         del state
 
 
 class Index(Buildable):
+    """Which chunk of which key an entry of the storage is of."""
+
     __slots__ = ("key", "offset")
 
     def build(self, state: Any) -> None:
+        """Take what counts of a pickled object's state."""
         fields = mapping(state)
         self.key = expect(fields["fqn"], str)
         offset = fields.get("offset")
@@ -66,9 +84,12 @@ class Index(Buildable):
 
 
 class StorageInfo(Buildable):
+    """Where a chunk lies."""
+
     __slots__ = ("length", "offset", "path", "transforms")
 
     def build(self, state: Any) -> None:
+        """Take what counts of a pickled object's state."""
         fields = mapping(state)
         self.path = expect(fields["relative_path"], str)
         self.offset, self.length = extents_of((fields["offset"], fields["length"]))
@@ -76,6 +97,11 @@ class StorageInfo(Buildable):
 
 
 def expect(value: Any, kind: type[Any]) -> Any:
+    """Return the value if it is of exactly this kind.
+
+    Raises:
+        TypeError: It is not.
+    """
     if type(value) is not kind:
         msg = f"a {type(value).__name__} where {kind.__name__.strip('_')} is expected"
         raise TypeError(msg)
@@ -83,6 +109,11 @@ def expect(value: Any, kind: type[Any]) -> Any:
 
 
 def mapping(value: Any) -> dict[Any, Any]:
+    """Return the value if it is a dict.
+
+    Raises:
+        TypeError: It is not.
+    """
     found: dict[Any, Any] = expect(value, dict)
     return found
 

@@ -6,8 +6,8 @@ import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ucp_core.boxes import Box
-from ucp_core.converters._dcp_container import Blob, Chunk, Container, Item
-from ucp_core.converters._dcp_metadata import (
+from ucp_core.converters.dcp.container import Blob, Chunk, Container, Item
+from ucp_core.converters.dcp.metadata import (
     CLASSES,
     BytesMetadata,
     ChunkMetadata,
@@ -18,7 +18,7 @@ from ucp_core.converters._dcp_metadata import (
     expect,
     mapping,
 )
-from ucp_core.converters._dcp_safetensors import find_safetensors
+from ucp_core.converters.dcp.safetensors import find_safetensors
 from ucp_core.converters.files.pickle_reader import collector_paused
 from ucp_core.converters.files.pickle_tensors import known_dtype
 from ucp_core.converters.files.torch_reader import read_pickle

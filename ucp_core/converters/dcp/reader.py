@@ -13,9 +13,9 @@ import re
 from typing import TYPE_CHECKING
 
 from ucp_core._open import Checkpoint
-from ucp_core.converters._dcp_reading import metadata_names, read_container
-from ucp_core.converters._dcp_safetensors import sharded_container
-from ucp_core.converters._dcp_state import BLOCK_BYTES, state_of, ties_of
+from ucp_core.converters.dcp.directory import metadata_names, read_container
+from ucp_core.converters.dcp.safetensors import sharded_container
+from ucp_core.converters.dcp.state import BLOCK_BYTES, state_of, ties_of
 from ucp_core.converters.files.inline import INLINE_NAME, OverlayStore
 from ucp_core.errors import CheckpointNotFoundError
 from ucp_core.manifest import Kind, Manifest

@@ -11,8 +11,8 @@ import torch
 
 from tests.support.dcp_files import Save, write
 from tests.support.foreign_reading import loaded, same_bits
-from ucp_core.converters import dcp
-from ucp_core.converters._dcp_names import classify
+from ucp_core.converters.dcp import reader as dcp
+from ucp_core.converters.dcp.key_names import classify
 from ucp_core.converters.files.torch_reader import TensorFiles
 from ucp_core.errors import UcpError
 from ucp_core.storage import MemoryStore
