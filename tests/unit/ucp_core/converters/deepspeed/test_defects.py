@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -486,40 +485,3 @@ def test_experts_of_autoep_are_refused(tmp_path: Path) -> None:
     folder = native(MODEL, dp=1, more={"ds_autoep_layers": [{"num_experts": 4}]})
 
     assert "AutoEP" in _error(folder, tmp_path, UnsupportedVersionError)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("dp_world_size", 0),
-        ("mp_world_size", "one"),
-        ("global_steps", -1),
-        ("module", 3),
-        ("universal_checkpoint_info", [1]),
-        ("shared_params", {"head.weight": "nowhere"}),
-    ],
-)
-def test_nonsense_in_a_model_file_is_an_error_of_ours(tmp_path: Path, key: str, value: Any) -> None:
-    """Never a TypeError from the depths."""
-    folder = native(MODEL, dp=1)
-    tree = folder.trees[MODEL_FILE]
-    tree[key] = value
-    if key == "shared_params":
-        tree["module"]["head.weight"] = tensor(np.zeros((2, 2), np.float32))
-
-    _error(folder, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "key",
-    ["base_optimizer_state", "single_partition_of_fp32_groups", "param_slice_mappings"],
-)
-@pytest.mark.parametrize("value", [3, [], {}, [3], {"state": 1}])
-def test_nonsense_in_an_optimizer_file_is_an_error_of_ours(
-    tmp_path: Path, key: str, value: Any
-) -> None:
-    """Never a TypeError from the depths."""
-    folder = native(MODEL, dp=1)
-    folder.optim()[key] = value
-
-    _error(folder, tmp_path)

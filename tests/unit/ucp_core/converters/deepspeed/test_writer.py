@@ -18,10 +18,8 @@ import torch
 from tests.support.torch_files import load_torch_file
 from tests.support.training_states import Array, TrainingState, adam_state, random_shapes
 from ucp_core.checkpoint import Checkpoint
-from ucp_core.converters import open_source
 from ucp_core.converters.deepspeed.writer import write
 from ucp_core.errors import CheckpointCorruptError, UcpError
-from ucp_core.inspection.diff import diff
 from ucp_core.patterns import Cut, Replicated
 from ucp_core.rules import Rule, Rules
 from ucp_core.storage import LocalStore, MemoryStore
@@ -344,19 +342,6 @@ def test_stage_0_keeps_the_optimizer_as_torch_has_it(tmp_path: Path) -> None:
         held = tree["optimizer"]["state"][number]
         assert held["exp_avg"].numpy().tobytes() == state.slots["exp_avg"][name].tobytes()
         assert torch.equal(tree["module"][name], torch.from_numpy(state.weights[name]))
-
-
-def test_stage_0_says_whose_the_optimizers_numbers_are(tmp_path: Path) -> None:
-    """DeepSpeed saves no names there, and shapes alone do not tell them apart."""
-    state = adam_state({"a": (2, 3), "b": (2, 3), "c": (2, 3)}, num_groups=2)
-    state.frozen = {"f": np.ones((2, 3), np.float32)}
-    source = _source(state, tmp_path)
-
-    back = open_source(LocalStore(), str(_written(state, tmp_path / "out", stage=0).parent))
-
-    assert diff(source, back).tensors == ()
-    assert [group["params"] for group in back.param_groups] == [["a", "c"], ["b"]]
-    assert back.manifest.roles == {"f": "frozen"}
 
 
 def test_a_parameter_without_state_gets_zeros(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from ucp_core.converters import open_source
 from ucp_core.converters.deepspeed import universal_writer as deepspeed_universal_writer
 from ucp_core.converters.deepspeed import writer as deepspeed_writer
 from ucp_core.errors import UcpError
+from ucp_core.inspection.diff import diff
 from ucp_core.storage import MemoryStore
 
 
@@ -171,3 +172,18 @@ def test_a_tie_to_nothing_is_refused() -> None:
 
     with pytest.raises(UcpError, match="head is tied to gone"):
         _files(state, stage=1)
+
+
+def test_stage_0_says_whose_the_optimizers_numbers_are() -> None:
+    """DeepSpeed saves no names there, and shapes alone do not tell them apart."""
+    state = adam_state({"a": (2, 3), "b": (2, 3), "c": (2, 3)}, num_groups=2)
+    state.frozen = {"f": np.ones((2, 3), np.float32)}
+    store = MemoryStore()
+    source = state.save(store, "source")
+    deepspeed_writer.write(source, store, "out", memory_bytes=32 << 20, stage=0, dp=2)
+
+    back = open_source(store, "out")
+
+    assert diff(source, back).tensors == ()
+    assert [group["params"] for group in back.param_groups] == [["a", "c"], ["b"]]
+    assert back.manifest.roles == {"f": "frozen"}
