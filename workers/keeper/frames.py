@@ -26,10 +26,12 @@ __all__ = [
     "first",
     "has_hung_up",
     "held_of",
+    "limit_waits",
     "proof",
     "receive",
     "receive_into",
     "receive_json",
+    "send",
     "send_json",
 ]
 
@@ -38,6 +40,8 @@ CHALLENGE_BYTES: Final = 32
 SIZE: Final = struct.Struct("<I")
 #: Size and crc32 of a chunk.
 CHUNK: Final = struct.Struct("<II")
+#: A struct timeval.
+_TIME: Final = struct.Struct("@ll")
 
 
 def proof(secret: bytes, challenge: bytes) -> bytes:
@@ -48,7 +52,7 @@ def proof(secret: bytes, challenge: bytes) -> bytes:
 def send_json(connection: socket.socket, value: Any) -> None:
     """Send ``value`` behind its length."""
     packet = json.dumps(value).encode()
-    connection.sendall(SIZE.pack(len(packet)) + packet)
+    send(connection, SIZE.pack(len(packet)) + packet)
 
 
 def receive_json(connection: socket.socket, *, size_bytes_max: int) -> Any:
@@ -75,13 +79,41 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
     """Fill ``view``.
 
     Raises:
-        OSError: The connection broke, or was closed before.
+        OSError: The connection broke, was closed before, or is silent for too long.
     """
     while len(view):
-        count = connection.recv_into(view)
+        try:
+            count = connection.recv_into(view, 0, socket.MSG_WAITALL)
+        except BlockingIOError as error:
+            raise TimeoutError("the peer sends nothing") from error
         if not count:
             raise ConnectionError("the peer closed the connection")
         view = view[count:]
+
+
+def send(connection: socket.socket, data: bytes | memoryview, flags: int = 0) -> None:
+    """Send all of ``data``.
+
+    Raises:
+        OSError: The connection broke, or the peer takes nothing for too long.
+    """
+    try:
+        connection.sendall(data, flags)
+    except BlockingIOError as error:
+        raise TimeoutError("the peer takes nothing") from error
+
+
+def limit_waits(connection: socket.socket, stall_s: float | None) -> None:
+    """Have the kernel give up on a peer that is silent for so long; None waits for ever.
+
+    Not ``settimeout``: Python then asks before every call whether it would wait, and sends and
+    receives what fits into a buffer at a time, at half the speed.
+    """
+    whole_s, part_s = divmod(stall_s or 0.0, 1.0)
+    packed = _TIME.pack(int(whole_s), int(part_s * 1e6))
+    connection.settimeout(None)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, packed)
 
 
 def has_hung_up(connection: socket.socket) -> bool:

@@ -49,10 +49,12 @@ from workers.keeper.frames import (
     first,
     has_hung_up,
     held_of,
+    limit_waits,
     proof,
     receive,
     receive_into,
     receive_json,
+    send,
     send_json,
 )
 from workers.keeper.priority import be_nice
@@ -160,10 +162,10 @@ class WireServer:
         be_nice(self._niceness)
         try:
             with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                connection.settimeout(_STALL_S)
+                limit_waits(connection, _STALL_S)
                 _keep_alive(connection)
                 challenge = os.urandom(CHALLENGE_BYTES)
-                connection.sendall(challenge)
+                send(connection, challenge)
                 if not hmac.compare_digest(
                     receive(connection, CHALLENGE_BYTES), proof(self._secret, challenge)
                 ):
@@ -171,9 +173,9 @@ class WireServer:
                 while True:
                     # Others are idle between two loads and close themselves.
                     follows = self._attendance.follows(connection)
-                    connection.settimeout(_FOLLOW_STALL_S if follows else None)
+                    limit_waits(connection, _FOLLOW_STALL_S if follows else None)
                     request = receive_json(connection, size_bytes_max=_REQUEST_BYTES_MAX)
-                    connection.settimeout(_STALL_S)
+                    limit_waits(connection, _STALL_S)
                     self._answer(connection, request)
         finally:
             self._attendance.follow(connection, ())
@@ -223,7 +225,7 @@ class WireServer:
                 self._attendance.renew()
         except _Refused as refusal:
             words = str(refusal).encode()
-            connection.sendall(CHUNK.pack(0, 0) + SIZE.pack(len(words)) + words)
+            send(connection, CHUNK.pack(0, 0) + SIZE.pack(len(words)) + words)
 
     def _arena(self, name: str, held: Held, start: int, stop: int) -> Arena:
         arena = self._shelf.find(name)
@@ -242,8 +244,8 @@ class WireServer:
         if arena.held(held.slot) != held:
             raise _Refused(f"the snapshot after step {held.step} was overwritten")
         # In one packet with what follows.
-        connection.sendall(CHUNK.pack(high - low, value), socket.MSG_MORE)
-        connection.sendall(data)
+        send(connection, CHUNK.pack(high - low, value), socket.MSG_MORE)
+        send(connection, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,11 +412,11 @@ class WireClient:
                 if self._is_aborted:
                     raise ConnectionAbortedError("nothing is asked for any more")
                 self._open.add(held)
-            held.settimeout(_STALL_S)
+            limit_waits(held, _STALL_S)
             _keep_alive(held)
             held.connect(self._address)
             challenge = receive(held, CHALLENGE_BYTES)
-            held.sendall(proof(self._secret, challenge))
+            send(held, proof(self._secret, challenge))
         return held
 
     def _hang_up(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import socket
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from ucp_core.errors import StorageError
-from workers.keeper import wire
+from workers.keeper import frames, wire
 from workers.keeper.arena import Arena
 from workers.keeper.shelf import Shelf
 from workers.keeper.wire import CHUNK_BYTES, WireClient, WireServer
@@ -348,6 +349,26 @@ def test_a_follower_that_stops_asking_is_left_alone(
     client.list_arenas(after=-1, timeout_s=0.0)
     assert arena.attended()
     assert _eventually(lambda: not arena.attended(), within_s=1.0)
+
+
+def test_a_silent_peer_is_given_up_on_either_side(
+    server: WireServer, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is stopped keeps its connections, and says nothing."""
+    monkeypatch.setattr(wire, "_STALL_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        client = WireClient(deaf.getsockname(), secret=SECRET)
+        with pytest.raises(StorageError, match="TimeoutError: the peer sends nothing"):
+            client.list_arenas(after=-1, timeout_s=0.0)
+
+    with socket.create_connection(server.address) as greedy:
+        greedy.sendall(frames.proof(SECRET, frames.receive(greedy, frames.CHALLENGE_BYTES)))
+        held = dataclasses.asdict(arena.versions()[0])
+        request = {"arena": "w0001", "held": held, "offset_bytes": 0, "size_bytes": SIZE}
+        for _ in range(20):
+            frames.send_json(greedy, request)
+        assert _eventually(lambda: bool(server._open))
+        assert _eventually(lambda: not server._open)
 
 
 def test_nothing_is_waited_for_once_it_is_broken_off(arena: Arena, client: WireClient) -> None:
