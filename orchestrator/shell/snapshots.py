@@ -72,10 +72,13 @@ class Snapshots:
         self._total_steps = total_steps
         self._version: Version | None = None
         self._reports: dict[str, NodeReport] = {}
+        # Keepers that did not answer and were not heard of since: one wait for them is enough.
+        self._silent: set[str] = set()
 
     def on_report(self, report: NodeReport) -> None:
         """Keep the last report of every keeper."""
         self._reports[report.node] = report
+        self._silent.discard(report.node)
 
     async def read(self, lineage: Lineage, *, enough_step: int) -> Answer | None:
         """Return the version to resume from; None if it cannot be known now.
@@ -146,8 +149,11 @@ class Snapshots:
     async def inventories(self) -> list[Inventory]:
         """Return what the keepers hold that answer in time."""
         await self._nodes.met()
-        asked = (_unless_lost(view, _held(view.keeper)) for view in self._views() if view.secret)
-        return [answer for answer in await asyncio.gather(*asked) if answer is not None]
+        views = [v for v in self._views() if v.secret and v.node not in self._silent]
+        asked = (_unless_lost(view, _held(view.keeper)) for view in views)
+        answers = await asyncio.gather(*asked)
+        self._silent |= {v.node for v, answer in zip(views, answers, strict=True) if answer is None}
+        return [answer for answer in answers if answer is not None]
 
     def order(self, attempt: int, lineage: Lineage, nodes: Sequence[str]) -> None:
         """Tell all keepers of an attempt, without waiting.

@@ -193,8 +193,10 @@ def test_killed_keeper_costs_nothing_and_protects_again(
     signal_rank(run, 1, signal.SIGKILL)
     summary = _finish(run)
 
-    assert [i["kind"] for i in summary["incidents"]] == ["crash"]
-    _check_from_memory(summary["incidents"][0])
+    # Growth may follow, if the standby was not ready yet.
+    assert summary["incidents"][0]["kind"] == "crash"
+    for incident in summary["incidents"]:
+        _check_from_memory(incident)
     read_history(config.run.directory).check_exactly_once(config)
 
 
@@ -211,7 +213,8 @@ def test_a_keeper_and_a_trainer_of_one_node_killed_together(
     _reach(run, before["step"] + 1, attempt=before["attempt"] + 1)
     summary = _finish(run)
 
-    assert [i["kind"] for i in summary["incidents"]] == ["crash"]
+    # Growth may follow, through storage: until it the run went on while a keeper was away.
+    assert summary["incidents"][0]["kind"] == "crash"
     _check_from_memory(summary["incidents"][0])
     read_history(config.run.directory).check_exactly_once(config)
 

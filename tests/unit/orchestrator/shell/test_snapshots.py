@@ -250,3 +250,21 @@ def test_what_a_dead_keeper_said_protects_nobody() -> None:
         return survived
 
     assert _with(MemoryStore(), act) == [1, 0, 0]
+
+
+def test_a_keeper_that_did_not_answer_is_asked_again_when_it_was_heard_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A recovery may ask several times, and must not wait each time for one that has died."""
+    monkeypatch.setattr(module, "ASK_S", 0.05)
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        handles["bb"].is_silent = True
+        answered = [[found.node for found in await made.inventories()]]
+        handles["bb"].is_silent = False
+        answered.append([found.node for found in await made.inventories()])
+        made.on_report(NodeReport(node="bb", seq=1, workers=()))
+        answered.append([found.node for found in await made.inventories()])
+        return answered
+
+    assert _with(MemoryStore(), act) == [["aa"], ["aa"], ["aa", "bb"]]
