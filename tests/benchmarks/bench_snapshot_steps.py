@@ -1,6 +1,6 @@
 """What a snapshot after every step costs a training, and what its peers cost beside it.
 
-    python -m tests.benchmarks.bench_snapshot_steps [--states 3 200] [--workers 4] [--peers]
+    python -m tests.benchmarks.bench_snapshot_steps [--states 3 200] [--only snapshots copies]
 
 Real workers train the reference decoder on random tokens; two other processes hold the memory of
 two nodes' keepers, with half of the workers each. Blocks of steps with and without snapshots take
@@ -8,7 +8,7 @@ turns, there and back, in one attempt of the same processes; the first steps of 
 out, because the snapshot before is still under way in them.
 
 ``snapshots`` takes one after every step into the own node's memory, ``copies`` moreover has every
-node copy what the other's workers write. ``--peers`` trains the same model in plain torch with
+node copy what the other's workers write. ``peers`` trains the same model in plain torch with
 FSDP, and lets no saving take turns with torch's ``dcp.async_save`` after every step (into the page
 cache), and with a live transfer as torchft's ``HTTPTransport`` makes one: every rank serves its
 state over HTTP, streamed by torch, the next rank fetches it, and nobody goes on before that.
@@ -202,7 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--states", type=int, nargs="+", default=[3, 200], help="megabytes each")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--block", type=int, default=0, help="steps; default: by the state's size")
     parser.add_argument("--batch", type=int, default=0, help="samples; default: by the same")
     parser.add_argument("--only", nargs="+", default=["snapshots", "copies", "peers"])
