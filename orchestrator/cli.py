@@ -91,7 +91,7 @@ def run(
 
     launched = launch(settings)
     console = Console(stderr=as_json)
-    console.print(f"run directory {settings.run.directory}", highlight=False)
+    console.print(f"run directory {settings.run.directory}", highlight=False, markup=False)
     if detach:
         _print({"run_directory": settings.run.directory}, as_json=as_json)
         return
@@ -145,9 +145,13 @@ def status(run_dir: RunDirectory, *, as_json: Json = False) -> None:
         if key in {"workers", "nodes"}:
             console.print(f"{key}:", highlight=False)
             for row in value:
-                console.print("  " + "  ".join(f"{k}={v}" for k, v in row.items()), highlight=False)
+                console.print(
+                    "  " + "  ".join(f"{k}={v}" for k, v in row.items()),
+                    highlight=False,
+                    markup=False,
+                )
         else:
-            console.print(f"{key}: {value}", highlight=False)
+            console.print(f"{key}: {value}", highlight=False, markup=False)
 
 
 @app.command(epilog="Example: everstep stop runs/small")

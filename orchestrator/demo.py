@@ -87,17 +87,17 @@ def _story(run: Launched, view: RunView) -> None:
     if reach(0.2) is None:
         return
     victim = signal_rank(run, 1, signal.SIGKILL)
-    view.say(f"[red]kill -9 {victim['pid']}[/red] (rank 1, {victim['worker']})")
+    view.say(f"kill -9 {victim['pid']} (rank 1, {victim['worker']})", style="red")
     status = reach(0.4)
     if status is None:
         return
     workers_before = _num_training(status)
     node = kill_node_of(run, _num_training(status) - 1)
-    view.say(f"[red]power off node {node[:8]}[/red] (raylet and all)")
+    view.say(f"power off node {node[:8]} (raylet and all)", style="red")
     if reach(0.6) is None:
         return
     node = run.cluster.add_node()
-    view.say(f"[green]a node is back: {node[:8]}[/green]")
+    view.say(f"a node is back: {node[:8]}", style="green")
     reach(0.0, workers_before)
 
 
@@ -140,7 +140,7 @@ def _print_result(result: DemoResult, directory: str, console: Console) -> None:
         )
     verdict = "[green]equal[/green]" if result.weights_equal else "[red]different[/red]"
     console.print(f"The weights of the two runs are {verdict}.")
-    console.print(f"Report: {result.report}", highlight=False, soft_wrap=True)
+    console.print(f"Report: {result.report}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _seconds(value: float | None) -> str:

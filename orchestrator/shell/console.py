@@ -9,6 +9,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from orchestrator.policies.whatif import RecoveryPlan
 
@@ -71,10 +72,11 @@ class RunView:
             self._printed_s = now_s
             self.say(f"step {status['step']}/{self._total}  {_facts(status)}")
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, *, style: str = "") -> None:
         """Print one line above the live display."""
-        line = f"[dim]{self._title}[/dim]  {text}"
-        self._progress.console.print(line, highlight=False, soft_wrap=True)
+        # What peers and the system say has brackets of its own, which are no markup.
+        line = Text.assemble((self._title, "dim"), "  ", (text, style))
+        self._progress.console.print(line, soft_wrap=True)
 
     def _say(self, topic: str, text: str, *, key: Any = True) -> None:
         """Print ``text`` once per ``key`` of its topic."""
@@ -115,7 +117,7 @@ def print_plan(plan: RecoveryPlan, console: Console) -> None:
     if not plan.workers_after:
         lines.append("training waits for new capacity")
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _attempt_line(status: dict[str, Any]) -> str:

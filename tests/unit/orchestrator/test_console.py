@@ -4,7 +4,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from orchestrator.policies.whatif import PartSource, RecoveryPlan
-from orchestrator.shell.console import print_plan
+from orchestrator.shell.console import RunView, print_plan
 
 PLAN = RecoveryPlan(
     lost_nodes=("bb",),
@@ -44,3 +44,20 @@ def test_a_plan_without_a_version_or_workers_does_not_sound_like_one() -> None:
 
     assert "begins anew" in text
     assert "waits for new capacity" in text
+
+
+def test_what_a_library_says_in_brackets_is_printed_as_it_is() -> None:
+    """Gloo names its source file in brackets, which ended the command that showed it."""
+    output = io.StringIO()
+    evidence = "RuntimeError: [/src/gloo/transport/tcp/pair.cc:537] Connection closed"
+    status = {
+        "step": 3,
+        "loss": None,
+        "workers": [],
+        "phase": "fencing",
+        "cause": {"kind": "peer_lost", "guilty": [], "evidence": evidence, "at_s": 1.0},
+    }
+    with RunView(Console(file=output, width=200), title="a run", total_steps=5) as view:
+        view.show(status)
+
+    assert f"a run  peer_lost: {evidence}" in output.getvalue()
