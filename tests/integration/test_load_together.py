@@ -16,9 +16,13 @@ from ucp_core.checkpoint import LocalTensor, load, open_checkpoint, save_rank
 from ucp_core.exchange import load_together
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import LocalStore, ReadRange
+from workers.keeper.watch import page_path
 from workers.parallel.state import HostBuffer, StateEntry
+from workers.progress import ProgressPage
 from workers.protocol import Assignment
+from workers.train.context import WorkerContext
 from workers.train.restoring import restore
+from workers.train.settings import CheckpointSettings, Settings
 from workers.train.sharing import GroupTransport
 
 NUM_RANKS = 4
@@ -76,6 +80,21 @@ def _load(place: Place) -> tuple[int, bool]:
         dist.destroy_process_group()
 
 
+def _context(place: Place, store: LocalStore) -> WorkerContext:
+    """Return a worker of which nothing is asked but where things are."""
+    worker = f"w{place.rank:04d}"
+    return WorkerContext(
+        worker=worker,
+        settings=Settings(checkpoint=CheckpointSettings(threads=1)),
+        store=store,
+        directory=str(place.directory),
+        page=ProgressPage.create(page_path(place.directory, worker), worker=worker),
+        ring_path="",
+        yield_requested=lambda _: False,
+        fenced=lambda _: False,
+    )
+
+
 def _restore(place: Place) -> tuple[int, int, int, bool]:
     """Restore as one of 2 replicas x 2 shards; the newest version is damaged for one of them."""
     dist.init_process_group(
@@ -113,10 +132,8 @@ def _restore(place: Place) -> tuple[int, int, int, bool]:
                 lineage=((1, 0), (2, 2)),
             ),
             lambda: entries,
-            store=store,
-            directory=str(place.directory),
+            context=_context(place, store),
             buffer=HostBuffer(),
-            threads=1,
             device=torch.device("cpu"),
             replicas=groups[place.rank % 2],
         )

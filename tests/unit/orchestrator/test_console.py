@@ -1,5 +1,6 @@
 import io
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 
@@ -50,7 +51,7 @@ def test_what_a_library_says_in_brackets_is_printed_as_it_is() -> None:
     """Gloo names its source file in brackets, which ended the command that showed it."""
     output = io.StringIO()
     evidence = "RuntimeError: [/src/gloo/transport/tcp/pair.cc:537] Connection closed"
-    status = {
+    status: dict[str, Any] = {
         "step": 3,
         "loss": None,
         "workers": [],
