@@ -3,7 +3,8 @@
 The training thread chooses the slot and copies. A thread of its own checksums what was copied
 and writes the record behind it, which completes the slot. Nothing here waits for another
 process, and nothing here fails the training: memory that cannot be had, or a snapshot that
-cannot be completed, is said once, and the state goes to storage as it would without a keeper.
+cannot be completed, is said once, and until it can the state goes to storage as it would without
+a keeper.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _LOOK_S: Final = 0.02
 _CLOSE_S_MAX: Final = 5.0
 #: A keeper that is away for longer protects nothing: the state goes to storage then.
 _KEEPER_S_MAX: Final = 30.0
+#: What was refused, or failed, is tried again after this: a keeper that died is back in a second.
+_RETRY_S: Final = 2.0
 #: The record has room for twice the small values of the first snapshot, and for this.
 _RECORD_SPARE_BYTES: Final = 64 << 10
 
@@ -165,6 +168,7 @@ class SnapshotWriter:
         self._captured: tuple[int, Captured] | None = None
         self._finished_step = -1
         self._why_not = ""
+        self._broken_until_s = float("-inf")
         self._is_left = False
         self._heard_s = time.monotonic()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -178,7 +182,7 @@ class SnapshotWriter:
         """Begin to get memory for states like this one, in the background; see ``is_ready``."""
         self._ready.clear()
         # What is under way uses the memory of now; the next step asks again.
-        if self._idle.is_set() and not self._why_not:
+        if self._idle.is_set() and not self.is_broken:
             self._put(lambda: self._prepare(state))
 
     def is_ready_for(self, entries: Sequence[StateEntry]) -> bool:
@@ -192,8 +196,8 @@ class SnapshotWriter:
 
     @property
     def is_broken(self) -> bool:
-        """Return whether no snapshot can be taken any more in this attempt."""
-        return bool(self._why_not)
+        """Return whether it is too early to try again after what went wrong."""
+        return time.monotonic() < self._broken_until_s
 
     def is_behind(self) -> bool:
         """Return whether the last snapshot is under way, or a peer has not copied it yet."""
@@ -284,6 +288,8 @@ class SnapshotWriter:
         )
         form.lay_out(arena)
         self._arena, self._form = arena, form
+        self._tell()
+        self._why_not = ""
         self._ready.set()
 
     def _put(self, task: Callable[[], None]) -> None:
@@ -291,11 +297,13 @@ class SnapshotWriter:
         self._tasks.put(task)
 
     def _give_up(self, why: str) -> None:
-        """Take no snapshot any more in this attempt; the state goes to storage instead."""
+        """Take no snapshot for a while; the state goes to storage instead."""
         self._ready.clear()
+        self._broken_until_s = time.monotonic() + _RETRY_S
+        if why != self._why_not:
+            attempt = self._assignment.attempt
+            log.warning("no_snapshots", extra={"attempt": attempt, "reason": why})
         self._why_not = why
-        attempt = self._assignment.attempt
-        log.warning("no_snapshots", extra={"attempt": attempt, "reason": why})
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

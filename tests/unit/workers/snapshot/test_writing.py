@@ -280,6 +280,22 @@ def test_refused_memory_breaks_the_writer_and_nothing_else(tmp_path: Path) -> No
     node.close()
 
 
+def test_memory_that_was_refused_is_had_once_there_is_some(tmp_path: Path) -> None:
+    """An attempt can last for days; what was missing at its begin may be there a second later."""
+    node = Node(tmp_path, budget_bytes=1000)
+    rank = Rank(SnapshotMemory(node.directory, "w0001"))
+    entries = state()
+    assert not rank.ready(entries)
+    node.restart(budget_bytes=64 << 20)
+
+    assert eventually(lambda: rank.ready(entries))
+    assert rank.take(1, entries)
+    assert rank.writer.wait(1)
+    assert node.steps() == [1]
+    assert rank.writer.close()
+    node.close()
+
+
 def test_a_restarted_keeper_is_handed_the_memory_with_the_next_snapshot(
     rank: Rank, node: Node
 ) -> None:
