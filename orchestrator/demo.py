@@ -110,12 +110,12 @@ def _print_result(result: DemoResult, directory: str, console: Console) -> None:
         title="Incidents of the disturbed run",
         title_justify="left",
         box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
         pad_edge=False,
     )
-    columns = ("what", "who", "detected", "lost", "back in", "loaded from", "before", "after")
+    columns = ("what", "who", "found in", "lost", "back in", "loaded from", "layout")
     for name in columns:
-        right = name in {"detected", "lost", "back in"}
+        right = name in {"found in", "lost", "back in"}
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
     for incident in read_run(directory).incidents:
         table.add_row(
@@ -124,9 +124,9 @@ def _print_result(result: DemoResult, directory: str, console: Console) -> None:
             _seconds(incident.detect_s),
             str(incident.lost_steps),
             _seconds(incident.recovery_s),
-            "\n".join(f"{name} {decimal(size)}" for name, size in incident.sources.items()) or "-",
-            incident.layout_before,
-            incident.layout_after,
+            "\n".join(f"{decimal(size)} {name}" for name, size in incident.sources.items()) or "-",
+            # What changed stands below what was: a line of 80 columns has no room beside it.
+            "\n".join(dict.fromkeys((incident.layout_before, incident.layout_after))),
         )
     console.print(table)
     for name, summary in (("undisturbed", result.undisturbed), ("disturbed", result.disturbed)):

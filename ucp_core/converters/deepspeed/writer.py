@@ -129,6 +129,8 @@ def write(
             "stage 0 and load it with load_optimizer_states=False"
         )
     placements = _placements(model, wanted.tp, rules)
+    if wanted.stage > 0:
+        _refuse_empty_shards(model, placements or {})
     reader = FlatReader(checkpoint, memory_bytes)
     tag = wanted.tag or f"global_step{model.counters['global_steps']}"
 
@@ -170,6 +172,28 @@ def _placements(model: Model, tp: int, rules: Rules | None) -> Mapping[str, Plac
             )
         placements[name] = split(pattern, model.weight(name).shape, tp, name=name)
     return placements
+
+
+def _refuse_empty_shards(model: Model, placements: Mapping[str, Placement]) -> None:
+    """Raise if a tensor-parallel rank is to train a parameter of which it has no element.
+
+    ZeRO of DeepSpeed 0.19.8 (``is_optimized_parameter``) takes it for frozen on that rank alone;
+    older versions keep it in the optimizer's groups and lose its shape. No file suits both.
+    """
+    for name in (n for n in model.parameters if n in placements):
+        for rank, shard in enumerate(placements[name].shards):
+            if 0 not in shard:
+                continue
+            shape, dim, tp = model.weight(name).shape, shard.index(0), len(placements[name].shards)
+            raise UcpError(
+                f"{name}: the rules cut dim {dim} of {list(shape)} over tp={tp} ranks so that rank "
+                f"{rank} has nothing of it, which DeepSpeed would not train there; give other "
+                "widths or another cut for it with --rules, or a smaller tp",
+                fqn=name,
+                dim=dim,
+                tp=tp,
+                rank=rank,
+            )
 
 
 def _files(

@@ -238,7 +238,8 @@ def _add_frozen_fragments(native: Native, modules: Modules) -> None:
             run = Run(file, offset, begin, end)
             key = TensorKey(name, WEIGHT)
             modules.shards.add_run(key, native.rank(mp), ref.dtype, shape, run)
-            modules.roles[name] = "frozen"
+            if name not in modules.trained:
+                modules.roles[name] = "frozen"
 
 
 def _add_layers(native: Native, modules: Modules) -> None:

@@ -245,10 +245,8 @@ def add_zero3(stage: Stage, shards: Shards, scalars: Scalars) -> None:
     dp = len(stage.states)
     _refuse_lost_ranks(stage)
     for dp_rank, state in enumerate(stage.states):
-        params = [(name, shape) for shapes in stage.shapes for name, shape in shapes.items()]
         names: dict[int, list[str]] = defaultdict(list)
-        left = iter(params)
-        for part in state.partitions:
+        for part, left, is_last in _subgroups(stage, state):
             if part.num_ranks not in (0, dp):
                 raise CheckpointCorruptError(
                     f"{part.file} was cut over {part.num_ranks} ranks, but there are {dp} "
@@ -257,16 +255,57 @@ def add_zero3(stage: Stage, shards: Shards, scalars: Scalars) -> None:
                 )
             for fqn in _add_subgroup(stage, shards, scalars, part, left, dp, dp_rank):
                 names[part.group].append(fqn)
-        extra = next((param for param in left if prod(param[1])), None)
-        if extra is not None:
-            raise CheckpointCorruptError(
-                f"{state.partitions[-1].file if state.partitions else stage.where} holds nothing "
-                f"of {extra[0]}, which is in {stage.where}",
-                file=stage.where,
-                fqn=extra[0],
-            )
+            if is_last:
+                names[part.group] += _add_empty(stage, shards, scalars, part, left)
         if dp_rank == 0:
             stage.names += [names[index] for index in range(max(names, default=-1) + 1)]
+
+
+def _subgroups(
+    stage: Stage, state: RankState
+) -> Iterator[tuple[Partition, Iterator[tuple[str, tuple[int, ...]]], bool]]:
+    """Yield a rank's sub-groups, the parameters that are left for each, and if no other has them.
+
+    DeepSpeed names the parameters by sub-group. Only so is it known whose those are that have no
+    element, as none of them fills a place.
+
+    Raises:
+        CheckpointCorruptError: There are parameters, but no sub-group.
+    """
+    if len(stage.shapes) == len(state.partitions):
+        for part, shapes in zip(state.partitions, stage.shapes, strict=True):
+            yield part, iter(shapes.items()), True
+        return
+    named = [item for shapes in stage.shapes for item in shapes.items()]
+    if not state.partitions and named:
+        raise CheckpointCorruptError(
+            f"{stage.where} names {named[0][0]}, but a file of ZeRO has no sub-group at all",
+            file=stage.where,
+            fqn=named[0][0],
+        )
+    left = iter(named)
+    for number, part in enumerate(state.partitions, start=1):
+        yield part, left, number == len(state.partitions)
+
+
+def _add_empty(
+    stage: Stage,
+    shards: Shards,
+    scalars: Scalars,
+    part: Partition,
+    left: Iterator[tuple[str, tuple[int, ...]]],
+) -> Iterator[str]:
+    """Add the parameters behind a sub-group's last element, which must be empty; yield names."""
+    for name, shape in left:
+        if prod(shape):
+            raise CheckpointCorruptError(
+                f"{part.file} holds nothing of {name}, which is in {stage.where}",
+                file=stage.where,
+                fqn=name,
+            )
+        _add(stage, shards, part, name, shape, 0, 0, 0)
+        _add_scalars(scalars, part, name)
+        yield name
 
 
 def _refuse_lost_ranks(stage: Stage) -> None:
