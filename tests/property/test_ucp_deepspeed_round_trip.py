@@ -6,7 +6,8 @@ import random
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+import pytest
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.training_states import TrainingState, adam_state, random_shapes
@@ -15,7 +16,8 @@ from ucp_core.checkpoint import Checkpoint, LocalTensor, load
 from ucp_core.converters import open_source
 from ucp_core.converters.deepspeed import universal_writer as deepspeed_universal_writer
 from ucp_core.converters.deepspeed import writer as deepspeed_writer
-from ucp_core.patterns import Cut, Pattern, Replicated
+from ucp_core.errors import UcpError
+from ucp_core.patterns import Cut, Pattern, Replicated, split
 from ucp_core.rules import Rule, Rules
 from ucp_core.storage import MemoryStore
 
@@ -40,11 +42,16 @@ def _state(seed: int, num_tensors: int, num_groups: int) -> TrainingState:
 STATES = st.builds(_state, st.integers(0, 2**32), st.integers(2, 7), st.integers(1, 2))
 
 
-def _rules(state: TrainingState, rng: random.Random, tp: int) -> Rules:
+def _rules(state: TrainingState, rng: random.Random, tp: int, *, near_even: bool) -> Rules:
+    """Return a pattern for every tensor; a plain cut is torch's, or nearly even as AutoTP's."""
     rules = [Rule(name, Replicated()) for name in state.buffers]
     for name, array in {**state.weights, **state.frozen}.items():
         choices: list[Pattern] = [Replicated()]
-        choices += [Cut(dim) for dim, extent in enumerate(array.shape) if extent >= tp]
+        choices += [
+            Cut(dim, widths=_near_even(extent, tp) if near_even else None)
+            for dim, extent in enumerate(array.shape)
+            if extent >= tp
+        ]
         choices += [
             Cut(dim, parts=(tp, extent - tp))
             for dim, extent in enumerate(array.shape)
@@ -52,6 +59,10 @@ def _rules(state: TrainingState, rng: random.Random, tp: int) -> Rules:
         ]
         rules.append(Rule(name.replace(".", r"\."), rng.choice(choices)))
     return Rules(tuple(rules))
+
+
+def _near_even(extent: int, tp: int) -> tuple[int, ...]:
+    return tuple(extent // tp + (rank < extent % tp) for rank in range(tp))
 
 
 def _assert_same(state: TrainingState, found: Checkpoint) -> None:
@@ -81,32 +92,69 @@ def _assert_same(state: TrainingState, found: Checkpoint) -> None:
     assert found.extra.get("client_state", {}) == state.extra.get("client_state", {})
 
 
+def _starved(state: TrainingState, rules: Rules | None, tp: int) -> set[tuple[str, int]]:
+    """Return trained parameters, and the dim, of which the rules leave a rank without any part."""
+    found: set[tuple[str, int]] = set()
+    if rules is None:
+        return found
+    for name, array in state.weights.items():
+        pattern = rules.match(name)
+        assert pattern is not None
+        for shard in split(pattern, array.shape, tp, name=name).shards:
+            found |= {(name, dim) for dim, extent in enumerate(shard) if extent == 0}
+    return found
+
+
+# The last tensor-parallel rank has nothing of the last parameter, or of the first of two.
+@example(state=_state(0, 2, 2), stage=3, dp=2, tp=3, sub_group_size=20, near_even=False, seed=1)
+@example(state=_state(0, 2, 2), stage=3, dp=1, tp=3, sub_group_size=3, near_even=False, seed=0)
 @settings(max_examples=30)
 @given(
     state=STATES,
-    stage=st.integers(1, 3),
+    stage=st.integers(0, 3),
     dp=st.integers(1, 9),
     tp=st.integers(1, 3),
     sub_group_size=st.sampled_from([3, 20, 10**9]),
+    near_even=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_a_native_checkpoint_reads_back_as_it_was(
-    state: TrainingState, stage: int, dp: int, tp: int, sub_group_size: int, seed: int
+    *,
+    state: TrainingState,
+    stage: int,
+    dp: int,
+    tp: int,
+    sub_group_size: int,
+    near_even: bool,
+    seed: int,
 ) -> None:
-    """Reader and writer know the format each by itself, so they can differ."""
-    rules = _rules(state, random.Random(seed), tp) if tp > 1 else None
+    """Reader and writer know the format each by itself, so they can differ.
+
+    A trained parameter of which a tensor-parallel rank would have nothing is refused.
+    """
+    rules = _rules(state, random.Random(seed), tp, near_even=near_even) if tp > 1 else None
     target: dict[str, Any] = {"stage": stage, "dp": dp, "tp": tp}
     store = MemoryStore()
 
-    deepspeed_writer.write(
-        state.save(MemoryStore(), "source"),
-        store,
-        "out",
-        memory_bytes=MEMORY_BYTES,
-        rules=rules,
-        sub_group_size=sub_group_size,
-        **target,
-    )
+    def write() -> None:
+        deepspeed_writer.write(
+            state.save(MemoryStore(), "source"),
+            store,
+            "out",
+            memory_bytes=MEMORY_BYTES,
+            rules=rules,
+            sub_group_size=sub_group_size,
+            **target,
+        )
+
+    starved = _starved(state, rules, tp) if stage > 0 else set()
+    if starved:
+        with pytest.raises(UcpError, match=f"over tp={tp}") as caught:
+            write()
+        assert (caught.value.facts["fqn"], caught.value.facts["dim"]) in starved
+        assert not store.exists("out/latest")
+        return
+    write()
 
     # What is written says itself how it is cut.
     _assert_same(state, open_source(store, "out"))

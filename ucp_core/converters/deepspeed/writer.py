@@ -128,9 +128,7 @@ def write(
             "the source has no groups of an optimizer, which DeepSpeed's ZeRO stages need: write "
             "stage 0 and load it with load_optimizer_states=False"
         )
-    placements = _placements(model, wanted.tp, rules)
-    if wanted.stage > 0:
-        _refuse_empty_shards(model, placements or {})
+    placements = _placements(model, wanted, rules)
     reader = FlatReader(checkpoint, memory_bytes)
     tag = wanted.tag or f"global_step{model.counters['global_steps']}"
 
@@ -158,7 +156,11 @@ def write(
     Output(store, directory, tag, progress, fsync=fsync).write(files, latest="latest")
 
 
-def _placements(model: Model, tp: int, rules: Rules | None) -> Mapping[str, Placement] | None:
+def _placements(
+    model: Model, target: Target, rules: Rules | None
+) -> Mapping[str, Placement] | None:
+    """Return how every tensor is spread over tensor-parallel ranks; None if there is one rank."""
+    tp = target.tp
     if tp == 1:
         return None
     placements: dict[str, Placement] = {}
@@ -171,6 +173,8 @@ def _placements(model: Model, tp: int, rules: Rules | None) -> Mapping[str, Plac
                 fqn=name,
             )
         placements[name] = split(pattern, model.weight(name).shape, tp, name=name)
+    if target.stage > 0:
+        _refuse_empty_shards(model, placements)
     return placements
 
 
@@ -180,7 +184,7 @@ def _refuse_empty_shards(model: Model, placements: Mapping[str, Placement]) -> N
     ZeRO of DeepSpeed 0.19.8 (``is_optimized_parameter``) takes it for frozen on that rank alone;
     older versions keep it in the optimizer's groups and lose its shape. No file suits both.
     """
-    for name in (n for n in model.parameters if n in placements):
+    for name in model.parameters:
         for rank, shard in enumerate(placements[name].shards):
             if 0 not in shard:
                 continue

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.deepspeed_folders import Param, assert_equal, loaded, native, read
 from tests.support.failing_store import How, MemoryWorld
 from tests.support.torch_files import load_torch_file
 from tests.support.training_states import TrainingState, adam_state
@@ -18,6 +19,8 @@ from ucp_core.converters.deepspeed import universal_writer as deepspeed_universa
 from ucp_core.converters.deepspeed import writer as deepspeed_writer
 from ucp_core.errors import UcpError
 from ucp_core.inspection.diff import diff
+from ucp_core.patterns import Cut, Replicated
+from ucp_core.rules import Rule, Rules
 from ucp_core.storage import MemoryStore
 
 
@@ -187,3 +190,71 @@ def test_stage_0_says_whose_the_optimizers_numbers_are() -> None:
     assert diff(source, back).tensors == ()
     assert [group["params"] for group in back.param_groups] == [["a", "c"], ["b"]]
     assert back.manifest.roles == {"f": "frozen"}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_trained_parameter_of_which_a_rank_has_nothing_is_refused(stage: int) -> None:
+    """Four rows over three ranks are 2, 2 and 0; DeepSpeed would take it for frozen on the last."""
+    store = MemoryStore()
+    source = adam_state({"w": (3, 4)}).save(store, "source")
+
+    with pytest.raises(UcpError, match=r"w: the rules cut dim 1 of \[3, 4\] over tp=3") as caught:
+        deepspeed_writer.write(
+            source,
+            store,
+            "out",
+            memory_bytes=32 << 20,
+            rules=Rules((Rule("w", Cut(1)),)),
+            stage=stage,
+            tp=3,
+        )
+
+    assert caught.value.facts == {"fqn": "w", "dim": 1, "tp": 3, "rank": 2}
+    assert not store.exists("out/latest")
+
+
+@pytest.mark.parametrize(
+    ("stage", "cut"), [(0, Cut(1)), (1, Cut(1, widths=(2, 1, 1))), (3, Cut(1, widths=(2, 1, 1)))]
+)
+def test_an_uneven_cut_is_written_where_every_rank_can_have_its_part(stage: int, cut: Cut) -> None:
+    """AutoTP's widths leave no rank empty; without ZeRO nothing is flattened, so empty is fine."""
+    state = adam_state({"w": (3, 4)})
+    state.frozen = {"f": np.ones((3, 4), np.float32)}
+    store = MemoryStore()
+    source = state.save(store, "source")
+    rules = Rules((Rule("w", cut), Rule("f", Cut(1))))
+
+    deepspeed_writer.write(
+        source, store, "out", memory_bytes=32 << 20, rules=rules, stage=stage, dp=2, tp=3
+    )
+
+    back = open_source(store, "out")
+    assert diff(source, back).tensors == ()
+    assert back.manifest.roles == {"f": "frozen"}
+    assert [dict(group) for group in back.param_groups] == state.groups
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("tp", [1, 3])
+def test_stage_3_of_old_versions_keeps_empty_parameters_in_their_groups(
+    dp: int, tp: int, tmp_path: Path
+) -> None:
+    """They fill no place in flat groups, so they could be taken for the next group's, or lost."""
+    params = [
+        Param("a", (6,), 0),
+        Param("none", (0, 4)),
+        Param("narrow", (2, 5), 0),
+        Param("b", (3,), 0, group=1),
+        Param("last", (2, 2), 1, group=1),
+        Param("gone", (0,), group=1),
+    ]
+    folder = native(params, stage=3, dp=dp, tp=tp)
+    cuts = {"a": Cut(0), "narrow": Cut(0), "b": Cut(0), "last": Cut(1)}
+    rules = Rules(tuple(Rule(p.name, cuts.get(p.name, Replicated())) for p in params))
+
+    found = read(folder.write(tmp_path), rules=rules if tp > 1 else None)
+
+    names = [["a", "none", "narrow"], ["b", "last", "gone"]]
+    assert [group["params"] for group in found.param_groups] == names
+    assert found.manifest.roles == {}
+    assert_equal(loaded(found), folder.expected)
