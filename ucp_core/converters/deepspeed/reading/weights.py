@@ -27,6 +27,7 @@ WEIGHT = "weight"
 _LAYER_OF = re.compile(r"(\d+)\.")
 _TIED = "tied_modules."
 _EXTRA_STATE = "_extra_state"
+_ZERO3 = 3
 
 
 @dataclass(slots=True)
@@ -85,7 +86,10 @@ def add_modules(native: Native, modules: Modules, *, complete: bool = True) -> N
         tree = native.files.trees[file]
         module = tree.get("module")
         if dp == 0 and isinstance(module, dict):
-            _add_module(modules, native.rank(mp), tree, native.first, module)
+            # Stage 3 has a stand-in for every parameter, however many elements that has.
+            stand_ins = modules.trained | set(tree.get("frozen_param_shapes") or ())
+            stand_ins = stand_ins if native.stage == _ZERO3 else set()
+            _add_module(modules, native.rank(mp), tree, native.first, module, stand_ins)
         elif dp == 0 and module is not None:
             raise CheckpointCorruptError(
                 f"{native.files.path(file)}: module is a {type(module).__name__}, not a dict",
@@ -146,14 +150,14 @@ def _add_module(
     tree: Mapping[str, Any],
     first: Mapping[str, Any],
     module: Mapping[str, Any],
+    stand_ins: set[str],
 ) -> None:
     buffers = frozenset(tree.get("buffer_names") or ())
     shared = {**(first.get("shared_params") or {}), **(tree.get("shared_params") or {})}
-    placeholders = modules.trained | set(tree.get("frozen_param_shapes") or ())
     seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     order = modules.order.setdefault(rank.tp if rank.stage == 0 else -1 - rank.stage, [])
     for name, ref in _tensors(module, modules.items):
-        is_empty = ref.shape == (0,) and name in placeholders
+        is_empty = ref.shape == (0,) and name in stand_ins
         owner = _owner(modules, name, ref, shared, seen)
         if owner is not None:
             modules.ties[name] = owner
@@ -191,7 +195,8 @@ def _owner(
     if owner != name:
         return owner
     if not ref.num_bytes:
-        return None
+        # Nothing of it is in the file to be shared, but a rank that was read before may have it.
+        return modules.ties.get(name)
     first = seen.setdefault((ref.offset_bytes, ref.shape, ref.strides), name)
     return None if first == name else first
 
@@ -213,7 +218,7 @@ def _add_weight(
 
 def _add_frozen_fragments(native: Native, modules: Modules) -> None:
     """Add the frozen parameters of stage 3, of which every rank has a piece."""
-    if native.stage != 3:  # noqa: PLR2004 - ZeRO stage 3
+    if native.stage != _ZERO3:
         return
     for (dp_rank, mp), file in sorted(native.model.items()):
         tree = native.files.trees[file]

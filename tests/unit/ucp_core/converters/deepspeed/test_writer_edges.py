@@ -258,3 +258,18 @@ def test_stage_3_of_old_versions_keeps_empty_parameters_in_their_groups(
     assert [group["params"] for group in found.param_groups] == names
     assert found.manifest.roles == {}
     assert_equal(loaded(found), folder.expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_vector_without_elements_is_no_stand_in(stage: int) -> None:
+    """It has the shape of those that stage 3 puts in place of parameters; it would get lost."""
+    store = MemoryStore()
+    state = adam_state({"a": (3,)})
+    state.frozen = {"f": np.ones(0, np.float32)}
+    source = state.save(store, "source")
+    deepspeed_writer.write(source, store, "out", memory_bytes=32 << 20, stage=stage, dp=2)
+
+    back = open_source(store, "out")
+
+    assert diff(source, back).tensors == ()
+    assert back.manifest.roles == {"f": "frozen"}
