@@ -55,7 +55,9 @@ def finish(run: Run, chosen: Settings, **how: Any) -> None:
 
 
 def lines(run: Run, name: str = "metrics/rank0.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.directory / name).read_text().splitlines()]
+    """Return what is written so far, without half a line: being written, or of a killed worker."""
+    text = (run.directory / name).read_text()
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
 def result(run: Run) -> dict[str, Any]:

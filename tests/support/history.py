@@ -46,4 +46,6 @@ class History:
 def read_history(directory: str) -> History:
     """Return the history in the run directory ``directory``."""
     text = (Path(directory) / "metrics/rank0.jsonl").read_text()
-    return History(tuple(json.loads(line) for line in text.splitlines()))
+    # A worker that is killed while it writes leaves half a line.
+    whole = (line for line in text.splitlines() if line.endswith("}"))
+    return History(tuple(json.loads(line) for line in whole))

@@ -124,7 +124,10 @@ class Arena:
             self._words.release()
             self._memory.release()
             self._map.close()
-        os.close(self.fd)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            # Closed twice, its number could be somebody else's by then.
+            os.close(fd)
 
     def body(self, slot: int) -> memoryview:
         """Return the slot's memory behind its header, writable."""

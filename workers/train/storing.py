@@ -32,7 +32,7 @@ from workers.protocol import Assignment
 from workers.snapshot.writing import source_of
 from workers.train.settings import CheckpointSettings
 
-__all__ = ["CHECKPOINTS", "SavedState", "Storing", "append_json"]
+__all__ = ["CHECKPOINTS", "SavedState", "Storing", "append_json", "end_line"]
 
 #: Where a run directory keeps its checkpoints.
 CHECKPOINTS: Final = "checkpoints"
@@ -84,12 +84,13 @@ class Storing:
         self._idle = threading.Event()
         self._idle.set()
         self._error: Exception | None = None
+        self._whole: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="storing", daemon=True)
         self._thread.start()
 
     def append(self, path: str, line: Mapping[str, Any]) -> None:
         """Add a JSON line to a file of the run directory, behind what was asked for before."""
-        self._tasks.put(lambda: append_json(self._store, join(self._directory, path), line))
+        self._tasks.put(lambda: self._append(join(self._directory, path), line))
 
     def wait_told(self, timeout_s: float) -> None:
         """Return when what was to be added so far is written, or after ``timeout_s``."""
@@ -168,6 +169,12 @@ class Storing:
                 self._error = error
                 self._idle.set()
 
+    def _append(self, path: str, line: Mapping[str, Any]) -> None:
+        if path not in self._whole:
+            end_line(self._store, path)
+            self._whole.add(path)
+        append_json(self._store, path, line)
+
     def _save(self, state: SavedState) -> None:
         assignment = self._assignment
         checkpoints = join(self._directory, CHECKPOINTS)
@@ -199,6 +206,13 @@ class Storing:
 def append_json(store: Store, path: str, line: Mapping[str, Any]) -> None:
     """Add one JSON line to the file at ``path``."""
     store.append(path, (json.dumps(line) + "\n").encode())
+
+
+def end_line(store: Store, path: str) -> None:
+    """End the last line of the file, if there is one and whoever wrote it died within it."""
+    size_bytes = store.size(path) if store.exists(path) else 0
+    if size_bytes and store.read_range(path, size_bytes - 1, 1) != b"\n":
+        store.append(path, b"\n")
 
 
 class _WriteRefused(Exception):  # noqa: N818  not an error: the fence did what it is for

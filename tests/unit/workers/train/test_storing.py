@@ -69,6 +69,19 @@ def test_the_line_of_a_step_is_there_before_its_commit() -> None:
     assert background.close()
 
 
+def test_half_a_line_of_a_killed_worker_does_not_spoil_the_next() -> None:
+    """A kill can come between two pages of one write; the next step has its line all the same."""
+    store, fenced = MemoryStore(), threading.Event()
+    store.append("run/metrics/rank0.jsonl", b'{"step": 1}\n{"step": 2, "lo')
+    writer = storing(store, fenced)
+    writer.append("metrics/rank0.jsonl", {"step": 2})
+    writer.append("metrics/rank0.jsonl", {"step": 3})
+    assert writer.close()
+
+    lines = store.read("run/metrics/rank0.jsonl").decode().splitlines()
+    assert [json.loads(line)["step"] for line in lines if line.endswith("}")] == [1, 2, 3]
+
+
 def test_nothing_is_written_after_the_fence() -> None:
     """The state was handed over before it, and would be committed by the background later."""
     store, fenced = MemoryStore(), threading.Event()
