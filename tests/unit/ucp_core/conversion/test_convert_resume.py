@@ -181,6 +181,7 @@ def test_a_killed_worker_is_replaced_by_the_others(
     state = large_state(8)
     source = native_source(tmp_path, state)
     killed: list[int] = []
+
     def kill_one(done: int, _total: int) -> None:
         if not killed and done > 4 * MIB:
             # The newest: multiprocessing has children of its own, which came before.
