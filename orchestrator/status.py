@@ -13,7 +13,7 @@ from orchestrator.core.journal import fold, verify
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import describe
 from orchestrator.errors import CapacityError, RunNotFoundError
-from orchestrator.policies.versions import MEMORY, Holding, Lineage, Version
+from orchestrator.policies.versions import MEMORY, Holding, Version
 from orchestrator.policies.whatif import (
     LossFacts,
     RecoveryPlan,
@@ -24,6 +24,7 @@ from orchestrator.policies.whatif import (
 from orchestrator.run_directory import CHECKPOINTS, SUMMARY
 from orchestrator.shell.journal_file import read_segments
 from ucp_core.checkpoint import find_committed
+from ucp_core.lineage import Lineage
 from ucp_core.storage import Store, join, open_store
 from workers.protocol import Held
 

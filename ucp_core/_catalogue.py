@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 from ucp_core._open import MANIFEST_NAME, Checkpoint, open_checkpoint
 from ucp_core._save import try_commit
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
+from ucp_core.lineage import counts
 from ucp_core.manifest import from_bytes
 from ucp_core.storage.base import Store, join
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
+
+    from ucp_core.lineage import Lineage
 
 #: Longer than a reader needs that reads 1 TB at 300 MB/s.
 GRACE_S = 3600.0
@@ -29,20 +32,6 @@ _WITHDRAWN_NAME = "withdrawn.json"
 def checkpoint_name(step: int) -> str:
     """Return the directory name of ``step`` under ``checkpoints/``."""
     return f"step-{step:08d}"
-
-
-def is_valid(*, step: int, attempt: int, lineage: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the commit of ``(step, attempt)`` is part of the run's history.
-
-    It is unless a later attempt resumed from before it: then the run went another way, and the
-    commit was made by processes that were already fenced.
-
-    Args:
-        step: The committed step.
-        attempt: Who committed it.
-        lineage: ``(attempt, resume_step)`` of the attempts so far, in any order.
-    """
-    return all(resume_step >= step for later, resume_step in lineage if later > attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +57,7 @@ def find_committed(
     store: Store,
     checkpoints_directory: str,
     *,
-    lineage: Sequence[tuple[int, int]],
+    lineage: Lineage,
     exclude: frozenset[str] = frozenset(),
 ) -> Found | None:
     """Return the newest checkpoint that is committed, valid under ``lineage`` and all there.
@@ -79,7 +68,7 @@ def find_committed(
     Args:
         store: Where.
         checkpoints_directory: Holds ``step-00001200`` and its like.
-        lineage: See ``is_valid``.
+        lineage: See ``ucp_core.lineage``.
         exclude: Names of directories to skip, because loading them failed.
 
     Raises:
@@ -122,9 +111,9 @@ def step_names(store: Store, checkpoints_directory: str) -> list[str]:
     return [name for _, name in sorted(found, reverse=True)]
 
 
-def _open_valid(store: Store, directory: str, lineage: Sequence[tuple[int, int]]) -> Checkpoint:
+def _open_valid(store: Store, directory: str, lineage: Lineage) -> Checkpoint:
     checkpoint = open_checkpoint(store, directory)
-    if is_valid(step=checkpoint.step, attempt=checkpoint.attempt, lineage=lineage):
+    if counts(step=checkpoint.step, attempt=checkpoint.attempt, lineage=lineage):
         return checkpoint
     # A fenced process that was slow can replace the manifest of a newer attempt in the instant
     # between its look and its write. The newer records are still there, and commit again.
@@ -132,7 +121,7 @@ def _open_valid(store: Store, directory: str, lineage: Sequence[tuple[int, int]]
         step = checkpoint.step
         if (
             attempt > checkpoint.attempt
-            and is_valid(step=step, attempt=attempt, lineage=lineage)
+            and counts(step=step, attempt=attempt, lineage=lineage)
             and try_commit(store, directory, step=step, attempt=attempt, world_size=world_size)
         ):
             return open_checkpoint(store, directory)
@@ -178,7 +167,7 @@ def collect_garbage(
     checkpoints_directory: str,
     *,
     keep: int,
-    lineage: Sequence[tuple[int, int]],
+    lineage: Lineage,
     grace_s: float = GRACE_S,
     now_s: Callable[[], float] = time.time,  # noqa: TID251  processes share no other clock
 ) -> list[str]:
@@ -194,7 +183,7 @@ def collect_garbage(
         store: Where.
         checkpoints_directory: See ``find_committed``.
         keep: At least 1.
-        lineage: See ``is_valid``.
+        lineage: See ``ucp_core.lineage``.
         grace_s: How long what was withdrawn can still be read.
         now_s: The wall clock.
 

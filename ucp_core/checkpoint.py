@@ -17,7 +17,6 @@ from ucp_core._catalogue import (
     checkpoint_name,
     collect_garbage,
     find_committed,
-    is_valid,
 )
 from ucp_core._extents import verify_extents
 from ucp_core._open import (
@@ -44,7 +43,6 @@ __all__ = [
     "checkpoint_name",
     "collect_garbage",
     "find_committed",
-    "is_valid",
     "load",
     "materialise",
     "open_checkpoint",

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
+from ucp_core.lineage import Lineage, counts
 from workers.protocol import Held, Inventory
 
 __all__ = [
     "MEMORY",
     "STORAGE",
     "Holding",
-    "Lineage",
     "Protection",
     "Version",
     "complete",
-    "counts",
     "newest",
     "protection",
     "ring",
@@ -31,9 +29,6 @@ __all__ = [
 #: Where a version is loaded from.
 MEMORY = "memory"
 STORAGE = "storage"
-
-#: ``(attempt, resume_step)`` of every attempt so far, oldest first.
-Lineage: TypeAlias = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +91,6 @@ class Protection:
     node_losses_survived: int
 
 
-def counts(step: int, attempt: int, lineage: Lineage) -> bool:
-    """Return whether the version is part of the run's history: no later attempt began before it."""
-    return all(resume_step >= step for later, resume_step in lineage if later > attempt)
-
-
 def complete(inventories: Iterable[Inventory], lineage: Lineage) -> list[Version]:
     """Return the versions that count and of which every rank's part is held, newest first."""
     found: dict[tuple[int, int], list[Holding]] = {}
@@ -117,7 +107,7 @@ def complete(inventories: Iterable[Inventory], lineage: Lineage) -> list[Version
             parts=tuple(sorted(parts, key=lambda part: part.held.rank)),
         )
         for (step, attempt), parts in sorted(found.items(), reverse=True)
-        if _has_all_ranks(parts) and counts(step, attempt, lineage)
+        if _has_all_ranks(parts) and counts(step=step, attempt=attempt, lineage=lineage)
     ]
 
 

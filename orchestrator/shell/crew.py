@@ -95,11 +95,6 @@ class Crew:
         self._members: dict[str, _Member] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def node_of(self, worker: str) -> str:
-        """Return the node of ``worker``, "" if it is unknown."""
-        member = self._members.get(worker)
-        return member.node if member is not None else ""
-
     def start(self, worker: str, node: str) -> None:
         """Start ``worker`` on ``node``; ``WorkerReady`` or ``WorkerExited`` follows."""
         handle = (

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 from ray.exceptions import RayError
 
 from orchestrator.policies import versions
-from orchestrator.policies.versions import Lineage, Protection, Version
+from orchestrator.policies.versions import Protection, Version
 from orchestrator.shell.nodes import Nodes, NodeView
 from ucp_core.checkpoint import find_committed
 from ucp_core.errors import UcpError
+from ucp_core.lineage import Lineage
 from ucp_core.storage import Store
 from workers.protocol import Inventory, KeeperOrder, MemoryPart, NodeReport, Peer
 

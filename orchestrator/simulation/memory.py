@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from orchestrator.policies.versions import Lineage, complete, counts
+from orchestrator.policies.versions import complete
 from orchestrator.simulation.world import SimNode, SimWorker
+from ucp_core.lineage import Lineage, counts
 from workers.protocol import Held, HeldPart, Inventory
 
 #: As ``workers.keeper.arena``.
@@ -48,7 +49,8 @@ class Memory:
             is_dead = (
                 index
                 for index, old in enumerate(parts)
-                if old.attempt != part.attempt and not counts(old.step, old.attempt, lineage)
+                if old.attempt != part.attempt
+                and not counts(step=old.step, attempt=old.attempt, lineage=lineage)
             )
             del parts[next(is_dead, 0)]
         parts.append(part)

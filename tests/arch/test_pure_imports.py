@@ -18,6 +18,7 @@ PURE_FILES = (
     "workers/snapshot/groups.py",
     "workers/snapshot/placement.py",
     "ucp_core/layout.py",
+    "ucp_core/lineage.py",
     "ucp_core/boxes.py",
     "ucp_core/statemap.py",
     "ucp_core/plan.py",

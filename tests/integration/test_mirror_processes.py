@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.keeper_process import KeeperProcess, keeper
 from tests.support.memory_versions import check_loads, make_state, write_version
+from tests.support.snapshots import eventually
 from workers.keeper.arena import Arena
 from workers.keeper.door import notify, open_arena, reserve
 from workers.keeper.wire import RemotePart, WireClient, copy_name
@@ -19,15 +20,6 @@ from workers.snapshot.tier import LocalPart, Part, complete_versions
 NODES = ("nodeaaaaaaaaaaaa", "nodebbbbbbbbbbbb")
 WORLD = 4
 BODY_BYTES = 1 << 20
-
-
-def _eventually(is_so: Callable[[], bool], *, within_s: float = 20.0) -> bool:
-    end_s = time.monotonic() + within_s
-    while not is_so():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.002)
-    return True
 
 
 @pytest.fixture
@@ -78,10 +70,10 @@ def test_a_lost_node_loses_no_version(
     ring: list[KeeperProcess], arenas: list[Arena], steps: int
 ) -> None:
     """Its ranks' parts come from the other node's memory, onto another number of ranks."""
-    assert _eventually(lambda: all(arena.attended() for arena in arenas))
+    assert eventually(lambda: all(arena.attended() for arena in arenas))
     for step in range(1, steps + 1):
         _step(ring, arenas, step)
-        assert _eventually(lambda: not any(arena.copy_behind() for arena in arenas))
+        assert eventually(lambda: not any(arena.copy_behind() for arena in arenas))
     ring[0].kill()
 
     client = WireClient((ring[1].peer.host, ring[1].peer.port), secret=ring[1].peer.secret)
@@ -97,9 +89,9 @@ def test_a_node_that_is_lost_while_it_is_copied_leaves_the_version_before(
     ring: list[KeeperProcess], arenas: list[Arena], delay_s: float
 ) -> None:
     """Of the newest some ranks' parts may be here; the one before is here of all."""
-    assert _eventually(lambda: all(arena.attended() for arena in arenas))
+    assert eventually(lambda: all(arena.attended() for arena in arenas))
     _step(ring, arenas, 1)
-    assert _eventually(lambda: not any(arena.copy_behind() for arena in arenas))
+    assert eventually(lambda: not any(arena.copy_behind() for arena in arenas))
     _step(ring, arenas, 2)
     time.sleep(delay_s)
     ring[0].kill()
@@ -116,8 +108,8 @@ def test_ranks_go_on_soon_after_the_keeper_that_copied_them_was_killed(
     ring: list[KeeperProcess], arenas: list[Arena]
 ) -> None:
     """Or after their own was: neither is there to say that nobody copies any more."""
-    assert _eventually(lambda: all(arena.attended() for arena in arenas))
+    assert eventually(lambda: all(arena.attended() for arena in arenas))
     ring[1].kill()
     _step(ring, arenas, 1)
-    assert _eventually(lambda: not any(a.copy_behind() for a in arenas[:2]), within_s=1.5)
-    assert _eventually(lambda: not any(a.copy_behind() for a in arenas[2:]), within_s=3.0)
+    assert eventually(lambda: not any(a.copy_behind() for a in arenas[:2]), within_s=1.5)
+    assert eventually(lambda: not any(a.copy_behind() for a in arenas[2:]), within_s=3.0)

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ucp_core.checkpoint import is_valid
 from workers.keeper.arena import NUM_SLOTS
 from workers.keeper.retention import Shelved, choose_slot, counts, in_use, reapable, split_name
 from workers.protocol import Held
@@ -56,15 +55,6 @@ def test_a_writer_spares_what_is_pinned_and_the_newest_that_counts(
             newest = max((h.attempt, h.step) for h in slots if h and counts(h, lineage))
             same = [h for h in slots if h and (h.attempt, h.step) == newest]
             assert (old.attempt, old.step) < newest or len(same) > 1
-
-
-@given(st.integers(0, 6), st.integers(0, 9), LINEAGES)
-def test_a_version_in_memory_counts_as_a_checkpoint_does(
-    attempt: int, step: int, lineage: list[Version]
-) -> None:
-    """Two rules for one question would differ some night."""
-    expected = is_valid(step=step, attempt=attempt, lineage=lineage)
-    assert counts(_held(0, attempt, step), lineage) is expected
 
 
 def test_what_is_in_use_is_told_by_the_name() -> None:

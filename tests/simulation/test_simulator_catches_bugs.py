@@ -67,7 +67,7 @@ def _take_parts_for_versions(parts: Any) -> bool:
     return bool(parts)
 
 
-def _forget_the_lineage(_step: int, _attempt: int, _lineage: Any) -> bool:
+def _forget_the_lineage(**_: Any) -> bool:
     return True
 
 

@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from ucp_core import lineage as lineage_rule
 from ucp_core.checkpoint import checkpoint_name, collect_garbage, try_commit
 from ucp_core.checksums import crc32
 from ucp_core.errors import CheckpointCorruptError, UcpError
@@ -86,9 +87,8 @@ class Persister:
     def stored_step(self) -> int:
         """Return the newest step that was seen committed and counts; 0 if none."""
         attempt, step = self._stored
-        lineage = self._shelf.lineage
-        overtaken = any(later > attempt and resume < step for later, resume in lineage)
-        return 0 if overtaken else step
+        is_valid = lineage_rule.counts(step=step, attempt=attempt, lineage=self._shelf.lineage)
+        return step if is_valid else 0
 
     @property
     def silence(self) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ucp_core import lineage as lineage_rule
 from workers.protocol import Held
 
 __all__ = [
@@ -46,9 +47,9 @@ class Shelved:
     versions: tuple[Held, ...]
 
 
-def counts(held: Held, lineage: Sequence[tuple[int, int]]) -> bool:
-    """Return whether a version is part of the run's history; see ``ucp_core/SPEC.md``, 5."""
-    return all(resume_step >= held.step for later, resume_step in lineage if later > held.attempt)
+def counts(held: Held, lineage: lineage_rule.Lineage) -> bool:
+    """Return whether what is held is part of the run's history."""
+    return lineage_rule.counts(step=held.step, attempt=held.attempt, lineage=lineage)
 
 
 def choose_slot(

@@ -32,7 +32,7 @@ from workers.protocol import Assignment
 from workers.snapshot.writing import source_of
 from workers.train.settings import CheckpointSettings
 
-__all__ = ["CHECKPOINTS", "SavedState", "Storing", "append_json", "end_line"]
+__all__ = ["CHECKPOINTS", "SavedState", "Storing", "append_json"]
 
 #: Where a run directory keeps its checkpoints.
 CHECKPOINTS: Final = "checkpoints"
@@ -171,7 +171,7 @@ class Storing:
 
     def _append(self, path: str, line: Mapping[str, Any]) -> None:
         if path not in self._whole:
-            end_line(self._store, path)
+            _end_line(self._store, path)
             self._whole.add(path)
         append_json(self._store, path, line)
 
@@ -208,7 +208,7 @@ def append_json(store: Store, path: str, line: Mapping[str, Any]) -> None:
     store.append(path, (json.dumps(line) + "\n").encode())
 
 
-def end_line(store: Store, path: str) -> None:
+def _end_line(store: Store, path: str) -> None:
     """End the last line of the file, if there is one and whoever wrote it died within it."""
     size_bytes = store.size(path) if store.exists(path) else 0
     if size_bytes and store.read_range(path, size_bytes - 1, 1) != b"\n":

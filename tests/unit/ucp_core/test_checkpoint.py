@@ -24,7 +24,6 @@ from ucp_core.checkpoint import (
     LocalTensor,
     collect_garbage,
     find_committed,
-    is_valid,
     load,
     open_checkpoint,
     save_rank,
@@ -37,6 +36,7 @@ from ucp_core.errors import (
     StorageError,
     UncoveredRegionError,
 )
+from ucp_core.lineage import counts
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore, MemoryStore, Store, join
 from ucp_core.storage.base import Buffer
@@ -108,7 +108,7 @@ def test_a_commit_counts_unless_a_later_attempt_went_another_way(
 ) -> None:
     """A fenced process that was slow can commit a step which the run then did differently."""
     for order in itertools.permutations(lineage):
-        assert is_valid(step=step, attempt=attempt, lineage=order) is valid
+        assert counts(step=step, attempt=attempt, lineage=order) is valid
 
 
 def test_a_commit_of_a_fenced_attempt_is_skipped_and_then_replaced() -> None:

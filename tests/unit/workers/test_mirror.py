@@ -6,12 +6,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from tests.support.snapshots import eventually
 from workers.keeper import mirror as mirror_module
 from workers.keeper import wire
 from workers.keeper.arena import NUM_SLOTS, Arena
@@ -25,15 +26,6 @@ NODE = "0123456789abcdef"
 NAME = "w0001.0"
 COPY = "0123456789ab/w0001.0"
 SIZE = 200_000
-
-
-def _eventually(is_so: Callable[[], bool], *, within_s: float = 10.0) -> bool:
-    end_s = time.monotonic() + within_s
-    while not is_so():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def _content(attempt: int, step: int, size: int = SIZE) -> bytes:
@@ -120,7 +112,7 @@ def _copies(ours: Shelf) -> list[tuple[int, int]]:
 
 
 def _wait_for_copy(ours: Shelf, step: int) -> None:
-    assert _eventually(lambda: (1, step) in _copies(ours))
+    assert eventually(lambda: (1, step) in _copies(ours))
 
 
 def test_a_copy_is_the_original_but_for_its_place(
@@ -130,7 +122,7 @@ def test_a_copy_is_the_original_but_for_its_place(
     for step in (4, 5):
         original = _write(theirs, step)
     mirrors.follow([_peer(server)])
-    assert _eventually(lambda: _copies(ours) == [(1, 5)])
+    assert eventually(lambda: _copies(ours) == [(1, 5)])
 
     copy = ours.arena(COPY)
     assert copy is not None
@@ -144,11 +136,11 @@ def test_every_version_is_copied_soon_and_the_ranks_are_told(
 ) -> None:
     """A poll once in a while would do for the copies, and cost the ranks all snapshots between."""
     mirrors.follow([_peer(server)])
-    assert _eventually(source.attended)
+    assert eventually(source.attended)
     begun_s = time.monotonic()
     for step in range(1, 21):
         _write(theirs, step)
-        assert _eventually(lambda: not source.copy_behind())
+        assert eventually(lambda: not source.copy_behind())
         assert _copies(ours)[-1] == (1, step)
     assert time.monotonic() - begun_s < 10.0, "half a second each: that is a wait's end, no news"
 
@@ -165,7 +157,7 @@ def test_the_last_copy_that_counts_outlives_what_is_copied_after_it(
     theirs.fence(2, lineage)
     ours.fence(2, lineage)
     _write(theirs, 9, attempt=2)
-    assert _eventually(lambda: (2, 9) in _copies(ours))
+    assert eventually(lambda: (2, 9) in _copies(ours))
 
     assert (1, 8) in _copies(ours)
 
@@ -179,8 +171,8 @@ def test_versions_that_are_dead_are_not_copied_and_not_waited_for(
     ours.fence(2, ((1, 0), (2, 8)))
     mirrors.follow([_peer(server)])
 
-    assert _eventually(lambda: _copies(ours) == [(1, 8)])
-    assert _eventually(lambda: source.attended() and not source.copy_behind())
+    assert eventually(lambda: _copies(ours) == [(1, 8)])
+    assert eventually(lambda: source.attended() and not source.copy_behind())
 
 
 @pytest.mark.parametrize(
@@ -216,7 +208,7 @@ def test_what_a_dead_peer_wrote_is_served_from_here(
     """That is what the copy is for."""
     mirrors.follow([_peer(server)])
     _write(theirs, 1)
-    assert _eventually(lambda: _copies(ours) == [(1, 1)])
+    assert eventually(lambda: _copies(ours) == [(1, 1)])
     server.close()
 
     mine = WireServer(ours, host="127.0.0.1", secret=b"mine")
@@ -235,15 +227,15 @@ def test_a_peer_that_comes_back_elsewhere_is_followed_into_the_same_copies(
     """Its keeper was restarted: another port, another secret, the ranks' memory as before."""
     mirrors.follow([_peer(server)])
     _write(theirs, 1)
-    assert _eventually(lambda: _copies(ours) == [(1, 1)])
+    assert eventually(lambda: _copies(ours) == [(1, 1)])
     server.close()
-    assert _eventually(lambda: bool(troubles))
+    assert eventually(lambda: bool(troubles))
     assert f"node {NODE} write fails: the keeper at 127.0.0.1" in troubles[0]
     _write(theirs, 2)
 
     again = WireServer(theirs, host="127.0.0.1", secret=b"another")
     mirrors.follow([replace(_peer(again), secret=b"another")])
-    assert _eventually(lambda: _copies(ours) == [(1, 1), (1, 2)])
+    assert eventually(lambda: _copies(ours) == [(1, 1), (1, 2)])
     assert len(troubles) == 1, "once, not with every try"
     mirrors.stop()
     again.close()
@@ -261,7 +253,7 @@ def test_a_broken_connection_is_made_anew(
     mirrors.follow([_peer(server)])
     for step in range(1, 6):
         _write(theirs, step)
-        assert _eventually(lambda: source.attended() and not source.copy_behind())
+        assert eventually(lambda: source.attended() and not source.copy_behind())
         for connection in list(server._open):
             connection.shutdown(socket.SHUT_RDWR)
     assert _copies(ours)[-1] == (1, 5)
@@ -275,11 +267,11 @@ def test_a_peer_that_forgot_what_was_copied_is_told_again(
     mirrors.follow([_peer(server)])
     held = _write(theirs, 1)
     _wait_for_copy(ours, 1)
-    assert _eventually(lambda: not source.copy_behind())
+    assert eventually(lambda: not source.copy_behind())
     for connection in list(server._open):
         connection.shutdown(socket.SHUT_RDWR)
     source.note_copied(replace(held, sequence=held.sequence - 2))
-    assert _eventually(lambda: source.attended() and not source.copy_behind())
+    assert eventually(lambda: source.attended() and not source.copy_behind())
 
 
 def test_nothing_half_is_ever_a_copy(
@@ -301,7 +293,7 @@ def test_nothing_half_is_ever_a_copy(
         if (copy := ours.arena(COPY)) is not None:
             _check_whole(copy)
         time.sleep(0.01)
-    assert _eventually(lambda: not source.copy_behind())
+    assert eventually(lambda: not source.copy_behind())
 
     copy = ours.arena(COPY)
     assert copy is not None
@@ -329,12 +321,12 @@ def test_memory_that_is_refused_is_a_trouble_and_holds_nobody_up(
     second = theirs.arena("w0002.0")
     assert second is not None
 
-    assert _eventually(lambda: bool(troubles))
+    assert eventually(lambda: bool(troubles))
     assert troubles[0].startswith(f"w0002.0 of node {NODE} is not copied: snapshots of ")
-    assert _eventually(lambda: source.attended() and not source.copy_behind())
-    assert _eventually(lambda: not second.attended())
+    assert eventually(lambda: source.attended() and not source.copy_behind())
+    assert eventually(lambda: not second.attended())
     small.drop("w0007.0")
-    assert _eventually(lambda: second.attended() and not second.copy_behind())
+    assert eventually(lambda: second.attended() and not second.copy_behind())
     assert len(troubles) == 1
     mirror.stop()
 
@@ -344,7 +336,7 @@ def test_a_peer_with_another_secret_is_a_trouble(
 ) -> None:
     """It is not the keeper that the order meant."""
     mirror = Mirror(ours, _peer(server), b"wrong", troubles.append)
-    assert _eventually(lambda: bool(troubles))
+    assert eventually(lambda: bool(troubles))
     mirror.stop()
     assert not ours.versions()
 
@@ -354,11 +346,11 @@ def test_a_mirror_stops_at_once_while_it_waits_for_news(
 ) -> None:
     """Every order may end it, and the keeper has reports to send."""
     mirror = Mirror(ours, _peer(server), SECRET, _ignore)
-    assert _eventually(source.attended)
+    assert eventually(source.attended)
     begun_s = time.monotonic()
     mirror.stop()
     assert time.monotonic() - begun_s < 0.5
-    assert _eventually(lambda: not source.attended(), within_s=1.0), "told, not only run out"
+    assert eventually(lambda: not source.attended(), within_s=1.0), "told, not only run out"
 
 
 def test_a_mirror_stops_at_once_while_it_connects(ours: Shelf) -> None:
@@ -368,7 +360,7 @@ def test_a_mirror_stops_at_once_while_it_connects(ours: Shelf) -> None:
         with socket.create_connection(address):
             peer = Peer(node=NODE, host=address[0], port=address[1], secret=SECRET)
             mirror = Mirror(ours, peer, SECRET, _ignore)
-            assert _eventually(lambda: _is_connecting(address[1]))
+            assert eventually(lambda: _is_connecting(address[1]))
             begun_s = time.monotonic()
             mirror.stop()
             assert time.monotonic() - begun_s < 0.5
@@ -416,7 +408,7 @@ def test_no_thread_and_no_connection_is_left(
         server.close()
     # The copy's own memory, and its mapping.
     after = before[0], before[1] + 2
-    assert _eventually(lambda: (threading.active_count(), _num_files()) == after)
+    assert eventually(lambda: (threading.active_count(), _num_files()) == after)
     assert not troubles
 
 

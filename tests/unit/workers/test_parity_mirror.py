@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import pytest
 
 from tests.support.memory_versions import check_loads, make_state, write_version
+from tests.support.snapshots import eventually
 from workers.errors import ParityError
 from workers.keeper.arena import Arena
 from workers.keeper.parity_mirror import (
@@ -30,15 +31,6 @@ BODY_BYTES = 1 << 17
 #: Ranks by node: one node has more than the others, one has none.
 RANKS = ((0, 1), (2,), (3,), ())
 WORLD = 4
-
-
-def _eventually(is_so: Callable[[], bool], *, within_s: float = 10.0) -> bool:
-    end_s = time.monotonic() + within_s
-    while not is_so():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 @dataclass
@@ -137,10 +129,10 @@ def test_whatever_nodes_are_lost_the_newest_version_is_not(
     """With their own parities; while the ranks have gone on step by step."""
     with _protecting(nodes, num_parities):
         _write(nodes, 1)
-        assert _eventually(lambda: _all_have_parities(nodes, 1))
+        assert eventually(lambda: _all_have_parities(nodes, 1))
         for step in range(2, 6):
             _write(nodes, step)
-            assert _eventually(lambda: _is_protected(nodes))
+            assert eventually(lambda: _is_protected(nodes))
         for lost in losses:
             _check_survives(nodes, lost, 5)
             _check_survives(nodes, lost, 4)
@@ -153,11 +145,11 @@ def test_ranks_are_told_at_once(nodes: list[_Node]) -> None:
     """Every wait for a poll's end would be snapshots that are not taken."""
     with _protecting(nodes, 1):
         _write(nodes, 1)
-        assert _eventually(lambda: _is_protected(nodes))
+        assert eventually(lambda: _is_protected(nodes))
         begun_s = time.monotonic()
         for step in range(2, 22):
             _write(nodes, step)
-            assert _eventually(lambda: _is_protected(nodes))
+            assert eventually(lambda: _is_protected(nodes))
         assert time.monotonic() - begun_s < 4.0
 
 
@@ -165,25 +157,25 @@ def test_ranks_wait_while_another_node_of_their_group_is_behind(nodes: list[_Nod
     """Half of a version's parts in a parity bring none of them back."""
     with _protecting(nodes, 1):
         _write(nodes, 1)
-        assert _eventually(lambda: _is_protected(nodes))
+        assert eventually(lambda: _is_protected(nodes))
         _write(nodes[:2], 2)
         first = nodes[0].arenas[0]
-        assert not _eventually(lambda: not first.copy_behind(), within_s=1.0)
+        assert not eventually(lambda: not first.copy_behind(), within_s=1.0)
         _write(nodes[2:], 2)
-        assert _eventually(lambda: _is_protected(nodes))
+        assert eventually(lambda: _is_protected(nodes))
 
 
 def test_a_group_of_the_next_attempt_keeps_what_the_last_one_made(nodes: list[_Node]) -> None:
     """Until the first version of the new attempt is there, the old ones are what there is."""
     with _protecting(nodes, 1):
         _write(nodes, 1)
-        assert _eventually(lambda: _all_have_parities(nodes, 1))
+        assert eventually(lambda: _all_have_parities(nodes, 1))
     _write(nodes, 2)
     with _protecting(nodes, 1, attempt=2):
-        assert _eventually(lambda: _is_protected(nodes)), "what comes too late is waited for"
+        assert eventually(lambda: _is_protected(nodes)), "what comes too late is waited for"
         _check_survives(nodes, {1}, 1)
         _write(nodes, 3, attempt=2)
-        assert _eventually(lambda: _all_have_parities(nodes, 3))
+        assert eventually(lambda: _all_have_parities(nodes, 3))
         _check_survives(nodes, {0}, 3)
         _check_survives(nodes, {0}, 1)
 
@@ -193,10 +185,10 @@ def test_a_broken_connection_is_made_anew(nodes: list[_Node]) -> None:
     with _protecting(nodes, 2):
         for step in range(1, 5):
             _write(nodes, step)
-            assert _eventually(lambda: _is_protected(nodes))
+            assert eventually(lambda: _is_protected(nodes))
             for connection in list(nodes[0].server._open):
                 connection.shutdown(socket.SHUT_RDWR)
-        assert _eventually(lambda: _all_have_parities(nodes, 4))
+        assert eventually(lambda: _all_have_parities(nodes, 4))
         _check_survives(nodes, {0, 2}, 4)
     assert not any(node.troubles for node in nodes)
 
@@ -209,10 +201,10 @@ def test_memory_that_is_refused_is_a_trouble_and_holds_nobody_up() -> None:
         nodes.append(small)
         with _protecting(nodes, 1):
             _write(nodes, 1)
-            assert _eventually(lambda: bool(small.troubles))
+            assert eventually(lambda: bool(small.troubles))
             assert "protecting a group of 3 nodes by parity fails: " in small.troubles[0]
             arenas = [node.arenas[node.place] for node in nodes]
-            assert _eventually(lambda: not any(arena.copy_behind() for arena in arenas))
+            assert eventually(lambda: not any(arena.copy_behind() for arena in arenas))
 
 
 def test_parities_are_copied_by_nobody(nodes: list[_Node]) -> None:
@@ -221,6 +213,6 @@ def test_parities_are_copied_by_nobody(nodes: list[_Node]) -> None:
     assert is_copy(parity_name(0, 1))
     with _protecting(nodes, 1):
         _write(nodes, 1)
-        assert _eventually(lambda: _is_protected(nodes))
+        assert eventually(lambda: _is_protected(nodes))
         listing = nodes[0].client.list_arenas(after=-1, timeout_s=0.0)
         assert listing.arenas.keys() == {"w0.0", "w1.0"}

@@ -9,11 +9,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from tests.support.snapshots import eventually
 from ucp_core.errors import StorageError
 from workers.keeper import frames, wire
 from workers.keeper.arena import Arena
@@ -229,15 +230,6 @@ def test_a_rate_limit_is_kept(shelf: Shelf, arena: Arena) -> None:
     server.close()
 
 
-def _eventually(is_so: Callable[[], bool], *, within_s: float = 5.0) -> bool:
-    end_s = time.monotonic() + within_s
-    while not is_so():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.005)
-    return True
-
-
 @pytest.fixture
 def client(server: WireServer) -> Iterator[WireClient]:
     client = WireClient(server.address, secret=SECRET)
@@ -265,7 +257,7 @@ def test_a_listing_waits_for_news(shelf: Shelf, arena: Arena, client: WireClient
     assert time.monotonic() - begun_s > 0.35, "it answered without news"
 
     def finish() -> None:
-        assert _eventually(arena.attended)
+        assert eventually(arena.attended)
         _write(arena, 2)
         shelf.tell()
 
@@ -292,7 +284,7 @@ def test_ranks_wait_only_for_whoever_is_there(
     other.list_arenas(after=-1, timeout_s=0.0)
     assert arena.attended(), "one of two is still there"
     other.close()
-    assert _eventually(lambda: not arena.attended())
+    assert eventually(lambda: not arena.attended())
 
 
 def test_ranks_do_not_wait_for_whoever_has_no_memory_for_them(
@@ -311,7 +303,7 @@ def test_what_was_copied_is_noted_and_never_taken_back(arena: Arena, client: Wir
     client.list_arenas(after=-1, timeout_s=0.0)
     assert arena.copy_behind()
     client.note_copied("w0001", old)
-    assert _eventually(lambda: not arena.copy_behind())
+    assert eventually(lambda: not arena.copy_behind())
 
     new = _write(arena, 2)
     assert arena.copy_behind()
@@ -336,7 +328,7 @@ def test_ranks_wait_for_all_who_copy_them(
         each.list_arenas(after=-1, timeout_s=0.0, without=["w0001"] if each is others[1] else [])
     assert arena.copy_behind(), "one has got it, and one that does not follow"
     others[0].close()
-    assert _eventually(lambda: not arena.copy_behind())
+    assert eventually(lambda: not arena.copy_behind())
     assert arena.attended()
     others[1].close()
 
@@ -348,7 +340,7 @@ def test_a_follower_that_stops_asking_is_left_alone(
     monkeypatch.setattr(wire, "_FOLLOW_STALL_S", 0.2)
     client.list_arenas(after=-1, timeout_s=0.0)
     assert arena.attended()
-    assert _eventually(lambda: not arena.attended(), within_s=1.0)
+    assert eventually(lambda: not arena.attended(), within_s=1.0)
 
 
 def test_a_silent_peer_is_given_up_on_either_side(
@@ -367,8 +359,8 @@ def test_a_silent_peer_is_given_up_on_either_side(
         request = {"arena": "w0001", "held": held, "offset_bytes": 0, "size_bytes": SIZE}
         for _ in range(20):
             frames.send_json(greedy, request)
-        assert _eventually(lambda: bool(server._open))
-        assert _eventually(lambda: not server._open)
+        assert eventually(lambda: bool(server._open))
+        assert eventually(lambda: not server._open)
 
 
 def test_nothing_is_waited_for_once_it_is_broken_off(arena: Arena, client: WireClient) -> None:
@@ -381,5 +373,5 @@ def test_nothing_is_waited_for_once_it_is_broken_off(arena: Arena, client: WireC
         failing()
     with pytest.raises(StorageError, match="nothing is asked for any more"):
         failing()
-    assert _eventually(lambda: not arena.attended(), within_s=0.8)
+    assert eventually(lambda: not arena.attended(), within_s=0.8)
     assert time.monotonic() - begun_s < 1.0
