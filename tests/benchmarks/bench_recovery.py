@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,13 +156,13 @@ def kill_controller(bench: Bench, count: int) -> list[dict[str, float]]:
 
 
 @contextlib.contextmanager
-def running(*, standby_per_node: int) -> Iterator[Bench]:
-    """Bring up nodes and an endless run; take all down at the end."""
+def running(*, standby_per_node: int, more: Sequence[str] = ()) -> Iterator[Bench]:
+    """Bring up nodes and an endless run, with ``more`` settings; take all down at the end."""
     directory = tempfile.mkdtemp(prefix="everstep-bench-")
     settings = [
         "train.steps=1000000", "train.schedule=constant", "train.deterministic=false",
         f"workers.max={NUM_WORKERS}", f"workers.standby_per_node={standby_per_node}",
-        "recovery.infrastructure_failures_max=100000",
+        "recovery.infrastructure_failures_max=100000", *more,
     ]  # fmt: skip
     config = demo_config(str(Path(directory) / "run"), settings)
     cluster = open_cluster(config)
