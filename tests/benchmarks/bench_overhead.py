@@ -151,9 +151,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--nodes", type=int, default=1, help="simulated nodes, a keeper on each")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    with running(standby_per_node=0, more=("snapshot.every_steps=0",)) as bench:
+    settings = ["snapshot.every_steps=0", f"cluster.local_nodes={arguments.nodes}"]
+    with running(standby_per_node=0, more=settings) as bench:
         bench.settle()
         watchers = [*keeper_pids(), bench.run.controller_pid()]
         result = {

@@ -37,7 +37,7 @@ T = TypeVar("T")
 #: How often the pages are looked at: nobody waits for what is seen, it is the resolution of
 #: incidents' times. A look costs about 20 us a worker. While all do steps, nothing is timed.
 LOOK_S = 0.05
-LOOK_STEPPING_S = 0.15
+LOOK_STEPPING_S = 0.25
 #: How often a report is sent while the trainers move, and once they stand still: a call costs
 #: about 2 ms of processor time at its two ends, and only stillness has to be watched closely.
 MOVING_PERIOD_S = 1.0
