@@ -2,9 +2,10 @@
 
     python -m tests.benchmarks.bench_overhead --rounds 120 --json
 
-In turn, keepers and controller run and are stopped (SIGSTOP) for a second each, and the steps of the two kinds of stretches are compared: workers wait for neither, so nothing else
-changes. What they take while they run is told by the processor's clock as well, beside as many
-idle Ray actors on the same cluster: a part of it is Ray's own, whatever an actor does.
+In turn, keepers and controller run and are stopped (SIGSTOP) for a second each, and the steps
+of the two kinds of stretches are compared: workers wait for neither, so nothing else changes.
+What they take while they run is told by the processor's clock as well, beside as many idle Ray
+actors on the same cluster: a part of it is Ray's own, whatever an actor does.
 What workers themselves do to be seen (a record per collective, stores into a page) is counted
 per step and taken at the price that is measured first. Snapshots are off: they have their own
 benchmarks (``bench_snapshot_steps``).
