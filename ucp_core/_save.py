@@ -16,7 +16,7 @@ from ucp_core.statemap import DTYPE_BYTES, StateMap
 from ucp_core.storage.base import Store, join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 #: Format, version, step, attempt, file, world size, rank and seal: some 300 bytes.
@@ -74,7 +74,14 @@ def save_rank(  # noqa: PLR0913 - each is a fact that the record states
         StorageError: The storage refused.
         UncoveredRegionError: The ranks together do not hold every element exactly once.
     """
-    saver = RankSaver(tensors, attempt=attempt, rank=rank, world_size=world_size, source=source)
+    saver = RankSaver(
+        tensors,
+        attempt=attempt,
+        rank=rank,
+        world_size=world_size,
+        source=source,
+        block_bytes=BLOCK_BYTES,
+    )
     return saver.save(
         store,
         directory,
@@ -96,6 +103,7 @@ class RankSaver:
         rank: This rank.
         world_size: Ranks that save.
         source: Who writes, JSON.
+        block_bytes: The blocks that have checksums of their own.
 
     Attributes:
         order: Which of ``tensors`` are written, in the order in which the file has them.
@@ -111,7 +119,9 @@ class RankSaver:
         rank: int,
         world_size: int,
         source: Mapping[str, Any],
+        block_bytes: int,
     ) -> None:
+        self._block_bytes = block_bytes
         self._attempt, self._rank, self._world_size = attempt, rank, world_size
         self._source = source
         self._name = rank_name(attempt, rank)
@@ -124,7 +134,7 @@ class RankSaver:
         written.sort(key=lambda index: _place(tensors[index]))
         self.order = tuple(written)
         self._form = TensorsForm(
-            [tensors[index] for index in written], f"{self._name}.bin", block_bytes=BLOCK_BYTES
+            [tensors[index] for index in written], f"{self._name}.bin", block_bytes=block_bytes
         )
         self.sizes_bytes = tuple(self._form.sizes_bytes)
         self.record_bytes_max = self._form.text_bytes_max + _HEAD_BYTES_MAX
@@ -139,6 +149,7 @@ class RankSaver:
         extra: Mapping[str, Any],
         param_groups: Sequence[Mapping[str, Any]],
         fsync: bool,
+        blocks: Sequence[Sequence[int]] | None = None,
     ) -> SaveResult:
         """Write what the tensors are now; see ``save_rank``.
 
@@ -150,6 +161,7 @@ class RankSaver:
             extra: Small named values, JSON.
             param_groups: The optimizer's groups.
             fsync: Whether it must survive a loss of power before the commit.
+            blocks: crc32 of every block of each of ``data``, where the caller has them already.
 
         Raises:
             StorageError: The storage refused.
@@ -161,9 +173,15 @@ class RankSaver:
         if held is not None and (held.step, held.attempt) == (step, self._attempt):
             return SaveResult(committed=True, size_bytes=0, seconds=perf_counter() - begun)
         file = f"{self._name}.bin"
-        blocks: list[list[int]] = []
-        size_bytes = store.write_file(join(directory, file), _checked(data, blocks), fsync=fsync)
-        totals = list(map(_total, blocks, self.sizes_bytes))
+        chunks: Iterable[memoryview] = data
+        if blocks is None:
+            found: list[list[int]] = []
+            blocks, chunks = found, _checked(data, found, self._block_bytes)
+        size_bytes = store.write_file(join(directory, file), chunks, fsync=fsync)
+        totals = [
+            _total(each, num_bytes, self._block_bytes)
+            for each, num_bytes in zip(blocks, self.sizes_bytes, strict=True)
+        ]
         whole = 0
         for total, num_bytes in zip(totals, self.sizes_bytes, strict=True):
             whole = combine(whole, total, num_bytes)
@@ -171,7 +189,7 @@ class RankSaver:
             kind=Kind.RANK_RECORD,
             step=step,
             attempt=self._attempt,
-            state_map=StateMap(entries={}, block_bytes=BLOCK_BYTES),
+            state_map=StateMap(entries={}, block_bytes=self._block_bytes),
             files={file: FileEntry(num_bytes=size_bytes, crc32=whole)},
             param_groups=param_groups,
             extra=extra if self._rank == 0 else {},
@@ -197,20 +215,22 @@ def _place(tensor: LocalTensor) -> tuple[int, str, str, Box]:
     return (-DTYPE_BYTES[tensor.dtype], tensor.slot, tensor.fqn, tensor.box)
 
 
-def _checked(data: Sequence[memoryview], blocks: list[list[int]]) -> Iterator[memoryview]:
+def _checked(
+    data: Sequence[memoryview], blocks: list[list[int]], block_bytes: int
+) -> Iterator[memoryview]:
     """Yield the data block by block, and note the checksums on the way."""
     for view in data:
         found: list[int] = []
         blocks.append(found)
-        for low in range(0, len(view), BLOCK_BYTES):
+        for low in range(0, len(view), block_bytes):
             # The checksum brings the block into the cache, from which the write takes it.
-            chunk = view[low : low + BLOCK_BYTES]
+            chunk = view[low : low + block_bytes]
             found.append(crc32(chunk))
             yield chunk
 
 
-def _total(blocks: Sequence[int], num_bytes: int) -> int:
-    return blocks[0] if len(blocks) == 1 else combine_blocks(blocks, num_bytes, BLOCK_BYTES)
+def _total(blocks: Sequence[int], num_bytes: int, block_bytes: int) -> int:
+    return blocks[0] if len(blocks) == 1 else combine_blocks(blocks, num_bytes, block_bytes)
 
 
 def rank_name(attempt: int, rank: int) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core._validation import FORMATS, Problem, validate
 from ucp_core.boxes import Box
-from ucp_core.checksums import crc32
+from ucp_core.checksums import combine_blocks, crc32
 from ucp_core.errors import (
     CheckpointCorruptError,
     ChecksumMismatchError,
@@ -360,14 +360,16 @@ def merge(records: Sequence[Manifest]) -> Manifest:
 
     Deterministic: whoever merges gets the same. ``extra``, ``source`` and hyper-parameters are
     those of rank 0; the ``params`` of a group are gathered over the ranks, because a pipeline
-    stage knows only its own.
+    stage knows only its own. The blocks are the largest of any rank.
 
     Raises:
-        CheckpointCorruptError: Two ranks disagree on the dtype or shape of a tensor.
+        CheckpointCorruptError: Two ranks disagree on the dtype or shape of a tensor, or have
+            blocks of which the larger are not made up of the smaller.
         UncoveredRegionError: The ranks together do not hold every element exactly once.
     """
     records = sorted(records, key=lambda record: record.rank)
     first = records[0]
+    block_bytes = max(record.state_map.block_bytes for record in records)
     fragments: dict[TensorKey, list[Fragment]] = defaultdict(list)
     seen: dict[TensorKey, TensorEntry] = {}
     for record in records:
@@ -380,7 +382,7 @@ def merge(records: Sequence[Manifest]) -> Manifest:
                     fqn=key.fqn,
                     slot=key.slot,
                 )
-            fragments[key] += entry.fragments
+            fragments[key] += _with_blocks(entry.fragments, record, block_bytes)
     state_map = StateMap(
         entries={
             key: TensorEntry(
@@ -391,7 +393,7 @@ def merge(records: Sequence[Manifest]) -> Manifest:
             )
             for key, entry in sorted(seen.items())
         },
-        block_bytes=first.state_map.block_bytes,
+        block_bytes=block_bytes,
     )
     state_map.prove_coverage()
     return Manifest(
@@ -408,6 +410,37 @@ def merge(records: Sequence[Manifest]) -> Manifest:
         roles={fqn: role for record in records for fqn, role in record.roles.items()},
         items={name: item for record in records for name, item in record.items.items()},
     )
+
+
+def _with_blocks(
+    fragments: Sequence[Fragment], record: Manifest, block_bytes: int
+) -> Sequence[Fragment]:
+    """Return a rank's fragments with the checksums of larger blocks than its own.
+
+    A rank's snapshot, which has small ones, may be stored beside what another rank stored itself.
+    """
+    small_bytes = record.state_map.block_bytes
+    if small_bytes == block_bytes:
+        return fragments
+    if block_bytes % small_bytes:
+        raise CheckpointCorruptError(
+            f"rank {record.rank} has checksums of blocks of {small_bytes} bytes, another rank of "
+            f"{block_bytes}",
+            rank=record.rank,
+        )
+    return [
+        fragment._replace(
+            blocks=tuple(
+                combine_blocks(
+                    fragment.blocks[low // small_bytes : (low + block_bytes) // small_bytes],
+                    min(block_bytes, fragment.num_bytes - low),
+                    small_bytes,
+                )
+                for low in range(0, max(fragment.num_bytes, 1), block_bytes)
+            )
+        )
+        for fragment in fragments
+    ]
 
 
 def _merged_groups(records: Sequence[Manifest]) -> list[dict[str, Any]]:

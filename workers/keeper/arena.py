@@ -17,6 +17,7 @@ while one is written and one is complete, the last complete one of all ranks is 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import struct
@@ -42,6 +43,17 @@ _CRC = struct.Struct("<I")
 #: process from running, so it is made in pieces of a few milliseconds.
 _MADV_POPULATE_WRITE: Final = 23
 _POPULATE_BYTES: Final = 16 << 20
+#: Make a huge page of this range now, whatever the machine's settings for shared memory are, which
+#: usually forbid them (Linux 6.1). With pages of 4 KiB an arena that a process did not touch before
+#: is read at a quarter of the speed, and one that it did is written at three quarters.
+_MADV_COLLAPSE: Final = 25
+_HUGE_BYTES: Final = 2 << 20
+_MAP_FIXED: Final = 0x10
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
 
 #: Where the words between trainer and keeper begin, and which is which.
 _WORDS_AT: Final = 2048
@@ -79,8 +91,8 @@ class Arena:
         self.fd = fd
         self.body_bytes = slot_bytes - PAGE_BYTES
         self._slot_bytes = slot_bytes
-        self._map = mmap.mmap(fd, size_bytes)
-        self._memory = memoryview(self._map)
+        self._map, self._map_start = _mapped(fd, size_bytes)
+        self._memory = memoryview(self._map)[self._map_start : self._map_start + size_bytes]
         self._words = self._memory[_WORDS_AT : _WORDS_AT + 8 * _NUM_WORDS].cast("Q")
 
     @classmethod
@@ -97,6 +109,7 @@ class Arena:
         try:
             os.ftruncate(fd, NUM_SLOTS * pages * PAGE_BYTES)
             arena = cls(fd)
+            arena._make_huge()
             arena.populate()
         except OSError as error:
             os.close(fd)
@@ -111,7 +124,17 @@ class Arena:
         """Fault every page in, in this process; a file that is populated already costs little."""
         for start in range(0, len(self._memory), _POPULATE_BYTES):
             size_bytes = min(_POPULATE_BYTES, len(self._memory) - start)
-            self._map.madvise(_MADV_POPULATE_WRITE, start, size_bytes)
+            self._map.madvise(_MADV_POPULATE_WRITE, self._map_start + start, size_bytes)
+
+    def _make_huge(self) -> None:
+        """Have huge pages wherever a whole one fits, if the machine has them to give."""
+        for start in range(0, len(self._memory) - _HUGE_BYTES + 1, _HUGE_BYTES):
+            # There has to be something that is made one page.
+            self._memory[start] = 0
+            try:
+                self._map.madvise(_MADV_COLLAPSE, self._map_start + start, _HUGE_BYTES)
+            except OSError:
+                return
 
     @property
     def size_bytes(self) -> int:
@@ -261,6 +284,24 @@ class Arena:
         start = slot * self._slot_bytes
         # One store: a reader that meets half of it finds a wrong crc32, which is no version.
         self._memory[start : start + _HEADER.size + _CRC.size] = packed + _CRC.pack(crc32(packed))
+
+
+def _mapped(fd: int, size_bytes: int) -> tuple[mmap.mmap, int]:
+    """Map a file, in memory that begins at a huge page; return the mapping, and where in it.
+
+    Python leaves the place to the kernel, which cares for that only where its settings allow huge
+    pages by themselves. So a larger piece of empty address space is taken first, and given back
+    whole.
+    """
+    space = mmap.mmap(-1, size_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(space))
+    start = -address % _HUGE_BYTES
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    if _LIBC.mmap(address + start, size_bytes, access, flags, fd, 0) != address + start:
+        space.close()
+        raise OSError(ctypes.get_errno(), "a memory file cannot be mapped")
+    return space, start
 
 
 def _copied_word(held: Held) -> int:

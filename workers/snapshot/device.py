@@ -1,6 +1,7 @@
 """From a device into a slot: beside the computation, and done before the next update.
 
-On the CPU a copy is a copy. On CUDA it goes over a stream of its own into memory that the
+What lies in the memory of this machine ``workers.snapshot.host_copy`` copies, but for what is not
+contiguous there. On CUDA a copy goes over a stream of its own into memory that the
 driver knows, so that the training thread waits for nothing; the optimizer's kernels do.
 """
 

@@ -1,10 +1,10 @@
 """Snapshots: the state after a step goes straight into a slot of memory that the keeper holds too.
 
-The training thread chooses the slot and copies. A thread of its own checksums what was copied
-and writes the record behind it, which completes the slot. Nothing here waits for another
-process, and nothing here fails the training: memory that cannot be had, or a snapshot that
-cannot be completed, is said once, and until it can the state goes to storage as it would without
-a keeper.
+The training thread chooses the slot and copies, with the checksums on the way. A thread of its
+own writes the record behind it, which completes the slot; what comes from a device it checksums
+first. Nothing here waits for another process, and nothing here fails the training: memory that
+cannot be had, or a snapshot that cannot be completed, is said once, and until it can the state
+goes to storage as it would without a keeper.
 """
 
 from __future__ import annotations
@@ -30,9 +30,14 @@ from workers.parallel.state import StateEntry
 from workers.protocol import Assignment
 from workers.snapshot.arena_store import ArenaStore
 from workers.snapshot.device import DeviceCopy, register, unregister
+from workers.snapshot.host_copy import HostTensors, copy_checked
 
-__all__ = ["Captured", "SnapshotMemory", "SnapshotWriter", "source_of"]
+__all__ = ["BLOCK_BYTES", "Captured", "SnapshotMemory", "SnapshotWriter", "source_of"]
 
+#: A layout that has changed needs parts of blocks, which are read whole: of 1 MiB ones half as much
+#: again as is needed (4 ranks onto 3, 50 MB each), of these a tenth to a third; and one that was
+#: just checksummed is still in the cache.
+BLOCK_BYTES: Final = 256 << 10
 #: How often a wait looks whether the attempt was fenced.
 _LOOK_S: Final = 0.02
 #: The rest of a snapshot is a few milliseconds of checksums for each 100 MB.
@@ -165,7 +170,7 @@ class SnapshotWriter:
         self._copy = DeviceCopy()
         self._form: _Form | None = None
         self._arena: Arena | None = None
-        self._captured: tuple[int, Captured] | None = None
+        self._captured: _Copied | None = None
         self._finished_step = -1
         self._why_not = ""
         self._broken_until_s = float("-inf")
@@ -237,8 +242,10 @@ class SnapshotWriter:
             rank=assignment.rank,
             world_size=assignment.layout.world_size,
         )
-        self._copy.begin(self._form.views[slot], self._form.sources)
-        self._captured = slot, state
+        blocks = self._form.copy_checked(slot)
+        if blocks is None:
+            self._copy.begin(self._form.views[slot], self._form.sources)
+        self._captured = _Copied(slot, state, blocks)
         return True
 
     def complete(self, *, pin: bool) -> None:
@@ -248,8 +255,8 @@ class SnapshotWriter:
             pin: Whether the keeper is to store it.
         """
         assert self._captured is not None, "nothing was captured"
-        slot, state = self._captured
-        self._put(lambda: self._complete(slot, state, pin=pin))
+        copied = self._captured
+        self._put(lambda: self._complete(copied, pin=pin))
 
     def wait(self, step: int) -> bool:
         """Return, once no snapshot is under way, whether that of ``step`` is complete."""
@@ -265,9 +272,8 @@ class SnapshotWriter:
         """
         if self._captured is None or self._form is None:
             return None
-        slot, _ = self._captured
         self._copy.wait()
-        return self._form.tensors(slot)
+        return self._form.tensors(self._captured.slot)
 
     def close(self) -> bool:
         """End the thread; return whether it has let go of the memory.
@@ -318,12 +324,13 @@ class SnapshotWriter:
         if self._is_left:
             self._memory.leave()
 
-    def _complete(self, slot: int, state: Captured, *, pin: bool) -> None:
+    def _complete(self, copied: _Copied, *, pin: bool) -> None:
         assert self._arena is not None
         assert self._form is not None
         self._copy.wait()
         # A version that counts has the lines of its steps.
         self._told()
+        slot, state = copied.slot, copied.state
         self._form.saver.save(
             ArenaStore(self._arena, slot, is_captured=True, check=self._check),
             "",
@@ -332,6 +339,7 @@ class SnapshotWriter:
             extra=state.extra,
             param_groups=state.param_groups,
             fsync=False,
+            blocks=copied.blocks,
         )
         if pin:
             # Behind the record: who finds it pinned finds it whole.
@@ -356,6 +364,15 @@ class _FencedError(Exception):
     """The attempt was fenced: what is under way stays incomplete."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """What was captured, and where; the crc32 of its blocks, if they are known already."""
+
+    slot: int
+    state: Captured
+    blocks: list[list[int]] | None
+
+
 class _Form:
     """Where everything lies in a slot, as ``save_rank`` writes it; made once per layout."""
 
@@ -368,6 +385,7 @@ class _Form:
             rank=assignment.rank,
             world_size=assignment.layout.world_size,
             source=source_of(assignment),
+            block_bytes=BLOCK_BYTES,
         )
         self._take(state.entries)
         small = len(json.dumps([dict(state.extra), list(state.param_groups)]))
@@ -389,6 +407,15 @@ class _Form:
         self._entries = entries
         self._written = [entries[index] for index in self.saver.order]
         self.sources = [entry.tensor for entry in self._written]
+        self._host = HostTensors(self.sources)
+
+    def copy_checked(self, slot: int) -> list[list[int]] | None:
+        """Copy all of it into the slot; return the crc32 of every block.
+
+        Returns None, and copies nothing, if that is for ``DeviceCopy`` to do.
+        """
+        sources = self._host.views()
+        return None if sources is None else copy_checked(sources, self.data[slot], BLOCK_BYTES)
 
     def lay_out(self, arena: Arena) -> None:
         """Find the place of every tensor in every slot."""

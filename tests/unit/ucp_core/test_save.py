@@ -12,7 +12,8 @@ from tests.support.checkpoints import (
 )
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, RankSaver, load, open_checkpoint
-from ucp_core.checksums import BLOCK_BYTES
+from ucp_core.checksums import BLOCK_BYTES, crc32
+from ucp_core.errors import CheckpointCorruptError, ChecksumMismatchError
 from ucp_core.manifest import from_bytes, to_bytes
 from ucp_core.storage import MemoryStore
 
@@ -35,9 +36,20 @@ def saved(
     return store, store.read(f"c/a0002-r{rank:05d}.json")
 
 
-def saver_of(tensors: list[LocalTensor], *, rank: int = 0, world_size: int = 1) -> RankSaver:
+def saver_of(
+    tensors: list[LocalTensor],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    block_bytes: int = BLOCK_BYTES,
+) -> RankSaver:
     return RankSaver(
-        tensors, attempt=2, rank=rank, world_size=world_size, source={"writer": "test"}
+        tensors,
+        attempt=2,
+        rank=rank,
+        world_size=world_size,
+        source={"writer": "test"},
+        block_bytes=block_bytes,
     )
 
 
@@ -98,6 +110,76 @@ def test_blocks_of_large_tensors_are_filled_in_in_order() -> None:
     need = tensors([bytes(len(one)) for one in whole])
     load(open_checkpoint(store, "c"), need)
     assert [bytes(tensor.data) for tensor in need] == whole
+
+
+def test_checksums_that_are_known_are_taken_over() -> None:
+    """A snapshot is checksummed where it is copied; what is damaged after that must show."""
+    data = bytearray(random.Random(5).randbytes(20))
+    (tensor,) = _rows([bytes(data)])
+    saver = saver_of([tensor], block_bytes=8)
+    blocks = [[crc32(data[low : low + 8]) for low in (0, 8, 16)]]
+    tensor.data[9] ^= 1
+    store = MemoryStore()
+    saver.save(
+        store, "c", step=1, data=[tensor.data], extra={}, param_groups=[], fsync=False,
+        blocks=blocks,
+    )  # fmt: skip
+
+    assert from_bytes(store.read("c/a0002-r00000.json")).files["a0002-r00000.bin"].crc32 == crc32(
+        data
+    )
+    with pytest.raises(ChecksumMismatchError, match="bytes 8 to 16"):
+        load(open_checkpoint(store, "c"), _rows([bytes(20)]))
+
+
+@pytest.mark.parametrize("sizes", [(4, 16), (16, 4), (8, 8)])
+def test_ranks_with_blocks_of_several_sizes_commit_one_checkpoint(sizes: tuple[int, int]) -> None:
+    """One rank's part is a stored snapshot, which has small ones, the other's was saved."""
+    rng = random.Random(6)
+    rows = [rng.randbytes(37), rng.randbytes(37)]
+    store = MemoryStore()
+    for rank, block_bytes in enumerate(sizes):
+        tensor = _rows(rows)[rank]
+        saver_of([tensor], rank=rank, world_size=2, block_bytes=block_bytes).save(
+            store, "c", step=1, data=[tensor.data], extra={}, param_groups=[], fsync=False
+        )
+    need = _rows([bytes(37), bytes(37)])
+    load(open_checkpoint(store, "c"), need)
+    assert [bytes(tensor.data) for tensor in need] == rows
+
+    whole = bytearray(store.read("c/a0002-r00001.bin"))
+    whole[33] ^= 1
+    store.write_atomic("c/a0002-r00001.bin", bytes(whole), fsync=False)
+    with pytest.raises(ChecksumMismatchError, match="bytes 32 to 37"):
+        load(open_checkpoint(store, "c"), need)
+
+
+def test_blocks_that_do_not_make_up_one_another_are_refused() -> None:
+    """Their checksums cannot be had without the bytes; better no commit than one that fails."""
+    store = MemoryStore()
+    first, second = _rows([bytes(9), bytes(9)])
+    saver_of([first], world_size=2, block_bytes=6).save(
+        store, "c", step=1, data=[first.data], extra={}, param_groups=[], fsync=False
+    )
+    with pytest.raises(CheckpointCorruptError, match="blocks of 4 bytes, another rank of 6"):
+        saver_of([second], rank=1, world_size=2, block_bytes=4).save(
+            store, "c", step=1, data=[second.data], extra={}, param_groups=[], fsync=False
+        )
+
+
+def _rows(rows: list[bytes]) -> list[LocalTensor]:
+    """Return the rows of one tensor, of which each rank has one."""
+    return [
+        LocalTensor(
+            fqn="t",
+            slot="weight",
+            dtype="U8",
+            shape=(len(rows), len(row)),
+            box=Box((number, 0), (number + 1, len(row))),
+            data=memoryview(bytearray(row)),
+        )
+        for number, row in enumerate(rows)
+    ]
 
 
 def test_a_saver_writes_what_is_there_when_it_saves() -> None:

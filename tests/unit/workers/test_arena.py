@@ -71,6 +71,39 @@ def test_the_newest_two_versions_are_never_written_over(arena: Arena) -> None:
         arena.finish(slot, data_bytes=0, record_bytes=0)
 
 
+def test_an_arena_is_mapped_at_a_huge_page_and_given_back_whole() -> None:
+    """Else the kernel cannot map huge pages, and a load takes four times as long; and its place
+    is chosen by us, so nobody but us unmaps what is around it.
+    """
+    made = Arena.create("huge", body_bytes=3 << 20)
+    found = Arena(os.dup(made.fd))
+    slot = _write(made, 1, os.urandom(3 << 20))
+    assert found.body(slot) == made.body(slot)
+    for arena in (made, found):
+        (first, _), *_ = places = _maps("huge")
+        assert first % (2 << 20) == 0
+        assert sum(stop - start for start, stop in places) % arena.size_bytes == 0
+        arena.close()
+    assert _maps("huge") == []
+
+
+def _maps(name: str) -> list[tuple[int, int]]:
+    """Return where this process has mapped the arenas of that name."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = (line.split()[0].split("-") for line in lines if f"everstep-{name}" in line)
+    return [(int(start, 16), int(stop, 16)) for start, stop in spans]
+
+
+def test_an_arena_that_is_mapped_and_closed_again_and_again_takes_no_more_room() -> None:
+    """A worker maps those of its whole node for each recovery."""
+    made = Arena.create("again", body_bytes=10_000)
+    before = Path("/proc/self/maps").read_text().count("\n")
+    for _ in range(50):
+        Arena(os.dup(made.fd)).close()
+    assert Path("/proc/self/maps").read_text().count("\n") <= before + 5
+    made.close()
+
+
 def test_a_version_of_an_older_attempt_goes_first(arena: Arena) -> None:
     """After a resume the steps count down once, and the attempt does not."""
     _write(arena, 7, b"old")

@@ -407,7 +407,7 @@ def test_no_thread_and_no_connection_is_left(
         mirrors.stop()
         server.close()
     # The copy's own memory, and its mapping.
-    after = before[0], before[1] + 2
+    after = before[0], before[1] + 1
     assert eventually(lambda: (threading.active_count(), _num_files()) == after)
     assert not troubles
 

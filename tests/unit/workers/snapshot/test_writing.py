@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from tests.support.snapshots import eventually
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, load
+from ucp_core.errors import ChecksumMismatchError
 from ucp_core.layout import ParallelLayout
 from workers.keeper.arena import Arena
 from workers.keeper.door import Door, Shelf, door_path
@@ -22,7 +24,7 @@ from workers.parallel.state import StateEntry
 from workers.protocol import Assignment
 from workers.snapshot import writing
 from workers.snapshot.tier import LocalPart, open_version
-from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
+from workers.snapshot.writing import BLOCK_BYTES, Captured, SnapshotMemory, SnapshotWriter
 
 
 class Node:
@@ -130,6 +132,11 @@ def state(*, num_rows: int = 40) -> list[StateEntry]:
         fqn="r", slot="weight", shape=(2,), box=Box.full((2,)), tensor=torch.ones(2), replica=True
     )
     return [replica, *made]
+
+
+def in_s(seconds: float) -> float:
+    """Return a moment on the clock of waits."""
+    return time.monotonic() + seconds
 
 
 def captured(step: int, entries: list[StateEntry], **extra: Any) -> Captured:
@@ -266,6 +273,100 @@ def test_tensors_in_the_place_of_others_are_captured(rank: Rank, node: Node) -> 
     before = {(one.fqn, one.slot): one.tensor for one in entries}
     held = loaded(node.arena(), entries)
     assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())
+
+
+def test_a_tensor_that_moved_is_captured_from_where_it_is(rank: Rank, node: Node) -> None:
+    """``tensor.data = other`` keeps the tensor and changes its memory; the old bytes stay valid."""
+    entries = state()
+    assert rank.ready(entries)
+    assert rank.take(1, entries)
+    assert rank.writer.wait(1)
+    entries[1].tensor.data = entries[1].tensor + 1
+    assert rank.take(2, entries)
+
+    assert rank.writer.wait(2)
+    held = loaded(node.arena(), entries)
+    assert torch.equal(held["a", "weight"], entries[1].tensor)
+
+
+def test_tensors_that_are_not_contiguous_are_captured_too(rank: Rank, node: Node) -> None:
+    """Their bytes are not those that a slot has, so they take another way there."""
+    entries = state()
+    whole = torch.randn(3, 40)
+    entries[1] = replace(entries[1], tensor=whole.T)
+    assert rank.ready(entries)
+    assert rank.take(1, entries)
+
+    assert rank.writer.wait(1)
+    entries[1] = replace(entries[1], tensor=torch.zeros(40, 3))
+    assert torch.equal(loaded(node.arena(), entries)["a", "weight"], whole.T)
+
+
+@pytest.mark.parametrize("where", [0, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 99])
+def test_what_changes_in_a_slot_after_it_was_captured_is_noticed(
+    rank: Rank, node: Node, where: int
+) -> None:
+    """Its checksums are of what was to be copied, so they also tell of a copy that went wrong."""
+    num_bytes = 2 * BLOCK_BYTES + 100
+    box = Box.full((num_bytes // 4,))
+    entries = [
+        StateEntry(
+            fqn="a", slot="weight", shape=box.shape, box=box, tensor=torch.randn(box.shape),
+            replica=False,
+        )
+    ]  # fmt: skip
+    assert rank.ready(entries)
+    rank.may_tell.clear()
+    assert rank.take(1, entries)
+    slot = node.arena().choose(())
+    node.arena().body(slot)[where] ^= 1
+    rank.may_tell.set()
+
+    assert rank.writer.wait(1)
+    assert node.arena().versions()[0].slot == slot
+    with pytest.raises(ChecksumMismatchError):
+        loaded(node.arena(), entries)
+    node.arena().body(slot)[where] ^= 1
+    assert torch.equal(loaded(node.arena(), entries)["a", "weight"], entries[0].tensor)
+
+
+def test_who_waits_for_memory_has_it_for_what_came_later_too(rank: Rank) -> None:
+    """The optimizer's state is not there before the first step, whose end is waited at."""
+    rank.writer.prepare(captured(0, state()[:3]))
+    entries = state()
+
+    assert rank.writer.get_ready(captured(1, entries), in_s(20))
+    assert rank.take(1, entries)
+    assert rank.writer.wait(1)
+
+
+def test_who_waits_for_memory_does_not_wait_for_long(rank: Rank, node: Node) -> None:
+    """A keeper may be gone, memory may be refused, the attempt may be over."""
+    assert not rank.writer.get_ready(captured(1, state()), in_s(0))
+    node.restart(budget_bytes=1000)
+    assert not rank.writer.get_ready(captured(1, state(num_rows=40_000)), in_s(600))
+    rank.fenced.set()
+    assert not rank.writer.get_ready(captured(1, state(num_rows=50_000)), in_s(600))
+
+
+def test_a_snapshot_that_nobody_copies_yet_is_waited_for(rank: Rank, node: Node) -> None:
+    """To be behind a peer needs one that copies; after a change none does for a moment."""
+    entries = state()
+    assert rank.ready(entries)
+    assert rank.take(1, entries)
+    assert rank.writer.wait(1)
+    assert not rank.writer.is_behind()
+    assert not rank.writer.wait_copied(1, in_s(0))
+    arena = node.arena()
+    arena.attend(True)
+    assert not rank.writer.wait_copied(1, in_s(0))
+    arena.note_copied(arena.versions()[-1])
+
+    assert rank.writer.wait_copied(1, in_s(0))
+    assert not rank.writer.wait_copied(2, in_s(600)), "what was not taken cannot be copied"
+    arena.attend(False)
+    rank.fenced.set()
+    assert not rank.writer.wait_copied(1, in_s(600))
 
 
 def test_refused_memory_breaks_the_writer_and_nothing_else(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""Copies within this machine's memory that are checksummed on their way.
+
+A block is checksummed where it lies, which brings it into the cache, and copied from there. Who
+copies all of it first and checksums the copy later has the memory pass it twice: 1.5 times the
+processor time (measured, 300 MB), in a training that leaves no processor idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ucp_core.checksums import crc32
+
+__all__ = ["HostTensors", "copy_checked"]
+
+
+class HostTensors:
+    """The bytes of tensors that are copied again and again.
+
+    Args:
+        tensors: Of any dtype, on any device.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._addresses: list[int] = []
+        self._bytes: list[memoryview] = []
+
+    def views(self) -> Sequence[memoryview] | None:
+        """Return the bytes of every tensor where they are now, or None if they cannot be seen so.
+
+        That is if one is on a device, or not contiguous.
+        """
+        # What a tensor of the same name and form points to may be other memory than before.
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        if addresses != self._addresses:
+            if any(t.is_cuda or not t.is_contiguous() for t in self._tensors):
+                return None
+            self._bytes = [_bytes_of(tensor) for tensor in self._tensors]
+            self._addresses = addresses
+        return self._bytes
+
+
+def copy_checked(
+    sources: Sequence[memoryview], targets: Sequence[memoryview], block_bytes: int
+) -> list[list[int]]:
+    """Copy every source to its target and return the crc32 of every block of each.
+
+    Args:
+        sources: Bytes that do not change meanwhile.
+        targets: Of the same sizes, in the same order.
+        block_bytes: Below the size of the second-level cache.
+    """
+    found: list[list[int]] = []
+    for source, target in zip(sources, targets, strict=True):
+        size = len(source)
+        # Most tensors of most models are small: these two calls take as long as one of torch's.
+        if size <= block_bytes:
+            found.append([crc32(source)])
+            target[:] = source
+            continue
+        blocks: list[int] = []
+        for low in range(0, size, block_bytes):
+            block = source[low : low + block_bytes]
+            blocks.append(crc32(block))
+            target[low : low + block_bytes] = block
+        found.append(blocks)
+    return found
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
