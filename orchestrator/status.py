@@ -13,7 +13,7 @@ from orchestrator.core.journal import fold, verify
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import describe
 from orchestrator.errors import CapacityError, RunNotFoundError
-from orchestrator.policies.versions import MEMORY, Holding, Version
+from orchestrator.policies.versions import MEMORY, Holding, ParityHolding, Version
 from orchestrator.policies.whatif import (
     LossFacts,
     RecoveryPlan,
@@ -26,7 +26,7 @@ from orchestrator.shell.journal_file import read_segments
 from ucp_core.checkpoint import find_committed
 from ucp_core.lineage import Lineage
 from ucp_core.storage import Store, join, open_store
-from workers.protocol import Held
+from workers.protocol import Held, HeldParity, Member
 
 #: Written by the controller of each life: where its status page is.
 CONTROLLER_FILE = "controller.json"
@@ -108,10 +108,9 @@ def plan_losses(url: str, lose: Sequence[str]) -> RecoveryPlan:
 
 def _version(document: dict[str, Any]) -> Version:
     """Return a version in memory as the status page tells it."""
-    step, attempt = document["step"], document["attempt"]
     return Version(
-        step=step,
-        attempt=attempt,
+        step=document["step"],
+        attempt=document["attempt"],
         source=MEMORY,
         parts=tuple(
             Holding(
@@ -119,19 +118,37 @@ def _version(document: dict[str, Any]) -> Version:
                 host="",
                 port=0,
                 arena=part["arena"],
-                held=Held(
-                    slot=0,
-                    sequence=0,
-                    attempt=attempt,
-                    step=step,
-                    rank=part["rank"],
-                    world_size=document["world_size"],
-                    data_bytes=part["bytes"],
-                    record_bytes=0,
-                ),
+                held=_held(document, rank=part["rank"], data_bytes=part["bytes"]),
             )
             for part in document["parts"]
         ),
+        parities=tuple(
+            ParityHolding(node=one["node"], host="", port=0, parity=_parity(document, one))
+            for one in document["parities"]
+        ),
+    )
+
+
+def _parity(document: dict[str, Any], one: dict[str, Any]) -> HeldParity:
+    return HeldParity(
+        arena=one["arena"],
+        held=_held(document, rank=-1 - one["place"], data_bytes=0),
+        num_parities=one["num_parities"],
+        place=one["place"],
+        members=tuple(each and Member(**each) for each in one["members"]),
+    )
+
+
+def _held(document: dict[str, Any], *, rank: int, data_bytes: int) -> Held:
+    return Held(
+        slot=0,
+        sequence=0,
+        attempt=document["attempt"],
+        step=document["step"],
+        rank=rank,
+        world_size=document["world_size"],
+        data_bytes=data_bytes,
+        record_bytes=0,
     )
 
 
@@ -152,6 +169,8 @@ def _stored_redundancy(store: Store, path: str, lineage: Lineage) -> dict[str, A
         "step": 0,
         "stored_step": step,
         "node_losses_survived": 0,
+        "mechanism": "",
+        "reason": "the controller is not there to say what is in memory",
         "troubles": [],
     }
 

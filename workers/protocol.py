@@ -53,6 +53,45 @@ class HeldPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A part that went into a parity.
+
+    Attributes:
+        rank: Whose.
+        data_bytes: Of its data.
+        record_bytes: Of its record, which follows.
+    """
+
+    rank: int
+    data_bytes: int
+    record_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Return how much of its slot went in."""
+        return self.data_bytes + self.record_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParity:
+    """A node's parities of a version of one group; see ``workers.snapshot.parity_part``.
+
+    Attributes:
+        arena: Name of the arena on its node.
+        held: What is in one of its slots; its rank is below 0, no rank's.
+        num_parities: 1 or 2: how many places of the group may be lost.
+        place: Of the node in the group.
+        members: What went in, by place in the group; None where a node had no part.
+    """
+
+    arena: str
+    held: Held
+    num_parities: int
+    place: int
+    members: tuple[Member | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
     """What a keeper holds in memory, and where a peer can read it.
 
@@ -61,19 +100,24 @@ class Inventory:
         host: Where the keeper serves bytes to its peers.
         port: Its port.
         parts: All complete versions in its arenas.
+        parities: All complete parities in its arenas.
+        budget_bytes: What all its arenas together may take; 0 if it keeps no snapshots.
     """
 
     node: str
     host: str
     port: int
     parts: tuple[HeldPart, ...]
+    parities: tuple[HeldParity, ...] = ()
+    budget_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """Where one rank's part of the version to load can be read; see ``Inventory``.
+    """Where one rank's part of the version to load can be read, or parities of some.
 
     Attributes:
+        held: What ``Inventory`` says of it; of parities the rank is below 0.
         secret: What this keeper asks for before it serves anybody.
     """
 
@@ -100,6 +144,44 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlace:
+    """A node of a group.
+
+    Attributes:
+        peer: Its keeper; None for the node that this is told.
+        ranks: Its ranks in the attempt, in order.
+    """
+
+    peer: Peer | None
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityGroup:
+    """Whom a node protects together with itself.
+
+    Attributes:
+        attempt: Whose versions; a later attempt is another order.
+        num_parities: 1 or 2: how many of the nodes may be lost.
+        places: All nodes, in an order that they agree on; one of them is this one.
+    """
+
+    attempt: int
+    num_parities: int
+    places: tuple[GroupPlace, ...]
+
+    @property
+    def place(self) -> int:
+        """Return this node's."""
+        return [place.peer for place in self.places].index(None)
+
+    @property
+    def num_lanes(self) -> int:
+        """Return how many ranks the node with the most has."""
+        return max(len(place.ranks) for place in self.places)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperOrder:
     """What a keeper is told at the start of every attempt; it goes on with it until the next.
 
@@ -108,11 +190,13 @@ class KeeperOrder:
         lineage: ``(attempt, resume_step)`` of every attempt up to this one, oldest first: says
             which held versions are dead.
         copies_of: Keepers whose ranks' newest versions are to be copied into this one's memory.
+        parity: The group that this one is to keep parities of; None if it is to keep none.
     """
 
     attempt: int
     lineage: tuple[tuple[int, int], ...]
     copies_of: tuple[Peer, ...]
+    parity: ParityGroup | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +212,8 @@ class Assignment:
         resume_step: The committed step to load; 0 means initialise from the seed.
         resume_attempt: The attempt that committed ``resume_step``; 0 with ``resume_step`` 0.
         lineage: ``(attempt, resume_step)`` of every attempt up to this one, oldest first.
-        memory: Every place in keepers' memory where a part of that version is held; empty if it
-            is to be loaded from storage.
+        memory: Every place in keepers' memory where a part of that version is held, or parities
+            of it; empty if it is to be loaded from storage.
     """
 
     attempt: int

@@ -1,22 +1,26 @@
 """Which version to resume from, and what its loss would cost: judged from what keepers hold.
 
-Pure. A version in memory is there when the parts of all its ranks are, wherever they are held;
-it counts by the same rule as a commit in storage (``ucp_core/SPEC.md``, 5). Memory can be lost
-with a node, so every answer is about the inventories that it was made from and about no others.
+Pure. A version in memory is there when the parts of all its ranks are, wherever they are held, or
+can be computed from parities; it counts by the same rule as a commit in storage
+(``ucp_core/SPEC.md``, 5). Memory can be lost with a node, so every answer is about the
+inventories that it was made from and about no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 
 from ucp_core.lineage import Lineage, counts
-from workers.protocol import Held, Inventory
+from workers.protocol import Held, HeldParity, Inventory, Member
+from workers.snapshot.groups import parity_places
 
 __all__ = [
     "MEMORY",
     "STORAGE",
     "Holding",
+    "ParityHolding",
     "Protection",
     "Version",
     "complete",
@@ -55,6 +59,23 @@ class Holding:
         return "/" in self.arena
 
 
+@dataclass(frozen=True, slots=True)
+class ParityHolding:
+    """One node's parities of a version, in the memory of its keeper.
+
+    Attributes:
+        node: Ray node id, hex.
+        host: Where the keeper serves bytes.
+        port: Its port.
+        parity: What is in one of its slots.
+    """
+
+    node: str
+    host: str
+    port: int
+    parity: HeldParity
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
     """A version that can be resumed from.
@@ -63,18 +84,30 @@ class Version:
         step: The step after which the state was taken.
         attempt: The attempt that took it.
         source: "memory" or "storage".
-        parts: In memory, every holder of every rank's part, by rank; () in storage.
+        parts: In memory, every holder of every rank's part, by rank; () in storage. A rank
+            without one is computed from parities.
+        parities: In memory, every holder of parities of it.
     """
 
     step: int
     attempt: int
     source: str
     parts: tuple[Holding, ...] = ()
+    parities: tuple[ParityHolding, ...] = ()
 
     @property
     def world_size(self) -> int:
         """Return the number of ranks that took it; 0 in storage, where nobody asks."""
-        return self.parts[0].held.world_size if self.parts else 0
+        return next(iter(_world_sizes(self)), 0)
+
+    def members(self) -> dict[int, Member]:
+        """Return what is known of every part that went into a parity, by rank."""
+        return {
+            member.rank: member
+            for holding in self.parities
+            for member in holding.parity.members
+            if member is not None
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +117,7 @@ class Protection:
     Attributes:
         step: Step of the newest version that is complete in memory; 0 if there is none.
         node_losses_survived: How many nodes may be lost, whichever, with a version left that is
-            complete in memory: 0 or 1.
+            complete in memory: 0, 1 or 2.
     """
 
     step: int
@@ -92,29 +125,49 @@ class Protection:
 
 
 def complete(inventories: Iterable[Inventory], lineage: Lineage) -> list[Version]:
-    """Return the versions that count and of which every rank's part is held, newest first."""
-    found: dict[tuple[int, int], list[Holding]] = {}
-    for inventory in inventories:
-        for part in inventory.parts:
-            version = (part.held.step, part.held.attempt)
-            holding = Holding(inventory.node, inventory.host, inventory.port, part.arena, part.held)
-            found.setdefault(version, []).append(holding)
-    return [
+    """Return the versions that count and of which every rank's part can be had, newest first."""
+    parts: dict[tuple[int, int], list[Holding]] = {}
+    parities: dict[tuple[int, int], list[ParityHolding]] = {}
+    for one in inventories:
+        for part in one.parts:
+            holding = Holding(one.node, one.host, one.port, part.arena, part.held)
+            parts.setdefault((part.held.step, part.held.attempt), []).append(holding)
+        for parity in one.parities:
+            kept = ParityHolding(one.node, one.host, one.port, parity)
+            parities.setdefault((parity.held.step, parity.held.attempt), []).append(kept)
+    found = (
         Version(
             step=step,
             attempt=attempt,
             source=MEMORY,
-            parts=tuple(sorted(parts, key=lambda part: part.held.rank)),
+            parts=tuple(
+                sorted(parts.get((step, attempt), ()), key=lambda part: part.held.rank),
+            ),
+            parities=tuple(parities.get((step, attempt), ())),
         )
-        for (step, attempt), parts in sorted(found.items(), reverse=True)
-        if _has_all_ranks(parts) and counts(step=step, attempt=attempt, lineage=lineage)
-    ]
+        for step, attempt in sorted(parts.keys() | parities.keys(), reverse=True)
+        if counts(step=step, attempt=attempt, lineage=lineage)
+    )
+    return [version for version in found if _is_whole(version)]
 
 
-def _has_all_ranks(parts: Sequence[Holding]) -> bool:
-    sizes = {part.held.world_size for part in parts}
-    ranks = {part.held.rank for part in parts}
-    return len(sizes) == 1 and ranks == set(range(sizes.pop()))
+def _is_whole(version: Version) -> bool:
+    """Return whether every rank's part is held, or can be computed."""
+    sizes = _world_sizes(version)
+    if len(sizes) != 1:
+        return False
+    every = set(range(*sizes))
+    held = {part.held.rank for part in version.parts}
+    if held == every:
+        return True
+    if held | version.members().keys() != every:
+        return False
+    return all(bond.is_left(()) for bond in _bonds(version))
+
+
+def _world_sizes(version: Version) -> set[int]:
+    sizes = {part.held.world_size for part in version.parts}
+    return sizes | {holding.parity.held.world_size for holding in version.parities}
 
 
 def newest(
@@ -147,24 +200,105 @@ def protection(inventories: Sequence[Inventory], lineage: Lineage) -> Protection
     versions = complete(inventories, lineage)
     if not versions:
         return Protection(step=0, node_losses_survived=0)
-    fatal = set.intersection(*(_sole_holders(version) for version in versions))
-    return Protection(step=versions[0].step, node_losses_survived=0 if fatal else 1)
-
-
-def _sole_holders(version: Version) -> set[str]:
-    """Return the nodes with which the version would be lost."""
-    holders: dict[int, set[str]] = {}
-    for part in version.parts:
-        holders.setdefault(part.held.rank, set()).add(part.node)
-    return {next(iter(nodes)) for nodes in holders.values() if len(nodes) == 1}
+    bonds = [_bonds(version) for version in versions]
+    known = {bond: bond.fatal() for bond in frozenset[_Bond]().union(*bonds)}
+    fatal = [frozenset[frozenset[str]]().union(*(known[bond] for bond in each)) for each in bonds]
+    nodes = {inventory.node for inventory in inventories}
+    return Protection(step=versions[0].step, node_losses_survived=_survived(fatal, nodes))
 
 
 def without(version: Version, is_lost: Callable[[str], bool]) -> Version | None:
     """Return what is left of a version in memory when nodes are lost; None if a part is missing."""
-    left = tuple(part for part in version.parts if not is_lost(part.node))
-    if {part.held.rank for part in left} != set(range(version.world_size)):
-        return None
-    return Version(step=version.step, attempt=version.attempt, source=version.source, parts=left)
+    left = replace(
+        version,
+        parts=tuple(part for part in version.parts if not is_lost(part.node)),
+        parities=tuple(one for one in version.parities if not is_lost(one.node)),
+    )
+    return left if _is_whole(left) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Bond:
+    """Parts that stand and fall together: one, or those of a group with parities.
+
+    Attributes:
+        parts: By place, the nodes that hold its part; None where there is no part.
+        parities: By place, the nodes that hold its parities.
+        num_parities: How many blocks of a stripe may be missing, if all its parities are held.
+    """
+
+    parts: tuple[frozenset[str] | None, ...]
+    parities: tuple[frozenset[str], ...] = ()
+    num_parities: int = 0
+
+    def is_left(self, lost: Iterable[str]) -> bool:
+        """Return whether all parts are left, or can be computed, without some nodes."""
+        gone = frozenset(lost)
+        missing = {
+            place for place, nodes in enumerate(self.parts) if nodes is not None and nodes <= gone
+        }
+        if not missing or not self.num_parities:
+            return not missing
+        left = {place for place, nodes in enumerate(self.parities) if not nodes <= gone}
+        size, num_parities = len(self.parts), self.num_parities
+        holders = (
+            set(parity_places(stripe, num_nodes=size, num_parities=num_parities))
+            for stripe in range(size)
+        )
+        return all(len(missing - kept_by) <= len(left & kept_by) for kept_by in holders)
+
+    def fatal(self) -> frozenset[frozenset[str]]:
+        """Return the nodes, and the pairs of others, that are not to be lost together."""
+        nodes = frozenset[str]().union(*(part for part in self.parts if part), *self.parities)
+        alone = {node for node in nodes if not self.is_left([node])}
+        pairs = combinations(sorted(nodes - alone), 2)
+        return frozenset(frozenset([node]) for node in alone) | {
+            frozenset(pair) for pair in pairs if not self.is_left(pair)
+        }
+
+
+def _bonds(version: Version) -> frozenset[_Bond]:
+    holders: dict[int, set[str]] = {rank: set() for rank in range(version.world_size)}
+    for part in version.parts:
+        holders[part.held.rank].add(part.node)
+    groups: dict[tuple[int, tuple[Member | None, ...]], dict[int, set[str]]] = {}
+    for one in version.parities:
+        group = groups.setdefault((one.parity.num_parities, one.parity.members), {})
+        group.setdefault(one.parity.place, set()).add(one.node)
+    bonds = set()
+    left = set(holders)
+    # Of two groups with the same rank that one is taken of which more parities are held.
+    for (num_parities, members), kept in sorted(groups.items(), key=lambda each: -len(each[1])):
+        ranks = {member.rank for member in members if member is not None}
+        if ranks <= left:
+            left -= ranks
+            bond = _Bond(
+                tuple(None if each is None else frozenset(holders[each.rank]) for each in members),
+                tuple(frozenset(kept.get(place, ())) for place in range(len(members))),
+                num_parities,
+            )
+            bonds.add(bond)
+    return frozenset(bonds | {_Bond((frozenset(holders[rank]),)) for rank in left})
+
+
+def _survived(fatal: Sequence[Collection[frozenset[str]]], nodes: Collection[str]) -> int:
+    """Return how many nodes may be lost with one of several versions left, two at most.
+
+    Args:
+        fatal: Of every version, what ``_Bond.fatal`` returns.
+        nodes: All.
+    """
+    alone = [{node for lost in each if len(lost) == 1 for node in lost} for each in fatal]
+    if set.intersection(*alone):
+        return 0
+    first = min(range(len(fatal)), key=lambda number: len(alone[number]))
+    pairs = {lost for lost in fatal[first] if len(lost) > 1}
+    pairs |= {frozenset([one, other]) for one in alone[first] for other in nodes if other != one}
+    ends = (
+        all(pair in each or pair & single for each, single in zip(fatal, alone, strict=True))
+        for pair in pairs
+    )
+    return 1 if any(ends) else 2
 
 
 def ring(nodes: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:

@@ -17,6 +17,7 @@ from orchestrator.policies.versions import MEMORY, STORAGE, Holding, Version, wi
 
 __all__ = [
     "LOCAL_MEMORY",
+    "PARITY",
     "PEER_MEMORY",
     "SOURCES",
     "LossFacts",
@@ -30,7 +31,8 @@ __all__ = [
 #: Kinds of source, as workers name them (``workers.protocol.Formed``); the fastest first.
 LOCAL_MEMORY = "local memory"
 PEER_MEMORY = "peer memory"
-SOURCES = (LOCAL_MEMORY, PEER_MEMORY, STORAGE)
+PARITY = "parity"
+SOURCES = (LOCAL_MEMORY, PEER_MEMORY, PARITY, STORAGE)
 #: What an entry of ``lose`` begins with if it is a worker and no node.
 _WORKER = "worker:"
 
@@ -92,7 +94,7 @@ class PartSource:
     Attributes:
         rank: The rank that saved it.
         source: One of ``SOURCES``; local and peer are as the workers see it that would load it.
-        node: The node that holds it; "" in storage.
+        node: The node that holds it; "" in storage, and of what is computed from many.
         size_bytes: How much of it.
     """
 
@@ -234,10 +236,14 @@ def _from_memory(version: Version, readers: Sequence[str]) -> list[PartSource]:
     size_bytes: dict[tuple[int, str, str], int] = {}
     for rank, parts in holders.items():
         nodes = [part.node for part in parts]
-        for reader, num_bytes in _shares(rank, version.world_size, readers, parts[0]):
+        data_bytes = parts[0].held.data_bytes
+        for reader, num_bytes in _shares(rank, version.world_size, readers, data_bytes):
             is_local = reader in nodes
             key = (rank, LOCAL_MEMORY, reader) if is_local else (rank, PEER_MEMORY, nodes[0])
             size_bytes[key] = size_bytes.get(key, 0) + num_bytes
+    for rank, member in sorted(version.members().items()):
+        if rank not in holders:
+            size_bytes[rank, PARITY, ""] = member.data_bytes
     return [
         PartSource(rank=rank, source=source, node=node, size_bytes=num_bytes)
         for (rank, source, node), num_bytes in size_bytes.items()
@@ -245,10 +251,10 @@ def _from_memory(version: Version, readers: Sequence[str]) -> list[PartSource]:
 
 
 def _shares(
-    rank: int, world_size: int, readers: Sequence[str], part: Holding
+    rank: int, world_size: int, readers: Sequence[str], total: int
 ) -> list[tuple[str, int]]:
-    """Return (node, bytes) of each worker that needs some of a rank's part."""
-    total, num_readers = part.held.data_bytes, len(readers)
+    """Return (node, bytes) of each worker that needs some of a rank's part of ``total`` bytes."""
+    num_readers = len(readers)
     if not readers:
         return [("", total)]
     shares: list[tuple[str, int]] = []

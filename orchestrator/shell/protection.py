@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from orchestrator.core.state import ACTIVE, RunState, WorkerStatus
@@ -18,7 +19,7 @@ class ProtectionWatch:
     Args:
         snapshots: What keepers hold, by their reports.
         metrics: Where to show it.
-        wanted: How many nodes may be lost while all is well: 0 or 1.
+        wanted: How many nodes may be lost while all is well: 0, 1 or 2.
     """
 
     def __init__(self, *, snapshots: Snapshots, metrics: RunMetrics, wanted: int) -> None:
@@ -67,6 +68,8 @@ def redundancy(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
         "step": protection.step,
         "stored_step": in_storage,
         "node_losses_survived": protection.node_losses_survived,
+        "mechanism": str(snapshots.plan.mechanism),
+        "reason": snapshots.plan.reason,
         "troubles": snapshots.troubles(),
     }
 
@@ -99,6 +102,16 @@ def loss_document(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
                         "bytes": part.held.data_bytes,
                     }
                     for part in version.parts
+                ],
+                "parities": [
+                    {
+                        "node": one.node,
+                        "arena": one.parity.arena,
+                        "num_parities": one.parity.num_parities,
+                        "place": one.parity.place,
+                        "members": [each and asdict(each) for each in one.parity.members],
+                    }
+                    for one in version.parities
                 ],
             }
             for version in snapshots.complete(state.lineage)

@@ -45,6 +45,7 @@ from orchestrator.shell.status_document import status_document
 from orchestrator.shell.status_page import StatusPage
 from ucp_core.storage import join, open_store
 from workers.protocol import Assignment, MemoryPart, NodeReport
+from workers.snapshot.placement import Preference
 
 log = logging.getLogger(__name__)
 
@@ -121,13 +122,14 @@ class Run:
             nodes=self._nodes,
             store=self._store,
             checkpoints=join(self._path, CHECKPOINTS),
-            copies=snapshot.copies,
+            tolerance=snapshot.tolerance,
+            preference=Preference(snapshot.mechanism),
             total_steps=self._config.train.steps,
         )
         self._protection = ProtectionWatch(
             snapshots=self._snapshots,
             metrics=self._record.metrics,
-            wanted=min(snapshot.every_steps, snapshot.copies, 1),
+            wanted=snapshot.tolerance if snapshot.every_steps else 0,
         )
         self._crew = Crew(
             names=self._names,
@@ -172,6 +174,8 @@ class Run:
         # What proves anything comes in reports, and whoever stands still is reported often.
         self._observer.judge()
         self._snapshots.on_report(report)
+        if self._snapshots.is_plan_due:
+            self._order_soon()
         self._protection.look(self._state, self._clock.at_s())
 
     def request_stop(self, reason: str) -> None:
@@ -309,10 +313,14 @@ class Run:
     def _order_soon(self) -> None:
         """Tell keepers what to do: one that came back forgot it, and has another address."""
         if self._reorder is None:
-            self._reorder = asyncio.get_running_loop().call_later(REORDER_S, self._order_again)
+            self._reorder = asyncio.get_running_loop().call_later(
+                REORDER_S, lambda: self._spawn(self._order_again())
+            )
 
-    def _order_again(self) -> None:
+    async def _order_again(self) -> None:
         self._reorder = None
+        # A controller that was restarted knows of no keeper what it holds.
+        await self._snapshots.inventories()
         state = self._state
         if state.phase in ACTIVE:
             found = (state.workers.get(member) for member in state.members)

@@ -1,7 +1,7 @@
 """The controller's side of the snapshots in keepers' memory: ask, order, store, watch over.
 
 Keepers go on without it. It asks all of them at once which versions they hold, tells them at the
-start of every attempt which memory is dead and whose copies they keep, and has the newest version
+start of every attempt which memory is dead and whom they protect, and has the newest version
 stored when a run ends without it.
 """
 
@@ -11,19 +11,35 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
 from orchestrator.policies import versions
-from orchestrator.policies.versions import Protection, Version
+from orchestrator.policies.redundancy import (
+    RedundancyFacts,
+    RedundancyPlan,
+    plan_redundancy,
+    rank_bytes,
+)
+from orchestrator.policies.versions import Holding, ParityHolding, Protection, Version
 from orchestrator.shell.nodes import Nodes, NodeView
 from ucp_core.checkpoint import find_committed
 from ucp_core.errors import UcpError
 from ucp_core.lineage import Lineage
 from ucp_core.storage import Store
-from workers.protocol import Inventory, KeeperOrder, MemoryPart, NodeReport, Peer
+from workers.protocol import (
+    GroupPlace,
+    Held,
+    Inventory,
+    KeeperOrder,
+    MemoryPart,
+    NodeReport,
+    ParityGroup,
+    Peer,
+)
+from workers.snapshot.placement import Preference
 
 __all__ = ["Answer", "Snapshots"]
 
@@ -59,27 +75,52 @@ class Snapshots:
         nodes: The keepers' handles and addresses.
         store: Where the run directory is.
         checkpoints: Path of the versions in it.
-        copies: On how many other nodes each snapshot is to be kept.
+        tolerance: How many lost nodes of a group are to be survived.
+        preference: How.
         total_steps: Length of the run.
     """
 
     def __init__(
-        self, *, nodes: Nodes, store: Store, checkpoints: str, copies: int, total_steps: int
+        self,
+        *,
+        nodes: Nodes,
+        store: Store,
+        checkpoints: str,
+        tolerance: int,
+        preference: Preference,
+        total_steps: int,
     ) -> None:
         self._nodes = nodes
         self._store = store
         self._checkpoints = checkpoints
-        self._copies = copies
+        self._tolerance = tolerance
+        self._preference = preference
         self._total_steps = total_steps
         self._version: Version | None = None
         self._reports: dict[str, NodeReport] = {}
         # Keepers that did not answer and were not heard of since: one wait for them is enough.
         self._silent: set[str] = set()
+        #: The last that each keeper said, however, to decide how the next attempt is protected.
+        self._known: dict[str, Inventory] = {}
+        self._plan = RedundancyPlan(is_final=False)
+        self._planned_attempt = 0
+
+    @property
+    def plan(self) -> RedundancyPlan:
+        """Return how the snapshots of the attempt are protected."""
+        return self._plan
+
+    @property
+    def is_plan_due(self) -> bool:
+        """Return whether what was left open can be decided now."""
+        return not self._plan.is_final and any(one.parts for one in self._known.values())
 
     def on_report(self, report: NodeReport) -> None:
         """Keep the last report of every keeper."""
         self._reports[report.node] = report
         self._silent.discard(report.node)
+        if report.inventory is not None:
+            self._known[report.node] = report.inventory
 
     async def read(self, lineage: Lineage, *, enough_step: int) -> Answer | None:
         """Return the version to resume from; None if it cannot be known now.
@@ -134,17 +175,21 @@ class Snapshots:
 
     def _memory_parts(self, version: Version) -> tuple[MemoryPart, ...]:
         secrets = {view.node: view.secret for view in self._views()}
+        places: list[tuple[Holding | ParityHolding, str, Held]] = [
+            (part, part.arena, part.held) for part in version.parts
+        ]
+        places += [(one, one.parity.arena, one.parity.held) for one in version.parities]
         return tuple(
             MemoryPart(
-                node=part.node,
-                host=part.host,
-                port=part.port,
-                arena=part.arena,
-                held=part.held,
-                secret=secrets[part.node],
+                node=place.node,
+                host=place.host,
+                port=place.port,
+                arena=arena,
+                held=held,
+                secret=secrets[place.node],
             )
-            for part in version.parts
-            if secrets.get(part.node)
+            for place, arena, held in places
+            if secrets.get(place.node)
         )
 
     async def inventories(self) -> list[Inventory]:
@@ -154,7 +199,9 @@ class Snapshots:
         asked = (_unless_lost(view, _held(view.keeper)) for view in views)
         answers = await asyncio.gather(*asked)
         self._silent |= {v.node for v, answer in zip(views, answers, strict=True) if answer is None}
-        return [answer for answer in answers if answer is not None]
+        found = [answer for answer in answers if answer is not None]
+        self._known |= {one.node: one for one in found}
+        return found
 
     def order(self, attempt: int, lineage: Lineage, nodes: Sequence[str]) -> None:
         """Tell all keepers of an attempt, without waiting.
@@ -164,20 +211,53 @@ class Snapshots:
             lineage: Up to it.
             nodes: Where its members are, in the order of their ranks.
         """
-        copies_of = versions.ring(list(dict.fromkeys(nodes)), self._copies)
-        views = {view.node: view for view in self._views()}
-        for node, view in views.items():
-            peers = [views[name] for name in copies_of.get(node, ()) if name in views]
+        self._decide(attempt, nodes)
+        peers = {
+            view.node: Peer(node=view.node, host=view.host, port=view.port, secret=view.secret)
+            for view in self._views()
+            if view.secret
+        }
+        for view in self._views():
             order = KeeperOrder(
                 attempt=attempt,
                 lineage=tuple(lineage),
                 copies_of=tuple(
-                    Peer(node=peer.node, host=peer.host, port=peer.port, secret=peer.secret)
-                    for peer in peers
-                    if peer.secret
+                    peers[name] for name in self._plan.copies_of(view.node) if name in peers
                 ),
+                parity=self._parity_group(attempt, view.node, nodes, peers),
             )
             view.keeper.order.remote(order)
+
+    def _decide(self, attempt: int, nodes: Sequence[str]) -> None:
+        """Decide how an attempt is protected: once, or again if that was left open."""
+        if self._planned_attempt == attempt and self._plan.is_final:
+            return
+        facts = RedundancyFacts(
+            nodes=tuple(nodes),
+            budgets_bytes={
+                node: one.budget_bytes for node, one in self._known.items() if one.budget_bytes
+            },
+            rank_bytes=rank_bytes(self._known.values(), len(nodes)),
+        )
+        self._plan = plan_redundancy(facts, tolerance=self._tolerance, preference=self._preference)
+        self._planned_attempt = attempt
+        log.info("redundancy", extra={"attempt": attempt, "reason": self._plan.reason})
+
+    def _parity_group(
+        self, attempt: int, node: str, nodes: Sequence[str], peers: Mapping[str, Peer]
+    ) -> ParityGroup | None:
+        """Return whom a keeper keeps parities with; None while one of them is not met."""
+        group = self._plan.group_of(node) if self._plan.is_parity else ()
+        if not group or not peers.keys() >= set(group):
+            return None
+        places = tuple(
+            GroupPlace(
+                peer=None if name == node else peers[name],
+                ranks=tuple(rank for rank, where in enumerate(nodes) if where == name),
+            )
+            for name in group
+        )
+        return ParityGroup(attempt=attempt, num_parities=self._plan.tolerance, places=places)
 
     async def flush(self, lineage: Lineage) -> None:
         """Have the newest version stored, if it is in memory only; gives up at its bound."""

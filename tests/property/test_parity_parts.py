@@ -15,9 +15,9 @@ from tests.support.memory_versions import check_loads, make_state, write_version
 from ucp_core.errors import UcpError
 from workers.errors import ParityError
 from workers.keeper.arena import Arena
-from workers.protocol import Held
+from workers.protocol import Held, Member
 from workers.snapshot.parity import BLOCK_BYTES
-from workers.snapshot.parity_part import Group, Member, ParityRecord, slot_bytes, write
+from workers.snapshot.parity_part import Group, ParityRecord, slot_bytes, write
 from workers.snapshot.tier import LocalPart, Part
 
 ATTEMPT, STEP = 3, 17

@@ -77,6 +77,24 @@ def test_what_storage_has_newer_is_not_needed_in_memory(stored_step: int, *, goe
     assert found == (["w1.1"] if goes else [])
 
 
+@pytest.mark.parametrize(
+    ("num_protected", "goes"), [(None, ["bb/w1.1"]), (0, []), (1, []), (2, ["bb/w1.1"])]
+)
+def test_a_copy_stays_until_what_is_newer_is_protected(
+    num_protected: int | None, goes: list[str]
+) -> None:
+    """Parities take over from copies, but memory may be refused them; then nothing protects."""
+    own = [_held(slot, 2, 6 + slot) for slot in (0, 1)]
+    arenas = [
+        Shelved(name="w1.1", in_use=True, versions=tuple(own)),
+        Shelved(name="bb/w1.1", in_use=False, versions=(_held(0, 1, 5),)),
+    ]
+    if num_protected is not None:
+        kept = tuple(own[:num_protected])
+        arenas.append(Shelved(name="parity/0.2", in_use=True, versions=kept))
+    assert reapable(arenas, lineage=[(1, 0), (2, 5)]) == goes
+
+
 @dataclass
 class _Arena:
     slots: list[Held | None] = field(default_factory=lambda: [None] * NUM_SLOTS)

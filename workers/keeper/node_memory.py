@@ -14,11 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
 from workers.errors import WorkerError
+from workers.keeper.arena import Arena
 from workers.keeper.door import Door, door_path
 from workers.keeper.memory import available_bytes
 from workers.keeper.mirror import Mirrors
+from workers.keeper.parity_mirror import ParityMirror
 from workers.keeper.persister import Persister
 from workers.keeper.retention import is_parity
 from workers.keeper.shelf import Shelf
@@ -26,7 +29,9 @@ from workers.keeper.troubles import Troubles
 from workers.keeper.vault import VAULT, Vault
 from workers.keeper.watch import dead_workers
 from workers.keeper.wire import WireServer
-from workers.protocol import HeldPart, Inventory, KeeperOrder
+from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder, ParityGroup
+from workers.snapshot.parity_part import read_record
+from workers.snapshot.tier import LocalPart
 from workers.train.settings import Settings
 
 __all__ = ["NodeMemory", "budget_bytes"]
@@ -68,8 +73,9 @@ class NodeMemory:
         self._refused: set[str] = set()
         self._obeying = threading.Lock()
         self._vault: Vault | None = None
+        self._budget_bytes = budget_bytes(directory, settings.snapshot.node_memory_mib)
         self._shelf = Shelf(
-            budget_bytes=budget_bytes(directory, settings.snapshot.node_memory_mib),
+            budget_bytes=self._budget_bytes,
             dead=partial(dead_workers, directory),
             on_change=self._note_change,
         )
@@ -79,6 +85,8 @@ class NodeMemory:
             self._shelf, host=host, secret=self.secret, niceness=_NICENESS_SENDING
         )
         self._mirrors = Mirrors(self._shelf, self._troubles.tell, _NICENESS_COPYING)
+        self._group: ParityGroup | None = None
+        self._parity_mirror: ParityMirror | None = None
         self._persister = Persister(
             self._shelf, store, path, settings.checkpoint, self._troubles.note
         )
@@ -95,15 +103,24 @@ class NodeMemory:
         return self._persister.stored_step
 
     def inventory(self) -> Inventory:
-        """Return what is held of ranks, own and copies."""
+        """Return what is held of ranks, own and copies, and of groups."""
         host, port = self.address
-        parts = tuple(
-            HeldPart(arena=name, held=held)
-            for name, versions in self._shelf.versions().items()
-            if not is_parity(name)
-            for held in versions
+        parts: list[HeldPart] = []
+        parities: list[HeldParity] = []
+        for name, arena in self._shelf.arenas().items():
+            for held in arena.versions():
+                if not is_parity(name):
+                    parts.append(HeldPart(arena=name, held=held))
+                elif (parity := _parity(name, arena, held)) is not None:
+                    parities.append(parity)
+        return Inventory(
+            node=self._node,
+            host=host,
+            port=port,
+            parts=tuple(parts),
+            parities=tuple(parities),
+            budget_bytes=self._budget_bytes,
         )
-        return Inventory(node=self._node, host=host, port=port, parts=parts)
 
     def troubles(self) -> tuple[str, ...]:
         """Return what protects less than was asked for, a line each."""
@@ -118,10 +135,11 @@ class NodeMemory:
         return True
 
     def obey(self, order: KeeperOrder) -> None:
-        """Copy from whom the order names; may take as long as it takes to stop copying others."""
+        """Protect whom the order names; may take as long as it takes to leave others."""
         with self._obeying:
             if order.attempt == self._shelf.attempt:
                 self._mirrors.follow(order.copies_of)
+                self._protect(order.parity)
 
     def flush(self, attempt: int, step: int) -> bool:
         """Store what is held of a version; return whether it is committed then."""
@@ -141,12 +159,26 @@ class NodeMemory:
         """Serve nobody any more and let go of the memory."""
         self._door.close()
         self._mirrors.stop()
+        self._protect(None)
         self._persister.close()
         self._wire.close()
         for name in self._shelf.arenas():
             self._shelf.drop(name)
         if self._vault is not None:
             self._vault.end()
+
+    def _protect(self, group: ParityGroup | None) -> None:
+        """Keep parities of this group and of no other; of the same one it goes on."""
+        if group == self._group:
+            return
+        if self._parity_mirror is not None:
+            self._parity_mirror.stop()
+            self._parity_mirror = None
+        self._group = group
+        if group is not None:
+            self._parity_mirror = ParityMirror(
+                self._shelf, group, self._troubles.tell, _NICENESS_COPYING
+            )
 
     def _open_vault(self, directory: Path) -> None:
         """Take over what a keeper that died had, and have it held from now on."""
@@ -179,6 +211,21 @@ class NodeMemory:
             self._refused.add(worker)
         else:
             self._refused.discard(worker)
+
+
+def _parity(name: str, arena: Arena, held: Held) -> HeldParity | None:
+    """Return what a slot of parities is of; None if it is damaged, or was let go of."""
+    try:
+        record = read_record(LocalPart(arena, held))
+    except (UcpError, WorkerError, ValueError):
+        return None
+    return HeldParity(
+        arena=name,
+        held=held,
+        num_parities=record.num_parities,
+        place=record.place,
+        members=record.members,
+    )
 
 
 def budget_bytes(directory: Path, node_memory_mib: int) -> int:

@@ -21,10 +21,10 @@ from ucp_core.errors import StorageError
 from workers.keeper.following import POLL_S, Following
 from workers.keeper.shelf import Shelf
 from workers.keeper.wire import Listed, RemotePart, WireClient, is_copy
-from workers.protocol import Held, Peer
-from workers.snapshot.parity_part import Member, ParityRecord, slot_bytes, write
+from workers.protocol import Held, Member, ParityGroup
+from workers.snapshot.parity_part import ParityRecord, slot_bytes, write
 
-__all__ = ["GroupPlace", "ParityGroup", "ParityMirror", "parity_name"]
+__all__ = ["ParityMirror", "parity_name"]
 
 #: Takes the place of a node in the names of copies: nobody copies these. See ``is_parity`` of
 #: ``workers.keeper.retention``.
@@ -34,44 +34,6 @@ _PREFIX: Final = "parity"
 def parity_name(lane: int, attempt: int) -> str:
     """Return the name of the arena with a node's parities of a lane."""
     return f"{_PREFIX}/{lane}.{attempt}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPlace:
-    """A node of a group.
-
-    Attributes:
-        peer: Its keeper; None for the node that this is told.
-        ranks: Its ranks in the attempt, in order.
-    """
-
-    peer: Peer | None
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParityGroup:
-    """Whom a node protects together with itself.
-
-    Attributes:
-        attempt: Whose versions; a later attempt is another order.
-        num_parities: 1 or 2: how many of the nodes may be lost.
-        places: All nodes, in an order that they agree on; one of them is this one.
-    """
-
-    attempt: int
-    num_parities: int
-    places: tuple[GroupPlace, ...]
-
-    @property
-    def place(self) -> int:
-        """Return this node's."""
-        return [place.peer for place in self.places].index(None)
-
-    @property
-    def num_lanes(self) -> int:
-        """Return how many ranks the node with the most has."""
-        return max(len(place.ranks) for place in self.places)
 
 
 @dataclass(frozen=True, slots=True)

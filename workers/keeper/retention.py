@@ -2,7 +2,8 @@
 
 Two rules protect the newest version that all ranks may have. A writer spares its newest version
 that counts, and begins the next one only when all ranks have finished that one. A keeper lets
-go of an arena only when what is newer is held in arenas that stay.
+go of an arena only when what is newer is held in arenas that stay; of a copy or of parities only
+when what is newer is protected too, unless nothing is any more.
 """
 
 from __future__ import annotations
@@ -113,23 +114,24 @@ def reapable(
 ) -> list[str]:
     """Return the names of the arenas that may go; only ones that nobody uses.
 
-    One goes when no version in it can be needed any more: the staying arenas hold two newer
-    versions of a later attempt, or storage has a newer one than it holds, or nothing in it counts
-    and a later attempt has got so far as to hold a version.
+    One goes when no version in it can be needed any more: the staying arenas (for a copy or for
+    parities: those of that kind, if there are any) hold two newer versions of a later attempt, or
+    storage has a newer one than it holds, or nothing in it counts and a later attempt has got so
+    far as to hold a version.
 
     Args:
         arenas: All arenas of a shelf.
         lineage: ``(attempt, resume_step)`` of every attempt so far.
         stored_step: The newest step that is committed to storage and counts; 0 if none.
     """
-    staying = [
-        held for arena in arenas if arena.in_use for held in arena.versions if counts(held, lineage)
-    ]
-    return [
-        arena.name
-        for arena in arenas
-        if not arena.in_use and _is_spent(arena, staying, lineage, stored_step)
-    ]
+    staying = [arena for arena in arenas if arena.in_use]
+    protecting = [arena for arena in staying if _protects(arena)]
+    doomed = []
+    for arena in arenas:
+        ahead = protecting if protecting and _protects(arena) else staying
+        if not arena.in_use and _is_spent(arena, ahead, lineage, stored_step):
+            doomed.append(arena.name)
+    return doomed
 
 
 def split_name(name: str) -> tuple[str, str, int]:
@@ -146,11 +148,17 @@ def is_parity(name: str) -> bool:
     return split_name(name)[0] == _PARITY
 
 
+def _protects(arena: Shelved) -> bool:
+    """Return whether it is a copy, or holds parities."""
+    return bool(split_name(arena.name)[0])
+
+
 def _is_spent(
-    arena: Shelved, staying: Sequence[Held], lineage: Sequence[tuple[int, int]], stored_step: int
+    arena: Shelved, ahead: Sequence[Shelved], lineage: Sequence[tuple[int, int]], stored_step: int
 ) -> bool:
     if not arena.versions:
         return True
+    staying = [held for one in ahead for held in one.versions if counts(held, lineage)]
     counting = [held for held in arena.versions if counts(held, lineage)]
     last_attempt = max(held.attempt for held in counting or arena.versions)
     later = {(held.attempt, held.step) for held in staying if held.attempt > last_attempt}

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TypeAlias
 
-__all__ = ["Groups", "adjust_groups", "form_groups", "shared_domains"]
+__all__ = ["Groups", "adjust_groups", "form_groups", "parity_places", "shared_domains"]
 
 Groups: TypeAlias = tuple[tuple[str, ...], ...]
 
@@ -78,6 +78,11 @@ def shared_domains(groups: Groups, domains: Mapping[str, str]) -> tuple[str, ...
         counts = Counter(domains[node] for node in group)
         shared |= {domain for domain, count in counts.items() if count > 1}
     return tuple(sorted(shared))
+
+
+def parity_places(stripe: int, *, num_nodes: int, num_parities: int) -> tuple[int, ...]:
+    """Return the places in a group of the nodes that keep the parities of a stripe."""
+    return tuple((stripe + which) % num_nodes for which in range(num_parities))
 
 
 def _faults(groups: Groups, domains: Mapping[str, str], size_min: int) -> tuple[int, int]:

@@ -22,17 +22,17 @@ import numpy.typing as npt
 
 from ucp_core.errors import StorageError
 from workers.errors import ParityError
-from workers.protocol import Held
+from workers.protocol import Held, Member
 from workers.snapshot.parity import BLOCK_BYTES, P, add, rebuild
 from workers.snapshot.stripes import Piece, Stripes
 from workers.snapshot.tier import Part
 
 __all__ = [
     "Group",
-    "Member",
     "ParityPart",
     "ParityRecord",
     "lost_parts",
+    "read_record",
     "slot_bytes",
     "write",
 ]
@@ -47,26 +47,6 @@ _MEMBER_RECORD_BYTES: Final = 128
 _RECORD_BYTES: Final = 512
 
 _Array = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A part that went into a parity.
-
-    Attributes:
-        rank: Whose.
-        data_bytes: Of its data.
-        record_bytes: Of its record, which follows.
-    """
-
-    rank: int
-    data_bytes: int
-    record_bytes: int
-
-    @property
-    def size_bytes(self) -> int:
-        """Return how much of its slot went in."""
-        return self.data_bytes + self.record_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +222,7 @@ class Group:
     """
 
     def __init__(self, parities: Sequence[Part], parts: Sequence[Part]) -> None:
-        records = [_record(parity) for parity in parities]
+        records = [read_record(parity) for parity in parities]
         self.record = records[0]
         for record in records:
             if replace(record, place=self.record.place) != self.record:
@@ -367,11 +347,17 @@ def lost_parts(parities: Sequence[Part], parts: Sequence[Part]) -> list[ParityPa
     """
     groups: dict[ParityRecord, list[Part]] = {}
     for parity in parities:
-        groups.setdefault(replace(_record(parity), place=0), []).append(parity)
+        groups.setdefault(replace(read_record(parity), place=0), []).append(parity)
     return [part for group in groups.values() for part in Group(group, parts).lost()]
 
 
-def _record(parity: Part) -> ParityRecord:
+def read_record(parity: Part) -> ParityRecord:
+    """Return what the parities in a slot are of.
+
+    Raises:
+        ParityError: The record is damaged, or of another version than the slot.
+        StorageError: The slot was written over.
+    """
     data = bytearray(parity.held.record_bytes)
     parity.fill(parity.held.data_bytes, [memoryview(data)])
     record = ParityRecord.from_bytes(bytes(data))

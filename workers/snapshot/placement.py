@@ -16,15 +16,23 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from workers.snapshot.groups import Groups, adjust_groups, form_groups, shared_domains
+from workers.snapshot.groups import (
+    Groups,
+    adjust_groups,
+    form_groups,
+    parity_places,
+    shared_domains,
+)
 
 __all__ = [
+    "PARITIES",
     "Cost",
     "Holding",
     "Mechanism",
     "Node",
     "Placement",
     "PlacementRules",
+    "Preference",
     "Protection",
     "State",
     "StateClass",
@@ -59,7 +67,15 @@ class Mechanism(StrEnum):
     RECOMPUTATION = "optimizer recomputation"
 
 
-_PARITIES = frozenset({Mechanism.REPLICA_PARITY, Mechanism.DOUBLE_PARITY, Mechanism.RING_PARITY})
+PARITIES = frozenset({Mechanism.REPLICA_PARITY, Mechanism.DOUBLE_PARITY, Mechanism.RING_PARITY})
+
+
+class Preference(StrEnum):
+    """Which mechanisms may be taken. A parity over one node's data is a copy, and made as one."""
+
+    AUTO = "auto"
+    COPY = "copy"
+    PARITY = "parity"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +126,7 @@ class PlacementRules:
 
     Attributes:
         tolerance: How many nodes of a group may be lost, 1 or 2; 0 asks for nothing.
+        preference: Of mechanisms.
         group_max: Nodes in a group. With two parities groups of 8 outlive pairs from 64 nodes
             on, at a third of their memory (simultaneous losses, research of this project).
         num_slots: Versions that are held at once.
@@ -118,6 +135,7 @@ class PlacementRules:
     """
 
     tolerance: int = 1
+    preference: Preference = Preference.AUTO
     group_max: int = 8
     num_slots: int = 3
     interval_s: float = 1.0
@@ -275,8 +293,8 @@ def holdings(protection: Protection) -> tuple[Holding, ...]:
         size = len(group)
         for at in range(size):
             keepers = range(protection.tolerance)
-            if protection.mechanism in _PARITIES:
-                places = [(at + which) % size for which in keepers]
+            if protection.mechanism in PARITIES:
+                places = parity_places(at, num_nodes=size, num_parities=protection.tolerance)
                 of = tuple(node for number, node in enumerate(group) if number not in places)
                 found += [
                     Holding(node=group[place], parity=which, stripe=at, of=of)
@@ -308,7 +326,7 @@ def changed_groups(before: Placement, after: Placement) -> tuple[tuple[str, tupl
 
 
 def _group_level(protection: Protection, group: tuple[str, ...], lost: frozenset[str]) -> int:
-    if protection.mechanism in _PARITIES:
+    if protection.mechanism in PARITIES:
         return max(-1, protection.tolerance - sum(node in lost for node in group))
     # Each part lies on its node and, as a copy, on the next ones in the group.
     size, copies = len(group), range(protection.tolerance + 1)
@@ -329,7 +347,7 @@ def _protect(
     if smallest <= rules.tolerance:
         refused.append(f"tolerance {rules.tolerance} needs {rules.tolerance + 1} nodes")
     for tolerance in range(max(0, min(rules.tolerance, smallest - 1)), -1, -1):
-        for mechanism in _candidates(state, groups, tolerance):
+        for mechanism in _candidates(state, groups, tolerance, rules.preference):
             costs = _costs(state, mechanism, tolerance, groups, nodes, rules)
             if why := _refusal(costs, nodes, free, rules):
                 refused.append(f"{mechanism} for {tolerance} {why}")
@@ -352,23 +370,27 @@ def _protect(
     raise AssertionError("no redundancy is always a candidate")
 
 
-def _candidates(state: State, groups: Groups, tolerance: int) -> list[Mechanism]:
+def _candidates(
+    state: State, groups: Groups, tolerance: int, preference: Preference
+) -> list[Mechanism]:
     """Return the mechanisms for a tolerance, those first that recovery is fastest from."""
     if tolerance <= 0:
         return [Mechanism.NONE]
     sizes = [len(group) for group in groups]
     replicated = state.kind is StateClass.REPLICATED
-    found = [Mechanism.REDUNDANT_COPY if replicated else Mechanism.PARTNER_COPY]
+    copies = [Mechanism.REDUNDANT_COPY if replicated else Mechanism.PARTNER_COPY]
+    parities = []
     # With one data block in a stripe the parity is a copy.
     if min(sizes) >= tolerance + 2:
         if tolerance > 1:
             if max(sizes) <= _DOUBLE_NODES_MAX:
-                found.append(Mechanism.DOUBLE_PARITY)
+                parities.append(Mechanism.DOUBLE_PARITY)
         else:
-            found.append(Mechanism.REPLICA_PARITY if replicated else Mechanism.RING_PARITY)
-    if state.gradient_bytes:
-        found.append(Mechanism.RECOMPUTATION)
-    return found
+            parities.append(Mechanism.REPLICA_PARITY if replicated else Mechanism.RING_PARITY)
+    if preference is Preference.PARITY:
+        return parities or copies
+    found = copies if preference is Preference.COPY else [*copies, *parities]
+    return [*found, Mechanism.RECOMPUTATION] if state.gradient_bytes else found
 
 
 def _costs(
@@ -396,7 +418,7 @@ def _cost_of_replica(
 ) -> Cost:
     """Return a node's cost of a state that all ``size`` nodes of the group hold."""
     copies = (tolerance + 1) * -(-state.num_bytes // size)
-    if mechanism in _PARITIES:
+    if mechanism in PARITIES:
         num_data = size - tolerance
         block = -(-state.num_bytes // (size * num_data))
         # On the host every block that goes into a parity is copied there first.
@@ -414,7 +436,7 @@ def _cost_of_part(
     """Return the cost of the node at ``at`` of a group whose ranks have parts of their own."""
     own = state.num_bytes * num_ranks[at]
     sent = tolerance * own
-    if mechanism in _PARITIES:
+    if mechanism in PARITIES:
         block = -(-state.num_bytes * max(num_ranks) // (len(num_ranks) - tolerance))
         return Cost(network_bytes=sent, memory_bytes=own + tolerance * block, d2h_bytes=own)
     kept_ranks = sum(num_ranks[at - nth] for nth in range(1, tolerance + 1))

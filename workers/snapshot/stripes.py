@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from workers.errors import ParityError
+from workers.snapshot.groups import parity_places
 from workers.snapshot.parity import GROUP_MAX, Buffer, encode, parity_bytes, rebuild
 
 __all__ = ["Piece", "Stripes", "rebuild_shares", "restore_state", "save_state"]
@@ -95,7 +96,7 @@ class Stripes:
 
     def holders(self, stripe: int) -> tuple[int, ...]:
         """Return the nodes with the parities of a stripe."""
-        return tuple((stripe + which) % self.num_nodes for which in range(self.num_parities))
+        return parity_places(stripe, num_nodes=self.num_nodes, num_parities=self.num_parities)
 
     def members(self, stripe: int) -> tuple[int, ...]:
         """Return the nodes with the data blocks of a stripe, by index in its parity."""

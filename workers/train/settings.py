@@ -34,6 +34,8 @@ __all__ = [
 
 SCHEDULES: Final = ("cosine", "linear", "constant")
 PRECISIONS: Final = ("fp32", "bf16")
+MECHANISMS: Final = ("auto", "copy", "parity")
+TOLERANCE_MAX: Final = 2
 STDLIB: Final = "stdlib"
 NUM_BETAS: Final = 2
 
@@ -164,14 +166,19 @@ class SnapshotSettings:
         every_steps: Steps between two snapshots; 0 takes none, and only storage is left.
         node_memory_mib: Most that the snapshots of a node may take, its copies of other nodes'
             included; 0 is half of what the node has available when its keeper starts.
-        copies: On how many other nodes each snapshot is kept as well, where there are others.
+        tolerance: How many nodes may be lost at once with the newest snapshots still complete in
+            memory: 0, 1 or 2 of each group of at most 8, where there are as many others.
+        mechanism: How: "copy" keeps each snapshot on as many other nodes; "parity" keeps of a
+            group of k nodes 1/(k-1) of a snapshot on each, or twice 1/(k-2); "auto" takes copies
+            while the memory for snapshots allows, else parity.
         vault: Whether a small process on each node holds the memory too, so that it outlives a
             keeper and a worker that die together; for runs on one node.
     """
 
     every_steps: int = 1
     node_memory_mib: int = 0
-    copies: int = 1
+    tolerance: int = 1
+    mechanism: str = "auto"
     vault: bool = False
 
 
@@ -321,9 +328,14 @@ def _rest_problems(settings: Settings) -> list[str]:
         found.append(
             "checkpoint.keep: 1 leaves nothing to fall back to if the newest is damaged; 2 or more"
         )
-    found += _at_least("snapshot", settings.snapshot, every_steps=0, node_memory_mib=0, copies=0)
-    if settings.snapshot.copies > 1:
-        found.append(f"snapshot.copies: {settings.snapshot.copies} is more than 1, the most")
+    snapshot = settings.snapshot
+    found += _at_least("snapshot", snapshot, every_steps=0, node_memory_mib=0, tolerance=0)
+    if snapshot.tolerance > TOLERANCE_MAX:
+        found.append(
+            f"snapshot.tolerance: {snapshot.tolerance} is more than {TOLERANCE_MAX}, the most"
+        )
+    right, text = _one_of("mechanism", snapshot.mechanism, MECHANISMS)
+    found += [] if right else [f"snapshot.{text}"]
     timeout_s = settings.parallel.collective_timeout_s
     if not (_finite(timeout_s) and timeout_s > 0):
         found.append(f"parallel.collective_timeout_s: {timeout_s} must be above 0")

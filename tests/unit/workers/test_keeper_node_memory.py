@@ -16,7 +16,7 @@ from workers.keeper.arena import Arena
 from workers.keeper.door import door_path, notify, reserve
 from workers.keeper.node_memory import NodeMemory, budget_bytes
 from workers.keeper.wire import RemotePart, WireClient
-from workers.protocol import Inventory, KeeperOrder, Peer
+from workers.protocol import GroupPlace, Inventory, KeeperOrder, ParityGroup, Peer
 from workers.snapshot.tier import complete_versions, open_version
 from workers.train.settings import CheckpointSettings, Settings, SnapshotSettings
 
@@ -104,6 +104,44 @@ def test_what_a_lost_node_held_is_loaded_from_the_copies(
     client.close()
     mine.close()
     theirs.close()
+
+
+def test_a_group_keeps_parities_until_the_next_order(
+    open_memory: Callable[..., NodeMemory], tmp_path: Path
+) -> None:
+    """The controller has to see them to count on them, and an order without ends them."""
+    names = ["a" * 16, "b" * 16, "c" * 16]
+    memories = [open_memory(name) for name in names]
+    for memory in memories:
+        places = tuple(
+            GroupPlace(peer=None if other is memory else _peer(other, where), ranks=(rank,))
+            for rank, (other, where) in enumerate(zip(memories, names, strict=True))
+        )
+        group = ParityGroup(attempt=1, num_parities=1, places=places)
+        order = KeeperOrder(attempt=1, lineage=((1, 0),), copies_of=(), parity=group)
+        assert memory.fence(order)
+        memory.obey(order)
+        memory.obey(order)
+    trainers = [_trainer(tmp_path / name, f"w{name[0]}", world=3) for name in names]
+    for rank, (trainer, name) in enumerate(zip(trainers, names, strict=True)):
+        snapshot(trainer, 3, rank=rank, world=3)
+        notify(door_path(tmp_path / name), f"w{name[0]}.1")
+    assert eventually(lambda: all(memory.inventory().parities for memory in memories))
+
+    for place, memory in enumerate(memories):
+        inventory = memory.inventory()
+        assert inventory.budget_bytes == 64 << 20
+        (kept,) = inventory.parities
+        assert (kept.held.step, kept.place, kept.num_parities) == (3, place, 1)
+        assert [each.rank for each in kept.members if each] == [0, 1, 2]
+        assert [each.held.rank for each in inventory.parts] == [place]
+    assert eventually(lambda: all(trainer.attended() for trainer in trainers))
+    for memory in memories:
+        memory.obey(KeeperOrder(attempt=1, lineage=((1, 0),), copies_of=()))
+    assert eventually(lambda: not any(trainer.attended() for trainer in trainers))
+    assert all(memory.inventory().parities for memory in memories)
+    for trainer in trainers:
+        trainer.close()
 
 
 def test_a_version_that_is_due_reaches_storage_without_its_trainer(

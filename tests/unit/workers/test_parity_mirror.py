@@ -14,16 +14,11 @@ from tests.support.memory_versions import check_loads, make_state, write_version
 from tests.support.snapshots import eventually
 from workers.errors import ParityError
 from workers.keeper.arena import Arena
-from workers.keeper.parity_mirror import (
-    GroupPlace,
-    ParityGroup,
-    ParityMirror,
-    parity_name,
-)
+from workers.keeper.parity_mirror import ParityMirror, parity_name
 from workers.keeper.retention import is_parity
 from workers.keeper.shelf import Shelf
 from workers.keeper.wire import RemotePart, WireClient, WireServer, is_copy
-from workers.protocol import Peer
+from workers.protocol import GroupPlace, ParityGroup, Peer
 from workers.snapshot.parity_part import lost_parts
 from workers.snapshot.tier import Part
 

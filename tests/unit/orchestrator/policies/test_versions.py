@@ -7,7 +7,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.policies.layout import LayoutRules
 from orchestrator.policies.versions import complete, newest, protection
 from orchestrator.policies.whatif import LossFacts, StoredVersion, WorkerPlace, plan_recovery
-from workers.protocol import Held, HeldPart, Inventory
+from workers.protocol import Held, HeldParity, HeldPart, Inventory, Member
 
 LINEAGE = ((1, 0),)
 
@@ -127,6 +127,50 @@ def test_what_another_node_holds_comes_over_the_network() -> None:
         (0, "local memory", "aa", 100),
         (1, "peer memory", "aa", 101),
     ]
+
+
+def test_what_no_memory_has_is_computed_from_parities() -> None:
+    """With two of them, two nodes may go; the answer names what is computed, and how much."""
+    members = tuple(Member(rank=rank, data_bytes=100 + rank, record_bytes=10) for rank in range(4))
+    group = [
+        Inventory(
+            node=node * 2,
+            host="",
+            port=0,
+            parts=(HeldPart(arena="w.0", held=_held(9, rank, world_size=4)),),
+            parities=(
+                HeldParity(
+                    arena="parity/0.1",
+                    held=_held(9, -1 - rank, world_size=4),
+                    num_parities=2,
+                    place=rank,
+                    members=members,
+                ),
+            ),
+        )
+        for rank, node in enumerate("abcd")
+    ]
+    facts = replace(
+        FACTS,
+        num_members=4,
+        slots={one.node: 1 for one in group},
+        workers=tuple(
+            WorkerPlace(worker=f"w{rank:04d}", node=one.node) for rank, one in enumerate(group)
+        ),
+        held=tuple(complete(group, LINEAGE)),
+        max_workers=4,
+    )
+    plan = plan_recovery(facts, ["bb", "dd"])
+
+    assert protection(group, LINEAGE).node_losses_survived == 2
+    assert protection(group[1:], LINEAGE).node_losses_survived == 1
+    assert (plan.step, plan.source, plan.lost_steps) == (9, "memory", 0)
+    assert plan.bytes_by_source == {"local memory": 202, "parity": 204}
+    assert [(part.rank, part.size_bytes) for part in plan.parts if part.source == "parity"] == [
+        (1, 101),
+        (3, 103),
+    ]
+    assert plan_recovery(facts, ["aa", "bb", "dd"]).source == "storage"
 
 
 def test_shares_add_up_when_the_number_of_workers_changes() -> None:

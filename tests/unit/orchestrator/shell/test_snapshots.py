@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from ucp_core.checkpoint import checkpoint_name, save_rank
 from ucp_core.errors import StorageError
 from ucp_core.storage import MemoryStore, Store
 from workers.protocol import Held, HeldPart, Inventory, KeeperOrder, NodeReport
+from workers.snapshot.placement import Preference
 
 ROOT = "run/checkpoints"
 LINEAGE = ((1, 0),)
@@ -101,7 +103,9 @@ def _commit(store: Store, step: int) -> None:
 
 
 def _with(
-    store: Store, act: Callable[[Snapshots, dict[str, Handle]], Coroutine[Any, Any, Any]]
+    store: Store,
+    act: Callable[[Snapshots, dict[str, Handle]], Coroutine[Any, Any, Any]],
+    preference: Preference = Preference.AUTO,
 ) -> Any:
     """Run ``act`` with two keepers that hold steps 6 and 7 of one rank each."""
 
@@ -118,7 +122,14 @@ def _with(
         nodes._met.set()
         for node, handle in handles.items():
             nodes.views[node] = NodeView(node, ("", 0), keeper=handle, secret=node.encode())
-        made = Snapshots(nodes=nodes, store=store, checkpoints=ROOT, copies=1, total_steps=100)
+        made = Snapshots(
+            nodes=nodes,
+            store=store,
+            checkpoints=ROOT,
+            tolerance=1,
+            preference=preference,
+            total_steps=100,
+        )
         return await act(made, handles)
 
     return asyncio.run(run())
@@ -220,6 +231,47 @@ def test_an_order_names_the_neighbour_and_no_keeper_that_is_not_met() -> None:
         }
 
     assert _with(MemoryStore(), act) == {"aa": [["bb"], []], "bb": [["aa"], ["aa"]]}
+
+
+def test_an_order_names_the_group_once_all_of_it_are_met() -> None:
+    """A group that waits for one that is not there would protect nobody."""
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        views = made._nodes.views
+        handles["cc"] = Handle("cc", (), 2)
+        views["cc"] = NodeView("cc", ("", 0), keeper=handles["cc"])
+        made.order(1, LINEAGE, ["aa", "bb", "cc", "cc"])
+        views["cc"].secret = b"cc"
+        made.order(1, LINEAGE, ["aa", "bb", "cc", "cc"])
+        return handles["bb"].orders
+
+    early, whole = _with(MemoryStore(), act, preference=Preference.PARITY)
+    assert (early.parity, early.copies_of, whole.copies_of) == (None, (), ())
+    assert (whole.parity.attempt, whole.parity.num_parities, whole.parity.place) == (1, 1, 1)
+    assert [place.ranks for place in whole.parity.places] == [(0,), (1,), (2, 3)]
+    assert [place.peer and place.peer.node for place in whole.parity.places] == ["aa", None, "cc"]
+
+
+def test_the_first_snapshot_decides_between_copies_and_parity() -> None:
+    """Its size is not known before; what was decided stays until the next attempt."""
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        handles["cc"] = Handle("cc", (), 2)
+        made._nodes.views["cc"] = NodeView("cc", ("", 0), keeper=handles["cc"], secret=b"cc")
+        nodes = ["aa", "bb", "cc"]
+        made.order(1, LINEAGE, nodes)
+        before = made.is_plan_due
+        for node, handle in handles.items():
+            inventory = replace(await handle.held.remote(), budget_bytes=40)
+            made.on_report(NodeReport(node=node, seq=1, workers=(), inventory=inventory))
+        due = made.is_plan_due
+        made.order(1, LINEAGE, nodes)
+        return before, due, made.is_plan_due, handles["aa"].orders
+
+    before, due, after, (first, second) = _with(MemoryStore(), act)
+    assert (before, due, after) == (False, True, False)
+    assert (first.copies_of, first.parity) == ((), None)
+    assert (second.copies_of, second.parity.num_parities) == ((), 1)
 
 
 def test_only_what_storage_lacks_is_stored_at_the_end() -> None:
