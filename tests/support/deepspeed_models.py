@@ -21,7 +21,12 @@ from torch import nn
 VOCABULARY, WIDTH = 11, 6
 #: Divides by every number of ranks that is used.
 GLOBAL_BATCH = 12
-SLOTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+SLOTS = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "plain sgd": (),
+    "adagrad": ("sum",),
+}
 
 #: How ``Parallel`` is cut, and along which dim its shards are put together.
 TENSOR_PARALLEL = {
@@ -124,10 +129,9 @@ def state_of(engine: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
         if not parameter.requires_grad:
             with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
                 found[f"{name}/frozen"] = parameter.detach().float().clone()
-        elif stage > 0:
+        elif stage > 0 or hasattr(engine.optimizer, "bf16_groups"):
             found[f"{name}/weight"] = safe_get_full_fp32_param(parameter).clone()
-            slots = SLOTS[2:] if case.get("optimizer") == "sgd" else SLOTS[:2]
-            for slot in slots:
+            for slot in SLOTS[case.get("optimizer", "adam")]:
                 value = safe_get_full_optimizer_state(parameter, slot)
                 found[f"{name}/{slot}"] = value.detach().float().clone()
         elif case.get("dtype", "fp32") == "fp32":
@@ -140,7 +144,8 @@ def state_of(engine: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _held(name: str, weight: torch.Tensor, slots: dict[str, Any]) -> dict[str, torch.Tensor]:
-    found = {f"{name}/{slot}": slots[slot].clone() for slot in SLOTS if slot in slots}
+    found = {f"{name}/{slot}": v.clone() for slot, v in slots.items() if torch.is_tensor(v)}
+    found.pop(f"{name}/step", None)
     return {f"{name}/weight": weight.detach().clone(), **found}
 
 

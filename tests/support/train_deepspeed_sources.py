@@ -15,6 +15,7 @@ import deepspeed
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -115,11 +116,11 @@ def model_of(case: dict[str, Any]) -> nn.Module:
 
 def groups_of(model: nn.Module, case: dict[str, Any]) -> list[dict[str, Any]]:
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    if case.get("model") == "experts":
+    if case.get("model") == "experts" and not case.get("unsplit", False):
         group = {"params": [p for _, p in trained], "name": "all"}
         found: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(group)
         return found
-    if case.get("groups", 2) == 1:
+    if case.get("groups", 2) == 1 or case.get("unsplit", False):
         return [{"params": [p for _, p in trained], "weight_decay": 0.1}]
     return [
         {"params": [p for _, p in trained if p.ndim > 1], "weight_decay": 0.1, "lr": 0.01},
@@ -127,15 +128,21 @@ def groups_of(model: nn.Module, case: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def optimizer_of(groups: list[dict[str, Any]], kind: str) -> torch.optim.Optimizer:
+    if kind == "adam":
+        return torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9))
+    if kind == "adagrad":
+        return torch.optim.Adagrad(groups, lr=0.01)
+    return torch.optim.SGD(groups, lr=0.01, momentum=0.9 if kind == "sgd" else 0.0)
+
+
 def build(case: dict[str, Any]) -> Any:
     ranks = sequence_ranks(case)
+    # It can on a CPU too, if slowly, and what it saves is the same.
+    get_accelerator().is_fp16_supported = lambda: True
     model = model_of(case)
     groups = groups_of(model, case)
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.SGD(groups, lr=0.01, momentum=0.9)
-        if case.get("optimizer") == "sgd"
-        else torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9))
-    )
+    optimizer = optimizer_of(groups, case.get("optimizer", "adam"))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": case.get("batch", 2),
@@ -154,6 +161,8 @@ def build(case: dict[str, Any]) -> Any:
         config["tensor_parallel"] = {"autotp_size": case["tp"], **TENSOR_PARALLEL}
     if case.get("dtype", "fp32") != "fp32":
         config[case["dtype"]] = {"enabled": True}
+        # A larger scale would overflow in the first steps, and DeepSpeed would skip them.
+        config[case["dtype"]] |= {"initial_scale_power": 4} if case["dtype"] == "fp16" else {}
     engine, _, _, _ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config, **ranks
     )
@@ -202,7 +211,9 @@ def run(case: dict[str, Any], out: Path) -> None:
     """Train, save, and tell the state."""
     engine = build(case)
     train(engine, case)
-    engine.save_checkpoint(str(out / f"{case['name']}.ds"), client_state={"mine": [1, "two"]})
+    engine.save_checkpoint(
+        str(out / f"{case['name']}.ds"), client_state={"mine": [1, "two"]}, **case.get("save", {})
+    )
     tensors = gathered(state_of(engine, case), case)
     if dist.get_rank() == 0:
         safetensors.torch.save_file(

@@ -96,6 +96,11 @@ def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoin
     if native.optim:
         _add_zero(native, shards, scalars, groups, extras)
     modules = Modules(shards, shards.fqns(), masters=bool(native.optim))
+    if not native.optim and native.layers and native.first.get("module", ()) is None:
+        from ucp_core.converters.deepspeed.reading.plain_pipeline import plain_pipeline
+
+        modules.pipeline = plain_pipeline(native)
+        modules.items |= modules.pipeline.items
     add_modules(native, modules)
     if not native.optim:
         from ucp_core.converters.deepspeed.reading.plain_optimizer import add_plain

@@ -32,7 +32,8 @@ def assign(
     """Return the names of every group's parameters, in order.
 
     With one group of as many parameters as the model has, they are in the model's order. Else all
-    parameters of a shape must be in one group: then their order there is the model's.
+    parameters of a shape must be in one group: then their order there is the model's. Or the
+    shapes of each group must be found in that order at one place only: then the others are frozen.
 
     Args:
         wanted: By group, the shape of each parameter as its state tells it, or None.
@@ -55,7 +56,50 @@ def assign(
                     fqn=name,
                 )
         return {0: [name for name, _ in params]}
-    return _by_shape(wanted, params, file)
+    try:
+        return _by_shape(wanted, params, file)
+    except PatternError:
+        found = _by_order(wanted, params)
+        if found is None:
+            raise
+        return found
+
+
+def can_be(wanted: Sequence[Sequence[Shape | None]], params: Sequence[tuple[str, Shape]]) -> bool:
+    """Return whether every group's shapes are among the model's, in order, in any way at all."""
+    shapes = [shape for _, shape in params]
+    known = ([shape for shape in group if shape is not None] for group in wanted)
+    return all(_places(group, shapes) is not None for group in known)
+
+
+def _by_order(
+    wanted: Sequence[Sequence[Shape | None]], params: Sequence[tuple[str, Shape]]
+) -> dict[int, list[str]] | None:
+    """Return names where the shapes of every group, in order, have only one place in the model."""
+    shapes = [shape for _, shape in params]
+    taken: set[int] = set()
+    for group in wanted:
+        first, last = _places(group, shapes), _places(group[::-1], shapes[::-1])
+        if first is None or last is None or first != [len(shapes) - 1 - p for p in last[::-1]]:
+            return None
+        if taken & set(first):
+            return None
+        taken |= set(first)
+    return {i: [params[p][0] for p in _places(g, shapes) or ()] for i, g in enumerate(wanted)}
+
+
+def _places(group: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
+    """Return the first places where shapes of a group follow one another; None if they do not."""
+    places = []
+    at = 0
+    for other in group:
+        while at < len(shapes) and shapes[at] != other:
+            at += 1
+        if at == len(shapes):
+            return None
+        places.append(at)
+        at += 1
+    return places
 
 
 def _by_shape(

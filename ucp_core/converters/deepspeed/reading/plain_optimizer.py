@@ -5,13 +5,16 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ucp_core.converters.deepspeed.reading.plain_pipeline import FLAT, INNER, LISTS
+from ucp_core.converters.deepspeed.reading.plain_sources import Source, sources
 from ucp_core.converters.deepspeed.reading.weights import WEIGHT, Modules
-from ucp_core.converters.deepspeed.reading.zero import param_shapes
+from ucp_core.converters.deepspeed.reading.zero import EXPERT
 from ucp_core.converters.files.torch_reader import TensorRef
 from ucp_core.converters.shared.optimizer_order import assign, largest_shape, unclear
 from ucp_core.converters.shared.shards import Rank, Run
 from ucp_core.converters.shared.values import Scalars, json_value
-from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
+from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
+from ucp_core.manifest import Item
 from ucp_core.statemap import DTYPE_BYTES, TensorKey
 
 if TYPE_CHECKING:
@@ -20,10 +23,6 @@ if TYPE_CHECKING:
     from ucp_core.converters.deepspeed.reading.extras import Extras
     from ucp_core.converters.deepspeed.reading.topology import Native
     from ucp_core.converters.shared.groups import Groups
-
-_INNER = "optimizer_state_dict"
-_FLAT = "fp32_groups_flat"
-_LISTS = "fp32_groups"
 
 
 def add_plain(
@@ -36,35 +35,27 @@ def add_plain(
         CheckpointCorruptError: Shapes of model and optimizer contradict each other.
         UnsupportedVersionError: It is a kind of optimizer that cannot be laid out again.
     """
-    for mp in range(native.tp * native.pp):
-        file = native.model[0, mp]
-        tree = native.files.trees[file].get("optimizer")
-        if tree is None:
-            continue
-        if not isinstance(tree, dict):
-            raise CheckpointCorruptError(f"{file}: optimizer is no dict", file=file)
-        if native.pp > 1 or native.experts:
-            raise UnsupportedVersionError(
-                f"{file}: without ZeRO, pipelines and experts keep no names of the optimizer's "
-                "parameters; save with ZeRO stage 1",
-                file=file,
+    met: set[tuple[str, int]] = set()
+    for number, source in enumerate(sources(native, modules)):
+        optimizer = _Optimizer(native, source)
+        if number == 0:
+            extras.add_optim(optimizer.rest())
+        if optimizer.is_unnamed:
+            modules.items["optimizer.param_groups"] = Item(
+                "drop",
+                "no parameter has a state, so nothing tells which is in which of the groups of "
+                f"{', '.join(str(len(g['params'])) for g in optimizer.groups)} parameters",
             )
-        rank = native.rank(mp)
-        params = modules.order.get(rank.tp, [])
-        shapes = param_shapes(native.files.trees[file], file)
-        names = None if shapes is None else [list(group) for group in shapes]
-        optimizer = _Optimizer(native, tree, file, params, names)
-        optimizer.add(rank, modules, scalars)
+            continue
+        optimizer.add(source.rank, modules, scalars, met)
         trained = {name for names in optimizer.names() for name in names}
-        modules.roles |= {name: "frozen" for name, _ in params if name not in trained}
+        modules.roles |= {name: "frozen" for name, _ in source.params if name not in trained}
         store, directory = native.files.store, native.files.directory
         values = [
             json_value({k: v for k, v in g.items() if k != "params"}, store, directory)
             for g in optimizer.groups
         ]
         groups.add(list(zip(values, optimizer.names(), strict=True)))
-        if mp == 0:
-            extras.add_optim(optimizer.rest())
 
 
 class _Optimizer:
@@ -72,34 +63,27 @@ class _Optimizer:
 
     Attributes:
         groups: Its groups as they were saved.
+        is_unnamed: Nothing tells the names of its parameters, and nothing but hyper-parameters
+            is lost by that.
     """
 
-    def __init__(
-        self,
-        native: Native,
-        tree: Mapping[str, Any],
-        file: str,
-        params: Sequence[tuple[str, TensorRef]],
-        names: Sequence[Sequence[str]] | None,
-    ) -> None:
-        self._tree = tree
-        self._file = file
-        inner = tree.get(_INNER, tree)
+    def __init__(self, native: Native, source: Source) -> None:
+        self._tree = tree = source.tree
+        self._file = file = source.file
+        params, names = source.params, source.names
+        inner = tree.get(INNER, tree)
         if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
             raise CheckpointCorruptError(f"{file}: optimizer has no param_groups", file=file)
         self.groups: list[Mapping[str, Any]] = inner["param_groups"]
         self._state: Mapping[Any, Any] = inner.get("state") or {}
         self._shapes = {name: ref.shape for name, ref in params}
-        if _FLAT in tree or _LISTS in tree:
+        self.is_unnamed = False
+        if FLAT in tree or LISTS in tree:
             self._names = self._by_masters(native, params)
         elif names is not None:
             self._names = {i: list(group) for i, group in enumerate(self._told(names))}
         else:
-            wanted = [
-                [largest_shape(self._state.get(number, {})) for number in group["params"]]
-                for group in self.groups
-            ]
-            self._names = assign(wanted, list(self._shapes.items()), file)
+            self._names = self._by_shapes_if_any()
 
     def _told(self, names: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
         """Return the names that ``param_shapes`` gives, which DeepSpeed itself leaves out here."""
@@ -114,6 +98,47 @@ class _Optimizer:
             )
         return names
 
+    def _by_shapes_if_any(self) -> dict[int, list[str]]:
+        """Return the names by shape; none where there is no state that could be another's."""
+        try:
+            return self._by_shapes()
+        except PatternError:
+            if any(self._state.values()):
+                raise
+            self.is_unnamed = True
+            return {}
+
+    def _by_shapes(self) -> dict[int, list[str]]:
+        """Return the names of each group's parameters, by order and shape.
+
+        Groups of experts are a matter by themselves: DeepSpeed marks them, and cuts those of one
+        name where they get too large.
+        """
+        kinds: dict[str, list[int]] = {}
+        for index, group in enumerate(self.groups):
+            is_cut = bool(group.get("moe"))
+            kinds.setdefault(f"experts {group.get('name')}" if is_cut else "", []).append(index)
+        is_split = len(kinds) > 1
+        found: dict[int, list[str]] = {}
+        for kind, indices in kinds.items():
+            params = [
+                (name, shape)
+                for name, shape in self._shapes.items()
+                if not is_split or bool(EXPERT.fullmatch(name)) == bool(kind)
+            ]
+            wanted = [
+                [largest_shape(self._state.get(n, {})) for n in self.groups[index]["params"]]
+                for index in indices
+            ]
+            if not kind:
+                names = assign(wanted, params, self._file)
+                found |= {indices[place]: group for place, group in names.items()}
+                continue
+            joined = assign([[shape for group in wanted for shape in group]], params, self._file)
+            left = iter(joined.get(0, []))
+            found |= {i: [next(left) for _ in w] for i, w in zip(indices, wanted, strict=True)}
+        return found
+
     def _by_masters(
         self, native: Native, params: Sequence[tuple[str, TensorRef]]
     ) -> dict[int, list[str]]:
@@ -126,10 +151,10 @@ class _Optimizer:
         found: dict[int, list[str]] = {}
         for index in range(len(self.groups)):
             names: Sequence[str | None] | None
-            if _FLAT in self._tree:
-                names = match_flat(store, directory, self._tree[_FLAT][index], params, taken)
+            if FLAT in self._tree:
+                names = match_flat(store, directory, self._tree[FLAT][index], params, taken)
             else:
-                names = match_masters(store, directory, self._tree[_LISTS][index], params, taken)
+                names = match_masters(store, directory, self._tree[LISTS][index], params, taken)
             found[index] = [name for name in names or () if name is not None]
             if names is None or None in names:
                 raise unclear(
@@ -145,18 +170,26 @@ class _Optimizer:
 
     def rest(self) -> dict[str, Any]:
         """Return what is no tensor of a parameter."""
-        known = {_INNER, _FLAT, _LISTS, "state", "param_groups"}
+        known = {INNER, FLAT, LISTS, "state", "param_groups"}
         return {key: value for key, value in self._tree.items() if key not in known}
 
-    def add(self, rank: Rank, modules: Modules, scalars: Scalars) -> None:
-        """Add masters and slots of all parameters."""
+    def add(
+        self, rank: Rank, modules: Modules, scalars: Scalars, met: set[tuple[str, int]]
+    ) -> None:
+        """Add masters and slots of all parameters but those that other ranks have added.
+
+        Ranks of experts repeat the others' parameters, and stages those of tied modules.
+        """
         for index, group in enumerate(self.groups):
             names = self._names.get(index, [])
-            if _FLAT in self._tree:
-                self._add_flat(rank, modules, scalars, index, names)
+            if FLAT in self._tree:
+                self._add_flat(rank, modules, scalars, index, met)
                 continue
-            masters = self._tree.get(_LISTS)
+            masters = self._tree.get(LISTS)
             for place, (name, number) in enumerate(zip(names, group["params"], strict=True)):
+                if (name, rank.tp) in met:
+                    continue
+                met.add((name, rank.tp))
                 if masters is not None:
                     modules.shards.replace_ref(TensorKey(name, WEIGHT), rank, masters[index][place])
                 self._add_state(rank, modules, scalars, name, self._state.get(number, {}))
@@ -171,31 +204,37 @@ class _Optimizer:
                 scalars.add(TensorKey(name, slot), value)
 
     def _add_flat(
-        self, rank: Rank, modules: Modules, scalars: Scalars, index: int, names: Sequence[str]
+        self,
+        rank: Rank,
+        modules: Modules,
+        scalars: Scalars,
+        index: int,
+        met: set[tuple[str, int]],
     ) -> None:
         """Add a group whose parameters were flattened into one tensor, without padding."""
-        flat = self._tree[_FLAT][index]
-        number = self.groups[index]["params"][0]
-        state = self._state.get(number, {})
+        flat = self._tree[FLAT][index]
+        state = self._state.get(self.groups[index]["params"][0], {})
         slots = {k: v for k, v in state.items() if isinstance(v, TensorRef) and v.shape}
+        for slot, ref in slots.items():
+            if ref.num_elements != flat.num_elements:
+                raise UnsupportedVersionError(
+                    f"{self._file}: optimizer state {slot!r} is {list(ref.shape)} for "
+                    f"{flat.num_elements} flat elements and cannot be laid out again",
+                    file=self._file,
+                    slot=slot,
+                )
         start = 0
-        for name in names:
+        for name in self._names.get(index, []):
             shape = self._shapes[name]
-            stop = start + prod(shape)
+            first, start = start, start + prod(shape)
+            if (name, rank.tp) in met:
+                continue
+            met.add((name, rank.tp))
             modules.shards.drop(TensorKey(name, WEIGHT), rank)
             for slot, ref in ((WEIGHT, flat), *slots.items()):
-                if ref.num_elements != flat.num_elements:
-                    raise UnsupportedVersionError(
-                        f"{self._file}: optimizer state {slot!r} is {list(ref.shape)} for "
-                        f"{flat.num_elements} flat elements and cannot be laid out again",
-                        file=self._file,
-                        slot=slot,
-                    )
-                run = Run(
-                    ref.file, ref.offset_bytes + start * DTYPE_BYTES[ref.dtype], 0, prod(shape)
-                )
+                offset_bytes = ref.offset_bytes + first * DTYPE_BYTES[ref.dtype]
+                run = Run(ref.file, offset_bytes, 0, prod(shape))
                 modules.shards.add_run(TensorKey(name, slot), rank, ref.dtype, shape, run)
             for slot, value in state.items():
                 if slot not in slots and isinstance(value, TensorRef | int | float):
                     scalars.add(TensorKey(name, slot), value)
-            start = stop

@@ -23,6 +23,8 @@ from ucp_core.statemap import DTYPE_BYTES, TensorKey
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from ucp_core.converters.deepspeed.reading.plain_pipeline import PlainPipeline
+
 WEIGHT = "weight"
 _LAYER_OF = re.compile(r"(\d+)\.")
 _TIED = "tied_modules."
@@ -44,6 +46,7 @@ class Modules:
         refs: Every tensor by name and tensor parallel rank: evidence of what is replicated.
         order: Names of the first rank's parameters, in the model's order.
         dtypes: Of the model's copies of trained parameters.
+        pipeline: Whose the tensors of layer files are, where no masters tell it.
     """
 
     shards: Shards
@@ -55,6 +58,7 @@ class Modules:
     refs: dict[str, dict[int, TensorRef]] = field(default_factory=dict)
     order: dict[int, list[tuple[str, TensorRef]]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)
+    pipeline: PlainPipeline | None = None
 
     def same_bytes(self, name: str) -> bool:
         """Return whether all tensor parallel ranks saved one tensor with one checksum."""
@@ -264,9 +268,13 @@ def _add_layers(native: Native, modules: Modules) -> None:
             missing=tuple(f"layer_{n:02d}" for n in sorted(needed - layers)),
         )
     buffers = buffer_names(native)
+    pipeline = modules.pipeline
     for (layer, tp), file in sorted(native.layers.items()):
         for name, ref in _tensors(native.files.trees[file], modules.items):
-            fqn = f"{layer}.{name}"
+            fqn = f"{layer}.{name}" if pipeline is None else pipeline.fqn(layer, name)
+            if pipeline is not None and layer in pipeline.copies:
+                modules.ties[fqn] = pipeline.fqn(pipeline.copies[layer], name)
+                continue
             if layer not in needed and fqn not in buffers:
                 tied = _tied_name(modules, name, ref)
                 if tied is not None:

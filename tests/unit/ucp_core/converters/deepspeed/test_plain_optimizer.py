@@ -19,7 +19,7 @@ from tests.support.deepspeed_folders import (
     read,
     tensor,
 )
-from ucp_core.errors import PatternError
+from ucp_core.errors import CheckpointCorruptError, PatternError
 
 MODEL = [
     Param("embed.weight", (11, 6)),
@@ -149,3 +149,91 @@ def test_groups_that_share_a_shape_are_not_guessed(tmp_path: Path) -> None:
 
     with pytest.raises(PatternError, match="several groups"):
         read(folder.write(tmp_path))
+
+
+def _experts(*, is_split: bool) -> Folder:
+    """Return four experts over two ranks, of the shapes that other parameters have too."""
+    layer = "moe.deepspeed_moe"
+    dense = [
+        Param("in.weight", (4, 4)),
+        Param(f"{layer}.gate.wg.weight", (4, 4)),
+        Param("out.weight", (4, 4)),
+    ]
+    experts = [
+        Param(f"{layer}.experts.deepspeed_experts.{e}.{kind}", (4, 4))
+        for e in range(4)
+        for kind in "ab"
+    ]
+    folder = native(dense, dp=2)
+    for rank in range(2):
+        del folder.trees[optim_name(rank, 0)]
+    for number, expert in enumerate(experts):
+        name = f"layer_0_expert_{number // 2}_mp_rank_00_model_states.pt"
+        folder.trees.setdefault(name, {})[expert.name] = tensor(expert.value("weight"))
+        folder.expected |= {(expert.name, s): expert.value(s) for s in ("weight", *SLOTS)}
+    for ep in range(2):
+        mine = experts[4 * ep : 4 * ep + 4]
+        # Where DeepSpeed splits groups, a large one of experts is cut into several.
+        groups = [dense, mine[:3], mine[3:]] if is_split else [[*dense[:2], *mine, dense[2]]]
+        order = [param for group in groups for param in group]
+        state = {i: {s: tensor(p.value(s)) for s in SLOTS} for i, p in enumerate(order)}
+        hyper: list[dict[str, Any]] = [{"params": [order.index(p) for p in g]} for g in groups]
+        for group in hyper[1:]:
+            group |= {"name": "ep_size_2", "moe": True}
+        tree = {"state": state, "param_groups": hyper}
+        folder.trees[f"expp_rank_{ep}_mp_rank_00_optim_states.pt"] = {"optimizer": tree}
+    folder.trees["mp_rank_00_model_states.pt"] |= {
+        "param_shapes": None,
+        "num_experts": [4],
+        "optimizer": folder.trees["expp_rank_0_mp_rank_00_optim_states.pt"]["optimizer"],
+    }
+    return folder
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_every_expert_parallel_rank_numbers_its_own_experts(
+    tmp_path: Path, *, is_split: bool
+) -> None:
+    """Both ranks count from 0 on, and what they share is in both files."""
+    folder = _experts(is_split=is_split)
+
+    checkpoint = read(folder.write(tmp_path))
+
+    assert_equal(loaded(checkpoint), folder.expected)
+    names = [name for group in checkpoint.param_groups for name in group["params"]]
+    assert sorted(names) == sorted({name for name, _ in folder.expected})
+
+
+def test_an_optimizer_of_experts_that_is_missing_is_named(tmp_path: Path) -> None:
+    """The model's file holds the first rank's, which would do for a rank of all experts."""
+    folder = _experts(is_split=True)
+    del folder.trees["expp_rank_1_mp_rank_00_optim_states.pt"]
+
+    with pytest.raises(CheckpointCorruptError, match="lacks expp_rank_1_mp_rank_00_optim"):
+        read(folder.write(tmp_path))
+
+
+def test_experts_without_named_groups_are_counted(tmp_path: Path) -> None:
+    """No name tells the number of ranks then; one that is missing leaves experts over."""
+    folder = _experts(is_split=False)
+    del folder.trees["expp_rank_1_mp_rank_00_optim_states.pt"]
+
+    with pytest.raises(PatternError, match="cannot be told"):
+        read(folder.write(tmp_path))
+
+
+def test_weights_without_any_state_are_read(tmp_path: Path) -> None:
+    """Plain SGD has groups, but nothing that could be given to the wrong parameter."""
+    model = [Param("a.weight", (4, 3)), Param("b.weight", (4, 3))]
+    folder = native(model, dp=1)
+    del folder.trees[optim_name(0, 0)]
+    tree = folder.trees["mp_rank_00_model_states.pt"]
+    hyper = [{"params": [0], "lr": 0.1}, {"params": [1], "lr": 0.2}]
+    tree |= {"param_shapes": None, "optimizer": {"state": {}, "param_groups": hyper}}
+
+    checkpoint = read(folder.write(tmp_path))
+
+    weights = {key: value for key, value in folder.expected.items() if key[1] == "weight"}
+    assert_equal(loaded(checkpoint), weights)
+    assert checkpoint.manifest.items["optimizer.param_groups"].policy == "drop"
+    assert checkpoint.manifest.roles == {}
