@@ -57,7 +57,6 @@ from workers.train.settings import (
 #: Issue of this part: at most so much of a step, by megabytes of state per worker.
 TARGETS: Final = {3: 0.02, 200: 0.05}
 NODES: Final = ("node-a", "node-b")
-NODE_MIB: Final = 8 << 10
 NEVER: Final = 10**9
 RUN_S_MAX: Final = 3600.0
 NUM_SAMPLES: Final = 1 << 20
@@ -74,7 +73,7 @@ def settings(job: Job) -> Settings:
             schedule="constant",
         ),
         checkpoint=CheckpointSettings(every_steps=NEVER, keep=2),
-        snapshot=SnapshotSettings(every_steps=1, node_memory_mib=NODE_MIB),
+        snapshot=SnapshotSettings(every_steps=1),
     )
 
 
@@ -120,6 +119,7 @@ def task(session: Session, *, job: Job, meter: Meter) -> None:
     """Train; take a snapshot after each step of the blocks in which they are taken."""
     model = session.model(lambda: Decoder(job.shape))
     session.optimizer(lambda parameters: adamw(parameters, session.settings.train))
+    device = next(model.parameters()).device
     cadences = {
         way: Cadence(snapshot_every=every, storage_every=NEVER, last_step=job.num_steps)
         for way, every in {"none": NEVER, "snapshots": 1}.items()
@@ -129,7 +129,9 @@ def task(session: Session, *, job: Job, meter: Meter) -> None:
         # As if it had been asked for in the settings; all ranks do so before the same step.
         session._boundary._cadence = cadences[job.way(step.number)]
         for samples in step.micro_batches():
-            inputs, targets = batch(samples.tolist(), job.shape.vocab_size)
+            inputs, targets = (
+                tokens.to(device) for tokens in batch(samples.tolist(), job.shape.vocab_size)
+            )
             step.backward(mean_loss(model(inputs), targets), targets.numel())
         step.apply()
 
