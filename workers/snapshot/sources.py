@@ -2,32 +2,36 @@
 
 The parts of one version may be held several times: on the node that wrote them, and as copies
 on others. A holder that fails (it cannot be reached, was written over, or has damaged bytes)
-gives way to the next one of the same part, and what was loaded so far is loaded again.
+gives way to the next one of the same part, and what was loaded so far is loaded again. A part
+without a holder is computed from the parities of its group, if enough of that is left.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
 from ucp_core.checkpoint import Checkpoint
 from ucp_core.errors import CheckpointNotFoundError, StorageError, UcpError
-from workers.errors import ArenaError
+from workers.errors import ArenaError, ParityError
 from workers.keeper.arena import Arena
 from workers.keeper.door import door_path, open_arena
 from workers.keeper.wire import RemotePart, WireClient
 from workers.protocol import Held, MemoryPart
+from workers.snapshot.blame import damaged
+from workers.snapshot.parity_part import lost_parts, read_record
 from workers.snapshot.tier import LocalPart, MemoryTier, Part, open_version
 
-__all__ = ["LOCAL_MEMORY", "PEER_MEMORY", "MemorySources"]
+__all__ = ["LOCAL_MEMORY", "PARITY", "PEER_MEMORY", "MemorySources"]
 
 #: Kinds of sources, as ``Formed`` names them.
 LOCAL_MEMORY: Final = "local memory"
 PEER_MEMORY: Final = "peer memory"
+PARITY: Final = "parity"
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +42,7 @@ class MemorySources:
     """The holders of one version's parts, as one worker reaches them. Close it after use.
 
     Args:
-        parts: Every holder of every rank's part.
+        parts: Every holder of every rank's part, and of parities.
         node: The node of this worker.
         keeper_directory: Where the keeper of the node has its door; None if it has none.
 
@@ -69,17 +73,17 @@ class MemorySources:
             UcpError: No holder of some part is left, or the parts do not belong together.
         """
         while True:
-            parts = self._choose()
+            chosen = self._choose()
             checkpoint = None
             try:
-                checkpoint = open_version(parts)
-                for part in parts.values():
+                checkpoint = open_version(chosen.parts)
+                for part in chosen.parts.values():
                     part.sizes_bytes.clear()
                 filled = fill(checkpoint)
-            except UcpError as error:
-                self._give_up_on(_culprits(parts, checkpoint, error), error)
+            except (UcpError, ParityError) as error:
+                self._blame(chosen, checkpoint, error)
                 continue
-            for part in parts.values():
+            for part in chosen.parts.values():
                 self.taken_bytes[part.kind] += sum(part.sizes_bytes)
             return filled
 
@@ -90,22 +94,54 @@ class MemorySources:
         for arena in self._arenas.values():
             arena.close()
 
-    def _choose(self) -> dict[int, _Watched]:
-        """Return the first holder of every part that can be opened."""
+    def _choose(self) -> _Chosen:
+        """Return the first holder of every part that can be opened, or what it is computed from."""
         parts: dict[int, _Watched] = {}
         for place in list(self._left):
-            if place.held.rank not in parts and place in self._left:
+            rank = place.held.rank
+            if rank >= 0 and rank not in parts and place in self._left:
                 try:
-                    parts[place.held.rank] = self._open(place)
+                    parts[rank] = self._open(place)
                 except ArenaError as error:
                     self._give_up_on([place], error)
         world_size = max((place.held.world_size for place in self._left), default=0)
-        for rank in range(world_size or 1):
-            if rank not in parts:
+        missing = [rank for rank in range(world_size or 1) if rank not in parts]
+        if not missing:
+            return _Chosen(parts)
+        return self._compute(parts, missing)
+
+    def _compute(self, parts: dict[int, _Watched], missing: Sequence[int]) -> _Chosen:
+        """Return the parts and those that are nowhere, to be read through what is left."""
+        parities: list[_Watched] = []
+        num_left = len(self._left)
+        for place in list(self._left):
+            if place.held.rank < 0 and place in self._left:
+                try:
+                    opened = self._open(place)
+                    read_record(opened)
+                    parities.append(opened)
+                except (ArenaError, ParityError, StorageError) as error:
+                    self._give_up_on([place], error)
+        if len(self._left) < num_left:
+            # A node that does not answer may have been chosen for a part, too.
+            return self._choose()
+        # What is read to compute a part is not what is taken of the version.
+        members = [_Watched(part.place, part.part, part.kind) for part in parts.values()]
+        reason = "there are no parities of it"
+        computed: dict[int, _Watched] = {}
+        try:
+            for part in lost_parts(parities, members):
+                computed[part.held.rank] = _Watched(None, part, PARITY)
+        except ParityError as error:
+            reason = str(error)
+        for rank in missing:
+            if rank not in computed:
                 raise CheckpointNotFoundError(
-                    f"the part of rank {rank} is in no memory that can be read", rank=rank
+                    f"the part of rank {rank} is in no memory that can be read, and cannot be "
+                    f"computed: {reason}",
+                    rank=rank,
                 )
-        return parts
+        return _Chosen({**computed, **parts}, parities, members)
 
     def _open(self, place: MemoryPart) -> _Watched:
         if place.node == self._near:
@@ -119,14 +155,44 @@ class MemorySources:
             client = self._clients[address] = WireClient(address, secret=place.secret)
         return _Watched(place, RemotePart(client, place.arena, place.held), PEER_MEMORY)
 
-    def _give_up_on(self, places: Sequence[MemoryPart], error: Exception) -> None:
-        """Read no more from holders that failed; without one to blame there is no next try."""
-        if not places:
+    def _blame(
+        self, chosen: _Chosen, checkpoint: Checkpoint | None, error: UcpError | ParityError
+    ) -> None:
+        """Give up whose bytes were not there, or not what they should be.
+
+        Raises:
+            UcpError: It is nobody's fault, or everybody's.
+        """
+        every = [*chosen.parts.values(), *chosen.parities, *chosen.members]
+        culprits = _places(part for part in every if part.is_lost)
+        part = _behind(chosen, checkpoint, error)
+        if not culprits and part is not None and part.place is not None:
+            culprits = [part.place]
+        if culprits:
+            self._give_up_on(culprits, error)
+        elif chosen.parities and (part is not None or isinstance(error, ParityError)):
+            self._blame_parities(chosen, error)
+        else:
             raise error
+
+    def _blame_parities(self, chosen: _Chosen, error: UcpError | ParityError) -> None:
+        """Give up what a part was computed from that is not what was written."""
+        try:
+            found = damaged(chosen.parities, chosen.members)
+        except (UcpError, ParityError) as unread:
+            error, found = unread, []
+        found = found or [each for each in (*chosen.parities, *chosen.members) if each.is_lost]
+        if not found:
+            error = ParityError(f"one of them is damaged, and which is not known: {error}")
+        self._give_up_on(_places(found or chosen.parities), error)
+
+    def _give_up_on(self, places: Sequence[MemoryPart], error: Exception) -> None:
+        """Read no more from holders that failed."""
         away = {place.node for place in places if _is_silence(error)}
         for place in places:
             held = place.held
-            name = f"step {held.step} of rank {held.rank} in the memory of node {place.node[:12]}"
+            what = f"of rank {held.rank}" if held.rank >= 0 else f"({place.arena})"
+            name = f"step {held.step} {what} in the memory of node {place.node[:12]}"
             self.skipped.append((name, f"{type(error).__name__}: {error}"))
             log.warning("snapshot_skipped", extra={"part": name, "reason": str(error)})
         # A node that does not answer is not asked for its other parts: each would take as long.
@@ -137,33 +203,61 @@ class MemorySources:
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """A part that notes how much is taken from it."""
+    """A part, or parities, with a note of how much is taken and whether it could be.
 
-    place: MemoryPart
+    ``place`` is None for what is computed.
+    """
+
+    place: MemoryPart | None
     part: Part
     kind: str
     #: Appended to by several readers at once.
     sizes_bytes: deque[int] = field(default_factory=deque)
+    is_lost: bool = False
 
     @property
     def held(self) -> Held:
         return self.part.held
 
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
-        self.part.fill(offset_bytes, targets)
+        try:
+            self.part.fill(offset_bytes, targets)
+        except StorageError:
+            self.is_lost = True
+            raise
         self.sizes_bytes.append(sum(map(len, targets)))
 
 
-def _culprits(
-    parts: dict[int, _Watched], checkpoint: Checkpoint | None, error: UcpError
-) -> list[MemoryPart]:
-    """Return whose bytes were not there, or not what they should be."""
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Where a version is to be read.
+
+    Attributes:
+        parts: Of every rank.
+        parities: What some of them are computed from.
+        members: And the parts that they are computed with.
+    """
+
+    parts: dict[int, _Watched]
+    parities: Sequence[_Watched] = ()
+    members: Sequence[_Watched] = ()
+
+
+def _behind(
+    chosen: _Chosen, checkpoint: Checkpoint | None, error: UcpError | ParityError
+) -> _Watched | None:
+    """Return the part whose bytes an error is about, if it says so."""
     if "rank" in error.facts:
-        return [parts[error.facts["rank"]].place]
+        return chosen.parts.get(error.facts["rank"])
     tier = checkpoint.store if checkpoint is not None else None
     if isinstance(tier, MemoryTier) and "path" in error.facts:
-        return [parts[tier.rank_of(error.facts["path"])].place]
-    return []
+        return chosen.parts[tier.rank_of(error.facts["path"])]
+    return None
+
+
+def _places(parts: Iterable[_Watched]) -> list[MemoryPart]:
+    """Return where parts are, each once; what is computed is nowhere."""
+    return list(dict.fromkeys(part.place for part in parts if part.place is not None))
 
 
 def _is_silence(error: Exception) -> bool:
