@@ -95,7 +95,9 @@ class Incident:
     @property
     def who(self) -> str:
         """Return the guilty for people; nobody is looked for where a change was planned."""
-        nobody = "\N{EN DASH}" if self.kind in PLANNED else "undecided"
+        # What could not be loaded is nobody's fault either.
+        is_blameless = self.kind in PLANNED or self.kind == "unloadable"
+        nobody = "\N{EN DASH}" if is_blameless else "undecided"
         return ", ".join(self.guilty) or nobody
 
     @property

@@ -113,6 +113,7 @@ def load_together(
     Raises:
         CheckpointCorruptError: Of this rank's share, or because another rank could not read its
             own, or needs something else; then all ranks raise, and ``need`` must not be used.
+            ``facts["peer"]`` is that rank, where it is another one.
         StorageError: A file of this rank's share cannot be read; the others raise too.
     """
     if transport.size == 1:
@@ -278,7 +279,9 @@ def _agree(transport: Transport, reads: ReadPlan, failure: UcpError | None) -> N
     for rank, (failed, value) in enumerate(heads):
         if failed or value != crc32(text):
             what = "cannot load what it needs" if failed else "needs other tensors or boxes"
-            raise CheckpointCorruptError(f"rank {rank} of those that load together {what}")
+            raise CheckpointCorruptError(
+                f"rank {rank} of those that load together {what}", peer=rank
+            )
 
 
 class _Messages:
@@ -329,12 +332,12 @@ def _take(
     failed, value = head
     if failed:
         raise CheckpointCorruptError(
-            f"rank {rank} of those that load together could not read its share"
+            f"rank {rank} of those that load together could not read its share", peer=rank
         )
     if chunk is None:
         return
     if crc32(held[: chunk.num_bytes]) != value:
         raise CheckpointCorruptError(
-            f"what rank {rank} of those that load together gave arrived damaged"
+            f"what rank {rank} of those that load together gave arrived damaged", peer=rank
         )
     loader.unpack(chunk, held)

@@ -13,6 +13,10 @@ from typing import TypeAlias
 
 from ucp_core.layout import ParallelLayout
 
+#: What a state is loaded from: ``(step, attempt, node, arena, slot, sequence)`` of a slot in the
+#: memory of a node; node and arena are "" for the version of that step in storage.
+Source: TypeAlias = tuple[int, int, str, str, int, int]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
@@ -181,6 +185,16 @@ class ParityGroup:
         return max(len(place.ranks) for place in self.places)
 
 
+def held_source(node: str, arena: str, held: Held) -> Source:
+    """Return what is held in a slot of an arena on a node as a source."""
+    return (held.step, held.attempt, node, arena, held.slot, held.sequence)
+
+
+def stored_source(step: int, attempt: int) -> Source:
+    """Return a version in storage as a source."""
+    return (step, attempt, "", "", 0, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperOrder:
     """What a keeper is told at the start of every attempt; it goes on with it until the next.
@@ -191,12 +205,14 @@ class KeeperOrder:
             which held versions are dead.
         copies_of: Keepers whose ranks' newest versions are to be copied into this one's memory.
         parity: The group that this one is to keep parities of; None if it is to keep none.
+        bad: ``(arena, slot, sequence)`` of what could not be loaded: it is held no longer.
     """
 
     attempt: int
     lineage: tuple[tuple[int, int], ...]
     copies_of: tuple[Peer, ...]
     parity: ParityGroup | None = None
+    bad: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +293,36 @@ class Raised:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FoundBad:
+    """What a worker found out about sources when it loaded from them.
+
+    Attributes:
+        damaged: Those whose bytes are not the bytes that were written.
+        unread: Those that could not be read, or contradict others: nothing is proven.
+        reasons: A line each, and more, for people.
+    """
+
+    damaged: tuple[Source, ...] = ()
+    unread: tuple[Source, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unloadable:
+    """A rank could not load the version to resume from, so all ranks left the attempt.
+
+    Attributes:
+        attempt: Which.
+        step: Of that version.
+        found: What this rank found; nothing, if it was another one.
+    """
+
+    attempt: int
+    step: int
+    found: FoundBad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Formed:
     """The worker's groups and model stand and its state is in place.
 
@@ -284,15 +330,17 @@ class Formed:
         attempt: Which.
         load_s: How long loading took, of what it took to form.
         sources: ``(kind of source, bytes)`` that were loaded.
+        found: What was found bad meanwhile; other holders had the same.
     """
 
     attempt: int
     load_s: float
     sources: tuple[tuple[str, int], ...]
+    found: FoundBad = field(default_factory=FoundBad)
 
 
 #: How a worker leaves an attempt.
-Outcome: TypeAlias = Completed | Yielded | Fenced | PeerLost | Raised
+Outcome: TypeAlias = Completed | Yielded | Fenced | PeerLost | Raised | Unloadable
 
 
 class WorkerPhase(StrEnum):

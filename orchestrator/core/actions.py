@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ucp_core.layout import ParallelLayout
+from workers.protocol import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,20 +72,22 @@ class YieldAttempt:
 class ReadCommitted:
     """Find out in memory and storage which version to resume from, as ``attempt`` is fenced.
 
-    ``lineage`` (attempt, resume_step) says which commits of old attempts still count.
-    Answered by ``CommittedRead`` with the same ``number``, which counts up over the run.
+    ``lineage`` (attempt, resume_step) says which commits of old attempts still count; nothing is
+    to be loaded from what is ``bad``. Answered by ``CommittedRead`` with the same ``number``,
+    which counts up over the run.
     """
 
     attempt: int
     lineage: tuple[tuple[int, int], ...]
     number: int = 0
+    bad: tuple[Source, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartAttempt:
     """Put ``members`` to work as ``attempt`` from ``resume_step``.
 
-    ``members`` is ``(worker, node, slot)`` in rank order.
+    ``members`` is ``(worker, node, slot)`` in rank order; ``bad`` as in ``ReadCommitted``.
     """
 
     attempt: int
@@ -93,6 +96,7 @@ class StartAttempt:
     resume_step: int
     resume_attempt: int
     lineage: tuple[tuple[int, int], ...]
+    bad: tuple[Source, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +106,7 @@ class ReportIncident:
     Attributes:
         attempt: The one that ended.
         incident: crash, node_loss, preemption, hang, undecided, exception, peer_lost,
-            controller_restart; or planned: growth, drain, stop.
+            unloadable, controller_restart; or planned: growth, drain, stop.
         guilty: Workers proven to have caused it.
         evidence: One line for people.
         found_s: When it was found, or when the members were asked to leave.

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from workers.protocol import Source
+
 #: What ``WorkersSurveyed`` says of a living worker that did not answer in time.
 UNKNOWN_ATTEMPT = -1
 
@@ -110,6 +112,8 @@ class WorkerFormed:
         form_s: How long mesh and model took; 0.0 if it was not measured.
         load_s: How long loading took.
         sources: ``(source, bytes)`` that were loaded, by kind of source.
+        damaged: What was found damaged meanwhile; other holders had the same.
+        skipped: A line for people for each source that failed meanwhile.
     """
 
     at_s: float
@@ -118,6 +122,8 @@ class WorkerFormed:
     form_s: float = 0.0
     load_s: float = 0.0
     sources: tuple[tuple[str, int], ...] = ()
+    damaged: tuple[Source, ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +150,13 @@ class WorkerLeft:
     """``worker`` has left ``attempt`` and will write nothing more in it; its process lives.
 
     Attributes:
-        how: "completed", "yielded", "fenced" or "peer_lost" (a collective failed under it).
+        how: "completed", "yielded", "fenced", "peer_lost" (a collective failed under it) or
+            "unloadable" (it, or a peer, could not load the version to resume from).
         step: The last step it completed.
         detail: One line for people.
+        damaged: Sources of that version whose bytes are not the bytes that were written.
+        unread: Sources of it that could not be read, perhaps another time.
+        skipped: A line for people for each source that failed.
     """
 
     at_s: float
@@ -155,6 +165,9 @@ class WorkerLeft:
     how: str
     step: int
     detail: str
+    damaged: tuple[Source, ...] = ()
+    unread: tuple[Source, ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from orchestrator.core.ending import finish
 from orchestrator.core.state import Node, Phase, WorkerStatus
 from orchestrator.core.turn import Turn
 from orchestrator.policies import layout as layout_policy
+from orchestrator.policies import quarantine
 
 
 def capacity(turn: Turn) -> int:
@@ -93,6 +94,11 @@ def _start(turn: Turn) -> None:
     draft.step = resume_step
     draft.stepped = draft.completed = draft.read_seen = draft.yield_asked = False
     draft.known_at_start = draft.known
+    draft.bad = quarantine.still_bad(draft.bad, draft.lineage)
+    draft.num_bad_at_start = len(draft.bad)
+    unread = (*draft.unread_before, *draft.unread)
+    draft.unread_before = quarantine.still_bad(unread, draft.lineage)
+    draft.unread = ()
     draft.left_step = draft.yielded_step = -1
     draft.reads_pending = 0
     draft.raised = ()
@@ -107,6 +113,7 @@ def _start(turn: Turn) -> None:
             resume_step=resume_step,
             resume_attempt=resume_attempt,
             lineage=draft.lineage,
+            bad=draft.bad,
         )
     )
 

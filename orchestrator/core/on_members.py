@@ -29,6 +29,7 @@ def worker_formed(turn: Turn, event: WorkerFormed) -> None:
     if found is None or found[1].formed:
         return
     draft = turn.draft
+    recovery.leave_out(turn, event.damaged)
     number, worker = found
     draft.workers = draft.workers.set(number, replace(worker, formed=True))
     draft.num_unformed -= 1
@@ -80,6 +81,9 @@ def worker_left(turn: Turn, event: WorkerLeft) -> None:
     draft = turn.draft
     number, worker = found
     _leave(turn, number, worker, event.step)
+    if event.how == "unloadable":
+        _could_not_load(turn, event)
+        return
     if event.how in ("yielded", "completed"):
         # It left only after it had seen the commit.
         _know(draft, event.step, in_memory=event.how == "yielded")
@@ -93,6 +97,19 @@ def worker_left(turn: Turn, event: WorkerLeft) -> None:
         # A collective failed under it. That says that somebody is gone, not who.
         recovery.fault(turn, "peer_lost", (), f"{worker.name} left: {event.detail}")
         recovery.proceed(turn)
+
+
+def _could_not_load(turn: Turn, event: WorkerLeft) -> None:
+    """Leave out what the worker found bad, and fence the others, who leave as well."""
+    why = event.detail or "another rank could not"
+    evidence = f"{event.worker} could not load step {event.step}: {why}"
+    recovery.leave_out(turn, event.damaged, event.unread)
+    recovery.fault(turn, "unloadable", (), evidence)
+    cause = turn.draft.cause
+    if cause is not None and cause.kind == "unloadable" and event.detail:
+        # Who found nothing may have been the first to say that it left.
+        turn.draft.cause = replace(cause, evidence=evidence)
+    recovery.proceed(turn)
 
 
 def worker_raised(turn: Turn, event: WorkerRaised) -> None:

@@ -19,6 +19,7 @@ from orchestrator.core.turn import Turn
 from orchestrator.policies import budgets
 from orchestrator.policies.budgets import Fault, FaultClass, UserError
 from orchestrator.policies.versions import MEMORY
+from workers.protocol import Source
 
 #: How much a kind explains; what explains more replaces the cause while an attempt is fenced.
 _WEIGHT = {
@@ -28,6 +29,7 @@ _WEIGHT = {
     "growth": 0,
     "drain": 0,
     "undecided": 1,
+    "unloadable": 1,
     "hang": 3,
     "exception": 2,
     "preemption": 3,
@@ -98,7 +100,12 @@ def read(turn: Turn) -> None:
     draft.reads_pending += 1
     draft.read_seen = False
     turn.actions.append(
-        ReadCommitted(attempt=draft.attempt, lineage=draft.lineage, number=draft.num_reads)
+        ReadCommitted(
+            attempt=draft.attempt,
+            lineage=draft.lineage,
+            number=draft.num_reads,
+            bad=draft.bad,
+        )
     )
 
 
@@ -115,6 +122,19 @@ def memory_shrank(turn: Turn) -> None:
         read(turn)
 
 
+def leave_out(turn: Turn, damaged: tuple[Source, ...], unread: tuple[Source, ...] = ()) -> None:
+    """Load no more from what is damaged, nor from what a second attempt could not read."""
+    draft = turn.draft
+    draft.unread += tuple(source for source in unread if source not in draft.unread)
+    again = (source for source in unread if source in draft.unread_before)
+    new = tuple(source for source in dict.fromkeys((*damaged, *again)) if source not in draft.bad)
+    if new:
+        draft.bad += new
+        # What is being read does not know of it.
+        draft.read_bad_from = draft.num_reads + 1
+        draft.read_seen = False
+
+
 def proceed(turn: Turn) -> None:
     """Go on with a recovery if all members are gone and what to resume from is known."""
     draft = turn.draft
@@ -127,7 +147,9 @@ def proceed(turn: Turn) -> None:
         return
     if _known_is_final(turn):
         decide(turn)
-    elif draft.reads_pending == 0 or draft.num_reads < draft.read_memory_from:
+    elif draft.reads_pending == 0 or draft.num_reads < max(
+        draft.read_memory_from, draft.read_bad_from
+    ):
         read(turn)
 
 
@@ -164,7 +186,10 @@ def committed_read(turn: Turn, event: CommittedRead) -> None:
     # Also if older than what was known: a damaged version is passed over, memory can be lost.
     draft.known = (event.step, event.committed_by)
     draft.known_in_memory = event.source == MEMORY
-    draft.read_seen = not draft.known_in_memory or number >= draft.read_memory_from
+    read_from = draft.read_bad_from
+    if draft.known_in_memory:
+        read_from = max(read_from, draft.read_memory_from)
+    draft.read_seen = number >= read_from
     proceed(turn)
 
 
@@ -235,6 +260,9 @@ def _charge(turn: Turn) -> str:
     # The last 64 are enough: what is to be recognised comes back at the same step, at once.
     draft.raised_before = (*draft.raised_before, *draft.raised)[-64:]
     kind = draft.cause.kind if draft.cause else "peer_lost"
+    if kind == "unloadable" and len(draft.bad) > draft.num_bad_at_start:
+        # Nobody failed, and it comes to an end: there are fewer sources for the next attempt.
+        return ""
     fault_class = _CLASS.get(kind, FaultClass.INFRASTRUCTURE)
     if kind == "exception" and all(error.is_of_data for error in draft.raised):
         fault_class = FaultClass.INFRASTRUCTURE

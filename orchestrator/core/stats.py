@@ -39,6 +39,7 @@ class IncidentStats:
         t_load_s: When its state was loaded.
         t_first_step_s: When its first step was complete.
         sources: Bytes loaded, by kind of source.
+        skipped: A line for each source that could not be loaded from.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class IncidentStats:
     t_load_s: float | None = None
     t_first_step_s: float | None = None
     sources: dict[str, int] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
 
     @property
     def recovery_s(self) -> float | None:
@@ -68,7 +70,12 @@ class IncidentStats:
     def to_json(self) -> dict[str, Any]:
         """Return the fields under the names that the run directory uses."""
         document = {name: getattr(self, name) for name in self.__slots__}
-        return {**document, "guilty": list(self.guilty), "sources": dict(self.sources)}
+        return {
+            **document,
+            "guilty": list(self.guilty),
+            "sources": dict(self.sources),
+            "skipped": list(self.skipped),
+        }
 
 
 class RunStats:
@@ -108,6 +115,7 @@ class RunStats:
         self._step_durations: dict[int, float] = {}
         self._productive_s = 0.0
         self._num_unformed = 0
+        self._skipped: list[str] = []
         self._takes: dict[str, Callable[[Mapping[str, Any], float], None]] = {
             "FaultInjected": self._fault_injected,
             "ControllerStarted": self._controller_started,
@@ -210,6 +218,8 @@ class RunStats:
         last.attempt = record["attempt"]
         last.layout_after = ""
         last.t_fence_s = record["fenced_s"]
+        if kind == "unloadable":
+            last.skipped = tuple(self._skipped)
         # A stop is asked for and is no loss of service that ends with a step.
         if kind == "stop":
             self._open.remove(last)
@@ -223,6 +233,7 @@ class RunStats:
     def _attempt_started(self, record: Mapping[str, Any], at_s: float) -> None:
         self._enter("forming", at_s)
         self.loaded = {}
+        self._skipped = []
         self.attempt = record["attempt"]
         self.layout = str(ParallelLayout.from_json(dict(record["layout"])))
         self.num_workers = self._num_unformed = len(record["members"])
@@ -241,6 +252,7 @@ class RunStats:
         if record["attempt"] != self.attempt:
             return
         self._num_unformed -= 1
+        self._note_skipped(record)
         sources = record.get("sources", ())
         _add(self.loaded, sources)
         for incident in self._open:
@@ -270,10 +282,18 @@ class RunStats:
         self.step = step
 
     def _worker_left(self, record: Mapping[str, Any], at_s: float) -> None:
+        if record["attempt"] == self.attempt:
+            self._note_skipped(record)
         # The last step of an attempt may be over before a report of it was sent.
         if record["how"] in ("completed", "yielded"):
             step_s = self._step_durations.get(self.step, 0.0)
             self._step_completed({**record, "step_s": step_s}, at_s)
+
+    def _note_skipped(self, record: Mapping[str, Any]) -> None:
+        lines = tuple(record.get("skipped", ()))
+        self._skipped += lines
+        for incident in self._open:
+            incident.skipped += lines
 
     def _finished(self, record: Mapping[str, Any], at_s: float) -> None:
         self._enter("over", at_s)

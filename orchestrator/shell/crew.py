@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -37,10 +37,17 @@ from workers.protocol import (
     Outcome,
     PeerLost,
     Raised,
+    Unloadable,
     Yielded,
 )
 
-_HOW = {Completed: "completed", Yielded: "yielded", Fenced: "fenced", PeerLost: "peer_lost"}
+_HOW = {
+    Completed: "completed",
+    Yielded: "yielded",
+    Fenced: "fenced",
+    PeerLost: "peer_lost",
+    Unloadable: "unloadable",
+}
 
 #: A killed process whose node does not answer is taken for gone after this: it is fenced by
 #: its attempt number, so waiting longer buys nothing.
@@ -228,6 +235,8 @@ class Crew:
                     worker=worker,
                     load_s=formed.load_s,
                     sources=formed.sources,
+                    damaged=formed.found.damaged,
+                    skipped=formed.found.reasons,
                 )
             )
 
@@ -315,13 +324,23 @@ def _left(at_s: float, worker: str, outcome: Outcome) -> Event:
             error=outcome.error,
             traceback=outcome.traceback,
         )
-    return WorkerLeft(
+    left = WorkerLeft(
         at_s=at_s,
         attempt=outcome.attempt,
         worker=worker,
         how=_HOW[type(outcome)],
         step=outcome.step,
         detail=outcome.detail if isinstance(outcome, PeerLost) else "",
+    )
+    if not isinstance(outcome, Unloadable):
+        return left
+    found = outcome.found
+    return replace(
+        left,
+        detail=found.reasons[-1] if found.reasons else "",
+        damaged=found.damaged,
+        unread=found.unread,
+        skipped=found.reasons,
     )
 
 

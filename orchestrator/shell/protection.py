@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from orchestrator.core.state import ACTIVE, RunState, WorkerStatus
+from orchestrator.policies import quarantine
 from orchestrator.shell.metrics import RunMetrics
 from orchestrator.shell.snapshots import Snapshots
 
@@ -70,7 +71,7 @@ def redundancy(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
         "node_losses_survived": protection.node_losses_survived,
         "mechanism": str(snapshots.plan.mechanism),
         "reason": snapshots.plan.reason,
-        "troubles": snapshots.troubles(),
+        "troubles": [*snapshots.troubles(), *quarantine.described(state.bad)],
     }
 
 

@@ -225,6 +225,8 @@ class Run:
         self._journal.append(records)
         for action in actions:
             self._perform(action)
+        if self._state.bad != before.bad:
+            self._order_soon()
         self._record.add(records)
 
     def _perform(self, action: act.Action) -> None:
@@ -260,7 +262,7 @@ class Run:
         members = tuple(worker for worker, _, _ in action.members)
         self._observer.begin(action.attempt, members, action.resume_step)
         nodes = [node for _, node, _ in action.members]
-        self._snapshots.order(action.attempt, action.lineage, nodes)
+        self._snapshots.order(action.attempt, action.lineage, nodes, bad=action.bad)
         memory = self._snapshots.known_parts(action.resume_step, action.resume_attempt)
         if memory or not action.resume_step or not self._config.snapshot.every_steps:
             self._enter(action, memory)
@@ -269,7 +271,9 @@ class Run:
 
     async def _find_and_enter(self, action: act.StartAttempt) -> None:
         """Start the members when it is known where the version is that they yielded."""
-        memory = await self._snapshots.find_parts(action.resume_step, action.resume_attempt)
+        memory = await self._snapshots.find_parts(
+            action.resume_step, action.resume_attempt, bad=action.bad
+        )
         # Who was fenced meanwhile has said so, and would refuse.
         if self._state.attempt == action.attempt and self._state.phase in ACTIVE:
             self._enter(action, memory)
@@ -294,7 +298,7 @@ class Run:
         state = self._state
         # Members that left had all completed every version; before that, all that reported.
         newest_step = state.step if state.num_inside else state.left_step
-        answer = await self._snapshots.read(action.lineage, enough_step=newest_step)
+        answer = await self._snapshots.read(action.lineage, enough_step=newest_step, bad=action.bad)
         if answer is None:
             return  # the machine asks again
         found = answer.version
@@ -311,7 +315,7 @@ class Run:
         )
 
     def _order_soon(self) -> None:
-        """Tell keepers what to do: one that came back forgot it, and has another address."""
+        """Tell keepers what to do: one that came back forgot it, others hold what is bad."""
         if self._reorder is None:
             self._reorder = asyncio.get_running_loop().call_later(
                 REORDER_S, lambda: self._spawn(self._order_again())
@@ -325,7 +329,7 @@ class Run:
         if state.phase in ACTIVE:
             found = (state.workers.get(member) for member in state.members)
             nodes = [state.nodes[worker.node].name for worker in found if worker is not None]
-            self._snapshots.order(state.attempt, state.lineage, nodes)
+            self._snapshots.order(state.attempt, state.lineage, nodes, bad=state.bad)
 
     async def _survey(self) -> None:
         state = self._state

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
-from orchestrator.policies import versions
+from orchestrator.policies import quarantine, versions
 from orchestrator.policies.redundancy import (
     RedundancyFacts,
     RedundancyPlan,
@@ -25,7 +25,7 @@ from orchestrator.policies.redundancy import (
 )
 from orchestrator.policies.versions import Holding, ParityHolding, Protection, Version
 from orchestrator.shell.nodes import Nodes, NodeView
-from ucp_core.checkpoint import find_committed
+from ucp_core.checkpoint import checkpoint_name, find_committed
 from ucp_core.errors import UcpError
 from ucp_core.lineage import Lineage
 from ucp_core.storage import Store
@@ -38,6 +38,7 @@ from workers.protocol import (
     NodeReport,
     ParityGroup,
     Peer,
+    Source,
 )
 from workers.snapshot.placement import Preference
 
@@ -122,23 +123,36 @@ class Snapshots:
         if report.inventory is not None:
             self._known[report.node] = report.inventory
 
-    async def read(self, lineage: Lineage, *, enough_step: int) -> Answer | None:
+    async def read(
+        self, lineage: Lineage, *, enough_step: int, bad: Sequence[Source] = ()
+    ) -> Answer | None:
         """Return the version to resume from; None if it cannot be known now.
 
         Args:
             lineage: Says which versions count.
             enough_step: A version in memory of this step or later ends the search: nothing in
                 storage can be newer. -1 if nobody can say that.
+            bad: What is not to be loaded from.
         """
-        answer = await self._find(lineage, enough_step=enough_step, total_steps=self._total_steps)
+        answer = await self._find(
+            lineage, enough_step=enough_step, total_steps=self._total_steps, bad=bad
+        )
         self._version = answer.version if answer is not None else None
         return answer
 
-    async def _find(self, lineage: Lineage, *, enough_step: int, total_steps: int) -> Answer | None:
-        looked = asyncio.to_thread(find_committed, self._store, self._checkpoints, lineage=lineage)
+    async def _find(
+        self, lineage: Lineage, *, enough_step: int, total_steps: int, bad: Sequence[Source] = ()
+    ) -> Answer | None:
+        looked = asyncio.to_thread(
+            find_committed,
+            self._store,
+            self._checkpoints,
+            lineage=lineage,
+            exclude=frozenset(map(checkpoint_name, quarantine.in_storage(bad))),
+        )
         stored = asyncio.ensure_future(looked)
         stored.add_done_callback(_seen)
-        inventories = await self.inventories()
+        inventories = quarantine.good(await self.inventories(), bad)
         held = versions.newest(inventories, (0, 0), lineage, total_steps=total_steps)
         if held is None or not 0 <= enough_step <= held.step:
             # With nothing in memory there is nothing else to go on from.
@@ -165,10 +179,12 @@ class Snapshots:
             return ()
         return self._memory_parts(version)
 
-    async def find_parts(self, step: int, attempt: int) -> tuple[MemoryPart, ...]:
+    async def find_parts(
+        self, step: int, attempt: int, *, bad: Sequence[Source] = ()
+    ) -> tuple[MemoryPart, ...]:
         """Ask where a version is in memory; () if it is not complete there."""
         # It is known to count, so no lineage is needed.
-        for version in versions.complete(await self.inventories(), ()):
+        for version in versions.complete(quarantine.good(await self.inventories(), bad), ()):
             if (version.step, version.attempt) == (step, attempt):
                 return self._memory_parts(version)
         return ()
@@ -203,13 +219,16 @@ class Snapshots:
         self._known |= {one.node: one for one in found}
         return found
 
-    def order(self, attempt: int, lineage: Lineage, nodes: Sequence[str]) -> None:
+    def order(
+        self, attempt: int, lineage: Lineage, nodes: Sequence[str], *, bad: Sequence[Source] = ()
+    ) -> None:
         """Tell all keepers of an attempt, without waiting.
 
         Args:
             attempt: The one that trains, or begins.
             lineage: Up to it.
             nodes: Where its members are, in the order of their ranks.
+            bad: What is to be held no longer.
         """
         self._decide(attempt, nodes)
         peers = {
@@ -225,6 +244,7 @@ class Snapshots:
                     peers[name] for name in self._plan.copies_of(view.node) if name in peers
                 ),
                 parity=self._parity_group(attempt, view.node, nodes, peers),
+                bad=quarantine.on_node(bad, view.node),
             )
             view.keeper.order.remote(order)
 

@@ -14,12 +14,14 @@ from typing import Any
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.rules import RunRules
-from orchestrator.policies import versions
-from orchestrator.simulation.memory import Memory
+from orchestrator.policies import quarantine, versions
+from orchestrator.simulation import loading
+from orchestrator.simulation.memory import Memory, Part
 from orchestrator.simulation.saving import Tiers, save_step
 from orchestrator.simulation.storage import Storage
 from orchestrator.simulation.violations import Monitor
 from orchestrator.simulation.world import SimAttempt, SimNode, SimWorker
+from workers.protocol import Source
 
 
 class SimCluster:
@@ -43,6 +45,8 @@ class SimCluster:
         self.granted: dict[int, str] = {}
         self.storage = Storage()
         self.memory = Memory()
+        # Sources whose bytes are damaged, which only a load finds out.
+        self.damaged: set[Source] = set()
         self.read_s = 0.0
         self.attempts: dict[int, SimAttempt] = {}
         self.step_s = 0.1
@@ -215,6 +219,13 @@ class SimCluster:
         if worker.node.cut_off:
             return
         self.monitor.left(number, self.now_s)
+        found: dict[str, Any] = {}
+        given = self.attempts[number].loading
+        if given.is_done and not given.is_loaded:
+            # Who found something says so, also if it is fenced before it heard of the others.
+            damaged, unread = given.damaged.get(worker.name), given.unread.get(worker.name)
+            found = {"damaged": damaged or (), "unread": unread or ()}
+            how = "unloadable" if damaged or unread else how
         self.post(
             ev.WorkerLeft,
             attempt=number,
@@ -222,6 +233,7 @@ class SimCluster:
             how=how,
             step=worker.completed,
             detail=how,
+            **found,
         )
 
     def _fence_attempt(self, action: act.FenceAttempt) -> None:
@@ -263,8 +275,8 @@ class SimCluster:
     def _read(self, action: act.ReadCommitted) -> None:
         self.read_s = self.now_s
         found = versions.newest(
-            self.memory.inventories(self.nodes.values(), self.now_s),
-            self.storage.newest(action.lineage),
+            quarantine.good(self.memory.inventories(self.nodes.values(), self.now_s), action.bad),
+            self.storage.newest(action.lineage, quarantine.in_storage(action.bad)),
             action.lineage,
             total_steps=self.rules.total_steps,
         )
@@ -285,7 +297,9 @@ class SimCluster:
         nodes = list(dict.fromkeys(node for _, node, _ in action.members))
         copies_of = versions.ring(nodes, self.tiers.copies)
         copiers = {node: tuple(name for name in nodes if node in copies_of[name]) for node in nodes}
-        self.attempts[action.attempt] = SimAttempt(action, copiers)
+        given = loading.begin(self, action)
+        self.monitor.given(action.attempt, given.sources())
+        self.attempts[action.attempt] = SimAttempt(action, copiers, given)
         for name, _, _ in action.members:
             self.at(self.wire_s(), self._enter, name, action.attempt)
 
@@ -307,21 +321,21 @@ class SimCluster:
         worker = self.workers.get(name)
         if worker is None or worker.attempt != attempt.number or worker.hung:
             return
-        if attempt.step and not self.can_load(attempt.resumed_from):
-            self.raise_in(attempt, worker, attempt.step + 1, "CheckpointCorruptError: simulated")
+        if not attempt.loading.is_done:
+            loading.load(self, attempt.loading, attempt.members)
+        if not attempt.loading.is_loaded:
+            self.leave(worker, "unloadable")
             return
         worker.formed = True
-        self.post(ev.WorkerFormed, attempt=attempt.number, worker=name)
+        damaged = attempt.loading.damaged.get(name, ())
+        self.post(ev.WorkerFormed, attempt=attempt.number, worker=name, damaged=damaged)
         attempt.formed.add(name)
         if len(attempt.formed) == len(attempt.members):
             self.at(self.step_s, self._step, attempt)
 
-    def can_load(self, version: tuple[int, int]) -> bool:
-        """Return whether a version is there, in memory or undamaged in storage."""
-        commit = self.storage.commits.get(version)
-        if commit is not None and not commit.damaged:
-            return True
-        return self.memory.holds(version, self.nodes.values(), self.now_s)
+    def is_damaged(self, node: str, arena: str, part: Part) -> bool:
+        """Return whether what is held there is not what was written."""
+        return part.source(node, arena) in self.damaged
 
     def present(self, attempt: SimAttempt) -> list[SimWorker] | None:
         """Return the members if all can take part in a collective, else None."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from orchestrator.core import events as ev
 from orchestrator.simulation.cluster import SimCluster
 from orchestrator.simulation.world import SimNode, SimWorker
+from workers.protocol import held_source, stored_source
 
 
 def _pick_worker(cluster: SimCluster) -> SimWorker | None:
@@ -138,6 +139,22 @@ def damage(cluster: SimCluster) -> None:
         commits[next(reversed(commits))].damaged = True
 
 
+def flip_bits(cluster: SimCluster) -> None:
+    """Bytes of the newest versions change where they lie, and nothing shows it."""
+    rng = cluster.rng
+    held = [
+        held_source(one.node, part.arena, part.held)
+        for one in cluster.memory.inventories(cluster.nodes.values(), cluster.now_s)
+        for part in one.parts
+    ]
+    stored = [stored_source(*version) for version in cluster.storage.commits]
+    newest = max((source[0] for source in held), default=0)
+    for sources in ([s for s in held if s[0] == newest], held, stored[-1:]):
+        if sources and cluster.chance(0.6):
+            num = rng.choice((1, 1, 2, len(sources)))
+            cluster.damaged.update(rng.sample(sources, k=min(num, len(sources))))
+
+
 def kill_keeper(cluster: SimCluster) -> None:
     """A keeper's process dies; living workers hand their arenas to the next one."""
     node = _pick_node(cluster)
@@ -185,6 +202,7 @@ FAULTS: tuple[Fault, ...] = (
     new_node,
     raise_once,
     damage,
+    flip_bits,
     kill_keeper,
     kill_controller,
 )

@@ -175,6 +175,8 @@ class History:
 
     def _fold(self, event: ev.Event) -> None:
         before = self.state
+        if isinstance(event, ev.WorkerLeft | ev.WorkerFormed):
+            self.monitor.told(event)
         self.state, actions = machine.step(before, event, rules=self.rules)
         self.num_events += 1
         state, cluster = self.state, self.cluster

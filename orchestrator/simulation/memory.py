@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from orchestrator.policies.versions import complete
 from orchestrator.simulation.world import SimNode, SimWorker
 from ucp_core.lineage import Lineage, counts
-from workers.protocol import Held, HeldPart, Inventory
+from workers.protocol import Held, HeldPart, Inventory, Source, held_source
 
 #: As ``workers.keeper.arena``.
 NUM_SLOTS = 3
@@ -26,6 +25,10 @@ class Part:
     attempt: int
     rank: int
     world_size: int
+
+    def source(self, node: str, arena: str) -> Source:
+        """Return it as a source, held in that arena."""
+        return held_source(node, arena, _held(self))
 
 
 class Memory:
@@ -109,13 +112,6 @@ class Memory:
             if (part.step, part.attempt) == version
         }
         return bool(found) and len(found) == next(iter(found)).world_size
-
-    def readable(
-        self, nodes: Iterable[SimNode], lineage: Lineage, now_s: float
-    ) -> list[tuple[int, int]]:
-        """Return (step, attempt) of what could be loaded now, newest first."""
-        versions = complete(self.inventories(nodes, now_s), lineage)
-        return [(version.step, version.attempt) for version in versions]
 
 
 def serves(node: SimNode, now_s: float) -> bool:

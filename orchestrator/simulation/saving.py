@@ -133,6 +133,8 @@ def _copy(
     if is_there and serves(cluster.nodes[copier], now_s):
         arena = f"{node.name}/{worker.name}"
         cluster.memory.write(copier, arena, part, attempt.lineage)
+        if cluster.is_damaged(node.name, worker.name, part):
+            cluster.damaged.add(part.source(copier, arena))
         if node.cut_off:
             # The controller could not reach it where it was.
             cluster.memory.grew_s = now_s
@@ -141,5 +143,8 @@ def _copy(
 def _store(cluster: SimCluster, attempt: SimAttempt, worker: SimWorker, part: Part) -> None:
     """Store a part that is still held, be its worker alive or not."""
     node = worker.node
-    if serves(node, cluster.now_s) and cluster.memory.has(node.name, worker.name, part):
+    is_there = cluster.memory.has(node.name, worker.name, part)
+    # What is stored is checked on its way.
+    is_whole = is_there and not cluster.is_damaged(node.name, worker.name, part)
+    if serves(node, cluster.now_s) and is_whole:
         _record(cluster, attempt, part.rank, part.step)

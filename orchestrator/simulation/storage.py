@@ -25,7 +25,9 @@ class Storage:
         """Land a version; doing it again changes nothing."""
         self.commits.setdefault((step, attempt), Commit(step, attempt, now_s))
 
-    def newest(self, lineage: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    def newest(
+        self, lineage: tuple[tuple[int, int], ...], bad_steps: frozenset[int] = frozenset()
+    ) -> tuple[int, int]:
         """Return (step, attempt) of the newest version that counts, (0, 0) if none does.
 
         A commit of attempt a counts if every later attempt resumed from its step or a later one.
@@ -37,6 +39,7 @@ class Storage:
             least = min(least, resume_step)
         best = (0, 0)
         for (step, attempt), commit in self.commits.items():
-            if not commit.damaged and step <= bound.get(attempt, -1):
+            is_out = commit.damaged or step in bad_steps
+            if not is_out and step <= bound.get(attempt, -1):
                 best = max(best, (step, attempt))
         return best

@@ -15,9 +15,16 @@ from orchestrator.core.actions import (
     RequestSlot,
     StartAttempt,
 )
+from orchestrator.core.events import WorkerFormed, WorkerLeft
+from orchestrator.policies import quarantine
+from orchestrator.policies.versions import complete
+from workers.protocol import Source, stored_source
 
 if TYPE_CHECKING:
     from orchestrator.simulation.cluster import SimCluster
+
+#: What so many attempts could not read is not to be tried again.
+_UNREAD_MAX = 2
 
 
 class Violation(AssertionError):  # noqa: N818  it is a finding, reported with its promise
@@ -48,6 +55,9 @@ class Monitor:
         self.last_left_s = 0.0
         self.found_damaged: set[tuple[int, int]] = set()
         self.cut_off: dict[int, bool] = {}
+        # What the machine was told of: damaged sources, and who could not read which.
+        self.told_damaged: set[Source] = set()
+        self.told_unread: dict[Source, set[int]] = {}
 
     @property
     def attempt(self) -> int:
@@ -87,6 +97,25 @@ class Monitor:
         require(list(action.lineage) == self.starts, "S3", f"lineage {action.lineage}")
         self.last_step = action.resume_step
 
+    def told(self, event: WorkerLeft | WorkerFormed) -> None:
+        """Note what the machine hears of sources."""
+        if event.attempt == self.attempt and event.worker not in self.kill_ordered:
+            self.told_damaged.update(event.damaged)
+            for source in event.unread if isinstance(event, WorkerLeft) else ():
+                self.told_unread.setdefault(source, set()).add(event.attempt)
+
+    def given(self, attempt: int, sources: list[Source]) -> None:
+        """Check what an attempt is to load from."""
+        for source in sources:
+            require(source not in self.told_damaged, "S6", f"{attempt} loads {source} again")
+            times = len(self.told_unread.get(source, ()))
+            require(times < _UNREAD_MAX, "S6", f"{attempt} tries {source} for ever")
+
+    def _left_out(self) -> list[Source]:
+        """Return what may be left out."""
+        unread = (source for source, by in self.told_unread.items() if len(by) >= _UNREAD_MAX)
+        return [*self.told_damaged, *unread]
+
     def _check_resume(self, cluster: SimCluster, action: StartAttempt) -> None:
         at = (action.resume_step, action.resume_attempt)
         commits, landed_s = cluster.storage.commits, cluster.memory.landed_s
@@ -100,7 +129,12 @@ class Monitor:
         require(not damaged or at not in self.found_damaged, "S6", f"loads {at} again")
         if damaged:
             self.found_damaged.add(at)
-        intact = {v: commit.landed_s for v, commit in commits.items() if not commit.damaged}
+        left_out = set(self._left_out())
+        intact = {
+            v: commit.landed_s
+            for v, commit in commits.items()
+            if not commit.damaged and stored_source(*v) not in left_out
+        }
         # Until the last member that could be reached was out, commits may have landed.
         in_time = [v for v in intact if intact[v] <= self.last_left_s and self.counts(*v)]
         in_time += [v for v in held if landed_s[v] <= self.last_left_s]
@@ -118,13 +152,15 @@ class Monitor:
         memory = cluster.memory
         if memory.grew_s >= cluster.read_s:
             return []
-        held = memory.readable(cluster.nodes.values(), self.starts, cluster.now_s)
-        return [version for version in held if version[0] < cluster.rules.total_steps]
+        inventories = memory.inventories(cluster.nodes.values(), cluster.now_s)
+        held = complete(quarantine.good(inventories, self._left_out()), self.starts)
+        return [(v.step, v.attempt) for v in held if v.step < cluster.rules.total_steps]
 
     def _check_lost(self, cluster: SimCluster, num_lost: int) -> None:
         """Check that a single fault costs at most one step while snapshots are protected."""
         self.num_lost_steps += num_lost
-        if num_lost > 1 and self.num_faults == 1 and cluster.tiers.loses_one_step:
+        is_single = self.num_faults == 1 and not cluster.damaged
+        if num_lost > 1 and is_single and cluster.tiers.loses_one_step:
             # Nothing protects an attempt on one node from the loss of that node.
             num_nodes = len(cluster.attempts[self.attempt].copiers)
             require(num_nodes == 1, "L3", f"one fault, {num_lost} steps lost")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.core.actions import StartAttempt
+from orchestrator.simulation.loading import Loading
 
 
 class SimNode:
@@ -68,21 +69,23 @@ class SimAttempt:
         "durable",
         "formed",
         "lineage",
+        "loading",
         "members",
         "num_uncopied",
         "number",
         "records",
-        "resumed_from",
         "step",
         "storing_until_s",
         "yielding",
     )
 
-    def __init__(self, action: StartAttempt, copiers: dict[str, tuple[str, ...]]) -> None:
+    def __init__(
+        self, action: StartAttempt, copiers: dict[str, tuple[str, ...]], loading: Loading
+    ) -> None:
         self.number = action.attempt
         self.members = [worker for worker, _, _ in action.members]
         self.lineage = action.lineage
-        self.resumed_from = (action.resume_step, action.resume_attempt)
+        self.loading = loading
         self.step = action.resume_step
         self.arrived: set[str] = set()
         self.formed: set[str] = set()

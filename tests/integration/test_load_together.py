@@ -19,9 +19,9 @@ from ucp_core.storage import LocalStore, ReadRange
 from workers.keeper.watch import page_path
 from workers.parallel.state import HostBuffer, StateEntry
 from workers.progress import ProgressPage
-from workers.protocol import Assignment
+from workers.protocol import Assignment, FoundBad
 from workers.train.context import WorkerContext
-from workers.train.restoring import restore
+from workers.train.restoring import UnloadableSignal, restore
 from workers.train.settings import CheckpointSettings, Settings
 from workers.train.sharing import GroupTransport
 
@@ -95,8 +95,8 @@ def _context(place: Place, store: LocalStore) -> WorkerContext:
     )
 
 
-def _restore(place: Place) -> tuple[int, int, int, bool]:
-    """Restore as one of 2 replicas x 2 shards; the newest version is damaged for one of them."""
+def _restore(place: Place) -> tuple[int, list[FoundBad], int, bool]:
+    """Restore as one of 2 replicas x 2 shards: the newest version, and then the one before."""
     dist.init_process_group(
         "gloo",
         store=dist.TCPStore("127.0.0.1", place.port),
@@ -120,32 +120,38 @@ def _restore(place: Place) -> tuple[int, int, int, bool]:
             )
             for tensor in held
         ]
-        restored = restore(
-            Assignment(
-                attempt=2,
-                rank=place.rank,
-                layout=ParallelLayout(dp_replicate=2, dp_shard=2),
-                store_host="127.0.0.1",
-                store_port=place.port,
-                resume_step=2,
-                resume_attempt=1,
-                lineage=((1, 0), (2, 2)),
-            ),
-            lambda: entries,
-            context=_context(place, store),
-            buffer=HostBuffer(),
-            device=torch.device("cpu"),
-            replicas=groups[place.rank % 2],
-        )
+        context = _context(place, store)
+        unloadable: list[FoundBad] = []
+        for attempt, resume_step in ((2, 2), (3, 1)):
+            try:
+                restored = restore(
+                    Assignment(
+                        attempt=attempt,
+                        rank=place.rank,
+                        layout=ParallelLayout(dp_replicate=2, dp_shard=2),
+                        store_host="127.0.0.1",
+                        store_port=place.port,
+                        resume_step=resume_step,
+                        resume_attempt=1,
+                        lineage=((1, 0),),
+                    ),
+                    lambda: entries,
+                    context=context,
+                    buffer=HostBuffer(),
+                    device=torch.device("cpu"),
+                    replicas=groups[place.rank % 2],
+                )
+            except UnloadableSignal as signal:
+                unloadable.append(signal.found)
         expected = _state(7)[place.rank % 2 :: 2]
         good = all(a.data == b.data for a, b in zip(held, expected, strict=True))
-        return restored.step, len(restored.skipped), store.read_bytes, good
+        return restored.step, unloadable, store.read_bytes, good
     finally:
         dist.destroy_process_group()
 
 
-def test_replicas_restore_together_and_fall_back_together(tmp_path: Path) -> None:
-    """One damaged byte is met by one rank of one pair: all of them take the older version."""
+def test_replicas_restore_together_or_not_at_all(tmp_path: Path) -> None:
+    """One damaged byte is met by one rank of one pair: it alone says that it is damaged."""
     for step, value in ((1, 7), (2, 8)):
         directory = tmp_path / f"checkpoints/step-{step:08d}"
         for rank in range(2):
@@ -172,7 +178,8 @@ def test_replicas_restore_together_and_fall_back_together(tmp_path: Path) -> Non
     with running(_restore, NUM_RANKS, tmp_path) as ranks:
         results = ranks.results()
 
-    assert [(step, skipped, good) for step, skipped, _, good in results] == [(1, 1, True)] * 4
+    assert [(step, len(found), good) for step, found, _, good in results] == [(1, 1, True)] * 4
+    assert sum(bool(found[0].damaged) for _, found, _, _ in results) == 1
     # Two versions, of each of which a replica reads half of its shard.
     share_bytes = LAYERS // 2 * ROWS * COLUMNS * 4 / 2
     assert max(read for _, _, read, _ in results) <= 2 * share_bytes + (4 << 20)

@@ -21,7 +21,7 @@ from tests.support.attempts import (
 )
 from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
-from workers.protocol import Completed, Fenced, PeerLost, Raised, Yielded
+from workers.protocol import Completed, Fenced, PeerLost, Raised, Unloadable, Yielded
 from workers.train.settings import (
     DataSettings,
     Settings,
@@ -137,7 +137,7 @@ def test_a_fenced_worker_writes_nothing_more(run: Run, text: DataSettings) -> No
     assert times_of(run, "a0001-*") == written
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_older_one_on_every_rank(
+def test_a_damaged_checkpoint_is_loaded_by_no_rank_and_told_by_who_needs_it(
     run: Run, text: DataSettings
 ) -> None:
     """Only the rank that needs the damaged bytes sees the damage."""
@@ -147,14 +147,15 @@ def test_a_damaged_checkpoint_gives_way_to_the_older_one_on_every_rank(
     content[100] ^= 1
     file.write_bytes(content)
 
-    left = run.train(settings(text, steps=4), num_workers=2, resume=(3, 1))
+    outcomes = [one.outcome for one in run.train(settings(text), num_workers=2, resume=(3, 1))]
 
-    assert [one.outcome for one in left] == [Completed(attempt=2, step=4)] * 2
-    steps = [line["step"] for line in lines(run) if line["attempt"] == 2]
+    assert [type(outcome) for outcome in outcomes] == [Unloadable] * 2
+    by_rank = [outcome.found for outcome in outcomes if isinstance(outcome, Unloadable)]
+    assert [found.damaged for found in by_rank] == [(), ((3, 1, "", "", 0, 0),)]
+    assert by_rank[1].reasons[0].startswith("step-00000003: ChecksumMismatchError")
+    finish(run, settings(text, steps=4), num_workers=2, resume=(2, 1))
+    steps = [line["step"] for line in lines(run) if line["attempt"] == 3]
     assert steps == [3, 4]
-    (load,) = lines(run, "metrics/loads.jsonl")
-    assert load["step"] == 2
-    assert load["skipped"][0][0] == "step-00000003"
 
 
 def test_an_attempt_that_resumes_from_the_last_step_still_ends_the_run(

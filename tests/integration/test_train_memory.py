@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from orchestrator.policies.quarantine import on_node
 from tests.support import train_late_state
 from tests.support.attempts import (
     finish,
@@ -30,7 +31,14 @@ from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint, LocalTensor, load, open_checkpoint
 from ucp_core.storage import LocalStore
 from workers.keeper.door import door_path, open_arena
-from workers.protocol import Completed, KeeperOrder, MemoryPart, Yielded
+from workers.protocol import (
+    Completed,
+    KeeperOrder,
+    MemoryPart,
+    Unloadable,
+    Yielded,
+    held_source,
+)
 from workers.snapshot.sources import MemorySources
 from workers.train.settings import CheckpointSettings, DataSettings, Settings, SnapshotSettings
 
@@ -246,39 +254,45 @@ def test_a_flipped_bit_is_found_and_the_copy_on_another_node_is_loaded(
 
     assert [one.outcome for one in left] == [Completed(attempt=2, step=step + 2)] * 2
     assert all(dict(one.sources)["peer memory"] for one in left)
-    (told,) = lines(run, "metrics/loads.jsonl")
-    assert told["step"] == step
-    assert any("damaged" in why for _, why in told["skipped"])
+    assert all("damaged" in line for one in left for line in one.skipped)
+    assert all(one.skipped for one in left)
 
 
 @pytest.mark.timeout(120)
-def test_a_damaged_version_without_a_copy_gives_way_to_storage(
+def test_a_damaged_version_without_a_copy_is_loaded_by_no_rank(
     run: Run, text: DataSettings, make_nodes: MakeNodes
 ) -> None:
-    """Only one rank's part is damaged; all ranks have to go back together."""
+    """Only one rank's part is damaged; all have to leave, and the older version is still whole."""
     chosen = rarely_stored(text, steps=10_000)
     (node,) = make_nodes(chosen)
-    stored = leave(run, chosen, after=3, durable=True, num_workers=2)
-    _, memory = newest([node])
-    step = leave(
-        run, chosen, after=3, durable=False, num_workers=2, resume=(stored, 1), memory=memory
-    )
+    step = leave(run, chosen, after=3, durable=False, num_workers=2)
     (resume, memory) = newest([node])
-    assert resume == (step, 2)
+    assert resume == (step, 1)
     place = next(place for place in memory if place.held.rank == 1)
     arena = open_arena(door_path(node.directory), place.arena)
     body = np.frombuffer(arena.body(place.held.slot), np.uint8)
     body[: place.held.data_bytes] ^= 1
+    bad = held_source(node.node, place.arena, place.held)
+    left = run.train(chosen, num_workers=2, resume=resume, memory=memory)
+
+    outcomes = [one.outcome for one in left]
+    assert [type(outcome) for outcome in outcomes] == [Unloadable] * 2
+    found = {
+        source for one in outcomes if isinstance(one, Unloadable) for source in one.found.damaged
+    }
+    assert found == {bad}
+    order = KeeperOrder(attempt=3, lineage=run.lineage, copies_of=(), bad=on_node(found, node.node))
+    node.order(order)
+    (older, memory) = newest([node])
+    assert 0 < older[0] < step
     left = run.train(
         replace(chosen, train=replace(chosen.train, steps=step)),
         num_workers=2,
-        resume=resume,
+        resume=older,
         memory=memory,
     )
-
     assert [one.outcome for one in left] == [Completed(attempt=3, step=step)] * 2
-    assert next(line["step"] for line in lines(run) if line["attempt"] == 3) == stored + 1
-    assert all(dict(one.sources)["storage"] for one in left)
+    assert next(line["step"] for line in lines(run) if line["attempt"] == 3) == older[0] + 1
 
 
 @pytest.mark.timeout(120)

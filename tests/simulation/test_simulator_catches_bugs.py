@@ -103,6 +103,12 @@ def _keep_slots_of_lost_nodes(turn: Turn, number: int) -> None:
     fleet.drop_slot(turn, number)
 
 
+def _take_what_was_being_read(turn: Turn, *found: Any) -> None:
+    number, was_seen = turn.draft.read_bad_from, turn.draft.read_seen
+    _LEAVE_OUT(turn, *found)
+    turn.draft.read_bad_from, turn.draft.read_seen = number, was_seen
+
+
 def _never_look(*_: Any) -> None:
     """Do nothing where a bound, an event or a restart should have been handled."""
 
@@ -169,11 +175,16 @@ BUGS = {
     "takes fenced snapshots for history": Bug(
         versions, "counts", _forget_the_lineage, ("S3",), first_seed=3000
     ),
+    "loads what is bad again": Bug(recovery, "leave_out", _never_look, ("S6",)),
+    "loads what was read before it was known to be bad": Bug(
+        recovery, "leave_out", _take_what_was_being_read, ("S6",)
+    ),
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }
 
 _PROCEED = recovery.proceed
 _ALL_LEFT = planned.all_left
+_LEAVE_OUT = recovery.leave_out
 _KNOWN_IS_FINAL = recovery._known_is_final
 _WAIT = formation.wait
 

@@ -47,6 +47,7 @@ class Left:
     outcome: Outcome
     formed: bool
     sources: tuple[tuple[str, int], ...]
+    skipped: tuple[str, ...]
     num_fds: int
     num_threads: int
 
@@ -191,6 +192,7 @@ class _Worker:
                     outcome=outcome,
                     formed=self._formed is not None,
                     sources=self._formed.sources if self._formed is not None else (),
+                    skipped=self._formed.found.reasons if self._formed is not None else (),
                     num_fds=_num_entries("/proc/self/fd"),
                     num_threads=_num_entries("/proc/self/task"),
                 )

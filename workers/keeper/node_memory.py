@@ -132,6 +132,7 @@ class NodeMemory:
         if order.attempt < self._shelf.attempt:
             return False
         self._shelf.fence(order.attempt, order.lineage)
+        self._shelf.quarantine(order.bad)
         return True
 
     def obey(self, order: KeeperOrder) -> None:

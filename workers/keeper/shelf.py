@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from workers.errors import ArenaError
@@ -185,6 +186,24 @@ class Shelf:
             }
             self.attempt, self.lineage = attempt, tuple(lineage)
         self.tell_pins()
+
+    def quarantine(self, bad: Iterable[tuple[str, int, int]]) -> None:
+        """Hold a version no longer that could not be loaded: nobody is offered it any more.
+
+        Args:
+            bad: ``(arena, slot, sequence)`` of each; what is in the slot by now is not meant.
+        """
+        has_changed = False
+        for name, slot, sequence in bad:
+            arena = self.find(name)
+            held = arena.held(slot) if arena is not None else None
+            if arena is not None and held is not None and held.sequence == sequence:
+                with contextlib.suppress(ValueError):
+                    # Another thread may let go of the arena.
+                    arena.quarantine(held)
+                has_changed = True
+        if has_changed:
+            self.tell()
 
     def note_listed(self, node: str, names: Collection[str]) -> None:
         """Take note of what another node has to copy; () once it is not followed any more."""

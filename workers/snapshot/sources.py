@@ -16,12 +16,17 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from ucp_core.checkpoint import Checkpoint
-from ucp_core.errors import CheckpointNotFoundError, StorageError, UcpError
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    StorageError,
+    UcpError,
+)
 from workers.errors import ArenaError, ParityError
 from workers.keeper.arena import Arena
 from workers.keeper.door import door_path, open_arena
 from workers.keeper.wire import RemotePart, WireClient
-from workers.protocol import Held, MemoryPart
+from workers.protocol import Held, MemoryPart, Source, held_source
 from workers.snapshot.blame import damaged
 from workers.snapshot.parity_part import lost_parts, read_record
 from workers.snapshot.tier import LocalPart, MemoryTier, Part, open_version
@@ -48,6 +53,9 @@ class MemorySources:
 
     Attributes:
         skipped: ``(which part, why)`` of the holders that failed.
+        damaged: Those of them whose bytes are not the bytes that were written.
+        unread: The others of them, and all holders of a version whose parts contradict each
+            other: which of them is bad is not known.
         taken_bytes: Bytes that were read of the version that was loaded, by kind of source.
     """
 
@@ -61,6 +69,8 @@ class MemorySources:
         self._arenas: dict[str, Arena] = {}
         self._clients: dict[tuple[str, int], WireClient] = {}
         self.skipped: list[tuple[str, str]] = []
+        self.damaged: list[Source] = []
+        self.unread: list[Source] = []
         self.taken_bytes: Counter[str] = Counter()
 
     def load(self, fill: Callable[[Checkpoint], _T]) -> _T:
@@ -173,6 +183,7 @@ class MemorySources:
         elif chosen.parities and (part is not None or isinstance(error, ParityError)):
             self._blame_parities(chosen, error)
         else:
+            self.unread += map(_source, _places(every))
             raise error
 
     def _blame_parities(self, chosen: _Chosen, error: UcpError | ParityError) -> None:
@@ -196,9 +207,10 @@ class MemorySources:
             self.skipped.append((name, f"{type(error).__name__}: {error}"))
             log.warning("snapshot_skipped", extra={"part": name, "reason": str(error)})
         # A node that does not answer is not asked for its other parts: each would take as long.
-        self._left = [
-            place for place in self._left if place not in places and place.node not in away
-        ]
+        lost = [place for place in self._left if place in places or place.node in away]
+        self._left = [place for place in self._left if place not in lost]
+        is_damaged = isinstance(error, CheckpointCorruptError)
+        (self.damaged if is_damaged else self.unread).extend(map(_source, lost))
 
 
 @dataclass(slots=True, eq=False)
@@ -258,6 +270,10 @@ def _behind(
 def _places(parts: Iterable[_Watched]) -> list[MemoryPart]:
     """Return where parts are, each once; what is computed is nowhere."""
     return list(dict.fromkeys(part.place for part in parts if part.place is not None))
+
+
+def _source(place: MemoryPart) -> Source:
+    return held_source(place.node, place.arena, place.held)
 
 
 def _is_silence(error: Exception) -> bool:

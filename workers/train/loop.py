@@ -27,6 +27,7 @@ from workers.protocol import (
     Outcome,
     PeerLost,
     Raised,
+    Unloadable,
     WorkerPhase,
     Yielded,
 )
@@ -34,6 +35,7 @@ from workers.snapshot.writing import SnapshotMemory
 from workers.train.boundary import YieldSignal
 from workers.train.context import WorkerContext
 from workers.train.lm import train_language_model
+from workers.train.restoring import UnloadableSignal
 from workers.train.script import Task, load_task
 from workers.train.session import Session
 
@@ -90,6 +92,9 @@ class _Attempt:
             return self._train(task)
         except YieldSignal as signal:
             return Yielded(attempt=attempt, step=signal.step)
+        except UnloadableSignal as signal:
+            step = self._assignment.resume_step
+            return Unloadable(attempt=attempt, step=step, found=signal.found)
         except (Exception, SystemExit) as error:  # noqa: BLE001  the edge: it becomes an outcome
             return self._outcome_of(error)
         finally:

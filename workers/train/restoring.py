@@ -1,47 +1,51 @@
-"""Load the state that an attempt resumes from; a damaged version gives way to the next older.
+"""Load the state that an attempt resumes from, or find out why that is not possible.
 
-From the memory of keepers first, if the version is held there, then from storage. All ranks load
-the same version: after each try they agree whether all of them could, and if one could not, all
-try the next source, and then the next older version in storage, which rank 0 names. Nothing
-damaged is deleted. Replicas read disjoint shares from storage and exchange them, where that is
-faster than reading.
+The controller has chosen a version and said where it is: in the memory of keepers, or in
+storage. All ranks load it or none does. A holder of a part that is bad gives way to the next
+holder of the same part; where none is left, the attempt ends on every rank, and whoever found
+something bad says what it was. The controller then chooses from what is left. Nothing is deleted.
+
+Replicas read disjoint shares from storage and exchange them, where that is faster than reading.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from ucp_core.checkpoint import (
-    Checkpoint,
-    checkpoint_name,
-    find_committed,
-    load,
-    open_checkpoint,
-)
+from ucp_core.checkpoint import Checkpoint, checkpoint_name, load, open_checkpoint
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.exchange import load_together
 from ucp_core.storage import LocalStore, Store
 from ucp_core.storage.base import join
+from workers.collectives import GroupError
 from workers.parallel.state import HostBuffer, StateEntry
-from workers.protocol import Assignment
+from workers.protocol import Assignment, FoundBad, stored_source
 from workers.snapshot.sources import MemorySources
 from workers.train.agreement import all_agree
 from workers.train.context import WorkerContext
 from workers.train.sharing import GroupTransport
 from workers.train.storing import CHECKPOINTS
 
-__all__ = ["STORAGE", "Restored", "restore"]
+__all__ = ["STORAGE", "Restored", "UnloadableSignal", "restore"]
 
 #: A kind of source, beside those of ``workers.snapshot.sources``.
 STORAGE: Final = "storage"
 
 log = logging.getLogger(__name__)
+
+
+class UnloadableSignal(BaseException):
+    """A rank could not load the version, so all ranks leave; ``found`` is what this one found."""
+
+    def __init__(self, found: FoundBad) -> None:
+        super().__init__("; ".join(found.reasons) or "another rank could not load the version")
+        self.found = found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +55,14 @@ class Restored:
     Attributes:
         step: Training goes on after this step; 0 if there was nothing to load.
         extra: The small named values of the checkpoint.
-        skipped: ``(name, reason)`` of what this rank could not load: versions, or parts of one in
-            memory that it then took from another holder.
         sources: ``(kind of source, bytes)`` of what was loaded.
+        found: What this rank found bad, and took from another holder.
     """
 
     step: int
     extra: dict[str, Any]
-    skipped: tuple[tuple[str, str], ...]
     sources: tuple[tuple[str, int], ...] = ()
+    found: FoundBad = field(default_factory=FoundBad)
 
 
 def restore(
@@ -71,55 +74,55 @@ def restore(
     device: torch.device,
     replicas: dist.ProcessGroup | None = None,
 ) -> Restored:
-    """Fill the state in place from the newest version that every rank can read.
+    """Fill the state in place from the version that the attempt resumes from.
 
     Every rank of the attempt calls it. Blocks for the slowest.
 
     Args:
-        assignment: Says which version to begin with.
+        assignment: Says which version, and where it is.
         entries: Called once there is something to load; returns what to fill.
         context: The worker: where its run directory and its keeper are.
         buffer: Host memory for what is on a device.
         device: Where collectives take their tensors.
         replicas: The ranks that hold the same state as this one, if there are others.
+
+    Raises:
+        UnloadableSignal: On every rank, if one could not load it.
     """
     if not assignment.resume_step:
-        return Restored(step=0, extra={}, skipped=())
+        return Restored(step=0, extra={})
     target = _Target(entries(), buffer, context.settings.checkpoint.threads)
-    skipped: list[tuple[str, str]] = []
     if assignment.memory:
-        restored = _from_memory(assignment, target, context, device, skipped)
-        if restored is not None:
-            return restored
-    return _from_storage(assignment, target, context, device, replicas, skipped)
+        return _from_memory(assignment, target, context, device)
+    return _from_storage(assignment, target, context, device, replicas)
 
 
 def _from_memory(
-    assignment: Assignment,
-    target: _Target,
-    context: WorkerContext,
-    device: torch.device,
-    skipped: list[tuple[str, str]],
-) -> Restored | None:
-    """Load from keepers; return None, on every rank, if a rank could not."""
+    assignment: Assignment, target: _Target, context: WorkerContext, device: torch.device
+) -> Restored:
     sources = MemorySources(
         assignment.memory, node=context.node, keeper_directory=context.keeper_directory
     )
-    reason, extra = "", {}
+    reasons: tuple[str, ...] = ()
+    extra: dict[str, Any] = {}
     try:
         extra = sources.load(target.fill_from)
     except UcpError as error:
-        reason = _said(error)
+        reasons = (_said(error),)
     finally:
         sources.close()
-    skipped += sources.skipped
-    step = assignment.resume_step
-    if all_agree(not reason, device):
-        taken = tuple(sorted(sources.taken_bytes.items()))
-        return Restored(step=step, extra=extra, skipped=tuple(skipped), sources=taken)
-    skipped.append((f"step {step} in memory", reason or "another rank could not load it"))
-    log.warning("memory_skipped", extra={"step": step, "reason": skipped[-1][1]})
-    return None
+    found = FoundBad(
+        damaged=tuple(sources.damaged),
+        unread=tuple(sources.unread),
+        reasons=(*(f"{what}: {why}" for what, why in sources.skipped), *reasons),
+    )
+    _leave_unless_all(not reasons, found, device)
+    return Restored(
+        step=assignment.resume_step,
+        extra=extra,
+        sources=tuple(sorted(sources.taken_bytes.items())),
+        found=found,
+    )
 
 
 def _from_storage(
@@ -128,55 +131,72 @@ def _from_storage(
     context: WorkerContext,
     device: torch.device,
     replicas: dist.ProcessGroup | None,
-    skipped: list[tuple[str, str]],
 ) -> Restored:
     store = context.store
     transport = None
     # What is on this machine, or mounted, comes faster from there than from a neighbour.
     if replicas is not None and store.request_bytes > LocalStore.request_bytes:
         transport = GroupTransport(replicas, device)
-    checkpoints = join(context.directory, CHECKPOINTS)
-    step, attempt = assignment.resume_step, assignment.resume_attempt
-    bad: set[str] = set()
-    while step > 0:
-        name = checkpoint_name(step)
-        checkpoint, reason = _opened(store, join(checkpoints, name), step=step, attempt=attempt)
-        extra: dict[str, Any] = {}
-        size_bytes = 0
-        # Nobody may wait for the share of a rank that has nothing to load from.
-        if transport is not None and not all_agree(not reason, device):
-            reason = reason or "another rank could not open it"
-        if checkpoint is not None and not reason:
-            try:
-                size_bytes = target.fill(checkpoint, transport)
-                extra = checkpoint.extra
-            except UcpError as error:
-                reason = _said(error)
-        if all_agree(not reason, device):
-            sources = ((STORAGE, size_bytes),)
-            return Restored(step=step, extra=extra, skipped=tuple(skipped), sources=sources)
-        skipped.append((name, reason or "another rank could not load it"))
-        log.warning("checkpoint_skipped", extra={"step": step, "reason": skipped[-1][1]})
-        bad.add(name)
-        step, attempt = _next_older(assignment, store, checkpoints, frozenset(bad), device)
-    return Restored(step=0, extra={}, skipped=tuple(skipped))
-
-
-def _opened(
-    store: Store, directory: str, *, step: int, attempt: int
-) -> tuple[Checkpoint | None, str]:
-    """Return the checkpoint, or why it cannot be loaded."""
+    extra: dict[str, Any] = {}
+    size_bytes, found = 0, FoundBad()
+    checkpoint = None
     try:
-        checkpoint = open_checkpoint(store, directory)
+        checkpoint = _opened(store, join(context.directory, CHECKPOINTS), assignment)
     except UcpError as error:
-        return None, _said(error)
-    if (checkpoint.step, checkpoint.attempt) != (step, attempt):
-        other = CheckpointCorruptError(
-            f"{directory} holds step {checkpoint.step} of attempt {checkpoint.attempt}, expected "
-            f"step {step} of attempt {attempt}"
+        found = _found(assignment, error)
+    if transport is not None:
+        # Nobody may wait for the share of a rank that has nothing to load from.
+        _leave_unless_all(checkpoint is not None, found, device)
+    if checkpoint is not None:
+        try:
+            size_bytes = target.fill(checkpoint, transport)
+            extra = checkpoint.extra
+        except UcpError as error:
+            found = _found(assignment, error)
+    _leave_unless_all(not found.reasons, found, device)
+    return Restored(step=assignment.resume_step, extra=extra, sources=((STORAGE, size_bytes),))
+
+
+def _opened(store: Store, checkpoints: str, assignment: Assignment) -> Checkpoint:
+    directory = join(checkpoints, checkpoint_name(assignment.resume_step))
+    checkpoint = open_checkpoint(store, directory)
+    found = (checkpoint.step, checkpoint.attempt)
+    if found != (assignment.resume_step, assignment.resume_attempt):
+        raise CheckpointCorruptError(
+            f"{directory} holds step {found[0]} of attempt {found[1]}, expected step "
+            f"{assignment.resume_step} of attempt {assignment.resume_attempt}"
         )
-        return None, _said(other)
-    return checkpoint, ""
+    return checkpoint
+
+
+def _found(assignment: Assignment, error: UcpError) -> FoundBad:
+    """Return what an error says of the version in storage: what is missing is as bad as damage."""
+    source = (stored_source(assignment.resume_step, assignment.resume_attempt),)
+    reasons = (f"{checkpoint_name(assignment.resume_step)}: {_said(error)}",)
+    if "peer" in error.facts:
+        # That rank says what it is; on the way from there nothing in storage is damaged.
+        return FoundBad(reasons=reasons)
+    if isinstance(error, CheckpointCorruptError) or error.facts.get("missing"):
+        return FoundBad(damaged=source, reasons=reasons)
+    return FoundBad(unread=source, reasons=reasons)
+
+
+def _leave_unless_all(
+    loaded: bool,  # noqa: FBT001  as ``all_agree``
+    found: FoundBad,
+    device: torch.device,
+) -> None:
+    """Return if every rank has loaded, so far; else leave, each with what it found."""
+    try:
+        agreed = all_agree(loaded, device)
+    except (GroupError, dist.DistError):
+        if loaded:
+            raise
+        # The others heard of it, left, and were fenced before this one heard of them.
+        agreed = False
+    if not agreed:
+        log.warning("not_loaded", extra={"reasons": found.reasons})
+        raise UnloadableSignal(found)
 
 
 def _said(error: UcpError) -> str:
@@ -216,20 +236,3 @@ class _Target:
         """Load; return the small named values."""
         self.fill(checkpoint)
         return checkpoint.extra
-
-
-def _next_older(
-    assignment: Assignment,
-    store: Store,
-    checkpoints: str,
-    exclude: frozenset[str],
-    device: torch.device,
-) -> tuple[int, int]:
-    version = torch.zeros(2, dtype=torch.int64, device=device)
-    if assignment.rank == 0:
-        found = find_committed(store, checkpoints, lineage=assignment.lineage, exclude=exclude)
-        if found is not None:
-            version = torch.tensor([found.step, found.attempt], device=device)
-    dist.broadcast(version, src=0)
-    step, attempt = version.tolist()
-    return step, attempt

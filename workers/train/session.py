@@ -36,7 +36,7 @@ from workers.train.evaluation import mean_over_samples
 from workers.train.parts import Parts
 from workers.train.quotas import Schedule, schedule
 from workers.train.reduction import Reduction, use_all_to_all, use_tree
-from workers.train.restoring import restore
+from workers.train.restoring import Restored, restore
 from workers.train.settings import Settings
 from workers.train.step import Step
 from workers.train.storing import Storing
@@ -44,7 +44,6 @@ from workers.train.storing import Storing
 __all__ = ["Initialise", "Session"]
 
 VALIDATION: Final = "metrics/validation.jsonl"
-LOADS: Final = "metrics/loads.jsonl"
 
 Initialise = Callable[[str, tuple[int, ...]], Tensor]
 
@@ -166,13 +165,14 @@ class Session:
             state=SteadyState(self._pieces, parameters, optimizer, replica=self._mesh.replica > 0),
         )
         began_s = time.monotonic()
-        sources = self._load(self._parts)
+        restored = self._load(self._parts)
         self._context.page.resumed(self.step)
         self._context.on_formed(
             Formed(
                 attempt=self._assignment.attempt,
                 load_s=time.monotonic() - began_s,
-                sources=sources,
+                sources=restored.sources,
+                found=restored.found,
             )
         )
         return optimizer
@@ -290,8 +290,8 @@ class Session:
             fixed_tree=self.settings.train.deterministic,
         )
 
-    def _load(self, parts: Parts) -> tuple[tuple[str, int], ...]:
-        """Put state into place; return where from, and how many bytes."""
+    def _load(self, parts: Parts) -> Restored:
+        """Put state into place; return what was loaded, and where from."""
 
         def to_fill() -> Sequence[StateEntry]:
             parts.prime()
@@ -313,10 +313,7 @@ class Session:
         else:
             parts.optimizer.state.clear()
         self._fill(parts)
-        if restored.skipped and self.rank == 0:
-            skipped = [list(entry) for entry in restored.skipped]
-            self._storing.append(LOADS, self._boundary.line(self.step, skipped=skipped))
-        return restored.sources
+        return restored
 
     def _fill(self, parts: Parts) -> None:
         """Give the parts that no checkpoint holds their value: buffers, and at step 0 weights."""

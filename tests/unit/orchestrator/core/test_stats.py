@@ -69,6 +69,7 @@ def test_an_incident_has_every_phase_on_the_clock() -> None:
         "t_load_s": 9.5,
         "t_first_step_s": 10.0,
         "sources": {"storage": 1000},
+        "skipped": [],
     }
     assert incident.recovery_s == pytest.approx(1.6)
 

@@ -13,7 +13,7 @@ from ucp_core.checkpoint import Checkpoint, load
 from ucp_core.errors import CheckpointNotFoundError, UncoveredRegionError
 from workers.keeper.door import Door, Shelf, door_path
 from workers.keeper.wire import WireServer
-from workers.protocol import MemoryPart
+from workers.protocol import MemoryPart, Source, held_source
 from workers.snapshot.sources import LOCAL_MEMORY, PEER_MEMORY, MemorySources
 
 SECRET = b"of this keeper"
@@ -48,6 +48,11 @@ class Keeper:
         assert arena is not None
         size_bytes = part.held.data_bytes + part.held.record_bytes
         arena.body(part.held.slot)[byte % size_bytes] ^= 16
+
+    def source(self, rank: int) -> Source:
+        """Return what is held of a rank as a source."""
+        part = self.parts[rank]
+        return held_source(part.node, part.arena, part.held)
 
     def overwrite(self, rank: int) -> None:
         """Begin another version where the part of a rank is."""
@@ -127,6 +132,8 @@ def test_damaged_bytes_are_taken_from_the_next_holder(keeper: MakeKeeper, byte: 
     ((name, reason),) = found.skipped
     assert name == "step 3 of rank 1 in the memory of node a"
     assert "damaged" in reason or "crc32" in reason
+    assert found.damaged == [near.source(1)]
+    assert found.unread == []
     assert set(found.taken_bytes) == {LOCAL_MEMORY, PEER_MEMORY}
 
 
@@ -140,6 +147,7 @@ def test_a_part_that_is_written_over_is_taken_from_the_next_holder(keeper: MakeK
 
     assert len(found.skipped) == 2
     assert all("overwritten" in reason for _, reason in found.skipped)
+    assert found.damaged == []
 
 
 def test_a_node_that_does_not_answer_is_not_asked_again(keeper: MakeKeeper) -> None:
@@ -152,6 +160,8 @@ def test_a_node_that_does_not_answer_is_not_asked_again(keeper: MakeKeeper) -> N
 
     ((name, _),) = found.skipped
     assert name.endswith("node b")
+    assert found.damaged == []
+    assert set(found.unread) == {far.source(0), far.source(1)}
 
 
 def test_a_door_without_a_keeper_is_one_source_less(keeper: MakeKeeper) -> None:
@@ -176,6 +186,7 @@ def test_when_no_holder_is_left_that_is_said(keeper: MakeKeeper) -> None:
         found.load(read)
 
     assert len(found.skipped) == 1
+    assert found.damaged == [near.source(0)]
 
 
 def test_an_error_that_is_nobodys_fault_ends_it(keeper: MakeKeeper) -> None:
@@ -184,8 +195,9 @@ def test_an_error_that_is_nobodys_fault_ends_it(keeper: MakeKeeper) -> None:
     def fill(_: Checkpoint) -> None:
         raise UncoveredRegionError("nobody holds what is needed")
 
-    with (
-        closing(sources(keeper("a", (0, 1)))) as found,
-        pytest.raises(UncoveredRegionError),
-    ):
+    near = keeper("a", (0, 1))
+    with closing(sources(near)) as found, pytest.raises(UncoveredRegionError):
         found.load(fill)
+
+    assert found.damaged == []
+    assert set(found.unread) == {near.source(0), near.source(1)}

@@ -1,0 +1,70 @@
+"""What must not be loaded from any more: pure rules about sources that workers found bad.
+
+A source is a slot in the memory of one keeper, or a version in storage (``workers.protocol``).
+One that is bad is left out of every later answer to what a run can resume from, for as long as
+its version counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from ucp_core.lineage import Lineage, counts
+from workers.protocol import Inventory, Source, held_source
+
+__all__ = ["described", "good", "in_storage", "on_node", "still_bad"]
+
+
+def good(inventories: Iterable[Inventory], bad: Sequence[Source]) -> list[Inventory]:
+    """Return what keepers hold without what is bad."""
+    if not bad:
+        return list(inventories)
+    left_out = frozenset(bad)
+    return [
+        replace(
+            inventory,
+            parts=tuple(
+                part
+                for part in inventory.parts
+                if held_source(inventory.node, part.arena, part.held) not in left_out
+            ),
+            parities=tuple(
+                parity
+                for parity in inventory.parities
+                if held_source(inventory.node, parity.arena, parity.held) not in left_out
+            ),
+        )
+        for inventory in inventories
+    ]
+
+
+def in_storage(bad: Iterable[Source]) -> frozenset[int]:
+    """Return the steps whose version in storage is bad.
+
+    The step is enough: storage has one version of a step, and where a later attempt writes the
+    step again, the bad one counts no more (``still_bad``).
+    """
+    return frozenset(step for step, _, node, *_ in bad if not node)
+
+
+def on_node(bad: Iterable[Source], node: str) -> tuple[tuple[str, int, int], ...]:
+    """Return ``(arena, slot, sequence)`` of what is bad in the memory of a node."""
+    return tuple((arena, slot, sequence) for _, _, at, arena, slot, sequence in bad if at == node)
+
+
+def still_bad(bad: Iterable[Source], lineage: Lineage) -> tuple[Source, ...]:
+    """Return those whose version counts: the others are left out of every answer as it is."""
+    return tuple(
+        source for source in bad if counts(step=source[0], attempt=source[1], lineage=lineage)
+    )
+
+
+def described(bad: Iterable[Source]) -> list[str]:
+    """Return a line for people for each."""
+    return [
+        f"step {step} of attempt {attempt} in "
+        + (f"the memory of node {node[:8]} ({arena})" if node else "storage")
+        + " could not be loaded and is not used any more"
+        for step, attempt, node, arena, _, _ in bad
+    ]

@@ -1,0 +1,65 @@
+from orchestrator.policies.quarantine import described, good, in_storage, on_node, still_bad
+from workers.protocol import Held, HeldPart, Inventory, held_source, stored_source
+
+
+def _part(arena: str, *, slot: int, sequence: int, step: int = 5) -> HeldPart:
+    held = Held(
+        slot=slot,
+        sequence=sequence,
+        attempt=1,
+        step=step,
+        rank=0,
+        world_size=1,
+        data_bytes=1,
+        record_bytes=1,
+    )
+    return HeldPart(arena=arena, held=held)
+
+
+def _inventory(node: str, *parts: HeldPart) -> Inventory:
+    return Inventory(node=node, host="h", port=1, parts=parts)
+
+
+def test_only_the_very_slot_is_left_out() -> None:
+    """Its copy is another source, and so is what was written into the slot since."""
+    bad = _part("w.1", slot=0, sequence=4)
+    others = (_part("w.1", slot=1, sequence=4), _part("w.1", slot=0, sequence=6))
+    copy = _part("a/w.1", slot=0, sequence=4)
+    inventories = [_inventory("a", bad, *others), _inventory("b", copy)]
+
+    left = good(inventories, [held_source("a", bad.arena, bad.held)])
+
+    assert [one.parts for one in left] == [others, (copy,)]
+
+
+def test_a_version_in_storage_says_nothing_of_the_same_step_in_memory() -> None:
+    """The other tier is the next source."""
+    part = _part("w.1", slot=0, sequence=4)
+    bad = [stored_source(5, 1)]
+
+    assert good([_inventory("a", part)], bad) == [_inventory("a", part)]
+    assert in_storage(bad) == {5}
+    assert in_storage([held_source("a", "w.1", part.held)]) == frozenset()
+
+
+def test_what_counts_no_more_need_not_be_left_out() -> None:
+    """The list is journaled with every read; it must not grow with the run."""
+    bad = [stored_source(5, 1), stored_source(9, 2)]
+
+    assert still_bad(bad, ((1, 0), (2, 5), (3, 9))) == tuple(bad)
+    assert still_bad(bad, ((1, 0), (2, 5), (3, 4))) == ()
+    assert still_bad(bad, ((1, 0), (2, 5), (3, 8))) == (stored_source(5, 1),)
+
+
+def test_a_keeper_is_told_of_its_own_slots_and_people_of_all() -> None:
+    """A keeper that is told of another's would look for an arena that it has not."""
+    part = _part("w.1", slot=2, sequence=8)
+    bad = [held_source("aa", "w.1", part.held), stored_source(5, 1)]
+
+    assert on_node(bad, "aa") == (("w.1", 2, 8),)
+    assert on_node(bad, "bb") == ()
+    assert described(bad) == [
+        "step 5 of attempt 1 in the memory of node aa (w.1) could not be loaded and is not used "
+        "any more",
+        "step 5 of attempt 1 in storage could not be loaded and is not used any more",
+    ]
