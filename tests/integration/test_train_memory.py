@@ -87,10 +87,15 @@ def tell_peers(run: Run, nodes: list[NodeProcess]) -> None:
         node.order(KeeperOrder(attempt=attempt, lineage=lineage, copies_of=others))
 
 
-def rarely_stored(data: DataSettings, *, steps: int = 6, **train: Any) -> Settings:
+def rarely_stored(
+    data: DataSettings, *, steps: int = 6, tolerance: int = 0, **train: Any
+) -> Settings:
     """Return settings under which only memory has the steps between."""
-    chosen = settings(data, steps=steps, **train)
-    return replace(chosen, checkpoint=CheckpointSettings(every_steps=10**6, keep=0))
+    return replace(
+        settings(data, steps=steps, **train),
+        checkpoint=CheckpointSettings(every_steps=10**6, keep=0),
+        snapshot=SnapshotSettings(tolerance=tolerance),
+    )
 
 
 def whole_state(checkpoint: Checkpoint) -> dict[Any, bytes]:
@@ -385,3 +390,25 @@ def test_attempts_through_memory_leave_nothing_behind(
         mine = [found[worker] for found in held]
         assert max(fds for fds, _ in mine) <= mine[0][0] + 2
         assert max(threads for _, threads in mine) <= mine[0][1] + 2
+
+
+@pytest.mark.timeout(120)
+def test_no_node_takes_more_than_a_step_along_though_the_attempt_has_just_begun(
+    run: Run, text: DataSettings, make_nodes: MakeNodes
+) -> None:
+    """Memory and who copies it are got in the background; until then nothing would be held."""
+    chosen = rarely_stored(text, steps=10_000, tolerance=1)
+    nodes = make_nodes(chosen, num_nodes=2, copies=True)
+    members = run.begin(chosen, num_workers=2)
+    wait_for_steps(run, 2)
+    for member in members:
+        member.process.kill()
+        member.process.join()
+    run.trainers.clear()
+
+    first, second, *_ = lines(run)
+    assert first["snapshot"] == "taken"
+    assert (first["waited_s"], second["waited_s"] > 0) == (0, True)
+    for lost, left in (nodes, nodes[::-1]):
+        (step, _), _ = newest([left])
+        assert step >= first["step"], f"{lost.node} takes the whole attempt along"

@@ -40,6 +40,8 @@ __all__ = ["BLOCK_BYTES", "Captured", "SnapshotMemory", "SnapshotWriter", "sourc
 BLOCK_BYTES: Final = 256 << 10
 #: How often a wait looks whether the attempt was fenced.
 _LOOK_S: Final = 0.02
+#: How often a wait looks whether peers have got a copy: it takes them about as long.
+_COPIED_LOOK_S: Final = 0.005
 #: The rest of a snapshot is a few milliseconds of checksums for each 100 MB.
 _CLOSE_S_MAX: Final = 5.0
 #: A keeper that is away for longer protects nothing: the state goes to storage then.
@@ -264,6 +266,31 @@ class SnapshotWriter:
             if self._fenced():
                 return False
         return self._finished_step == step
+
+    def get_ready(self, state: Captured, until_s: float) -> bool:
+        """Return whether a snapshot of ``state`` can be taken; wait for that until ``until_s``."""
+        while not (self._idle.is_set() and self.is_ready_for(state.entries)):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or self._fenced():
+                return False
+            if self._idle.is_set():
+                if self.is_broken:
+                    return False
+                self.prepare(state)
+            self._idle.wait(min(_LOOK_S, left_s))
+        return True
+
+    def wait_copied(self, step: int, until_s: float) -> bool:
+        """Return whether peers have copied the snapshot of ``step``; wait until ``until_s``."""
+        while True:
+            if self._idle.is_set():
+                if self._finished_step != step or self._arena is None:
+                    return False
+                if self._arena.attended() and not self._arena.copy_behind():
+                    return True
+            if time.monotonic() >= until_s or self._fenced():
+                return False
+            time.sleep(_COPIED_LOOK_S)
 
     def held(self) -> list[LocalTensor] | None:
         """Return what was captured last, where it lies; None if nothing was.

@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final, NoReturn
 
 import torch
@@ -24,6 +25,7 @@ from workers.train.context import WorkerContext
 from workers.train.due import Cadence, Due, Signals
 from workers.train.evaluation import weights_digest
 from workers.train.parts import Parts
+from workers.train.protecting import Protecting
 from workers.train.step import Step
 from workers.train.storing import SavedState, Storing
 
@@ -86,6 +88,7 @@ class Boundary:
             )
         self._due = Due()
         self._state: Captured | None = None
+        self._waited_s = 0.0
 
     def begin(self, step: int, parts: Parts, extra: Mapping[str, Any]) -> None:
         """Get ready for snapshots of a state that was loaded: its sizes are known already."""
@@ -119,35 +122,41 @@ class Boundary:
         }
         return {"step": step, "attempt": self._assignment.attempt, **told}
 
-    def completed(self, step: Step, step_s: float, parts: Parts, extra: Mapping[str, Any]) -> None:
-        """Report a step and save it if it is due.
+    def completed(self, step: Step, step_s: float, parts: Parts, extra: Mapping[str, Any]) -> float:
+        """Report a step and save it if it is due; return for how long protection was waited for.
 
         Raises:
             AbortedError: The attempt was fenced.
             UcpError: The state before this one could not be written.
         """
         self._context.page.completed(step.number, step_s, step.loss)
-        due = self._due = self._cadence.due(step.number, step.agreed)
-        self._state = None
+        self._state, agreed = None, step.agreed
+        wait = self._wait_of(step, step_s)
+        if wait is not None:
+            self._state = _captured(step.number, parts, extra)
+            is_ready = wait.get_ready(self._state)
+            # Whoever is ready has completed its snapshot before, and all ranks are.
+            agreed = replace(agreed, no_memory=not is_ready, behind=False)
+        due = self._due = self._cadence.due(step.number, agreed)
         if due.snapshot or due.storage:
             self._context.page.enter(WorkerPhase.SAVING)
-            self._state = _captured(step.number, parts, extra)
+            self._state = self._state or _captured(step.number, parts, extra)
         begun_s = time.perf_counter()
         is_taken = due.snapshot and self._take(self._state)
         snapshot_s = time.perf_counter() - begun_s if due.snapshot else 0.0
         if self._assignment.rank == 0:
             how = "taken" if is_taken else "skipped" if due.snapshot or due.skipped else "none"
-            line = self._step_line(step, step_s, snapshot=how, snapshot_s=snapshot_s)
-            self._storing.append(METRICS, line)
-        writer = self._writer
-        if is_taken and writer is not None:
-            writer.complete(pin=due.pin)
+            times = {"snapshot_s": snapshot_s, "waited_s": self._waited_s}
+            self._storing.append(METRICS, self._step_line(step, step_s, snapshot=how, **times))
+        if is_taken and self._writer is not None:
+            self._writer.complete(pin=due.pin)
         if due.storage:
             self._store()
-        if writer is not None and not writer.is_broken:
-            entries = self._state.entries if self._state is not None else parts.state.entries()
-            if not writer.is_ready_for(entries):
-                writer.prepare(self._state or _captured(step.number, parts, extra))
+        if is_taken and wait is not None:
+            wait.wait_copied(step.number)
+        self._prepare_anew(step.number, parts, extra)
+        self._waited_s = wait.waited_s if wait is not None else 0.0
+        return self._waited_s
 
     def commit(self, step: int) -> None:
         """Return when the state after ``step``, which was saved here, is committed.
@@ -214,6 +223,29 @@ class Boundary:
             order_stop=stop,
             wall_time=time.time(),  # noqa: TID251  for people, and to match machines' logs
         )
+
+    def _wait_of(self, step: Step, step_s: float) -> Protecting | None:
+        """Return the wait that all ranks come to after this step; None if it is another's."""
+        snapshot = self._context.settings.snapshot
+        if not snapshot.every_steps or not self._cadence.waits(step.number, step.agreed):
+            return None
+        self._context.page.enter(WorkerPhase.SAVING)
+        return Protecting(
+            self._writer,
+            step_s=step_s,
+            node=self._context.node,
+            is_copied=snapshot.tolerance > 0,
+            device=self._device,
+        )
+
+    def _prepare_anew(self, step: int, parts: Parts, extra: Mapping[str, Any]) -> None:
+        """Get memory for a state that there is none for, in the background."""
+        writer = self._writer
+        if writer is None or writer.is_broken:
+            return
+        entries = self._state.entries if self._state is not None else parts.state.entries()
+        if not writer.is_ready_for(entries):
+            writer.prepare(self._state or _captured(step, parts, extra))
 
     def _take(self, state: Captured | None) -> bool:
         """Copy the state into memory; return whether that was possible here."""

@@ -73,6 +73,17 @@ class Cadence:
         self._storage_every = storage_every
         self._last_step = last_step
         self._storage_due = False
+        self._is_first = True
+
+    def waits(self, step: int, agreed: Signals) -> bool:
+        """Return whether ``step`` is one after which all ranks wait for memory, and for copies.
+
+        The first one that is due for a snapshot; never where the state is stored in any case.
+        """
+        waits = self._is_first and not agreed.leaves and step != self._last_step
+        waits = waits and step % self._snapshot_every == 0
+        self._is_first &= not waits
+        return waits
 
     def due(self, step: int, agreed: Signals) -> Due:
         """Return what to do after ``step``; every step is asked about once, in order.

@@ -3,56 +3,21 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.support.snapshot_rank import Node, Rank, captured, loaded, state
 from tests.support.snapshots import eventually
 from ucp_core.boxes import Box
-from ucp_core.checkpoint import LocalTensor, load
 from ucp_core.errors import ChecksumMismatchError
-from ucp_core.layout import ParallelLayout
-from workers.keeper.arena import Arena
-from workers.keeper.door import Door, Shelf, door_path
+from workers.keeper.door import door_path
 from workers.parallel.state import StateEntry
-from workers.protocol import Assignment
 from workers.snapshot import writing
-from workers.snapshot.tier import LocalPart, open_version
-from workers.snapshot.writing import BLOCK_BYTES, Captured, SnapshotMemory, SnapshotWriter
-
-
-class Node:
-    """Keeper's door and memory, in this process."""
-
-    def __init__(self, directory: Path, *, budget_bytes: int = 64 << 20) -> None:
-        self.directory = directory
-        self._budget_bytes = budget_bytes
-        self.start()
-
-    def start(self) -> None:
-        self.shelf = Shelf(budget_bytes=self._budget_bytes)
-        self._door = Door(door_path(self.directory), self.shelf)
-
-    def close(self) -> None:
-        self._door.close()
-
-    def restart(self, *, budget_bytes: int | None = None) -> None:
-        self.close()
-        self._budget_bytes = budget_bytes or self._budget_bytes
-        self.start()
-
-    def arena(self) -> Arena:
-        (arena,) = self.shelf.arenas().values()
-        return arena
-
-    def steps(self) -> list[int]:
-        return [held.step for held in self.arena().versions()]
+from workers.snapshot.writing import BLOCK_BYTES, SnapshotMemory
 
 
 @pytest.fixture
@@ -62,101 +27,11 @@ def node(tmp_path: Path) -> Iterator[Node]:
     made.close()
 
 
-@dataclass
-class Rank:
-    """A writer with what is around it."""
-
-    memory: SnapshotMemory
-    attempt: int = 1
-    fenced: threading.Event = field(default_factory=threading.Event)
-    may_tell: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self.may_tell.set()
-        self.writer = SnapshotWriter(
-            self.memory,
-            Assignment(
-                attempt=self.attempt,
-                rank=0,
-                layout=ParallelLayout(),
-                store_host="",
-                store_port=0,
-                resume_step=0,
-                resume_attempt=0,
-                lineage=((self.attempt, 0),),
-            ),
-            fenced=self.fenced.is_set,
-            told=self._wait,
-        )
-
-    def _wait(self) -> None:
-        self.may_tell.wait(20)
-
-    def ready(self, entries: list[StateEntry]) -> bool:
-        self.writer.prepare(captured(0, entries))
-        return eventually(lambda: self.writer.is_ready or self.writer.is_broken) and (
-            self.writer.is_ready_for(entries)
-        )
-
-    def take(self, step: int, entries: list[StateEntry], *, pin: bool = False) -> bool:
-        if not self.writer.capture(captured(step, entries)):
-            return False
-        self.writer.complete(pin=pin)
-        return True
-
-
 @pytest.fixture
 def rank(node: Node) -> Iterator[Rank]:
     made = Rank(SnapshotMemory(node.directory, "w0001"))
     yield made
     assert made.writer.close()
-
-
-def state(*, num_rows: int = 40) -> list[StateEntry]:
-    """Return a state with a replica, an empty box, and elements of several sizes."""
-    made = []
-    kinds = ((torch.float32, "a"), (torch.bfloat16, "b"), (torch.float64, "c"))
-    for dtype, fqn in kinds:
-        for rows, slot in ((num_rows, "weight"), (1, "exp_avg"), (0, "other")):
-            made.append(
-                StateEntry(
-                    fqn=fqn,
-                    slot=slot,
-                    shape=(rows, 3),
-                    box=Box.full((rows, 3)),
-                    tensor=torch.randn(rows, 3).to(dtype),
-                    replica=False,
-                )
-            )
-    replica = StateEntry(
-        fqn="r", slot="weight", shape=(2,), box=Box.full((2,)), tensor=torch.ones(2), replica=True
-    )
-    return [replica, *made]
-
-
-def in_s(seconds: float) -> float:
-    """Return a moment on the clock of waits."""
-    return time.monotonic() + seconds
-
-
-def captured(step: int, entries: list[StateEntry], **extra: Any) -> Captured:
-    groups = [{"lr": 0.1, "params": ["a", "b", "c"]}]
-    return Captured(step=step, entries=entries, extra={"step": step, **extra}, param_groups=groups)
-
-
-def loaded(arena: Arena, entries: list[StateEntry]) -> dict[tuple[str, str], torch.Tensor]:
-    """Return what the newest version in the arena says, verified."""
-    checkpoint = open_version({0: LocalPart(arena, arena.versions()[-1])})
-    found: dict[tuple[str, str], torch.Tensor] = {}
-    need: list[LocalTensor] = []
-    for entry in entries:
-        if not entry.replica:
-            host = torch.zeros_like(entry.tensor, device="cpu")
-            found[entry.fqn, entry.slot] = host
-            need.append(entry.local_tensor(host))
-    load(checkpoint, need)
-    assert checkpoint.extra["step"] == checkpoint.step
-    return found
 
 
 def test_what_was_captured_is_held_although_training_goes_on(rank: Rank, node: Node) -> None:
@@ -328,45 +203,6 @@ def test_what_changes_in_a_slot_after_it_was_captured_is_noticed(
         loaded(node.arena(), entries)
     node.arena().body(slot)[where] ^= 1
     assert torch.equal(loaded(node.arena(), entries)["a", "weight"], entries[0].tensor)
-
-
-def test_who_waits_for_memory_has_it_for_what_came_later_too(rank: Rank) -> None:
-    """The optimizer's state is not there before the first step, whose end is waited at."""
-    rank.writer.prepare(captured(0, state()[:3]))
-    entries = state()
-
-    assert rank.writer.get_ready(captured(1, entries), in_s(20))
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
-
-
-def test_who_waits_for_memory_does_not_wait_for_long(rank: Rank, node: Node) -> None:
-    """A keeper may be gone, memory may be refused, the attempt may be over."""
-    assert not rank.writer.get_ready(captured(1, state()), in_s(0))
-    node.restart(budget_bytes=1000)
-    assert not rank.writer.get_ready(captured(1, state(num_rows=40_000)), in_s(600))
-    rank.fenced.set()
-    assert not rank.writer.get_ready(captured(1, state(num_rows=50_000)), in_s(600))
-
-
-def test_a_snapshot_that_nobody_copies_yet_is_waited_for(rank: Rank, node: Node) -> None:
-    """To be behind a peer needs one that copies; after a change none does for a moment."""
-    entries = state()
-    assert rank.ready(entries)
-    assert rank.take(1, entries)
-    assert rank.writer.wait(1)
-    assert not rank.writer.is_behind()
-    assert not rank.writer.wait_copied(1, in_s(0))
-    arena = node.arena()
-    arena.attend(True)
-    assert not rank.writer.wait_copied(1, in_s(0))
-    arena.note_copied(arena.versions()[-1])
-
-    assert rank.writer.wait_copied(1, in_s(0))
-    assert not rank.writer.wait_copied(2, in_s(600)), "what was not taken cannot be copied"
-    arena.attend(False)
-    rank.fenced.set()
-    assert not rank.writer.wait_copied(1, in_s(600))
 
 
 def test_refused_memory_breaks_the_writer_and_nothing_else(tmp_path: Path) -> None:

@@ -69,3 +69,26 @@ def test_without_memory_the_ranks_store_as_often_as_they_are_told() -> None:
     assert {step for step, due in dues.items() if due.storage} == {3, 6}
     assert not any(due.snapshot or due.skipped for due in dues.values())
     assert plan.due(7, Signals(no_memory=True, leaves=True)) == Due(storage=True)
+
+
+def test_ranks_wait_once_after_the_first_step_that_is_due_for_a_snapshot() -> None:
+    """Waiting costs time; and who waits alone waits in vain, so nothing else may decide it."""
+    plan = cadence(snapshot_every=4)
+
+    waited = [step for step in range(1, 13) if plan.waits(step, Signals(no_memory=True))]
+
+    assert waited == [4]
+
+
+@pytest.mark.parametrize("agreed", [Signals(leaves=True), Signals(leaves=True, no_memory=True)])
+def test_who_leaves_does_not_wait_for_memory(agreed: Signals) -> None:
+    """A machine is about to go; without memory its state goes to storage."""
+    plan = cadence()
+
+    assert not plan.waits(1, agreed)
+    assert plan.waits(2, Signals())
+
+
+def test_the_last_step_does_not_wait_for_memory() -> None:
+    """It is written to storage in any case."""
+    assert not cadence(last_step=1).waits(1, Signals())

@@ -1,0 +1,134 @@
+"""One rank that takes snapshots, and the memory of its node, both in this process."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.snapshots import eventually
+from ucp_core.boxes import Box
+from ucp_core.checkpoint import LocalTensor, load
+from ucp_core.layout import ParallelLayout
+from workers.keeper.arena import Arena
+from workers.keeper.door import Door, Shelf, door_path
+from workers.parallel.state import StateEntry
+from workers.protocol import Assignment
+from workers.snapshot.tier import LocalPart, open_version
+from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
+
+
+class Node:
+    """Keeper's door and memory, in this process."""
+
+    def __init__(self, directory: Path, *, budget_bytes: int = 64 << 20) -> None:
+        self.directory = directory
+        self._budget_bytes = budget_bytes
+        self.start()
+
+    def start(self) -> None:
+        self.shelf = Shelf(budget_bytes=self._budget_bytes)
+        self._door = Door(door_path(self.directory), self.shelf)
+
+    def close(self) -> None:
+        self._door.close()
+
+    def restart(self, *, budget_bytes: int | None = None) -> None:
+        self.close()
+        self._budget_bytes = budget_bytes or self._budget_bytes
+        self.start()
+
+    def arena(self) -> Arena:
+        (arena,) = self.shelf.arenas().values()
+        return arena
+
+    def steps(self) -> list[int]:
+        return [held.step for held in self.arena().versions()]
+
+
+@dataclass
+class Rank:
+    """A writer with what is around it."""
+
+    memory: SnapshotMemory
+    attempt: int = 1
+    fenced: threading.Event = field(default_factory=threading.Event)
+    may_tell: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.may_tell.set()
+        self.writer = SnapshotWriter(
+            self.memory,
+            Assignment(
+                attempt=self.attempt,
+                rank=0,
+                layout=ParallelLayout(),
+                store_host="",
+                store_port=0,
+                resume_step=0,
+                resume_attempt=0,
+                lineage=((self.attempt, 0),),
+            ),
+            fenced=self.fenced.is_set,
+            told=self._wait,
+        )
+
+    def _wait(self) -> None:
+        self.may_tell.wait(20)
+
+    def ready(self, entries: list[StateEntry]) -> bool:
+        self.writer.prepare(captured(0, entries))
+        return eventually(lambda: self.writer.is_ready or self.writer.is_broken) and (
+            self.writer.is_ready_for(entries)
+        )
+
+    def take(self, step: int, entries: list[StateEntry], *, pin: bool = False) -> bool:
+        if not self.writer.capture(captured(step, entries)):
+            return False
+        self.writer.complete(pin=pin)
+        return True
+
+
+def state(*, num_rows: int = 40) -> list[StateEntry]:
+    """Return a state with a replica, an empty box, and elements of several sizes."""
+    made = []
+    kinds = ((torch.float32, "a"), (torch.bfloat16, "b"), (torch.float64, "c"))
+    for dtype, fqn in kinds:
+        for rows, slot in ((num_rows, "weight"), (1, "exp_avg"), (0, "other")):
+            made.append(
+                StateEntry(
+                    fqn=fqn,
+                    slot=slot,
+                    shape=(rows, 3),
+                    box=Box.full((rows, 3)),
+                    tensor=torch.randn(rows, 3).to(dtype),
+                    replica=False,
+                )
+            )
+    replica = StateEntry(
+        fqn="r", slot="weight", shape=(2,), box=Box.full((2,)), tensor=torch.ones(2), replica=True
+    )
+    return [replica, *made]
+
+
+def captured(step: int, entries: list[StateEntry], **extra: Any) -> Captured:
+    groups = [{"lr": 0.1, "params": ["a", "b", "c"]}]
+    return Captured(step=step, entries=entries, extra={"step": step, **extra}, param_groups=groups)
+
+
+def loaded(arena: Arena, entries: list[StateEntry]) -> dict[tuple[str, str], torch.Tensor]:
+    """Return what the newest version in the arena says, verified."""
+    checkpoint = open_version({0: LocalPart(arena, arena.versions()[-1])})
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    need: list[LocalTensor] = []
+    for entry in entries:
+        if not entry.replica:
+            host = torch.zeros_like(entry.tensor, device="cpu")
+            found[entry.fqn, entry.slot] = host
+            need.append(entry.local_tensor(host))
+    load(checkpoint, need)
+    assert checkpoint.extra["step"] == checkpoint.step
+    return found
