@@ -70,7 +70,7 @@ def _protected(run: Launched, step: int = 0) -> dict[str, Any]:
 def _check_from_memory(incident: dict[str, Any]) -> None:
     """Assert that memory alone was needed, and cost at most one step."""
     assert incident["sources"], "nothing was loaded"
-    assert set(incident["sources"]) <= {"local memory", "peer memory"}, incident
+    assert set(incident["sources"]) <= {"local memory", "peer memory", "parity"}, incident
     assert incident["lost_steps"] <= 1, incident
 
 
@@ -141,6 +141,36 @@ def test_lost_node_shrinks_the_run_and_its_return_grows_it(
     assert [i["kind"] for i in summary["incidents"]] == ["node_loss", "growth"]
     for incident in summary["incidents"]:
         _check_from_memory(incident)
+    assert summary["weights_digest"] == undisturbed_digest(config)
+    read_history(config.run.directory).check_exactly_once(config)
+
+
+def test_lost_node_is_computed_from_the_parities_of_its_group(
+    nodes: Any, make_config: Callable[..., RunConfig], undisturbed_digest: Any
+) -> None:
+    """Nobody has a copy of what it held; two nodes are left, who go on with copies."""
+    nodes.add_node()
+    config = make_config(
+        train__steps=60,
+        cluster__cpus_per_worker=2,
+        workers__max=3,
+        workers__standby_per_node=0,
+        snapshot__mechanism="parity",
+    )
+    run = Launched(config, nodes)
+    before = _reach(run, 5, workers=3)
+    before = _protected(run, before["step"])
+    assert before["redundancy"]["mechanism"] == "ring parity"
+
+    kill_node_of(run, 1)
+    after = _reach(run, before["step"] + 1, workers=2, attempt=before["attempt"] + 1)
+    after = _protected(run, after["step"])
+    assert after["redundancy"]["mechanism"] == "partner copy"
+    summary = _finish(run)
+
+    assert [i["kind"] for i in summary["incidents"]] == ["node_loss"]
+    _check_from_memory(summary["incidents"][0])
+    assert summary["incidents"][0]["sources"]["parity"] > 0
     assert summary["weights_digest"] == undisturbed_digest(config)
     read_history(config.run.directory).check_exactly_once(config)
 

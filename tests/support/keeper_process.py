@@ -2,8 +2,9 @@
 
     python -m tests.support.keeper_process DIRECTORY
 
-The first line of output is where it serves peers. A line of input is who to follow, a list of
-``[node, host, port, secret in hex]``; it is answered once that is done.
+The first line of output is where it serves peers. A line of input is whom to protect: a list of
+``[node, host, port, secret in hex]`` to copy, or of such or null with ranks to keep parities with;
+it is answered once that is done.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from workers.keeper.door import Door, door_path
 from workers.keeper.mirror import Mirrors
+from workers.keeper.parity_mirror import ParityMirror
 from workers.keeper.shelf import Shelf
 from workers.keeper.wire import WireServer
-from workers.protocol import Peer
+from workers.protocol import GroupPlace, ParityGroup, Peer
 
 _BUDGET_BYTES = 256 << 20
 
@@ -42,17 +45,24 @@ class KeeperProcess:
 
     def follow(self, peers: Sequence[Peer]) -> None:
         """Have it copy what the ranks of these write, and of nobody else."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        fields = [[peer.node, peer.host, peer.port, peer.secret.hex()] for peer in peers]
-        self.process.stdin.write(json.dumps(fields) + "\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "done\n"
+        self._tell({"copies_of": list(map(_packed, peers))})
+
+    def protect(self, group: ParityGroup) -> None:
+        """Have it keep parities of the group."""
+        places = [(each.peer and _packed(each.peer), each.ranks) for each in group.places]
+        self._tell({"attempt": group.attempt, "num_parities": group.num_parities, "places": places})
 
     def kill(self) -> None:
         """SIGKILL it."""
         self.process.kill()
         self.process.wait()
+
+    def _tell(self, order: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
 
 
 @contextmanager
@@ -72,6 +82,15 @@ def keeper(node: str, directory: Path) -> Iterator[KeeperProcess]:
             process.kill()
 
 
+def _packed(peer: Peer) -> list[Any]:
+    return [peer.node, peer.host, peer.port, peer.secret.hex()]
+
+
+def _peer(fields: list[Any]) -> Peer:
+    node, host, port, secret = fields
+    return Peer(node=node, host=host, port=port, secret=bytes.fromhex(secret))
+
+
 def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
@@ -84,14 +103,21 @@ def _main(directory: Path) -> None:
     server = WireServer(shelf, host="127.0.0.1", secret=secret)
     mirrors = Mirrors(shelf, sys.stderr.write)
     _say(json.dumps([*server.address, secret.hex()]))
+    parity_mirrors: list[ParityMirror] = []
     for line in sys.stdin:
-        mirrors.follow(
-            [
-                Peer(node=node, host=host, port=port, secret=bytes.fromhex(known))
-                for node, host, port, known in json.loads(line)
-            ]
-        )
+        order = json.loads(line)
+        if "copies_of" in order:
+            mirrors.follow(list(map(_peer, order["copies_of"])))
+        else:
+            places = tuple(
+                GroupPlace(peer=fields and _peer(fields), ranks=tuple(ranks))
+                for fields, ranks in order.pop("places")
+            )
+            group = ParityGroup(places=places, **order)
+            parity_mirrors.append(ParityMirror(shelf, group, sys.stderr.write))
         _say("done")
+    for mirror in parity_mirrors:
+        mirror.stop()
     mirrors.stop()
     server.close()
     door.close()

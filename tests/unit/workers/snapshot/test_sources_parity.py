@@ -17,7 +17,7 @@ from workers.keeper.door import Door, door_path
 from workers.keeper.parity_mirror import parity_name
 from workers.keeper.shelf import Shelf
 from workers.keeper.wire import WireServer
-from workers.protocol import Member, MemoryPart
+from workers.protocol import Member, MemoryPart, held_source
 from workers.snapshot.parity_part import ParityRecord, slot_bytes, write
 from workers.snapshot.sources import LOCAL_MEMORY, PARITY, PEER_MEMORY, MemorySources
 from workers.snapshot.tier import LocalPart, Part
@@ -126,11 +126,6 @@ def _read(checkpoint: Checkpoint) -> None:
     assert [bytes(one.data) for one in need] == [bytes(one.data) for one in expected]
 
 
-def _said(place: MemoryPart) -> str:
-    what = f"of rank {place.held.rank}" if place.held.rank >= 0 else f"({place.arena})"
-    return f"step 3 {what} in the memory of node {place.node}"
-
-
 @pytest.mark.parametrize("lost", [{1}, {1, 2}, {2, 3}])
 def test_what_is_nowhere_is_computed(nodes: list[_Node], lost: set[int]) -> None:
     """Every byte of it, and counted as what it is: not what was read to compute it."""
@@ -161,7 +156,8 @@ def test_a_damaged_member_gives_way_to_the_parities(
     with closing(_sources([nodes[0], nodes[2], nodes[3]])) as found:
         found.load(_read)
 
-    assert [name for name, _ in found.skipped] == [_said(source)]
+    assert found.damaged == [held_source(source.node, source.arena, source.held)]
+    assert found.unread == []
 
 
 @pytest.mark.parametrize("bad", [0, 2, 3])
@@ -173,9 +169,10 @@ def test_a_damaged_parity_gives_way_to_the_other(nodes: list[_Node], bad: int) -
     with closing(_sources([nodes[0], nodes[2], nodes[3]])) as found:
         found.load(_read)
 
-    expected = [_said(source)]
+    expected = [held_source(source.node, source.arena, source.held)]
     # What is lost with node 1 needs P of the stripes 2 and 3.
-    assert [name for name, _ in found.skipped] == (expected if bad else [])
+    assert found.damaged == (expected if bad else [])
+    assert found.unread == []
     assert PARITY in found.taken_bytes
 
 
@@ -197,7 +194,7 @@ def test_a_node_that_is_gone_meanwhile_is_one_more_that_is_lost(nodes: list[_Nod
         found.load(_read)
 
     assert set(found.taken_bytes) == {LOCAL_MEMORY, PEER_MEMORY, PARITY}
-    assert {name[-6:] for name, _ in found.skipped} == {"node 3"}
+    assert {node for _, _, node, *_ in found.unread} == {"3"}
 
 
 def test_more_than_parities_bring_back_is_an_error_that_names_the_part(
@@ -224,5 +221,6 @@ def test_a_single_parity_that_is_damaged_is_given_up(nodes: list[_Node]) -> None
     ):
         found.load(_read)
 
-    assert len(found.skipped) == 3
+    assert found.damaged == []
+    assert len(found.unread) == len(found.skipped) == 3
     assert "which is not known" in found.skipped[0][1]

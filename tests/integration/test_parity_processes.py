@@ -1,0 +1,139 @@
+"""Keepers as processes that keep parities of their group; two of them are killed at any moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from tests.support.keeper_process import KeeperProcess, keeper
+from tests.support.memory_versions import local_tensors, make_state, write_version
+from tests.support.snapshots import eventually
+from ucp_core.checkpoint import Checkpoint, load
+from workers.keeper.arena import Arena
+from workers.keeper.door import notify, open_arena, reserve
+from workers.keeper.parity_mirror import parity_name
+from workers.protocol import GroupPlace, MemoryPart, ParityGroup
+from workers.snapshot.sources import LOCAL_MEMORY, PARITY, PEER_MEMORY, MemorySources
+
+#: Ranks by node: the first has more than the others.
+RANKS = ((0, 1), (2,), (3,), (4,), (5,))
+WORLD = 6
+#: Nodes without a rank of the second lane keep parities of it all the same.
+NUM_LANES = 2
+BODY_BYTES = 1 << 19
+
+
+class _Group:
+    """Five nodes with their ranks' arenas, under double parity."""
+
+    def __init__(self, keepers: Sequence[KeeperProcess], directories: Sequence[Path]) -> None:
+        self.keepers, self.directories = keepers, directories
+        self.arenas = {
+            rank: reserve(keepers[node].door, f"w{rank}.0", body_bytes=BODY_BYTES, attempt=1)
+            for node, ranks in enumerate(RANKS)
+            for rank in ranks
+        }
+        for one in keepers:
+            places = tuple(
+                GroupPlace(peer=None if other is one else other.peer, ranks=ranks)
+                for other, ranks in zip(keepers, RANKS, strict=True)
+            )
+            one.protect(ParityGroup(attempt=1, num_parities=2, places=places))
+        assert eventually(lambda: all(arena.attended() for arena in self.arenas.values()))
+
+    def take(self, step: int) -> None:
+        """Have every rank take its snapshot of a step."""
+        for node, ranks in enumerate(RANKS):
+            for rank in ranks:
+                state, arena = make_state(step), self.arenas[rank]
+                write_version(arena, state, step=step, rank=rank, world_size=WORLD)
+                notify(self.keepers[node].door, f"w{rank}.0")
+
+    def is_protected(self) -> bool:
+        return not any(arena.copy_behind() for arena in self.arenas.values())
+
+    def left(self, lost: set[int]) -> dict[int, list[MemoryPart]]:
+        """Return all that the other nodes hold, by step."""
+        found: dict[int, list[MemoryPart]] = {}
+        for node, (one, ranks) in enumerate(zip(self.keepers, RANKS, strict=True)):
+            names = [f"w{rank}.0" for rank in ranks]
+            names += [parity_name(lane, 1) for lane in range(NUM_LANES)]
+            for name in names if node not in lost else ():
+                arena: Arena = open_arena(one.door, name)
+                for held in arena.versions():
+                    place = MemoryPart(
+                        node=one.peer.node,
+                        host=one.peer.host,
+                        port=one.peer.port,
+                        secret=one.peer.secret,
+                        arena=name,
+                        held=held,
+                    )
+                    found.setdefault(held.step, []).append(place)
+                arena.close()
+        return found
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[_Group]:
+    directories = [tmp_path / str(node) for node in range(len(RANKS))]
+    with ExitStack() as stack:
+        keepers = [
+            stack.enter_context(keeper(f"node{number:08d}", directory))
+            for number, directory in enumerate(directories)
+        ]
+        made = _Group(keepers, directories)
+        yield made
+        for arena in made.arenas.values():
+            arena.close()
+
+
+def _check_loads(group: _Group, places: Sequence[MemoryPart], near: int, step: int) -> set[str]:
+    """Load a version on a node that is left, to the bit; return the kinds of its sources."""
+
+    def fill(checkpoint: Checkpoint) -> None:
+        state = make_state(step)
+        need = local_tensors({fqn: value * 0 for fqn, value in state.items()}, 0, 1)
+        load(checkpoint, need)
+        expected = local_tensors(state, 0, 1)
+        assert [bytes(one.data) for one in need] == [bytes(one.data) for one in expected]
+
+    node = group.keepers[near].peer.node
+    sources = MemorySources(places, node=node, keeper_directory=group.directories[near])
+    with closing(sources) as found:
+        found.load(fill)
+    return set(found.taken_bytes)
+
+
+@pytest.mark.parametrize("lost", [(0, 1), (2, 4)])
+def test_two_lost_nodes_of_a_group_lose_no_version(group: _Group, lost: tuple[int, int]) -> None:
+    """With their ranks' parts go their parities; what is left of the group has to do."""
+    for step in range(1, 5):
+        group.take(step)
+        assert eventually(group.is_protected)
+    for node in lost:
+        group.keepers[node].kill()
+
+    left = group.left(set(lost))
+    assert max(left) == 4
+    assert _check_loads(group, left[4], 3, 4) == {LOCAL_MEMORY, PEER_MEMORY, PARITY}
+    assert _check_loads(group, left[3], 3, 3) == {LOCAL_MEMORY, PEER_MEMORY, PARITY}
+
+
+def test_two_nodes_that_are_lost_while_parities_are_made_leave_the_version_before(
+    group: _Group,
+) -> None:
+    """Of the newest there may be parities on some nodes; the one before is there of all."""
+    group.take(1)
+    assert eventually(group.is_protected)
+    group.take(2)
+    time.sleep(0.002)
+    group.keepers[4].kill()
+    group.keepers[0].kill()
+
+    left = group.left({0, 4})
+    assert PARITY in _check_loads(group, left[1], 2, 1)
