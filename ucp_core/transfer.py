@@ -10,10 +10,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from ucp_core._mapped import DamagedBlockError, mapped_file, take
 from ucp_core.checksums import crc32
 from ucp_core.dtypes.floats import decode, encode
 from ucp_core.errors import ChecksumMismatchError
@@ -219,12 +220,31 @@ class _Run:
         for group in _groups(copies, self.batch_bytes):
             scratch.reset()
             first = group[0]
+            if self._take(group):
+                continue
             if first.stop_byte - first.start_byte <= self.batch_bytes:
                 self._batch(group, scratch)
             elif first.target_byte < 0:
                 self._stream(first, scratch)
             else:
                 self._fill(first, scratch)
+
+    def _take(self, group: Sequence[Copy]) -> bool:
+        """Take copies out of a file that is in memory; return whether it is."""
+        source = self.sources[group[0].source]
+        path = join(source.directory, group[0].fragment.file)
+        mapped = mapped_file(source.store, path)
+        if mapped is None:
+            return False
+
+        def gather(copy: Copy, data: memoryview, start_byte: int) -> None:
+            self._move(_Move(copy, data, start_byte))
+
+        try:
+            take(group, mapped, source.block_bytes, self.targets, gather)
+        except DamagedBlockError as damaged:
+            self._refuse(damaged.copy, damaged.index, source.block_bytes, path)
+        return True
 
     def means(self, means: Sequence[Mean]) -> None:
         """Average copies that were updated independently: sums in fp64, rounded once."""
@@ -325,20 +345,24 @@ class _Run:
         for low in range(0, len(data), block_bytes):
             if crc32(data[low : low + block_bytes]) != fragment.blocks[index]:
                 copy = next(copy for copy in group if copy.fragment is fragment)
-                start = fragment.offset_bytes + check.start_byte + low
-                stop = min(start + block_bytes, fragment.offset_bytes + fragment.num_bytes)
-                key = self.plan.parts[copy.part].key
-                raise ChecksumMismatchError(
-                    f"{key}: box {fragment.box} is damaged in bytes {start} to {stop} of {path}; "
-                    "use an older checkpoint",
-                    fqn=key.fqn,
-                    slot=key.slot,
-                    box=fragment.box,
-                    path=path,
-                    start_byte=start,
-                    stop_byte=stop,
-                )
+                self._refuse(copy, index, block_bytes, path)
             index += 1
+
+    def _refuse(self, copy: Copy, index: int, block_bytes: int, path: str) -> NoReturn:
+        """Say that a block of the copy's fragment is damaged."""
+        fragment, key = copy.fragment, self.plan.parts[copy.part].key
+        start = fragment.offset_bytes + index * block_bytes
+        stop = min(start + block_bytes, fragment.offset_bytes + fragment.num_bytes)
+        raise ChecksumMismatchError(
+            f"{key}: box {fragment.box} is damaged in bytes {start} to {stop} of {path}; "
+            "use an older checkpoint",
+            fqn=key.fqn,
+            slot=key.slot,
+            box=fragment.box,
+            path=path,
+            start_byte=start,
+            stop_byte=stop,
+        )
 
     def _move(self, move: _Move) -> None:
         """Take the copy's elements out of verified scratch bytes."""

@@ -52,13 +52,13 @@ from tests.benchmarks.common import load_average, paired
 from tests.benchmarks.decoder_parts import NUM_WORKERS, DecoderPart, assignment
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.ranks import Place, running
-from ucp_core.checkpoint import Checkpoint, load, save_rank
+from ucp_core.checkpoint import Checkpoint, RankSaver, load
 from workers.keeper.door import door_path, open_arena, reserve
 from workers.protocol import MemoryPart
 from workers.snapshot.arena_store import ArenaStore
 from workers.snapshot.sources import MemorySources
 from workers.snapshot.tier import LocalPart, open_version
-from workers.snapshot.writing import source_of
+from workers.snapshot.writing import BLOCK_BYTES, source_of
 
 NUM_LOADERS: Final = 3
 #: Issue of this part: at least so much of the other's speed.
@@ -77,17 +77,22 @@ def fill_memory(door: Path, megabytes: int) -> None:
         arena = reserve(door, f"w{rank:04d}.1", body_bytes=body_bytes, attempt=1)
         slot = arena.choose(())
         arena.begin(slot, attempt=1, step=1, rank=rank, world_size=NUM_WORKERS)
-        save_rank(
-            ArenaStore(arena, slot),
-            "",
-            step=1,
+        tensors = [entry.local_tensor(entry.tensor) for entry in part.entries]
+        saver = RankSaver(
+            tensors,
             attempt=1,
             rank=rank,
             world_size=NUM_WORKERS,
-            tensors=[entry.local_tensor(entry.tensor) for entry in part.entries],
+            source=source_of(assignment(rank, NUM_WORKERS)),
+            block_bytes=BLOCK_BYTES,
+        )
+        saver.save(
+            ArenaStore(arena, slot),
+            "",
+            step=1,
+            data=[tensors[index].data for index in saver.order],
             extra=EXTRA,
             param_groups=[],
-            source=source_of(assignment(rank, NUM_WORKERS)),
             fsync=False,
         )
         arena.close()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.foreign_maps import Foreign, index, random_box, random_foreign, target
 from ucp_core import _open
+from ucp_core._mapped import Mapped
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint, LocalTensor, load
 from ucp_core.dtypes.floats import decode, encode
@@ -23,9 +24,16 @@ from ucp_core.storage import MemoryStore
 SEEDS = st.integers(0, 2**32)
 
 
+class _MappedStore(MemoryStore):
+    """Files that need not be read, because they are in memory: the bytes are taken from there."""
+
+    def mapped(self, path: str) -> Mapped | None:
+        return Mapped(memoryview(self.read(path)), lambda _: None)
+
+
 def _made(seed: int) -> tuple[random.Random, Foreign]:
     rng = random.Random(seed)
-    store = MemoryStore()
+    store = rng.choice((MemoryStore, _MappedStore))()
     # Small requests make small tensors meet every case of large ones.
     store.request_bytes = rng.choice((32, 256, 1 << 20))
     return rng, random_foreign(rng, store, block_bytes=rng.choice((8, 64, 1 << 20)))

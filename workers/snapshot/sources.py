@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
+from ucp_core._mapped import Mapped
 from ucp_core.checkpoint import Checkpoint
 from ucp_core.errors import (
     CheckpointCorruptError,
@@ -29,7 +30,7 @@ from workers.keeper.wire import RemotePart, WireClient
 from workers.protocol import Held, MemoryPart, Source, held_source
 from workers.snapshot.blame import damaged
 from workers.snapshot.parity_part import lost_parts, read_record
-from workers.snapshot.tier import LocalPart, MemoryTier, Part, open_version
+from workers.snapshot.tier import LocalPart, MemoryTier, Part, mapped_part, open_version
 
 __all__ = ["LOCAL_MEMORY", "PARITY", "PEER_MEMORY", "MemorySources"]
 
@@ -238,6 +239,17 @@ class _Watched:
             self.is_lost = True
             raise
         self.sizes_bytes.append(sum(map(len, targets)))
+
+    def mapped(self) -> Mapped | None:
+        found = mapped_part(self.part)
+        if found is None:
+            return None
+
+        def confirm(num_bytes: int) -> None:
+            found.confirm(num_bytes)
+            self.sizes_bytes.append(num_bytes)
+
+        return Mapped(found.data, confirm)
 
 
 @dataclass(frozen=True, slots=True)

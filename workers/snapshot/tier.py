@@ -6,13 +6,14 @@ opened and loaded as any other, under any new layout, and every block is verifie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from ucp_core._mapped import Mapped
 from ucp_core.checkpoint import Checkpoint, checkpoint_name
 from ucp_core.errors import (
     CheckpointCorruptError,
@@ -26,7 +27,7 @@ from ucp_core.storage.refusing import RefusingStore
 from workers.keeper.arena import Arena
 from workers.protocol import Held
 
-__all__ = ["LocalPart", "MemoryTier", "Part", "complete_versions", "open_version"]
+__all__ = ["LocalPart", "MemoryTier", "Part", "complete_versions", "mapped_part", "open_version"]
 
 
 class Part(Protocol):
@@ -44,6 +45,12 @@ class Part(Protocol):
         """
 
 
+def mapped_part(part: Part) -> Mapped | None:
+    """Return the data of a part, if it is of a kind that has ``mapped`` and is in memory here."""
+    find: Callable[[], Mapped | None] | None = getattr(part, "mapped", None)
+    return None if find is None else find()
+
+
 @dataclass(frozen=True, slots=True)
 class LocalPart:
     """A part in memory that this process maps."""
@@ -58,6 +65,14 @@ class LocalPart:
             stop = offset_bytes + len(target)
             np.copyto(np.frombuffer(target, dtype=np.uint8), body[offset_bytes:stop])
             offset_bytes = stop
+        self._confirm()
+
+    def mapped(self) -> Mapped:
+        """Return its data where they lie."""
+        data = self.arena.body(self.held.slot)[: self.held.data_bytes]
+        return Mapped(data, lambda _: self._confirm())
+
+    def _confirm(self) -> None:
         now = self.arena.held(self.held.slot)
         if now != self.held:
             raise StorageError(
@@ -160,6 +175,10 @@ class MemoryTier(RefusingStore):
                     path=path,
                 )
             part.fill(offset_bytes, buffers)
+
+    def mapped(self, path: str) -> Mapped | None:
+        """Return the bytes of a file that is in memory of this process."""
+        return mapped_part(self._part(path))
 
     def read_range(self, path: str, offset_bytes: int, size_bytes: int) -> bytes:
         """Return exactly ``size_bytes`` from ``offset_bytes``."""
