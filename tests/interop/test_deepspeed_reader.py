@@ -47,6 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "zero1-round-robin": {"stage": 1, "zero": {"round_robin_gradients": True}},
     "zero1-tp2": {"stage": 1, "tp": 2, "model": "parallel"},
+    # The second rank has nothing of the layers that are cut.
+    "zero1-tp2-empty": {"stage": 1, "tp": 2, "model": "parallel", "inner": 1},
     "zero1-pipeline": {"stage": 1, "pp": 2, "model": "pipeline"},
     "zero1-pipeline-bf16": {"stage": 1, "pp": 2, "model": "pipeline", "dtype": "bf16"},
     "zero1-experts": {"stage": 1, "model": "experts"},

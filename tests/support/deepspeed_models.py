@@ -75,14 +75,14 @@ class Whole(nn.Module):
 class Parallel(nn.Module):
     """Of layers that DeepSpeed cuts over tensor parallel ranks, a frozen one among them."""
 
-    def __init__(self, *, biased: bool) -> None:
+    def __init__(self, *, biased: bool, inner: int = 10) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 10, bias=biased)
-        self.gate = nn.Linear(WIDTH, 10, bias=False)
+        self.up = nn.Linear(WIDTH, inner, bias=biased)
+        self.gate = nn.Linear(WIDTH, inner, bias=False)
         self.gate.weight.requires_grad_(False)
-        self.down = nn.Linear(10, WIDTH, bias=biased)
+        self.down = nn.Linear(inner, WIDTH, bias=biased)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -129,6 +129,10 @@ def state_of(engine: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
         if not parameter.requires_grad:
             with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
                 found[f"{name}/frozen"] = parameter.detach().float().clone()
+        elif not parameter.numel() and stage > 0:
+            # DeepSpeed keeps nothing of what a tensor parallel rank has nothing of.
+            slots = ("weight", *SLOTS[case.get("optimizer", "adam")])
+            found |= {f"{name}/{slot}": parameter.detach().float().clone() for slot in slots}
         elif stage > 0 or hasattr(engine.optimizer, "bf16_groups"):
             found[f"{name}/weight"] = safe_get_full_fp32_param(parameter).clone()
             for slot in SLOTS[case.get("optimizer", "adam")]:

@@ -109,7 +109,7 @@ def model_of(case: dict[str, Any]) -> nn.Module:
         )
         return module
     if case.get("model") == "parallel":
-        return Parallel(biased=True)
+        return Parallel(biased=case.get("biased", True), inner=case.get("inner", 10))
     kinds: dict[str, type[nn.Module]] = {"experts": Experts, "sequence": Sequence}
     return kinds.get(case.get("model", "whole"), Whole)()
 

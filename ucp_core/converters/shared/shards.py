@@ -135,6 +135,14 @@ class Shards:
         """Forget a shard, because a better one follows."""
         self._found[key].pop(rank, None)
 
+    def add_empty(self, fqn: str, tp: int, shape: tuple[int, ...]) -> None:
+        """Add a rank's shard without elements to every slot and stage that lacks it."""
+        for key, ranks in self._found.items():
+            if key.fqn == fqn:
+                kinds = {rank.stage: shard.dtype for rank, shard in ranks.items()}
+                for stage, dtype in kinds.items():
+                    ranks.setdefault(Rank(stage, tp), Shard(dtype, shape))
+
     def fqns(self) -> set[str]:
         """Return the names of all tensors."""
         return {key.fqn for key in self._found}

@@ -103,11 +103,25 @@ def add_modules(native: Native, modules: Modules, *, complete: bool = True) -> N
     if complete:
         _add_layers(native, modules)
         _add_experts(native, modules)
+    _add_empty_shards(modules)
     if modules.dtypes and modules.masters:
         dtypes = ", ".join(sorted(modules.dtypes))
         modules.items["module"] = Item(
             "drop", f"trained parameters: their masters are kept, not the copies in {dtypes}"
         )
+
+
+def _add_empty_shards(modules: Modules) -> None:
+    """Add trained shards without elements, which ZeRO's files pass over on the rank that has one.
+
+    AutoTP leaves ranks without a part of a dim that is shorter than there are ranks.
+    """
+    for name in modules.trained & set(modules.refs):
+        for tp, ref in modules.refs[name].items():
+            if not ref.num_elements and any(
+                other.num_elements for other in modules.refs[name].values()
+            ):
+                modules.shards.add_empty(name, tp, ref.shape)
 
 
 def buffer_names(native: Native) -> frozenset[str]:
