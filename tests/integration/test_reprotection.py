@@ -1,0 +1,57 @@
+"""A second loss right after the run has recovered from the first: protection is new, too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from orchestrator.config import RunConfig
+from orchestrator.shell.faults import kill_node_of, member, wait_for
+from orchestrator.shell.launch import Launched
+from tests.support.history import read_history
+
+pytestmark = pytest.mark.timeout(300)
+
+ACT_S_MAX = 90.0
+
+
+def _wait_line(directory: str, attempt: int, number: int) -> None:
+    """Return when ``number`` steps of ``attempt`` have their lines."""
+    deadline_s = time.monotonic() + ACT_S_MAX
+    while sum(line["attempt"] == attempt for line in read_history(directory).lines) < number:
+        assert time.monotonic() < deadline_s, f"attempt {attempt} does not train"
+        time.sleep(0.005)
+
+
+def test_node_lost_right_after_a_growth_costs_one_step(
+    nodes: Any, make_config: Callable[..., RunConfig]
+) -> None:
+    """What was there before is on the old node alone, what is new at first on its own node."""
+    config = make_config(train__steps=60, workers__standby_per_node=0)
+    run = Launched(config, nodes)
+    started = wait_for(
+        run, lambda s: s["phase"] == "running" and s["step"] >= 5, timeout_s=ACT_S_MAX
+    )
+    assert started is not None
+    kill_node_of(run, 3)
+    nodes.add_node()
+    grown = wait_for(
+        run,
+        lambda s: s["attempt"] > started["attempt"] + 1 and s["phase"] in {"forming", "running"},
+        timeout_s=ACT_S_MAX,
+    )
+    assert grown is not None
+    _wait_line(config.run.directory, grown["attempt"], 2)
+    newcomer = member(grown, 3)["node"]
+    assert newcomer != member(started, 3)["node"]
+    kill_node_of(run, 3)
+    summary = run.follow(lambda _: None)
+
+    assert summary["outcome"] == "completed", summary["reason"]
+    kinds = [incident["kind"] for incident in summary["incidents"]]
+    assert kinds[:3] == ["node_loss", "growth", "node_loss"]
+    assert summary["incidents"][2]["lost_steps"] <= 1
+    read_history(config.run.directory).check_exactly_once(config)
