@@ -1,0 +1,153 @@
+"""A trainer is killed at every moment of writing a snapshot: the version before is whole.
+
+The real writer runs in a process of its own, on memory that the keeper here holds too. At every
+line, in whichever thread, it looks whether that memory has changed, and kills itself with SIGKILL
+behind the first change, behind the second, and so on, until it comes to its end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+
+from tests.support.snapshot_rank import Node, Rank, state
+from ucp_core.checkpoint import load
+from workers.keeper.arena import Arena
+from workers.parallel.state import StateEntry
+from workers.protocol import Held
+from workers.snapshot.tier import LocalPart, open_version
+from workers.snapshot.writing import SnapshotMemory, SnapshotWriter
+
+#: Wherever it goes through a line of these, it looks whether it has to die.
+_FILES = {
+    str(module.__file__)
+    for name, module in sys.modules.items()
+    if name.startswith(("workers.snapshot", "workers.keeper", "ucp_core"))
+}
+_DONE = 3
+#: Of the state below, those that have elements and are not a replica.
+NUM_TENSORS = 6
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    made.close()
+
+
+def _state(step: int) -> list[StateEntry]:
+    torch.manual_seed(step)
+    return state()
+
+
+class _Fate:
+    """Kills this process when the memory of the snapshots has changed so often since ``begin``."""
+
+    def __init__(self, num_changes: int) -> None:
+        self._left = num_changes
+        self._arena: Arena | None = None
+        self._seen = 0
+        self._lock = threading.Lock()
+
+    def begin(self, writer: SnapshotWriter) -> None:
+        self._arena = writer._arena
+        self._seen = self._look()
+        sys.settrace(self.trace)
+
+    def trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename not in _FILES:
+            return None
+        if event == "line" and self._arena is not None:
+            with self._lock:
+                now = self._look()
+                self._left -= now != self._seen
+                self._seen = now
+                if self._left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return self.trace
+
+    def _look(self) -> int:
+        assert self._arena is not None
+        return crc32(self._arena._memory)
+
+
+def _write(node: Node, num_changes: int) -> None:
+    """Take snapshots of steps 1 to 3 as a trainer, of which the last may be the death of it."""
+    fate = _Fate(num_changes)
+    threading.settrace(fate.trace)
+    rank = Rank(SnapshotMemory(node.directory, "w0001"))
+    assert rank.ready(_state(0))
+    for step in (1, 2):
+        assert rank.take(step, _state(step))
+        assert rank.writer.wait(step)
+    entries = _state(3)
+    fate.begin(rank.writer)
+    assert rank.take(3, entries, pin=True)
+    assert rank.writer.wait(3)
+
+
+def _dies(node: Node, num_changes: int) -> bool:
+    """Return whether a process that writes died behind that many changes."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _write(node, num_changes)
+            os._exit(_DONE)
+        finally:
+            os._exit(1)
+    status = os.waitpid(pid, 0)[1]
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == _DONE
+    return False
+
+
+def _check_whole(arena: Arena, held: Held) -> None:
+    """Assert that a version is bit for bit the state after its step."""
+    entries = _state(held.step)
+    need = [(entry.tensor, torch.zeros_like(entry.tensor), entry) for entry in entries]
+    load(
+        open_version({0: LocalPart(arena, held)}),
+        [entry.local_tensor(target) for _, target, entry in need if not entry.replica],
+    )
+    for expected, target, entry in need:
+        assert entry.replica or torch.equal(expected, target), (held.step, entry.fqn)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_wherever_the_writer_is_killed_a_whole_version_is_held(node: Node) -> None:
+    """Between two tensors, before and behind the record, the header, and the pin."""
+    seen: list[tuple[int, ...]] = []
+    for num_changes in range(100):
+        died = _dies(node, num_changes)
+        arena = node.arena()
+        versions = arena.versions()
+        steps = tuple(held.step for held in versions)
+        assert steps in {(1, 2), (1, 2, 3)}, num_changes
+        for held in versions:
+            _check_whole(arena, held)
+        pinned = arena.pinned()
+        assert pinned is None or arena.held(pinned) == versions[-1]
+        if not died:
+            break
+        assert not seen or seen[-1] <= steps
+        seen.append(steps)
+        node.shelf.drop("w0001.1")
+    else:
+        pytest.fail("the memory changes more often than was tried")
+    # The header, each of the tensors that have elements, the record, the header, what is told.
+    assert seen.count((1, 2)) >= 1 + NUM_TENSORS
+    assert seen.count((1, 2, 3)) >= 1
+    assert arena.pinned() is not None
