@@ -155,6 +155,14 @@ def _open(store: Store, directory: str) -> _Folder:
         extras.items |= found.native.items
     if not files:
         raise CheckpointCorruptError(f"{zero} holds no folder of a parameter", path=zero)
+    if found.native is None and f"{ZERO}/{_OPTIMIZER}" not in found.opened:
+        raise CheckpointCorruptError(
+            f"{directory} has neither {ZERO}/{_OPTIMIZER} nor model files, which ds_to_universal "
+            "writes last: it was interrupted, and parameters may be missing; use the checkpoint "
+            "that it was made of",
+            path=directory,
+            missing=(f"{ZERO}/{_OPTIMIZER}",),
+        )
     return found
 
 
