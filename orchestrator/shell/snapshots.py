@@ -12,6 +12,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ray.exceptions import RayError
@@ -141,7 +142,13 @@ class Snapshots:
         return answer
 
     async def _find(
-        self, lineage: Lineage, *, enough_step: int, total_steps: int, bad: Sequence[Source] = ()
+        self,
+        lineage: Lineage,
+        *,
+        enough_step: int,
+        total_steps: int,
+        bad: Sequence[Source] = (),
+        held_only: bool = False,
     ) -> Answer | None:
         looked = asyncio.to_thread(
             find_committed,
@@ -153,6 +160,8 @@ class Snapshots:
         stored = asyncio.ensure_future(looked)
         stored.add_done_callback(_seen)
         inventories = quarantine.good(await self.inventories(), bad)
+        if held_only:
+            inventories = [replace(one, parities=()) for one in inventories]
         held = versions.newest(inventories, (0, 0), lineage, total_steps=total_steps)
         if held is None or not 0 <= enough_step <= held.step:
             # With nothing in memory there is nothing else to go on from.
@@ -285,8 +294,9 @@ class Snapshots:
             await asyncio.wait_for(self._flush(lineage), FLUSH_S)
 
     async def _flush(self, lineage: Lineage) -> None:
-        # Here the last step counts too: it may be all that there is of the run.
-        answer = await self._find(lineage, enough_step=-1, total_steps=sys.maxsize)
+        # Here the last step counts too: it may be all that there is of the run. Keepers store
+        # what they hold, and compute nothing.
+        answer = await self._find(lineage, enough_step=-1, total_steps=sys.maxsize, held_only=True)
         version = answer.version if answer is not None else None
         if answer is None or version is None or answer.stored_step >= version.step:
             return

@@ -17,7 +17,7 @@ from orchestrator.shell.snapshots import Answer, Snapshots
 from ucp_core.checkpoint import checkpoint_name, save_rank
 from ucp_core.errors import StorageError
 from ucp_core.storage import MemoryStore, Store
-from workers.protocol import Held, HeldPart, Inventory, KeeperOrder, NodeReport
+from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder, Member, NodeReport
 from workers.snapshot.placement import Preference
 
 ROOT = "run/checkpoints"
@@ -285,6 +285,24 @@ def test_only_what_storage_lacks_is_stored_at_the_end() -> None:
     assert _with(store, act) == [[(1, 7)], [(1, 7)]]
     _commit(store, 7)
     assert _with(store, act) == [[], []]
+
+
+def test_a_version_that_must_be_computed_gives_way_at_the_end() -> None:
+    """Keepers store what they hold: half of the newest version would be no version."""
+    members = tuple(Member(rank=rank, data_bytes=10, record_bytes=1) for rank in (0, 1))
+    parity = HeldParity(
+        arena="parity/0.1", held=_held(7, -1), num_parities=1, place=0, members=members
+    )
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        near, far = (handle._inventory for handle in handles.values())
+        handles["aa"]._inventory = replace(near, parities=(parity,))
+        handles["bb"]._inventory = replace(far, parts=far.parts[:1])
+        resumed = await made.read(LINEAGE, enough_step=-1)
+        await made.flush(LINEAGE)
+        return _version(resumed), [handle.flushed for handle in handles.values()]
+
+    assert _with(MemoryStore(), act) == ((7, "memory"), [[(1, 6)], [(1, 6)]])
 
 
 def test_what_a_dead_keeper_said_protects_nobody() -> None:
