@@ -78,7 +78,8 @@ class LoadResult:
 
     Attributes:
         size_bytes: Bytes that were needed and are now in place.
-        read_bytes: Bytes that were read for them, or to verify them.
+        read_bytes: Bytes that were read for them, or to verify them, at most: gaps between long
+            rows are left out where that is faster.
         seconds: Time of planning and reading.
     """
 

@@ -7,7 +7,7 @@ Memory is C-contiguous, the last dim varies fastest, except where strides say ot
 from __future__ import annotations
 
 from math import prod
-from operator import sub
+from operator import ge, le, sub
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ class Box(NamedTuple):
     """The elements ``start[d] <= i[d] < stop[d]`` of a tensor, for every dim ``d``.
 
     A NamedTuple, because opening a checkpoint makes one per fragment: 0.3 us against the 1.5 us
-    of a frozen dataclass.
+    of a frozen dataclass. What is asked of every fragment goes by ``map``: a generator takes
+    three times as long.
     """
 
     start: tuple[int, ...]
@@ -32,33 +33,29 @@ class Box(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the extent of every dim."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def num_elements(self) -> int:
         """Return the number of elements; 1 for a 0-d box."""
-        # Not by ``shape``: this is asked for every fragment of a map, and takes a third so.
         return prod(map(sub, self.stop, self.start))
 
     @property
     def is_empty(self) -> bool:
         """Return whether the box holds no element."""
-        return any(a >= b for a, b in zip(self.start, self.stop, strict=True))
+        return any(map(ge, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
         """Return the elements in both boxes, or None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
+        if any(map(ge, start, stop)):
             return None
         return Box(start, stop)
 
     def contains(self, other: Box) -> bool:
         """Return whether every element of ``other`` is in this box."""
-        return all(
-            a <= c and d <= b
-            for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True)
-        )
+        return all(map(le, self.start, other.start)) and all(map(le, other.stop, self.stop))
 
     def subtract(self, other: Box) -> tuple[Box, ...]:
         """Return disjoint boxes that hold the elements of this box that are not in ``other``."""

@@ -168,27 +168,26 @@ def prove_entry(entry: TensorEntry) -> None:
 
 def _check_fragment(entry: TensorEntry, whole: Box, fragment: Fragment) -> None:
     """Check that a fragment, replica or not, can be one of the tensor."""
-    facts = _facts(entry, fragment.box, fragment.file)
     start, stop = fragment.box
     is_box = len(start) == len(stop) == len(entry.shape) and all(map(le, start, stop))
     if not is_box or not whole.contains(fragment.box):
         raise UncoveredRegionError(
             f"{entry.key}: box {fragment.box} of file {fragment.file} reaches outside the "
             f"tensor of shape {list(entry.shape)}",
-            **facts,
+            **_facts(entry, fragment.box, fragment.file),
         )
     if not 0 <= fragment.copy < entry.copies:
         raise CheckpointCorruptError(
             f"{entry.key}: box {fragment.box} of file {fragment.file} belongs to copy "
             f"{fragment.copy}, the tensor has {entry.copies}",
-            **facts,
+            **_facts(entry, fragment.box, fragment.file),
         )
     strides = fragment.strides
     if strides is not None and (len(strides) != len(entry.shape) or min(strides, default=0) < 0):
         raise CheckpointCorruptError(
             f"{entry.key}: box {fragment.box} of file {fragment.file} has strides "
             f"{list(strides)}: there must be one for each dim, none negative",
-            **facts,
+            **_facts(entry, fragment.box, fragment.file),
         )
     itemsize = DTYPE_BYTES[entry.dtype]
     num_bytes = fragment.box.num_elements * itemsize
@@ -198,7 +197,7 @@ def _check_fragment(entry: TensorEntry, whole: Box, fragment: Fragment) -> None:
         raise CheckpointCorruptError(
             f"{entry.key}: box {fragment.box} of {entry.dtype} has {num_bytes} bytes, file "
             f"{fragment.file} is said to hold {fragment.num_bytes} for it",
-            **facts,
+            **_facts(entry, fragment.box, fragment.file),
         )
 
 

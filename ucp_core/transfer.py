@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from ucp_core._mapped import DamagedBlockError, mapped_file, take
+from ucp_core._rows import row_ranges
 from ucp_core.checksums import crc32
 from ucp_core.dtypes.floats import decode, encode
 from ucp_core.errors import ChecksumMismatchError
@@ -225,7 +226,8 @@ class _Run:
             if first.stop_byte - first.start_byte <= self.batch_bytes:
                 self._batch(group, scratch)
             elif first.target_byte < 0:
-                self._stream(first, scratch)
+                if not self._scatter(first):
+                    self._stream(first, scratch)
             else:
                 self._fill(first, scratch)
 
@@ -300,6 +302,16 @@ class _Run:
             data = target[start + shift : min(start + size, high) + shift]
             source.store.read_ranges(path, [ReadRange(fragment.offset_bytes + start, (data,))])
             self._verify(_Check(data, fragment, start), source.block_bytes, path, [copy])
+
+    def _scatter(self, copy: Copy) -> bool:
+        """Read the rows of a gathered copy straight to their places, where that is faster."""
+        source, fragment = self.sources[copy.source], copy.fragment
+        if fragment.crc32 is not None or gap_bytes_max(source.store) > GAP_BYTES_MAX:
+            return False
+        ranges = row_ranges(copy, self.plan.parts[copy.part], self.targets[copy.part])
+        if ranges:
+            source.store.read_ranges(join(source.directory, fragment.file), ranges)
+        return bool(ranges)
 
     def _stream(self, copy: Copy, scratch: _Scratch) -> None:
         """Gather a copy that is larger than a batch through one that fits the cache.

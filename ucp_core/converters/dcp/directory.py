@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ucp_core.boxes import Box
@@ -175,8 +176,7 @@ def _blob(info: StorageInfo, key: str, path: str) -> Blob:
             key=key,
             path=path,
         )
-    parts = _key(info.path).split("/")
-    if {"", ".", ".."} & set(parts) or any(c in info.path for c in "\\@\0"):
+    if not _is_inside(_key(info.path)):
         raise CheckpointCorruptError(
             f"{path}: {key} is said to be in {info.path[:80]!r}, which is no file of this "
             "checkpoint",
@@ -184,6 +184,12 @@ def _blob(info: StorageInfo, key: str, path: str) -> Blob:
             path=path,
         )
     return Blob(info.path, info.offset, info.length)
+
+
+@lru_cache(maxsize=64)
+def _is_inside(path: str) -> bool:
+    """Return whether a path, of which many chunks have the same, stays in the directory."""
+    return not ({"", ".", ".."} & set(path.split("/")) or any(c in path for c in "\\@\0"))
 
 
 def _check_sizes(container: Container) -> None:

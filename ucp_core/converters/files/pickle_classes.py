@@ -189,7 +189,7 @@ def _kind(value: Any, *kinds: type[Any]) -> Any:
 
 
 def _size(extents: Any = ()) -> tuple[Any, ...]:
-    return tuple(_kind(extents, tuple, list))
+    return extents if type(extents) is tuple else tuple(_kind(extents, tuple, list))
 
 
 def _dict(items: Any = ()) -> dict[Any, Any]:

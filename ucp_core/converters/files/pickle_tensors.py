@@ -11,6 +11,7 @@ from ucp_core.statemap import DTYPE_BYTES, Extent
 
 _NDIM_MAX = 64
 _INT_MAX = 1 << 60
+_SEQUENCES = (tuple, list)
 
 #: torch dtypes by safetensors' names; None: it has none.
 TORCH_DTYPES = {
@@ -118,12 +119,12 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Return the elements from the first to behind the last."""
     if 0 in shape:
         return 0
-    return sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
+    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
 def extents_of(value: Any) -> tuple[int, ...]:
     """Return a shape, offsets or strides as a tuple, once they are known to be that."""
-    if type(value) not in {tuple, list} or len(value) > _NDIM_MAX:
+    if type(value) not in _SEQUENCES or len(value) > _NDIM_MAX:
         msg = "a shape or strides are not a short tuple"
         raise TypeError(msg)
     for extent in value:

@@ -384,6 +384,32 @@ def test_the_payloads_do_run_where_they_are_trusted(tmp_path: Path) -> None:
     assert marker.exists()
 
 
+def test_what_is_read_in_one_go_is_the_same_opcode_by_opcode() -> None:
+    """Sequences that make objects and shapes are taken whole, and each part can be named later."""
+    text = struct.Struct("<B").pack
+    size = b"\x8c" + text(5) + b"torch" + b"\x8c" + text(4) + b"Size" + b"\x93\x94"
+    info = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n\x94"
+    # A list: the shape, its parts by their numbers, the object, its dict.
+    begin = b"\x80\x04]\x94(" + size + b"0h\x01"
+    parts = (b"K\x03K\x04\x86", b"\x94\x85\x94R\x94h\x02h\x03h\x04", info + b")")
+    end = b"\x81\x94}\x94(\x8c\x01aK\x07ubh\x06h\x07e."
+    nothing = b"N0"
+
+    trees = [
+        read_pickle(begin + between.join(parts) + between + end, where="p")
+        for between in (b"", nothing)
+    ]
+
+    for shape, pair, arguments, again, made, same, state in trees:
+        assert shape == pair == (3, 4)
+        assert arguments == (pair,)
+        assert arguments[0] is pair
+        assert again is shape
+        assert same is made
+        assert made.state is state
+        assert state == {"a": 7}
+
+
 @pytest.mark.parametrize("name", hostile_pickles.bombs())
 @pytest.mark.timeout(20)
 def test_no_pickle_takes_more_than_it_is_worth(name: str) -> None:
