@@ -194,7 +194,7 @@ def load_version(client: WireClient, listing: Listing, need: list[LocalTensor]) 
     by_rank: dict[int, Part] = {}
     for name in RANKS:
         (held,) = listing.arenas[name].parts
-        by_rank[held.rank] = RemotePart(client, name, held)
+        by_rank[held.rank] = RemotePart(client, name, held, is_bare=True)
     load(open_version(by_rank), need)
 
 

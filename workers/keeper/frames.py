@@ -29,8 +29,8 @@ __all__ = [
     "limit_waits",
     "proof",
     "receive",
-    "receive_into",
     "receive_json",
+    "receive_views",
     "send",
     "send_json",
 ]
@@ -40,6 +40,8 @@ CHALLENGE_BYTES: Final = 32
 SIZE: Final = struct.Struct("<I")
 #: Size and crc32 of a chunk.
 CHUNK: Final = struct.Struct("<II")
+#: The kernel takes up to 1024 in one call.
+_VIEWS_MAX: Final = 512
 #: A struct timeval.
 _TIME: Final = struct.Struct("@ll")
 
@@ -71,24 +73,25 @@ def receive_json(connection: socket.socket, *, size_bytes_max: int) -> Any:
 def receive(connection: socket.socket, size_bytes: int) -> bytes:
     """Return exactly so many bytes."""
     data = bytearray(size_bytes)
-    receive_into(connection, memoryview(data))
+    receive_views(connection, [memoryview(data)])
     return bytes(data)
 
 
-def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill ``view``.
+def receive_views(connection: socket.socket, views: Sequence[memoryview]) -> None:
+    """Fill ``views``, one after the other.
 
     Raises:
         OSError: The connection broke, was closed before, or is silent for too long.
     """
-    while len(view):
+    left = [view for view in views if len(view)]
+    while left:
         try:
-            count = connection.recv_into(view, 0, socket.MSG_WAITALL)
+            count, *_ = connection.recvmsg_into(left[:_VIEWS_MAX], 0, socket.MSG_WAITALL)
         except BlockingIOError as error:
             raise TimeoutError("the peer sends nothing") from error
         if not count:
             raise ConnectionError("the peer closed the connection")
-        view = view[count:]
+        left = behind(left, count)
 
 
 def send(connection: socket.socket, data: bytes | memoryview, flags: int = 0) -> None:

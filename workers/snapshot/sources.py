@@ -164,7 +164,9 @@ class MemorySources:
         client = self._clients.get(address)
         if client is None:
             client = self._clients[address] = WireClient(address, secret=place.secret)
-        return _Watched(place, RemotePart(client, place.arena, place.held), PEER_MEMORY)
+        return _Watched(
+            place, RemotePart(client, place.arena, place.held, is_bare=True), PEER_MEMORY
+        )
 
     def _blame(
         self, chosen: _Chosen, checkpoint: Checkpoint | None, error: UcpError | ParityError

@@ -14,12 +14,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.support.memory_versions import check_loads, make_state, write_version
 from tests.support.snapshots import eventually
-from ucp_core.errors import StorageError
+from ucp_core.errors import CheckpointCorruptError, StorageError
 from workers.keeper import frames, wire
 from workers.keeper.arena import Arena
+from workers.keeper.frames import CHALLENGE_BYTES
 from workers.keeper.shelf import Shelf
-from workers.keeper.wire import CHUNK_BYTES, WireClient, WireServer
+from workers.keeper.wire import CHUNK_BYTES, RemotePart, WireClient, WireServer
 from workers.protocol import Held
 
 SECRET = b"of this run"
@@ -62,18 +64,30 @@ def _expected(arena: Arena, held: Held, start: int, stop: int) -> bytes:
     return bytes(arena.body(held.slot)[start:stop])
 
 
+@pytest.mark.parametrize("is_bare", [False, True])
 @pytest.mark.parametrize(
     ("start", "cuts"),
-    [(0, [SIZE]), (7, [1, 0, 5000, CHUNK_BYTES, 3]), (SIZE, []), (SIZE - 1, [1])],
+    [
+        (0, [SIZE]),
+        (7, [1, 0, 5000, CHUNK_BYTES, 3]),
+        (9, [11] * 2000),
+        (SIZE, []),
+        (SIZE - 1, [1]),
+    ],
 )
 def test_ranges_arrive_in_the_buffers_they_are_for(
-    server: WireServer, arena: Arena, start: int, cuts: list[int]
+    server: WireServer,
+    arena: Arena,
+    start: int,
+    cuts: list[int],
+    is_bare: bool,  # noqa: FBT001
 ) -> None:
     """Buffers and chunks have nothing to do with each other."""
     (held,) = arena.versions()
     client = WireClient(server.address, secret=SECRET)
     targets = [bytearray(size) for size in cuts]
-    client.read("w0001", held, start, [memoryview(target) for target in targets])
+    views = [memoryview(target) for target in targets]
+    client.read("w0001", held, start, views, is_bare=is_bare)
 
     assert b"".join(targets) == _expected(arena, held, start, start + sum(cuts))
     client.close()
@@ -196,6 +210,29 @@ def test_a_range_goes_on_where_a_connection_broke_off(
     bridge.close()
 
 
+@pytest.mark.parametrize("spare_bytes", [0, 60_000])
+def test_a_bit_that_is_flipped_on_the_way_to_a_load_is_noticed(
+    shelf: Shelf, server: WireServer, spare_bytes: int
+) -> None:
+    """Loads do without the checksums of the wire, since those of the record are end to end."""
+    state = make_state(1)
+    held = write_version(
+        shelf.reserve("w0002", body_bytes=1 << 20), state, step=1, rank=0, world_size=1
+    )
+    # The record comes first, the data behind it.
+    spare_bytes += CHALLENGE_BYTES + (held.record_bytes if spare_bytes else 0)
+    bridge = _Bridge(server.address, spare_bytes=spare_bytes, faults=1, flip=True)
+    client = WireClient(bridge.address, secret=SECRET)
+    part = RemotePart(client, "w0002", held, is_bare=True)
+    with pytest.raises(CheckpointCorruptError):
+        check_loads({0: part}, state, world_size=2)
+
+    check_loads({0: part}, state, world_size=2)
+    client.close()
+    bridge.close()
+    shelf.drop("w0002")
+
+
 def test_a_peer_that_never_works_is_given_up(server: WireServer, arena: Arena) -> None:
     """There are other sources; somebody waits for this one."""
     (held,) = arena.versions()
@@ -268,6 +305,26 @@ def test_a_listing_waits_for_news(shelf: Shelf, arena: Arena, client: WireClient
     writer.join()
     assert time.monotonic() - begun_s < 1.0, "it waited for the end of its time"
     assert [held.step for held in after.arenas["w0001"].parts] == [1, 2]
+
+
+def test_what_is_copied_here_is_no_news_to_those_who_copy_from_here(
+    shelf: Shelf, arena: Arena, client: WireClient
+) -> None:
+    """Two nodes that copy each other would wake each other once more for every version."""
+    before = client.list_arenas(after=-1, timeout_s=0.0)
+    _write(shelf.reserve("0123456789ab/w0009.0", body_bytes=SIZE), 7)
+    shelf.tell()
+    begun_s = time.monotonic()
+    after = client.list_arenas(after=before.news, timeout_s=0.4)
+    assert time.monotonic() - begun_s > 0.35, "it answered without news"
+    assert (after.news > before.news, after.arenas) == (True, before.arenas)
+
+    _write(arena, 2)
+    shelf.tell()
+    last = client.list_arenas(after=after.news, timeout_s=1.9)
+    assert [held.step for held in last.arenas["w0001"].parts] == [1, 2]
+    assert client.list_arenas(after=-1, timeout_s=1.9) == last, "who has nothing is told at once"
+    assert time.monotonic() - begun_s < 1.5
 
 
 def test_ranks_wait_only_for_whoever_is_there(

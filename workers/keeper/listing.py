@@ -1,0 +1,60 @@
+"""What a keeper tells its peers of the memory it holds, and what it looks like on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from workers.keeper.frames import held_of
+from workers.protocol import Held
+
+__all__ = ["Listed", "Listing", "listing_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An arena of a peer.
+
+    Attributes:
+        body_bytes: What a slot of it can hold.
+        parts: Its complete versions, oldest first.
+    """
+
+    body_bytes: int
+    parts: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a peer's own ranks have written.
+
+    Attributes:
+        news: To be given as ``after`` next time.
+        arenas: By name.
+    """
+
+    news: int
+    arenas: Mapping[str, Listed]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``listing_of`` reads."""
+        return asdict(self)
+
+
+def listing_of(answer: Any) -> Listing:
+    """Return the listing that a JSON object says.
+
+    Raises:
+        KeyError, TypeError, ValueError: It says none.
+    """
+    return Listing(
+        news=int(answer["news"]),
+        arenas={
+            name: Listed(
+                body_bytes=int(listed["body_bytes"]),
+                parts=tuple(held_of(part) for part in listed["parts"]),
+            )
+            for name, listed in answer["arenas"].items()
+        },
+    )
