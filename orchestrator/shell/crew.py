@@ -337,7 +337,7 @@ def _left(at_s: float, worker: str, outcome: Outcome) -> Event:
     found = outcome.found
     return replace(
         left,
-        detail=found.reasons[-1] if found.reasons else "",
+        detail=found.reasons[0] if found.reasons else "",
         damaged=found.damaged,
         unread=found.unread,
         skipped=found.reasons,

@@ -14,6 +14,7 @@ from orchestrator.core.actions import (
 from orchestrator.core.machine import step
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import Phase, RunState, describe, next_deadline_s
+from workers.protocol import Source
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=1000)
 
@@ -308,3 +309,68 @@ def test_description_has_what_status_promises() -> None:
     assert document["nodes"][0] == {"node": "a", "state": "alive", "slots": [1]}
     assert document["pending_slots"] == []
     assert document["cause"] is None
+
+
+def _unloadable(at_s: float, attempt: int, source: Source | None = None) -> list[ev.Event]:
+    """Return how both members leave an attempt of which one could not load."""
+    return [
+        ev.WorkerLeft(
+            at_s=at_s,
+            attempt=attempt,
+            worker=worker,
+            how="unloadable",
+            step=attempt,
+            detail="",
+            damaged=(source,) if source is not None and worker == "w0002" else (),
+        )
+        for worker in ("w0001", "w0002")
+    ]
+
+
+def _read(at_s: float, state: RunState) -> ev.CommittedRead:
+    return ev.CommittedRead(
+        at_s=at_s,
+        attempt=state.attempt,
+        step=1,
+        committed_by=1,
+        skipped=(),
+        number=state.num_reads,
+        source="memory",
+    )
+
+
+def test_attempts_that_find_something_bad_cost_no_budget_and_no_time() -> None:
+    """There may be dozens of bad sources, and the twelfth attempt without progress ends a run."""
+    state = _fold(
+        _running(),
+        ev.WorkerLeft(at_s=3.0, attempt=1, worker="w0001", how="peer_lost", step=1, detail=""),
+        ev.WorkerLeft(at_s=3.0, attempt=1, worker="w0002", how="peer_lost", step=1, detail=""),
+    )
+    faults = 0
+    for number in range(40):
+        if number == 1:
+            faults = len(state.faults)
+        state = _fold(state, _read(3.0, state))
+        assert state.phase is Phase.FORMING, state.reason
+        source = (1, 1, "a", "w0001.1", 0, 2 * number)
+        state = _fold(state, *_unloadable(3.0, state.attempt, source))
+
+    assert state.phase is Phase.READING
+    assert len(state.bad) == 40
+    assert len(state.faults) == faults == 1
+
+
+def test_attempts_that_cannot_load_and_find_nothing_end_the_run() -> None:
+    """Otherwise they would go on for ever."""
+    state = _running()
+    at_s = 3.0
+    while state.phase is not Phase.FAILED:
+        events = _unloadable(at_s, state.attempt) if state.num_inside else []
+        state = _fold(state, *events)
+        if state.phase is Phase.READING:
+            state = _fold(state, _read(at_s, state))
+        at_s += 20.0
+        state = _fold(state, ev.Ticked(at_s=at_s))
+        assert state.attempt < 20
+
+    assert "without a new committed step" in state.reason

@@ -162,3 +162,28 @@ def test_what_the_newest_attempt_loaded_is_summed_over_its_workers() -> None:
     )
     assert _stats((*START, *CRASH)).loaded == {"storage": 1000}
     assert _stats((*START, *CRASH, *formed)).loaded == {"local memory": 12, "storage": 1}
+
+
+def test_what_could_not_be_loaded_is_told_with_the_recovery_that_met_it() -> None:
+    """Also with the fault that the recovery was for, and with no later one."""
+    bad: tuple[ev.Event, ...] = (
+        ev.WorkerLeft(
+            at_s=9.0,
+            attempt=2,
+            worker="w0001",
+            how="unloadable",
+            step=4,
+            detail="",
+            damaged=((4, 1, "", "", 0, 0),),
+            skipped=("step 4: damaged",),
+        ),
+        ev.CommittedRead(at_s=9.1, attempt=2, step=3, committed_by=1, skipped=(), number=3),
+        ev.WorkerFormed(at_s=9.5, attempt=3, worker="w0001", skipped=("another holder",)),
+        ev.StepCompleted(at_s=10.0, attempt=3, step=4, step_s=0.5),
+    )
+    crash, unloadable = _stats((*START, *CRASH[:5], *bad)).incidents
+
+    assert (crash.kind, unloadable.kind) == ("crash", "unloadable")
+    assert crash.skipped == unloadable.skipped == ("step 4: damaged", "another holder")
+    assert (crash.lost_steps, unloadable.lost_steps) == (2, 1)
+    assert unloadable.guilty == ()

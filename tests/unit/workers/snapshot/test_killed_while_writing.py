@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -20,11 +21,13 @@ from zlib import crc32
 import pytest
 import torch
 
+from orchestrator.policies import versions
 from tests.support.snapshot_rank import Node, Rank, state
 from ucp_core.checkpoint import load
+from ucp_core.lineage import Lineage
 from workers.keeper.arena import Arena
 from workers.parallel.state import StateEntry
-from workers.protocol import Held
+from workers.protocol import Held, HeldPart, Inventory
 from workers.snapshot.tier import LocalPart, open_version
 from workers.snapshot.writing import SnapshotMemory, SnapshotWriter
 
@@ -52,17 +55,19 @@ def _state(step: int) -> list[StateEntry]:
 
 
 class _Fate:
-    """Kills this process when the memory of the snapshots has changed so often since ``begin``."""
+    """Sends a signal to this process when its snapshots' memory has changed so often."""
 
-    def __init__(self, num_changes: int) -> None:
+    def __init__(self, num_changes: int, number: signal.Signals) -> None:
         self._left = num_changes
+        self._number = number
         self._arena: Arena | None = None
         self._seen = 0
         self._lock = threading.Lock()
 
     def begin(self, writer: SnapshotWriter) -> None:
+        assert writer._arena is not None
+        self._seen = crc32(writer._arena._memory)
         self._arena = writer._arena
-        self._seen = self._look()
         sys.settrace(self.trace)
 
     def trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
@@ -70,21 +75,21 @@ class _Fate:
             return None
         if event == "line" and self._arena is not None:
             with self._lock:
-                now = self._look()
-                self._left -= now != self._seen
-                self._seen = now
-                if self._left < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                self._look(self._arena)
         return self.trace
 
-    def _look(self) -> int:
-        assert self._arena is not None
-        return crc32(self._arena._memory)
+    def _look(self, arena: Arena) -> None:
+        now = crc32(arena._memory)
+        self._left -= now != self._seen
+        self._seen = now
+        if self._left == -1:
+            # Once: if it is only stopped, it goes on.
+            self._left = sys.maxsize
+            os.kill(os.getpid(), self._number)
 
 
-def _write(node: Node, num_changes: int) -> None:
+def _write(node: Node, fate: _Fate) -> None:
     """Take snapshots of steps 1 to 3 as a trainer, of which the last may be the death of it."""
-    fate = _Fate(num_changes)
     threading.settrace(fate.trace)
     rank = Rank(SnapshotMemory(node.directory, "w0001"))
     assert rank.ready(_state(0))
@@ -97,16 +102,22 @@ def _write(node: Node, num_changes: int) -> None:
     assert rank.writer.wait(3)
 
 
-def _dies(node: Node, num_changes: int) -> bool:
-    """Return whether a process that writes died behind that many changes."""
+def _started(node: Node, num_changes: int, number: signal.Signals) -> int:
+    """Return a process that writes, and gets the signal behind that many changes."""
     pid = os.fork()
     if pid == 0:
         try:
-            _write(node, num_changes)
+            _write(node, _Fate(num_changes, number))
             os._exit(_DONE)
-        finally:
+        except BaseException:  # noqa: BLE001  the parent's test must not go on in the child
+            traceback.print_exc()
             os._exit(1)
-    status = os.waitpid(pid, 0)[1]
+    return pid
+
+
+def _dies(node: Node, num_changes: int) -> bool:
+    """Return whether a process that writes died behind that many changes."""
+    status = os.waitpid(_started(node, num_changes, signal.SIGKILL), 0)[1]
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL
         return True
@@ -133,13 +144,13 @@ def test_wherever_the_writer_is_killed_a_whole_version_is_held(node: Node) -> No
     for num_changes in range(100):
         died = _dies(node, num_changes)
         arena = node.arena()
-        versions = arena.versions()
-        steps = tuple(held.step for held in versions)
+        found = arena.versions()
+        steps = tuple(held.step for held in found)
         assert steps in {(1, 2), (1, 2, 3)}, num_changes
-        for held in versions:
+        for held in found:
             _check_whole(arena, held)
         pinned = arena.pinned()
-        assert pinned is None or arena.held(pinned) == versions[-1]
+        assert pinned is None or arena.held(pinned) == found[-1]
         if not died:
             break
         assert not seen or seen[-1] <= steps
@@ -151,3 +162,31 @@ def test_wherever_the_writer_is_killed_a_whole_version_is_held(node: Node) -> No
     assert seen.count((1, 2)) >= 1 + NUM_TENSORS
     assert seen.count((1, 2, 3)) >= 1
     assert arena.pinned() is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("num_changes", [0, 3, 7])
+def test_what_a_writer_completes_that_wakes_in_a_later_attempt_counts_no_more(
+    node: Node, num_changes: int
+) -> None:
+    """It was stopped, taken for dead, and knows of nothing; the run went on from step 2."""
+    pid = _started(node, num_changes, signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+    lineage = ((1, 0), (2, 2))
+    node.shelf.fence(2, lineage)
+    before = _newest(node, lineage)
+    os.kill(pid, signal.SIGCONT)
+    assert os.WEXITSTATUS(os.waitpid(pid, 0)[1]) == _DONE
+
+    assert node.steps() == [1, 2, 3]
+    assert _newest(node, lineage) == before
+    _check_whole(node.arena(), before)
+
+
+def _newest(node: Node, lineage: Lineage) -> Held:
+    """Return what a run resumes from that asks this keeper only."""
+    parts = tuple(HeldPart(arena="w", held=held) for held in node.arena().versions())
+    inventory = Inventory(node="n", host="", port=0, parts=parts)
+    found = versions.newest([inventory], (0, 0), lineage, total_steps=9)
+    assert found is not None
+    return found.parts[0].held
