@@ -31,17 +31,18 @@ from torch.distributed.tensor.parallel import (
 
 
 class Model(nn.Module):
-    """Sizes that four ranks cannot divide."""
+    """Sizes that four ranks cannot divide; of the last one the last rank has nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(6, 10)
         self.down = nn.Linear(10, 7, bias=False)
         self.norm = nn.LayerNorm(7)
+        self.last = nn.Linear(7, 5, bias=False)
         self.register_buffer("seen", torch.arange(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.norm(self.down(torch.relu(self.up(x))))
+        out: torch.Tensor = self.last(self.norm(self.down(torch.relu(self.up(x)))))
         return out
 
 

@@ -73,6 +73,7 @@ class Container:
         metadata_names: The metadata files.
         version: That of DCP.
         plain: Where tensors are whose items are not torch files.
+        empty: Items of boxes without elements, which no tensor needs.
     """
 
     store: Store
@@ -84,6 +85,7 @@ class Container:
     metadata_names: tuple[str, ...] = ()
     version: str = ""
     plain: dict[Blob, TensorRef] = field(default_factory=dict)
+    empty: list[tuple[str, Blob]] = field(default_factory=list)
 
     @property
     def where(self) -> str:

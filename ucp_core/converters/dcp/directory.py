@@ -154,9 +154,11 @@ def _add_tensor(
         if len(stop) != len(value.shape):
             msg = f"{key} has {len(value.shape)} dims, its box {box}"
             raise ValueError(msg)
-        if box.is_empty:
-            continue
         blob = places.get((key, place.offsets))
+        if box.is_empty:
+            # A rank without a row still writes an item, perhaps the last one of its file.
+            container.empty += [] if blob is None else [(key, blob)]
+            continue
         if blob is None:
             _missing(key, box, path)
         item.chunks.append(Chunk(box, blob, box in known))
@@ -232,3 +234,4 @@ def _all_blobs(container: Container) -> Iterator[tuple[str, Blob]]:
     for key, blobs in container.blobs.items():
         for blob in blobs:
             yield key, blob
+    yield from container.empty

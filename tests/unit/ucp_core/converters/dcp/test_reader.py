@@ -420,6 +420,17 @@ def test_a_flipped_bit_is_found_by_torchs_own_checksum() -> None:
     assert "model.w" in problems[0].message
 
 
+def test_a_file_may_end_with_an_item_of_a_rank_without_rows() -> None:
+    """FSDP2 writes one for every tensor with fewer rows than ranks; it is no other save's."""
+    whole = torch.arange(6.0).reshape(2, 3)
+    rows = [Chunk(offsets=(row, 0), data=whole[row : row + 1], rank=row) for row in range(2)]
+    empty = Chunk(offsets=(2, 0), data=whole[2:], rank=1)
+    store = MemoryStore()
+    write(store, "c", Save(tensors={"model.a": ((2, 3), [*rows, empty])}))
+
+    assert torch.equal(loaded(dcp.read(store, "c"), "model.a"), whole)
+
+
 def test_missing_truncated_and_leftover_files_are_named() -> None:
     """Each is a different thing to do for whoever reads the message."""
     store, _ = _two_ranks()
