@@ -63,8 +63,8 @@ def _take_an_early_read_for_final(turn: Turn) -> bool:
     return turn.draft.read_seen or _KNOWN_IS_FINAL(turn)
 
 
-def _take_parts_for_versions(parts: Any) -> bool:
-    return bool(parts)
+def _take_parts_for_versions(version: Any) -> bool:
+    return bool(version.parts)
 
 
 def _forget_the_lineage(**_: Any) -> bool:
@@ -139,7 +139,7 @@ BUGS = {
         recovery, "_known_is_final", _trust_reports, ("S3", "S6")
     ),
     "takes an early read for final": Bug(
-        recovery, "_known_is_final", _take_an_early_read_for_final, ("S3", "L3")
+        recovery, "_known_is_final", _take_an_early_read_for_final, ("S3", "L3"), first_seed=700
     ),
     "resumes where the attempt began": Bug(
         recovery, "wait", _resume_where_the_attempt_began, ("S3",)
@@ -169,7 +169,7 @@ BUGS = {
         survey, "_resume_attempt", _never_look, ("L1", "invariant")
     ),
     "takes parts for versions": Bug(
-        versions, "_has_all_ranks", _take_parts_for_versions, ("S2", "S3", "L1", "L3")
+        versions, "_is_whole", _take_parts_for_versions, ("S2", "S3", "L1", "L3")
     ),
     # A keeper has to be away while the run goes on without what it holds: 1 of 1500 histories.
     "takes fenced snapshots for history": Bug(
