@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -156,6 +159,45 @@ def test_a_damaged_checkpoint_is_loaded_by_no_rank_and_told_by_who_needs_it(
     finish(run, settings(text, steps=4), num_workers=2, resume=(2, 1))
     steps = [line["step"] for line in lines(run) if line["attempt"] == 3]
     assert steps == [3, 4]
+
+
+@pytest.mark.parametrize("how", ["peer dies", "fence"])
+def test_who_found_damage_tells_it_though_the_attempt_ends_before_all_have_loaded(
+    run: Run, text: DataSettings, how: str
+) -> None:
+    """Else the next attempts would meet it again, for ever."""
+    finish(run, settings(text, steps=3), num_workers=2)
+    folder = run.directory / "checkpoints/step-00000003"
+    mine, other = sorted(folder.glob("*.bin"))
+    content = bytearray(other.read_bytes())
+    content[100] ^= 1
+    other.write_bytes(content)
+    mine.unlink()
+    os.mkfifo(mine)
+    members = run.begin(settings(text), num_workers=2, resume=(3, 1))
+    # To open it succeeds once rank 0 waits there to load: then the groups are formed.
+    fifo = _open_to_write(mine)
+    if how == "fence":
+        members[1].fence(2)
+    else:
+        members[0].process.kill()
+    left = members[1].left().outcome
+    os.close(fifo)
+
+    assert isinstance(left, Unloadable), left
+    assert left.found.damaged == ((3, 1, "", "", 0, 0),)
+
+
+def _open_to_write(fifo: Path) -> int:
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        try:
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            time.sleep(0.005)
+    pytest.fail("rank 0 does not load")
 
 
 def test_an_attempt_that_resumes_from_the_last_step_still_ends_the_run(
