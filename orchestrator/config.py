@@ -26,6 +26,7 @@ from orchestrator.policies.layout import LayoutRules, usable
 from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
 from workers.train.settings import (
+    AUTO,
     STDLIB,
     CheckpointSettings,
     DataSettings,
@@ -199,8 +200,7 @@ class RunConfig(_Section):
             max_workers=self.workers.max,
             standby_per_node=self.workers.standby_per_node,
             total_steps=self.train.steps,
-            # What either tier commits is a multiple of this; a tier that is off has 0.
-            checkpoint_every=math.gcd(self.checkpoint.every_steps, self.snapshot.every_steps),
+            checkpoint_every=_common_multiple(self.checkpoint, self.snapshot),
             layout=LayoutRules(dp_replicate=self.parallel.dp_replicate),
             budgets=BudgetRules(
                 infrastructure_max=recovery.infrastructure_failures_max,
@@ -283,7 +283,9 @@ def _validate(source: Source) -> RunConfig | None:
         config = RunConfig.model_validate(source.document)
     except ValidationError as error:
         for detail in error.errors():
-            source.problems.append(_field_problem(source, detail))
+            # An interval is found wrong as a number and as a word.
+            if detail["loc"][-1] != "str":
+                source.problems.append(_field_problem(source, detail))
     source.problems.extend(_cross_problems(source))
     return None if source.problems else config
 
@@ -306,6 +308,8 @@ def _field_problem(source: Source, detail: Any) -> Problem:
         return source.problem(path, f"is missing; write for example {_EXAMPLES[dotted(path)]}")
     if kind in {"model_type", "dataclass_type"}:
         return source.problem(path, f"must be a section with keys, not {value!r}")
+    if path[-1] == "int":
+        return source.problem(path[:-1], f"must be a number of steps or {AUTO}, not {value!r}")
     message = str(detail["msg"])
     message = message.removeprefix("Input should be ").removeprefix("a valid ")
     return source.problem(path, f"must be {message.split(',')[0]}, not {value!r}")
@@ -395,6 +399,13 @@ def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:
         f"{enough}" + (f" or lower workers.min to {used}" if used else "")
     )
     return [("workers.min", message)]
+
+
+def _common_multiple(checkpoint: CheckpointSettings, snapshot: SnapshotSettings) -> int:
+    """Return what the steps that either tier commits are multiples of."""
+    intervals = (checkpoint.every_steps, snapshot.every_steps)
+    # A tier that is off has 0; one that is chosen as it goes may come to any number.
+    return math.gcd(*(every if isinstance(every, int) else 1 for every in intervals))
 
 
 def _bounds(recovery: RecoverySection) -> Bounds:

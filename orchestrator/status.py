@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.config import load
+from orchestrator.config import RunConfig, load
 from orchestrator.core.journal import fold, verify
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import describe
@@ -58,6 +58,7 @@ def read_status(url: str) -> dict[str, Any]:
         "nodes": [{"raylet_pid": 0, "keeper_pid": 0, **node} for node in described["nodes"]],
         "pending_capacity": 0 if over else len(described["pending_slots"]),
         "redundancy": _stored_redundancy(store, path, state.lineage),
+        "cadence": _configured_cadence(store, path),
         "loaded": {},
         "cause": described["cause"],
         "reason": described["reason"],
@@ -194,8 +195,25 @@ def replay_run(url: str) -> dict[str, Any]:
     return {"records": num_records, "same_decisions": True, "phase": str(state.phase)}
 
 
+def _configured_cadence(store: Store, path: str) -> dict[str, Any]:
+    """Return the intervals that attempts begin with, while nobody says which are kept."""
+    config = _config(store, path)
+    return {
+        "snapshot_steps": config.snapshot.first_every,
+        "checkpoint_steps": config.checkpoint.first_every,
+        "step_s": None,
+        "snapshot_stall_s": None,
+        "checkpoint_stall_s": None,
+        "reason": "what attempts begin with",
+    }
+
+
 def _rules(store: Store, path: str) -> RunRules:
-    return load(store.read(join(path, "config.yaml")).decode()).rules()
+    return _config(store, path).rules()
+
+
+def _config(store: Store, path: str) -> RunConfig:
+    return load(store.read(join(path, "config.yaml")).decode())
 
 
 def contact(url: str) -> dict[str, Any]:

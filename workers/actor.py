@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from workers.protocol import Assignment, Fenced, Formed, Outcome
+from workers.protocol import Assignment, Fenced, Formed, Outcome, Pace, SaveCosts
 
 #: It reserves nothing, because a slot does that; a dead one is replaced and not restarted.
 OPTIONS = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 64}
@@ -101,6 +101,14 @@ class Worker:
         With ``durable`` the state is in storage then, and else at least in keepers' memory.
         """
         self._runner.yield_at_boundary(attempt, durable=durable)
+
+    async def keep_pace(self, attempt: int, pace: Pace) -> SaveCosts | None:
+        """Have ``attempt`` save so often, which one of its ranks is to be told.
+
+        Returns:
+            What its steps and saves cost; None if it is not here.
+        """
+        return self._runner.keep_pace(attempt, pace)
 
     def _future(self, attempt: int) -> Future[Outcome]:
         return self._outcomes.setdefault(attempt, Future())

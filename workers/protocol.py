@@ -436,3 +436,37 @@ class NodeReport:
     inventory: Inventory | None = None
     stored_step: int = 0
     troubles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How often an attempt is to save from now on.
+
+    Attributes:
+        snapshot_steps: Steps between two snapshots; 0 leaves it as it is.
+        checkpoint_steps: Steps between two versions in storage; likewise.
+    """
+
+    snapshot_steps: int = 0
+    checkpoint_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCosts:
+    """What steps and saves took of late on one rank; medians, 0.0 where nothing was seen.
+
+    Attributes:
+        step_s: A step, without what was saved before it.
+        snapshot_stall_s: What a snapshot takes from training.
+        snapshot_busy_s: From its begin until it is complete and copied, as seen between steps.
+        checkpoint_stall_s: What a checkpoint takes from training.
+        checkpoint_busy_s: From its begin until it is in storage, as seen between steps.
+        pace: The intervals kept now.
+    """
+
+    step_s: float
+    snapshot_stall_s: float
+    snapshot_busy_s: float
+    checkpoint_stall_s: float
+    checkpoint_busy_s: float
+    pace: Pace

@@ -10,6 +10,7 @@ import gc
 import os
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from ucp_core.storage import open_store
 from workers import collectives
 from workers.keeper.watch import page_path, ring_path
 from workers.progress import ProgressPage
-from workers.protocol import Assignment, Formed, Outcome, Raised, WorkerPhase
+from workers.protocol import (
+    Assignment,
+    Formed,
+    Outcome,
+    Pace,
+    Raised,
+    SaveCosts,
+    WorkerPhase,
+)
 from workers.rehearsal import rehearse
 from workers.train.context import WorkerContext
 from workers.train.loop import run_attempt
@@ -49,6 +58,8 @@ class AttemptRunner:
         self._fenced: set[int] = set()
         self._yielding: set[int] = set()
         self._durably: set[int] = set()
+        self._paces: dict[int, Pace] = {}
+        self._costs: dict[int, Callable[[], SaveCosts]] = {}
         self._lock = threading.Lock()
         self._page = ProgressPage.create(page_path(directory, worker), worker=worker)
         self._context = WorkerContext(
@@ -64,6 +75,8 @@ class AttemptRunner:
             node=node,
             keeper_directory=directory,
             on_formed=self._note_formed,
+            pace=lambda attempt: self._paces.get(attempt, Pace()),
+            on_costs=self._note_costs,
         )
         self._ring_path = ring_path(directory, worker)
         self.attempt = 0
@@ -125,6 +138,15 @@ class AttemptRunner:
                 # First: whoever sees the wish must see how.
                 self._durably.add(attempt)
             self._yielding.add(attempt)
+
+    def keep_pace(self, attempt: int, pace: Pace) -> SaveCosts | None:
+        """Have ``attempt`` save so often; return what its steps and saves cost, if it is here."""
+        self._paces = {attempt: pace}
+        costs = self._costs.get(attempt)
+        return costs() if costs is not None else None
+
+    def _note_costs(self, attempt: int, costs: Callable[[], SaveCosts]) -> None:
+        self._costs = {attempt: costs}
 
     def _note_formed(self, formed: Formed) -> None:
         self._formed = {formed.attempt: formed}

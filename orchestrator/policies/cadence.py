@@ -4,30 +4,32 @@ Pure. A failure costs half an interval of redone work on the average, a snapshot
 stalls training; both are measured, so the interval at which they balance is known (Young 1974,
 Daly 2006). The two tiers have different failures: almost everything is recovered from memory,
 and only what memory cannot serve is lost back to storage. Whatever failures say, both tiers
-together stay within a budget of step time, and a save that would begin before the last one of
-its tier has ended is skipped: a queue would only make the newest version older.
+together stay within a budget of step time; but nobody's work of more than ten minutes is staked
+for that.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Final
 
 __all__ = [
     "Cadence",
     "CadenceFacts",
     "CadenceRules",
-    "Due",
     "Redundancy",
     "Tier",
     "decide",
-    "due",
     "interval_s",
     "overhead_share",
     "rate_per_s",
+    "settled",
     "uncovered_rate_per_s",
 ]
+
+#: At half or twice Young's interval saving and redone work together cost a quarter more.
+_WORTH: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class CadenceFacts:
 
     Attributes:
         step_s: Smoothed duration of a step, without saves.
-        snapshot: The tier in memory.
+        snapshot: The tier in memory; None if there is none, and storage serves every failure.
         persist: The tier on storage.
         observed_s: For how long failures have been counted.
         num_process_faults: Workers that died or hung on nodes that lived, in that time.
@@ -76,7 +78,7 @@ class CadenceFacts:
     """
 
     step_s: float
-    snapshot: Tier
+    snapshot: Tier | None
     persist: Tier
     observed_s: float
     num_process_faults: int
@@ -102,6 +104,8 @@ class CadenceRules:
             four in DLRover's reports.
         snapshot_s_max: Longest interval of snapshots, however rare failures seem.
         persist_s_max: Longest interval on storage; what nobody foresaw costs at most this.
+        busy_cost: What a second of storing in the background costs, in seconds of training: nobody
+            waits for it, but it takes bandwidth and processors.
     """
 
     cost_share_max: float = 0.02
@@ -110,7 +114,8 @@ class CadenceRules:
     node_fault_s: float = 25_000 * 3600.0
     process_share: float = 3.0
     snapshot_s_max: float = 600.0
-    persist_s_max: float = 3600.0
+    persist_s_max: float = 600.0
+    busy_cost: float = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +135,6 @@ class Cadence:
     cost_share: float
     lost_share: float
     reason: str
-
-
-class Due(StrEnum):
-    """What to do at a step boundary."""
-
-    TAKE = "take"
-    SKIP = "skip"
-    WAIT = "wait"
 
 
 def rate_per_s(num_faults: int, observed_s: float, *, prior_rate: float, prior_s: float) -> float:
@@ -181,57 +178,60 @@ def decide(facts: CadenceFacts, rules: CadenceRules) -> Cadence:
 
     A failure that memory serves costs work since the last snapshot, one that it does not serve
     since the last checkpoint. Snapshots that are nearly free are taken anyway. Intervals are
-    stretched, both by one factor, until they keep the budget, and each is at least as long as
-    one save of its tier takes.
+    stretched, both by one factor, until they keep the budget, but not beyond their longest; and
+    each is at least as long as one save of its tier takes.
     """
     node_rate, process_rate = _rates(facts, rules)
     every_rate = process_rate + node_rate * facts.redundancy.num_nodes
     lost_rate = uncovered_rate_per_s(facts.redundancy, node_rate)
     lost_rate += facts.num_uncovered / (facts.observed_s + rules.prior_s)
+    if facts.snapshot is None:
+        lost_rate, every_rate = every_rate, 0.0
+    snapshot = facts.snapshot or Tier(stall_s=0.0, busy_s=0.0)
 
-    snapshot_s = min(interval_s(facts.snapshot.stall_s, every_rate), rules.snapshot_s_max)
+    snapshot_s = min(interval_s(snapshot.stall_s, every_rate), rules.snapshot_s_max)
     if rules.cost_share_free:
-        snapshot_s = min(snapshot_s, facts.snapshot.stall_s / rules.cost_share_free)
-    persist_s = min(interval_s(facts.persist.stall_s, lost_rate), rules.persist_s_max)
-    snapshot_s = max(snapshot_s, facts.snapshot.busy_s, facts.step_s)
+        snapshot_s = min(snapshot_s, snapshot.stall_s / rules.cost_share_free)
+    persist_cost_s = facts.persist.stall_s + rules.busy_cost * facts.persist.busy_s
+    persist_s = min(interval_s(persist_cost_s, lost_rate), rules.persist_s_max)
+    snapshot_least_s = max(snapshot.busy_s, facts.step_s)
+    snapshot_s = max(snapshot_s, snapshot_least_s)
     persist_s = max(persist_s, facts.persist.busy_s, snapshot_s)
-    cost = facts.snapshot.stall_s / snapshot_s + facts.persist.stall_s / persist_s
+    cost = snapshot.stall_s / snapshot_s + facts.persist.stall_s / persist_s
     stretch = max(1.0, cost / rules.cost_share_max)
-    snapshot_s, persist_s = snapshot_s * stretch, persist_s * stretch
+    snapshot_s = max(min(snapshot_s * stretch, rules.snapshot_s_max), snapshot_least_s)
+    persist_s = min(persist_s * stretch, rules.persist_s_max)
+    persist_s = max(persist_s, facts.persist.busy_s, snapshot_s)
 
     snapshot_steps = _steps(snapshot_s, facts.step_s)
     persist_steps = _steps(persist_s / snapshot_steps, facts.step_s) * snapshot_steps
     snapshot_s, persist_s = snapshot_steps * facts.step_s, persist_steps * facts.step_s
-    cost = facts.snapshot.stall_s / snapshot_s + facts.persist.stall_s / persist_s
+    cost = snapshot.stall_s / snapshot_s + facts.persist.stall_s / persist_s
+    in_memory = (
+        f"snapshot every {_count(snapshot_steps)} ({snapshot_s:.3g} s: stalls "
+        f"{snapshot.stall_s * 1e3:.3g} ms, a failure every {_span(every_rate)}), "
+    )
+    in_storage = (
+        f"checkpoint every {_count(persist_steps)} ({persist_s:.3g} s: stalls "
+        f"{facts.persist.stall_s * 1e3:.3g} ms, beyond memory every {_span(lost_rate)})"
+    )
     return Cadence(
         snapshot_steps=snapshot_steps,
         persist_steps=persist_steps,
         cost_share=cost,
         lost_share=every_rate * snapshot_s / 2 + lost_rate * persist_s / 2,
         reason=(
-            f"snapshot every {_count(snapshot_steps)} ({snapshot_s:.3g} s: stalls "
-            f"{facts.snapshot.stall_s * 1e3:.3g} ms, a failure every {_span(every_rate)}), "
-            f"checkpoint every {_count(persist_steps)} ({persist_s:.3g} s: stalls "
-            f"{facts.persist.stall_s * 1e3:.3g} ms, beyond memory every {_span(lost_rate)}); "
+            f"{in_memory if facts.snapshot else ''}{in_storage}; "
             f"{cost:.2%} of step time of {rules.cost_share_max:.2%} allowed"
             + (", which stretches both" if stretch > 1 else "")
         ),
     )
 
 
-def due(*, step: int, last_step: int, every_steps: int, in_flight: bool) -> Due:
-    """Return whether to save after ``step``.
-
-    Args:
-        step: The step that has just ended.
-        last_step: The last one that was saved, or of which the save was skipped.
-        every_steps: The interval of the tier.
-        in_flight: Whether the tier's last save has not ended. Then this one is skipped, and
-            counted; the next is due an interval later.
-    """
-    if step - last_step < every_steps:
-        return Due.WAIT
-    return Due.SKIP if in_flight else Due.TAKE
+def settled(kept_steps: int, found_steps: int) -> int:
+    """Return the interval to go on with: measurements vary, and the optimum is flat."""
+    least, most = sorted((kept_steps, found_steps))
+    return found_steps if most >= _WORTH * least else kept_steps
 
 
 def _rates(facts: CadenceFacts, rules: CadenceRules) -> tuple[float, float]:

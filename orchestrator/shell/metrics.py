@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Gauge
 
 from orchestrator.core.stats import RunStats
+from workers.protocol import SaveCosts
 
 
 class RunMetrics:
@@ -30,6 +31,25 @@ class RunMetrics:
         self._snapshot_step = gauge("run_snapshot_step", "Newest step complete in memory.")
         self._stored_step = gauge("run_stored_step", "Newest step known to be in storage.")
         self._troubles = gauge("run_keeper_troubles", "What keeps snapshots from being as asked.")
+        self._step_s = gauge("run_step_seconds", "Median step, without saves.")
+        self._snapshot_stall_s = gauge(
+            "run_snapshot_stall_seconds", "What a snapshot takes from training, median."
+        )
+        self._checkpoint_stall_s = gauge(
+            "run_checkpoint_stall_seconds", "What a checkpoint takes from training, median."
+        )
+        self._snapshot_every = gauge("run_snapshot_every_steps", "Steps between two snapshots.")
+        self._checkpoint_every = gauge(
+            "run_checkpoint_every_steps", "Steps between two versions in storage."
+        )
+
+    def show_saves(self, costs: SaveCosts) -> None:
+        """Set the gauges of what saves cost, and how often they are taken."""
+        self._step_s.set(costs.step_s)
+        self._snapshot_stall_s.set(costs.snapshot_stall_s)
+        self._checkpoint_stall_s.set(costs.checkpoint_stall_s)
+        self._snapshot_every.set(costs.pace.snapshot_steps)
+        self._checkpoint_every.set(costs.pace.checkpoint_steps)
 
     def show_protection(
         self,

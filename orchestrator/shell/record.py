@@ -26,6 +26,11 @@ class RunRecord:
         run_path: Its path there.
         earlier: The journal's records of earlier lives of the controller.
         samples_per_step: The global batch.
+
+    Attributes:
+        stats: The numbers so far.
+        registry: Of the metrics.
+        metrics: What Prometheus is shown.
     """
 
     def __init__(
@@ -39,17 +44,17 @@ class RunRecord:
         self._samples_per_step = samples_per_step
         self._store = store
         self._path = run_path
-        self._stats = RunStats()
+        self.stats = RunStats()
         self.registry = CollectorRegistry()
         self.metrics = RunMetrics(self.registry)
         for record in earlier:
-            self._stats.add(record)
+            self.stats.add(record)
         self._num_written = 0
 
     @property
     def loaded(self) -> dict[str, int]:
         """Return the bytes that the newest attempt loaded, by kind of source."""
-        return self._stats.loaded
+        return self.stats.loaded
 
     def announce(self, status_url: str) -> None:
         """Write down how to reach this controller."""
@@ -67,8 +72,8 @@ class RunRecord:
     def add(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take in what was journaled; write the incidents that are over."""
         for record in records:
-            self._stats.add(record)
-        self.metrics.show(self._stats)
+            self.stats.add(record)
+        self.metrics.show(self.stats)
         self._write_incidents(final=False)
 
     def close(self) -> None:
@@ -78,12 +83,12 @@ class RunRecord:
         result: dict[str, Any] = {"weights_digest": None, "final_loss": None}
         if self._store.exists(result_path):
             result |= json.loads(self._store.read(result_path))
-        summary = self._stats.summary()
+        summary = self.stats.summary()
         summary["samples_seen"] = summary["steps"] * self._samples_per_step
         self._write("summary.json", {**result, **summary})
 
     def _write_incidents(self, *, final: bool) -> None:
-        incidents = self._stats.incidents
+        incidents = self.stats.incidents
         while self._num_written < len(incidents):
             incident = incidents[self._num_written]
             if incident.t_first_step_s is None and incident.kind != "stop" and not final:

@@ -37,6 +37,7 @@ from orchestrator.shell.journal_file import JournalFile, read_segments
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.nodes import Nodes
 from orchestrator.shell.observer import Observer
+from orchestrator.shell.pacing import Pacing
 from orchestrator.shell.protection import ProtectionWatch, loss_document, redundancy
 from orchestrator.shell.record import RunRecord
 from orchestrator.shell.rendezvous import Rendezvous, preload
@@ -148,6 +149,14 @@ class Run:
             node_silent=self._nodes.silent,
             patience=self._config.patience,
         )
+        self._pacing = Pacing(
+            crew=self._crew,
+            stats=self._record.stats,
+            metrics=self._record.metrics,
+            plan=lambda: self._snapshots.plan,
+            snapshot=snapshot,
+            checkpoint=self._config.checkpoint,
+        )
 
     async def serve(self) -> None:
         """Be in charge until the run is over and everything is given back."""
@@ -164,6 +173,7 @@ class Run:
         self._spawn(asyncio.to_thread(preload))
         self._spawn(self._nodes.watch_forever(self._controller))
         self._spawn(self._capacity.poll_forever())
+        self._spawn(self._pacing.keep_forever(lambda: self._state))
         while not self._over.is_set():
             await self._fold_next()
         await self._close(page)
@@ -352,6 +362,7 @@ class Run:
         return status_document(
             described=describe(self._state),
             redundancy=redundancy(self._snapshots, self._state),
+            cadence=self._pacing.document(),
             loaded=self._record.loaded,
             reports=self._observer.reports,
             seen_at_s=self._observer.seen_at_s,

@@ -13,6 +13,7 @@ def status_document(
     *,
     described: dict[str, Any],
     redundancy: dict[str, Any],
+    cadence: dict[str, Any],
     loaded: dict[str, int],
     reports: dict[str, WorkerReport],
     seen_at_s: dict[str, float],
@@ -24,6 +25,7 @@ def status_document(
     Args:
         described: ``core.state.describe``.
         redundancy: ``shell.protection.redundancy``.
+        cadence: ``shell.pacing.Pacing.document``.
         loaded: Bytes that the newest attempt loaded, by kind of source.
         reports: Last report of every worker.
         seen_at_s: When each of those came, on the run's clock.
@@ -55,6 +57,7 @@ def status_document(
         ],
         "pending_capacity": len(described["pending_slots"]),
         "redundancy": redundancy,
+        "cadence": cadence,
         "loaded": loaded,
         "cause": described["cause"],
         "reason": described["reason"],

@@ -35,6 +35,7 @@ from workers.protocol import (
     Completed,
     KeeperOrder,
     MemoryPart,
+    Pace,
     Unloadable,
     Yielded,
     held_source,
@@ -150,6 +151,26 @@ def test_steps_go_to_memory_and_the_keeper_stores_those_that_are_due(
     assert set(told) <= {"none", "taken", "skipped"}
     stored = {int(path.name[5:]) for path in (run.directory / "checkpoints").iterdir()}
     assert len(stored - {40}) >= 1, "the keeper stored nothing"
+
+
+@pytest.mark.timeout(120)
+def test_all_ranks_keep_the_pace_that_the_first_is_told(
+    run: Run, text: DataSettings, make_nodes: MakeNodes
+) -> None:
+    """They would wait for each other forever if one of them stored what others do not."""
+    chosen = rarely_stored(text, steps=10_000)
+    make_nodes(chosen)
+    members = run.begin(chosen, num_workers=2)
+    wait_for_steps(run, 3)
+    members[0].keep_pace(1, Pace(snapshot_steps=4, checkpoint_steps=6))
+    wait_for_steps(run, len(lines(run)) + 30)
+    members[0].yield_at_boundary(1, durable=False)
+    outcomes = [member.left().outcome for member in members]
+
+    assert all(isinstance(outcome, Yielded) for outcome in outcomes), outcomes
+    *before, _ = [line["step"] for line in lines(run) if line["snapshot"] == "taken"]
+    assert {step % 4 and step % 6 for step in before[-4:]} == {0}
+    assert newest_stored(run)[0] % 6 == 0
 
 
 @pytest.mark.timeout(120)

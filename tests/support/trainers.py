@@ -22,7 +22,7 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers import collectives
 from workers.progress import ProgressPage
-from workers.protocol import Assignment, Formed, MemoryPart, Outcome
+from workers.protocol import Assignment, Formed, MemoryPart, Outcome, Pace
 from workers.train.loop import WorkerContext, run_attempt
 from workers.train.settings import Settings
 
@@ -73,6 +73,9 @@ class Trainer:
 
     def yield_at_boundary(self, attempt: int, *, durable: bool = True) -> None:
         self._pipe.send(("yield durably" if durable else "yield", attempt))
+
+    def keep_pace(self, attempt: int, pace: Pace) -> None:
+        self._pipe.send(("pace", (attempt, pace)))
 
     def left(self) -> Left:
         assert self._pipe.poll(ANSWER_S_MAX), "the worker did not leave its attempt"
@@ -162,6 +165,7 @@ class _Worker:
         self._fenced: set[int] = set()
         self._yielding: set[int] = set()
         self._durably: set[int] = set()
+        self._paces: dict[int, Pace] = {}
         self._formed: Formed | None = None
         self._orders: list[Order] = []
         self._news = threading.Semaphore(0)
@@ -175,6 +179,8 @@ class _Worker:
             if kind == "run":
                 self._orders.append(value)
                 self._news.release()
+            elif kind == "pace":
+                attempt, self._paces[attempt] = value
             elif kind == "fence":
                 self._fenced.add(value)
                 collectives.abort(value)
@@ -215,6 +221,7 @@ class _Worker:
             node=node,
             keeper_directory=keeper_directory,
             on_formed=self._note_formed,
+            pace=lambda attempt: self._paces.get(attempt, Pace()),
         )
         return run_attempt(order.assignment, context)
 

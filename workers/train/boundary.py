@@ -22,6 +22,7 @@ from workers.protocol import Assignment, WorkerPhase
 from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
 from workers.train.agreement import all_agree
 from workers.train.context import WorkerContext
+from workers.train.costs import SaveMeter
 from workers.train.due import Cadence, Due, Signals
 from workers.train.evaluation import weights_digest
 from workers.train.parts import Parts
@@ -74,8 +75,8 @@ class Boundary:
         self._storing = storing
         settings = context.settings
         self._cadence = Cadence(
-            snapshot_every=max(1, settings.snapshot.every_steps),
-            storage_every=settings.checkpoint.every_steps,
+            snapshot_every=max(1, settings.snapshot.first_every),
+            storage_every=settings.checkpoint.first_every,
             last_step=settings.train.steps,
         )
         self._writer: SnapshotWriter | None = None
@@ -89,6 +90,10 @@ class Boundary:
         self._due = Due()
         self._state: Captured | None = None
         self._waited_s = 0.0
+        # Who asks for costs may do so after the attempt: it must not hold the state.
+        meter, cadence = SaveMeter(), self._cadence
+        self._meter = meter
+        context.on_costs(assignment.attempt, lambda: meter.costs(cadence.intervals))
 
     def begin(self, step: int, parts: Parts, extra: Mapping[str, Any]) -> None:
         """Get ready for snapshots of a state that was loaded: its sizes are known already."""
@@ -100,14 +105,20 @@ class Boundary:
         context, attempt, writer = self._context, self._assignment.attempt, self._writer
         leaves = context.yield_requested(attempt)
         leaves_durably = leaves and context.yield_durable(attempt)
+        said = Signals(leaves=leaves, leaves_durably=leaves_durably)
+        if self._assignment.rank == 0:
+            pace = context.pace(attempt)
+            said = replace(
+                said, snapshot_steps=pace.snapshot_steps, storage_steps=pace.checkpoint_steps
+            )
         if writer is None or not writer.is_ready:
-            return Signals(leaves=leaves, leaves_durably=leaves_durably, no_memory=True)
-        return Signals(
-            leaves=leaves,
-            leaves_durably=leaves_durably,
-            behind=writer.is_behind(),
-            storage_busy=writer.is_pinned(),
+            return replace(said, no_memory=True)
+        behind, storage_busy = writer.is_behind(), writer.is_pinned()
+        # What is to be stored is pinned once it is complete.
+        self._meter.look(
+            time.monotonic(), is_snapshot_busy=behind, is_checkpoint_busy=behind or storage_busy
         )
+        return replace(said, behind=behind, storage_busy=storage_busy)
 
     def before_update(self) -> None:
         """Let the weights change; called in every step before they do."""
@@ -129,6 +140,7 @@ class Boundary:
             AbortedError: The attempt was fenced.
             UcpError: The state before this one could not be written.
         """
+        begun_s = time.monotonic()
         self._context.page.completed(step.number, step_s, step.loss)
         self._state, agreed = None, step.agreed
         wait = self._wait_of(step, step_s)
@@ -141,21 +153,23 @@ class Boundary:
         if due.snapshot or due.storage:
             self._context.page.enter(WorkerPhase.SAVING)
             self._state = self._state or _captured(step.number, parts, extra)
-        begun_s = time.perf_counter()
+        taking_s = time.monotonic()
         is_taken = due.snapshot and self._take(self._state)
-        snapshot_s = time.perf_counter() - begun_s if due.snapshot else 0.0
+        snapshot_s = time.monotonic() - taking_s if due.snapshot else 0.0
         if self._assignment.rank == 0:
             how = "taken" if is_taken else "skipped" if due.snapshot or due.skipped else "none"
             times = {"snapshot_s": snapshot_s, "waited_s": self._waited_s}
             self._storing.append(METRICS, self._step_line(step, step_s, snapshot=how, **times))
         if is_taken and self._writer is not None:
             self._writer.complete(pin=due.pin)
+            self._meter.snapshot(taking_s, snapshot_s, is_pinned=due.pin)
         if due.storage:
             self._store()
         if is_taken and wait is not None:
             wait.wait_copied(step.number)
         self._prepare_anew(step.number, parts, extra)
         self._waited_s = wait.waited_s if wait is not None else 0.0
+        self._meter.step(step_s, time.monotonic() - begun_s - self._waited_s)
         return self._waited_s
 
     def commit(self, step: int) -> None:
@@ -261,6 +275,7 @@ class Boundary:
         """Write the state to storage, from memory if it was copied there."""
         state = self._state
         assert state is not None, "what is due was looked up"
+        begun_s = time.monotonic()
         # One save in flight: the buffer is free again once the last one is written.
         self._storing.wait_idle()
         held = self._writer.held() if self._writer is not None and self._due.snapshot else None
@@ -272,6 +287,7 @@ class Boundary:
                 param_groups=state.param_groups,
             )
         )
+        self._meter.checkpoint(begun_s, time.monotonic() - begun_s)
 
     def _wait_told(self) -> None:
         if self._assignment.rank == 0:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ucp_core.storage import Store
-from workers.protocol import Formed, WorkerPhase
+from workers.protocol import Formed, Pace, SaveCosts, WorkerPhase
 from workers.train.settings import Settings
 
 __all__ = ["Progress", "WorkerContext"]
@@ -37,6 +37,15 @@ def _nothing(_formed: Formed) -> None:
     """Do nothing."""
 
 
+def _no_pace(_attempt: int) -> Pace:
+    """Return no change."""
+    return Pace()
+
+
+def _no_costs(_attempt: int, _costs: Callable[[], SaveCosts]) -> None:
+    """Do nothing."""
+
+
 def _always(_attempt: int) -> bool:
     """Return True."""
     return True
@@ -61,6 +70,9 @@ class WorkerContext:
         keeper_directory: Where the keeper of the node has its door; None if there is none.
         on_formed: Called once per attempt, by the training thread, when the groups stand, the
             model is built and its state is loaded.
+        pace: Returns how often to save in an attempt, as far as somebody said so.
+        on_costs: Called at the begin of an attempt with what returns the costs of its steps and
+            saves so far, from any thread.
     """
 
     worker: str
@@ -75,3 +87,5 @@ class WorkerContext:
     node: str = ""
     keeper_directory: Path | None = None
     on_formed: Callable[[Formed], None] = _nothing
+    pace: Callable[[int], Pace] = _no_pace
+    on_costs: Callable[[int, Callable[[], SaveCosts]], None] = _no_costs

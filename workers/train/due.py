@@ -22,6 +22,8 @@ class Signals:
         no_memory: It has no memory to take a snapshot in.
         behind: Its last snapshot is under way, or a peer has not copied it yet.
         storage_busy: A snapshot of it waits to be stored.
+        snapshot_steps: Steps between two snapshots from now on, said by one rank; 0 for no change.
+        storage_steps: Steps between two versions in storage, likewise.
     """
 
     leaves: bool = False
@@ -29,6 +31,8 @@ class Signals:
     no_memory: bool = False
     behind: bool = False
     storage_busy: bool = False
+    snapshot_steps: int = 0
+    storage_steps: int = 0
 
     def numbers(self) -> list[int]:
         """Return numbers whose sums over all ranks ``from_sums`` takes."""
@@ -37,7 +41,11 @@ class Signals:
     @classmethod
     def from_sums(cls, sums: Any) -> Signals:
         """Return what any rank said."""
-        return cls(**{f.name: value > 0 for f, value in zip(fields(cls), sums, strict=True)})
+        values: dict[str, Any] = {
+            field.name: value > 0 if field.default is False else int(value)
+            for field, value in zip(fields(cls), sums, strict=True)
+        }
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +93,23 @@ class Cadence:
         self._is_first &= not waits
         return waits
 
+    @property
+    def intervals(self) -> tuple[int, int]:
+        """Return the steps between two snapshots, and between two versions in storage."""
+        return self._snapshot_every, self._storage_every
+
     def due(self, step: int, agreed: Signals) -> Due:
         """Return what to do after ``step``; every step is asked about once, in order.
 
+        Intervals that a rank has said hold for this step already.
         What is due for storage stays due until it can be done. A state that must not be lost is
         taken though somebody is behind, and written to storage by the ranks themselves if their
         memory may go with them.
         """
         is_durable = step == self._last_step or (agreed.leaves and agreed.leaves_durably)
         is_forced = is_durable or agreed.leaves
+        self._snapshot_every = agreed.snapshot_steps or self._snapshot_every
+        self._storage_every = agreed.storage_steps or self._storage_every
         self._storage_due |= step % self._storage_every == 0
         if agreed.no_memory:
             stores = self._storage_due or is_forced

@@ -21,6 +21,7 @@ from workers.models.shape import (
 )
 
 __all__ = [
+    "AUTO",
     "CheckpointSettings",
     "DataSettings",
     "ModelSettings",
@@ -34,6 +35,10 @@ __all__ = [
 
 SCHEDULES: Final = ("cosine", "linear", "constant")
 PRECISIONS: Final = ("fp32", "bf16")
+#: An interval that follows from measured costs and failures.
+AUTO: Final = "auto"
+#: What it is before anything was measured.
+_SNAPSHOT_STEPS, _CHECKPOINT_STEPS = 1, 10
 MECHANISMS: Final = ("auto", "copy", "parity")
 TOLERANCE_MAX: Final = 2
 STDLIB: Final = "stdlib"
@@ -144,18 +149,25 @@ class CheckpointSettings:
     """How often state goes to storage.
 
     Attributes:
-        every_steps: Steps between two checkpoints. The last step is always saved, and so is the
-            newest when a run ends early; between them snapshots in memory are resumed from.
+        every_steps: Steps between two checkpoints; "auto" begins with 10 and goes on with what
+            costs least by the measured cost of a checkpoint and the failures seen, at most 10
+            minutes of work. The last step is always saved, and so is the newest when a run ends
+            early; between them snapshots in memory are resumed from.
         keep: Committed checkpoints that are kept; 0 keeps all.
         fsync: Whether files are forced to the disk before the commit. Without it a checkpoint
             outlives its process but perhaps not its machine.
         threads: Readers per worker while loading.
     """
 
-    every_steps: int = 10
+    every_steps: int | str = _CHECKPOINT_STEPS
     keep: int = 3
     fsync: bool = False
     threads: int = 2
+
+    @property
+    def first_every(self) -> int:
+        """Return the interval that an attempt begins with."""
+        return self.every_steps if isinstance(self.every_steps, int) else _CHECKPOINT_STEPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +175,8 @@ class SnapshotSettings:
     """How often state goes to the memory of the node's keeper, and how it is protected there.
 
     Attributes:
-        every_steps: Steps between two snapshots; 0 takes none, and only storage is left.
+        every_steps: Steps between two snapshots; 0 takes none, and only storage is left; "auto"
+            begins with 1 and takes fewer where they would cost more than 2 % of step time.
         node_memory_mib: Most that the snapshots of a node may take, its copies of other nodes'
             included; 0 is half of what the node has available when its keeper starts.
         tolerance: How many nodes may be lost at once with the newest snapshots still complete in
@@ -175,11 +188,16 @@ class SnapshotSettings:
             keeper and a worker that die together; for runs on one node.
     """
 
-    every_steps: int = 1
+    every_steps: int | str = _SNAPSHOT_STEPS
     node_memory_mib: int = 0
     tolerance: int = 1
-    mechanism: str = "auto"
+    mechanism: str = AUTO
     vault: bool = False
+
+    @property
+    def first_every(self) -> int:
+        """Return the interval that an attempt begins with; 0 if there are no snapshots."""
+        return self.every_steps if isinstance(self.every_steps, int) else _SNAPSHOT_STEPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,13 +341,15 @@ def _train_problems(train: TrainSettings) -> list[str]:
 
 
 def _rest_problems(settings: Settings) -> list[str]:
-    found = _at_least("checkpoint", settings.checkpoint, every_steps=1, keep=0, threads=1)
+    found = _interval("checkpoint", settings.checkpoint.every_steps, least=1)
+    found += _at_least("checkpoint", settings.checkpoint, keep=0, threads=1)
     if settings.checkpoint.keep == 1:
         found.append(
             "checkpoint.keep: 1 leaves nothing to fall back to if the newest is damaged; 2 or more"
         )
     snapshot = settings.snapshot
-    found += _at_least("snapshot", snapshot, every_steps=0, node_memory_mib=0, tolerance=0)
+    found += _interval("snapshot", snapshot.every_steps, least=0)
+    found += _at_least("snapshot", snapshot, node_memory_mib=0, tolerance=0)
     if snapshot.tolerance > TOLERANCE_MAX:
         found.append(
             f"snapshot.tolerance: {snapshot.tolerance} is more than {TOLERANCE_MAX}, the most"
@@ -340,6 +360,15 @@ def _rest_problems(settings: Settings) -> list[str]:
     if not (_finite(timeout_s) and timeout_s > 0):
         found.append(f"parallel.collective_timeout_s: {timeout_s} must be above 0")
     return found
+
+
+def _interval(path: str, every_steps: int | str, *, least: int) -> list[str]:
+    if isinstance(every_steps, int):
+        right = every_steps >= least
+        return [] if right else [f"{path}.every_steps: {every_steps} must be at least {least}"]
+    if every_steps == AUTO:
+        return []
+    return [f"{path}.every_steps: {every_steps!r} is neither a number of steps nor {AUTO}"]
 
 
 def _at_least(path: str, values: Any, **least: int) -> list[str]:

@@ -187,15 +187,32 @@ def test_patience_scales_every_bound_and_keeps_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("snapshots", "checkpoints", "every"), [(1, 10, 1), (4, 10, 2), (0, 10, 10), (5, 10, 5)]
+    ("snapshots", "checkpoints", "every"),
+    [(1, 10, 1), (4, 10, 2), (0, 10, 10), (5, 10, 5), ("auto", 10, 1), (0, "auto", 1)],
 )
 def test_what_may_be_committed_follows_from_both_tiers(
-    snapshots: int, checkpoints: int, every: int
+    snapshots: int | str, checkpoints: int | str, every: int
 ) -> None:
     """With 4 and 10 the newest of step 11 is 10: the smaller interval alone would say 8."""
     settings = [f"snapshot.every_steps={snapshots}", f"checkpoint.every_steps={checkpoints}"]
 
     assert load(LEAST, settings).rules().checkpoint_every == every
+
+
+@pytest.mark.parametrize(
+    ("value", "wrong"),
+    [
+        ("1.5", "must be a number of steps or auto, not 1.5"),
+        ("often", "'often' is neither a number of steps nor auto"),
+        ("-1", "-1 must be at least 0"),
+    ],
+)
+def test_an_interval_is_a_number_or_auto(value: str, wrong: str) -> None:
+    """Two types are allowed; what is of neither must be one problem, not one for each."""
+    with pytest.raises(ConfigError) as refused:
+        load(LEAST, [f"snapshot.every_steps={value}"])
+
+    assert refused.value.facts["problems"] == [f"command line: snapshot.every_steps: {wrong}"]
 
 
 def test_the_parallel_section_has_every_setting_of_the_workers() -> None:

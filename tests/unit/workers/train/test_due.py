@@ -17,6 +17,19 @@ def test_sums_over_ranks_say_what_any_of_them_said() -> None:
     assert Signals.from_sums(sums) == Signals(leaves=True, behind=True, storage_busy=True)
 
 
+def test_intervals_that_one_rank_says_are_taken_over_by_all() -> None:
+    """They come as numbers, not as yes or no; the other ranks say none."""
+    said = [Signals(behind=True), Signals(snapshot_steps=4, storage_steps=200), Signals()]
+    sums = [sum(numbers) for numbers in zip(*(one.numbers() for one in said), strict=True)]
+    agreed = Signals.from_sums(sums)
+    plan = cadence()
+
+    assert agreed == Signals(behind=True, snapshot_steps=4, storage_steps=200)
+    assert plan.due(4, agreed) == Due(skipped=True)
+    assert plan.intervals == (4, 200)
+    assert [step for step in range(5, 13) if plan.due(step, Signals()).snapshot] == [8, 12]
+
+
 def test_what_is_due_for_storage_stays_due_until_it_can_be_done() -> None:
     """A store that is slower than its cadence gets every state it can take, and no step waits."""
     plan = cadence()
