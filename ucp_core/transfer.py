@@ -192,7 +192,9 @@ def execute(
     """
     num_lists = max(1, min(threads, plan.read_bytes // THREAD_BYTES_MIN))
     work = plan.work_lists(num_lists)
-    runs = [_Run(plan, sources, targets, batch_bytes) for _ in range(num_lists)]
+    runs = [
+        _Run(plan, sources, targets, batch_bytes, is_alone=num_lists == 1) for _ in range(num_lists)
+    ]
     jobs = [partial(run.copies, copies) for run, copies in zip(runs, work, strict=False)]
     if plan.means:
         jobs += [partial(run.means, plan.means[i::num_lists]) for i, run in enumerate(runs)]
@@ -214,6 +216,7 @@ class _Run:
     sources: Sequence[Source]
     targets: Sequence[memoryview]
     batch_bytes: int
+    is_alone: bool
 
     def copies(self, copies: Sequence[Copy]) -> None:
         """Read, verify and place ``copies``."""
@@ -255,7 +258,8 @@ class _Run:
             term = np.empty(mean.box.num_elements * DTYPE_BYTES[dtype], np.uint8).data
             total: NDArray[np.float64] | float = 0.0
             for plan in mean.terms:
-                _Run(plan, self.sources, [term], self.batch_bytes).copies(plan.copies)
+                run = _Run(plan, self.sources, [term], self.batch_bytes, is_alone=self.is_alone)
+                run.copies(plan.copies)
                 # Infinities of unequal sign have the mean NaN; that is no news to tell.
                 with np.errstate(invalid="ignore"):
                     total = total + decode(dtype, term)
@@ -304,9 +308,13 @@ class _Run:
             self._verify(_Check(data, fragment, start), source.block_bytes, path, [copy])
 
     def _scatter(self, copy: Copy) -> bool:
-        """Read the rows of a gathered copy straight to their places, where that is faster."""
+        """Read the rows of a gathered copy straight to their places, where that is faster.
+
+        Not beside other threads: each row would wait for them, as one runs Python at a time.
+        """
         source, fragment = self.sources[copy.source], copy.fragment
-        if fragment.crc32 is not None or gap_bytes_max(source.store) > GAP_BYTES_MAX:
+        is_dear = gap_bytes_max(source.store) > GAP_BYTES_MAX
+        if fragment.crc32 is not None or is_dear or not self.is_alone:
             return False
         ranges = row_ranges(copy, self.plan.parts[copy.part], self.targets[copy.part])
         if ranges:

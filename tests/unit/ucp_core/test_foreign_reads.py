@@ -43,10 +43,10 @@ def _matrix(
     return Checkpoint(store=store, directory=DIRECTORY, manifest=manifest)
 
 
-def _load(checkpoint: Checkpoint, box: Box) -> LoadResult:
+def _load(checkpoint: Checkpoint, box: Box, threads: int = 2) -> LoadResult:
     entry = checkpoint.state_map.entries[KEY]
     need = target(entry, box)
-    result = load(checkpoint, [need])
+    result = load(checkpoint, [need], threads=threads)
     whole = np.arange(ROWS * COLUMNS, dtype=np.uint32).reshape(entry.shape)
     assert bytes(need.data) == whole[tuple(map(slice, *box))].tobytes()
     return result
@@ -95,16 +95,17 @@ def test_rows_go_straight_to_their_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "request_bytes", "num_rows"),
+    ("columns", "request_bytes", "threads", "num_rows"),
     [
-        pytest.param((3, 4099), 1 << 20, 510, id="half of 32 KiB"),
-        pytest.param((0, 1500), 1 << 20, 0, id="short rows"),
-        pytest.param((1500, 8192), 1 << 20, 0, id="short gaps"),
-        pytest.param((3, 4099), 8 << 20, 0, id="a store for which requests are dear"),
+        pytest.param((3, 4099), 1 << 20, 1, 510, id="half of 32 KiB"),
+        pytest.param((3, 4099), 1 << 20, 2, 0, id="two threads, which wait for each other"),
+        pytest.param((0, 1500), 1 << 20, 1, 0, id="short rows"),
+        pytest.param((1500, 8192), 1 << 20, 1, 0, id="short gaps"),
+        pytest.param((3, 4099), 8 << 20, 1, 0, id="a store for which requests are dear"),
     ],
 )
 def test_long_rows_far_apart_are_read_one_by_one(
-    columns: tuple[int, int], request_bytes: int, num_rows: int
+    columns: tuple[int, int], request_bytes: int, threads: int, num_rows: int
 ) -> None:
     """What lies between them is as much again; but a call for a few bytes takes longer than they.
 
@@ -115,7 +116,7 @@ def test_long_rows_far_apart_are_read_one_by_one(
     store.request_bytes = request_bytes
     box = Box((1, columns[0]), (511, columns[1]))
 
-    result = _load(made, box)
+    result = _load(made, box, threads)
 
     if num_rows:
         size = 4 * (columns[1] - columns[0])
