@@ -15,6 +15,7 @@ from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.rules import RunRules
 from orchestrator.policies import quarantine, versions
+from orchestrator.policies.redundancy import RedundancyFacts, plan_redundancy
 from orchestrator.simulation import loading
 from orchestrator.simulation.memory import Memory, Part
 from orchestrator.simulation.saving import Tiers, save_step
@@ -294,12 +295,15 @@ class SimCluster:
 
     def _start_attempt(self, action: act.StartAttempt) -> None:
         self.monitor.attempt_started(self, action)
-        nodes = list(dict.fromkeys(node for _, node, _ in action.members))
-        copies_of = versions.ring(nodes, self.tiers.copies)
-        copiers = {node: tuple(name for name in nodes if node in copies_of[name]) for node in nodes}
+        facts = RedundancyFacts(
+            nodes=tuple(node for _, node, _ in action.members), budgets_bytes={}, rank_bytes=1
+        )
+        plan = plan_redundancy(
+            facts, tolerance=self.tiers.tolerance, preference=self.tiers.preference
+        )
         given = loading.begin(self, action)
         self.monitor.given(action.attempt, given.sources())
-        self.attempts[action.attempt] = SimAttempt(action, copiers, given)
+        self.attempts[action.attempt] = SimAttempt(action, plan, given)
         for name, _, _ in action.members:
             self.at(self.wire_s(), self._enter, name, action.attempt)
 

@@ -23,6 +23,7 @@ from orchestrator.simulation.cluster import SimCluster
 from orchestrator.simulation.saving import Tiers
 from orchestrator.simulation.violations import Monitor, Violation, require
 from orchestrator.simulation.world import SimNode
+from workers.snapshot.placement import Preference
 
 #: Every wait of the machine is shorter than a minute here, and some follow each other.
 LIVENESS_S = 120.0
@@ -305,11 +306,12 @@ class History:
 def _draw_tiers(rng: Random) -> Tiers:
     """Decide how the run saves: in a third of the histories to storage only."""
     if rng.random() < 1 / 3:
-        return Tiers(snapshot_every=0, store_every=rng.choice((1, 1, 2, 3)), copies=0)
+        return Tiers(snapshot_every=0, store_every=rng.choice((1, 1, 2, 3)), tolerance=0)
     return Tiers(
         snapshot_every=rng.choice((1, 1, 2)),
         store_every=rng.choice((2, 3, 5, 10)),
-        copies=rng.choice((1, 1, 0)),
+        tolerance=rng.choice((1, 1, 1, 2, 0)),
+        preference=rng.choice((Preference.COPY, Preference.PARITY)),
         copy_s=rng.choice((0.04, 0.04, 0.25)),
     )
 

@@ -1,7 +1,8 @@
 """Simulated keepers' memory: parts live on nodes, and are lost with them.
 
 An arena takes the last versions of one rank, as the real one does; copies on other nodes have
-arenas of their own. What can be read is asked of ``policies.versions``, as the shell does.
+arenas of their own, and so have a node's parities of an attempt. What can be read is asked of
+``policies.versions``, as the shell does.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from orchestrator.policies.versions import complete
 from orchestrator.simulation.world import SimNode, SimWorker
 from ucp_core.lineage import Lineage, counts
-from workers.protocol import Held, HeldPart, Inventory, Source, held_source
+from workers.protocol import Held, HeldParity, HeldPart, Inventory, Source, held_source
 
 #: As ``workers.keeper.arena``.
 NUM_SLOTS = 3
@@ -28,7 +30,20 @@ class Part:
 
     def source(self, node: str, arena: str) -> Source:
         """Return it as a source, held in that arena."""
-        return held_source(node, arena, _held(self))
+        return held_source(node, arena, self.held())
+
+    def held(self) -> Held:
+        """Return what a keeper says of it."""
+        return Held(
+            slot=0,
+            sequence=2,
+            attempt=self.attempt,
+            step=self.step,
+            rank=self.rank,
+            world_size=self.world_size,
+            data_bytes=1,
+            record_bytes=1,
+        )
 
 
 class Memory:
@@ -43,6 +58,7 @@ class Memory:
         self.landed_s: dict[tuple[int, int], float] = {}
         self.grew_s = 0.0
         self._nodes: dict[str, dict[str, list[Part]]] = {}
+        self._parities: dict[str, dict[str, list[HeldParity]]] = {}
         self._ranks: dict[tuple[int, int], set[int]] = {}
 
     def write(self, node: str, arena: str, part: Part, lineage: Lineage) -> None:
@@ -58,13 +74,19 @@ class Memory:
             del parts[next(is_dead, 0)]
         parts.append(part)
 
-    def finished(self, part: Part, now_s: float) -> None:
-        """Note that a rank's snapshot is done; with the last one the version is committed."""
+    def write_parity(self, node: str, parity: HeldParity) -> None:
+        """Put a node's parities over the oldest of the attempt."""
+        kept = self._parities.setdefault(node, {}).setdefault(parity.arena, [])
+        kept[:] = [*kept[1 - NUM_SLOTS :], parity]
+
+    def finished(self, part: Part, now_s: float) -> bool:
+        """Note that a rank's snapshot is done; return whether the version is committed by it."""
         version = (part.step, part.attempt)
         ranks = self._ranks.setdefault(version, set())
         ranks.add(part.rank)
         if len(ranks) == part.world_size:
             self.landed_s.setdefault(version, now_s)
+        return len(ranks) == part.world_size
 
     def has(self, node: str, arena: str, part: Part) -> bool:
         """Return whether the part is still there."""
@@ -73,12 +95,14 @@ class Memory:
     def lose_node(self, node: str) -> None:
         """Lose all that was held on a node."""
         self._nodes.pop(node, None)
+        self._parities.pop(node, None)
 
     def lose_keeper(self, node: SimNode) -> None:
         """Lose what only the keeper held: living workers hold their own arenas too."""
         arenas = self._nodes.get(node.name, {})
         for arena in [arena for arena in arenas if arena not in node.workers]:
             del arenas[arena]
+        self._parities.pop(node.name, None)
 
     def lose_worker(self, worker: SimWorker) -> None:
         """Lose the arena of a worker that dies while there is no keeper."""
@@ -92,9 +116,14 @@ class Memory:
                 host="",
                 port=0,
                 parts=tuple(
-                    HeldPart(arena=arena, held=_held(part))
+                    HeldPart(arena=arena, held=part.held())
                     for arena, parts in self._nodes.get(node.name, {}).items()
                     for part in parts
+                ),
+                parities=tuple(
+                    parity
+                    for parities in self._parities.get(node.name, {}).values()
+                    for parity in parities
                 ),
             )
             for node in nodes
@@ -103,15 +132,8 @@ class Memory:
 
     def holds(self, version: tuple[int, int], nodes: Iterable[SimNode], now_s: float) -> bool:
         """Return whether a version (step, attempt) could be loaded now."""
-        found = {
-            part
-            for node in nodes
-            if answers(node, now_s)
-            for parts in self._nodes.get(node.name, {}).values()
-            for part in parts
-            if (part.step, part.attempt) == version
-        }
-        return bool(found) and len(found) == next(iter(found)).world_size
+        found = complete(self.inventories(nodes, now_s), ())
+        return any((each.step, each.attempt) == version for each in found)
 
 
 def serves(node: SimNode, now_s: float) -> bool:
@@ -122,16 +144,3 @@ def serves(node: SimNode, now_s: float) -> bool:
 def answers(node: SimNode, now_s: float) -> bool:
     """Return whether the controller can reach the node's keeper."""
     return serves(node, now_s) and not node.cut_off
-
-
-def _held(part: Part) -> Held:
-    return Held(
-        slot=0,
-        sequence=2,
-        attempt=part.attempt,
-        step=part.step,
-        rank=part.rank,
-        world_size=part.world_size,
-        data_bytes=1,
-        record_bytes=1,
-    )

@@ -1,4 +1,4 @@
-"""How the virtual cluster saves a step: snapshots in memory, copies of them, and storage.
+"""How the virtual cluster saves a step: snapshots in memory, protected there, and storage.
 
 With snapshots on, trainers write to memory only and keepers store what is due; what must be in
 storage at once (the last step, a durable yield) trainers write themselves. Without them trainers
@@ -7,13 +7,15 @@ write everything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING
 
 from orchestrator.core import events as ev
 from orchestrator.simulation.memory import Part, serves
 from orchestrator.simulation.world import SimAttempt, SimWorker
+from workers.protocol import HeldParity, Member
+from workers.snapshot.placement import Preference
 
 if TYPE_CHECKING:
     from orchestrator.simulation.cluster import SimCluster
@@ -31,13 +33,16 @@ class Tiers:
     Attributes:
         snapshot_every: Steps between two snapshots; 0 takes none.
         store_every: Steps between two commits in storage.
-        copies: On how many other nodes a snapshot is kept.
-        copy_s: How long a copy takes at most; from the length of a step on, steps are skipped.
+        tolerance: How many lost nodes are to be survived.
+        preference: How.
+        copy_s: How long a copy or a parity takes at most; from the length of a step on, steps are
+            skipped.
     """
 
     snapshot_every: int
     store_every: int
-    copies: int
+    tolerance: int
+    preference: Preference = Preference.COPY
     copy_s: float = _COPY_S
 
     @property
@@ -49,7 +54,7 @@ class Tiers:
     def loses_one_step(self) -> bool:
         """Return whether a single fault may cost no more than one step."""
         is_fast = self.copy_s + _WRITE_S < 0.1  # noqa: PLR2004  a step
-        return self.snapshot_every == 1 and self.copies > 0 and is_fast
+        return self.snapshot_every == 1 and self.tolerance > 0 and is_fast
 
 
 def save_step(
@@ -112,7 +117,8 @@ def _finish(
         return
     node = worker.node
     cluster.memory.write(node.name, worker.name, part, attempt.lineage)
-    cluster.memory.finished(part, cluster.now_s)
+    if cluster.memory.finished(part, cluster.now_s):
+        _protect(cluster, attempt, part)
     if store:
         delay_s = _STORE_S * cluster.rng.random()
         cluster.at(delay_s, _store, cluster, attempt, worker, part)
@@ -122,6 +128,57 @@ def _finish(
             attempt.num_uncopied += 1
             delay_s = cluster.tiers.copy_s * cluster.rng.random()
             cluster.at(delay_s, _copy, cluster, attempt, worker, part, copier)
+
+
+def _protect(cluster: SimCluster, attempt: SimAttempt, part: Part) -> None:
+    """Have every group keep parities of a version that all ranks have finished."""
+    for group in attempt.plan.groups if attempt.plan.is_parity else ():
+        if all(serves(cluster.nodes[name], cluster.now_s) for name in group):
+            for name in group:
+                attempt.num_uncopied += 1
+                delay_s = cluster.tiers.copy_s * cluster.rng.random()
+                cluster.at(delay_s, _encode, cluster, attempt, part, name)
+
+
+def _encode(cluster: SimCluster, attempt: SimAttempt, part: Part, keeper: str) -> None:
+    """Keep a node's parities of a version, of which all parts of the group are still there."""
+    attempt.num_uncopied -= 1
+    group = attempt.plan.group_of(keeper)
+    parts = [
+        [
+            (worker, replace(part, rank=rank))
+            for rank, (worker, node, _) in enumerate(attempt.placed)
+            if node == name
+        ]
+        for name in group
+    ]
+    are_there = all(
+        serves(cluster.nodes[name], cluster.now_s)
+        and all(cluster.memory.has(name, worker, one) for worker, one in mine)
+        and not any(cluster.is_damaged(name, worker, one) for worker, one in mine)
+        for name, mine in zip(group, parts, strict=True)
+    )
+    if not are_there:
+        return
+    place = group.index(keeper)
+    for lane in range(max(map(len, parts))):
+        members = tuple(
+            Member(rank=mine[lane][1].rank, data_bytes=1, record_bytes=1)
+            if lane < len(mine)
+            else None
+            for mine in parts
+        )
+        parity = HeldParity(
+            arena=f"parity/{lane}.{part.attempt}",
+            held=replace(part, rank=-1 - place).held(),
+            num_parities=attempt.plan.tolerance,
+            place=place,
+            members=members,
+        )
+        cluster.memory.write_parity(keeper, parity)
+    if any(cluster.nodes[name].cut_off for name in group):
+        # The controller could not reach it where it was.
+        cluster.memory.grew_s = cluster.now_s
 
 
 def _copy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.core.actions import StartAttempt
+from orchestrator.policies.redundancy import RedundancyPlan
 from orchestrator.simulation.loading import Loading
 
 
@@ -73,15 +74,15 @@ class SimAttempt:
         "members",
         "num_uncopied",
         "number",
+        "placed",
+        "plan",
         "records",
         "step",
         "storing_until_s",
         "yielding",
     )
 
-    def __init__(
-        self, action: StartAttempt, copiers: dict[str, tuple[str, ...]], loading: Loading
-    ) -> None:
+    def __init__(self, action: StartAttempt, plan: RedundancyPlan, loading: Loading) -> None:
         self.number = action.attempt
         self.members = [worker for worker, _, _ in action.members]
         self.lineage = action.lineage
@@ -93,7 +94,14 @@ class SimAttempt:
         self.records: dict[int, set[int]] = {}
         self.yielding = False
         self.durable = False
-        # Which nodes keep copies of a node's snapshots, and how many copies are under way.
-        self.copiers = copiers
+        # (worker, node, slot) by rank.
+        self.placed = action.members
+        # How snapshots are protected, which nodes keep copies of a node's, and how many copies
+        # and parities are under way.
+        self.plan = plan
+        nodes = dict.fromkeys(node for _, node, _ in action.members)
+        self.copiers = {
+            node: tuple(name for name in nodes if node in plan.copies_of(name)) for node in nodes
+        }
         self.num_uncopied = 0
         self.storing_until_s = 0.0

@@ -458,15 +458,17 @@ def _refusal(
         node = nodes[name]
         memory = each.memory_bytes * rules.num_slots
         if memory > free[name]:
-            return f"needs {_size(memory)} on {name}, {_size(max(0, free[name]))} are free"
+            return f"needs {_size(memory)} on {name[:8]}, {_size(max(0, free[name]))} are free"
         if node.link_bytes_per_s:
             send_s = each.network_bytes / node.link_bytes_per_s
             if send_s > rules.interval_s:
-                return f"keeps the link of {name} busy {send_s:.2g} s of {rules.interval_s:.2g} s"
+                return (
+                    f"keeps the link of {name[:8]} busy {send_s:.2g} s of {rules.interval_s:.2g} s"
+                )
         if node.d2h_bytes_per_s:
             copy_s = each.d2h_bytes / node.d2h_bytes_per_s
             if copy_s > rules.interval_s:
-                return f"copies {copy_s:.2g} s of {rules.interval_s:.2g} s on {name}"
+                return f"copies {copy_s:.2g} s of {rules.interval_s:.2g} s on {name[:8]}"
     return ""
 
 

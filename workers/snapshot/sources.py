@@ -95,7 +95,8 @@ class MemorySources:
                 self._blame(chosen, checkpoint, error)
                 continue
             for part in chosen.parts.values():
-                self.taken_bytes[part.kind] += sum(part.sizes_bytes)
+                if size_bytes := sum(part.sizes_bytes):
+                    self.taken_bytes[part.kind] += size_bytes
             return filled
 
     def close(self) -> None:
