@@ -1,7 +1,8 @@
 """Reads a Hugging Face folder of safetensors, or one such file; weights only, nothing is copied.
 
 The format has no checksum. Which files count follows transformers: those of the index if there
-is one, else ``model.safetensors``, else the only family of files there is.
+is one, else ``model.safetensors``, else the only family of files there is; without any,
+``pytorch_model.bin`` or the files of its index.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ucp_core.statemap import Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.storage.base import Store, join
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ucp_core.rules import Rules
 
@@ -41,6 +42,10 @@ _INDEX_BYTES_MAX = 100_000_000
 #: A model's configuration is a few KiB, its tokenizer some MiB.
 _DOCUMENT_BYTES_MAX = 64 << 10
 _THREADS = 8
+_TORCH_NAME = "pytorch_model.bin"
+_TORCH_INDEX = "pytorch_model.bin.index.json"
+#: Of files that may be a state dict by themselves.
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 _PICKLES = (".pt", ".pth", ".bin", ".pkl")
 _PICKLE_NOTE = "a pickle beside the weights; what it holds of training state is not read"
 _FILE_NOTE = "no tensors of the model; copy it where it is needed"
@@ -58,11 +63,20 @@ class _Shard(NamedTuple):
 
 
 def recognise(store: Store, directory: str) -> bool:
-    """Return whether ``directory`` is a safetensors file or a folder of them, and not our own."""
-    if directory.endswith(SUFFIX):
+    """Return whether ``directory`` is a file of weights or a folder of them, and not our own."""
+    if directory.endswith(SUFFIX) or _is_torch_file(store, directory):
         return True
     names = store.list(directory)
-    return _MANIFEST_NAME not in names and any(n.endswith((SUFFIX, INDEX_SUFFIX)) for n in names)
+    has_weights = any(n.endswith((SUFFIX, INDEX_SUFFIX)) for n in names) or _has_torch(names)
+    return _MANIFEST_NAME not in names and has_weights
+
+
+def _is_torch_file(store: Store, path: str) -> bool:
+    return path.endswith(_TORCH_SUFFIXES) and store.exists(path)
+
+
+def _has_torch(names: Iterable[str]) -> bool:
+    return not {_TORCH_NAME, _TORCH_INDEX}.isdisjoint(names)
 
 
 def read(
@@ -72,18 +86,19 @@ def read(
 
     Args:
         store: Where.
-        directory: The folder, or a file that ends in ``.safetensors``.
+        directory: The folder, or a file that ends in ``.safetensors``, ``.bin`` or ``.pt``.
         rules: Not needed: every tensor is whole.
         tag: Not needed: a folder holds one model.
 
     Raises:
         CheckpointNotFoundError: No safetensors file is there.
         CheckpointCorruptError: Names the file and the tensor that are wrong, or what is missing.
+        ForeignClassError: A pickle holds a class that is not known.
         StorageError: A file cannot be read.
     """
     del rules, tag
     listed: Mapping[str, str] = {}
-    if directory.endswith(SUFFIX):
+    if directory.endswith(SUFFIX) or _is_torch_file(store, directory):
         path = directory
         directory, _, name = path.rpartition("/")
         if not store.exists(path):
@@ -93,19 +108,28 @@ def read(
         _refuse_unfinished(store, directory)
         sizes = store.sizes(directory)
         files, listed = _files(store, directory, sizes)
-    shards = _shards(store, directory, files, sizes)
-    entries, metadata = _entries(shards, directory, listed)
     documents, items = _documents(store, directory, sizes, files)
     config = documents.get("config.json", {})
+    if files[0].endswith(SUFFIX):
+        entries, metadata = _entries(_shards(store, directory, files, sizes), directory, listed)
+        held = StateMap(entries=entries, block_bytes=BLOCK_BYTES)
+    else:
+        # No file of safetensors needs the reader of pickles.
+        from ucp_core.converters.huggingface import torch_weights
+
+        _refuse_missing(directory, files, sizes)
+        held, metadata = torch_weights.state_map(
+            store, directory, files, listed, block_bytes=BLOCK_BYTES
+        )
     manifest = Manifest(
         kind=Kind.FOREIGN,
         step=0,
         attempt=0,
-        state_map=StateMap(entries=entries, block_bytes=BLOCK_BYTES),
+        state_map=held,
         files={},
         extra={EXTRA_NAME: documents} if documents else {},
         source={"format": NAME, "version": str(config.get("transformers_version", ""))},
-        ties=_ties(entries, metadata, config),
+        ties=_ties(held.entries, metadata, config),
         items=items,
     )
     return Checkpoint(store=store, directory=directory, manifest=manifest)
@@ -141,6 +165,12 @@ def _files(
         weight_map = _weight_map(store, join(directory, indices[0]), sizes[indices[0]])
         return sorted(set(weight_map.values())), weight_map
     names = sorted(name for name in sizes if name.endswith(SUFFIX))
+    if not names and _TORCH_INDEX in sizes:
+        name = _TORCH_INDEX
+        weight_map = _weight_map(store, join(directory, name), sizes[name])
+        return sorted(set(weight_map.values())), weight_map
+    if not names and _TORCH_NAME in sizes:
+        return [_TORCH_NAME], {}
     if f"model{SUFFIX}" in names:
         return [f"model{SUFFIX}"], {}
     return _family(directory, names), {}
@@ -221,13 +251,17 @@ def _finite(text: str) -> float:
     return value
 
 
+def _refuse_missing(directory: str, files: Sequence[str], sizes: Mapping[str, int]) -> None:
+    for file in files:
+        if file not in sizes:
+            _missing(directory, file, f"the folder has {len(sizes)} other files")
+
+
 def _shards(
     store: Store, directory: str, files: Sequence[str], sizes: Mapping[str, int]
 ) -> list[_Shard]:
     """Read all headers; at once where there are many, because each costs a round trip."""
-    for file in files:
-        if file not in sizes:
-            _missing(directory, file, f"the folder has {len(sizes)} other files")
+    _refuse_missing(directory, files, sizes)
 
     def shard(file: str) -> _Shard:
         path = join(directory, file)
@@ -309,7 +343,7 @@ def _documents(
     documents: dict[str, Any] = {}
     items: dict[str, Item] = {}
     for name, size_bytes in sorted(sizes.items()):
-        if name in files or name.endswith(INDEX_SUFFIX):
+        if name in files or name.endswith((INDEX_SUFFIX, _TORCH_INDEX)):
             continue
         if name.endswith(SUFFIX):
             items[name] = Item("drop", "tensors that do not belong to the model")
