@@ -17,7 +17,17 @@ from orchestrator.shell.snapshots import Answer, Snapshots
 from ucp_core.checkpoint import checkpoint_name, save_rank
 from ucp_core.errors import StorageError
 from ucp_core.storage import MemoryStore, Store
-from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder, Member, NodeReport
+from workers.protocol import (
+    Held,
+    HeldParity,
+    HeldPart,
+    Inventory,
+    KeeperOrder,
+    Member,
+    NodeReport,
+    held_source,
+    stored_source,
+)
 from workers.snapshot.placement import Preference
 
 ROOT = "run/checkpoints"
@@ -199,6 +209,35 @@ def test_a_store_that_refuses_is_passed_over_only_for_memory() -> None:
 
     assert _with(Refusing(), _read) == (7, "memory")
     assert _with(Refusing(), without) is None
+
+
+def test_what_is_bad_is_passed_over_in_either_tier() -> None:
+    """The same step of the other tier comes before an older one of the same."""
+    in_memory, in_storage = held_source("aa", "w0.0", _held(7, 0)), stored_source(7, 1)
+    store = MemoryStore()
+    _commit(store, 7)
+
+    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+        answers = [
+            _version(await made.read(LINEAGE, enough_step=-1, bad=bad))
+            for bad in ([], [in_memory], [in_storage], [in_memory, in_storage])
+        ]
+        return answers, await made.find_parts(7, 1, bad=[in_memory])
+
+    answers, parts = _with(store, act)
+    assert answers == [(7, "memory"), (7, "storage"), (7, "memory"), (6, "memory")]
+    assert parts == ()
+
+
+def test_a_keeper_is_told_what_it_is_to_hold_no_longer() -> None:
+    """Whoever asks it must not be offered it again, be it a rank or another keeper."""
+    bad = [held_source("aa", "w0.0", _held(7, 0)), stored_source(7, 1)]
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        made.order(2, LINEAGE, ["aa", "bb"], bad=bad)
+        return [handles[node].orders[-1].bad for node in ("aa", "bb")]
+
+    assert _with(MemoryStore(), act) == [(("w0.0", 0, 2),), ()]
 
 
 def test_parts_are_told_only_of_the_version_that_is_resumed() -> None:

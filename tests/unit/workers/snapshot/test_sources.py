@@ -164,6 +164,22 @@ def test_a_node_that_does_not_answer_is_not_asked_again(keeper: MakeKeeper) -> N
     assert set(found.unread) == {far.source(0), far.source(1)}
 
 
+def test_a_node_that_is_lost_while_it_is_read_gives_way_to_the_next(keeper: MakeKeeper) -> None:
+    """A second fault during the recovery from the first; what was loaded so far is loaded again."""
+    near, far, third = keeper("a", (0,)), keeper("b", (1,)), keeper("c", (1,))
+
+    def lose_then_read(checkpoint: Checkpoint) -> State:
+        far.close()
+        return read(checkpoint)
+
+    with closing(sources(near, far, third)) as found:
+        found.load(lose_then_read)
+
+    ((name, _),) = found.skipped
+    assert name == "step 3 of rank 1 in the memory of node b"
+    assert (found.damaged, found.unread) == ([], [far.source(1)])
+
+
 def test_a_door_without_a_keeper_is_one_source_less(keeper: MakeKeeper) -> None:
     """The keeper may have died since it was asked."""
     near, far = keeper("a", (0, 1)), keeper("b", (0, 1))
