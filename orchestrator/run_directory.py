@@ -80,6 +80,7 @@ class Incident:
         layout_before: For people.
         layout_after: For people.
         sources: Bytes loaded, by source.
+        skipped: A line for each source that could not be loaded from.
     """
 
     number: int
@@ -91,6 +92,7 @@ class Incident:
     layout_before: str
     layout_after: str
     sources: Mapping[str, int]
+    skipped: tuple[str, ...] = ()
 
     @property
     def who(self) -> str:
@@ -280,6 +282,7 @@ def _incident(number: int, document: Mapping[str, Any]) -> Incident:
         layout_before=layout_text(document.get("layout_before")),
         layout_after=layout_text(document.get("layout_after")),
         sources={str(k): int(v) for k, v in (document.get("sources") or {}).items()},
+        skipped=tuple(str(line) for line in document.get("skipped") or ()),
     )
 
 

@@ -159,6 +159,20 @@ def test_what_users_wrote_is_escaped(tmp_path: Path) -> None:
     assert "<script" not in Path(write_report(str(tmp_path))).read_text(encoding="utf-8")
 
 
+def test_what_was_not_loaded_is_told_and_blames_nobody(tmp_path: Path) -> None:
+    """Hundreds of slots may be damaged at once; the page has room for some."""
+    write_run(tmp_path, faults=(CRASH,))
+    path = tmp_path / "incidents" / "0001" / "incident.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document |= {"kind": "unloadable", "guilty": [], "skipped": [f"part {n}" for n in range(9)]}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    page = Path(write_report(str(tmp_path))).read_text(encoding="utf-8")
+
+    assert page.count("not loaded: part") == 4
+    assert "and 5 more like these" in page
+    assert incident_rows(read_run(str(tmp_path)).incidents)[0]["who"] == "\N{EN DASH}"
+
+
 def test_rows_say_undecided_when_nobody_was_proven_guilty(tmp_path: Path) -> None:
     """An empty cell would read as a fault of the table."""
     hang = Fault(step=20, kind="hang", guilty=(), pause_s=1.0, lost_steps=0, workers_after=4)
