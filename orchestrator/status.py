@@ -170,6 +170,7 @@ def _stored_redundancy(store: Store, path: str, lineage: Lineage) -> dict[str, A
         "step": 0,
         "stored_step": step,
         "node_losses_survived": 0,
+        "reduced_s": None,
         "mechanism": "",
         "reason": "the controller is not there to say what is in memory",
         "troubles": [],

@@ -28,6 +28,9 @@ class RunMetrics:
         self._reduced_s = gauge(
             "run_reduced_redundancy_seconds_total", "Time in which fewer than asked for might be."
         )
+        self._reduced_for_s = gauge(
+            "run_reduced_redundancy_seconds", "For how long that is so now; 0 if it is not."
+        )
         self._snapshot_step = gauge("run_snapshot_step", "Newest step complete in memory.")
         self._stored_step = gauge("run_stored_step", "Newest step known to be in storage.")
         self._troubles = gauge("run_keeper_troubles", "What keeps snapshots from being as asked.")
@@ -56,6 +59,7 @@ class RunMetrics:
         *,
         survived: int,
         reduced_s: float,
+        reduced_for_s: float,
         snapshot_step: int,
         stored_step: int,
         num_troubles: int,
@@ -63,6 +67,7 @@ class RunMetrics:
         """Set the gauges of redundancy."""
         self._survived.set(survived)
         self._reduced_s.set(reduced_s)
+        self._reduced_for_s.set(reduced_for_s)
         self._snapshot_step.set(snapshot_step)
         self._stored_step.set(stored_step)
         self._troubles.set(num_troubles)

@@ -7,6 +7,7 @@ from typing import Any
 
 from orchestrator.core.state import ACTIVE, RunState, WorkerStatus
 from orchestrator.policies import quarantine
+from orchestrator.policies.reduced import ReducedTime, alert, noted
 from orchestrator.shell.metrics import RunMetrics
 from orchestrator.shell.snapshots import Snapshots
 
@@ -27,28 +28,39 @@ class ProtectionWatch:
         self._snapshots = snapshots
         self._metrics = metrics
         self._wanted = wanted
-        self._looked_s = float("-inf")
-        self._was_reduced = False
-        self._reduced_s = 0.0
+        self._time = ReducedTime()
+        self._survived = 0
 
     def look(self, state: RunState, at_s: float) -> None:
         """Look at the newest reports, unless that was done a moment ago."""
-        if at_s - self._looked_s < LOOK_S:
+        if self._time.looked_s is not None and at_s - self._time.looked_s < LOOK_S:
             return
-        if self._was_reduced:
-            self._reduced_s += at_s - self._looked_s
-        self._looked_s = at_s
         protection = self._snapshots.protection(state.lineage)
-        is_reduced = protection.node_losses_survived < self._wanted
+        self._survived = protection.node_losses_survived
+        is_reduced = self._survived < self._wanted
         # Before anything was trained there is nothing to protect.
-        self._was_reduced = is_reduced and state.phase in ACTIVE and state.step > 0
+        is_reduced = is_reduced and state.phase in ACTIVE and state.step > 0
+        self._time = noted(self._time, at_s, is_reduced=is_reduced)
         self._metrics.show_protection(
-            survived=protection.node_losses_survived,
-            reduced_s=self._reduced_s,
+            survived=self._survived,
+            reduced_s=self._time.total_s,
+            reduced_for_s=self._time.for_s,
             snapshot_step=protection.step,
             stored_step=stored_step(self._snapshots, state),
-            num_troubles=len(self._snapshots.troubles()),
+            num_troubles=len(self._snapshots.troubles()) + len(self._alerts()),
         )
+
+    def redundancy(self, state: RunState) -> dict[str, Any]:
+        """Return what the status document says of redundancy."""
+        document = _redundancy(self._snapshots, state)
+        return {
+            **document,
+            "reduced_s": round(self._time.total_s, 1),
+            "troubles": [*self._alerts(), *document["troubles"]],
+        }
+
+    def _alerts(self) -> tuple[str, ...]:
+        return alert(self._time, survived=self._survived, wanted=self._wanted)
 
 
 def stored_step(snapshots: Snapshots, state: RunState) -> int:
@@ -57,8 +69,8 @@ def stored_step(snapshots: Snapshots, state: RunState) -> int:
     return max(snapshots.stored_step(), read_step)
 
 
-def redundancy(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
-    """Return what the status document says of redundancy."""
+def _redundancy(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
+    """Return how the run is protected now."""
     protection = snapshots.protection(state.lineage)
     in_storage = stored_step(snapshots, state)
     kind = "storage" if in_storage else "none"

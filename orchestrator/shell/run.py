@@ -38,7 +38,7 @@ from orchestrator.shell.names import RunNames
 from orchestrator.shell.nodes import Nodes
 from orchestrator.shell.observer import Observer
 from orchestrator.shell.pacing import Pacing
-from orchestrator.shell.protection import ProtectionWatch, loss_document, redundancy
+from orchestrator.shell.protection import ProtectionWatch, loss_document
 from orchestrator.shell.record import RunRecord
 from orchestrator.shell.rendezvous import Rendezvous, preload
 from orchestrator.shell.snapshots import Snapshots
@@ -361,7 +361,7 @@ class Run:
     def _status(self) -> dict[str, Any]:
         return status_document(
             described=describe(self._state),
-            redundancy=redundancy(self._snapshots, self._state),
+            redundancy=self._protection.redundancy(self._state),
             cadence=self._pacing.document(),
             loaded=self._record.loaded,
             reports=self._observer.reports,

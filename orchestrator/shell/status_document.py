@@ -24,7 +24,7 @@ def status_document(
 
     Args:
         described: ``core.state.describe``.
-        redundancy: ``shell.protection.redundancy``.
+        redundancy: ``shell.protection.ProtectionWatch.redundancy``.
         cadence: ``shell.pacing.Pacing.document``.
         loaded: Bytes that the newest attempt loaded, by kind of source.
         reports: Last report of every worker.

@@ -1,0 +1,56 @@
+"""For how long fewer nodes may be lost than was asked for, and when somebody is told. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["ALERT_S", "ReducedTime", "alert", "noted"]
+
+#: A lost node is made up for in seconds where there is another, and a new machine takes a minute.
+ALERT_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducedTime:
+    """An account of the time at reduced redundancy.
+
+    Attributes:
+        total_s: All of it, up to the last look.
+        for_s: Of that, the stretch that goes on; 0.0 if redundancy was as asked for then.
+        looked_s: When that was; None before the first look.
+        is_reduced: What was seen then.
+    """
+
+    total_s: float = 0.0
+    for_s: float = 0.0
+    looked_s: float | None = None
+    is_reduced: bool = False
+
+
+def noted(time: ReducedTime, at_s: float, *, is_reduced: bool) -> ReducedTime:
+    """Return the account after a look at ``at_s``; what was seen last lasted until now."""
+    passed_s = at_s - time.looked_s if time.looked_s is not None and time.is_reduced else 0.0
+    return ReducedTime(
+        total_s=time.total_s + passed_s,
+        for_s=time.for_s + passed_s if is_reduced else 0.0,
+        looked_s=at_s,
+        is_reduced=is_reduced,
+    )
+
+
+def alert(time: ReducedTime, *, survived: int, wanted: int) -> tuple[str, ...]:
+    """Return what to tell people, a line or none.
+
+    Args:
+        time: The account.
+        survived: How many nodes may be lost now.
+        wanted: How many that are to be.
+    """
+    if time.for_s < ALERT_S:
+        return ()
+    line = (
+        f"for {time.for_s:.0f} s the loss of {survived} nodes and no more would be recovered from "
+        f"memory; snapshot.tolerance asks for {wanted}: add nodes, or lower it"
+    )
+    return (line,)
