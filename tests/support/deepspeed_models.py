@@ -129,7 +129,7 @@ def state_of(engine: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
         if not parameter.requires_grad:
             with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
                 found[f"{name}/frozen"] = parameter.detach().float().clone()
-        elif not parameter.numel() and stage > 0:
+        elif stage > 0 and not getattr(parameter, "ds_numel", parameter.numel()):
             # DeepSpeed keeps nothing of what a tensor parallel rank has nothing of.
             slots = ("weight", *SLOTS[case.get("optimizer", "adam")])
             found |= {f"{name}/{slot}": parameter.detach().float().clone() for slot in slots}
