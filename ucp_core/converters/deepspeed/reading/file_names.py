@@ -173,7 +173,9 @@ def _latest(store: Store, path: str) -> str:
 
 
 def _checked_tag(tag: str, where: str) -> str:
-    if _TAG.fullmatch(tag) is None or tag in {".", ".."}:
+    """Return a tag, which may be of several folders, but may not lead out of where it is."""
+    parts = tag.split("/")
+    if not all(map(_TAG.fullmatch, parts)) or not {".", ".."}.isdisjoint(parts):
         raise CheckpointCorruptError(
             f"{where} is {tag[:80]!r}, but should be the name of a folder", path=where
         )
