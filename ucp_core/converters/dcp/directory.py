@@ -94,8 +94,8 @@ def _add(container: Container, metadata: Any, prefix: str, path: str) -> None:
     places: dict[tuple[str, tuple[int, ...] | None], Blob] = {}
     for index, info in mapping(state["storage_data"]).items():
         place = expect(index, Index)
-        item = _blob(expect(info, StorageInfo), place.key, path)
-        places[place.key, place.offset] = item._replace(file=prefix + item.file)
+        item = _blob(expect(info, StorageInfo), place.key, prefix, path)
+        places[place.key, place.offset] = item
     for name, value in mapping(state["state_dict_metadata"]).items():
         key = _key(name)
         if type(value) is TensorMetadata:
@@ -170,7 +170,7 @@ def _missing(key: str, box: Box | None, path: str) -> NoReturn:
     raise CheckpointCorruptError(f"{path}: {what} is in no file: it is damaged", key=key, path=path)
 
 
-def _blob(info: StorageInfo, key: str, path: str) -> Blob:
+def _blob(info: StorageInfo, key: str, prefix: str, path: str) -> Blob:
     if info.transforms:
         raise CheckpointCorruptError(
             f"{path}: {key} was saved through an extension (it is compressed, perhaps): save "
@@ -185,7 +185,7 @@ def _blob(info: StorageInfo, key: str, path: str) -> Blob:
             key=key,
             path=path,
         )
-    return Blob(info.path, info.offset, info.length)
+    return Blob(prefix + info.path, info.offset, info.length)
 
 
 @lru_cache(maxsize=64)
