@@ -5,6 +5,7 @@ Nothing here is unpickled, and no length is believed beyond its bound.
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 import json
 import select
@@ -23,6 +24,7 @@ __all__ = [
     "SIZE",
     "RateLimit",
     "behind",
+    "fields_of",
     "first",
     "has_hung_up",
     "held_of",
@@ -42,6 +44,7 @@ SIZE: Final = struct.Struct("<I")
 CHUNK: Final = struct.Struct("<II")
 #: The kernel takes up to 1024 in one call.
 _VIEWS_MAX: Final = 512
+_HELD: Final = tuple(field.name for field in dataclasses.fields(Held))
 #: A struct timeval.
 _TIME: Final = struct.Struct("@ll")
 
@@ -125,6 +128,11 @@ def has_hung_up(connection: socket.socket) -> bool:
     # Of the other events, hanging up altogether and errors are always told.
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))
+
+
+def fields_of(held: Held) -> dict[str, int]:
+    """Return what ``held_of`` reads; ``dataclasses.asdict`` takes 20 us, a request 100."""
+    return {name: getattr(held, name) for name in _HELD}
 
 
 def held_of(fields: Mapping[str, Any]) -> Held:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from workers.keeper.frames import held_of
+from workers.keeper.frames import fields_of, held_of
 from workers.protocol import Held
 
 __all__ = ["Listed", "Listing", "listing_of"]
@@ -39,7 +39,13 @@ class Listing:
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``listing_of`` reads."""
-        return asdict(self)
+        return {
+            "news": self.news,
+            "arenas": {
+                name: {"body_bytes": arena.body_bytes, "parts": list(map(fields_of, arena.parts))}
+                for name, arena in self.arenas.items()
+            },
+        }
 
 
 def listing_of(answer: Any) -> Listing:

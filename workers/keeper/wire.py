@@ -35,7 +35,6 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any, Final
 
 from ucp_core.checksums import crc32
@@ -48,6 +47,7 @@ from workers.keeper.frames import (
     SIZE,
     RateLimit,
     behind,
+    fields_of,
     first,
     has_hung_up,
     held_of,
@@ -361,7 +361,7 @@ class WireClient:
             StorageError: The peer cannot be reached.
         """
         try:
-            send_json(self._connection(), {"copied": {arena: asdict(held)}})
+            send_json(self._connection(), {"copied": {arena: fields_of(held)}})
         except OSError as error:
             self._hang_up()
             raise self._unreachable(error) from error
@@ -394,7 +394,7 @@ class WireClient:
         connection = self._connection()
         request = {
             "arena": arena,
-            "held": asdict(held),
+            "held": fields_of(held),
             "offset_bytes": offset_bytes,
             "size_bytes": size_bytes,
             "bare": is_bare,
