@@ -18,6 +18,7 @@ from orchestrator.shell.faults import (
     wait_for,
 )
 from orchestrator.shell.launch import Launched
+from orchestrator.status import plan_losses
 from tests.support.history import read_history
 
 pytestmark = pytest.mark.timeout(420)
@@ -161,6 +162,8 @@ def test_lost_node_is_computed_from_the_parities_of_its_group(
     before = _reach(run, 5, workers=3)
     before = _protected(run, before["step"])
     assert before["redundancy"]["mechanism"] == "ring parity"
+    foretold = plan_losses(config.run.directory, [member(before, 1)["node"]])
+    assert set(foretold.bytes_by_source) == {"local memory", "parity"}
 
     kill_node_of(run, 1)
     after = _reach(run, before["step"] + 1, workers=2, attempt=before["attempt"] + 1)
