@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +32,8 @@ LISTS = "fp32_groups"
 
 _TIED = "tied_modules."
 _TIED_NAME = re.compile(r"tied_modules\.([^.]+)\.(.+)")
+#: Stages are tried with so many ranges of layers; more only where many parameters are frozen.
+_TRIES_MAX = 5000
 #: Elements that are compared of states that must be one tensor's.
 _SAMPLE = 256
 
@@ -231,7 +234,11 @@ def _found(
         for layer, held in params.items()
     }
 
+    tries = count()
+
     def fits(stage: int, layers: Sequence[int]) -> Names | None:
+        if next(tries) == _TRIES_MAX:
+            raise unclear(demands[0].file, "too many layers could be frozen in too many ways")
         held = [(f"{ly}.{n}", ref.shape) for ly in layers for n, ref in params[ly].items()]
         return _assigned(demands[stage], held)
 

@@ -205,6 +205,19 @@ def test_a_module_without_a_file_is_missed(tmp_path: Path) -> None:
         read(folder.write(tmp_path))
 
 
+def test_frozen_parameters_in_every_layer_do_not_make_the_search_endless(tmp_path: Path) -> None:
+    """The borders of ten stages can be anywhere among forty layers that could all be frozen."""
+    model = [
+        Param(f"{layer}.{name}", (2,), role=role)
+        for layer in range(40)
+        for name, role in (("a", "frozen"), ("b", "trained"))
+    ]
+    folder = pipeline(model, range(0, 40, 4))
+
+    with pytest.raises(PatternError, match="cannot be told"):
+        read(folder.write(tmp_path))
+
+
 def test_weights_without_any_state_are_read(tmp_path: Path) -> None:
     """Plain SGD keeps nothing of a parameter, so there is nothing to be mixed up."""
     folder = pipeline(MODEL, (0, 3), num_groups=2)
@@ -221,7 +234,7 @@ def test_weights_without_any_state_are_read(tmp_path: Path) -> None:
 SHAPES = st.sampled_from([(2,), (3,), (2, 3)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_no_pipeline_is_read_as_another(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
