@@ -6,11 +6,11 @@ A process holds a keeper's memory; every writer is a process with the part of a 
 and Adam moments that one of four FSDP workers has. In turn all writers at once
 
 - ``copy``: copy the bytes into the next slot of their arena, by one call of memcpy (numpy's);
-- ``snapshot``: take a snapshot as the training does. The tensors are copied into the next slot,
-  another thread checksums them, writes the record and tells the keeper; the next one begins when
-  that is done. In a training the second half runs beside the next step.
+- ``snapshot``: take a snapshot as the training does. The tensors are checksummed and copied into
+  the next slot, another thread writes the record and tells the keeper; the next one begins when
+  that is done. In a training the second part runs beside the next step.
 
-``of_copy`` is the speed of a snapshot over that of the copy, ``stall`` that of its first half,
+``of_copy`` is the speed of a snapshot over that of the copy, ``stall`` that of its first part,
 for which the training thread waits; ``processor`` compares processor time, all threads together.
 Each is the median over rounds of the ratio within a round. A round repeats small states until
 about as many bytes are copied as of a large one; those stay in the caches, where a copy takes

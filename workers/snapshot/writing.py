@@ -42,7 +42,7 @@ BLOCK_BYTES: Final = 256 << 10
 _LOOK_S: Final = 0.02
 #: How often a wait looks whether peers have got a copy: it takes them about as long.
 _COPIED_LOOK_S: Final = 0.005
-#: The rest of a snapshot is a few milliseconds of checksums for each 100 MB.
+#: The rest of a snapshot is its record; off a device a few milliseconds for each 100 MB, too.
 _CLOSE_S_MAX: Final = 5.0
 #: A keeper that is away for longer protects nothing: the state goes to storage then.
 _KEEPER_S_MAX: Final = 30.0
