@@ -196,6 +196,19 @@ def test_states_of_a_tied_module_must_agree(tmp_path: Path) -> None:
         read(folder.write(tmp_path))
 
 
+def test_equal_states_in_two_stages_are_of_one_parameter(tmp_path: Path) -> None:
+    """By shapes alone, no layer is frozen or tied, and each has the state of another."""
+    model = [
+        Param("0.weight", (2,), role="frozen"),
+        Param("1.weight", (2,)),
+        Param("2.weight", (2,)),
+    ]
+    folder = pipeline(model, (0, 1), tied={2: (0, 1)})
+
+    with pytest.raises(PatternError, match="cannot be told"):
+        read(folder.write(tmp_path))
+
+
 def test_a_module_without_a_file_is_missed(tmp_path: Path) -> None:
     """A module that is only used by a ``forward_fn`` is trained, but saved nowhere."""
     folder = pipeline(MODEL, (0, 3), tied={0: (0, 1)})
