@@ -1,4 +1,7 @@
-"""One set of simulated nodes for all tests that train for real; each test has a run of its own."""
+"""What tests share that train for real: one set of simulated nodes, or bare worker processes.
+
+Each test has a run of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from typing import Any
 import pytest
 
 from orchestrator.config import RunConfig, demo_config
+from tests.support.attempts import write_texts
+from tests.support.trainers import Run
+from workers.train.settings import DataSettings
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +53,18 @@ def make_config(tmp_path: Path) -> Callable[..., RunConfig]:
         return demo_config(str(tmp_path / name), settings)
 
     return make
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> DataSettings:
+    """Return a few files to train on."""
+    return write_texts(tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """Return a run of worker processes without Ray."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    with Run(directory) as opened:
+        yield opened

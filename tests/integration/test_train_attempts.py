@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from tests.support.attempts import (
     settings,
     times_of,
     wait_for_steps,
-    write_texts,
 )
 from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
@@ -32,19 +30,6 @@ from workers.train.settings import (
 )
 
 SUPPORT = Path(__file__).parents[1] / "support"
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> DataSettings:
-    return write_texts(tmp_path)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    directory = tmp_path / "run"
-    directory.mkdir()
-    with Run(directory) as opened:
-        yield opened
 
 
 @pytest.mark.timeout(240)

@@ -22,7 +22,6 @@ from tests.support.attempts import (
     result,
     settings,
     wait_for_steps,
-    write_texts,
 )
 from tests.support.attempts import newest as newest_stored
 from tests.support.node_memory import NodeProcess, newest
@@ -46,19 +45,6 @@ from workers.train.settings import CheckpointSettings, DataSettings, Settings, S
 NODES = ("node-a", "node-b")
 
 MakeNodes = Callable[..., list[NodeProcess]]
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> DataSettings:
-    return write_texts(tmp_path)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    directory = tmp_path / "run"
-    directory.mkdir()
-    with Run(directory) as opened:
-        yield opened
 
 
 @pytest.fixture
