@@ -78,8 +78,7 @@ class LoadResult:
 
     Attributes:
         size_bytes: Bytes that were needed and are now in place.
-        read_bytes: Bytes that were read for them, or to verify them, at most: gaps between long
-            rows are left out where that is faster.
+        read_bytes: Bytes that were read for them, or to verify them.
         seconds: Time of planning and reading.
     """
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from ucp_core._mapped import DamagedBlockError, mapped_file, take
-from ucp_core._rows import row_ranges
 from ucp_core.checksums import crc32
 from ucp_core.dtypes.floats import decode, encode
 from ucp_core.errors import ChecksumMismatchError
@@ -192,9 +191,7 @@ def execute(
     """
     num_lists = max(1, min(threads, plan.read_bytes // THREAD_BYTES_MIN))
     work = plan.work_lists(num_lists)
-    runs = [
-        _Run(plan, sources, targets, batch_bytes, is_alone=num_lists == 1) for _ in range(num_lists)
-    ]
+    runs = [_Run(plan, sources, targets, batch_bytes) for _ in range(num_lists)]
     jobs = [partial(run.copies, copies) for run, copies in zip(runs, work, strict=False)]
     if plan.means:
         jobs += [partial(run.means, plan.means[i::num_lists]) for i, run in enumerate(runs)]
@@ -216,7 +213,6 @@ class _Run:
     sources: Sequence[Source]
     targets: Sequence[memoryview]
     batch_bytes: int
-    is_alone: bool
 
     def copies(self, copies: Sequence[Copy]) -> None:
         """Read, verify and place ``copies``."""
@@ -229,8 +225,7 @@ class _Run:
             if first.stop_byte - first.start_byte <= self.batch_bytes:
                 self._batch(group, scratch)
             elif first.target_byte < 0:
-                if not self._scatter(first):
-                    self._stream(first, scratch)
+                self._stream(first, scratch)
             else:
                 self._fill(first, scratch)
 
@@ -258,8 +253,7 @@ class _Run:
             term = np.empty(mean.box.num_elements * DTYPE_BYTES[dtype], np.uint8).data
             total: NDArray[np.float64] | float = 0.0
             for plan in mean.terms:
-                run = _Run(plan, self.sources, [term], self.batch_bytes, is_alone=self.is_alone)
-                run.copies(plan.copies)
+                _Run(plan, self.sources, [term], self.batch_bytes).copies(plan.copies)
                 # Infinities of unequal sign have the mean NaN; that is no news to tell.
                 with np.errstate(invalid="ignore"):
                     total = total + decode(dtype, term)
@@ -307,25 +301,12 @@ class _Run:
             source.store.read_ranges(path, [ReadRange(fragment.offset_bytes + start, (data,))])
             self._verify(_Check(data, fragment, start), source.block_bytes, path, [copy])
 
-    def _scatter(self, copy: Copy) -> bool:
-        """Read the rows of a gathered copy straight to their places, where that is faster.
-
-        Not beside other threads: each row would wait for them, as one runs Python at a time.
-        """
-        source, fragment = self.sources[copy.source], copy.fragment
-        is_dear = gap_bytes_max(source.store) > GAP_BYTES_MAX
-        if fragment.crc32 is not None or is_dear or not self.is_alone:
-            return False
-        ranges = row_ranges(copy, self.plan.parts[copy.part], self.targets[copy.part])
-        if ranges:
-            source.store.read_ranges(join(source.directory, fragment.file), ranges)
-        return bool(ranges)
-
     def _stream(self, copy: Copy, scratch: _Scratch) -> None:
         """Gather a copy that is larger than a batch through one that fits the cache.
 
         Goes along the dim with the longest stride; what is read of a step that is not whole yet
-        is kept for the next read, so no block is read twice.
+        is kept for the next read, so no block is read twice. A read for each row, of 16 KiB and
+        as far apart, takes as long: a call costs what reading the bytes between rows costs.
         """
         source, fragment = self.sources[copy.source], copy.fragment
         path = join(source.directory, fragment.file)

@@ -73,16 +73,12 @@ class LocalStore:
 
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
         """Fill the buffers of every range."""
-        preadv = os.preadv
         with _opened(path) as fd:
-            for offset_bytes, buffers in ranges:
-                # Rows of a matrix come as ranges of one buffer each, and take 1 us.
-                if len(buffers) == 1 and preadv(fd, buffers, offset_bytes) == len(buffers[0]):
-                    continue
-                low_bytes = offset_bytes
-                for batch in _batches(buffers):
-                    _fill(fd, path, low_bytes, batch)
-                    low_bytes += sum(map(len, batch))
+            for item in ranges:
+                offset_bytes = item.offset_bytes
+                for batch in _batches(item.buffers):
+                    _fill(fd, path, offset_bytes, batch)
+                    offset_bytes += sum(map(len, batch))
 
     def write_atomic(
         self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False

@@ -23,13 +23,9 @@ ROWS, COLUMNS = 64, 65536
 FILE = f"{DIRECTORY}/rank0.pt"
 
 
-def _matrix(
-    store: MemoryStore,
-    strides: tuple[int, int] | None = None,
-    shape: tuple[int, int] = (ROWS, COLUMNS),
-) -> Checkpoint:
+def _matrix(store: MemoryStore, strides: tuple[int, int] | None = None) -> Checkpoint:
     """Return a matrix of 16 MiB in one record of a file, by rows or by columns."""
-    values = np.arange(ROWS * COLUMNS, dtype=np.uint32).reshape(shape)
+    values = np.arange(ROWS * COLUMNS, dtype=np.uint32).reshape(ROWS, COLUMNS)
     data = (values if strides is None else values.T).tobytes()
     store.write_atomic(FILE, b"zip header" + data + b"directory", fsync=False)
     store.request_bytes = 1 << 20
@@ -43,11 +39,10 @@ def _matrix(
     return Checkpoint(store=store, directory=DIRECTORY, manifest=manifest)
 
 
-def _load(checkpoint: Checkpoint, box: Box, threads: int = 2) -> LoadResult:
-    entry = checkpoint.state_map.entries[KEY]
-    need = target(entry, box)
-    result = load(checkpoint, [need], threads=threads)
-    whole = np.arange(ROWS * COLUMNS, dtype=np.uint32).reshape(entry.shape)
+def _load(checkpoint: Checkpoint, box: Box) -> LoadResult:
+    need = target(checkpoint.state_map.entries[KEY], box)
+    result = load(checkpoint, [need])
+    whole = np.arange(ROWS * COLUMNS, dtype=np.uint32).reshape(ROWS, COLUMNS)
     assert bytes(need.data) == whole[tuple(map(slice, *box))].tobytes()
     return result
 
@@ -92,42 +87,6 @@ def test_rows_go_straight_to_their_place() -> None:
     load(made, [need])
 
     assert {id(buffer.obj) for buffer in seen} == {id(need.data.obj)}
-
-
-@pytest.mark.parametrize(
-    ("columns", "request_bytes", "threads", "num_rows"),
-    [
-        pytest.param((3, 4099), 1 << 20, 1, 510, id="half of 32 KiB"),
-        pytest.param((3, 4099), 1 << 20, 2, 0, id="two threads, which wait for each other"),
-        pytest.param((0, 1500), 1 << 20, 1, 0, id="short rows"),
-        pytest.param((1500, 8192), 1 << 20, 1, 0, id="short gaps"),
-        pytest.param((3, 4099), 8 << 20, 1, 0, id="a store for which requests are dear"),
-    ],
-)
-def test_long_rows_far_apart_are_read_one_by_one(
-    columns: tuple[int, int], request_bytes: int, threads: int, num_rows: int
-) -> None:
-    """What lies between them is as much again; but a call for a few bytes takes longer than they.
-
-    The target is a part of rows, so that its rows do not begin where those of the file do.
-    """
-    store = CountingStore()
-    made = _matrix(store, shape=(512, 8192))
-    store.request_bytes = request_bytes
-    box = Box((1, columns[0]), (511, columns[1]))
-
-    result = _load(made, box, threads)
-
-    if num_rows:
-        size = 4 * (columns[1] - columns[0])
-        first = 10 + 4 * (8192 + columns[0])
-        assert sorted(low for _, low, _ in store.reads) == [
-            first + 32768 * i for i in range(num_rows)
-        ]
-        assert {size for _, _, size in store.reads} == {size}
-    else:
-        assert len(store.reads) < 32
-    assert store.read_bytes <= result.read_bytes
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
