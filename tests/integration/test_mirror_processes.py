@@ -10,12 +10,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.keeper_process import KeeperProcess, keeper
-from tests.support.memory_versions import check_loads, make_state, write_version
+from tests.support.memory_versions import (
+    check_loads,
+    complete_versions,
+    make_state,
+    write_version,
+)
 from tests.support.snapshots import eventually
 from workers.keeper.arena import Arena
 from workers.keeper.door import notify, open_arena, reserve
 from workers.keeper.wire import RemotePart, WireClient, copy_name
-from workers.snapshot.tier import LocalPart, Part, complete_versions
+from workers.snapshot.tier import LocalPart, Part
 
 NODES = ("nodeaaaaaaaaaaaa", "nodebbbbbbbbbbbb")
 WORLD = 4

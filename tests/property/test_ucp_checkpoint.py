@@ -23,7 +23,7 @@ from tests.support.checkpoints import (
     small_state,
     whole_need,
 )
-from ucp_core import _save, checksums
+from ucp_core import _save
 from ucp_core.checkpoint import (
     Checkpoint,
     LocalTensor,
@@ -47,8 +47,6 @@ def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Blocks of 16 bytes make small tensors meet every case of large ones."""
     for module in (_save, conversion, work, files):
         monkeypatch.setattr(module, "BLOCK_BYTES", request.param)
-    defaults = checksums.BlockHasher.__init__
-    monkeypatch.setattr(defaults, "__defaults__", (request.param,))
 
 
 @pytest.mark.usefixtures("_blocks")

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.foreign_maps import DIRECTORY, Foreign, random_foreign
-from ucp_core import checksums
 from ucp_core._gather import Holders, is_plain, scattered
 from ucp_core.boxes import Box, flat_range, packed_strides
 from ucp_core.checkpoint import open_checkpoint, verify
@@ -30,7 +29,6 @@ def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     size: int = request.param
     for module in (conversion, work, files):
         monkeypatch.setattr(module, "BLOCK_BYTES", size)
-    monkeypatch.setattr(checksums.BlockHasher.__init__, "__defaults__", (size,))
     return size
 
 

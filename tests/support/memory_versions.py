@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -70,9 +70,28 @@ def write_version(
     return held
 
 
+def complete_versions(parts: Sequence[Part]) -> dict[tuple[int, int], dict[int, Part]]:
+    """Return the versions of which every rank's part is held, by (attempt, step), then by rank.
+
+    Args:
+        parts: All that was found; of two holders of the same part the first is taken.
+    """
+    found: dict[tuple[int, int], dict[int, Part]] = {}
+    for part in parts:
+        held = part.held
+        found.setdefault((held.attempt, held.step), {}).setdefault(held.rank, part)
+    return {
+        version: dict(sorted(by_rank.items()))
+        for version, by_rank in sorted(found.items())
+        if {part.held.world_size for part in by_rank.values()} == {len(by_rank)}
+        and set(by_rank) == set(range(len(by_rank)))
+    }
+
+
 def check_loads(by_rank: Mapping[int, Part], state: State, *, world_size: int) -> None:
     """Load the version that the parts make up under another number of ranks, and compare."""
     checkpoint = open_version(by_rank)
+    assert checkpoint.extra == {"cursor": checkpoint.step}
     for rank in range(world_size):
         zeros = {fqn: np.zeros_like(value) for fqn, value in state.items()}
         need = local_tensors(zeros, rank, world_size)

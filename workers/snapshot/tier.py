@@ -27,7 +27,7 @@ from ucp_core.storage.refusing import RefusingStore
 from workers.keeper.arena import Arena
 from workers.protocol import Held
 
-__all__ = ["LocalPart", "MemoryTier", "Part", "complete_versions", "mapped_part", "open_version"]
+__all__ = ["LocalPart", "MemoryTier", "Part", "mapped_part", "open_version"]
 
 
 class Part(Protocol):
@@ -81,24 +81,6 @@ class LocalPart:
                 step=self.held.step,
                 rank=self.held.rank,
             )
-
-
-def complete_versions(parts: Sequence[Part]) -> dict[tuple[int, int], dict[int, Part]]:
-    """Return the versions of which every rank's part is held, by (attempt, step), then by rank.
-
-    Args:
-        parts: All that was found; of two holders of the same part the first is taken.
-    """
-    found: dict[tuple[int, int], dict[int, Part]] = {}
-    for part in parts:
-        held = part.held
-        found.setdefault((held.attempt, held.step), {}).setdefault(held.rank, part)
-    return {
-        version: dict(sorted(by_rank.items()))
-        for version, by_rank in sorted(found.items())
-        if {part.held.world_size for part in by_rank.values()} == {len(by_rank)}
-        and set(by_rank) == set(range(len(by_rank)))
-    }
 
 
 def open_version(by_rank: Mapping[int, Part]) -> Checkpoint:

@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from ucp_core._crc32_combine import crc32_combine
-from ucp_core.checksums import BlockHasher, combine, combine_blocks, crc32
+from ucp_core.checksums import combine, combine_blocks, crc32
 
 
 def test_isal_and_zlib_give_the_same_value() -> None:
@@ -30,15 +30,9 @@ def test_checksums_of_parts_make_that_of_the_whole(length: int) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 16, 20])
-def test_blocks_do_not_depend_on_the_cuts(length: int) -> None:
-    """Slabs end anywhere, blocks do not; a tensor of whole blocks has no empty last one."""
+def test_blocks_put_together_are_the_whole(length: int) -> None:
+    """The last block is shorter, or empty, or as long as the others."""
     data = random.Random(length).randbytes(length)
-    expected = tuple(zlib.crc32(data[low : low + 8]) for low in range(0, max(length, 1), 8))
+    blocks = tuple(zlib.crc32(data[low : low + 8]) for low in range(0, max(length, 1), 8))
 
-    for cut in range(1, 12):
-        hasher = BlockHasher(block_bytes=8)
-        for low in range(0, length, cut):
-            hasher.update(memoryview(data)[low : low + cut])
-        assert hasher.blocks() == expected
-        assert hasher.num_bytes == length
-    assert combine_blocks(expected, length, 8) == zlib.crc32(data)
+    assert combine_blocks(blocks, length, 8) == zlib.crc32(data)

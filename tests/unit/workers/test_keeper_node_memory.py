@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.memory_versions import complete_versions
 from tests.support.snapshots import body_bytes, eventually, part, snapshot, weights
 from ucp_core.checkpoint import load
 from workers.errors import ArenaError
@@ -17,7 +18,7 @@ from workers.keeper.door import door_path, notify, reserve
 from workers.keeper.node_memory import NodeMemory, budget_bytes
 from workers.keeper.wire import RemotePart, WireClient
 from workers.protocol import GroupPlace, Inventory, KeeperOrder, ParityGroup, Peer
-from workers.snapshot.tier import complete_versions, open_version
+from workers.snapshot.tier import open_version
 from workers.train.settings import CheckpointSettings, Settings, SnapshotSettings
 
 
