@@ -151,7 +151,8 @@ class HostedCluster:
             self._ask("shutdown")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(30)
-        if self._process.poll() is None:
+        # Also if the host has ended: one whose shutdown failed left Ray's daemons behind.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _wait_ready(self) -> str:
@@ -231,4 +232,9 @@ def _raise_exit(_signal: int, _frame: Any) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _raise_exit)
-    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    try:
+        serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    finally:
+        if os.getpgrp() == os.getpid():
+            # Nobody may be left to do it: daemons that Ray did not stop are in our group.
+            os.killpg(0, signal.SIGKILL)
