@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from orchestrator.shell.local_cluster import HostedCluster
 from tests.support.snapshots import eventually
+
+_SCRIPT = """
+import os, signal
+from orchestrator.shell.local_cluster import HostedCluster
+
+hosted = HostedCluster(num_nodes=0, cpus_per_node=1)
+os.kill(hosted._process.pid, signal.SIGKILL)
+hosted._process.wait()
+print(hosted._process.pid, flush=True)
+input()
+hosted.shutdown()
+"""
 
 
 def _running(group: int) -> list[str]:
@@ -28,13 +39,18 @@ def _running(group: int) -> list[str]:
 
 @pytest.mark.timeout(180)
 def test_nothing_is_left_of_a_cluster_whose_host_died() -> None:
-    """Ray's daemons outlive who started them: a host whose own shutdown failed left all of them."""
-    hosted = HostedCluster(num_nodes=0, cpus_per_node=1)
-    host = hosted._process.pid
-    os.kill(host, signal.SIGKILL)
-    hosted._process.wait()
-    assert _running(host), "the daemons went by themselves: this shows nothing"
+    """Ray's daemons outlive who started them: a host whose own shutdown failed left all of them.
 
-    hosted.shutdown()
+    In a program of its own: who shuts a cluster down leaves the one that it is connected to.
+    """
+    command = [sys.executable, "-c", _SCRIPT]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        host = int(program.stdout.readline())
+        assert _running(host), "the daemons went by themselves: this shows nothing"
+        program.communicate("\n")
 
+    assert program.returncode == 0
     assert eventually(lambda: not _running(host)), _running(host)
