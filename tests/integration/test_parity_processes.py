@@ -131,6 +131,7 @@ def test_two_nodes_that_are_lost_while_parities_are_made_leave_the_version_befor
     group.take(1)
     assert eventually(group.is_protected)
     group.take(2)
+    # Not a wait for a condition: a moment at which they are usually under way.
     time.sleep(0.002)
     group.keepers[4].kill()
     group.keepers[0].kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +11,15 @@ from orchestrator.config import RunConfig
 from orchestrator.shell.faults import kill_node_of, member, wait_for
 from orchestrator.shell.launch import Launched
 from tests.support.history import read_history
+from tests.support.snapshots import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
 ACT_S_MAX = 90.0
 
 
-def _wait_line(directory: str, attempt: int, number: int) -> None:
-    """Return when ``number`` steps of ``attempt`` have their lines."""
-    deadline_s = time.monotonic() + ACT_S_MAX
-    while sum(line["attempt"] == attempt for line in read_history(directory).lines) < number:
-        assert time.monotonic() < deadline_s, f"attempt {attempt} does not train"
-        time.sleep(0.005)
+def _num_lines(directory: str, attempt: int) -> int:
+    return sum(line["attempt"] == attempt for line in read_history(directory).lines)
 
 
 def test_node_lost_right_after_a_growth_costs_one_step(
@@ -51,7 +47,8 @@ def test_node_lost_right_after_a_growth_costs_one_step(
     )
     assert grown is not None
     assert grown["cadence"]["snapshot_steps"] == 1
-    _wait_line(config.run.directory, grown["attempt"], 2)
+    attempt, directory = grown["attempt"], config.run.directory
+    assert eventually(lambda: _num_lines(directory, attempt) >= 2, within_s=ACT_S_MAX)
     newcomer = member(grown, 3)["node"]
     assert newcomer != member(started, 3)["node"]
     kill_node_of(run, 3)

@@ -3,27 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 
 from tests.support.snapshot_rank import Node, Rank, captured, state
-from workers.snapshot.writing import SnapshotMemory
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def rank(node: Node) -> Iterator[Rank]:
-    made = Rank(SnapshotMemory(node.directory, "w0001"))
-    yield made
-    assert made.writer.close()
 
 
 def in_s(seconds: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,20 +17,6 @@ from workers.keeper.door import door_path
 from workers.parallel.state import StateEntry
 from workers.snapshot import writing
 from workers.snapshot.writing import BLOCK_BYTES, SnapshotMemory
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def rank(node: Node) -> Iterator[Rank]:
-    made = Rank(SnapshotMemory(node.directory, "w0001"))
-    yield made
-    assert made.writer.close()
 
 
 def test_what_was_captured_is_held_although_training_goes_on(rank: Rank, node: Node) -> None:
