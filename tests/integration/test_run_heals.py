@@ -25,6 +25,8 @@ pytestmark = pytest.mark.timeout(420)
 
 #: Generous: the machine of a test run is shared. Tight bounds are the benchmark's business.
 ACT_S_MAX = 90.0
+#: Of runs whose weights are compared: the undisturbed one is trained once for all of them.
+COMPARED_STEPS = 80
 
 
 def _reach(
@@ -105,7 +107,7 @@ def test_killed_worker_is_replaced_and_the_weights_end_equal(
     nodes: Any, make_config: Callable[..., RunConfig], undisturbed_digest: Any
 ) -> None:
     """A standby takes the dead worker's place; in deterministic mode nothing shows afterwards."""
-    config = make_config(train__steps=120)
+    config = make_config(train__steps=COMPARED_STEPS)
     run = Launched(config, nodes)
     node = member(_reach(run, 5), 1)["node"]
     before = wait_for(run, lambda s: _has_standby(s, node), timeout_s=ACT_S_MAX)
@@ -128,7 +130,7 @@ def test_lost_node_shrinks_the_run_and_its_return_grows_it(
     nodes: Any, make_config: Callable[..., RunConfig], undisturbed_digest: Any
 ) -> None:
     """Raylet and all: Ray needs 12 s and more to notice, the run must not."""
-    config = make_config(train__steps=60)
+    config = make_config(train__steps=COMPARED_STEPS)
     run = Launched(config, nodes)
     before = _reach(run, 10, workers=4)
     before = _protected(run, before["step"])
@@ -152,7 +154,7 @@ def test_lost_node_is_computed_from_the_parities_of_its_group(
     """Nobody has a copy of what it held; two nodes are left, who go on with copies."""
     nodes.add_node()
     config = make_config(
-        train__steps=60,
+        train__steps=COMPARED_STEPS,
         cluster__cpus_per_worker=2,
         workers__max=3,
         workers__standby_per_node=0,
