@@ -1,8 +1,8 @@
 """Takes what a plan asks for out of files that this process has in its memory already.
 
-Nothing is read to anywhere: a block is verified where it lies, which brings it into the cache, and
-what is needed of it is copied from there to where it belongs. The bytes around a range cost their
-checksum, and no copy.
+Nothing is read to anywhere: what is needed of a block is copied to where it belongs, which brings
+it into the cache, and is verified there, so that what was verified is what is used. Of a block
+that is needed in part, the original is verified: the bytes around cost their checksum, and no copy.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
     from ucp_core.plan import Copy
     from ucp_core.storage.base import Store
+
+
+#: Copied before it is verified. On an EPYC with 1 MiB of second-level cache, copying and verifying
+#: 300 MB took 27 ms by 256 KiB, 24 by 1 MiB, 26 by 4 MiB, and copying alone 16.
+_PIECE_BYTES = 1 << 20
 
 
 class Mapped(NamedTuple):
@@ -80,33 +85,42 @@ def take(
         offset_bytes = copy.fragment.offset_bytes
         data = whole[offset_bytes + low : offset_bytes + high]
         if copy.target_byte < 0:
-            for start in range(0, len(data), block_bytes):
-                _verify(copy, (low + start) // block_bytes, data[start : start + block_bytes])
+            _verify(copy, data, low // block_bytes, block_bytes)
             gather(copy, data.data, low)
         else:
             target = np.frombuffer(targets[copy.part], dtype=np.uint8)
-            _take_blocks(copy, data, low, block_bytes, target)
+            target = target[copy.target_byte : copy.target_byte + copy.stop_byte - copy.start_byte]
+            _take(copy, data, low, block_bytes, target)
     mapped.confirm(num_bytes)
 
 
-def _take_blocks(
+def _take(
     copy: Copy,
     data: NDArray[np.uint8],
-    data_low: int,
+    low: int,
     block_bytes: int,
     target: NDArray[np.uint8],
 ) -> None:
-    """Verify and copy block by block; ``data`` begins at byte ``data_low`` of the fragment."""
-    shift = copy.target_byte - copy.start_byte
-    for start in range(0, len(data), block_bytes):
-        block = data[start : start + block_bytes]
-        low = data_low + start
-        _verify(copy, low // block_bytes, block)
-        first, last = max(low, copy.start_byte), min(low + len(block), copy.stop_byte)
+    """Verify and copy a little at a time; ``data`` are whole blocks from byte ``low`` on."""
+    piece_bytes = max(_PIECE_BYTES // block_bytes, 1) * block_bytes
+    for start in range(0, len(data), piece_bytes):
+        piece = data[start : start + piece_bytes]
+        # What of the piece is wanted, from the piece's and from the target's first byte.
+        shift = low + start - copy.start_byte
+        first, last = max(-shift, 0), min(len(piece), len(target) - shift)
+        taken = target[first + shift : last + shift]
         # Other threads of the process go on meanwhile, as they would not beside a memoryview.
-        np.copyto(target[first + shift : last + shift], block[first - low : last - low])
+        np.copyto(taken, piece[first:last])
+        if last - first == len(piece):
+            piece = taken
+        _verify(copy, piece, (low + start) // block_bytes, block_bytes)
 
 
-def _verify(copy: Copy, index: int, block: NDArray[np.uint8]) -> None:
-    if copy.fragment.crc32 is not None and crc32(block) != copy.fragment.blocks[index]:
-        raise DamagedBlockError(copy, index)
+def _verify(copy: Copy, data: NDArray[np.uint8], index: int, block_bytes: int) -> None:
+    """Compare blocks from ``index`` on with their checksums."""
+    fragment = copy.fragment
+    if fragment.crc32 is None:
+        return
+    for number, start in enumerate(range(0, len(data), block_bytes), index):
+        if crc32(data[start : start + block_bytes]) != fragment.blocks[number]:
+            raise DamagedBlockError(copy, number)

@@ -17,7 +17,7 @@ FORMATS = ("everstep-universal", "everstep-distributed", "everstep-rank-record")
 #: More than any tensor or file has; larger numbers come from damage or malice.
 _INT_MAX = 1 << 60
 _NDIM_MAX = 32
-_CRC_MAX = (1 << 32) - 1
+CRC_MAX = (1 << 32) - 1
 _FILE_NAME = re.compile(r"(?:extra/)?[A-Za-z0-9_%][A-Za-z0-9_.%-]*")
 _FILE_NAME_MAX = 240
 #: What a tensor can be beside a trained parameter.
@@ -53,6 +53,13 @@ def validate(document: Any) -> list[Problem]:
     """
     checker = _Checker()
     checker.document(document)
+    return checker.problems
+
+
+def validate_tensors(tensors: dict[str, Any]) -> list[Problem]:
+    """Return every problem of the tensors of a native document that have no fragments."""
+    checker = _Checker()
+    checker.tensors(tensors, is_whole=False)
     return checker.problems
 
 
@@ -106,11 +113,14 @@ class _Checker:
         self._file_table(document.get("files"))
         self._extra(document.get("extra"), is_files=kind == FORMATS[0])
         tensors = self._mapping(document.get("tensors"), "tensors")
+        self.tensors(tensors, is_whole=kind == FORMATS[0])
+        self._items(document.get("items", {}))
+
+    def tensors(self, tensors: dict[str, Any], *, is_whole: bool) -> None:
         for fqn, tensor in tensors.items():
             self._name(fqn, f"tensors.{_shown(fqn)}")
-            self._tensor(tensor, f"tensors.{_shown(fqn)}", is_whole=kind == FORMATS[0])
+            self._tensor(tensor, f"tensors.{_shown(fqn)}", is_whole=is_whole)
         self._ties(tensors)
-        self._items(document.get("items", {}))
 
     def _name(self, name: str, path: str) -> None:
         # A lone surrogate can be neither printed nor be a key of a safetensors file.
@@ -165,7 +175,7 @@ class _Checker:
             entry = self._mapping(value, path)
             if self._integer(entry.get("nbytes"), f"{path}.nbytes"):
                 self._files[name] = entry["nbytes"]
-            self._integer(entry.get("crc32"), f"{path}.crc32", high=_CRC_MAX)
+            self._integer(entry.get("crc32"), f"{path}.crc32", high=CRC_MAX)
 
     def _extra(self, extra: Any, *, is_files: bool) -> None:
         for name, value in self._mapping(extra, "extra").items():
@@ -237,7 +247,7 @@ class _Checker:
         """Check where bytes are: in a known file, inside it, as many as the box has."""
         ok_offset = self._integer(entry.get("offset"), f"{path}.offset")
         ok_bytes = self._integer(entry.get("nbytes"), f"{path}.nbytes")
-        self._integer(entry.get("crc32"), f"{path}.crc32", high=_CRC_MAX)
+        self._integer(entry.get("crc32"), f"{path}.crc32", high=CRC_MAX)
         name = entry.get("file")
         size = self._files.get(name) if isinstance(name, str) else None
         if size is None:
@@ -262,7 +272,7 @@ class _Checker:
             self._add(f"{path}.blocks", f"must list the crc32 of {num_blocks} blocks")
             return
         for index, value in enumerate(blocks):
-            if type(value) is not int or not 0 <= value <= _CRC_MAX:
+            if type(value) is not int or not 0 <= value <= CRC_MAX:
                 self._add(f"{path}.blocks[{index}]", f"must be a crc32, is {_short(value)}")
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ucp_core._json import load_json
 from ucp_core._validation import FORMATS, Problem, validate
 from ucp_core.boxes import Box
 from ucp_core.checksums import combine_blocks, crc32
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 VERSION = 1
+#: Smaller documents are read as quickly one value at a time.
+_SCAN_BYTES_MIN = 8 << 10
+_NUMPY_BYTES_MIN = 1 << 20
 
 __all__ = [
     "VERSION",
@@ -141,6 +146,12 @@ def parse(document: Any, *, where: str = "manifest") -> Manifest:
         for slot, value in tensor["slots"].items():
             entry = _entry(TensorKey(fqn, slot), tensor, value, kind)
             entries[entry.key] = entry
+    return _manifest(document, entries)
+
+
+def _manifest(document: dict[str, Any], entries: Mapping[TensorKey, TensorEntry]) -> Manifest:
+    """Return a sound document, whose tensors were read already, as a manifest."""
+    kind = Kind(document["format"])
     return Manifest(
         kind=kind,
         step=document["step"],
@@ -334,25 +345,18 @@ def from_bytes(data: bytes, *, where: str = "manifest") -> Manifest:
             f"{where} is damaged: its crc32 is {found:08x}, written was {seal[1].decode()}",
             where=where,
         )
+    # numpy takes 0.1 s to import, as long as it takes to do without it for a document this large.
+    if len(data) >= _SCAN_BYTES_MIN and ("numpy" in sys.modules or len(data) >= _NUMPY_BYTES_MIN):
+        from ucp_core._scan import scan
+        from ucp_core._table import TableEntries
+
+        if scanned := scan(data):
+            return _manifest(scanned.document, TableEntries(scanned.table))
     try:
-        document = json.loads(data, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        document = load_json(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"{where} is not JSON: {error}", where=where) from error
     return parse(document, where=where)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return one JSON object; of two members of one name, readers would take either."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        for name, _ in pairs:
-            if found.pop(name, found) is found:
-                raise ValueError(f"the name {name[:80]!a} is there twice in one object")
-    return found
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def merge(records: Sequence[Manifest]) -> Manifest:
@@ -370,31 +374,7 @@ def merge(records: Sequence[Manifest]) -> Manifest:
     records = sorted(records, key=lambda record: record.rank)
     first = records[0]
     block_bytes = max(record.state_map.block_bytes for record in records)
-    fragments: dict[TensorKey, list[Fragment]] = defaultdict(list)
-    seen: dict[TensorKey, TensorEntry] = {}
-    for record in records:
-        for key, entry in record.state_map.entries.items():
-            known = seen.setdefault(key, entry)
-            if (known.dtype, known.shape) != (entry.dtype, entry.shape):
-                raise CheckpointCorruptError(
-                    f"{key}: rank {record.rank} saved {entry.dtype}{list(entry.shape)}, another "
-                    f"rank {known.dtype}{list(known.shape)}",
-                    fqn=key.fqn,
-                    slot=key.slot,
-                )
-            fragments[key] += _with_blocks(entry.fragments, record, block_bytes)
-    state_map = StateMap(
-        entries={
-            key: TensorEntry(
-                key=key,
-                dtype=entry.dtype,
-                shape=entry.shape,
-                fragments=tuple(sorted(fragments[key])),
-            )
-            for key, entry in sorted(seen.items())
-        },
-        block_bytes=block_bytes,
-    )
+    state_map = StateMap(entries=_merged_entries(records, block_bytes), block_bytes=block_bytes)
     state_map.prove_coverage()
     return Manifest(
         kind=Kind.DISTRIBUTED,
@@ -410,6 +390,39 @@ def merge(records: Sequence[Manifest]) -> Manifest:
         roles={fqn: role for record in records for fqn, role in record.roles.items()},
         items={name: item for record in records for name, item in record.items.items()},
     )
+
+
+def _merged_entries(
+    records: Sequence[Manifest], block_bytes: int
+) -> Mapping[TensorKey, TensorEntry]:
+    maps = [record.state_map for record in records]
+    tables = [getattr(state_map.entries, "table", None) for state_map in maps]
+    if all(tables) and all(state_map.block_bytes == block_bytes for state_map in maps):
+        from ucp_core._table import TableEntries, merged
+
+        return TableEntries(merged(list(filter(None, tables))))
+    fragments: dict[TensorKey, list[Fragment]] = defaultdict(list)
+    seen: dict[TensorKey, TensorEntry] = {}
+    for record in records:
+        for key, entry in record.state_map.entries.items():
+            known = seen.setdefault(key, entry)
+            if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                raise CheckpointCorruptError(
+                    f"{key}: rank {record.rank} saved {entry.dtype}{list(entry.shape)}, another "
+                    f"rank {known.dtype}{list(known.shape)}",
+                    fqn=key.fqn,
+                    slot=key.slot,
+                )
+            fragments[key] += _with_blocks(entry.fragments, record, block_bytes)
+    return {
+        key: TensorEntry(
+            key=key,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            fragments=tuple(sorted(fragments[key])),
+        )
+        for key, entry in sorted(seen.items())
+    }
 
 
 def _with_blocks(

@@ -24,6 +24,8 @@ from ucp_core.statemap import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ucp_core._table import Slot, Table
+
 #: Up to this many fragments a look at each is cheaper than a search.
 _SEARCH_FRAGMENTS_MIN = 16
 #: Bytes between elements up to which one longer read is cheaper: 3 us to read 64 KiB from the
@@ -184,15 +186,47 @@ class _Planner:
         """Return how to get every part."""
         copies: list[Copy] = []
         means: list[Mean] = []
-        needed_bytes = 0
-        for number, part in enumerate(need):
-            if part.box.is_empty:
-                continue
-            needed_bytes += part.box.num_elements * DTYPE_BYTES[part.dtype]
+        wanted = [(number, part) for number, part in enumerate(need) if not part.box.is_empty]
+        needed_bytes = sum(part.box.num_elements * DTYPE_BYTES[part.dtype] for _, part in wanted)
+        table = getattr(self._have[0].entries, "table", None) if len(self._have) == 1 else None
+        if table is not None:
+            wanted = self._from_table(wanted, table, copies)
+        for number, part in wanted:
             self._part(number, part, copies, means)
         read_bytes = sum(map(self._read_bytes, copies))
         read_bytes += sum(map(read_bytes_of, means))
         return _plan_of(need, copies, means, needed_bytes, read_bytes)
+
+    def _from_table(
+        self, wanted: Sequence[tuple[int, Part]], table: Table, copies: list[Copy]
+    ) -> list[tuple[int, Part]]:
+        """Cover parts as ``_part`` does, all at once; return those that the table has not."""
+        known: list[tuple[int, Part]] = []
+        unknown: list[tuple[int, Part]] = []
+        slots: list[int] = []
+        for number, part in wanted:
+            slot = table.numbers.get(part.key)
+            if slot is None:
+                unknown.append((number, part))
+            else:
+                _check_same(part, table.slots[slot])
+                known.append((number, part))
+                slots.append(slot)
+        limits = self._limits[0]
+        found = table.pieces(slots, [part.box for _, part in known])
+        for (number, part), slot, pieces in zip(known, slots, found, strict=True):
+            if pieces is None:
+                index = _Index(table.near(slot, part.box), len(part.shape))
+                left = self._cover(number, part, 0, index, [part.box], copies)
+                if left:
+                    raise _uncovered(part, left[0], f"box {left[0]} is in no file")
+                continue
+            for fragment, box, start, stop, target in pieces:
+                if target >= 0 and stop - start <= limits.direct_bytes:
+                    copies.append(Copy(number, 0, fragment, box, start, stop, target))
+                else:
+                    copies += _copies(number, part, 0, fragment, box, limits)
+        return unknown
 
     def _part(self, number: int, part: Part, copies: list[Copy], means: list[Mean]) -> None:
         """Cover the part's box with fragments, each element by the first map that has it."""
@@ -343,7 +377,7 @@ def _uncovered(part: Part, box: Box, what: str) -> UncoveredRegionError:
     )
 
 
-def _check_same(part: Part, entry: TensorEntry) -> None:
+def _check_same(part: Part, entry: TensorEntry | Slot) -> None:
     if part.dtype != entry.dtype or part.shape != entry.shape:
         raise CheckpointCorruptError(
             f"{part.key}: the checkpoint has {entry.dtype}{list(entry.shape)}, "

@@ -146,6 +146,10 @@ class StateMap:
             UncoveredRegionError: Names the first tensor, box and files that break it.
             CheckpointCorruptError: A fragment contradicts its tensor.
         """
+        table = getattr(self.entries, "table", None)
+        if table is not None:
+            table.prove_coverage()
+            return
         for entry in self.entries.values():
             prove_entry(entry)
 

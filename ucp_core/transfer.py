@@ -10,6 +10,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -216,12 +217,12 @@ class _Run:
 
     def copies(self, copies: Sequence[Copy]) -> None:
         """Read, verify and place ``copies``."""
-        scratch = _Scratch(min(self.batch_bytes, sum(c.stop_byte - c.start_byte for c in copies)))
-        for group in _groups(copies, self.batch_bytes):
+        left = [group for group in _files(copies) if not self._take(group)]
+        size_bytes = sum(copy.stop_byte - copy.start_byte for group in left for copy in group)
+        scratch = _Scratch(min(self.batch_bytes, size_bytes))
+        for group in chain.from_iterable(_batches(each, self.batch_bytes) for each in left):
             scratch.reset()
             first = group[0]
-            if self._take(group):
-                continue
             if first.stop_byte - first.start_byte <= self.batch_bytes:
                 self._batch(group, scratch)
             elif first.target_byte < 0:
@@ -442,17 +443,19 @@ class _Steps:
         )
 
 
-def _groups(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:
+def _files(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
+    """Yield runs of copies from one file."""
+    for _, group in groupby(copies, key=lambda copy: (copy.source, copy.fragment.file)):
+        yield list(group)
+
+
+def _batches(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:
     """Yield runs of copies from one file whose bytes fit a batch (one copy always does)."""
     group: list[Copy] = []
     num_bytes = 0
     for copy in copies:
         size = copy.stop_byte - copy.start_byte
-        other = group and (
-            (copy.source, copy.fragment.file) != (group[0].source, group[0].fragment.file)
-            or num_bytes + size > batch_bytes
-        )
-        if other:
+        if group and num_bytes + size > batch_bytes:
             yield group
             group, num_bytes = [], 0
         group.append(copy)
