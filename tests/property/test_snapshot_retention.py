@@ -130,6 +130,9 @@ class Run(RuleBasedStateMachine):
         self.ranks: list[_Rank] = []
         self.attempt, self.step = 1, 0
         self.lineage: list[Version] = [(1, 0)]
+        #: What every rank and its copy have, as far as the ranks know.
+        self.kept: Version | None = None
+        self.is_overtaken = False
         #: Newest versions that were complete, the newest last; at most two.
         self.completed: list[Version] = []
 
@@ -147,14 +150,36 @@ class Run(RuleBasedStateMachine):
         if is_calm:
             self.finish(mask=-1)
             self.copy(mask=-1)
+        self._step(snapshot=snapshot, pin=pin, overtakes=False)
+
+    @rule(masks=st.lists(st.integers(0, 255), min_size=1, max_size=5))
+    def overtake(self, masks: list[int]) -> None:
+        """The ranks do not wait for their copies any more, of which some are made."""
+        for mask in masks:
+            self._step(snapshot=True, pin=False, overtakes=True)
+            self.copy(mask=mask)
+
+    def _step(self, *, snapshot: bool, pin: bool, overtakes: bool) -> None:
         arenas = [self._arena(rank) for rank in self.ranks]
         self.step += 1
-        if not snapshot or any(rank.pending for rank in self.ranks) or self._is_behind():
+        is_behind = self._is_behind()
+        if not is_behind and not any(rank.pending for rank in self.ranks):
+            self.kept, self.is_overtaken = self._newest_taken(), False
+        elif overtakes:
+            self.is_overtaken = True
+        if not snapshot or (is_behind and not overtakes):
+            return
+        if overtakes:
+            # A barrier: all complete the one before.
+            self.finish(mask=-1)
+        if any(rank.pending for rank in self.ranks):
             return
         pin = pin and not any(arena.pinned is not None for arena in arenas)
         world = len(self.ranks)
         for number, (rank, arena) in enumerate(zip(self.ranks, arenas, strict=True)):
-            slot = choose_slot(arena.slots, pinned=arena.pinned, lineage=self.lineage)
+            slot = choose_slot(
+                arena.slots, pinned=arena.pinned, lineage=self.lineage, kept=self.kept
+            )
             arena.slots[slot] = None
             rank.pending = _held(slot, self.attempt, self.step, number, world)
             rank.pin = pin
@@ -242,7 +267,9 @@ class Run(RuleBasedStateMachine):
         self.completed = self._complete_versions()[-2:]
         # What was resumed from after the loss before is on one node, until the next version is.
         is_own = bool(before) and before[-1][0] == self.attempt
-        if is_own and was_copied and not any(rank.pending for rank in self.ranks):
+        if self.is_overtaken:
+            assert self.kept is None or self.kept in self._complete_versions()
+        elif is_own and was_copied and not any(rank.pending for rank in self.ranks):
             assert self.completed[-1:] == before[-1:]
         self._add_node()
         for _ in range(2 if self.ranks else 3):
@@ -258,12 +285,26 @@ class Run(RuleBasedStateMachine):
             assert found, f"{newest} is lost"
             assert found[-1] >= newest
 
+    @invariant()
+    def what_all_have_is_kept_by_all(self) -> None:
+        """However far ahead of their copies the ranks are: unless a slot waits to be stored."""
+        arenas = [self._arena(rank) for rank in self.ranks]
+        if self.kept is None or any(arena.pinned is not None for arena in arenas):
+            self.kept = None
+            return
+        for rank in self.ranks:
+            assert _holds(self._arena(rank), self.kept)
+            for node, shelf in self.shelves.items():
+                if node != rank.node:
+                    assert _holds(shelf[f"{rank.node[:12]}/{rank.name}"], self.kept)
+
     def _resume(self, *, grows: bool) -> None:
         for rank in self.ranks:
             rank.pending = None
         found = self._complete_versions()
         self.step = found[-1][1] if found else 0
         self.attempt += 1
+        self.kept, self.is_overtaken = None, False
         self.lineage.append((self.attempt, self.step))
         self.completed = [version for version in self.completed if self._counts(version)]
         for rank in self.ranks:
@@ -284,12 +325,17 @@ class Run(RuleBasedStateMachine):
                 continue
             target = self.shelves[other].setdefault(f"{node[:12]}/{name}", _Arena())
             if not _has(target, counting[-1]):
-                slot = choose_slot(target.slots, pinned=None, lineage=self.lineage)
+                slot = choose_slot(target.slots, pinned=None, lineage=self.lineage, kept=self.kept)
                 target.slots[slot] = replace(counting[-1], slot=slot)
 
     def _is_behind(self) -> bool:
         """Return whether a rank's newest version is not held by the other node."""
         return any(self._is_uncopied(rank.node, rank.name) for rank in self.ranks)
+
+    def _newest_taken(self) -> Version | None:
+        """Return the newest version of this attempt that the ranks have, all of them or none."""
+        held = [each for rank in self.ranks for each in self._arena(rank).versions()]
+        return max(((h.attempt, h.step) for h in held if h.attempt == self.attempt), default=None)
 
     def _is_uncopied(self, node: str, name: str) -> bool:
         newest = [h for h in self.shelves[node][name].versions() if counts(h, self.lineage)][-1:]
@@ -339,7 +385,11 @@ class Run(RuleBasedStateMachine):
 
 
 def _has(arena: _Arena, held: Held) -> bool:
-    return any((h.attempt, h.step) == (held.attempt, held.step) for h in arena.versions())
+    return _holds(arena, (held.attempt, held.step))
+
+
+def _holds(arena: _Arena, version: Version) -> bool:
+    return any((h.attempt, h.step) == version for h in arena.versions())
 
 
 TestRun = Run.TestCase

@@ -8,7 +8,7 @@ were written, the checksums in the record tell.
 
 The first header page also carries a few words between the trainer and its keeper, each with one
 writer and stored at once: which slot is pinned because it is on its way to storage, whether a
-peer copies this arena, what it has got, and which slots were found damaged.
+peer copies this arena, what it has got, what is kept for it, and which slots were found damaged.
 
 Source: the snapshot processes and double buffers of REFT (arXiv 2310.12670), with a third slot:
 while one is written and one is complete, the last complete one of all ranks is left alone.
@@ -57,7 +57,7 @@ _LIBC.mmap.argtypes = (
 
 #: Where the words between trainer and keeper begin, and which is which.
 _WORDS_AT: Final = 2048
-_NUM_WORDS: Final = 8
+_NUM_WORDS: Final = 9
 #: Trainer: number of the pin, then slot + 1 in the lowest byte. Keeper: the pin that it released.
 _PIN, _RELEASED = 0, 1
 #: Keeper: until when a peer copies this arena, by the machine's monotonic clock in ns; sequence
@@ -70,6 +70,8 @@ _ATTENDED_NS: Final = 2 * 10**9
 _FINISHED: Final = 4
 #: Keeper, one per slot: the sequence of a version whose bytes were found damaged.
 _DAMAGED: Final = 5
+#: Trainer: sequence and slot of the version that ranks and peers all have.
+_KEPT: Final = 8
 
 
 class Arena:
@@ -215,13 +217,15 @@ class Arena:
         """Return the newest complete version."""
         return next(reversed(self.versions()), None)
 
-    def choose(self, lineage: Sequence[tuple[int, int]]) -> int:
+    def choose(
+        self, lineage: Sequence[tuple[int, int]], *, kept: tuple[int, int] | None = None
+    ) -> int:
         """Return the slot to write next; see ``workers.keeper.retention.choose_slot``.
 
         Only the writer asks, and only when every rank has finished its newest version.
         """
         slots = [self.held(slot) for slot in range(NUM_SLOTS)]
-        return choose_slot(slots, pinned=self.pinned(), lineage=lineage)
+        return choose_slot(slots, pinned=self.pinned(), lineage=lineage, kept=kept)
 
     def pin(self, slot: int) -> None:
         """Have the slot stay as it is until the keeper has stored it; the trainer calls it."""
@@ -260,6 +264,20 @@ class Arena:
             return False
         newest = self.newest()
         return newest is not None and self._words[_COPIED] != _copied_word(newest)
+
+    def keep(self, kept: tuple[int, int] | None) -> None:
+        """Say which version ranks and peers all have; the trainer calls it before it writes."""
+        found = [held for held in self.versions() if (held.attempt, held.step) == kept]
+        self._words[_KEPT] = _copied_word(found[0]) if found else 0
+
+    def kept(self) -> tuple[int, int] | None:
+        """Return attempt and step of what copies are to be kept of, if it is held here."""
+        try:
+            word = self._words[_KEPT]
+        except ValueError:
+            return None
+        found = (held for held in self.versions() if _copied_word(held) == word)
+        return next(((held.attempt, held.step) for held in found), None)
 
     def quarantine(self, held: Held) -> None:
         """Have a version whose bytes are damaged held no longer; the keeper calls it."""

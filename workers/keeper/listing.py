@@ -19,10 +19,12 @@ class Listed:
     Attributes:
         body_bytes: What a slot of it can hold.
         parts: Its complete versions, oldest first.
+        kept: Attempt and step of the one that all ranks and all their peers have.
     """
 
     body_bytes: int
     parts: tuple[Held, ...]
+    kept: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,11 @@ class Listing:
         return {
             "news": self.news,
             "arenas": {
-                name: {"body_bytes": arena.body_bytes, "parts": list(map(fields_of, arena.parts))}
+                name: {
+                    "body_bytes": arena.body_bytes,
+                    "parts": list(map(fields_of, arena.parts)),
+                    "kept": arena.kept,
+                }
                 for name, arena in self.arenas.items()
             },
         }
@@ -60,7 +66,15 @@ def listing_of(answer: Any) -> Listing:
             name: Listed(
                 body_bytes=int(listed["body_bytes"]),
                 parts=tuple(held_of(part) for part in listed["parts"]),
+                kept=_version_of(listed["kept"]),
             )
             for name, listed in answer["arenas"].items()
         },
     )
+
+
+def _version_of(answer: Any) -> tuple[int, int] | None:
+    if answer is None:
+        return None
+    attempt, step = map(int, answer)
+    return attempt, step

@@ -2,8 +2,9 @@
 
 A mirror follows one peer's keeper. It always takes the newest version of each arena and skips
 what it has missed, straight from the connection into a slot of its own memory. The ranks over
-there take no snapshot while their newest one is not copied, so a mirror never chases them, and
-they never wait for it either. When the peer is gone its copies stay and are served from here.
+there take no snapshot while their newest one is not copied, so a mirror hardly ever chases them,
+and they never wait for it either. Once they go on without, both sides keep the newest version that
+all have, and it is trouble. When the peer is gone its copies stay and are served from here.
 
 Counterparts: ``workers.keeper.wire`` lists and sends, ``workers.keeper.arena`` keeps.
 """
@@ -30,6 +31,8 @@ Lineage: TypeAlias = Sequence[tuple[int, int]]
 
 #: Memory that was refused is asked for again, other arenas may have been let go of.
 _REFUSED_S: Final = 10.0
+#: It is trouble when so many copies in a row were written over while they were made.
+_OVERTAKEN_MAX: Final = 2
 
 
 def wanted(parts: Sequence[Held], lineage: Lineage) -> Held | None:
@@ -68,6 +71,8 @@ class Mirror(Following):
         self._told: dict[str, Held] = {}
         #: Arenas that there is no memory for, and when to ask again.
         self._refused: dict[str, float] = {}
+        #: How many copies in a row were overtaken, by arena.
+        self._overtaken: dict[str, int] = {}
         self._start()
 
     def stop(self) -> None:
@@ -107,7 +112,7 @@ class Mirror(Following):
         if target is None:
             return False
         try:
-            return _holds(target, source) or self._read(name, source, target)
+            return _holds(target, source) or self._read(name, source, target, listed.kept)
         except ValueError:
             # The arena was let go of under our hands: the next listing finds that out.
             return False
@@ -123,8 +128,8 @@ class Mirror(Following):
         self._troubled.pop(name, None)
         return arena
 
-    def _read(self, name: str, source: Held, target: Arena) -> bool:
-        slot = target.choose(self._shelf.lineage)
+    def _read(self, name: str, source: Held, target: Arena, kept: tuple[int, int] | None) -> bool:
+        slot = target.choose(self._shelf.lineage, kept=kept)
         target.begin(
             slot,
             attempt=source.attempt,
@@ -138,11 +143,25 @@ class Mirror(Following):
         except StorageError as error:
             if error.facts["refused"]:
                 # Written over, or let go of: the next listing has what is there now.
+                self._note_overtaken(name, source)
                 return False
             raise
+        self._overtaken.pop(name, None)
+        self._troubled.pop(name, None)
         target.finish(slot, data_bytes=source.data_bytes, record_bytes=source.record_bytes)
         self._shelf.tell()
         return True
+
+    def _note_overtaken(self, name: str, source: Held) -> None:
+        """Tell of ranks that did not wait any longer; once it is what a new attempt does."""
+        self._overtaken[name] = self._overtaken.get(name, 0) + 1
+        if self._overtaken[name] >= _OVERTAKEN_MAX:
+            self._trouble(
+                name,
+                f"{name} of node {self._peer.node} is written faster than it can be copied, last "
+                f"after step {source.step}: if that node is lost, the run goes back to an older "
+                "copy, or to storage; raise snapshot.every_steps, or give the nodes a faster link",
+            )
 
 
 class Mirrors:

@@ -76,6 +76,8 @@ class ParityMirror(Following):
         super().__init__(what, list(self._peers.values()), on_trouble, niceness)
         self._shelf = shelf
         self._group = group
+        #: The newest version that all ranks of the group and the nodes with its parities have.
+        self._kept: tuple[int, int] | None = None
         #: What peers know to be protected, by place and arena.
         self._told: dict[tuple[int, str], Held] = {}
         self._start()
@@ -98,6 +100,7 @@ class ParityMirror(Following):
                 versions[place] = _of_attempt(listed[place], self._group.attempt)
                 steps[place] = _newest(versions[place], self._group.places[place].ranks)
             step = min(steps.values())
+            self._kept = _kept(listed)
             if step > made and self._make(versions, step):
                 made = step
             self._tell(listed, made)
@@ -110,7 +113,7 @@ class ParityMirror(Following):
         news = self._shelf.wait_news(news, timeout_s)
         own = {name: arena for name, arena in self._shelf.arenas().items() if not is_copy(name)}
         return news, {
-            name: Listed(body_bytes=arena.body_bytes, parts=tuple(arena.versions()))
+            name: Listed(arena.body_bytes, tuple(arena.versions()), arena.kept())
             for name, arena in own.items()
         }
 
@@ -153,7 +156,7 @@ class ParityMirror(Following):
             if index in found
         }
         try:
-            slot = arena.choose(self._shelf.lineage)
+            slot = arena.choose(self._shelf.lineage, kept=self._kept)
             # No rank's: whoever takes it for one must find that there is none.
             rank = -1 - group.place
             arena.begin(slot, attempt=group.attempt, step=step, rank=rank, world_size=world_size)
@@ -195,6 +198,12 @@ def _of_attempt(arenas: Mapping[str, Listed], attempt: int) -> _Versions:
 def _newest(versions: _Versions, ranks: Sequence[int]) -> int:
     """Return the newest step that all of a node's ranks have finished; 0 if there is none."""
     return min(max(versions.get(rank, {0: None})) for rank in ranks)
+
+
+def _kept(listed: Mapping[int, Mapping[str, Listed]]) -> tuple[int, int] | None:
+    """Return what no rank writes over: they agree, and one may be ahead with its word."""
+    said = [each.kept for arenas in listed.values() for each in arenas.values()]
+    return min((kept for kept in said if kept is not None), default=None)
 
 
 def _member(found: _Found | None) -> Member | None:

@@ -54,18 +54,23 @@ def counts(held: Held, lineage: lineage_rule.Lineage) -> bool:
 
 
 def choose_slot(
-    slots: Sequence[Held | None], *, pinned: int | None, lineage: Sequence[tuple[int, int]]
+    slots: Sequence[Held | None],
+    *,
+    pinned: int | None,
+    lineage: Sequence[tuple[int, int]],
+    kept: tuple[int, int] | None = None,
 ) -> int:
     """Return the slot to write next.
 
     Never the pinned one, and never the newest version that counts. First one that holds nothing,
-    then one that does not count any more, then the oldest.
+    then one that does not count any more, then the oldest; what is kept only if no other is left.
 
     Args:
         slots: What each slot holds; None if it is empty, damaged or under way.
         pinned: A slot that is on its way to storage.
         lineage: ``(attempt, resume_step)`` of every attempt so far; empty if it is not known, and
             then everything counts.
+        kept: Attempt and step of the newest version that ranks and peers all have.
     """
     counting = [held for held in slots if held is not None and counts(held, lineage)]
     newest = max(counting, key=_age, default=None)
@@ -75,7 +80,9 @@ def choose_slot(
         if slot != pinned and (held is None or newest is None or held.slot != newest.slot)
     ]
     assert free, "one slot is pinned, one is the newest: of three one is left"
-    return min(free, key=lambda slot: _worth(slots[slot], lineage))
+    # All are spared if storage is slow, and peers are: then a lost node costs what storage lacks.
+    others = [slot for slot in free if (held := slots[slot]) is None or _age(held) != kept]
+    return min(others or free, key=lambda slot: _worth(slots[slot], lineage))
 
 
 def in_use(

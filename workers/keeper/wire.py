@@ -14,7 +14,8 @@ verifies all bytes by the version's own record asks for them bare: larger chunks
 
       {"list": true, "after": n, "timeout_s": t, "without": [arena, ...]}
     server  once what it lists has changed since news n, or after t: length (u32) and JSON
-            {"news": n, "arenas": {name: {"body_bytes": ..., "parts": [held, ...]}}}
+            {"news": n, "arenas": {name: {"body_bytes": ..., "parts": [held, ...],
+                                       "kept": [attempt, step] or null}}}
 
       {"copied": {arena: held}}
     server  nothing
@@ -216,7 +217,7 @@ class WireServer:
                 raise ConnectionError("the peer hung up")
         self._attendance.follow(connection, versions.keys() - without)
         arenas = {
-            name: Listed(arena.body_bytes, tuple(parts))
+            name: Listed(arena.body_bytes, tuple(parts), arena.kept())
             for name, parts in versions.items()
             if (arena := self._shelf.arena(name)) is not None
         }

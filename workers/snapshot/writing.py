@@ -224,10 +224,14 @@ class SnapshotWriter:
         """Let no update of the weights overtake a copy that is under way."""
         self._copy.hold_update()
 
-    def capture(self, state: Captured) -> bool:
+    def capture(self, state: Captured, *, kept_step: int = -1) -> bool:
         """Copy the state into a slot; return whether that was possible.
 
         The snapshot before this one is complete: see ``is_behind`` and ``wait``.
+
+        Args:
+            state: What to copy.
+            kept_step: Of this attempt, which every rank and its peers have; the slot is another.
         """
         assert self._idle.is_set(), "one snapshot at a time"
         self._captured = None
@@ -236,7 +240,9 @@ class SnapshotWriter:
         assert self._arena is not None
         assert self._form is not None
         assignment = self._assignment
-        slot = self._arena.choose(assignment.lineage)
+        kept = (assignment.attempt, kept_step)
+        slot = self._arena.choose(assignment.lineage, kept=kept)
+        self._arena.keep(kept)
         self._arena.begin(
             slot,
             attempt=assignment.attempt,

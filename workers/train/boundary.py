@@ -269,7 +269,7 @@ class Boundary:
             # Of three slots one is written over now. All ranks must have the newest one whole.
             self._writer.wait(state.step)
             dist.all_reduce(torch.zeros(1, device=self._device))
-        return self._writer.capture(state)
+        return self._writer.capture(state, kept_step=self._due.kept_step)
 
     def _store(self) -> None:
         """Write the state to storage, from memory if it was copied there."""

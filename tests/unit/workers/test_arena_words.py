@@ -127,3 +127,20 @@ def test_every_finished_slot_is_counted(arena: Arena) -> None:
 
 def _duplicate(arena: Arena) -> int:
     return os.dup(arena.fd)
+
+
+def test_what_is_kept_is_told_as_long_as_it_is_held(arena: Arena) -> None:
+    """A mirror spares its copy of it; what is not here any more would fill a slot for nothing."""
+    first = _write(arena, 1)
+    assert arena.kept() is None
+    for step in (2, 3, 4):
+        slot = arena.choose((), kept=(1, 1))
+        assert slot != first.slot
+        arena.keep((1, 1))
+        arena.begin(slot, attempt=1, step=step, rank=0, world_size=1)
+        arena.finish(slot, data_bytes=1, record_bytes=1)
+        assert arena.kept() == (1, 1)
+    arena.keep((1, 2))
+    assert arena.kept() is None
+    arena.pin(first.slot)
+    assert arena.choose((), kept=(1, 3)) == next(h.slot for h in arena.versions() if h.step == 3)

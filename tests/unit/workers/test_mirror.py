@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -33,12 +34,18 @@ def _content(attempt: int, step: int, size: int = SIZE) -> bytes:
 
 
 def _write(
-    shelf: Shelf, step: int, *, attempt: int = 1, name: str = NAME, size: int = SIZE
+    shelf: Shelf,
+    step: int,
+    *,
+    attempt: int = 1,
+    name: str = NAME,
+    size: int = SIZE,
+    kept: tuple[int, int] | None = None,
 ) -> Held:
     """Write a version as a trainer does, and give notice of it."""
     arena = shelf.arena(name)
     assert arena is not None
-    slot = arena.choose(shelf.lineage)
+    slot = arena.choose(shelf.lineage, kept=kept)
     arena.begin(slot, attempt=attempt, step=step, rank=3, world_size=5)
     arena.body(slot)[:size] = _content(attempt, step, size)
     arena.finish(slot, data_bytes=size - 1000, record_bytes=1000)
@@ -298,6 +305,29 @@ def test_nothing_half_is_ever_a_copy(
     copy = ours.arena(COPY)
     assert copy is not None
     assert _check_whole(copy)[-1] == (1, step)
+    mirrors.stop()
+    slow.close()
+
+
+def test_ranks_that_do_not_wait_keep_what_the_copy_has_and_it_is_told(
+    theirs: Shelf, source: Arena, ours: Shelf, mirrors: Mirrors, troubles: list[str]
+) -> None:
+    """A peer too slow for good: the one version that both have must outlive all that are not."""
+    slow = WireServer(theirs, host="127.0.0.1", secret=SECRET, bytes_per_s=10 * SIZE)
+    mirrors.follow([_peer(slow)])
+    _write(theirs, 1)
+    assert eventually(lambda: source.attended() and not source.copy_behind())
+    for step in itertools.count(2):
+        source.keep((1, 1))
+        _write(theirs, step, kept=(1, 1))
+        copy = ours.arena(COPY)
+        assert copy is not None
+        assert (1, 1) in _check_whole(copy)
+        assert (1, 1) in _check_whole(source)
+        if troubles:
+            break
+        time.sleep(0.01)
+    assert "w0001.0 of node 0123456789abcdef is written faster than it can be copied" in troubles[0]
     mirrors.stop()
     slow.close()
 

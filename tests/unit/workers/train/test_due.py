@@ -1,8 +1,12 @@
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from workers.train.due import Cadence, Due, Signals
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.train.due import NO_STEP, SKIPPED_MAX, Cadence, Due, Signals
 
 
 def cadence(*, snapshot_every: int = 1, storage_every: int = 3, last_step: int = 100) -> Cadence:
@@ -105,3 +109,52 @@ def test_who_leaves_does_not_wait_for_memory(agreed: Signals) -> None:
 def test_the_last_step_does_not_wait_for_memory() -> None:
     """It is written to storage in any case."""
     assert not cadence(last_step=1).waits(1, Signals())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    runs=st.lists(st.tuples(st.booleans(), st.integers(1, 400)), min_size=1, max_size=8),
+    snapshot_every=st.integers(1, 5),
+)
+def test_whatever_peers_say_only_so_many_snapshots_in_a_row_are_skipped(
+    runs: list[tuple[bool, int]], snapshot_every: int
+) -> None:
+    """A peer that hangs on would leave the run with a state from long ago, and nobody told."""
+    plan = cadence(snapshot_every=snapshot_every, storage_every=7, last_step=10**9)
+    behind = [is_behind for is_behind, number in runs for _ in range(number)]
+    skipped = 0
+    for step, is_behind in enumerate(behind, 1):
+        due = plan.due(step, Signals(behind=is_behind))
+        assert not (due.skipped and due.snapshot)
+        assert due.snapshot or not due.pin
+        assert due.barrier == (due.snapshot and is_behind), "three slots: all have the one before"
+        skipped = 0 if due.snapshot else skipped + due.skipped
+        assert skipped <= SKIPPED_MAX
+
+
+def test_a_peer_that_is_slower_still_is_given_twice_the_time() -> None:
+    """One that needs 20 steps for a copy would otherwise be overtaken for ever."""
+    plan = cadence(storage_every=10**9, last_step=10**9)
+    slow = [step for step in range(1, 1400) if plan.due(step, Signals(behind=True)).snapshot]
+    assert slow[:6] == [9, 26, 59, 124, 253, 510]
+    assert slow[-1] - slow[-2] == SKIPPED_MAX + 1
+
+    assert plan.due(1400, Signals()).snapshot
+    for step in range(1401, 1410):
+        assert plan.due(step, Signals()).snapshot
+    again = [step for step in range(1410, 1430) if plan.due(step, Signals(behind=True)).snapshot]
+    assert again == [1418], "peers that keep up are believed again"
+
+
+def test_what_all_have_is_kept_while_peers_are_overtaken() -> None:
+    """With the node of a rank gone, it is the only version in memory that is whole."""
+    plan = cadence(storage_every=10**9)
+    said = Signals(behind=True)
+    assert plan.due(1, Signals()).kept_step == NO_STEP, "nothing was taken yet"
+    assert plan.due(2, Signals()).kept_step == 1
+    kept = [due.kept_step for step in range(3, 62) if (due := plan.due(step, said)).snapshot]
+    assert kept == [1, 1, 1]
+
+    assert plan.due(62, replace(said, behind=False)).kept_step == 61
+    plan.due(63, Signals(no_memory=True))
+    assert plan.due(64, Signals()).kept_step == NO_STEP, "a new memory has none of it"
