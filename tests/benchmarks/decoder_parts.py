@@ -69,11 +69,8 @@ class DecoderPart:
                 columns = (1,) * (len(box.shape) - 1)
                 tensor.copy_((rows + 7919 * len(self.entries)).view(-1, *columns).expand(box.shape))
                 self.entries.append(
-                    StateEntry(
-                        fqn=fqn, slot=slot, shape=shapes[fqn], box=box, tensor=tensor,
-                        replica=False,
-                    )
-                )  # fmt: skip
+                    StateEntry(fqn=fqn, slot=slot, shape=shapes[fqn], box=box, tensor=tensor)
+                )
 
 
 def _chunk(shape: tuple[int, ...], rank: int, world_size: int) -> Box:

@@ -116,7 +116,6 @@ def _restore(place: Place) -> tuple[int, list[FoundBad], int, bool]:
                 shape=tensor.shape,
                 box=tensor.box,
                 tensor=torch.from_numpy(np.asarray(tensor.data)),
-                replica=place.rank >= 2,
             )
             for tensor in held
         ]

@@ -93,7 +93,7 @@ class Rank:
 
 
 def state(*, num_rows: int = 40) -> list[StateEntry]:
-    """Return a state with a replica, an empty box, and elements of several sizes."""
+    """Return a state with empty boxes, and elements of several sizes."""
     made = []
     kinds = ((torch.float32, "a"), (torch.bfloat16, "b"), (torch.float64, "c"))
     for dtype, fqn in kinds:
@@ -105,13 +105,9 @@ def state(*, num_rows: int = 40) -> list[StateEntry]:
                     shape=(rows, 3),
                     box=Box.full((rows, 3)),
                     tensor=torch.randn(rows, 3).to(dtype),
-                    replica=False,
                 )
             )
-    replica = StateEntry(
-        fqn="r", slot="weight", shape=(2,), box=Box.full((2,)), tensor=torch.ones(2), replica=True
-    )
-    return [replica, *made]
+    return made
 
 
 def captured(step: int, entries: list[StateEntry], **extra: Any) -> Captured:
@@ -125,10 +121,9 @@ def loaded(arena: Arena, entries: list[StateEntry]) -> dict[tuple[str, str], tor
     found: dict[tuple[str, str], torch.Tensor] = {}
     need: list[LocalTensor] = []
     for entry in entries:
-        if not entry.replica:
-            host = torch.zeros_like(entry.tensor, device="cpu")
-            found[entry.fqn, entry.slot] = host
-            need.append(entry.local_tensor(host))
+        host = torch.zeros_like(entry.tensor, device="cpu")
+        found[entry.fqn, entry.slot] = host
+        need.append(entry.local_tensor(host))
     load(checkpoint, need)
     assert checkpoint.extra["step"] == checkpoint.step
     return found

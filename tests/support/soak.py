@@ -128,10 +128,9 @@ class _Rank:
         self._tensor = torch.zeros(self._box.shape)
         self._entries = [
             StateEntry(
-                fqn="w", slot="weight", shape=(ROWS, COLUMNS), box=self._box,
-                tensor=self._tensor, replica=False,
+                fqn="w", slot="weight", shape=(ROWS, COLUMNS), box=self._box, tensor=self._tensor
             )
-        ]  # fmt: skip
+        ]
         self._whole = torch.zeros(ROWS, COLUMNS)
         self._worker = ""
         self._memory = SnapshotMemory(directory, "")

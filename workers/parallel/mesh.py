@@ -21,7 +21,7 @@ class Mesh:
         sharding: What FSDP2 is given: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``.
         layout: Degrees of all axes.
         data_rank: Which data-parallel rank this is, ``0 <= data_rank < layout.dp``.
-        replica: This rank's place on ``dp_replicate``; 0 owns the state that is saved.
+        replica: This rank's place on ``dp_replicate``.
     """
 
     sharding: DeviceMesh

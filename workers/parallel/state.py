@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor
 from workers.errors import StateError
+from workers.parallel.shares import Sharing, cut
 from workers.parallel.spread import Piece
 
 __all__ = [
@@ -44,7 +45,6 @@ class StateEntry:
         shape: Of the whole tensor.
         box: This rank's part.
         tensor: The part itself, on the training device.
-        replica: Whether another rank saves the same part.
     """
 
     fqn: str
@@ -52,7 +52,13 @@ class StateEntry:
     shape: tuple[int, ...]
     box: Box
     tensor: Tensor
-    replica: bool
+
+    def part(self, box: Box) -> StateEntry:
+        """Return those rows of the entry that ``box`` has, in the same memory."""
+        if box == self.box:
+            return self
+        first = box.start[0] - self.box.start[0]
+        return replace(self, box=box, tensor=self.tensor.narrow(0, first, box.shape[0]))
 
     def local_tensor(self, host: Tensor | None) -> LocalTensor:
         """Return the entry with its bytes in ``host``, contiguous and on the CPU.
@@ -66,7 +72,6 @@ class StateEntry:
             shape=self.shape,
             box=self.box,
             data=_memory(host) if host is not None else memoryview(b""),
-            replica=self.replica,
         )
 
 
@@ -83,8 +88,6 @@ def state_of(
     pieces: Sequence[Piece],
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    *,
-    replica: bool,
 ) -> list[StateEntry]:
     """Return weights and optimizer slots, sorted by name and slot.
 
@@ -107,12 +110,9 @@ def state_of(
                     slot=name,
                 )
         entries += [
-            StateEntry(
-                fqn=piece.fqn, slot=slot, shape=piece.shape, box=piece.box, tensor=value,
-                replica=replica,
-            )
+            StateEntry(fqn=piece.fqn, slot=slot, shape=piece.shape, box=piece.box, tensor=value)
             for slot, value in sorted(slots.items())
-        ]  # fmt: skip
+        ]
     return entries
 
 
@@ -143,7 +143,7 @@ class SteadyState:
         pieces: This rank's part of every parameter.
         parameters: What the optimizer updates, by name.
         optimizer: The optimizer.
-        replica: Whether another rank saves the same parts.
+        sharing: Who else holds the same parts.
     """
 
     def __init__(
@@ -151,27 +151,45 @@ class SteadyState:
         pieces: Sequence[Piece],
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        *,
-        replica: bool,
+        sharing: Sharing,
     ) -> None:
         self._pieces, self._parameters, self._optimizer = pieces, parameters, optimizer
-        self._replica = replica
+        self._sharing = sharing
         self._entries: list[StateEntry] | None = None
+        self._saved: list[StateEntry] = []
+        self._addresses: list[int] = []
         self._held: list[_Held] = []
         self._names = {id(parameter): fqn for fqn, parameter in parameters.items()}
 
     def entries(self) -> list[StateEntry]:
-        """Return the tensors; the very list of the last call if they are the same.
+        """Return all tensors, for loading; the very list of the last call if they are the same.
 
         Raises:
             StateError: The optimizer keeps what cannot be saved in parts.
         """
         if self._entries is None or not all(map(self._is_as_before, self._held)):
-            self._entries = state_of(
-                self._pieces, self._parameters, self._optimizer, replica=self._replica
-            )
+            self._entries = state_of(self._pieces, self._parameters, self._optimizer)
+            self._addresses = []
             self._held = [self._look_up(fqn) for fqn in self._parameters]
         return self._entries
+
+    def saved(self) -> list[StateEntry]:
+        """Return what this rank saves of ``entries``; again the very list of the last call.
+
+        Raises:
+            StateError: The optimizer keeps what cannot be saved in parts.
+        """
+        entries = self.entries()
+        if self._sharing.num_shares == 1:
+            return entries
+        # A view stays where it is when the tensor that it was taken of moves.
+        addresses = [entry.tensor.data_ptr() for entry in entries]
+        if addresses != self._addresses:
+            parts = [(entry.box, entry.tensor.element_size()) for entry in entries]
+            mine = cut(parts, self._sharing.num_shares)[self._sharing.share]
+            self._saved = [entries[number].part(box) for number, box in mine]
+            self._addresses = addresses
+        return self._saved
 
     def scalars(self) -> dict[str, Any]:
         """Return the optimizer's numbers: one for all parameters, or by name where they differ.
@@ -245,8 +263,8 @@ class HostBuffer:
         ]
 
     def capture(self, entries: Sequence[StateEntry]) -> list[LocalTensor]:
-        """Return a copy of what this rank has to save, taken now."""
-        mine = [entry for entry in entries if not entry.replica and entry.tensor.numel()]
+        """Return a copy of what this rank saves, taken now."""
+        mine = [entry for entry in entries if entry.tensor.numel()]
         views = self.views(mine)
         if mine:
             torch._foreach_copy_(views, [entry.tensor.detach() for entry in mine])

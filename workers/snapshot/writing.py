@@ -60,7 +60,7 @@ class Captured:
 
     Attributes:
         step: The step after which it was taken.
-        entries: Its tensors.
+        entries: What this rank saves of its tensors.
         extra: Small named values.
         param_groups: The optimizer's groups.
     """
@@ -477,4 +477,4 @@ class _Form:
 def _layout(entry: StateEntry) -> tuple[Any, ...]:
     """Return what decides where an entry lies."""
     tensor = entry.tensor
-    return (entry.fqn, entry.slot, entry.shape, entry.box, entry.replica, tensor.dtype)
+    return (entry.fqn, entry.slot, entry.shape, entry.box, tensor.dtype)

@@ -257,7 +257,7 @@ class Boundary:
         writer = self._writer
         if writer is None or writer.is_broken:
             return
-        entries = self._state.entries if self._state is not None else parts.state.entries()
+        entries = self._state.entries if self._state is not None else parts.state.saved()
         if not writer.is_ready_for(entries):
             writer.prepare(self._state or _captured(step, parts, extra))
 
@@ -297,10 +297,9 @@ class Boundary:
 def _captured(step: int, parts: Parts, extra: Mapping[str, Any]) -> Captured:
     """Return the state as it is now; its tensors go on changing."""
     state = parts.state
-    entries = state.entries()
     return Captured(
         step=step,
-        entries=entries,
+        entries=state.saved(),
         extra={**extra, "optimizer": state.scalars()},
         param_groups=state.param_groups(),
     )

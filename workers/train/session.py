@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from workers.data.order import DataOrder
 from workers.errors import DataError, TaskError
 from workers.parallel.mesh import Mesh
+from workers.parallel.shares import Sharing
 from workers.parallel.spread import Piece, materialize, pieces, spread
 from workers.parallel.state import (
     HostBuffer,
@@ -162,7 +163,9 @@ class Session:
             mesh=self._mesh,
             device=self.device,
             keeps_gathered=self._keeps_gathered,
-            state=SteadyState(self._pieces, parameters, optimizer, replica=self._mesh.replica > 0),
+            state=SteadyState(
+                self._pieces, parameters, optimizer, Sharing.of(self._mesh.layout, self.rank)
+            ),
         )
         began_s = time.monotonic()
         restored = self._load(self._parts)

@@ -10,6 +10,7 @@ from torch import nn
 from ucp_core.boxes import Box
 from workers.errors import StateError
 from workers.parallel.norm import row_squares, sum_of_squares
+from workers.parallel.shares import Sharing
 from workers.parallel.spread import Piece
 from workers.parallel.state import (
     HostBuffer,
@@ -49,7 +50,7 @@ def trained(pieces: list[Piece]) -> tuple[dict[str, nn.Parameter], torch.optim.O
 def scalars(
     held: list[Piece], parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    steady = SteadyState(held, parameters, optimizer, replica=False)
+    steady = SteadyState(held, parameters, optimizer, Sharing())
     steady.entries()
     return steady.scalars()
 
@@ -70,7 +71,7 @@ def test_a_capture_is_a_copy_of_weights_and_moments() -> None:
     """The next step changes them while the background still writes."""
     held = [piece(name, whole, 1, 4) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
-    captured = HostBuffer().capture(state_of(held, parameters, optimizer, replica=False))
+    captured = HostBuffer().capture(state_of(held, parameters, optimizer))
     before = {(one.fqn, one.slot): bytes(one.data) for one in captured}
 
     optimizer.step()
@@ -82,12 +83,41 @@ def test_a_capture_is_a_copy_of_weights_and_moments() -> None:
     assert all(one.box.start[0] == 1 and one.box.stop[0] == 4 for one in captured)
 
 
-def test_replicas_are_left_to_the_rank_that_owns_them() -> None:
-    """Copying them costs host memory for bytes that are not written."""
-    held = [piece("b.weight", WEIGHTS["b.weight"], 0, 5)]
+@pytest.mark.parametrize("num_shares", [2, 3])
+def test_replicas_capture_shares_that_make_up_the_whole(num_shares: int) -> None:
+    """A view of the wrong rows has a record that proves, and bytes of other elements."""
+    held = [piece(name, whole, 1, 5) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
+    filled = {
+        (entry.fqn, entry.slot): torch.full_like(entry.tensor, torch.nan)
+        for entry in state_of(held, parameters, optimizer)
+    }
+    for share in range(num_shares):
+        sharing = Sharing(num_shares=num_shares, share=share)
+        steady = SteadyState(held, parameters, optimizer, sharing)
+        for one in HostBuffer().capture(steady.saved()):
+            low, high = one.box.start[0] - 1, one.box.stop[0] - 1
+            rows = filled[one.fqn, one.slot][low:high]
+            assert rows.isnan().all(), "saved twice"
+            rows.copy_(torch.frombuffer(one.data, dtype=torch.float32).view(rows.shape))
 
-    assert HostBuffer().capture(state_of(held, parameters, optimizer, replica=True)) == []
+    for entry in state_of(held, parameters, optimizer):
+        assert torch.equal(filled[entry.fqn, entry.slot], entry.tensor)
+
+
+def test_a_share_is_taken_from_where_the_tensor_is_now() -> None:
+    """``tensor.data = other`` keeps the tensor; a view of it shows the memory that it had."""
+    held = [piece(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
+    parameters, optimizer = trained(held)
+    steady = SteadyState(held, parameters, optimizer, Sharing(num_shares=2, share=1))
+    saved = steady.saved()
+    optimizer.step()
+    assert steady.saved() is saved
+
+    moved = optimizer.state[parameters["b.weight"]]["exp_avg"]
+    moved.data = torch.full((5,), 3.0)
+    found = {(entry.fqn, entry.slot): entry.tensor for entry in steady.saved()}
+    assert set(found["b.weight", "exp_avg"].tolist()) == {3.0}
 
 
 def test_scalars_return_to_every_parameter() -> None:
@@ -109,7 +139,7 @@ def test_a_tensor_that_the_optimizer_replaced_is_looked_up_again() -> None:
     """The state is looked up once; a copy of what was there before would pass every checksum."""
     held = [piece(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
-    steady = SteadyState(held, parameters, optimizer, replica=False)
+    steady = SteadyState(held, parameters, optimizer, Sharing())
     entries = steady.entries()
     optimizer.step()
     assert steady.entries() is entries
@@ -127,7 +157,7 @@ def test_groups_name_their_parameters() -> None:
     held = [piece(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
     optimizer.param_groups[0]["lr"] = 0.25
-    (group,) = SteadyState(held, parameters, optimizer, replica=False).param_groups()
+    (group,) = SteadyState(held, parameters, optimizer, Sharing()).param_groups()
 
     assert (group["lr"], group["params"]) == (0.25, ["a.weight", "b.weight"])
 
@@ -139,7 +169,7 @@ def test_an_optimizer_that_cannot_be_sharded_is_refused() -> None:
     optimizer.state[parameters["a.weight"]]["rows"] = torch.zeros(6)
 
     with pytest.raises(StateError, match=r"rows of a\.weight"):
-        state_of(held, parameters, optimizer, replica=False)
+        state_of(held, parameters, optimizer)
 
 
 @pytest.mark.parametrize("cuts", [(0, 6, 6), (0, 1, 6), (0, 3, 6)], ids=str)

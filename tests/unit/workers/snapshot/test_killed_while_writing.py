@@ -38,7 +38,7 @@ _FILES = {
     if name.startswith(("workers.snapshot", "workers.keeper", "ucp_core"))
 }
 _DONE = 3
-#: Of the state below, those that have elements and are not a replica.
+#: Of the state below, those that have elements.
 NUM_TENSORS = 6
 
 
@@ -131,10 +131,10 @@ def _check_whole(arena: Arena, held: Held) -> None:
     need = [(entry.tensor, torch.zeros_like(entry.tensor), entry) for entry in entries]
     load(
         open_version({0: LocalPart(arena, held)}),
-        [entry.local_tensor(target) for _, target, entry in need if not entry.replica],
+        [entry.local_tensor(target) for _, target, entry in need],
     )
     for expected, target, entry in need:
-        assert entry.replica or torch.equal(expected, target), (held.step, entry.fqn)
+        assert torch.equal(expected, target), (held.step, entry.fqn)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

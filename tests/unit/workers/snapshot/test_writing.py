@@ -110,11 +110,10 @@ def test_tensors_that_came_later_are_not_captured_before_there_is_room(
     """An optimizer may make its state late; a snapshot without it would load as if whole."""
     entries = state()
     assert rank.ready(entries)
-    more = [*entries, *state()[1:2]]
+    more = [*entries, *state()[:1]]
     more[-1] = StateEntry(
-        fqn="late", slot="weight", shape=(9,), box=Box.full((9,)), tensor=torch.ones(9),
-        replica=False,
-    )  # fmt: skip
+        fqn="late", slot="weight", shape=(9,), box=Box.full((9,)), tensor=torch.ones(9)
+    )
     assert not rank.take(1, more)
     assert rank.ready(more)
     assert rank.take(2, more)
@@ -141,24 +140,24 @@ def test_a_tensor_that_moved_is_captured_from_where_it_is(rank: Rank, node: Node
     assert rank.ready(entries)
     assert rank.take(1, entries)
     assert rank.writer.wait(1)
-    entries[1].tensor.data = entries[1].tensor + 1
+    entries[0].tensor.data = entries[0].tensor + 1
     assert rank.take(2, entries)
 
     assert rank.writer.wait(2)
     held = loaded(node.arena(), entries)
-    assert torch.equal(held["a", "weight"], entries[1].tensor)
+    assert torch.equal(held["a", "weight"], entries[0].tensor)
 
 
 def test_tensors_that_are_not_contiguous_are_captured_too(rank: Rank, node: Node) -> None:
     """Their bytes are not those that a slot has, so they take another way there."""
     entries = state()
     whole = torch.randn(3, 40)
-    entries[1] = replace(entries[1], tensor=whole.T)
+    entries[0] = replace(entries[0], tensor=whole.T)
     assert rank.ready(entries)
     assert rank.take(1, entries)
 
     assert rank.writer.wait(1)
-    entries[1] = replace(entries[1], tensor=torch.zeros(40, 3))
+    entries[0] = replace(entries[0], tensor=torch.zeros(40, 3))
     assert torch.equal(loaded(node.arena(), entries)["a", "weight"], whole.T)
 
 
@@ -169,12 +168,8 @@ def test_what_changes_in_a_slot_after_it_was_captured_is_noticed(
     """Its checksums are of what was to be copied, so they also tell of a copy that went wrong."""
     num_bytes = 2 * BLOCK_BYTES + 100
     box = Box.full((num_bytes // 4,))
-    entries = [
-        StateEntry(
-            fqn="a", slot="weight", shape=box.shape, box=box, tensor=torch.randn(box.shape),
-            replica=False,
-        )
-    ]  # fmt: skip
+    tensor = torch.randn(box.shape)
+    entries = [StateEntry(fqn="a", slot="weight", shape=box.shape, box=box, tensor=tensor)]
     assert rank.ready(entries)
     rank.may_tell.clear()
     assert rank.take(1, entries)
@@ -281,9 +276,9 @@ def test_what_was_captured_can_be_stored_from_where_it_lies(rank: Rank) -> None:
         assert bytes(tensor.data) == bytes(entry.local_tensor(entry.tensor).data)
 
 
-def test_a_replica_has_a_version_without_data(rank: Rank, node: Node) -> None:
-    """Its rank is part of every version; another rank has the bytes."""
-    entries = state()[:1]
+def test_a_rank_without_elements_has_a_version_without_data(rank: Rank, node: Node) -> None:
+    """It is part of every version; other ranks have the bytes."""
+    entries = state()[2:3]
     assert rank.ready(entries)
     assert rank.take(1, entries)
     assert rank.writer.wait(1)
@@ -299,9 +294,7 @@ def test_an_update_on_the_device_waits_for_the_copy_and_the_host_for_neither(
     """The copy runs on a stream of its own; kernels behind it would change what it reads."""
     box = Box.full((64 << 20,))
     tensor = torch.ones(box.shape, device="cuda")
-    entries = [
-        StateEntry(fqn="a", slot="weight", shape=box.shape, box=box, tensor=tensor, replica=False)
-    ]
+    entries = [StateEntry(fqn="a", slot="weight", shape=box.shape, box=box, tensor=tensor)]
     node.restart(budget_bytes=2 << 30)
     assert rank.ready(entries)
     for step in range(1, 4):
