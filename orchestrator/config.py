@@ -76,6 +76,9 @@ class ClusterSection(_Section):
         gpus_per_worker: GPUs of one worker: 0 trains on the CPU.
         memory_gib_per_worker: Memory of a worker's device, to refuse models that cannot fit.
             Left out: on simulated nodes this machine's memory, elsewhere it is not checked.
+        rack_label: Ray's label of nodes whose value says which of them fail together, as a rack
+            or a zone; nodes then protect the snapshots of others than those. Left out: each
+            node fails alone.
     """
 
     address: str | None = Field(default=None, min_length=1)
@@ -83,6 +86,7 @@ class ClusterSection(_Section):
     cpus_per_worker: float = Field(default=1.0, gt=0)
     gpus_per_worker: int = Field(default=0, ge=0, le=1)
     memory_gib_per_worker: float | None = Field(default=None, gt=0)
+    rack_label: str = ""
 
 
 class WorkersSection(_Section):

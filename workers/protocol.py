@@ -230,6 +230,8 @@ class Assignment:
         lineage: ``(attempt, resume_step)`` of every attempt up to this one, oldest first.
         memory: Every place in keepers' memory where a part of that version is held, or parities
             of it; empty if it is to be loaded from storage.
+        guards: Ranks on other nodes that hold the same state as this one, and whose share of it
+            this one saves beside its own; None where keepers protect each other's snapshots.
     """
 
     attempt: int
@@ -241,6 +243,7 @@ class Assignment:
     resume_attempt: int
     lineage: tuple[tuple[int, int], ...]
     memory: tuple[MemoryPart, ...] = ()
+    guards: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

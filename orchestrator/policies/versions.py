@@ -26,7 +26,6 @@ __all__ = [
     "complete",
     "newest",
     "protection",
-    "ring",
     "without",
 ]
 
@@ -299,17 +298,3 @@ def _survived(fatal: Sequence[Collection[frozenset[str]]], nodes: Collection[str
         for pair in pairs
     )
     return 1 if any(ends) else 2
-
-
-def ring(nodes: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
-    """Return whose snapshots each node keeps a copy of, so that each is kept on ``copies`` others.
-
-    Args:
-        nodes: The nodes that train, in the order of their first rank.
-        copies: How many copies are wanted; with fewer nodes there are as many as other nodes.
-    """
-    num_copies = min(copies, len(nodes) - 1)
-    return {
-        node: tuple(nodes[index - distance] for distance in range(1, num_copies + 1))
-        for index, node in enumerate(nodes)
-    }

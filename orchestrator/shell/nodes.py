@@ -44,6 +44,7 @@ class NodeView:
     Attributes:
         node: Ray node id, hex.
         raylet_address: Where its raylet listens.
+        rack: What it fails together with; "" if nothing is known.
         state: alive, draining or lost.
         raylet_pid: Process id of the raylet; 0 before the keeper said it.
         keeper_pid: Likewise of the keeper.
@@ -60,6 +61,7 @@ class NodeView:
 
     node: str
     raylet_address: tuple[str, int]
+    rack: str = ""
     state: str = "alive"
     raylet_pid: int = 0
     keeper_pid: int = 0
@@ -80,6 +82,7 @@ class Nodes:
     Args:
         names: The run's names.
         resources: What one worker needs; nodes with less in total are not looked at.
+        rack_label: Ray's label of a node that says what it fails together with; "" if none does.
         boot: Keyword arguments of ``workers.keeper.actor.Keeper`` that are equal for all keepers.
         at_s: The run's clock.
         post: Where events go.
@@ -91,6 +94,7 @@ class Nodes:
         *,
         names: RunNames,
         resources: dict[str, float],
+        rack_label: str,
         boot: dict[str, Any],
         at_s: Callable[[], float],
         post: Callable[[Event], None],
@@ -98,6 +102,7 @@ class Nodes:
     ) -> None:
         self._names = names
         self._resources = resources
+        self._rack_label = rack_label
         self._boot = boot
         self._at_s = at_s
         self._post = post
@@ -181,7 +186,8 @@ class Nodes:
         if view is not None or not self._fits(row["Resources"]):
             return
         address = (row["NodeManagerAddress"], row["NodeManagerPort"])
-        view = self.views[node] = NodeView(node=node, raylet_address=address)
+        rack = row["Labels"].get(self._rack_label, "")
+        view = self.views[node] = NodeView(node=node, raylet_address=address, rack=rack)
         view.keeper = (
             ray.remote(Keeper)
             .options(

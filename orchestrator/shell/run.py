@@ -113,6 +113,7 @@ class Run:
         self._nodes = Nodes(
             names=self._names,
             resources=self._config.worker_resources(),
+            rack_label=self._config.cluster.rack_label,
             boot=boot,
             at_s=at_s,
             post=post,
@@ -272,7 +273,14 @@ class Run:
         members = tuple(worker for worker, _, _ in action.members)
         self._observer.begin(action.attempt, members, action.resume_step)
         nodes = [node for _, node, _ in action.members]
-        self._snapshots.order(action.attempt, action.lineage, nodes, bad=action.bad)
+        self._snapshots.order(
+            action.attempt,
+            action.lineage,
+            nodes,
+            layout=action.layout,
+            begins=True,
+            bad=action.bad,
+        )
         memory = self._snapshots.known_parts(action.resume_step, action.resume_attempt)
         if memory or not action.resume_step or not self._config.snapshot.every_steps:
             self._enter(action, memory)
@@ -290,6 +298,7 @@ class Run:
 
     def _enter(self, action: act.StartAttempt, memory: tuple[MemoryPart, ...]) -> None:
         host, port = self._rendezvous.open()
+        guards = self._snapshots.plan.guards
         for rank, (worker, _, slot) in enumerate(action.members):
             assignment = Assignment(
                 attempt=action.attempt,
@@ -301,6 +310,7 @@ class Run:
                 resume_attempt=action.resume_attempt,
                 lineage=action.lineage,
                 memory=memory,
+                guards=guards[rank] if guards is not None else None,
             )
             self._crew.enter(worker, assignment, self._capacity.gpu_ids(slot))
 
@@ -339,7 +349,9 @@ class Run:
         if state.phase in ACTIVE:
             found = (state.workers.get(member) for member in state.members)
             nodes = [state.nodes[worker.node].name for worker in found if worker is not None]
-            self._snapshots.order(state.attempt, state.lineage, nodes, bad=state.bad)
+            self._snapshots.order(
+                state.attempt, state.lineage, nodes, layout=state.layout, bad=state.bad
+            )
 
     async def _survey(self) -> None:
         state = self._state

@@ -28,8 +28,10 @@ from orchestrator.policies.versions import Holding, ParityHolding, Protection, V
 from orchestrator.shell.nodes import Nodes, NodeView
 from ucp_core.checkpoint import checkpoint_name, find_committed
 from ucp_core.errors import UcpError
+from ucp_core.layout import ParallelLayout
 from ucp_core.lineage import Lineage
 from ucp_core.storage import Store
+from workers.keeper.retention import is_guard
 from workers.protocol import (
     GroupPlace,
     Held,
@@ -229,7 +231,14 @@ class Snapshots:
         return found
 
     def order(
-        self, attempt: int, lineage: Lineage, nodes: Sequence[str], *, bad: Sequence[Source] = ()
+        self,
+        attempt: int,
+        lineage: Lineage,
+        nodes: Sequence[str],
+        *,
+        layout: ParallelLayout | None = None,
+        begins: bool = False,
+        bad: Sequence[Source] = (),
     ) -> None:
         """Tell all keepers of an attempt, without waiting.
 
@@ -237,9 +246,11 @@ class Snapshots:
             attempt: The one that trains, or begins.
             lineage: Up to it.
             nodes: Where its members are, in the order of their ranks.
+            layout: Of it.
+            begins: Whether its workers are told by ``plan`` what they save for each other.
             bad: What is to be held no longer.
         """
-        self._decide(attempt, nodes)
+        self._decide(attempt, nodes, layout, begins=begins)
         peers = {
             view.node: Peer(node=view.node, host=view.host, port=view.port, secret=view.secret)
             for view in self._views()
@@ -257,7 +268,9 @@ class Snapshots:
             )
             view.keeper.order.remote(order)
 
-    def _decide(self, attempt: int, nodes: Sequence[str]) -> None:
+    def _decide(
+        self, attempt: int, nodes: Sequence[str], layout: ParallelLayout | None, *, begins: bool
+    ) -> None:
         """Decide how an attempt is protected: once, or again if that was left open."""
         if self._planned_attempt == attempt and self._plan.is_final:
             return
@@ -267,10 +280,27 @@ class Snapshots:
                 node: one.budget_bytes for node, one in self._known.items() if one.budget_bytes
             },
             rank_bytes=rank_bytes(self._known.values(), len(nodes)),
+            layout=layout,
+            racks={view.node: view.rack for view in self._views() if view.rack},
+            is_guarded=None if begins else self._is_guarded(attempt),
         )
         self._plan = plan_redundancy(facts, tolerance=self._tolerance, preference=self._preference)
         self._planned_attempt = attempt
         log.info("redundancy", extra={"attempt": attempt, "reason": self._plan.reason})
+
+    def _is_guarded(self, attempt: int) -> bool:
+        """Return whether the workers of an attempt were told to save each other's shares.
+
+        A controller that was restarted knows it by what they have saved. If that is nothing yet,
+        keepers copy over the network too, until the next attempt.
+        """
+        if self._planned_attempt == attempt:
+            return self._plan.guards is not None
+        return any(
+            part.held.attempt == attempt and is_guard(part.arena)
+            for inventory in self._known.values()
+            for part in inventory.parts
+        )
 
     def _parity_group(
         self, attempt: int, node: str, nodes: Sequence[str], peers: Mapping[str, Peer]
@@ -323,7 +353,12 @@ class Snapshots:
 
     def troubles(self) -> list[str]:
         """Return what protects less than was asked for, one line each."""
-        return [
+        racks = [
+            f"the loss of rack {rack} may cost the snapshots in memory: nodes of it protect each "
+            "other; add nodes of other racks"
+            for rack in self._plan.shared_racks
+        ]
+        return racks + [
             f"node {report.node[:8]}: {trouble}"
             for report in self._living_reports()
             for trouble in report.troubles

@@ -8,10 +8,13 @@ turns, there and back, in one attempt of the same processes; the first steps of 
 out, because the snapshot before is still under way in them.
 
 ``snapshots`` takes one after every step into the own node's memory, ``copies`` moreover has every
-node copy what the other's workers write. ``peers`` trains the same model in plain torch with
-FSDP, and lets no saving take turns with torch's ``dcp.async_save`` after every step (into the page
-cache), and with a live transfer as torchft's ``HTTPTransport`` makes one: every rank serves its
-state over HTTP, streamed by torch, the next rank fetches it, and nobody goes on before that.
+node copy what the other's workers write. ``replicas`` and ``replicas_copies`` train one copy of
+the model a node (HSDP): workers save a share of it each, and what is on the other node comes from
+the replica there in the first, over the network in the second. ``peers`` trains the same model in
+plain torch with FSDP, and lets no saving take turns with torch's ``dcp.async_save`` after every
+step (into the page cache), and with a live transfer as torchft's ``HTTPTransport`` makes one: every
+rank serves its state over HTTP, streamed by torch, the next rank fetches it, and nobody goes on
+before that.
 
 ``wall`` is the median over pairs of blocks of the ratio of their median step times, less 1;
 ``processor`` is the same of the processor time per step of all workers and keepers together.
@@ -40,6 +43,7 @@ from tests.support.ranks import Place, running
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers.models.decoder import Decoder, mean_loss
+from workers.parallel.shares import replicas_of
 from workers.progress import ProgressPage
 from workers.protocol import Assignment, Completed, KeeperOrder
 from workers.train.context import WorkerContext
@@ -77,14 +81,24 @@ def settings(job: Job) -> Settings:
     )
 
 
-def train(place: Place, *, job: Job, nodes: Sequence[tuple[str, Path, int]]) -> dict[str, Any]:
+def train(
+    place: Place,
+    *,
+    job: Job,
+    nodes: Sequence[tuple[str, Path, int]],
+    layout: ParallelLayout,
+    is_guarded: bool,
+) -> dict[str, Any]:
     """Be one worker; return what the meter saw.
 
     Args:
         place: Which one.
         job: What to train.
         nodes: Name, directory and keeper's process of every node.
+        layout: How the model is spread.
+        is_guarded: Whether it saves the share of its replica on the other node, too.
     """
+    others = tuple(rank for rank in replicas_of(layout, place.rank) if rank != place.rank)
     node, keeper_directory, _ = nodes[place.rank * len(nodes) // job.workers]
     store, directory = open_store(str(place.directory / "run"))
     meter = Meter(job, [pid for _, _, pid in nodes] if place.rank == 0 else [])
@@ -103,12 +117,13 @@ def train(place: Place, *, job: Job, nodes: Sequence[tuple[str, Path, int]]) -> 
     assignment = Assignment(
         attempt=1,
         rank=place.rank,
-        layout=ParallelLayout(dp_shard=job.workers),
+        layout=layout,
         store_host="127.0.0.1",
         store_port=place.port,
         resume_step=0,
         resume_attempt=0,
         lineage=((1, 0),),
+        guards=others if is_guarded else None,
     )
     outcome = run_attempt(assignment, context, functools.partial(task, job=job, meter=meter))
     assert isinstance(outcome, Completed), outcome
@@ -136,8 +151,17 @@ def task(session: Session, *, job: Job, meter: Meter) -> None:
         step.apply()
 
 
-def run_ours(job: Job, folder: Path, *, copies: bool) -> dict[str, Any]:
-    """Train with keepers; return costs, and what became of the snapshots."""
+def run_ours(job: Job, folder: Path, *, copies: bool, replicas: int = 1) -> dict[str, Any]:
+    """Train with keepers; return costs, and what became of the snapshots.
+
+    Args:
+        job: What to train.
+        folder: For the run.
+        copies: Whether keepers copy each other's snapshots.
+        replicas: Copies of the model; of more than one the workers save each other's shares,
+            unless keepers copy.
+    """
+    layout = ParallelLayout(dp_replicate=replicas, dp_shard=job.workers // replicas)
     with ExitStack() as stack:
         nodes = []
         for name in NODES:
@@ -149,9 +173,24 @@ def run_ours(job: Job, folder: Path, *, copies: bool) -> dict[str, Any]:
             node.order(KeeperOrder(attempt=1, lineage=((1, 0),), copies_of=others))
         places = [(node.node, node.directory, node.pid) for node in nodes]
         ranks = stack.enter_context(
-            running(functools.partial(train, job=job, nodes=places), job.workers, folder)
+            running(
+                functools.partial(
+                    train,
+                    job=job,
+                    nodes=places,
+                    layout=layout,
+                    is_guarded=replicas > 1 and not copies,
+                ),
+                job.workers,
+                folder,
+            )
         )
         found = costs(job, ranks.results(RUN_S_MAX))
+        held = [part for node in nodes for part in node.inventory().parts]
+        found["held_bytes"] = {
+            kind: max((p.held.data_bytes for p in held if ("/" in p.arena) == is_copy), default=0)
+            for kind, is_copy in {"own": False, "copy": True}.items()
+        }
     lines = [json.loads(x) for x in (folder / "run/metrics/rank0.jsonl").read_text().splitlines()]
     asked = [line for line in lines if job.is_kept(line["step"], "snapshots")]
     taken = [line["snapshot_s"] for line in asked if line["snapshot"] == "taken"]
@@ -213,6 +252,14 @@ def main() -> None:
     runs: dict[str, tuple[tuple[str, ...], Callable[[Job, Path], dict[str, Any]]]] = {
         "snapshots": (("none", "snapshots"), functools.partial(run_ours, copies=False)),
         "copies": (("none", "snapshots"), functools.partial(run_ours, copies=True)),
+        "replicas": (
+            ("none", "snapshots"),
+            functools.partial(run_ours, copies=False, replicas=len(NODES)),
+        ),
+        "replicas_copies": (
+            ("none", "snapshots"),
+            functools.partial(run_ours, copies=True, replicas=len(NODES)),
+        ),
         "peers": (("none", "async_save", "transfer"), run_peers),
     }
     for megabytes, name in itertools.product(options.states, options.only):

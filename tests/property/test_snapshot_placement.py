@@ -8,7 +8,13 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.snapshot.groups import Groups, adjust_groups, form_groups, shared_domains
+from workers.snapshot.groups import (
+    Groups,
+    adjust_groups,
+    form_groups,
+    partners,
+    shared_domains,
+)
 from workers.snapshot.placement import (
     Node,
     Placement,
@@ -111,6 +117,24 @@ def test_one_node_that_leaves_or_joins_changes_one_group(
     domains["late"] = "late"
     joined = adjust_groups(after, domains, **limits)
     assert len(set(after) - set(joined)) == 1
+
+
+@given(RACKS, st.integers(0, 3))
+def test_copies_are_on_other_nodes_and_in_as_many_domains_as_there_are(
+    racks: list[int], copies: int
+) -> None:
+    """A node that copies itself protects nothing, and two copies in one rack go together."""
+    domains = _domains(racks)
+    keepers = partners((tuple(domains),), domains, copies)
+
+    wanted = min(copies, len(domains) - 1)
+    for node, kept_by in keepers.items():
+        assert len({node, *kept_by}) == 1 + len(kept_by) == 1 + wanted
+        holders = {domains[each] for each in (node, *kept_by)}
+        assert len(holders) == min(1 + wanted, len(set(domains.values())))
+    if len(set(racks)) == len(racks):
+        num_kept = [sum(node in kept_by for kept_by in keepers.values()) for node in domains]
+        assert set(num_kept) == {wanted}
 
 
 STATES = st.lists(

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.policies.versions import complete, newest, protection, ring, without
+from orchestrator.policies.versions import complete, newest, protection, without
 from workers.errors import ParityError
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, Member
 from workers.snapshot.parity_part import ParityRecord, lost_parts
@@ -211,18 +211,3 @@ def test_what_is_left_of_a_version_is_what_the_others_hold(
         if left is not None:
             assert lost not in {part.node for part in left.parts}
             assert lost not in {one.node for one in left.parities}
-
-
-@given(num_nodes=st.integers(1, 9), copies=st.integers(0, 3))
-def test_every_node_is_copied_as_often_as_asked(num_nodes: int, copies: int) -> None:
-    """A node that copies itself, or the same one twice, protects nothing."""
-    nodes = [f"n{index}" for index in range(num_nodes)]
-    copies_of = ring(nodes, copies)
-
-    wanted = min(copies, num_nodes - 1)
-    assert set(copies_of) == set(nodes)
-    for node, sources in copies_of.items():
-        assert node not in sources
-        assert len(set(sources)) == len(sources) == wanted
-    for node in nodes:
-        assert sum(node in sources for sources in copies_of.values()) == wanted

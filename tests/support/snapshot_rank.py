@@ -55,6 +55,9 @@ class Rank:
 
     memory: SnapshotMemory
     attempt: int = 1
+    rank: int = 0
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    guards: tuple[int, ...] | None = None
     fenced: threading.Event = field(default_factory=threading.Event)
     may_tell: threading.Event = field(default_factory=threading.Event)
 
@@ -64,13 +67,14 @@ class Rank:
             self.memory,
             Assignment(
                 attempt=self.attempt,
-                rank=0,
-                layout=ParallelLayout(),
+                rank=self.rank,
+                layout=self.layout,
                 store_host="",
                 store_port=0,
                 resume_step=0,
                 resume_attempt=0,
                 lineage=((self.attempt, 0),),
+                guards=self.guards,
             ),
             fenced=self.fenced.is_set,
             told=self._wait,

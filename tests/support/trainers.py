@@ -119,8 +119,12 @@ class Run:
         layout: ParallelLayout | None = None,
         members: Sequence[int] | None = None,
         memory: tuple[MemoryPart, ...] = (),
+        guards: Sequence[tuple[int, ...]] | None = None,
     ) -> list[Trainer]:
-        """Start the next attempt; ``resume`` is ``(step, attempt)`` of what to load."""
+        """Start the next attempt; ``resume`` is ``(step, attempt)`` of what to load.
+
+        ``guards`` are, by rank, the ranks whose shares it saves.
+        """
         while len(self.trainers) < num_workers:
             self.trainers.append(Trainer(f"w{len(self.trainers):04d}", self.directory))
         attempt = len(self.lineage) + 1
@@ -138,6 +142,7 @@ class Run:
                 resume_attempt=resume[1],
                 lineage=self.lineage,
                 memory=memory,
+                guards=guards[rank] if guards is not None else None,
             )
             trainer.order(
                 Order(

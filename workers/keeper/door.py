@@ -7,6 +7,7 @@ unpickled, and nothing but memory goes through: what is in it, the arenas say th
     {"do": "reserve", "arena": "w0007.0", "body_bytes": 123456, "attempt": 3}  ->  {"ok": {}}  + fd
     {"do": "open", "arena": "w0007.0"}                                         ->  {"ok": {}}  + fd
     {"do": "adopt", "arena": "w0007.0"}  + fd                                  ->  {"ok": {}}
+    {"do": "leave", "arena": "replica0/w0007.0"}                               ->  {"ok": {}}
     {"do": "drop", "arena": "w0007.0"}                                         ->  {"ok": {}}
     anything that cannot be done                            ->  {"refused": "why, what to do"}
 
@@ -31,7 +32,7 @@ from typing import Any, Final
 
 from workers.errors import ArenaError
 from workers.keeper.arena import Arena
-from workers.keeper.retention import split_name
+from workers.keeper.retention import owner_of
 from workers.keeper.shelf import Shelf
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "adopt",
     "door_path",
     "drop",
+    "leave_arena",
     "notify",
     "open_arena",
     "reserve",
@@ -68,7 +70,8 @@ class Door:
     Args:
         path: Of the socket.
         shelf: What there is.
-        on_refused: Told a worker whose reservation was refused, and why; "" once it was not.
+        on_refused: Told whose reservation was refused (``owner_of`` the arena), and why; "" once
+            it was not.
     """
 
     def __init__(
@@ -140,6 +143,9 @@ class Door:
             self._shelf.adopt(name, fds[0])
             fds.clear()
             return []
+        if do == "leave":
+            self._shelf.leave(name)
+            return []
         if do == "drop":
             self._shelf.drop(name)
             return []
@@ -150,13 +156,12 @@ class Door:
             raise ArenaError(
                 f"attempt {attempt} is over, attempt {self._shelf.attempt} has begun", arena=name
             )
-        worker = split_name(name)[1]
         try:
             self._shelf.reserve(name, body_bytes=body_bytes)
         except ArenaError as error:
-            self._on_refused(worker, str(error))
+            self._on_refused(owner_of(name), str(error))
             raise
-        self._on_refused(worker, "")
+        self._on_refused(owner_of(name), "")
 
 
 class Lease:
@@ -232,6 +237,15 @@ def adopt(path: Path, arena_name: str, arena: Arena) -> None:
         ArenaError: The keeper is not there.
     """
     _ask(path, {"do": "adopt", "arena": arena_name}, fds=[arena.fd])
+
+
+def leave_arena(path: Path, arena_name: str) -> None:
+    """Say that an arena is written no more: the keeper lets go of it once it is not needed.
+
+    Raises:
+        ArenaError: The keeper is not there.
+    """
+    _ask(path, {"do": "leave", "arena": arena_name})
 
 
 def drop(path: Path, arena_name: str) -> None:

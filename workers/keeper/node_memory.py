@@ -152,8 +152,8 @@ class NodeMemory:
         Args:
             living: Workers of this node whose process is there.
         """
-        for worker in self._refused.difference(living):
-            self._note_refused(worker, "")
+        for owner in [each for each in self._refused if each.rpartition("/")[2] not in living]:
+            self._note_refused(owner, "")
         self._shelf.reap(living=living, stored_step=self.stored_step)
 
     def close(self) -> None:
@@ -206,12 +206,12 @@ class NodeMemory:
                 vault.end()
                 self._troubles.note(VAULT, f"the process that holds the snapshots went: {error}")
 
-    def _note_refused(self, worker: str, why: str) -> None:
-        self._troubles.note(f"memory of {worker}", why)
+    def _note_refused(self, owner: str, why: str) -> None:
+        self._troubles.note(f"memory of {owner}", why)
         if why:
-            self._refused.add(worker)
+            self._refused.add(owner)
         else:
-            self._refused.discard(worker)
+            self._refused.discard(owner)
 
 
 def _parity(name: str, arena: Arena, held: Held) -> HeldParity | None:

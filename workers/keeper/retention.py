@@ -19,14 +19,19 @@ __all__ = [
     "Shelved",
     "choose_slot",
     "counts",
+    "guard_name",
     "in_use",
+    "is_guard",
     "is_parity",
+    "owner_of",
     "reapable",
     "split_name",
 ]
 
 #: Takes the place of a node in the names of arenas that hold parities.
 _PARITY = "parity"
+#: Begins what takes it in the names of arenas for shares that a worker saves for other ranks.
+_GUARD = "replica"
 
 #: Of an attempt that has this many versions behind an older attempt's, the first is complete:
 #: no rank begins a version before all have finished the one before.
@@ -97,7 +102,8 @@ def in_use(
     Args:
         names: All arenas of a shelf.
         living: Workers of this node whose process is there, and the newest generation that each
-            has asked for, had or not; 0 if none.
+            has asked for, had or not; 0 if none. Likewise of what they save for other ranks, by
+            ``owner_of``, where something was asked for.
         listed: By the beginning of another node's id, its arenas that are there to be copied.
         attempt: The one that trains: parities are of one attempt, their generation.
     """
@@ -105,14 +111,15 @@ def in_use(
     used: set[str] = set()
     for name in names:
         node, worker, generation = split_name(name)
+        owner = owner_of(name)
         if is_parity(name):
             if generation >= attempt:
                 used.add(name)
-        elif node:
+        elif node and not is_guard(name):
             if name.partition("/")[2] in listed.get(node, ()):
                 used.add(name)
-        elif generation >= living.get(worker, sys.maxsize):
-            newest[worker] = max(newest.get(worker, (-1, "")), (generation, name))
+        elif generation >= living.get(owner, 0 if worker in living else sys.maxsize):
+            newest[owner] = max(newest.get(owner, (-1, "")), (generation, name))
     return frozenset(used | {name for _, name in newest.values()})
 
 
@@ -148,6 +155,22 @@ def split_name(name: str) -> tuple[str, str, int]:
     if not dot or not generation.isdigit():
         return node, own, 0
     return node, worker, int(generation)
+
+
+def guard_name(number: int, worker: str) -> str:
+    """Return whose memory it is in which a worker has the ``number``-th share of another rank."""
+    return f"{_GUARD}{number}/{worker}"
+
+
+def owner_of(name: str) -> str:
+    """Return the name of an arena without its generation."""
+    node, worker, _ = split_name(name)
+    return f"{node}/{worker}" if node else worker
+
+
+def is_guard(name: str) -> bool:
+    """Return whether a worker of this node writes the share of another node's rank there."""
+    return split_name(name)[0].startswith(_GUARD)
 
 
 def is_parity(name: str) -> bool:

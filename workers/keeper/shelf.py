@@ -11,7 +11,14 @@ from typing import Final
 from workers.errors import ArenaError
 from workers.keeper.arena import NUM_SLOTS, Arena
 from workers.keeper.memory import available_bytes
-from workers.keeper.retention import Shelved, in_use, reapable, split_name
+from workers.keeper.retention import (
+    Shelved,
+    in_use,
+    is_guard,
+    owner_of,
+    reapable,
+    split_name,
+)
 from workers.protocol import Held
 
 __all__ = ["Shelf"]
@@ -26,7 +33,8 @@ class Shelf:
     """The arenas of one node by name, within a budget. Safe to call from several threads.
 
     An arena of the node's own workers is named ``"{worker}.{generation}"``, the copy of one of
-    another node ``"{node[:12]}/{worker}.{generation}"``.
+    another node ``"{node[:12]}/{worker}.{generation}"``, and what is such a copy but was written
+    by a worker of this node, which has the same state, ``"replica{number}/{worker}.{generation}"``.
 
     Args:
         budget_bytes: Memory that all arenas together may take.
@@ -69,11 +77,12 @@ class Shelf:
         Raises:
             ArenaError: It does not fit into the budget or into memory, or has smaller slots.
         """
-        node, worker, generation = split_name(name)
-        dead = () if node else self._dead()
+        node, _, generation = split_name(name)
+        is_own = not node or is_guard(name)
+        dead = self._dead() if is_own else ()
         with self._lock:
-            if not node:
-                self._asked[worker] = max(generation, self._asked.get(worker, 0))
+            if is_own:
+                self._ask(owner_of(name), generation)
             arena = self._arenas.get(name)
             if arena is not None:
                 _check_fits(name, arena, body_bytes)
@@ -85,6 +94,11 @@ class Shelf:
             arena = self._create(name, body_bytes)
         self.tell()
         return arena
+
+    def leave(self, name: str) -> None:
+        """Take note that nobody writes into an arena any more: it goes once it is not needed."""
+        with self._lock:
+            self._ask(owner_of(name), split_name(name)[2] + 1)
 
     def adopt(self, name: str, fd: int) -> None:
         """Take in an arena that a worker still holds; after a restart the shelf is empty.
@@ -218,8 +232,12 @@ class Shelf:
             stored_step: The newest step that is committed to storage and counts.
         """
         with self._lock:
-            self._asked = {worker: self._asked.get(worker, 0) for worker in living}
-            asked = dict(self._asked)
+            asked = dict.fromkeys(living, 0) | {
+                owner: generation
+                for owner, generation in self._asked.items()
+                if owner.rpartition("/")[2] in living
+            }
+            self._asked = dict(asked)
         arenas = self.arenas()
         used = in_use(list(arenas), living=asked, listed=self._listed, attempt=self.attempt)
         if len(used) == len(arenas):
@@ -238,15 +256,19 @@ class Shelf:
             self.drop(name)
         return doomed
 
+    def _ask(self, owner: str, generation: int) -> None:
+        self._asked[owner] = max(generation, self._asked.get(owner, 0))
+
     def _find(self, name: str) -> Arena | None:
         return self._arenas.get(self._renamed.get(name, (name, 0))[0])
 
     def _inherit(self, name: str, body_bytes: int, dead: Collection[str]) -> Arena | None:
         """Give the smallest arena of a dead worker that is large enough that name, if any is."""
+        kind = split_name(name)[0]
         left = [
             (arena.body_bytes, old)
             for old, arena in self._arenas.items()
-            if split_name(old)[0] == "" and split_name(old)[1] in dead
+            if split_name(old)[0] == kind and split_name(old)[1] in dead
             if body_bytes <= arena.body_bytes <= _WASTE_MAX * body_bytes
         ]
         if not left:

@@ -26,16 +26,25 @@ class Sharing:
     Attributes:
         num_shares: How many they are.
         share: Which share of the state this rank saves, ``0 <= share < num_shares``.
+        guarded: Of the ranks whose shares it saves too: rank and share.
     """
 
     num_shares: int = 1
     share: int = 0
+    guarded: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, layout: ParallelLayout, rank: int) -> Sharing:
-        """Return the place of ``rank`` in ``layout``."""
+    def of(cls, layout: ParallelLayout, rank: int, guards: Sequence[int] = ()) -> Sharing:
+        """Return the place of ``rank`` in ``layout``.
+
+        Args:
+            layout: Of the attempt.
+            rank: Whose place.
+            guards: Of the ranks that hold the same, those whose shares it saves too.
+        """
         ranks = replicas_of(layout, rank)
-        return cls(num_shares=len(ranks), share=ranks.index(rank))
+        guarded = tuple((other, ranks.index(other)) for other in guards)
+        return cls(num_shares=len(ranks), share=ranks.index(rank), guarded=guarded)
 
 
 def replicas_of(layout: ParallelLayout, rank: int) -> tuple[int, ...]:

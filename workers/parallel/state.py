@@ -157,6 +157,7 @@ class SteadyState:
         self._sharing = sharing
         self._entries: list[StateEntry] | None = None
         self._saved: list[StateEntry] = []
+        self._guarded: tuple[tuple[int, list[StateEntry]], ...] = ()
         self._addresses: list[int] = []
         self._held: list[_Held] = []
         self._names = {id(parameter): fqn for fqn, parameter in parameters.items()}
@@ -186,10 +187,18 @@ class SteadyState:
         addresses = [entry.tensor.data_ptr() for entry in entries]
         if addresses != self._addresses:
             parts = [(entry.box, entry.tensor.element_size()) for entry in entries]
-            mine = cut(parts, self._sharing.num_shares)[self._sharing.share]
-            self._saved = [entries[number].part(box) for number, box in mine]
+            shares = [
+                [entries[number].part(box) for number, box in share]
+                for share in cut(parts, self._sharing.num_shares)
+            ]
+            self._saved = shares[self._sharing.share]
+            self._guarded = tuple((rank, shares[share]) for rank, share in self._sharing.guarded)
             self._addresses = addresses
         return self._saved
+
+    def guarded(self) -> tuple[tuple[int, list[StateEntry]], ...]:
+        """Return what this rank saves for others, by rank; it belongs to the last ``saved``."""
+        return self._guarded
 
     def scalars(self) -> dict[str, Any]:
         """Return the optimizer's numbers: one for all parameters, or by name where they differ.

@@ -11,7 +11,14 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TypeAlias
 
-__all__ = ["Groups", "adjust_groups", "form_groups", "parity_places", "shared_domains"]
+__all__ = [
+    "Groups",
+    "adjust_groups",
+    "form_groups",
+    "parity_places",
+    "partners",
+    "shared_domains",
+]
 
 Groups: TypeAlias = tuple[tuple[str, ...], ...]
 
@@ -78,6 +85,37 @@ def shared_domains(groups: Groups, domains: Mapping[str, str]) -> tuple[str, ...
         counts = Counter(domains[node] for node in group)
         shared |= {domain for domain, count in counts.items() if count > 1}
     return tuple(sorted(shared))
+
+
+def partners(groups: Groups, domains: Mapping[str, str], copies: int) -> dict[str, tuple[str, ...]]:
+    """Return, for each node, the others of its group that keep a copy of what it has.
+
+    The next ones in the group, so that each keeps as many copies as are kept of it. But a domain
+    that has none yet comes first, though a node of it may keep more than its part then.
+
+    Args:
+        groups: Nodes in their order.
+        domains: The domain of every node.
+        copies: How many are wanted; in a smaller group there are as many as other nodes.
+    """
+    num_kept: Counter[str] = Counter()
+    found: dict[str, tuple[str, ...]] = {}
+    for group in groups:
+        for at, node in enumerate(group):
+            left = [*group[at + 1 :], *group[:at]]
+            keepers: list[str] = []
+            has_one = {domains[node]}
+            while left and len(keepers) < copies:
+                # The first of those that are as good.
+                keeper = min(
+                    left, key=lambda n: (domains[n] in has_one, max(0, num_kept[n] + 1 - copies))
+                )
+                left.remove(keeper)
+                keepers.append(keeper)
+                has_one.add(domains[keeper])
+                num_kept[keeper] += 1
+            found[node] = tuple(keepers)
+    return found
 
 
 def parity_places(stripe: int, *, num_nodes: int, num_parities: int) -> tuple[int, ...]:

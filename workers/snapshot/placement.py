@@ -21,6 +21,7 @@ from workers.snapshot.groups import (
     adjust_groups,
     form_groups,
     parity_places,
+    partners,
     shared_domains,
 )
 
@@ -41,6 +42,7 @@ __all__ = [
     "holdings",
     "level",
     "place",
+    "sized",
     "survives",
 ]
 
@@ -173,6 +175,7 @@ class Protection:
             state every group holds a whole copy.
         reason: Why this mechanism, in a line.
         costs: Of one version, by node.
+        keepers: Of copies, by node: who keeps what it has.
     """
 
     state: State
@@ -181,6 +184,7 @@ class Protection:
     groups: Groups
     reason: str
     costs: Mapping[str, Cost]
+    keepers: Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +193,8 @@ class Placement:
 
     Attributes:
         protections: One per state, in the order asked for.
-        shared_racks: Racks of which a group has more than one node: their loss may cost more
-            than the tolerance.
+        shared_racks: Racks of which a group with parities has more than one node, or that have
+            two copies of the same: their loss may cost more than the tolerance.
     """
 
     protections: tuple[Protection, ...]
@@ -248,7 +252,7 @@ def place(
             # Staying together is worth some memory, but no tolerance.
             if adjusted.tolerance >= protection.tolerance:
                 protection = adjusted
-        shared |= set(shared_domains(protection.groups, domains))
+        shared |= set(_shared(protection, domains))
         for name, each in protection.costs.items():
             free[name] -= each.memory_bytes * rules.num_slots
         protections.append(protection)
@@ -261,10 +265,7 @@ def survives(placement: Placement, lost_nodes: Collection[str]) -> bool:
 
 
 def level(placement: Placement, lost_nodes: Collection[str] = ()) -> int:
-    """Return how many nodes, whichever they are, can be lost on top of ``lost_nodes``.
-
-    -1 if the version is lost already.
-    """
+    """Return how many nodes, whichever, can be lost on top of ``lost_nodes``; -1 if lost by now."""
     lost = frozenset(lost_nodes)
     levels = []
     for each in placement.protections:
@@ -292,7 +293,6 @@ def holdings(protection: Protection) -> tuple[Holding, ...]:
     for group in protection.groups:
         size = len(group)
         for at in range(size):
-            keepers = range(protection.tolerance)
             if protection.mechanism in PARITIES:
                 places = parity_places(at, num_nodes=size, num_parities=protection.tolerance)
                 of = tuple(node for number, node in enumerate(group) if number not in places)
@@ -302,10 +302,8 @@ def holdings(protection: Protection) -> tuple[Holding, ...]:
                 ]
             else:
                 found += [
-                    Holding(
-                        node=group[(at + 1 + nth) % size], parity=None, stripe=at, of=(group[at],)
-                    )
-                    for nth in keepers
+                    Holding(node=keeper, parity=None, stripe=at, of=(group[at],))
+                    for keeper in protection.keepers[group[at]]
                 ]
     return tuple(found)
 
@@ -328,11 +326,18 @@ def changed_groups(before: Placement, after: Placement) -> tuple[tuple[str, tupl
 def _group_level(protection: Protection, group: tuple[str, ...], lost: frozenset[str]) -> int:
     if protection.mechanism in PARITIES:
         return max(-1, protection.tolerance - sum(node in lost for node in group))
-    # Each part lies on its node and, as a copy, on the next ones in the group.
-    size, copies = len(group), range(protection.tolerance + 1)
+    # Each part lies on its node and, as a copy, on others of the group.
     return min(
-        sum(group[(at + nth) % size] not in lost for nth in copies) - 1 for at in range(size)
+        sum(holder not in lost for holder in (node, *protection.keepers[node])) - 1
+        for node in group
     )
+
+
+def _shared(protection: Protection, domains: Mapping[str, str]) -> tuple[str, ...]:
+    if protection.mechanism in PARITIES:
+        return shared_domains(protection.groups, domains)
+    holders = tuple((node, *keepers) for node, keepers in protection.keepers.items())
+    return shared_domains(holders, domains)
 
 
 def _protect(
@@ -343,12 +348,14 @@ def _protect(
     rules: PlacementRules,
 ) -> Protection:
     refused: list[str] = []
+    domains = {name: node.rack or name for name, node in nodes.items()}
     smallest = min(map(len, groups), default=0)
     if smallest <= rules.tolerance:
         refused.append(f"tolerance {rules.tolerance} needs {rules.tolerance + 1} nodes")
     for tolerance in range(max(0, min(rules.tolerance, smallest - 1)), -1, -1):
+        keepers = partners(groups, domains, tolerance)
         for mechanism in _candidates(state, groups, tolerance, rules.preference):
-            costs = _costs(state, mechanism, tolerance, groups, nodes, rules)
+            costs = _costs(state, mechanism, tolerance, groups, keepers, nodes, rules)
             if why := _refusal(costs, nodes, free, rules):
                 refused.append(f"{mechanism} for {tolerance} {why}")
                 if tolerance:
@@ -357,7 +364,7 @@ def _protect(
             sent = max((each.network_bytes for each in costs.values()), default=0)
             reason = (
                 f"{state.name}: {mechanism}, survives {tolerance} of {smallest} nodes, "
-                f"{_size(worst)} a node and version, {_size(sent)} sent"
+                f"{sized(worst)} a node and version, {sized(sent)} sent"
             )
             return Protection(
                 state=state,
@@ -366,6 +373,7 @@ def _protect(
                 groups=groups,
                 reason="; ".join([reason, *refused]),
                 costs=costs,
+                keepers=keepers,
             )
     raise AssertionError("no redundancy is always a candidate")
 
@@ -398,26 +406,35 @@ def _costs(
     mechanism: Mechanism,
     tolerance: int,
     groups: Groups,
+    keepers: Mapping[str, tuple[str, ...]],
     nodes: Mapping[str, Node],
     rules: PlacementRules,
 ) -> dict[str, Cost]:
     costs: dict[str, Cost] = {}
     for group in groups:
-        if state.kind is StateClass.REPLICATED:
-            one = _cost_of_replica(state, mechanism, tolerance, len(group), rules)
-            costs |= dict.fromkeys(group, one)
-        else:
-            num_ranks = [nodes[name].num_ranks for name in group]
-            for at, name in enumerate(group):
-                costs[name] = _cost_of_part(state, mechanism, tolerance, num_ranks, at)
+        num_ranks = [nodes[name].num_ranks for name in group]
+        for at, name in enumerate(group):
+            kept = [place for place, other in enumerate(group) if name in keepers[other]]
+            if state.kind is StateClass.REPLICATED:
+                costs[name] = _cost_of_replica(
+                    state, mechanism, tolerance, len(group), len(kept), rules
+                )
+            else:
+                kept_ranks = sum(num_ranks[place] for place in kept)
+                costs[name] = _cost_of_part(state, mechanism, tolerance, num_ranks, at, kept_ranks)
     return costs
 
 
 def _cost_of_replica(
-    state: State, mechanism: Mechanism, tolerance: int, size: int, rules: PlacementRules
+    state: State,
+    mechanism: Mechanism,
+    tolerance: int,
+    size: int,
+    num_kept: int,
+    rules: PlacementRules,
 ) -> Cost:
     """Return a node's cost of a state that all ``size`` nodes of the group hold."""
-    copies = (tolerance + 1) * -(-state.num_bytes // size)
+    copies = (num_kept + 1) * -(-state.num_bytes // size)
     if mechanism in PARITIES:
         num_data = size - tolerance
         block = -(-state.num_bytes // (size * num_data))
@@ -425,13 +442,18 @@ def _cost_of_replica(
         copied = size if rules.parity_on_device else (tolerance + 1) * num_data
         return Cost(memory_bytes=size * block, d2h_bytes=copied * block)
     if mechanism is Mechanism.RECOMPUTATION:
-        gradients = (tolerance + 1) * -(-state.gradient_bytes // size)
+        gradients = (num_kept + 1) * -(-state.gradient_bytes // size)
         return Cost(memory_bytes=copies, d2h_bytes=gradients)
     return Cost(memory_bytes=copies, d2h_bytes=copies)
 
 
 def _cost_of_part(
-    state: State, mechanism: Mechanism, tolerance: int, num_ranks: Sequence[int], at: int
+    state: State,
+    mechanism: Mechanism,
+    tolerance: int,
+    num_ranks: Sequence[int],
+    at: int,
+    kept_ranks: int,
 ) -> Cost:
     """Return the cost of the node at ``at`` of a group whose ranks have parts of their own."""
     own = state.num_bytes * num_ranks[at]
@@ -439,7 +461,6 @@ def _cost_of_part(
     if mechanism in PARITIES:
         block = -(-state.num_bytes * max(num_ranks) // (len(num_ranks) - tolerance))
         return Cost(network_bytes=sent, memory_bytes=own + tolerance * block, d2h_bytes=own)
-    kept_ranks = sum(num_ranks[at - nth] for nth in range(1, tolerance + 1))
     memory = own + state.num_bytes * kept_ranks
     if mechanism is Mechanism.RECOMPUTATION:
         gradients = state.gradient_bytes * kept_ranks
@@ -458,7 +479,7 @@ def _refusal(
         node = nodes[name]
         memory = each.memory_bytes * rules.num_slots
         if memory > free[name]:
-            return f"needs {_size(memory)} on {name[:8]}, {_size(max(0, free[name]))} are free"
+            return f"needs {sized(memory)} on {name[:8]}, {sized(max(0, free[name]))} are free"
         if node.link_bytes_per_s:
             send_s = each.network_bytes / node.link_bytes_per_s
             if send_s > rules.interval_s:
@@ -472,6 +493,7 @@ def _refusal(
     return ""
 
 
-def _size(num_bytes: int) -> str:
+def sized(num_bytes: int) -> str:
+    """Return a number of bytes for people."""
     power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
     return f"{num_bytes / (1 << 10 * power):.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -9,35 +9,27 @@ goes to storage as it would without a keeper.
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import torch
-from torch import Tensor
-
-from ucp_core.checkpoint import LocalTensor, RankSaver
+from ucp_core.checkpoint import LocalTensor
 from workers.errors import ArenaError
-from workers.keeper.arena import NUM_SLOTS, Arena
-from workers.keeper.door import Lease, door_path, notify, reserve
+from workers.keeper.arena import Arena
 from workers.parallel.state import StateEntry
 from workers.protocol import Assignment
 from workers.snapshot.arena_store import ArenaStore
-from workers.snapshot.device import DeviceCopy, register, unregister
-from workers.snapshot.host_copy import HostTensors, copy_checked
+from workers.snapshot.device import DeviceCopy
+from workers.snapshot.form import BLOCK_BYTES, Captured, Form, source_of
+from workers.snapshot.guards import Guards
+from workers.snapshot.memory import SnapshotMemory
 
 __all__ = ["BLOCK_BYTES", "Captured", "SnapshotMemory", "SnapshotWriter", "source_of"]
 
-#: A layout that has changed needs parts of blocks, which are read whole: of 1 MiB ones half as much
-#: again as is needed (4 ranks onto 3, 50 MB each), of these a tenth to a third; and one that was
-#: just checksummed is still in the cache.
-BLOCK_BYTES: Final = 256 << 10
 #: How often a wait looks whether the attempt was fenced.
 _LOOK_S: Final = 0.02
 #: How often a wait looks whether peers have got a copy: it takes them about as long.
@@ -48,100 +40,8 @@ _CLOSE_S_MAX: Final = 5.0
 _KEEPER_S_MAX: Final = 30.0
 #: What was refused, or failed, is tried again after this: a keeper that died is back in a second.
 _RETRY_S: Final = 2.0
-#: The record has room for twice the small values of the first snapshot, and for this.
-_RECORD_SPARE_BYTES: Final = 64 << 10
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
-    """A state on its way into a slot; see ``ucp_core.checkpoint.save_rank``.
-
-    Attributes:
-        step: The step after which it was taken.
-        entries: What this rank saves of its tensors.
-        extra: Small named values.
-        param_groups: The optimizer's groups.
-    """
-
-    step: int
-    entries: Sequence[StateEntry]
-    extra: Mapping[str, Any]
-    param_groups: Sequence[Mapping[str, Any]]
-
-
-def source_of(assignment: Assignment) -> dict[str, Any]:
-    """Return what a checkpoint says of its writer."""
-    return {"writer": "everstep", "layout": assignment.layout.to_json()}
-
-
-class SnapshotMemory:
-    """A worker process's memory at its keeper; kept from attempt to attempt.
-
-    Args:
-        directory: Where the keeper of this node has its door.
-        worker: Worker id.
-    """
-
-    def __init__(self, directory: Path, worker: str) -> None:
-        self._door = door_path(directory)
-        self._directory = directory
-        self._worker = worker
-        self._generation = 0
-        self._arena: Arena | None = None
-        self._lease = Lease(self._door)
-        self._is_registered = False
-
-    @property
-    def name(self) -> str:
-        """Return the name under which the keeper has the arena."""
-        return f"{self._worker}.{self._generation}"
-
-    def ensure(self, body_bytes: int, *, attempt: int, for_cuda: bool) -> Arena:
-        """Return an arena whose slots hold ``body_bytes``; what it holds already stays in it.
-
-        A larger one than before is a new one: the keeper has the old one for as long as its
-        versions may be needed.
-
-        Raises:
-            ArenaError: The keeper refuses, or is not there.
-        """
-        if self._arena is None or self._arena.body_bytes < body_bytes:
-            self.leave()
-            self._generation += 1
-            self._arena = reserve(self._door, self.name, body_bytes=body_bytes, attempt=attempt)
-        if for_cuda and not self._is_registered:
-            register(self._arena)
-            self._is_registered = True
-        return self._arena
-
-    def tell(self) -> bool:
-        """Let the keeper know of a finished slot; one that was restarted gets the memory back.
-
-        Returns:
-            Whether there is memory, and a keeper.
-        """
-        if self._arena is None:
-            return False
-        return self._lease.ensure(self.name, self._arena) and notify(self._door, self.name)
-
-    def successor(self) -> SnapshotMemory:
-        """Return other memory of the same worker, where a thread still holds this."""
-        other = SnapshotMemory(self._directory, self._worker)
-        other._generation = self._generation
-        return other
-
-    def leave(self) -> None:
-        """Write no more into the arena; the next one is another."""
-        arena, self._arena = self._arena, None
-        if arena is None:
-            return
-        self._lease.forget(self.name)
-        if self._is_registered:
-            unregister(arena)
-            self._is_registered = False
-        arena.close()
 
 
 class SnapshotWriter:
@@ -170,7 +70,8 @@ class SnapshotWriter:
         self._fenced = fenced
         self._told = told
         self._copy = DeviceCopy()
-        self._form: _Form | None = None
+        self._guards = Guards(memory, assignment)
+        self._form: Form | None = None
         self._arena: Arena | None = None
         self._captured: _Copied | None = None
         self._finished_step = -1
@@ -192,9 +93,19 @@ class SnapshotWriter:
         if self._idle.is_set() and not self.is_broken:
             self._put(lambda: self._prepare(state))
 
-    def is_ready_for(self, entries: Sequence[StateEntry]) -> bool:
-        """Return whether there is memory that is laid out for these tensors."""
-        return self.is_ready and self._form is not None and self._form.takes(entries)
+    def is_ready_for(
+        self,
+        entries: Sequence[StateEntry],
+        guarded: Sequence[tuple[int, Sequence[StateEntry]]] = (),
+    ) -> bool:
+        """Return whether there is memory that is laid out for these tensors.
+
+        Args:
+            entries: As ``Captured`` has them.
+            guarded: Likewise.
+        """
+        is_laid_out = self.is_ready and self._form is not None and self._form.takes(entries)
+        return is_laid_out and self._guards.takes(guarded)
 
     @property
     def is_ready(self) -> bool:
@@ -235,7 +146,7 @@ class SnapshotWriter:
         """
         assert self._idle.is_set(), "one snapshot at a time"
         self._captured = None
-        if not self.is_ready_for(state.entries):
+        if not self.is_ready_for(state.entries, state.guarded):
             return False
         assert self._arena is not None
         assert self._form is not None
@@ -251,8 +162,11 @@ class SnapshotWriter:
             world_size=assignment.layout.world_size,
         )
         blocks = self._form.copy_checked(slot)
+        targets, sources = self._guards.capture(state.step)
         if blocks is None:
-            self._copy.begin(self._form.views[slot], self._form.sources)
+            targets += self._form.views[slot]
+            sources += self._form.sources
+        self._copy.begin(targets, sources)
         self._captured = _Copied(slot, state, blocks)
         return True
 
@@ -275,7 +189,7 @@ class SnapshotWriter:
 
     def get_ready(self, state: Captured, until_s: float) -> bool:
         """Return whether a snapshot of ``state`` can be taken; wait for that until ``until_s``."""
-        while not (self._idle.is_set() and self.is_ready_for(state.entries)):
+        while not (self._idle.is_set() and self.is_ready_for(state.entries, state.guarded)):
             left_s = until_s - time.monotonic()
             if left_s <= 0 or self._fenced():
                 return False
@@ -287,11 +201,13 @@ class SnapshotWriter:
         return True
 
     def wait_copied(self, step: int, until_s: float) -> bool:
-        """Return whether peers have copied the snapshot of ``step``; wait until ``until_s``."""
+        """Return whether other nodes have the snapshot of ``step`` too; wait until ``until_s``."""
         while True:
             if self._idle.is_set():
                 if self._finished_step != step or self._arena is None:
                     return False
+                if self._assignment.guards is not None:
+                    return self._guards.are_whole
                 if self._arena.attended() and not self._arena.copy_behind():
                     return True
             if time.monotonic() >= until_s or self._fenced():
@@ -320,12 +236,13 @@ class SnapshotWriter:
         return not self._is_left
 
     def _prepare(self, state: Captured) -> None:
-        form = _Form(state, self._assignment)
+        form = Form(state, self._assignment)
         for_cuda = any(entry.tensor.is_cuda for entry in state.entries)
         arena = self._memory.ensure(
             form.body_bytes, attempt=self._assignment.attempt, for_cuda=for_cuda
         )
         form.lay_out(arena)
+        self._guards.prepare(state, for_cuda=for_cuda)
         self._arena, self._form = arena, form
         self._tell()
         self._why_not = ""
@@ -355,6 +272,7 @@ class SnapshotWriter:
             finally:
                 self._idle.set()
         if self._is_left:
+            self._guards.leave()
             self._memory.leave()
 
     def _complete(self, copied: _Copied, *, pin: bool) -> None:
@@ -374,6 +292,7 @@ class SnapshotWriter:
             fsync=False,
             blocks=copied.blocks,
         )
+        self._guards.complete(state, check=self._check)
         if pin:
             # Behind the record: who finds it pinned finds it whole.
             self._arena.pin(slot)
@@ -404,77 +323,3 @@ class _Copied:
     slot: int
     state: Captured
     blocks: list[list[int]] | None
-
-
-class _Form:
-    """Where everything lies in a slot, as ``save_rank`` writes it; made once per layout."""
-
-    def __init__(self, state: Captured, assignment: Assignment) -> None:
-        self._entries = state.entries
-        self._layout = [_layout(entry) for entry in state.entries]
-        self.saver = RankSaver(
-            [entry.local_tensor(None) for entry in state.entries],
-            attempt=assignment.attempt,
-            rank=assignment.rank,
-            world_size=assignment.layout.world_size,
-            source=source_of(assignment),
-            block_bytes=BLOCK_BYTES,
-        )
-        self._take(state.entries)
-        small = len(json.dumps([dict(state.extra), list(state.param_groups)]))
-        record_bytes_max = self.saver.record_bytes_max + 2 * small + _RECORD_SPARE_BYTES
-        self.body_bytes = sum(self.saver.sizes_bytes) + record_bytes_max
-        self.data: list[list[memoryview]] = []
-        self.views: list[list[Tensor]] = []
-
-    def takes(self, entries: Sequence[StateEntry]) -> bool:
-        """Return whether these tensors are laid out alike; it copies from them from now on."""
-        if entries is self._entries:
-            return True
-        if [_layout(entry) for entry in entries] != self._layout:
-            return False
-        self._take(entries)
-        return True
-
-    def _take(self, entries: Sequence[StateEntry]) -> None:
-        self._entries = entries
-        self._written = [entries[index] for index in self.saver.order]
-        self.sources = [entry.tensor for entry in self._written]
-        self._host = HostTensors(self.sources)
-
-    def copy_checked(self, slot: int) -> list[list[int]] | None:
-        """Copy all of it into the slot; return the crc32 of every block.
-
-        Returns None, and copies nothing, if that is for ``DeviceCopy`` to do.
-        """
-        sources = self._host.views()
-        return None if sources is None else copy_checked(sources, self.data[slot], BLOCK_BYTES)
-
-    def lay_out(self, arena: Arena) -> None:
-        """Find the place of every tensor in every slot."""
-        for slot in range(NUM_SLOTS):
-            body = arena.body(slot)
-            block = torch.frombuffer(body, dtype=torch.uint8)
-            data: list[memoryview] = []
-            views: list[Tensor] = []
-            start = 0
-            for entry, size in zip(self._written, self.saver.sizes_bytes, strict=True):
-                data.append(body[start : start + size])
-                flat = block[start : start + size].view(entry.tensor.dtype)
-                views.append(flat.view(entry.tensor.shape))
-                start += size
-            self.data.append(data)
-            self.views.append(views)
-
-    def tensors(self, slot: int) -> list[LocalTensor]:
-        """Return the tensors as they lie in a slot."""
-        return [
-            entry.local_tensor(view)
-            for entry, view in zip(self._written, self.views[slot], strict=True)
-        ]
-
-
-def _layout(entry: StateEntry) -> tuple[Any, ...]:
-    """Return what decides where an entry lies."""
-    tensor = entry.tensor
-    return (entry.fqn, entry.slot, entry.shape, entry.box, tensor.dtype)

@@ -258,7 +258,7 @@ class Boundary:
         if writer is None or writer.is_broken:
             return
         entries = self._state.entries if self._state is not None else parts.state.saved()
-        if not writer.is_ready_for(entries):
+        if not writer.is_ready_for(entries, parts.state.guarded()):
             writer.prepare(self._state or _captured(step, parts, extra))
 
     def _take(self, state: Captured | None) -> bool:
@@ -300,6 +300,7 @@ def _captured(step: int, parts: Parts, extra: Mapping[str, Any]) -> Captured:
     return Captured(
         step=step,
         entries=state.saved(),
+        guarded=state.guarded(),
         extra={**extra, "optimizer": state.scalars()},
         param_groups=state.param_groups(),
     )

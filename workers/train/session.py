@@ -163,9 +163,7 @@ class Session:
             mesh=self._mesh,
             device=self.device,
             keeps_gathered=self._keeps_gathered,
-            state=SteadyState(
-                self._pieces, parameters, optimizer, Sharing.of(self._mesh.layout, self.rank)
-            ),
+            state=SteadyState(self._pieces, parameters, optimizer, self._sharing()),
         )
         began_s = time.monotonic()
         restored = self._load(self._parts)
@@ -285,6 +283,10 @@ class Session:
         if self._parts is None:
             raise TaskError("call session.model and session.optimizer first")
         return self._parts
+
+    def _sharing(self) -> Sharing:
+        assignment = self._assignment
+        return Sharing.of(assignment.layout, assignment.rank, assignment.guards or ())
 
     def _schedule(self, num_micro_batches: int) -> Schedule:
         return schedule(

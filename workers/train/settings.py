@@ -181,9 +181,10 @@ class SnapshotSettings:
             included; 0 is half of what the node has available when its keeper starts.
         tolerance: How many nodes may be lost at once with the newest snapshots still complete in
             memory: 0, 1 or 2 of each group of at most 8, where there are as many others.
-        mechanism: How: "copy" keeps each snapshot on as many other nodes; "parity" keeps of a
-            group of k nodes 1/(k-1) of a snapshot on each, or twice 1/(k-2); "auto" takes copies
-            while the memory for snapshots allows, else parity.
+        mechanism: How: "copy" keeps each snapshot on as many other nodes, and sends nothing where
+            data-parallel replicas there have the same state; "parity" keeps of a group of k nodes
+            1/(k-1) of a snapshot on each, or twice 1/(k-2); "auto" takes copies while the memory
+            for snapshots allows, else parity.
         vault: Whether a small process on each node holds the memory too, so that it outlives a
             keeper and a worker that die together; for runs on one node.
     """

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from orchestrator.policies.redundancy import (
@@ -8,6 +10,7 @@ from orchestrator.policies.redundancy import (
     plan_redundancy,
     rank_bytes,
 )
+from ucp_core.layout import ParallelLayout
 from workers.protocol import Held, HeldPart, Inventory
 from workers.snapshot.placement import Mechanism, Preference
 
@@ -99,6 +102,69 @@ def test_what_cannot_be_protected_is_said() -> None:
     assert "tolerance 1 needs 2 nodes" in alone.reason
     assert "snapshot.tolerance: 0" in unwanted.reason
     assert "ring parity for 1 needs 375 B" in full.reason
+
+
+HSDP = ParallelLayout(dp_replicate=2, dp_shard=2)
+
+
+def _replicated(nodes: str, preference: Preference = Preference.AUTO, **facts: Any) -> Any:
+    known = RedundancyFacts(
+        nodes=tuple(nodes),
+        **{"budgets_bytes": {}, "rank_bytes": 100, "layout": HSDP, **facts},
+    )
+    return plan_redundancy(known, tolerance=1, preference=preference)
+
+
+def test_replicas_on_other_nodes_save_each_others_shares_and_keepers_copy_nothing() -> None:
+    """Also before any size is known: workers are told when an attempt begins, and never later."""
+    for size_bytes in (0, 100):
+        plan = _replicated("aabb", rank_bytes=size_bytes)
+        assert (plan.mechanism, plan.tolerance) == (Mechanism.REDUNDANT_COPY, 1)
+        assert plan.guards == ((2,), (3,), (0,), (1,))
+        assert (plan.copies_of("a"), plan.is_final) == ((), True)
+        assert "0 B sent" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("nodes", "facts", "why"),
+    [
+        ("abab", {}, "fewer than 2 nodes"),
+        ("aabb", {"budgets_bytes": {"b": 1199}}, "needs 1.172 KiB on a, 1.171 KiB are free"),
+        ("aabb", {"preference": Preference.PARITY}, "parity is asked for"),
+        ("aabb", {"is_guarded": False}, "not told"),
+    ],
+)
+def test_replicas_that_cannot_save_for_each_other_are_copied_by_keepers(
+    nodes: str, facts: dict[str, Any], why: str
+) -> None:
+    """Their own shares stay small; who reads the status learns why the network is used."""
+    plan = _replicated(nodes, **facts)
+    assert plan.guards is None
+    assert why in plan.reason
+    if "budgets_bytes" not in facts:
+        assert plan.copies_of("a") == ("b",)
+
+
+def test_what_workers_were_told_stays_so_while_they_train() -> None:
+    """A controller that is restarted could find less memory, and would have them copied twice."""
+    assert _replicated("aabb", budgets_bytes={"b": 1}, is_guarded=True).guards is not None
+
+
+def test_a_guard_in_another_rack_comes_first_and_a_shared_one_is_named() -> None:
+    """Three replicas, two of them in a rack."""
+    three = ParallelLayout(dp_replicate=3)
+    plan = _replicated("abc", layout=three, racks={"a": "r", "b": "r", "c": "s"})
+    assert plan.guards == ((), (2,), (0, 1))
+    assert plan.shared_racks == ()
+    assert _replicated("abc", layout=three, racks=dict.fromkeys("abc", "r")).shared_racks == ("r",)
+
+
+def test_keepers_copy_into_another_rack_too() -> None:
+    """What the run knows of racks has to reach the groups."""
+    racks = {"a": "r", "b": "r", "c": "s"}
+    plan = _replicated("abc", layout=None, racks=racks)
+    assert (plan.copies_of("c"), plan.shared_racks) == (("a", "b"), ())
+    assert _replicated("ab", layout=None, racks=racks).shared_racks == ("r",)
 
 
 def test_two_nodes_of_three_ranks_know_the_size_of_two_ranks() -> None:

@@ -16,6 +16,7 @@ from orchestrator.shell.nodes import Nodes, NodeView
 from orchestrator.shell.snapshots import Answer, Snapshots
 from ucp_core.checkpoint import checkpoint_name, save_rank
 from ucp_core.errors import StorageError
+from ucp_core.layout import ParallelLayout
 from ucp_core.storage import MemoryStore, Store
 from workers.protocol import (
     Held,
@@ -122,6 +123,7 @@ def _with(
     async def run() -> Any:
         handles = {"aa": Handle("aa", (6, 7), 0), "bb": Handle("bb", (6, 7), 1)}
         nodes = Nodes(
+            rack_label="",
             names=RunNames("test"),
             resources={},
             boot={},
@@ -289,6 +291,54 @@ def test_an_order_names_the_group_once_all_of_it_are_met() -> None:
     assert (whole.parity.attempt, whole.parity.num_parities, whole.parity.place) == (1, 1, 1)
     assert [place.ranks for place in whole.parity.places] == [(0,), (1,), (2, 3)]
     assert [place.peer and place.peer.node for place in whole.parity.places] == ["aa", None, "cc"]
+
+
+def test_replicas_that_were_told_to_save_for_each_other_are_copied_by_no_keeper() -> None:
+    """Nor after a restart of the controller, which knows it by what they have saved only."""
+    layout = ParallelLayout(dp_replicate=2)
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        found = []
+
+        def order(*, begins: bool = False) -> None:
+            made.order(1, LINEAGE, ["aa", "bb"], layout=layout, begins=begins)
+            found.append(
+                (made.plan.guards, [len(h.orders[-1].copies_of) for h in handles.values()])
+            )
+
+        order(begins=True)
+        order()
+        made._planned_attempt = 0
+        order()
+        made._planned_attempt = 0
+        inventory = await handles["aa"].held.remote()
+        parts = tuple(replace(part, arena=f"replica0/{part.arena}") for part in inventory.parts)
+        guarded = replace(inventory, parts=parts)
+        made.on_report(NodeReport(node="aa", seq=1, workers=(), inventory=guarded))
+        order()
+        return found
+
+    guards = ((1,), (0,))
+    assert _with(MemoryStore(), act) == [
+        (guards, [0, 0]), (guards, [0, 0]), (None, [1, 1]), (guards, [0, 0]),
+    ]  # fmt: skip
+
+
+def test_racks_that_nodes_share_are_told_as_trouble() -> None:
+    """Two machines behind one switch are one loss, and nobody would find that out in time."""
+
+    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+        told: list[list[str]] = []
+        for racks in (("r", "s"), ("r", "r")):
+            for view, rack in zip(made._nodes.views.values(), racks, strict=True):
+                view.rack = rack
+            made.order(len(told) + 1, LINEAGE, ["aa", "bb"], begins=True)
+            told.append(made.troubles())
+        return told
+
+    apart, (shared,) = _with(MemoryStore(), act)
+    assert apart == []
+    assert "rack r" in shared
 
 
 def test_the_first_snapshot_decides_between_copies_and_parity() -> None:

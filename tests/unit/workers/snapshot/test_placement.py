@@ -145,6 +145,17 @@ def test_a_rack_that_cannot_be_kept_apart_is_named() -> None:
     assert place(nodes, [UNIQUE], RULES).shared_racks == ("a",)
 
 
+def test_the_only_node_of_another_rack_keeps_what_both_others_have() -> None:
+    """In a ring one of them would be copied inside its rack, and go with it."""
+    nodes = [replace(node, rack="b" if node.name == "n2" else "a") for node in _nodes(3, 9999)]
+    placement = place(nodes, [UNIQUE], RULES)
+    (chosen,) = placement.protections
+    assert chosen.keepers == {"n0": ("n2",), "n1": ("n2",), "n2": ("n0",)}
+    memory = {name: each.memory_bytes // UNIQUE.num_bytes for name, each in chosen.costs.items()}
+    assert memory == {"n0": 2, "n1": 1, "n2": 3}
+    assert placement.shared_racks == ()
+
+
 def test_who_holds_what_is_listed_in_the_order_of_the_stripes() -> None:
     """A keeper acts on this list; P of stripe i lies on node i, Q on the next."""
     rules = replace(RULES, tolerance=2)

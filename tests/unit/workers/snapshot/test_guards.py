@@ -1,0 +1,171 @@
+"""A rank that saves the share of a replica on another node beside its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.snapshot_rank import Node, Rank, captured, state
+from tests.support.snapshots import eventually
+from ucp_core.layout import ParallelLayout
+from workers.keeper.retention import guard_name, is_guard
+from workers.parallel.shares import Sharing, cut
+from workers.parallel.state import StateEntry
+from workers.snapshot import guards
+from workers.snapshot.form import Captured
+from workers.snapshot.memory import SnapshotMemory
+
+LAYOUT = ParallelLayout(dp_replicate=3)
+GUARD = guard_name(0, "w0000") + ".1"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    made.close()
+
+
+def _replica(rank: int) -> list[list[StateEntry]]:
+    """Return the shares of a state that is equal on all ranks, as ``rank`` cuts them."""
+    torch.manual_seed(7)
+    entries = state()
+    parts = [(entry.box, entry.tensor.element_size()) for entry in entries]
+    sharing = Sharing.of(LAYOUT, rank)
+    return [
+        [entries[number].part(box) for number, box in share]
+        for share in cut(parts, sharing.num_shares)
+    ]
+
+
+def _state(step: int, rank: int, guarded: Sequence[int] = ()) -> Captured:
+    shares = _replica(rank)
+    state = captured(step, shares[rank])
+    return Captured(
+        step=step,
+        entries=state.entries,
+        extra=state.extra,
+        param_groups=state.param_groups,
+        guarded=[(other, shares[other]) for other in guarded],
+    )
+
+
+def _begin(
+    memory: SnapshotMemory, rank: int, guarded: tuple[int, ...] | None, attempt: int = 1
+) -> Rank:
+    made = Rank(memory, attempt=attempt, rank=rank, layout=LAYOUT, guards=guarded)
+    made.writer.prepare(_state(0, rank, guarded or ()))
+    assert eventually(lambda: made.writer.is_ready)
+    return made
+
+
+def _take(rank: Rank, step: int) -> None:
+    assert rank.writer.capture(_state(step, rank.rank, rank.guards or ()))
+    rank.writer.complete(pin=False)
+    assert rank.writer.wait(step)
+
+
+def _bytes(node: Node, name: str) -> bytes:
+    """Return data and record of the newest version in an arena."""
+    arena = node.shelf.arenas()[name]
+    held = arena.versions()[-1]
+    return bytes(arena.body(held.slot)[: held.data_bytes + held.record_bytes])
+
+
+def test_a_guarded_share_is_to_the_bit_what_its_own_rank_saves(tmp_path: Path, node: Node) -> None:
+    """A loader takes whichever it reaches, and that of rank 0 has the small values of all."""
+    (tmp_path / "far").mkdir()
+    far = Node(tmp_path / "far")
+    one = _begin(SnapshotMemory(node.directory, "w0001"), 1, (2, 0))
+    others = [_begin(SnapshotMemory(far.directory, f"w000{rank}"), rank, ()) for rank in (0, 2)]
+    for rank in (one, *others):
+        _take(rank, 1)
+
+    names = [f"w000{rank}.1" for rank in (0, 2)]
+    copies = [f"{guard_name(number, 'w0001')}.1" for number in (1, 0)]
+    assert [_bytes(node, name) for name in copies] == [_bytes(far, name) for name in names]
+    held = {name: (one.rank, one.world_size) for name, (one,) in node.shelf.versions().items()}
+    assert held == {"w0001.1": (1, 3), copies[0]: (0, 3), copies[1]: (2, 3)}
+    assert all(rank.writer.close() for rank in (one, *others))
+    far.close()
+
+
+def test_a_wait_for_copies_ends_with_the_own_snapshot(node: Node) -> None:
+    """No keeper will ever say that it has copied: every attempt would begin with a pause."""
+    rank = _begin(SnapshotMemory(node.directory, "w0000"), 0, (1,))
+    _take(rank, 1)
+
+    assert rank.writer.wait_copied(1, until_s=0.0)
+    assert not rank.writer.wait_copied(2, until_s=0.0)
+    assert rank.writer.close()
+
+
+def test_memory_that_is_refused_for_a_guard_costs_no_own_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The own one is worth as much as before; the copy follows once there is room."""
+    monkeypatch.setattr(guards, "_REFUSED_S", 0.0)
+    node = Node(tmp_path, budget_bytes=300 << 10)
+    rank = _begin(SnapshotMemory(node.directory, "w0000"), 0, (1,))
+    _take(rank, 1)
+    assert not rank.writer.wait_copied(1, until_s=0.0)
+    assert node.steps() == [1]
+
+    node.restart(budget_bytes=64 << 20)
+    _take(rank, 2)
+    _take(rank, 3)
+    held = {name: [one.step for one in held] for name, held in node.shelf.versions().items()}
+    assert held.pop("w0000.1")[-1] == 3
+    assert [(is_guard(name), steps) for name, steps in held.items()] == [(True, [3])]
+    assert rank.writer.wait_copied(3, until_s=0.0)
+    assert rank.writer.close()
+    node.close()
+
+
+def test_a_share_that_is_guarded_no_more_stays_until_what_is_newer_is_proven(node: Node) -> None:
+    """The next attempt resumes from it, and only then is its memory of no use."""
+    memory = SnapshotMemory(node.directory, "w0000")
+    rank = _begin(memory, 0, (1,))
+    _take(rank, 1)
+    assert rank.writer.close()
+    after = _begin(memory, 0, None, attempt=2)
+    node.shelf.fence(2, [(1, 0), (2, 1)])
+
+    _take(after, 2)
+    assert node.shelf.reap(living=["w0000"], stored_step=0) == []
+    _take(after, 3)
+    assert node.shelf.reap(living=["w0000"], stored_step=0) == [GUARD]
+    assert after.writer.close()
+
+
+def test_a_guarded_share_is_kept_while_its_writer_lives(node: Node) -> None:
+    """No peer lists it, as one does what a keeper copies; nor is it a worker's own."""
+    rank = _begin(SnapshotMemory(node.directory, "w0000"), 0, (1,))
+    assert node.shelf.reap(living=["w0000"], stored_step=9) == []
+    _take(rank, 1)
+    assert node.shelf.reap(living=["w0000"], stored_step=9) == []
+    assert node.shelf.reap(living=[], stored_step=0) == []
+    assert sorted(node.shelf.reap(living=[], stored_step=9)) == sorted([GUARD, "w0000.1"])
+    assert rank.writer.close()
+
+
+def test_a_worker_that_takes_the_place_of_a_dead_one_is_given_both_memories(
+    tmp_path: Path,
+) -> None:
+    """A node has no room for the shares of dead workers beside those of living ones."""
+    node = Node(tmp_path)
+    dead: set[str] = set()
+    node.shelf._dead = lambda: dead
+    rank = _begin(SnapshotMemory(node.directory, "w0000"), 0, (1,))
+    _take(rank, 1)
+    assert rank.writer.close()
+    dead.add("w0000")
+    after = _begin(SnapshotMemory(node.directory, "w0009"), 0, (1,), attempt=2)
+
+    assert sorted(node.shelf.versions()) == [f"{guard_name(0, 'w0009')}.1", "w0009.1"]
+    assert all([one.step for one in held] == [1] for held in node.shelf.versions().values())
+    assert after.writer.close()
+    node.close()

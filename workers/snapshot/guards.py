@@ -1,0 +1,153 @@
+"""What a rank saves for other ranks beside its own share, so that no copy crosses the network.
+
+Replicas on other nodes have the same state. A share goes into memory of its own, which the keeper
+of this node takes for a copy of what the other rank wrote; and so it is, to the bit: the same
+tensors, checksums and record. Memory that is refused leaves the share without a copy until it can
+be had, as it would leave a keeper that copies; the rank's own snapshots go on.
+
+Source: the redundant copies of REFT (arXiv 2310.12670).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from torch import Tensor
+
+from workers.errors import ArenaError
+from workers.keeper.arena import Arena
+from workers.parallel.state import StateEntry
+from workers.protocol import Assignment
+from workers.snapshot.arena_store import ArenaStore
+from workers.snapshot.form import Captured, Form
+from workers.snapshot.memory import SnapshotMemory
+
+__all__ = ["Guards"]
+
+#: Memory that was refused is asked for again: what older attempts left may be gone by then.
+_REFUSED_S: Final = 10.0
+
+
+class Guards:
+    """The shares of other ranks that one rank saves in one attempt.
+
+    ``prepare`` and ``complete`` may take long; the training thread calls ``takes`` and
+    ``capture``, never meanwhile.
+
+    Args:
+        memory: Of this worker.
+        assignment: Says whose shares they are.
+    """
+
+    def __init__(self, memory: SnapshotMemory, assignment: Assignment) -> None:
+        self._memory = memory
+        self._assignment = assignment
+        self._shares: list[_Share] = []
+        self._for_cuda = False
+
+    @property
+    def are_whole(self) -> bool:
+        """Return whether there is memory for all of them."""
+        return all(share.arena is not None for share in self._shares)
+
+    def takes(self, guarded: Sequence[tuple[int, Sequence[StateEntry]]]) -> bool:
+        """Return whether these tensors are laid out as those that it was prepared for."""
+        return [rank for rank, _ in guarded] == [share.rank for share in self._shares] and all(
+            share.form.takes(entries)
+            for share, (_, entries) in zip(self._shares, guarded, strict=True)
+        )
+
+    def prepare(self, state: Captured, *, for_cuda: bool) -> None:
+        """Get memory for states like this one, as far as it can be had."""
+        self._for_cuda = for_cuda
+        memories = self._memory.beside(len(state.guarded))
+        self._shares = [
+            _Share(rank, memory, self._form_of(rank, entries, state))
+            for memory, (rank, entries) in zip(memories, state.guarded, strict=True)
+        ]
+        self._reserve()
+
+    def capture(self, step: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Copy all of them; return what is left to be copied from a device: to where, and what."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for share in self._shares:
+            share.slot = -1
+            if share.arena is None:
+                continue
+            share.slot = share.arena.choose(self._assignment.lineage)
+            share.arena.begin(
+                share.slot,
+                attempt=self._assignment.attempt,
+                step=step,
+                rank=share.rank,
+                world_size=self._assignment.layout.world_size,
+            )
+            share.blocks = share.form.copy_checked(share.slot)
+            if share.blocks is None:
+                targets += share.form.views[share.slot]
+                sources += share.form.sources
+        return targets, sources
+
+    def complete(self, state: Captured, *, check: Callable[[], None]) -> None:
+        """Write the records behind what was captured.
+
+        Args:
+            state: What was captured.
+            check: Called before each becomes complete; what it raises leaves it as it is.
+        """
+        for share in self._shares:
+            if share.arena is not None and share.slot >= 0:
+                share.form.saver.save(
+                    ArenaStore(share.arena, share.slot, is_captured=True, check=check),
+                    "",
+                    step=state.step,
+                    data=share.form.data[share.slot],
+                    extra=state.extra,
+                    param_groups=state.param_groups,
+                    fsync=False,
+                    blocks=share.blocks,
+                )
+        self._reserve()
+
+    def leave(self) -> None:
+        """Write no more into the memory."""
+        for share in self._shares:
+            share.memory.leave()
+
+    def _form_of(self, rank: int, entries: Sequence[StateEntry], state: Captured) -> Form:
+        return Form(replace(state, entries=entries), replace(self._assignment, rank=rank))
+
+    def _reserve(self) -> None:
+        """Get what memory is missing, unless it was refused a moment ago."""
+        for share in self._shares:
+            if share.arena is not None or time.monotonic() < share.refused_until_s:
+                continue
+            try:
+                arena = share.memory.ensure(
+                    share.form.body_bytes,
+                    attempt=self._assignment.attempt,
+                    for_cuda=self._for_cuda,
+                )
+            except ArenaError:
+                # The keeper says it, with what can be done.
+                share.refused_until_s = time.monotonic() + _REFUSED_S
+                continue
+            share.form.lay_out(arena)
+            share.arena = arena
+
+
+@dataclass(slots=True)
+class _Share:
+    """One rank's share, where it goes, and what was captured of it last."""
+
+    rank: int
+    memory: SnapshotMemory
+    form: Form
+    arena: Arena | None = None
+    slot: int = -1
+    blocks: list[list[int]] | None = None
+    refused_until_s: float = float("-inf")
