@@ -407,9 +407,10 @@ def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:
 
 def _common_multiple(checkpoint: CheckpointSettings, snapshot: SnapshotSettings) -> int:
     """Return what the steps that either tier commits are multiples of."""
-    intervals = (checkpoint.every_steps, snapshot.every_steps)
-    # A tier that is off has 0; one that is chosen as it goes may come to any number.
-    return math.gcd(*(every if isinstance(every, int) else 1 for every in intervals))
+    # An interval that is chosen as it goes may come to any number, and where there is memory an
+    # attempt that ends early leaves its last step there, whichever that is.
+    is_any = bool(snapshot.every_steps) or not isinstance(checkpoint.every_steps, int)
+    return 1 if is_any else int(checkpoint.every_steps)
 
 
 def _bounds(recovery: RecoverySection) -> Bounds:

@@ -117,7 +117,10 @@ class AttemptRunner:
         return self._formed.get(attempt)
 
     def fence(self, attempt: int) -> None:
-        """Make ``attempt`` end here: its collectives fail at once, its writes are not committed."""
+        """Make ``attempt`` end here: its collectives fail at once, its writes are not committed.
+
+        But for one: the state that it leaves with goes into memory before it says that it left.
+        """
         with self._lock:
             self._fenced.add(attempt)
         collectives.abort(attempt)

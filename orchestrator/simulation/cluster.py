@@ -18,7 +18,7 @@ from orchestrator.policies import quarantine, versions
 from orchestrator.policies.redundancy import RedundancyFacts, plan_redundancy
 from orchestrator.simulation import loading
 from orchestrator.simulation.memory import Memory, Part
-from orchestrator.simulation.saving import Tiers, save_step
+from orchestrator.simulation.saving import Tiers, farewell, save_step
 from orchestrator.simulation.storage import Storage
 from orchestrator.simulation.violations import Monitor
 from orchestrator.simulation.world import SimAttempt, SimNode, SimWorker
@@ -189,6 +189,7 @@ class SimCluster:
     def die(self, worker: SimWorker, cause: str) -> None:
         """End a process and let the world notice."""
         worker.alive = False
+        self.monitor.silent.add(worker.attempt)
         if not worker.node.cut_off:
             self.monitor.left(worker.attempt, self.now_s)
         self.monitor.faulty.add(worker.name)
@@ -215,6 +216,8 @@ class SimCluster:
 
     def leave(self, worker: SimWorker, how: str) -> None:
         """Take a worker out of its attempt; it writes nothing more there."""
+        if how in ("fenced", "peer_lost"):
+            farewell(self, self.attempts[worker.attempt], worker)
         number, worker.attempt = worker.attempt, 0
         worker.refuses = max(worker.refuses, number)
         if worker.node.cut_off:
@@ -387,6 +390,7 @@ class SimCluster:
     def raise_in(self, attempt: SimAttempt, worker: SimWorker, step: int, error: str) -> None:
         """Let the training code of a worker raise, which takes it out of the attempt."""
         self.monitor.faulty.add(worker.name)
+        farewell(self, attempt, worker)
         worker.attempt, worker.refuses = 0, max(worker.refuses, attempt.number)
         if worker.node.cut_off:
             return

@@ -81,6 +81,7 @@ def cut_off(cluster: SimCluster) -> None:
         return
     node.cut_off = True
     cluster.monitor.faulty.update(node.workers)
+    cluster.monitor.silent.update(worker.attempt for worker in node.workers.values())
     cluster.post(ev.NodeLost, 0.5, node=node.name, cause="silent")
     cluster.at(3.0 + 2 * cluster.rng.random(), heal_node, cluster, node)
 

@@ -8,7 +8,6 @@ write everything.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import TYPE_CHECKING
 
 from orchestrator.core import events as ev
@@ -24,6 +23,10 @@ if TYPE_CHECKING:
 _WRITE_S = 0.05
 _COPY_S = 0.04
 _STORE_S = 0.3
+
+
+#: Chance that a member that leaves is in the middle of an update, and so has the state of no step.
+_UPDATING = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +50,8 @@ class Tiers:
 
     @property
     def commit_every(self) -> int:
-        """Return what all regular commits are multiples of."""
-        return gcd(self.snapshot_every, self.store_every)
+        """Return what all commits are multiples of, those of whom nobody asked to leave."""
+        return 1 if self.snapshot_every else self.store_every
 
     @property
     def loses_one_step(self) -> bool:
@@ -76,6 +79,23 @@ def save_step(
             delay_s = _WRITE_S * cluster.rng.random()
             cluster.at(delay_s, _write, cluster, attempt, worker, rank, step)
     return by_trainers
+
+
+def farewell(cluster: SimCluster, attempt: SimAttempt, worker: SimWorker) -> None:
+    """Take a last snapshot of a member that lives and leaves early, if memory lacks its step."""
+    resume_step = attempt.lineage[-1][1]
+    is_new = resume_step < worker.completed < cluster.rules.total_steps
+    if not cluster.tiers.snapshot_every or not worker.formed or not is_new:
+        return
+    rank = attempt.members.index(worker.name)
+    part = Part(worker.completed, attempt.number, rank, len(attempt.members))
+    if cluster.memory.has(worker.node.name, worker.name, part):
+        return
+    if cluster.chance(_UPDATING):
+        cluster.monitor.silent.add(attempt.number)
+        return
+    cluster.memory.write(worker.node.name, worker.name, part, attempt.lineage)
+    cluster.memory.finished(part, cluster.now_s)
 
 
 def _write(

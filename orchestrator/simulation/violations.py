@@ -53,6 +53,8 @@ class Monitor:
         self.troubled: set[str] = set()
         self.faulty: set[str] = set()
         self.last_left_s = 0.0
+        # Attempts of which a member could not leave its state in memory.
+        self.silent: set[int] = set()
         self.found_damaged: set[tuple[int, int]] = set()
         self.cut_off: dict[int, bool] = {}
         # What the machine was told of: damaged sources, and who could not read which.
@@ -164,6 +166,8 @@ class Monitor:
             # Nothing protects an attempt on one node from the loss of that node.
             num_nodes = len(cluster.attempts[self.attempt].copiers)
             require(num_nodes == 1, "L3", f"one fault, {num_lost} steps lost")
+        if is_single and cluster.tiers.snapshot_every and not self.silent:
+            require(num_lost == 0, "L3", f"all members live, {num_lost} steps lost")
 
     def counts(self, step: int, attempt: int) -> bool:
         """Return whether a commit is in the history: no later attempt began before its step."""

@@ -15,6 +15,7 @@ PURE_FOLDERS = ("orchestrator/core", "orchestrator/policies", "orchestrator/dete
 PURE_FILES = (
     "workers/protocol.py",
     "workers/keeper/retention.py",
+    "workers/snapshot/farewell.py",
     "workers/snapshot/groups.py",
     "workers/snapshot/placement.py",
     "ucp_core/layout.py",

@@ -138,7 +138,7 @@ def test_training_goes_on_from_one_node_when_the_other_is_lost_in_a_step(
     (step, attempt), places = newest(nodes[:1])
     taken = [line["step"] for line in lines(run) if line["snapshot"] == "taken"]
     assert attempt == 1
-    assert step in taken[-2:]
+    assert step >= taken[-2]
     left = run.train(
         replace(chosen, train=replace(chosen.train, steps=step + 2)),
         num_workers=1,
@@ -147,5 +147,7 @@ def test_training_goes_on_from_one_node_when_the_other_is_lost_in_a_step(
     )
     (one,) = left
     assert one.outcome == Completed(attempt=2, step=step + 2)
-    assert {kind for kind, size in one.sources if size} == {"local memory"}
+    # Whether the last step was snapshot before depends on when the node went.
+    kinds = {kind for kind, size in one.sources if size}
+    assert kinds in ({"local memory"}, {"live state"})
     assert [line["step"] for line in lines(run) if line["attempt"] == 2] == [step + 1, step + 2]

@@ -6,8 +6,8 @@ and by the checker that is meant for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ from orchestrator.core.state import Node, Phase, Worker
 from orchestrator.core.turn import Turn
 from orchestrator.policies import versions
 from orchestrator.simulation.history import run_history
+from orchestrator.simulation.saving import Tiers
 from orchestrator.simulation.violations import Violation
 
 SEEDS = 1500
@@ -109,6 +110,10 @@ def _take_what_was_being_read(turn: Turn, *found: Any) -> None:
     turn.draft.read_bad_from, turn.draft.read_seen = number, was_seen
 
 
+def _regular_interval(tiers: Tiers) -> int:
+    return gcd(tiers.snapshot_every, tiers.store_every)
+
+
 def _never_look(*_: Any) -> None:
     """Do nothing where a bound, an event or a restart should have been handled."""
 
@@ -123,7 +128,7 @@ class Bug:
 
     place: Any
     name: Any
-    function: Callable[..., Any]
+    function: Any
     promises: tuple[str, ...]
     first_seed: int = 0
 
@@ -140,6 +145,9 @@ BUGS = {
     ),
     "takes an early read for final": Bug(
         recovery, "_known_is_final", _take_an_early_read_for_final, ("S3", "L3"), first_seed=700
+    ),
+    "expects no last snapshots between the regular ones": Bug(
+        Tiers, "commit_every", property(_regular_interval), ("S3", "L3")
     ),
     "resumes where the attempt began": Bug(
         recovery, "wait", _resume_where_the_attempt_began, ("S3",)

@@ -100,7 +100,9 @@ class Guards:
             check: Called before each becomes complete; what it raises leaves it as it is.
         """
         for share in self._shares:
-            if share.arena is not None and share.slot >= 0:
+            if share.arena is None or share.slot < 0:
+                continue
+            if share.arena.held(share.slot) is None:
                 share.form.saver.save(
                     ArenaStore(share.arena, share.slot, is_captured=True, check=check),
                     "",

@@ -19,11 +19,12 @@ from typing import Final
 
 from ucp_core.checkpoint import LocalTensor
 from workers.errors import ArenaError
-from workers.keeper.arena import Arena
+from workers.keeper.arena import NUM_SLOTS, Arena
 from workers.parallel.state import StateEntry
 from workers.protocol import Assignment
 from workers.snapshot.arena_store import ArenaStore
 from workers.snapshot.device import DeviceCopy
+from workers.snapshot.farewell import FAREWELL_S_MAX, Footing, is_quick
 from workers.snapshot.form import BLOCK_BYTES, Captured, Form, source_of
 from workers.snapshot.guards import Guards
 from workers.snapshot.memory import SnapshotMemory
@@ -75,6 +76,8 @@ class SnapshotWriter:
         self._arena: Arena | None = None
         self._captured: _Copied | None = None
         self._finished_step = -1
+        self._took_s: float | None = None
+        self._late_until_s = float("-inf")
         self._why_not = ""
         self._broken_until_s = float("-inf")
         self._is_left = False
@@ -149,10 +152,14 @@ class SnapshotWriter:
         if not self.is_ready_for(state.entries, state.guarded):
             return False
         assert self._arena is not None
+        kept = (self._assignment.attempt, kept_step)
+        self._capture(self._arena.choose(self._assignment.lineage, kept=kept), state, kept)
+        return True
+
+    def _capture(self, slot: int, state: Captured, kept: tuple[int, int]) -> None:
+        assert self._arena is not None
         assert self._form is not None
-        assignment = self._assignment
-        kept = (assignment.attempt, kept_step)
-        slot = self._arena.choose(assignment.lineage, kept=kept)
+        begun_s, assignment = time.monotonic(), self._assignment
         self._arena.keep(kept)
         self._arena.begin(
             slot,
@@ -167,8 +174,7 @@ class SnapshotWriter:
             targets += self._form.views[slot]
             sources += self._form.sources
         self._copy.begin(targets, sources)
-        self._captured = _Copied(slot, state, blocks)
-        return True
+        self._captured = _Copied(slot, state, blocks, begun_s)
 
     def complete(self, *, pin: bool) -> None:
         """Have what was captured completed, in the background.
@@ -213,6 +219,50 @@ class SnapshotWriter:
             if time.monotonic() >= until_s or self._fenced():
                 return False
             time.sleep(_COPIED_LOOK_S)
+
+    def farewell(self, state: Captured, footing: Footing) -> bool:
+        """Complete a snapshot of the state that this rank leaves with, though it may be fenced.
+
+        Call it before the rank says that it has left: until then the attempt is not over.
+
+        Args:
+            state: After the last step.
+            footing: Says which slot can be spared.
+
+        Returns:
+            Whether it is complete; else nothing that counted before is gone.
+        """
+        if not self.is_ready:
+            # Memory may be on its way, which takes longer.
+            return False
+        self._late_until_s = time.monotonic() + FAREWELL_S_MAX
+        try:
+            # One that is under way may now be completed, and is perhaps the one.
+            if not self._idle.wait(FAREWELL_S_MAX):
+                return False
+            if self._captured is None or self._captured.state.step != state.step:
+                self._captured = None
+                self._capture_spare(state, footing)
+            if self._finished_step != state.step and self._captured is not None:
+                self.complete(pin=False)
+                self._idle.wait(max(0.0, self._late_until_s - time.monotonic()))
+            return self._finished_step == state.step
+        finally:
+            self._late_until_s = float("-inf")
+
+    def _capture_spare(self, state: Captured, footing: Footing) -> None:
+        """Copy the state into a slot that nobody needs, if there is one."""
+        if not self.is_ready_for(state.entries, state.guarded):
+            return
+        assert self._arena is not None
+        assert self._form is not None
+        slot = footing.slot(
+            [self._arena.held(slot) for slot in range(NUM_SLOTS)],
+            pinned=self._arena.pinned(),
+            lineage=self._assignment.lineage,
+        )
+        if slot is not None and is_quick(self._form.body_bytes, self._took_s):
+            self._capture(slot, state, footing.safe)
 
     def held(self) -> list[LocalTensor] | None:
         """Return what was captured last, where it lies; None if nothing was.
@@ -282,25 +332,29 @@ class SnapshotWriter:
         # A version that counts has the lines of its steps.
         self._told()
         slot, state = copied.slot, copied.state
-        self._form.saver.save(
-            ArenaStore(self._arena, slot, is_captured=True, check=self._check),
-            "",
-            step=state.step,
-            data=self._form.data[slot],
-            extra=state.extra,
-            param_groups=state.param_groups,
-            fsync=False,
-            blocks=copied.blocks,
-        )
+        # It is complete already if the fence came while that of another rank was completed.
+        if self._arena.held(slot) is None:
+            self._form.saver.save(
+                ArenaStore(self._arena, slot, is_captured=True, check=self._check),
+                "",
+                step=state.step,
+                data=self._form.data[slot],
+                extra=state.extra,
+                param_groups=state.param_groups,
+                fsync=False,
+                blocks=copied.blocks,
+            )
         self._guards.complete(state, check=self._check)
         if pin:
             # Behind the record: who finds it pinned finds it whole.
             self._arena.pin(slot)
         self._finished_step = state.step
+        self._took_s = time.monotonic() - copied.begun_s
         self._tell()
 
     def _check(self) -> None:
-        if self._fenced():
+        is_late = time.monotonic() > self._late_until_s
+        if self._is_left or (self._fenced() and is_late):
             raise _FencedError
 
     def _tell(self) -> None:
@@ -318,8 +372,9 @@ class _FencedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """What was captured, and where; the crc32 of its blocks, if they are known already."""
+    """What was captured, where, and when; the crc32 of its blocks, if they are known already."""
 
     slot: int
     state: Captured
     blocks: list[list[int]] | None
+    begun_s: float

@@ -7,10 +7,11 @@ now and then; without it, and where it must not be lost with the nodes, the work
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from ucp_core.storage.base import join
 from workers.parallel.state import HostBuffer
 from workers.protocol import Assignment, WorkerPhase
+from workers.snapshot.farewell import FAREWELL_S_MAX, Footing
 from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
 from workers.train.agreement import all_agree
 from workers.train.context import WorkerContext
@@ -27,6 +29,7 @@ from workers.train.due import Cadence, Due, Signals
 from workers.train.evaluation import weights_digest
 from workers.train.parts import Parts
 from workers.train.protecting import Protecting
+from workers.train.restoring import LIVE_STATE
 from workers.train.step import Step
 from workers.train.storing import SavedState, Storing
 
@@ -36,6 +39,8 @@ METRICS: Final = "metrics/rank0.jsonl"
 RESULT: Final = "result.json"
 #: A snapshot waits so long for the lines of its steps: a stalled store must not stop snapshots.
 _TOLD_S: Final = 0.2
+
+log = logging.getLogger(__name__)
 
 
 class YieldSignal(BaseException):
@@ -89,6 +94,10 @@ class Boundary:
             )
         self._due = Due()
         self._state: Captured | None = None
+        self._live: _Live | None = None
+        self._told_step = 0
+        resumed = (assignment.resume_attempt, assignment.resume_step)
+        self._footing = Footing(assignment.attempt, resumed)
         self._waited_s = 0.0
         # Who asks for costs may do so after the attempt: it must not hold the state.
         meter, cadence = SaveMeter(), self._cadence
@@ -122,6 +131,8 @@ class Boundary:
 
     def before_update(self) -> None:
         """Let the weights change; called in every step before they do."""
+        # Until the step is completed the state is that of no step.
+        self._live = None
         if self._writer is not None:
             self._writer.hold_update()
 
@@ -141,8 +152,10 @@ class Boundary:
             UcpError: The state before this one could not be written.
         """
         begun_s = time.monotonic()
+        self._live = _Live(step, step_s, parts, extra)
         self._context.page.completed(step.number, step_s, step.loss)
         self._state, agreed = None, step.agreed
+        self._footing.agree(is_behind=agreed.behind, is_without_memory=agreed.no_memory)
         wait = self._wait_of(step, step_s)
         if wait is not None:
             self._state = _captured(step.number, parts, extra)
@@ -160,6 +173,7 @@ class Boundary:
             how = "taken" if is_taken else "skipped" if due.snapshot or due.skipped else "none"
             times = {"snapshot_s": snapshot_s, "waited_s": self._waited_s}
             self._storing.append(METRICS, self._step_line(step, step_s, snapshot=how, **times))
+            self._told_step = step.number
         if is_taken and self._writer is not None:
             self._writer.complete(pin=due.pin)
             self._meter.snapshot(taking_s, snapshot_s, is_pinned=due.pin)
@@ -203,8 +217,40 @@ class Boundary:
         self.commit(step)
         raise YieldSignal(step)
 
+    def farewell(self) -> None:
+        """Complete a snapshot of the state that this rank leaves with, early and perhaps fenced.
+
+        Only if the state is that of a step, and no peer nor keeper is waited for. Never fails:
+        the run then goes on from an older version, as it would have.
+        """
+        live, writer = self._live, self._writer
+        if live is None or writer is None:
+            return
+        number = live.step.number
+        if number == self._context.settings.train.steps:
+            # That one is stored, or done again.
+            return
+        try:
+            self._tell_late(live)
+            state = _captured(number, live.parts, {**live.extra, LIVE_STATE: True})
+            is_taken = writer.farewell(state, self._footing)
+        except Exception as error:  # noqa: BLE001  a device that failed, for one
+            is_taken = False
+            log.warning("no_farewell", extra={"step": number, "reason": str(error)})
+        log.info("farewell", extra={"step": number, "taken": is_taken})
+
+    def _tell_late(self, live: _Live) -> None:
+        """Have the lines of all steps so far written: a version that counts has them."""
+        if self._assignment.rank == 0:
+            self._storing.tell_late(time.monotonic() + FAREWELL_S_MAX)
+            if self._told_step < live.step.number:
+                times = {"snapshot_s": 0.0, "waited_s": self._waited_s}
+                line = self._step_line(live.step, live.step_s, snapshot="none", **times)
+                self._storing.append(METRICS, line)
+
     def close(self) -> bool:
         """End taking snapshots; return whether their memory is let go of."""
+        self._live = self._state = None
         return self._writer is None or self._writer.close()
 
     def finish(self, step: int, *, loss: float, validation_loss: float, parts: Parts) -> None:
@@ -269,7 +315,10 @@ class Boundary:
             # Of three slots one is written over now. All ranks must have the newest one whole.
             self._writer.wait(state.step)
             dist.all_reduce(torch.zeros(1, device=self._device))
-        return self._writer.capture(state, kept_step=self._due.kept_step)
+        is_taken = self._writer.capture(state, kept_step=self._due.kept_step)
+        if is_taken:
+            self._footing.take(state.step)
+        return is_taken
 
     def _store(self) -> None:
         """Write the state to storage, from memory if it was copied there."""
@@ -292,6 +341,16 @@ class Boundary:
     def _wait_told(self) -> None:
         if self._assignment.rank == 0:
             self._storing.wait_told(_TOLD_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """The state after a step, as long as no update has begun since."""
+
+    step: Step
+    step_s: float
+    parts: Parts
+    extra: Mapping[str, Any]
 
 
 def _captured(step: int, parts: Parts, extra: Mapping[str, Any]) -> Captured:

@@ -96,7 +96,9 @@ class _Attempt:
             step = self._assignment.resume_step
             return Unloadable(attempt=attempt, step=step, found=signal.found)
         except (Exception, SystemExit) as error:  # noqa: BLE001  the edge: it becomes an outcome
-            return self._outcome_of(error)
+            outcome = self._outcome_of(error)
+            self._farewell()
+            return outcome
         finally:
             self._close()
 
@@ -137,6 +139,14 @@ class _Attempt:
         return Raised(
             attempt=attempt, step=step + 1, error=described, traceback=_user_traceback(error)
         )
+
+    def _farewell(self) -> None:
+        """Leave the state as it is in memory: what all ranks still have need not be lost."""
+        if self._session is not None:
+            if self._session.device.type == "cuda":
+                # Whatever the device waits for from peers would hold the copy up.
+                collectives.abort(self._assignment.attempt)
+            self._session.farewell()
 
     def _close(self) -> None:
         session, self._session = self._session, None

@@ -26,16 +26,20 @@ from ucp_core.storage.base import join
 from workers.collectives import GroupError
 from workers.parallel.state import HostBuffer, StateEntry
 from workers.protocol import Assignment, FoundBad, stored_source
-from workers.snapshot.sources import MemorySources
+from workers.snapshot.sources import LOCAL_MEMORY, PEER_MEMORY, MemorySources
 from workers.train.agreement import all_agree
 from workers.train.context import WorkerContext
 from workers.train.sharing import GroupTransport
 from workers.train.storing import CHECKPOINTS
 
-__all__ = ["STORAGE", "Restored", "UnloadableSignal", "restore"]
+__all__ = ["LIVE_STATE", "STORAGE", "Restored", "UnloadableSignal", "restore"]
 
-#: A kind of source, beside those of ``workers.snapshot.sources``.
+#: Kinds of sources, beside those of ``workers.snapshot.sources``.
 STORAGE: Final = "storage"
+#: Marks, among the small named values, a version that ranks left with as their attempt ended early.
+LIVE_STATE: Final = "live_state"
+#: As which its bytes are counted, by where they are.
+_LIVE_KINDS: Final = {LOCAL_MEMORY: "live state", PEER_MEMORY: "live state of peers"}
 
 log = logging.getLogger(__name__)
 
@@ -117,11 +121,10 @@ def _from_memory(
         reasons=(*(f"{what}: {why}" for what, why in sources.skipped), *reasons),
     )
     _leave_unless_all(not reasons, found, device)
+    kinds = _LIVE_KINDS if extra.get(LIVE_STATE) else {}
+    taken = ((kinds.get(kind, kind), size) for kind, size in sources.taken_bytes.items())
     return Restored(
-        step=assignment.resume_step,
-        extra=extra,
-        sources=tuple(sorted(sources.taken_bytes.items())),
-        found=found,
+        step=assignment.resume_step, extra=extra, sources=tuple(sorted(taken)), found=found
     )
 
 

@@ -272,6 +272,10 @@ class Session:
             self.step, loss=self._loss, validation_loss=self._validation_loss, parts=self._parts
         )
 
+    def farewell(self) -> None:
+        """Leave what this worker has of its last step in memory, if that may be. Never fails."""
+        self._boundary.farewell()
+
     def close(self) -> bool:
         """Let go of the model and end writing; return whether all memory is free again."""
         self._model = self._build = self._initialise = self._parts = None

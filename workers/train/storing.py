@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -76,6 +77,9 @@ class Storing:
         fenced: Callable[[], bool],
     ) -> None:
         self._store = _FencedStore(store, fenced, assignment.attempt)
+        self._told = _FencedStore(store, self._is_mute, assignment.attempt)
+        self._told_until_s = float("-inf")
+        self._untold: deque[tuple[str, Mapping[str, Any]]] = deque()
         self._directory = directory
         self._assignment = assignment
         self._settings = settings
@@ -94,10 +98,18 @@ class Storing:
 
     def wait_told(self, timeout_s: float) -> None:
         """Return when what was to be added so far is written, or after ``timeout_s``."""
-        if not self._fenced():
+        if not self._is_mute():
             told = threading.Event()
             self._tasks.put(told.set)
             told.wait(timeout_s)
+
+    def tell_late(self, until_s: float) -> None:
+        """Add lines until then, though the attempt be fenced: those of steps that may yet count.
+
+        Call it before the rank says that it has left; also what was held back is written.
+        """
+        self._told_until_s = until_s
+        self._tasks.put(self._tell)
 
     def save(self, state: SavedState) -> None:
         """Write ``state``; its tensors are left alone until ``wait_idle`` returns."""
@@ -161,21 +173,31 @@ class Storing:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             try:
-                if not self._fenced():
-                    task()
+                task()
             except _WriteRefused:
                 log.info("write_refused", extra={"attempt": self._assignment.attempt})
             except Exception as error:  # noqa: BLE001  raised again in the training thread
                 self._error = error
                 self._idle.set()
 
+    def _is_mute(self) -> bool:
+        return self._fenced() and time.monotonic() > self._told_until_s
+
     def _append(self, path: str, line: Mapping[str, Any]) -> None:
-        if path not in self._whole:
-            _end_line(self._store, path)
-            self._whole.add(path)
-        append_json(self._store, path, line)
+        self._untold.append((path, line))
+        self._tell()
+
+    def _tell(self) -> None:
+        while self._untold and not self._is_mute():
+            path, line = self._untold.popleft()
+            if path not in self._whole:
+                _end_line(self._told, path)
+                self._whole.add(path)
+            append_json(self._told, path, line)
 
     def _save(self, state: SavedState) -> None:
+        if self._fenced():
+            return
         assignment = self._assignment
         checkpoints = join(self._directory, CHECKPOINTS)
         try:

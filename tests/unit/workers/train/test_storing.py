@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -94,6 +95,28 @@ def test_nothing_is_written_after_the_fence() -> None:
     assert background.close()
     assert committed_step(store) == 0
     assert not store.exists("run/metrics/rank0.jsonl")
+
+
+def test_lines_that_the_fence_held_back_are_told_late_in_order_and_states_are_not() -> None:
+    """A version that is completed on the way out counts, and has the lines of its steps."""
+    store, fenced = MemoryStore(), threading.Event()
+    background = storing(store, fenced)
+    background.append("metrics/rank0.jsonl", {"step": 1})
+    background.wait_told(20)
+    fenced.set()
+    background.append("metrics/rank0.jsonl", {"step": 2})
+    background.save(state(2))
+    background.tell_late(time.monotonic() + 20)
+    background.append("metrics/rank0.jsonl", {"step": 3})
+    background.wait_told(20)
+
+    told = store.read("run/metrics/rank0.jsonl").decode().splitlines()
+    assert [json.loads(line)["step"] for line in told] == [1, 2, 3]
+    background.tell_late(time.monotonic())
+    background.append("metrics/rank0.jsonl", {"step": 4})
+    assert background.close()
+    assert store.read("run/metrics/rank0.jsonl").decode().splitlines() == told
+    assert committed_step(store) == 0
 
 
 def test_a_wait_ends_by_the_fence() -> None:

@@ -1,0 +1,56 @@
+"""A training script that halts: before the backward pass of step 9, or within the update of step 8.
+
+It halts where a file that is named after the place is, below the folder that is the data's source,
+and goes on when that is gone.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from workers.api import Session, run
+
+BEHIND_STEP, UPDATE = "behind-step", "update"
+#: The last step that is completed if it halts behind a step; the one that is not, in an update.
+STEP = 8
+_NUM_SAMPLES = 64
+
+
+class HaltingAdamW(torch.optim.AdamW):
+    """Raises when the weights are changed already, if that is asked for."""
+
+    where: Path
+    number = 0
+
+    def step(self, closure: Any = None) -> Any:
+        """Update."""
+        loss = super().step(closure)
+        if self.number == STEP and self.where.exists():
+            raise RuntimeError("broken off within the update")
+        return loss
+
+
+def train(session: Session) -> None:
+    """Fit random numbers."""
+    places = Path(session.settings.data.source)
+    numbers = torch.Generator().manual_seed(5)
+    inputs = torch.randn(_NUM_SAMPLES, 8, generator=numbers)
+    model = session.model(lambda: nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)))
+    optimizer = session.optimizer(lambda parameters: HaltingAdamW(parameters.values()))
+    assert isinstance(optimizer, HaltingAdamW)
+    optimizer.where = places / UPDATE
+    for step in session.steps(_NUM_SAMPLES):
+        optimizer.number = step.number
+        for samples in step.micro_batches():
+            while step.number == STEP + 1 and (places / BEHIND_STEP).exists():
+                time.sleep(0.005)
+            loss = (model(inputs[samples]) - inputs[samples].flip(-1)).square().mean()
+            step.backward(loss, tokens=len(samples))
+        step.apply()
+
+
+if __name__ == "__main__":
+    run(train)
