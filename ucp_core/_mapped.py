@@ -17,8 +17,6 @@ from ucp_core.plan import readable
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from numpy.typing import NDArray
-
     from ucp_core.plan import Copy
     from ucp_core.storage.base import Store
 
@@ -77,7 +75,7 @@ def take(
         DamagedBlockError: Bytes are damaged.
         StorageError: They were written over meanwhile.
     """
-    whole: NDArray[np.uint8] = np.frombuffer(mapped.data, dtype=np.uint8)
+    whole = mapped.data.cast("B")
     num_bytes = 0
     for copy in copies:
         low, high = readable(copy, block_bytes)
@@ -86,41 +84,43 @@ def take(
         data = whole[offset_bytes + low : offset_bytes + high]
         if copy.target_byte < 0:
             _verify(copy, data, low // block_bytes, block_bytes)
-            gather(copy, data.data, low)
+            gather(copy, data, low)
         else:
-            target = np.frombuffer(targets[copy.part], dtype=np.uint8)
-            target = target[copy.target_byte : copy.target_byte + copy.stop_byte - copy.start_byte]
+            size_bytes = copy.stop_byte - copy.start_byte
+            target = targets[copy.part][copy.target_byte : copy.target_byte + size_bytes]
             _take(copy, data, low, block_bytes, target)
     mapped.confirm(num_bytes)
 
 
-def _take(
-    copy: Copy,
-    data: NDArray[np.uint8],
-    low: int,
-    block_bytes: int,
-    target: NDArray[np.uint8],
-) -> None:
+def _take(copy: Copy, data: memoryview, low: int, block_bytes: int, target: memoryview) -> None:
     """Verify and copy a little at a time; ``data`` are whole blocks from byte ``low`` on."""
     piece_bytes = max(_PIECE_BYTES // block_bytes, 1) * block_bytes
+    num_bytes = len(target)
+    # Where the data, and then the piece, begins in the target; the first may begin before it.
+    shift, index = low - copy.start_byte, low // block_bytes
     for start in range(0, len(data), piece_bytes):
         piece = data[start : start + piece_bytes]
-        # What of the piece is wanted, from the piece's and from the target's first byte.
-        shift = low + start - copy.start_byte
-        first, last = max(-shift, 0), min(len(piece), len(target) - shift)
-        taken = target[first + shift : last + shift]
-        # Other threads of the process go on meanwhile, as they would not beside a memoryview.
-        np.copyto(taken, piece[first:last])
-        if last - first == len(piece):
-            piece = taken
-        _verify(copy, piece, (low + start) // block_bytes, block_bytes)
+        first, last = shift + start, shift + start + len(piece)
+        if first >= 0 and last <= num_bytes:
+            taken = target[first:last]
+            _copy(taken, piece)
+            _verify(copy, taken, index + start // block_bytes, block_bytes)
+            continue
+        wanted = piece[max(-first, 0) : num_bytes - first]
+        _copy(target[max(first, 0) : last], wanted)
+        _verify(copy, piece, index + start // block_bytes, block_bytes)
 
 
-def _verify(copy: Copy, data: NDArray[np.uint8], index: int, block_bytes: int) -> None:
+def _copy(target: memoryview, data: memoryview) -> None:
+    # Other threads of the process go on meanwhile, as they would not beside a memoryview's copy.
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data, np.uint8))
+
+
+def _verify(copy: Copy, data: memoryview, index: int, block_bytes: int) -> None:
     """Compare blocks from ``index`` on with their checksums."""
-    fragment = copy.fragment
-    if fragment.crc32 is None:
+    if copy.fragment.crc32 is None:
         return
+    expected = copy.fragment.blocks
     for number, start in enumerate(range(0, len(data), block_bytes), index):
-        if crc32(data[start : start + block_bytes]) != fragment.blocks[number]:
+        if crc32(data[start : start + block_bytes]) != expected[number]:
             raise DamagedBlockError(copy, number)

@@ -9,7 +9,6 @@ whatever looks different is left to it: other spacing, unknown keys, replicas, a
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ from ucp_core._table import (
     START,
     STOP,
     Slot,
+    Slots,
     Table,
     columns_of,
 )
@@ -52,7 +52,7 @@ _CHUNK_BYTES = 1 << 18
 _NDIM_MAX = 8
 #: ``np.fromstring`` reads as many digits without overflow.
 _DIGITS_MAX = 18
-_TENSORS_BYTES_MAX = 4 << 20
+_KNOWN_MAX = 4
 #: Numbers of a fragment beside its box and blocks: two in the file's name, offset, size, the 32
 #: of ``crc32``, and its value.
 _NUM_FIXED = 6
@@ -76,68 +76,193 @@ class Scanned(NamedTuple):
 
 def scan(data: bytes) -> Scanned | None:
     """Return what a document says, or None if it has to be read and validated otherwise."""
-    cut = _cut(data)
-    if cut is None:
+    head = _HEAD.match(data)
+    behind = data.find(_BEHIND, head.end()) if head else -1
+    if head is None or behind < 0:
         return None
-    envelope, text, lists = cut
+    text = data[head.end() : behind]
     try:
-        document = load_json(envelope)
-        # As many as are kept are small.
-        read = _tensors if len(text) <= _TENSORS_BYTES_MAX else _tensors.__wrapped__
-        tensors = read(text)
+        document = load_json(data[: head.end()] + b"{}" + data[behind:])
+        read = None if validate(document) else _read_known(text) or _read(text)
     except (ValueError, RecursionError):
         return None
-    if tensors is None or len(lists) != len(tensors.slots) or validate(document):
+    if read is None:
         return None
-    table = _table(lists, tensors.slots, document["files"], document["block_bytes"])
-    if table is None:
+    tensors, firsts, rows = read
+    names = _numbered_files(rows.places, document["files"])
+    if names is None:
+        return None
+    table = Table(tensors.slots, firsts, rows.bounds, rows.places, names, rows.blocks)
+    if not _is_sound(table, document["files"], document["block_bytes"]):
         return None
     return Scanned(document | {"tensors": tensors.document}, table)
 
 
-def _cut(data: bytes) -> tuple[bytes, bytes, list[bytes]] | None:
-    """Return the document without tensors, its tensors without lists, and the lists."""
-    head = _HEAD.match(data)
-    if head is None:
+class _Read(NamedTuple):
+    """The text of tensors.
+
+    Attributes:
+        tensors: What it says beside fragments.
+        firsts: As in ``Table``.
+        rows: The fragments.
+    """
+
+    tensors: _Tensors
+    firsts: Numbers
+    rows: _Rows
+
+
+class _Known(NamedTuple):
+    """A text of tensors that was read.
+
+    Attributes:
+        tensors: What it says beside fragments.
+        firsts: As in ``Table``.
+        shape: Where the numbers of fragments are among all of the text.
+        others: Where those of names and shapes are.
+        values: Of the others.
+        num_digits: Of the others.
+    """
+
+    tensors: _Tensors
+    firsts: Numbers
+    shape: _Shape
+    others: Numbers
+    values: Numbers
+    num_digits: Numbers
+
+
+#: By form. The ranks of a pipeline stage have the same tensors, and so have their next versions:
+#: of those nothing but numbers has to be read. The oldest is forgotten.
+_known: dict[bytes, _Known] = {}
+
+
+def _read_known(text: bytes) -> _Read | None:
+    """Read a text that differs from one that was read in numbers of fragments only."""
+    numbers = _numbers(text) if _known and len(text) <= _CHUNK_BYTES else None
+    known = None if numbers is None else _known.get(numbers.form.tobytes())
+    if numbers is None or known is None:
         return None
+    if not np.array_equal(numbers.values[known.others], known.values):
+        return None
+    if not np.array_equal(numbers.num_digits[known.others], known.num_digits):
+        return None
+    rows = _rows(numbers, known.shape)
+    return None if rows is None else _Read(known.tensors, known.firsts, rows)
+
+
+def _learn(text: bytes, cut: _Cut, tensors: _Tensors, firsts: Numbers, shape: _Shape) -> None:
+    """Keep what a text was like whose numbers were all compared at once."""
+    numbers = _numbers(text)
+    if numbers is None:
+        return
+    steps = np.zeros(len(numbers.starts) + 1, np.int64)
+    np.add.at(steps, np.searchsorted(numbers.starts, cut.begins), 1)
+    np.add.at(steps, np.searchsorted(numbers.starts, cut.ends), -1)
+    is_inside = np.cumsum(steps[:-1]) > 0
+    others = np.flatnonzero(~is_inside)
+    # Behind the numbers of both are the two that stand for dims that are not there.
+    place = np.append(np.flatnonzero(is_inside), (len(is_inside), len(is_inside) + 1))
+    moved = shape._replace(
+        bounds=place[shape.bounds],
+        fixed=place[shape.fixed],
+        plain=place[shape.plain],
+        blocks=place[shape.blocks],
+    )
+    while len(_known) >= _KNOWN_MAX:
+        _known.pop(next(iter(_known)), None)
+    values, num_digits = numbers.values[others], numbers.num_digits[others]
+    _known[numbers.form.tobytes()] = _Known(tensors, firsts, moved, others, values, num_digits)
+
+
+def _read(text: bytes) -> _Read | None:
+    """Read the text of tensors.
+
+    Raises:
+        ValueError: It is not JSON.
+        RecursionError: It is nested too deeply.
+    """
+    cut = _cut(text)
+    tensors = None if cut is None else _tensors(cut.text)
+    if cut is None or tensors is None or len(cut.lists) != len(tensors.slots.ndims):
+        return None
+    ndim = tensors.slots.ndim
+    if ndim > _NDIM_MAX:
+        return None
+    counts = np.array([each.count(b"{") for each in cut.lists], np.int64)
+    firsts: Numbers = np.concatenate(([0], np.cumsum(counts)))
+    ndims = np.repeat(tensors.slots.ndims, counts)
+    found = [_no_rows(ndim)]
+    num_blocks = 0
+    for low, high in _chunks(cut.lists):
+        chunk = b",".join(filter(None, cut.lists[low:high]))
+        if not chunk:
+            continue
+        numbers = _numbers(chunk)
+        shape = numbers and _shape(numbers, ndims[firsts[low] : firsts[high]], ndim)
+        rows = numbers and shape and _rows(numbers, shape)
+        if not shape or not rows:
+            return None
+        if high - low == len(cut.lists) and len(text) <= _CHUNK_BYTES:
+            _learn(text, cut, tensors, firsts, shape)
+        rows.places[:, FIRST_BLOCK] += num_blocks
+        num_blocks += len(rows.blocks)
+        found.append(rows)
+    bounds, places, blocks = map(np.concatenate, zip(*found, strict=True))
+    return _Read(tensors, firsts, _Rows(bounds, places, blocks))
+
+
+class _Cut(NamedTuple):
+    """The text of tensors without its lists of fragments, and the lists.
+
+    Attributes:
+        text: Has a mark where a list was.
+        lists: What was between brackets.
+        begins: Where each began.
+        ends: Where it ended.
+    """
+
+    text: bytes
+    lists: list[bytes]
+    begins: list[int]
+    ends: list[int]
+
+
+def _cut(text: bytes) -> _Cut | None:
     pieces: list[bytes] = []
-    lists: list[bytes] = []
-    done = head.end()
-    while (low := data.find(_LIST, done)) >= 0:
+    begins: list[int] = []
+    ends: list[int] = []
+    done = 0
+    while (low := text.find(_LIST, done)) >= 0:
         low += len(_LIST)
         # No name of a file that we write has brackets.
-        high = low if data.startswith(b"]", low) else data.find(b"}]", low) + 1
+        high = low if text.startswith(b"]", low) else text.find(b"}]", low) + 1
         if not high:
             return None
-        pieces.append(data[done : low - 1])
-        lists.append(data[low:high])
+        pieces.append(text[done : low - 1])
+        begins.append(low)
+        ends.append(high)
         done = high + 1
-    behind = data.find(_BEHIND, done)
-    if behind < 0:
+    rest = _MARK.join([*pieces, text[done:]])
+    if rest.count(_MARK) != len(begins):
         return None
-    text = _MARK.join([*pieces, data[done:behind]])
-    if text.count(_MARK) != len(lists):
-        return None
-    return data[: head.end()] + b"{}" + data[behind:], text, lists
+    lists = [text[low:high] for low, high in zip(begins, ends, strict=True)]
+    return _Cut(rest, lists, begins, ends)
 
 
 class _Tensors(NamedTuple):
     """What is said of tensors beside their fragments; others must not change it."""
 
     document: dict[str, Any]
-    slots: tuple[Slot, ...]
+    slots: Slots
 
 
 class _Mark(int):
     """The place of a list that was cut out, and its number."""
 
 
-@lru_cache(maxsize=4)
 def _tensors(text: bytes) -> _Tensors | None:
-    """Return what the text of tensors says, or None if it is not sound.
-
-    The ranks of a checkpoint say the same, and so do the next checkpoints, so it is kept.
-    """
+    """Return what the text of tensors without lists says, or None if it is not sound."""
     marks: list[_Mark] = []
 
     def mark(name: str) -> _Mark:
@@ -160,7 +285,7 @@ def _tensors(text: bytes) -> _Tensors | None:
         return None
     if len(found) != len(marks) or validate_tensors(document):
         return None
-    return _Tensors(document, tuple(found))
+    return _Tensors(document, Slots(found))
 
 
 class _Rows(NamedTuple):
@@ -171,37 +296,22 @@ class _Rows(NamedTuple):
     blocks: NDArray[np.uint32]
 
 
-def _table(
-    lists: Sequence[bytes],
-    slots: tuple[Slot, ...],
-    files: Mapping[str, Mapping[str, int]],
-    block_bytes: int,
-) -> Table | None:
-    """Return the fragments that are in the lists of all slots, or None if they are not sound."""
-    ndim = max((len(slot.shape) for slot in slots), default=0)
-    if ndim > _NDIM_MAX:
-        return None
-    counts = np.array([text.count(b"{") for text in lists], np.int64)
-    firsts: Numbers = np.concatenate(([0], np.cumsum(counts)))
-    ndims = np.repeat(np.array([len(slot.shape) for slot in slots], np.int64), counts)
-    found = [_no_rows(ndim)]
-    for low, high in _chunks(lists):
-        text = b",".join(filter(None, lists[low:high]))
-        if text:
-            rows = _rows(text, ndims[firsts[low] : firsts[high]], ndim)
-            if rows is None:
-                return None
-            found.append(rows)
-    num_blocks = 0
-    for rows in found:
-        rows.places[:, FIRST_BLOCK] += num_blocks
-        num_blocks += len(rows.blocks)
-    bounds, places, blocks = map(np.concatenate, zip(*found, strict=True))
-    names = _numbered_files(places, files)
-    if names is None:
-        return None
-    table = Table(slots, firsts, bounds, places, names, blocks)
-    return table if _is_sound(table, files, block_bytes) else None
+class _Shape(NamedTuple):
+    """Where the numbers of fragments are among numbers; behind them are thought 0 and 1.
+
+    Attributes:
+        bounds: Those of boxes, as in ``Table``.
+        fixed: The others that every fragment has.
+        plain: All but those of files' names.
+        blocks: The checksums of blocks.
+        num_blocks: By fragment.
+    """
+
+    bounds: Numbers
+    fixed: Numbers
+    plain: Numbers
+    blocks: Numbers
+    num_blocks: Numbers
 
 
 def _no_rows(ndim: int) -> _Rows:
@@ -225,12 +335,14 @@ class _Numbers(NamedTuple):
 
     Attributes:
         form: The text with 0 for every number.
+        starts: Where each begins.
         values: Of the numbers.
         num_digits: Of each.
         is_padded: Whether zeros come before its first digit.
     """
 
     form: NDArray[np.uint8]
+    starts: Numbers
     values: Numbers
     num_digits: Numbers
     is_padded: NDArray[np.bool_]
@@ -253,54 +365,62 @@ def _numbers(text: bytes) -> _Numbers | None:
     form[starts] = _ZERO
     return _Numbers(
         form[is_shown],
+        starts,
         np.fromstring(text.translate(_SPACES), np.int64, sep=" "),
         num_digits,
         (letters[starts] == _ZERO) & (num_digits > 1),
     )
 
 
-def _rows(text: bytes, ndims: Numbers, ndim_max: int) -> _Rows | None:
-    """Return fragments of tensors with ``ndims`` dims, one each."""
-    numbers = _numbers(text)
-    if numbers is None:
-        return None
-    form, values, _, is_padded = numbers
+def _shape(numbers: _Numbers, ndims: Numbers, ndim_max: int) -> _Shape | None:
+    """Return where the numbers of fragments are, which are of tensors with ``ndims`` dims each."""
+    form, num_numbers = numbers.form, len(numbers.values)
     # Where the numbers of each fragment begin: the first of its box, and that behind its box.
     begin = np.searchsorted(np.flatnonzero(form == _ZERO), np.flatnonzero(form == _OPEN))
-    behind = begin + 2 * ndims
-    num_blocks = np.diff(begin, append=len(values)) - 2 * ndims - _NUM_FIXED
+    num_blocks = np.diff(begin, append=num_numbers) - 2 * ndims - _NUM_FIXED
     if num_blocks.min() < 0 or form.tobytes() != _expected(ndims, num_blocks):
         return None
-    attempt, rank, offset, num_bytes, is_32, crc32 = (values[behind + i] for i in range(_NUM_FIXED))
-    is_name = _is_printed(behind, 4, numbers) & _is_printed(behind + 1, 5, numbers)
-    is_padded[behind] = is_padded[behind + 1] = False
-    is_block = np.ones(len(values), np.bool_)
-    bounds = np.zeros((len(begin), 2, ndim_max), np.int64)
-    bounds[:, STOP] = 1
+    bounds = np.empty((len(begin), 2, ndim_max), np.int64)
     for dim in range(ndim_max):
-        has_dim = ndims > dim
         for side in (START, STOP):
-            place = begin[has_dim] + 2 * dim + side
-            bounds[has_dim, side, dim] = values[place]
-            is_block[place] = False
-    for i in range(_NUM_FIXED):
-        is_block[behind + i] = False
+            place = begin + 2 * dim + side
+            bounds[:, side, dim] = np.where(ndims > dim, place, num_numbers + side)
+    fixed = (begin + 2 * ndims)[:, None] + np.arange(_NUM_FIXED)
+    is_block = np.ones(num_numbers + 2, np.bool_)
+    is_block[bounds] = is_block[fixed] = is_block[num_numbers:] = False
     # The only block of a fragment has the fragment's checksum.
-    is_block[behind[num_blocks == 0] + _NUM_FIXED - 1] = True
-    blocks = values[is_block]
+    is_block[fixed[num_blocks == 0, _NUM_FIXED - 1]] = True
+    is_plain = np.ones(num_numbers, np.bool_)
+    is_plain[fixed[:, :2]] = False
+    return _Shape(
+        bounds,
+        fixed,
+        np.flatnonzero(is_plain),
+        np.flatnonzero(is_block),
+        np.maximum(num_blocks, 1),
+    )
+
+
+def _rows(numbers: _Numbers, shape: _Shape) -> _Rows | None:
+    """Return the fragments that numbers are of."""
+    values = np.append(numbers.values, (0, 1))
+    attempt, rank, offset, num_bytes, is_32, crc32 = values[shape.fixed].T
+    blocks = values[shape.blocks]
+    is_name = _is_printed(shape.fixed[:, 0], 4, numbers) & _is_printed(
+        shape.fixed[:, 1], 5, numbers
+    )
     if (
         not is_name.all()
-        or is_padded.any()
+        or numbers.is_padded[shape.plain].any()
         or (is_32 != 32).any()  # noqa: PLR2004
         or max(crc32.max(), blocks.max()) > CRC_MAX
         or max(attempt.max(), rank.max()) >= _NAME_NUMBER_MAX
     ):
         return None
-    num_blocks = np.maximum(num_blocks, 1)
-    first_block = np.cumsum(num_blocks) - num_blocks
     file = attempt * _NAME_NUMBER_MAX + rank
-    places = np.stack([file, offset, num_bytes, crc32, first_block, num_blocks], axis=1)
-    return _Rows(bounds, places, blocks.astype(np.uint32))
+    first_block = np.cumsum(shape.num_blocks) - shape.num_blocks
+    places = np.stack([file, offset, num_bytes, crc32, first_block, shape.num_blocks], axis=1)
+    return _Rows(values[shape.bounds], places, blocks.astype(np.uint32))
 
 
 def _is_printed(places: Numbers, width: int, numbers: _Numbers) -> NDArray[np.bool_]:
@@ -339,11 +459,11 @@ def _is_sound(table: Table, files: Mapping[str, Mapping[str, int]], block_bytes:
     offset, num_bytes = table.places[:, OFFSET], table.places[:, NUM_BYTES]
     sizes = np.array([files[name]["nbytes"] for name in table.files], np.int64)
     # Of a box in its tensor, which has less than 2^60 elements, none overflows to another size.
-    expected_bytes = (stop - start).prod(axis=1) * table.itemsizes[slot]
+    expected_bytes = (stop - start).prod(axis=1) * table.slots.itemsizes[slot]
     num_blocks = np.maximum(-(-num_bytes // block_bytes), 1)
     return bool(
         (start <= stop).all()
-        and (stop <= table.shapes[slot]).all()
+        and (stop <= table.slots.whole[slot, STOP]).all()
         and (num_bytes == expected_bytes).all()
         and (offset + num_bytes <= sizes[table.places[:, FILE]]).all()
         and (table.places[:, NUM_BLOCKS] == num_blocks).all()

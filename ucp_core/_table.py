@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,11 +19,15 @@ from ucp_core.errors import CheckpointCorruptError
 from ucp_core.statemap import DTYPE_BYTES, Fragment, TensorEntry, TensorKey, prove_entry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     Numbers = NDArray[np.int64]
+    #: Index of a box, what holds a piece of it, and the elements of the piece; its first byte from
+    #: the fragment's first element, and that behind its last one, others may lie between; where
+    #: the piece is in the memory of the box if its bytes lie alike there, else -1.
+    Piece = tuple[int, Fragment, Box, int, int, int]
 
 #: Columns of ``Table.places``.
 FILE, OFFSET, NUM_BYTES, CRC, FIRST_BLOCK, NUM_BLOCKS = range(6)
@@ -38,6 +42,47 @@ class Slot(NamedTuple):
     key: TensorKey
     dtype: str
     shape: tuple[int, ...]
+
+
+class Slots:
+    """The tensors of one table or of many.
+
+    Attributes:
+        every: They, in order.
+    """
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self.every = tuple(slots)
+
+    @cached_property
+    def numbers(self) -> Mapping[TensorKey, int]:
+        """Return the number of every slot by its key."""
+        return {slot.key: number for number, slot in enumerate(self.every)}
+
+    @cached_property
+    def is_sorted(self) -> bool:
+        """Return whether they are in order of their keys."""
+        return all(one.key < other.key for one, other in pairwise(self.every))
+
+    @cached_property
+    def ndims(self) -> Numbers:
+        """Return the number of dims of every slot."""
+        return np.array([len(slot.shape) for slot in self.every], np.int64)
+
+    @cached_property
+    def ndim(self) -> int:
+        """Return the most dims of any slot."""
+        return int(self.ndims.max(initial=0))
+
+    @cached_property
+    def whole(self) -> Numbers:
+        """Return the box of all of every slot, filled up with dims of extent 1."""
+        return bounds_of([Box.full(slot.shape) for slot in self.every], self.ndim)
+
+    @cached_property
+    def itemsizes(self) -> Numbers:
+        """Return the bytes of one element of every slot."""
+        return np.array([DTYPE_BYTES[slot.dtype] for slot in self.every], np.int64)
 
 
 class _Runs(NamedTuple):
@@ -57,30 +102,11 @@ class _Runs(NamedTuple):
     lasts: Numbers
 
 
-class Piece(NamedTuple):
-    """Part of a box, and where it is.
-
-    Attributes:
-        fragment: What holds it.
-        box: Its elements.
-        start_byte: First byte, from the fragment's first element.
-        stop_byte: Behind the last byte; other elements may lie between.
-        target_byte: Where it is in the memory of the box, if its bytes lie side by side both there
-            and in the fragment; else -1.
-    """
-
-    fragment: Fragment
-    box: Box
-    start_byte: int
-    stop_byte: int
-    target_byte: int
-
-
 class Table:
     """Fragments without replicas, strides and copies: those of native checkpoints.
 
     Attributes:
-        slots: The tensors.
+        slots: The tensors; of one pipeline stage, tables share them.
         firsts: The fragments of slot ``s`` are rows ``firsts[s]`` to ``firsts[s + 1]``, in order
             of their boxes.
         bounds: Of their boxes: ``[row, START or STOP, dim]``. Tensors of fewer dims than others
@@ -92,14 +118,14 @@ class Table:
 
     def __init__(
         self,
-        slots: Sequence[Slot],
+        slots: Slots,
         firsts: Numbers,
         bounds: Numbers,
         places: Numbers,
         files: Sequence[str],
         blocks: NDArray[np.uint32],
     ) -> None:
-        self.slots = tuple(slots)
+        self.slots = slots
         self.firsts = firsts
         self.bounds = bounds
         self.places = places
@@ -107,35 +133,16 @@ class Table:
         self.blocks = blocks
 
     @cached_property
-    def numbers(self) -> Mapping[TensorKey, int]:
-        """Return the number of every slot by its key."""
-        return {slot.key: number for number, slot in enumerate(self.slots)}
-
-    @cached_property
     def slot_of(self) -> Numbers:
         """Return the slot of every row."""
-        return np.repeat(np.arange(len(self.slots)), np.diff(self.firsts))
-
-    @cached_property
-    def shapes(self) -> Numbers:
-        """Return the shape of every slot, filled up like the boxes."""
-        return shapes_of(self.slots, self.bounds.shape[2])
-
-    @cached_property
-    def _whole(self) -> Numbers:
-        """Return the box of all of every slot."""
-        return np.stack([np.zeros_like(self.shapes), self.shapes], axis=1)
-
-    @cached_property
-    def itemsizes(self) -> Numbers:
-        """Return the bytes of one element of every slot."""
-        return np.array([DTYPE_BYTES[slot.dtype] for slot in self.slots], dtype=np.int64)
+        return np.repeat(np.arange(len(self.slots.every)), np.diff(self.firsts))
 
     @cached_property
     def runs(self) -> _Runs:
         """Return which tensors are cut into ranges, and what rows hold of those."""
-        slot, total = self.slot_of, self.shapes.prod(axis=1)
-        first, last, extent = spans(self.bounds, self._whole[slot])
+        slot, whole = self.slot_of, self.slots.whole
+        total = whole[:, STOP].prod(axis=1)
+        first, last, extent = spans(self.bounds, whole[slot])
         begins = np.diff(slot, prepend=-1) != 0
         ends = np.diff(slot, append=-1) != 0
         expected = np.where(begins, 0, np.concatenate(([0], last))[: len(last)])
@@ -153,40 +160,43 @@ class Table:
         is_in_run = is_run[slot]
         return _Runs(is_run, base, shift + first * is_in_run, shift + last * is_in_run)
 
-    def pieces(self, slots: Sequence[int], boxes: Sequence[Box]) -> list[list[Piece] | None]:
-        """Return for every box, of the slot beside it, where all of it is.
+    def pieces(self, slots: Sequence[int], boxes: Sequence[Box]) -> tuple[list[Piece], list[bool]]:
+        """Return where boxes are, each of the slot beside it, and whether all of it is found.
 
-        None where this cannot be told at once: the tensor is not cut into ranges, or the box
-        reaches out of it.
+        Nothing is, where that cannot be told at once: the tensor is not cut into ranges, or the
+        box reaches out of it.
         """
-        number, ndim = np.array(slots, np.int64), self.bounds.shape[2]
-        bounds = bounds_of(boxes, ndim)
-        is_known = self.runs.is_run[number]
-        is_known &= (bounds[:, START] >= 0).all(axis=1)
-        is_known &= (bounds[:, STOP] <= self.shapes[number]).all(axis=1)
-        found: list[list[Piece] | None] = [[] if flag else None for flag in is_known.tolist()]
-        box, row, inner = self._find(number, bounds, np.flatnonzero(is_known))
+        number = np.array(slots, np.int64)
+        bounds = bounds_of(boxes, self.slots.ndim)
+        is_found = self.runs.is_run[number]
+        is_found &= (bounds[:, START] >= 0).all(axis=1)
+        is_found &= (bounds[:, STOP] <= self.slots.whole[number, STOP]).all(axis=1)
+        place, row, inner = self._find(number, bounds, np.flatnonzero(is_found))
         start, stop, size = spans(inner, self.bounds[row])
-        target, target_stop, _ = spans(inner, bounds[box])
+        target, target_stop, _ = spans(inner, bounds[place])
         is_direct = (stop - start == size) & (target_stop - target == size)
-        itemsize = self.itemsizes[number[box]]
+        itemsize = self.slots.itemsizes[number[place]]
         target = np.where(is_direct, target * itemsize, -1)
-        columns = (inner, start * itemsize, stop * itemsize, target)
-        for place, fragment, (low, high), *rest in zip(
-            box.tolist(), self.fragments(row), *(column.tolist() for column in columns), strict=True
-        ):
-            ndim = len(fragment.box.start)
-            pieces = found[place]
-            assert pieces is not None, "only such boxes were looked for"
-            pieces.append(Piece(fragment, Box(tuple(low[:ndim]), tuple(high[:ndim])), *rest))
-        return found
+        numbers = np.stack([start * itemsize, stop * itemsize, target], axis=1)
+        found = [
+            (index, fragment, Box(tuple(low[:ndim]), tuple(high[:ndim])), *rest)
+            for index, fragment, ndim, (low, high), rest in zip(
+                place.tolist(),
+                self.fragments(row),
+                self.slots.ndims[number[place]].tolist(),
+                inner.tolist(),
+                numbers.tolist(),
+                strict=True,
+            )
+        ]
+        return found, is_found.tolist()
 
     def _find(
         self, slots: Numbers, boxes: Numbers, wanted: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:
         """Return the pieces of the wanted boxes: which box, which row, and bounds."""
         runs, slots = self.runs, slots[wanted]
-        first, last, _ = spans(boxes[wanted], self._whole[slots])
+        first, last, _ = spans(boxes[wanted], self.slots.whole[slots])
         low = np.searchsorted(runs.lasts, runs.bases[slots] + first, side="right")
         high = np.searchsorted(runs.firsts, runs.bases[slots] + last, side="left")
         counts = np.maximum(high - low, 0)
@@ -208,7 +218,7 @@ class Table:
 
     def fragments(self, rows: slice | Numbers) -> list[Fragment]:
         """Return the fragments of rows, which are rows of tensors with the same number of dims."""
-        ndims = [len(self.slots[slot].shape) for slot in self.slot_of[rows].tolist()]
+        ndims = self.slots.ndims[self.slot_of[rows]].tolist()
         places, bounds = self.places[rows].tolist(), self.bounds[rows].tolist()
         files, blocks = self.files, self.blocks
         return [
@@ -227,7 +237,7 @@ class Table:
 
     def entry(self, slot: int) -> TensorEntry:
         """Return a tensor with all its fragments."""
-        key, dtype, shape = self.slots[slot]
+        key, dtype, shape = self.slots.every[slot]
         first, last = self.firsts[slot : slot + 2].tolist()
         fragments = tuple(self.fragments(slice(first, last)))
         return TensorEntry(key=key, dtype=dtype, shape=shape, fragments=fragments)
@@ -257,24 +267,17 @@ class TableEntries(Mapping[TensorKey, TensorEntry]):
     def __getitem__(self, key: TensorKey) -> TensorEntry:
         found = self._made.get(key)
         if found is None:
-            found = self._made[key] = self.table.entry(self.table.numbers[key])
+            found = self._made[key] = self.table.entry(self.table.slots.numbers[key])
         return found
 
     def __contains__(self, key: object) -> bool:
-        return key in self.table.numbers
+        return key in self.table.slots.numbers
 
     def __iter__(self) -> Iterator[TensorKey]:
-        return iter(self.table.numbers)
+        return iter(self.table.slots.numbers)
 
     def __len__(self) -> int:
-        return len(self.table.slots)
-
-
-def shapes_of(slots: Sequence[Slot], ndim: int) -> Numbers:
-    """Return the shapes of slots, filled up to ``ndim`` with dims of extent 1."""
-    ones = (1,) * ndim
-    shapes = chain.from_iterable((slot.shape + ones)[:ndim] for slot in slots)
-    return np.fromiter(shapes, np.int64, ndim * len(slots)).reshape(len(slots), ndim)
+        return len(self.table.slots.every)
 
 
 def bounds_of(boxes: Sequence[Box], ndim: int) -> Numbers:
@@ -309,18 +312,17 @@ def merged(tables: Sequence[Table]) -> Table:
         CheckpointCorruptError: Two tables disagree on the dtype or shape of a tensor.
     """
     slots, numbers = _merged_slots(tables)
-    ndim = max(table.bounds.shape[2] for table in tables)
     num_files = np.cumsum([0, *(len(table.files) for table in tables)])
     num_blocks = np.cumsum([0, *(len(table.blocks) for table in tables)])
     shifts = np.zeros((len(tables), NUM_BLOCKS + 1), np.int64)
     shifts[:, FILE], shifts[:, FIRST_BLOCK] = num_files[:-1], num_blocks[:-1]
     slot = np.concatenate([n[t.slot_of] for t, n in zip(tables, numbers, strict=True)])
-    bounds = np.concatenate([_filled_up(table.bounds, ndim) for table in tables])
+    bounds = np.concatenate([_filled_up(table.bounds, slots.ndim) for table in tables])
     order = box_order(slot, bounds)
     places = np.concatenate([t.places + shift for t, shift in zip(tables, shifts, strict=True)])
     return Table(
         slots,
-        np.searchsorted(slot[order], np.arange(len(slots) + 1)),
+        np.searchsorted(slot[order], np.arange(len(slots.every) + 1)),
         bounds[order],
         places[order],
         tuple(chain.from_iterable(table.files for table in tables)),
@@ -339,14 +341,16 @@ def box_order(slot: Numbers, bounds: Numbers) -> Numbers:
     return order
 
 
-def _merged_slots(tables: Sequence[Table]) -> tuple[list[Slot], list[Numbers]]:
+def _merged_slots(tables: Sequence[Table]) -> tuple[Slots, list[Numbers]]:
     """Return the slots of all tables in order, and where each table's slots are among them."""
+    first = tables[0].slots
+    if first.is_sorted and all(table.slots is first for table in tables):
+        return first, [np.arange(len(first.every))] * len(tables)
     known: dict[TensorKey, Slot] = {}
     for place, table in enumerate(tables):
-        # Ranks of one pipeline stage have the same, which is made once for all of them.
         if place and table.slots is tables[place - 1].slots:
             continue
-        for slot in table.slots:
+        for slot in table.slots.every:
             other = known.setdefault(slot.key, slot)
             if other != slot:
                 raise CheckpointCorruptError(
@@ -355,14 +359,14 @@ def _merged_slots(tables: Sequence[Table]) -> tuple[list[Slot], list[Numbers]]:
                     fqn=slot.key.fqn,
                     slot=slot.key.slot,
                 )
-    slots = [known[key] for key in sorted(known)]
-    numbers = {slot.key: number for number, slot in enumerate(slots)}
+    slots = Slots(known[key] for key in sorted(known))
     found: list[Numbers] = []
     for place, table in enumerate(tables):
         if place and table.slots is tables[place - 1].slots:
             found.append(found[-1])
         else:
-            found.append(np.array([numbers[slot.key] for slot in table.slots], np.int64))
+            places = [slots.numbers[slot.key] for slot in table.slots.every]
+            found.append(np.array(places, np.int64))
     return slots, found
 
 

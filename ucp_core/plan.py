@@ -193,8 +193,7 @@ class _Planner:
             wanted = self._from_table(wanted, table, copies)
         for number, part in wanted:
             self._part(number, part, copies, means)
-        read_bytes = sum(map(self._read_bytes, copies))
-        read_bytes += sum(map(read_bytes_of, means))
+        read_bytes = self._read_bytes(copies) + sum(map(read_bytes_of, means))
         return _plan_of(need, copies, means, needed_bytes, read_bytes)
 
     def _from_table(
@@ -205,27 +204,27 @@ class _Planner:
         unknown: list[tuple[int, Part]] = []
         slots: list[int] = []
         for number, part in wanted:
-            slot = table.numbers.get(part.key)
+            slot = table.slots.numbers.get(part.key)
             if slot is None:
                 unknown.append((number, part))
             else:
-                _check_same(part, table.slots[slot])
+                _check_same(part, table.slots.every[slot])
                 known.append((number, part))
                 slots.append(slot)
         limits = self._limits[0]
-        found = table.pieces(slots, [part.box for _, part in known])
-        for (number, part), slot, pieces in zip(known, slots, found, strict=True):
-            if pieces is None:
-                index = _Index(table.near(slot, part.box), len(part.shape))
-                left = self._cover(number, part, 0, index, [part.box], copies)
-                if left:
-                    raise _uncovered(part, left[0], f"box {left[0]} is in no file")
-                continue
-            for fragment, box, start, stop, target in pieces:
-                if target >= 0 and stop - start <= limits.direct_bytes:
-                    copies.append(Copy(number, 0, fragment, box, start, stop, target))
-                else:
-                    copies += _copies(number, part, 0, fragment, box, limits)
+        pieces, is_found = table.pieces(slots, [part.box for _, part in known])
+        for index, fragment, box, start, stop, target in pieces:
+            number, part = known[index]
+            if target >= 0 and stop - start <= limits.direct_bytes:
+                copies.append(Copy(number, 0, fragment, box, start, stop, target))
+            else:
+                copies += _copies(number, part, 0, fragment, box, limits)
+        for index in (index for index, flag in enumerate(is_found) if not flag):
+            number, part = known[index]
+            near = _Index(table.near(slots[index], part.box), len(part.shape))
+            left = self._cover(number, part, 0, near, [part.box], copies)
+            if left:
+                raise _uncovered(part, left[0], f"box {left[0]} is in no file")
         return unknown
 
     def _part(self, number: int, part: Part, copies: list[Copy], means: list[Mean]) -> None:
@@ -286,7 +285,7 @@ class _Planner:
                 if left:
                     raise _uncovered(part, left[0], f"box {left[0]} of copy {copy} is in no file")
                 needed_bytes = box.num_elements * DTYPE_BYTES[part.dtype]
-                read_bytes = sum(map(self._read_bytes, copies))
+                read_bytes = self._read_bytes(copies)
                 terms.append(_plan_of([piece], copies, [], needed_bytes, read_bytes))
             yield Mean(number, box, tuple(terms))
 
@@ -304,8 +303,9 @@ class _Planner:
             self._indices[source] = found
         return found
 
-    def _read_bytes(self, copy: Copy) -> int:
-        return read_bytes_of(copy, self._limits[copy.source].block_bytes)
+    def _read_bytes(self, copies: Sequence[Copy]) -> int:
+        ranges = [readable(copy, self._limits[copy.source].block_bytes) for copy in copies]
+        return sum(high - low for low, high in ranges)
 
 
 def readable(copy: Copy, block_bytes: int) -> tuple[int, int]:
