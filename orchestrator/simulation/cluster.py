@@ -299,7 +299,10 @@ class SimCluster:
     def _start_attempt(self, action: act.StartAttempt) -> None:
         self.monitor.attempt_started(self, action)
         facts = RedundancyFacts(
-            nodes=tuple(node for _, node, _ in action.members), budgets_bytes={}, rank_bytes=1
+            nodes=tuple(node for _, node, _ in action.members),
+            budgets_bytes={},
+            rank_bytes=1,
+            layout=action.layout,
         )
         plan = plan_redundancy(
             facts, tolerance=self.tiers.tolerance, preference=self.tiers.preference

@@ -1,8 +1,8 @@
 """Simulated keepers' memory: parts live on nodes, and are lost with them.
 
 An arena takes the last versions of one rank, as the real one does; copies on other nodes have
-arenas of their own, and so have a node's parities of an attempt. What can be read is asked of
-``policies.versions``, as the shell does.
+arenas of their own, and so have shares that are saved for replicas, and a node's parities of an
+attempt. What can be read is asked of ``policies.versions``, as the shell does.
 """
 
 from __future__ import annotations
@@ -100,13 +100,15 @@ class Memory:
     def lose_keeper(self, node: SimNode) -> None:
         """Lose what only the keeper held: living workers hold their own arenas too."""
         arenas = self._nodes.get(node.name, {})
-        for arena in [arena for arena in arenas if arena not in node.workers]:
+        for arena in [arena for arena in arenas if arena.rpartition("/")[2] not in node.workers]:
             del arenas[arena]
         self._parities.pop(node.name, None)
 
     def lose_worker(self, worker: SimWorker) -> None:
-        """Lose the arena of a worker that dies while there is no keeper."""
-        self._nodes.get(worker.node.name, {}).pop(worker.name, None)
+        """Lose the arenas of a worker that dies while there is no keeper."""
+        arenas = self._nodes.get(worker.node.name, {})
+        for arena in [arena for arena in arenas if arena.rpartition("/")[2] == worker.name]:
+            del arenas[arena]
 
     def inventories(self, nodes: Iterable[SimNode], now_s: float) -> list[Inventory]:
         """Return what the keepers that answer say."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from orchestrator.core import events as ev
 from orchestrator.simulation.memory import Part, serves
 from orchestrator.simulation.world import SimAttempt, SimWorker
+from workers.keeper.retention import guard_name
 from workers.protocol import HeldParity, Member
 from workers.snapshot.placement import Preference
 
@@ -94,8 +95,7 @@ def farewell(cluster: SimCluster, attempt: SimAttempt, worker: SimWorker) -> Non
     if cluster.chance(_UPDATING):
         cluster.monitor.silent.add(attempt.number)
         return
-    cluster.memory.write(worker.node.name, worker.name, part, attempt.lineage)
-    cluster.memory.finished(part, cluster.now_s)
+    _keep(cluster, attempt, worker, part)
 
 
 def _write(
@@ -136,8 +136,7 @@ def _finish(
     if not worker.alive or worker.attempt != attempt.number or worker.hung:
         return
     node = worker.node
-    cluster.memory.write(node.name, worker.name, part, attempt.lineage)
-    if cluster.memory.finished(part, cluster.now_s):
+    if _keep(cluster, attempt, worker, part):
         _protect(cluster, attempt, part)
     if store:
         delay_s = _STORE_S * cluster.rng.random()
@@ -148,6 +147,20 @@ def _finish(
             attempt.num_uncopied += 1
             delay_s = cluster.tiers.copy_s * cluster.rng.random()
             cluster.at(delay_s, _copy, cluster, attempt, worker, part, copier)
+
+
+def _keep(cluster: SimCluster, attempt: SimAttempt, worker: SimWorker, part: Part) -> bool:
+    """Hold a rank's part, and what it saves for others; return whether the version is whole."""
+    guarded = attempt.plan.guards[part.rank] if attempt.plan.guards is not None else ()
+    arenas = {worker.name: part} | {
+        guard_name(number, worker.name): replace(part, rank=rank)
+        for number, rank in enumerate(guarded)
+    }
+    is_whole = False
+    for arena, one in arenas.items():
+        cluster.memory.write(worker.node.name, arena, one, attempt.lineage)
+        is_whole |= cluster.memory.finished(one, cluster.now_s)
+    return is_whole
 
 
 def _protect(cluster: SimCluster, attempt: SimAttempt, part: Part) -> None:

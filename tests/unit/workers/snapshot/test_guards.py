@@ -125,6 +125,18 @@ def test_memory_that_is_refused_for_a_guard_costs_no_own_snapshot(
     node.close()
 
 
+def test_a_restarted_keeper_is_handed_the_guarded_share_too(node: Node) -> None:
+    """Nobody else has it to give back, and no peer would copy it again."""
+    rank = _begin(SnapshotMemory(node.directory, "w0000"), 0, (1,))
+    _take(rank, 1)
+    node.restart()
+    _take(rank, 2)
+
+    held = {name: [one.step for one in held] for name, held in node.shelf.versions().items()}
+    assert held == {GUARD: [1, 2], "w0000.1": [1, 2]}
+    assert rank.writer.close()
+
+
 def test_a_share_that_is_guarded_no_more_stays_until_what_is_newer_is_proven(node: Node) -> None:
     """The next attempt resumes from it, and only then is its memory of no use."""
     memory = SnapshotMemory(node.directory, "w0000")
