@@ -12,7 +12,7 @@ import pytest
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.soak import Attempt, SoakTrainer, Usage, usage_of
 from workers.keeper.wire import is_copy
-from workers.protocol import KeeperOrder
+from workers.protocol import GroupPlace, KeeperOrder, ParityGroup
 from workers.train.settings import CheckpointSettings, Settings, SnapshotSettings
 
 NODES = ("node-a", "node-b")
@@ -21,6 +21,7 @@ REPLACED_EVERY = 3
 #: An allocator takes a megabyte or two at any time; a version that is not let go of after a
 #: recovery would be 6 MiB more in the short test. Mappings are counted to the last one.
 GROWTH_KIB_MAX = 4096
+LONG = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -50,15 +51,30 @@ def recover(
     number: int,
     lineage: tuple[tuple[int, int], ...],
     num_snapshots: int,
+    *,
+    by_parity: bool,
 ) -> tuple[tuple[int, int], ...]:
     """Run the next attempt from what the nodes hold; return the lineage with it."""
-    (step, _), places = newest(nodes)
+    (step, _), found = newest(nodes)
     # Without copies: each rank takes one part from near and one over the wire.
-    memory = tuple(place for place in places if not is_copy(place.arena))
+    memory = tuple(part for part in found if not is_copy(part.arena))
     lineage = (*lineage, (number, step))
     for node in nodes:
-        others = tuple(other.peer() for other in nodes if other is not node)
-        node.order(KeeperOrder(attempt=number, lineage=lineage, copies_of=others))
+        places = tuple(
+            GroupPlace(peer=None if other is node else other.peer(), ranks=(rank,))
+            for rank, other in enumerate(nodes)
+        )
+        others = tuple(place.peer for place in places if place.peer is not None)
+        node.order(
+            KeeperOrder(
+                attempt=number,
+                lineage=lineage,
+                copies_of=() if by_parity else others,
+                parity=ParityGroup(attempt=number, num_parities=1, places=places)
+                if by_parity
+                else None,
+            )
+        )
     worker = f"w{number // REPLACED_EVERY:04d}"
     workers = (f"{worker}-a", f"{worker}-b")
     last = trainer.run(
@@ -84,21 +100,27 @@ def growth(samples: Sequence[Usage]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("num_recoveries", "num_snapshots"),
+    ("num_recoveries", "num_snapshots", "by_parity"),
     [
-        pytest.param(24, 4, id="short"),
-        pytest.param(50, 10, id="long", marks=[pytest.mark.chaos, pytest.mark.timeout(900)]),
+        pytest.param(24, 4, False, id="short"),
+        pytest.param(50, 10, False, id="copies", marks=LONG),
+        pytest.param(50, 10, True, id="parities", marks=LONG),
     ],
 )
 def test_snapshots_and_recoveries_leave_nothing_behind(
-    nodes: list[NodeProcess], trainer: SoakTrainer, num_recoveries: int, num_snapshots: int
+    nodes: list[NodeProcess],
+    trainer: SoakTrainer,
+    num_recoveries: int,
+    num_snapshots: int,
+    *,
+    by_parity: bool,
 ) -> None:
     """A mapping, a connection or a thread per recovery: a run that heals for weeks dies of it."""
     lineage: tuple[tuple[int, int], ...] = ()
     pids = {"trainer": trainer.pid, **{node.node: node.pid for node in nodes}}
     samples: dict[str, list[Usage]] = {name: [] for name in pids}
     for number in range(1, num_recoveries + 2):
-        lineage = recover(nodes, trainer, number, lineage, num_snapshots)
+        lineage = recover(nodes, trainer, number, lineage, num_snapshots, by_parity=by_parity)
         for name, pid in pids.items():
             samples[name].append(usage_of(pid))
 

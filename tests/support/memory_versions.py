@@ -9,6 +9,7 @@ import numpy as np
 
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, load, save_rank
+from ucp_core.lineage import Lineage
 from workers.keeper.arena import Arena
 from workers.protocol import Held
 from workers.snapshot.arena_store import ArenaStore
@@ -47,10 +48,17 @@ def local_tensors(state: State, rank: int, world_size: int) -> list[LocalTensor]
 
 
 def write_version(
-    arena: Arena, state: State, *, step: int, rank: int, world_size: int, attempt: int = 1
+    arena: Arena,
+    state: State,
+    *,
+    step: int,
+    rank: int,
+    world_size: int,
+    attempt: int = 1,
+    lineage: Lineage = (),
 ) -> Held:
     """Make the arena's next slot the part of ``rank`` and return what it holds then."""
-    slot = arena.choose(())
+    slot = arena.choose(lineage)
     arena.begin(slot, attempt=attempt, step=step, rank=rank, world_size=world_size)
     save_rank(
         ArenaStore(arena, slot),

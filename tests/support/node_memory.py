@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,13 @@ class NodeProcess:
         directory: Where its trainers find it.
         run: The run directory.
         settings: Of the training.
+
+    Attributes:
+        secret: What it asks of peers and loaders; another one after each start.
     """
+
+    #: How the process is made.
+    _start_method = "spawn"
 
     def __init__(self, node: str, directory: Path, run: Path, settings: Settings) -> None:
         self.node, self.directory = node, directory
@@ -33,7 +40,7 @@ class NodeProcess:
 
     def start(self) -> None:
         """Start the process; again, if it was killed."""
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(self._start_method)
         self._pipe, theirs = context.Pipe()
         how = {
             "node": self.node,
@@ -42,10 +49,12 @@ class NodeProcess:
             "run_url": str(self._run),
             "settings": self._settings,
         }
-        self._process = context.Process(target=_serve, args=(theirs, how), daemon=True)
+        self._process: BaseProcess = context.Process(
+            target=self._target(), args=(theirs, how), daemon=True
+        )
         self._process.start()
         theirs.close()
-        self._secret: bytes = self._answer()
+        self.secret: bytes = self._answer()
 
     @property
     def pid(self) -> int:
@@ -69,7 +78,7 @@ class NodeProcess:
     def peer(self) -> Peer:
         """Return it as other keepers reach it."""
         held = self.inventory()
-        return Peer(node=self.node, host=held.host, port=held.port, secret=self._secret)
+        return Peer(node=self.node, host=held.host, port=held.port, secret=self.secret)
 
     def places(self) -> list[MemoryPart]:
         """Return everything that it holds, with the way there."""
@@ -79,7 +88,7 @@ class NodeProcess:
                 node=self.node,
                 host=held.host,
                 port=held.port,
-                secret=self._secret,
+                secret=self.secret,
                 arena=part.arena,
                 held=part.held,
             )
@@ -91,6 +100,10 @@ class NodeProcess:
         self._process.kill()
         self._process.join()
         self._pipe.close()
+
+    def _target(self) -> Callable[[Connection, dict[str, Any]], None]:
+        """Return what the process runs."""
+        return _serve
 
     def _ask(self, do: str, *arguments: Any) -> Any:
         self._pipe.send((do, arguments))
@@ -121,12 +134,17 @@ def newest(nodes: Sequence[NodeProcess]) -> tuple[tuple[int, int], tuple[MemoryP
     return (step, attempt), tuple(found[attempt, step])
 
 
-def _serve(pipe: Connection, how: dict[str, Any]) -> None:
-    memory = NodeMemory(**how)
+def serve(pipe: Connection, memory: NodeMemory, **more: Callable[..., Any]) -> None:
+    """Do what is asked for through the pipe: what the memory does, and ``more`` by name."""
     pipe.send(memory.secret)
     while True:
         try:
             do, arguments = pipe.recv()
         except EOFError:
             return
-        pipe.send(getattr(memory, do)(*arguments))
+        act = more.get(do) or getattr(memory, do)
+        pipe.send(act(*arguments))
+
+
+def _serve(pipe: Connection, how: dict[str, Any]) -> None:
+    serve(pipe, NodeMemory(**how))

@@ -33,6 +33,15 @@ def _free_port() -> int:
 @contextmanager
 def served(log: Path, command: Callable[[int], list[str]], probe: str) -> Iterator[str]:
     """Run a server as a process of its own; yield its URL once it answers."""
+    with _running(log, command, probe) as (url, _):
+        yield url
+
+
+@contextmanager
+def _running(
+    log: Path, command: Callable[[int], list[str]], probe: str
+) -> Iterator[tuple[str, int]]:
+    """Do as ``served``; yield the id of the process, too."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as output:
@@ -43,7 +52,7 @@ def served(log: Path, command: Callable[[int], list[str]], probe: str) -> Iterat
             assert process.poll() is None, f"the server ended: {log.read_text()}"
             assert time.monotonic() < deadline, f"no answer: {log.read_text()}"
             time.sleep(0.05)
-        yield url
+        yield url, process.pid
     finally:
         process.terminate()
         process.wait(timeout=10)
@@ -51,11 +60,16 @@ def served(log: Path, command: Callable[[int], list[str]], probe: str) -> Iterat
 
 def s3_server(log: Path) -> AbstractContextManager[str]:
     """Return moto's S3, which asks for no credentials until it is told to."""
-    return served(
-        log,
-        lambda port: [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        "/moto-api/",
-    )
+    return served(log, _moto, "/moto-api/")
+
+
+def s3_process(log: Path) -> AbstractContextManager[tuple[str, int]]:
+    """Return the same, and the id of its process: to be stopped."""
+    return _running(log, _moto, "/moto-api/")
+
+
+def _moto(port: int) -> list[str]:
+    return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
 
 
 def gcs_server(log: Path, bucket: str) -> AbstractContextManager[str]:

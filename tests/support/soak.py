@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ from workers.protocol import Assignment, MemoryPart
 from workers.snapshot.sources import MemorySources
 from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
 
-__all__ = ["Attempt", "SoakTrainer", "Usage", "usage_of"]
+__all__ = ["Attempt", "SoakRank", "SoakTrainer", "Usage", "run_attempt", "usage_of", "weights"]
 
 ROWS, COLUMNS = 4096, 64
 WORLD = 2
@@ -76,10 +78,15 @@ class SoakTrainer:
         nodes: Name and keeper's directory, of both nodes.
     """
 
+    #: How the process is made.
+    _start_method = "spawn"
+
     def __init__(self, nodes: Sequence[tuple[str, Path]]) -> None:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(self._start_method)
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, list(nodes)), daemon=True)
+        self._process: BaseProcess = context.Process(
+            target=self._target(), args=(theirs, list(nodes)), daemon=True
+        )
         self._process.start()
         theirs.close()
 
@@ -91,7 +98,15 @@ class SoakTrainer:
 
     def run(self, attempt: Attempt) -> int:
         """Return the last step of the attempt, when it is over."""
+        self.begin(attempt)
+        return self.last_step()
+
+    def begin(self, attempt: Attempt) -> None:
+        """Have it do what an attempt says."""
         self._pipe.send(attempt)
+
+    def last_step(self) -> int:
+        """Return the last step of the attempt that was begun, when it is over."""
         assert self._pipe.poll(_ANSWER_S_MAX), "the trainer does not answer"
         step: int = self._pipe.recv()
         return step
@@ -101,6 +116,10 @@ class SoakTrainer:
         self._process.kill()
         self._process.join()
         self._pipe.close()
+
+    def _target(self) -> Callable[[Connection, Sequence[tuple[str, Path]]], None]:
+        """Return what the process runs."""
+        return _serve
 
 
 def usage_of(pid: int) -> Usage:
@@ -121,7 +140,9 @@ def weights(step: int) -> Tensor:
     return (rows + step)[:, None].expand(ROWS, COLUMNS).contiguous()
 
 
-class _Rank:
+class SoakRank:
+    """One rank in the process: its tensor, and its memory at the keeper of its node."""
+
     def __init__(self, rank: int, node: str, directory: Path) -> None:
         self._rank, self._node, self._directory = rank, node, directory
         self._box = Box.full((ROWS, COLUMNS)).piece(0, rank, WORLD)
@@ -133,7 +154,7 @@ class _Rank:
         ]
         self._whole = torch.zeros(ROWS, COLUMNS)
         self._worker = ""
-        self._memory = SnapshotMemory(directory, "")
+        self.memory = SnapshotMemory(directory, "")
         self.writer: SnapshotWriter | None = None
 
     def begin(self, attempt: Attempt) -> None:
@@ -142,9 +163,9 @@ class _Rank:
         if attempt.memory:
             self._load(attempt.memory, step)
         if self._worker != attempt.workers[self._rank]:
-            self._memory.leave()
+            self.memory.leave()
             self._worker = attempt.workers[self._rank]
-            self._memory = SnapshotMemory(self._directory, self._worker)
+            self.memory = SnapshotMemory(self._directory, self._worker)
         assignment = Assignment(
             attempt=number,
             rank=self._rank,
@@ -156,7 +177,7 @@ class _Rank:
             lineage=attempt.lineage,
         )
         self.writer = SnapshotWriter(
-            self._memory, assignment, fenced=lambda: False, told=lambda: None
+            self.memory, assignment, fenced=lambda: False, told=lambda: None
         )
         self.writer.prepare(self.state(step))
         _wait(lambda: self.writer is not None and self.writer.is_ready, "there is no memory")
@@ -184,7 +205,8 @@ class _Rank:
         assert torch.equal(self._whole, weights(step)), "not the state that was written"
 
 
-def _run(ranks: Sequence[_Rank], attempt: Attempt) -> int:
+def run_attempt(ranks: Sequence[SoakRank], attempt: Attempt) -> int:
+    """Return the last step of an attempt that all ranks have gone through."""
     for rank in ranks:
         rank.begin(attempt)
     writers = [rank.writer for rank in ranks if rank.writer is not None]
@@ -212,10 +234,10 @@ def _wait(is_so: Callable[[], bool], what_if_not: str) -> None:
 
 def _serve(pipe: Connection, nodes: Sequence[tuple[str, Path]]) -> None:
     torch.set_num_threads(1)
-    ranks = [_Rank(rank, *node) for rank, node in enumerate(nodes)]
+    ranks = [SoakRank(rank, *node) for rank, node in enumerate(nodes)]
     while True:
         try:
             attempt = pipe.recv()
         except EOFError:
             return
-        pipe.send(_run(ranks, attempt))
+        pipe.send(run_attempt(ranks, attempt))

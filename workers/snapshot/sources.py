@@ -146,6 +146,10 @@ class MemorySources:
                 computed[part.held.rank] = _Watched(None, part, PARITY)
         except ParityError as error:
             reason = str(error)
+        except StorageError as error:
+            # Its node was there when the record was read first.
+            self._give_up_on(_places(each for each in parities if each.is_lost), error)
+            return self._choose()
         for rank in missing:
             if rank not in computed:
                 raise CheckpointNotFoundError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from workers.keeper.parity_mirror import parity_name
 from workers.keeper.shelf import Shelf
 from workers.keeper.wire import WireServer
 from workers.protocol import Member, MemoryPart, held_source
-from workers.snapshot.parity_part import ParityRecord, slot_bytes, write
+from workers.snapshot.parity_part import ParityRecord, read_record, slot_bytes, write
 from workers.snapshot.sources import LOCAL_MEMORY, PARITY, PEER_MEMORY, MemorySources
 from workers.snapshot.tier import LocalPart, Part
 
@@ -26,6 +27,7 @@ WORLD = 4
 STATE = make_state(7)
 SIZE_BYTES = sum(value.nbytes for value in STATE.values())
 SECRET = b"of this keeper"
+PAGE_BYTES, HEADER_BYTES = 4096, 60
 
 
 @dataclass
@@ -174,6 +176,49 @@ def test_a_damaged_parity_gives_way_to_the_other(nodes: list[_Node], bad: int) -
     assert found.damaged == (expected if bad else [])
     assert found.unread == []
     assert PARITY in found.taken_bytes
+
+
+def _needed(nodes: Sequence[_Node], lost: int) -> dict[int, int]:
+    """Return how many bytes of each node's parities bring back what one lost; P comes first."""
+    place = nodes[0].place(PARITIES)
+    record = read_record(LocalPart(nodes[0].arena(PARITIES), place.held))
+    pieces = record.stripes.pieces(lost, record.lengths[lost])
+    return {piece.holders[0]: piece.stop - piece.start for piece in pieces}
+
+
+@pytest.mark.parametrize(
+    "num_flips", [12, pytest.param(100, marks=[pytest.mark.chaos, pytest.mark.timeout(120)])]
+)
+def test_every_flipped_bit_of_what_a_part_is_computed_from_is_noticed(
+    nodes: list[_Node], num_flips: int
+) -> None:
+    """In a member or in a parity, its data, its record or its header; who has it is blamed."""
+    rng, lost = random.Random(num_flips), 1
+    left = [node for rank, node in enumerate(nodes) if rank != lost]
+    needed = _needed(left, lost)
+    kinds = [(name, at) for name in ("own", PARITIES) for at in ("data", "record", "header")]
+    for number in range(num_flips):
+        name, at = kinds[number % len(kinds)]
+        bad = nodes[rng.choice(sorted(needed))]
+        name = bad.own if name == "own" else name
+        source, arena = bad.place(name), bad.arena(name)
+        held, content = source.held, bytes(arena._memory)
+        data_bytes = held.data_bytes if name == bad.own else needed[int(bad.name)]
+        byte = {
+            "data": rng.randrange(data_bytes),
+            "record": held.data_bytes + rng.randrange(held.record_bytes),
+            "header": rng.randrange(HEADER_BYTES) - PAGE_BYTES,
+        }[at]
+        found = _sources(left)
+        arena._memory[arena.body_offset(held.slot) + byte] ^= 1 << rng.randrange(8)
+        with closing(found):
+            found.load(_read)
+        arena._memory[:] = content
+
+        blamed = [*found.damaged, *found.unread]
+        assert blamed == [held_source(source.node, source.arena, held)], (number, name, at, byte)
+        if at == "data":
+            assert found.unread == [], "it is proven"
 
 
 def test_a_damaged_record_of_a_parity_is_found_before_it_is_used(nodes: list[_Node]) -> None:

@@ -1,0 +1,67 @@
+"""A container gets 64 MB of /dev/shm unless somebody asks for more: snapshots need none of it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+#: In a /dev/shm of its own, with the pages and the door there as in a run.
+SCRIPT = """
+import os
+from pathlib import Path
+from tests.support.snapshots import snapshot, weights
+from workers.keeper.door import Door, door_path, open_arena, reserve
+from workers.keeper.shelf import Shelf
+
+def used_bytes():
+    found = os.statvfs("/dev/shm")
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+total = os.statvfs("/dev/shm")
+assert total.f_blocks * total.f_frsize == 64 << 20
+directory = Path("/dev/shm/node")
+directory.mkdir()
+door = Door(door_path(directory), Shelf(budget_bytes=1 << 30))
+before = used_bytes()
+arena = reserve(door_path(directory), "w0001.1", body_bytes=60 << 20, attempt=1)
+for step in (1, 2, 3):
+    snapshot(arena, step)
+    held = arena.newest()
+    arena.body(held.slot)[held.data_bytes + held.record_bytes :] = bytes(
+        arena.body_bytes - held.data_bytes - held.record_bytes
+    )
+other = open_arena(door_path(directory), "w0001.1")
+assert [held.step for held in other.versions()] == [1, 2, 3]
+assert bytes(other.body(2)[: weights(3).nbytes]) == weights(3).tobytes()
+print(used_bytes() - before, arena.size_bytes)
+"""
+
+
+def _in_small_shm(command: list[str]) -> subprocess.CompletedProcess[str]:
+    mount = "mount -t tmpfs -o size=64m none /dev/shm"
+    unshare = ["unshare", "--map-root-user", "--mount"]
+    return subprocess.run(
+        [*unshare, "sh", "-c", f'{mount} && exec "$@"', "sh", *command],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def may_mount() -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare on this machine")
+    if (tried := _in_small_shm(["true"])).returncode:
+        pytest.skip(f"this user may not mount a /dev/shm: {tried.stderr.strip()}")
+
+
+def test_snapshots_do_not_fit_into_shared_memory_and_need_not() -> None:
+    """180 MB of three slots; files of that size in /dev/shm are a bus error in the trainer."""
+    done = _in_small_shm([sys.executable, "-c", SCRIPT])
+
+    assert done.returncode == 0, done.stderr
+    used_bytes, arena_bytes = map(int, done.stdout.split())
+    assert used_bytes == 0
+    assert arena_bytes >= 180 << 20
