@@ -167,7 +167,7 @@ class DoomedTrainer(SoakTrainer):
     @property
     def has_answered(self) -> bool:
         """Return whether it is done with what it was told."""
-        return self._pipe.poll()
+        return bool(self._pipe.poll())
 
     def wake(self) -> None:
         """Let it go on."""
