@@ -52,7 +52,9 @@ _CHUNK_BYTES = 1 << 18
 _NDIM_MAX = 8
 #: ``np.fromstring`` reads as many digits without overflow.
 _DIGITS_MAX = 18
-_KNOWN_MAX = 4
+_KNOWN_MAX = 8
+#: A list of 1,000 ranks has 0.2 MB. More would take more memory than as objects.
+_LIST_BYTES_MAX = 16 << 20
 #: Numbers of a fragment beside its box and blocks: two in the file's name, offset, size, the 32
 #: of ``crc32``, and its value.
 _NUM_FIXED = 6
@@ -133,7 +135,7 @@ class _Known(NamedTuple):
 
 
 #: By form. The ranks of a pipeline stage have the same tensors, and so have their next versions:
-#: of those nothing but numbers has to be read. The oldest is forgotten.
+#: of those nothing but numbers has to be read.
 _known: dict[bytes, _Known] = {}
 
 
@@ -169,8 +171,8 @@ def _learn(text: bytes, cut: _Cut, tensors: _Tensors, firsts: Numbers, shape: _S
         plain=place[shape.plain],
         blocks=place[shape.blocks],
     )
-    while len(_known) >= _KNOWN_MAX:
-        _known.pop(next(iter(_known)), None)
+    if len(_known) >= _KNOWN_MAX:
+        _known.clear()
     values, num_digits = numbers.values[others], numbers.num_digits[others]
     _known[numbers.form.tobytes()] = _Known(tensors, firsts, moved, others, values, num_digits)
 
@@ -198,7 +200,7 @@ def _read(text: bytes) -> _Read | None:
         chunk = b",".join(filter(None, cut.lists[low:high]))
         if not chunk:
             continue
-        numbers = _numbers(chunk)
+        numbers = _numbers(chunk) if len(chunk) <= _LIST_BYTES_MAX else None
         shape = numbers and _shape(numbers, ndims[firsts[low] : firsts[high]], ndim)
         rows = numbers and shape and _rows(numbers, shape)
         if not shape or not rows:

@@ -173,10 +173,10 @@ class Table:
         is_found &= (bounds[:, STOP] <= self.slots.whole[number, STOP]).all(axis=1)
         place, row, inner = self._find(number, bounds, np.flatnonzero(is_found))
         start, stop, size = spans(inner, self.bounds[row])
-        target, target_stop, _ = spans(inner, bounds[place])
-        is_direct = (stop - start == size) & (target_stop - target == size)
+        target, _, _ = spans(inner, bounds[place])
         itemsize = self.slots.itemsizes[number[place]]
-        target = np.where(is_direct, target * itemsize, -1)
+        # What lies side by side in a range of a tensor does so in every box of it.
+        target = np.where(stop - start == size, target * itemsize, -1)
         numbers = np.stack([start * itemsize, stop * itemsize, target], axis=1)
         found = [
             (index, fragment, Box(tuple(low[:ndim]), tuple(high[:ndim])), *rest)
