@@ -60,10 +60,12 @@ class Fate:
 
     Args:
         watched: Arenas whose changes count; asked for with every line, so without a lock.
+        mark: A file that is made just before: others see the end of a process some time later.
     """
 
-    def __init__(self, watched: Callable[[], Iterable[Arena]]) -> None:
+    def __init__(self, watched: Callable[[], Iterable[Arena]], mark: Path | None = None) -> None:
         self._watched = watched
+        self._mark = mark
         self._lock = threading.Lock()
         self._moment: Moment | None = None
         self._signal = signal.SIGKILL
@@ -109,6 +111,8 @@ class Fate:
                 return
             # If it is only stopped, it goes on.
             self._moment = None
+        if self._mark is not None:
+            self._mark.touch()
         os.kill(os.getpid(), self._signal)
 
     def _look(self) -> int:
@@ -133,8 +137,13 @@ class DoomedNode(NodeProcess):
 
     @property
     def is_alive(self) -> bool:
-        """Return whether its process is there."""
-        return self._process.is_alive()
+        """Return whether its process is there, and not about to end."""
+        return self._process.is_alive() and not _mark_of(self.directory).exists()
+
+    def start(self) -> None:
+        """Start the process; again, if it was killed."""
+        _mark_of(self.directory).unlink(missing_ok=True)
+        super().start()
 
     def flush(self, attempt: int, step: int) -> bool:
         """Have it store what it holds of a version; return whether that is committed."""
@@ -211,7 +220,10 @@ def preload() -> None:
 def _serve_node(pipe: Connection, how: dict[str, Any]) -> None:
     wire.CHUNK_BYTES = wire._BARE_BYTES = CHUNK_BYTES  # type: ignore[misc]
     arenas: dict[str, Arena] = {}
-    fate = Fate(lambda: [arena for name, arena in list(arenas.items()) if is_copy(name)])
+    fate = Fate(
+        lambda: [arena for name, arena in list(arenas.items()) if is_copy(name)],
+        _mark_of(how["directory"]),
+    )
     fate.install()
     memory = NodeMemory(**how)
     # Not by its methods: the line that is looked at may have their lock.
@@ -235,6 +247,10 @@ def _serve_trainer(pipe: Connection, nodes: Sequence[tuple[str, Path]]) -> None:
             pipe.send(True)
         else:
             pipe.send(run_attempt(ranks, order))
+
+
+def _mark_of(directory: Path) -> Path:
+    return directory / "doomed"
 
 
 def _print_of(arena: Arena, value: int) -> int:
