@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,15 @@ class NodeView:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
     lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def view_of(row: Mapping[str, Any], rack_label: str) -> NodeView:
+    """Return what a row of Ray's node table says of a node; ``rack_label`` as for ``Nodes``."""
+    return NodeView(
+        node=row["NodeID"],
+        raylet_address=(row["NodeManagerAddress"], row["NodeManagerPort"]),
+        rack=row["Labels"].get(rack_label, ""),
+    )
 
 
 class Nodes:
@@ -185,9 +194,7 @@ class Nodes:
             self._spawn_look(self._look_again(view))
         if view is not None or not self._fits(row["Resources"]):
             return
-        address = (row["NodeManagerAddress"], row["NodeManagerPort"])
-        rack = row["Labels"].get(self._rack_label, "")
-        view = self.views[node] = NodeView(node=node, raylet_address=address, rack=rack)
+        view = self.views[node] = view_of(row, self._rack_label)
         view.keeper = (
             ray.remote(Keeper)
             .options(

@@ -268,7 +268,9 @@ def test_copies_of_the_model_lose_a_node_and_get_it_back(
     _reach(run, 12, workers=4)
     summary = _finish(run)
 
-    assert [i["layout_before"] for i in summary["incidents"]][:1] == ["dp_replicate=2 x dp_shard=2"]
+    assert before["redundancy"]["mechanism"] == "redundant copy", before["redundancy"]
+    assert summary["incidents"][0]["layout_before"] == "dp_replicate=2 x dp_shard=2"
+    _check_from_memory(summary["incidents"][0])
     history = read_history(config.run.directory)
     history.check_exactly_once(config)
     assert summary["final_loss"] < history.lines[0]["loss"] - 1.0, "it did not learn"
