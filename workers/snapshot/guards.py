@@ -70,15 +70,22 @@ class Guards:
         ]
         self._reserve()
 
-    def capture(self, step: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Copy all of them; return what is left to be copied from a device: to where, and what."""
+    def capture(
+        self, step: int, kept: tuple[int, int] | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Copy all of them; return what is left to be copied from a device: to where, and what.
+
+        Args:
+            step: After which.
+            kept: Attempt and step of the newest version that all ranks have; it stays.
+        """
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for share in self._shares:
             share.slot = -1
             if share.arena is None:
                 continue
-            share.slot = share.arena.choose(self._assignment.lineage)
+            share.slot = share.arena.choose(self._assignment.lineage, kept=kept)
             share.arena.begin(
                 share.slot,
                 attempt=self._assignment.attempt,

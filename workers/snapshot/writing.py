@@ -169,7 +169,7 @@ class SnapshotWriter:
             world_size=assignment.layout.world_size,
         )
         blocks = self._form.copy_checked(slot)
-        targets, sources = self._guards.capture(state.step)
+        targets, sources = self._guards.capture(state.step, kept)
         if blocks is None:
             targets += self._form.views[slot]
             sources += self._form.sources

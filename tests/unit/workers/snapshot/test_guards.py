@@ -62,8 +62,8 @@ def _begin(
     return made
 
 
-def _take(rank: Rank, step: int) -> None:
-    assert rank.writer.capture(_state(step, rank.rank, rank.guards or ()))
+def _take(rank: Rank, step: int, kept_step: int = -1) -> None:
+    assert rank.writer.capture(_state(step, rank.rank, rank.guards or ()), kept_step=kept_step)
     rank.writer.complete(pin=False)
     assert rank.writer.wait(step)
 
@@ -123,6 +123,17 @@ def test_memory_that_is_refused_for_a_guard_costs_no_own_snapshot(
     assert rank.writer.wait_copied(3, until_s=0.0)
     assert rank.writer.close()
     node.close()
+
+
+def test_what_all_ranks_have_stays_among_the_guarded_shares_too(node: Node) -> None:
+    """The versions behind it may lack a rank that died; with the oldest all of it would go."""
+    rank = _begin(SnapshotMemory(node.directory, "w0000"), 0, (1,))
+    for step in (1, 2, 3, 4):
+        _take(rank, step, kept_step=1)
+
+    held = {name: [one.step for one in held] for name, held in node.shelf.versions().items()}
+    assert held == {GUARD: [1, 3, 4], "w0000.1": [1, 3, 4]}
+    assert rank.writer.close()
 
 
 def test_a_restarted_keeper_is_handed_the_guarded_share_too(node: Node) -> None:
