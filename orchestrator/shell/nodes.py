@@ -111,7 +111,7 @@ class Nodes:
     ) -> None:
         self._names = names
         self._resources = resources
-        self._rack_label = rack_label
+        self.rack_label = rack_label
         self._boot = boot
         self._at_s = at_s
         self._post = post
@@ -194,7 +194,7 @@ class Nodes:
             self._spawn_look(self._look_again(view))
         if view is not None or not self._fits(row["Resources"]):
             return
-        view = self.views[node] = view_of(row, self._rack_label)
+        view = self.views[node] = view_of(row, self.rack_label)
         view.keeper = (
             ray.remote(Keeper)
             .options(

@@ -353,11 +353,18 @@ class Snapshots:
 
     def troubles(self) -> list[str]:
         """Return what protects less than was asked for, one line each."""
+        label = self._nodes.rack_label
         racks = [
             f"the loss of rack {rack} may cost the snapshots in memory: nodes of it protect each "
             "other; add nodes of other racks"
             for rack in self._plan.shared_racks
         ]
+        unnamed = [view.node[:8] for view in self._views() if label and not view.rack]
+        if unnamed:
+            racks.append(
+                f"Ray knows no label {label!r} of node {', '.join(unnamed)}: each is taken to fail "
+                "alone; start it with that label, or correct cluster.rack_label"
+            )
         return racks + [
             f"node {report.node[:8]}: {trouble}"
             for report in self._living_reports()

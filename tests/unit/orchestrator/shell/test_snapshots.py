@@ -341,6 +341,18 @@ def test_racks_that_nodes_share_are_told_as_trouble() -> None:
     assert "rack r" in shared
 
 
+def test_a_node_without_the_label_that_names_racks_is_told_as_trouble() -> None:
+    """A label that is misspelt names no rack of any node, and protects nothing."""
+
+    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+        made._nodes.rack_label = "rack"
+        made._nodes.views["aa"].rack = "r"
+        return made.troubles()
+
+    (told,) = _with(MemoryStore(), act)
+    assert "'rack' of node bb:" in told
+
+
 def test_the_first_snapshot_decides_between_copies_and_parity() -> None:
     """Its size is not known before; what was decided stays until the next attempt."""
 
