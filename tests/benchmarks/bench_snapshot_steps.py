@@ -62,6 +62,7 @@ from workers.train.settings import (
 TARGETS: Final = {3: 0.02, 200: 0.05}
 NODES: Final = ("node-a", "node-b")
 NEVER: Final = 10**9
+NICENESS: Final = 15
 RUN_S_MAX: Final = 3600.0
 NUM_SAMPLES: Final = 1 << 20
 
@@ -99,6 +100,8 @@ def train(
         is_guarded: Whether it saves the share of its replica on the other node, too.
     """
     others = tuple(rank for rank in replicas_of(layout, place.rank) if rank != place.rank)
+    # As Ray's workers are: keepers send beside trainers, and copy in what those leave.
+    os.nice(NICENESS)
     node, keeper_directory, _ = nodes[place.rank * len(nodes) // job.workers]
     store, directory = open_store(str(place.directory / "run"))
     meter = Meter(job, [pid for _, _, pid in nodes] if place.rank == 0 else [])

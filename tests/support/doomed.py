@@ -218,7 +218,7 @@ def preload() -> None:
 
 
 def _serve_node(pipe: Connection, how: dict[str, Any]) -> None:
-    wire.CHUNK_BYTES = wire._BARE_BYTES = CHUNK_BYTES  # type: ignore[misc]
+    wire.CHUNK_BYTES = CHUNK_BYTES  # type: ignore[misc]
     arenas: dict[str, Arena] = {}
     fate = Fate(
         lambda: [arena for name, arena in list(arenas.items()) if is_copy(name)],

@@ -39,6 +39,7 @@ _MAGIC = b"evstarn1"
 #: Magic, sequence, attempt, step, rank, world size, data bytes, record bytes; then their crc32.
 _HEADER = struct.Struct("<8sQqqiiqq")
 _CRC = struct.Struct("<I")
+_EMPTY: Held | None = None
 #: Fault a page in as if it were written (Linux 5.14). The call keeps all other threads of the
 #: process from running, so it is made in pieces of a few milliseconds.
 _MADV_POPULATE_WRITE: Final = 23
@@ -96,6 +97,12 @@ class Arena:
         self._map, self._map_start = _mapped(fd, size_bytes)
         self._memory = memoryview(self._map)[self._map_start : self._map_start + size_bytes]
         self._words = self._memory[_WORDS_AT : _WORDS_AT + 8 * _NUM_WORDS].cast("Q")
+        header_bytes = _HEADER.size + _CRC.size
+        starts = [slot * slot_bytes for slot in range(NUM_SLOTS)]
+        self._headers = [self._memory[start : start + header_bytes] for start in starts]
+        #: What the header of each slot said when it was read last, and its bytes: a keeper reads
+        #: hundreds a step, and to take one apart costs ten times as much as to compare it.
+        self._seen = [(bytes(header_bytes), _EMPTY)] * NUM_SLOTS
 
     @classmethod
     def create(cls, name: str, *, body_bytes: int) -> Arena:
@@ -147,6 +154,8 @@ class Arena:
         """Let go of the memory; it stays mapped for as long as there are views of it."""
         with contextlib.suppress(BufferError):
             self._words.release()
+            for header in self._headers:
+                header.release()
             self._memory.release()
             self._map.close()
         fd, self.fd = self.fd, -1
@@ -171,12 +180,12 @@ class Arena:
 
     def finish(self, slot: int, *, data_bytes: int, record_bytes: int) -> None:
         """Mark the slot, which was begun, as complete."""
-        header = self._read(slot)
-        assert header is not None, f"slot {slot} was not begun"
+        begun = self._read(slot)
+        assert begun is not None, f"slot {slot} was not begun"
         assert data_bytes + record_bytes <= self.body_bytes, "more than the slot holds"
-        sequence, attempt, step, rank, world_size, _, _ = header
-        assert sequence % 2, f"slot {slot} is complete already"
-        self._write(slot, sequence + 1, attempt, step, rank, world_size, data_bytes, record_bytes)
+        assert begun.sequence % 2, f"slot {slot} is complete already"
+        about = begun.attempt, begun.step, begun.rank, begun.world_size
+        self._write(slot, begun.sequence + 1, *about, data_bytes, record_bytes)
         self._words[_FINISHED] += 1
 
     @property
@@ -187,26 +196,14 @@ class Arena:
     def held(self, slot: int) -> Held | None:
         """Return what the slot holds; None if it is empty, under way, damaged, or let go of."""
         try:
-            header = self._read(slot)
+            held = self._read(slot)
             damaged = self._words[_DAMAGED + slot]
         except ValueError:
             # Another thread closed the arena.
             return None
-        if header is None:
+        if held is None or held.sequence % 2 or held.sequence == damaged:
             return None
-        sequence, attempt, step, rank, world_size, data_bytes, record_bytes = header
-        if sequence % 2 or sequence == damaged or data_bytes + record_bytes > self.body_bytes:
-            return None
-        return Held(
-            slot=slot,
-            sequence=sequence,
-            attempt=attempt,
-            step=step,
-            rank=rank,
-            world_size=world_size,
-            data_bytes=data_bytes,
-            record_bytes=record_bytes,
-        )
+        return held if held.data_bytes + held.record_bytes <= self.body_bytes else None
 
     def versions(self) -> list[Held]:
         """Return what all slots hold, oldest first."""
@@ -284,18 +281,17 @@ class Arena:
         self._words[_DAMAGED + held.slot] = held.sequence
 
     def _sequence(self, slot: int) -> int:
-        header = self._read(slot)
-        return header[0] if header is not None else 0
+        held = self._read(slot)
+        return held.sequence if held is not None else 0
 
-    def _read(self, slot: int) -> tuple[int, int, int, int, int, int, int] | None:
-        start = slot * self._slot_bytes
-        page = bytes(self._memory[start : start + _HEADER.size + _CRC.size])
-        packed = page[: _HEADER.size]
-        if packed[:8] != _MAGIC or _CRC.unpack(page[_HEADER.size :]) != (crc32(packed),):
-            return None
-        _, *fields = _HEADER.unpack(packed)
-        sequence, attempt, step, rank, world_size, data_bytes, record_bytes = fields
-        return sequence, attempt, step, rank, world_size, data_bytes, record_bytes
+    def _read(self, slot: int) -> Held | None:
+        """Return what the header says, of a slot that is under way too; None if it is not whole."""
+        header = bytes(self._headers[slot])
+        seen, held = self._seen[slot]
+        if header != seen:
+            held = _unpacked(header, slot)
+            self._seen[slot] = header, held
+        return held
 
     def _write(self, slot: int, *fields: int) -> None:
         packed = _HEADER.pack(_MAGIC, *fields)
@@ -320,6 +316,23 @@ def _mapped(fd: int, size_bytes: int) -> tuple[mmap.mmap, int]:
         space.close()
         raise OSError(ctypes.get_errno(), "a memory file cannot be mapped")
     return space, start
+
+
+def _unpacked(header: bytes, slot: int) -> Held | None:
+    packed = header[: _HEADER.size]
+    if packed[:8] != _MAGIC or _CRC.unpack(header[_HEADER.size :]) != (crc32(packed),):
+        return None
+    _, sequence, attempt, step, rank, world_size, data_bytes, record_bytes = _HEADER.unpack(packed)
+    return Held(
+        slot=slot,
+        sequence=sequence,
+        attempt=attempt,
+        step=step,
+        rank=rank,
+        world_size=world_size,
+        data_bytes=data_bytes,
+        record_bytes=record_bytes,
+    )
 
 
 def _copied_word(held: Held) -> int:

@@ -39,6 +39,9 @@ class Attendance:
 
     def follow(self, follower: Hashable, names: Collection[str]) -> None:
         """Have it follow these from now on and no others; () once it is gone."""
+        if self._got.get(follower, {}).keys() == set(names):
+            self.renew()
+            return
         with self._lock:
             before = self._got.pop(follower, {})
             if names:

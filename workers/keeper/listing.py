@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from workers.keeper.frames import fields_of, held_of
 from workers.protocol import Held
 
-__all__ = ["Listed", "Listing", "listing_of"]
+__all__ = ["Listed", "Listing", "agree", "copy_name", "is_copy", "listing_of"]
+
+_COPY_MARK: Final = "/"
+_NODE_CHARS: Final = 12
+
+
+def copy_name(node: str, arena: str) -> str:
+    """Return the name under which the versions of ``arena`` of another node are held here."""
+    return f"{node[:_NODE_CHARS]}{_COPY_MARK}{arena}"
+
+
+def is_copy(arena: str) -> bool:
+    """Return whether an arena of this name holds what another node's rank wrote."""
+    return _COPY_MARK in arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +84,11 @@ def listing_of(answer: Any) -> Listing:
             for name, listed in answer["arenas"].items()
         },
     )
+
+
+def agree(versions: Mapping[str, Sequence[Held]]) -> bool:
+    """Return whether the newest versions of all ranks are of one step."""
+    return len({(held[-1].attempt, held[-1].step) for held in versions.values() if held}) <= 1
 
 
 def _version_of(answer: Any) -> tuple[int, int] | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final, TypeAlias
 
 from ucp_core.errors import StorageError
@@ -82,24 +81,25 @@ class Mirror(Following):
 
     def _follow(self) -> None:
         self._told.clear()
-        news = -1
+        news, copied = -1, dict[str, Held]()
         while not self._stopping.is_set():
             now_s = time.monotonic()
             without = {name for name, until_s in self._refused.items() if now_s < until_s}
-            listing = self._client.list_arenas(after=news, timeout_s=POLL_S, without=without)
+            listing = self._client.list_arenas(
+                after=news, timeout_s=POLL_S, without=without, copied=copied
+            )
             news = listing.news
             self._shelf.note_listed(self._peer.node, listing.arenas)
-            for name, listed in listing.arenas.items():
-                if name not in without and self._copy(name, listed):
-                    self._tell(name, listed)
+            arenas = listing.arenas.items()
+            there = [name for name, x in arenas if name not in without and self._copy(name, x)]
+            copied = self._news_of({name: listing.arenas[name].parts[-1] for name in there})
             self._is_well()
 
-    def _tell(self, name: str, listed: Listed) -> None:
-        """Tell the peer that nothing up to its newest version need be waited for."""
-        newest = listed.parts[-1]
-        if self._told.get(name) != newest:
-            self._client.note_copied(name, newest)
-            self._told[name] = newest
+    def _news_of(self, newest: dict[str, Held]) -> dict[str, Held]:
+        """Return which of these the peer has to be told of: nothing before need be waited for."""
+        news = {name: held for name, held in newest.items() if self._told.get(name) != held}
+        self._told.update(news)
+        return news
 
     def _copy(self, name: str, listed: Listed) -> bool:
         """Return whether a copy is held of all that counts and is listed."""
@@ -149,7 +149,6 @@ class Mirror(Following):
         self._overtaken.pop(name, None)
         self._troubled.pop(name, None)
         target.finish(slot, data_bytes=source.data_bytes, record_bytes=source.record_bytes)
-        self._shelf.tell()
         return True
 
     def _note_overtaken(self, name: str, source: Held) -> None:
@@ -199,7 +198,9 @@ class Mirrors:
 
 def _holds(arena: Arena, source: Held) -> bool:
     """Return whether a copy is there, which only differs in where it is."""
-    return any(
-        replace(held, slot=source.slot, sequence=source.sequence) == source
-        for held in arena.versions()
-    )
+    return any(_content(held) == _content(source) for held in arena.versions())
+
+
+def _content(held: Held) -> tuple[int, ...]:
+    about = held.attempt, held.step, held.rank, held.world_size
+    return (*about, held.data_bytes, held.record_bytes)

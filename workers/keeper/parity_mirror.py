@@ -170,7 +170,6 @@ class ParityMirror(Following):
         except ValueError:
             # The arena was let go of under our hands.
             return False
-        self._shelf.tell()
         return True
 
     def _tell(self, listed: Mapping[int, Mapping[str, Listed]], made: int) -> None:

@@ -161,7 +161,10 @@ class Shelf:
         return {name: arena.versions() for name, arena in self.arenas().items()}
 
     def tell(self) -> None:
-        """Wake those who wait for news, and for pins if there are any: something changed."""
+        """Wake those who wait for news, and for pins if there are any: something changed.
+
+        Not for what is copied: nobody waits for that.
+        """
         with self._news:
             self._num_news += 1
             self._news.notify_all()

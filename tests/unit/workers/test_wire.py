@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import socket
@@ -412,7 +411,7 @@ def test_a_silent_peer_is_given_up_on_either_side(
 
     with socket.create_connection(server.address) as greedy:
         greedy.sendall(frames.proof(SECRET, frames.receive(greedy, frames.CHALLENGE_BYTES)))
-        held = dataclasses.asdict(arena.versions()[0])
+        held = frames.fields_of(arena.versions()[0])
         request = {"arena": "w0001", "held": held, "offset_bytes": 0, "size_bytes": SIZE}
         for _ in range(20):
             frames.send_json(greedy, request)
