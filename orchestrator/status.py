@@ -13,6 +13,7 @@ from orchestrator.core.journal import fold, verify
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import describe
 from orchestrator.errors import CapacityError, RunNotFoundError
+from orchestrator.policies.cadence import CadenceRules
 from orchestrator.policies.versions import MEMORY, Holding, ParityHolding, Version
 from orchestrator.policies.whatif import (
     LossFacts,
@@ -205,6 +206,9 @@ def _configured_cadence(store: Store, path: str) -> dict[str, Any]:
         "step_s": None,
         "snapshot_stall_s": None,
         "checkpoint_stall_s": None,
+        "cost_share": None,
+        "cost_share_max": CadenceRules().cost_share_max,
+        "troubles": [],
         "reason": "what attempts begin with",
     }
 

@@ -20,8 +20,10 @@ __all__ = [
     "CadenceRules",
     "Redundancy",
     "Tier",
+    "cost_share",
     "decide",
     "interval_s",
+    "over_budget",
     "overhead_share",
     "rate_per_s",
     "settled",
@@ -225,6 +227,35 @@ def decide(facts: CadenceFacts, rules: CadenceRules) -> Cadence:
             f"{cost:.2%} of step time of {rules.cost_share_max:.2%} allowed"
             + (", which stretches both" if stretch > 1 else "")
         ),
+    )
+
+
+def cost_share(
+    step_s: float, snapshot_stall_s: float, checkpoint_stall_s: float, *, steps: tuple[int, int]
+) -> float:
+    """Return the part of step time that both tiers stall training.
+
+    Args:
+        step_s: A step, without what is saved.
+        snapshot_stall_s: What a snapshot takes from training.
+        checkpoint_stall_s: What a checkpoint takes.
+        steps: Between two snapshots, and between two checkpoints; 0 if there are none.
+    """
+    stalls = zip((snapshot_stall_s, checkpoint_stall_s), steps, strict=True)
+    return sum(stall_s / (every * step_s) for stall_s, every in stalls if every and step_s)
+
+
+def over_budget(share: float, rules: CadenceRules, *, steps: tuple[int, int]) -> str:
+    """Return a line for people if saving costs more than it may; "" if not.
+
+    Intervals that were asked for are kept as they are: only the line says what they cost.
+    """
+    if share <= rules.cost_share_max:
+        return ""
+    return (
+        f"saving stalls training for {share:.1%} of step time, {rules.cost_share_max:.0%} are "
+        f"meant for it: raise snapshot.every_steps (now {steps[0]}) or checkpoint.every_steps "
+        f"(now {steps[1]}), or set them to auto"
     )
 
 

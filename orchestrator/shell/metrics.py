@@ -41,13 +41,25 @@ class RunMetrics:
         self._checkpoint_stall_s = gauge(
             "run_checkpoint_stall_seconds", "What a checkpoint takes from training, median."
         )
+        self._save_share = gauge(
+            "run_save_cost_ratio", "Share of step time for which saves stall training."
+        )
+        self._save_share_max = gauge("run_save_cost_budget_ratio", "What that may be.")
         self._snapshot_every = gauge("run_snapshot_every_steps", "Steps between two snapshots.")
         self._checkpoint_every = gauge(
             "run_checkpoint_every_steps", "Steps between two versions in storage."
         )
 
-    def show_saves(self, costs: SaveCosts) -> None:
-        """Set the gauges of what saves cost, and how often they are taken."""
+    def show_saves(self, costs: SaveCosts, *, share: float, share_max: float) -> None:
+        """Set the gauges of what saves cost, and how often they are taken.
+
+        Args:
+            costs: As measured on one rank.
+            share: Of step time that they take from training.
+            share_max: That they may take; an alert compares the two.
+        """
+        self._save_share.set(share)
+        self._save_share_max.set(share_max)
         self._step_s.set(costs.step_s)
         self._snapshot_stall_s.set(costs.snapshot_stall_s)
         self._checkpoint_stall_s.set(costs.checkpoint_stall_s)

@@ -15,7 +15,9 @@ from orchestrator.policies.cadence import (
     CadenceRules,
     Redundancy,
     Tier,
+    cost_share,
     decide,
+    over_budget,
     settled,
 )
 from orchestrator.policies.redundancy import RedundancyPlan
@@ -69,7 +71,9 @@ class Pacing:
             snapshot_steps=snapshot.first_every, checkpoint_steps=checkpoint.first_every
         )
         self._told = Pace()
+        self._rules = CadenceRules()
         self._costs: SaveCosts | None = None
+        self._trouble = ""
         self._reason = "not measured yet" if self._chooses else "as configured"
 
     @property
@@ -77,7 +81,7 @@ class Pacing:
         return self._chooses_snapshots or self._chooses_checkpoints
 
     def document(self) -> dict[str, Any]:
-        """Return what the status document says of it."""
+        """Return what the status document says of it: measured, and beside the budget."""
         costs = self._costs
         return {
             "snapshot_steps": self._kept.snapshot_steps if self._has_snapshots else 0,
@@ -85,8 +89,20 @@ class Pacing:
             "step_s": costs.step_s if costs is not None else None,
             "snapshot_stall_s": costs.snapshot_stall_s if costs is not None else None,
             "checkpoint_stall_s": costs.checkpoint_stall_s if costs is not None else None,
+            "cost_share": self._share(costs) if costs is not None else None,
+            "cost_share_max": self._rules.cost_share_max,
+            "troubles": [self._trouble] if self._trouble else [],
             "reason": self._reason,
         }
+
+    @property
+    def _steps(self) -> tuple[int, int]:
+        snapshot_steps = self._kept.snapshot_steps if self._has_snapshots else 0
+        return snapshot_steps, self._kept.checkpoint_steps
+
+    def _share(self, costs: SaveCosts) -> float:
+        stalls_s = costs.snapshot_stall_s, costs.checkpoint_stall_s
+        return cost_share(costs.step_s, *stalls_s, steps=self._steps)
 
     async def keep_forever(self, state: Callable[[], RunState]) -> None:
         """Ask and tell rank 0 of whatever attempt trains."""
@@ -112,12 +128,17 @@ class Pacing:
 
     def _take(self, costs: SaveCosts, redundancy: Redundancy) -> None:
         self._costs, self._kept = costs, costs.pace
-        self._metrics.show_saves(costs)
+        share = self._share(costs)
+        self._metrics.show_saves(costs, share=share, share_max=self._rules.cost_share_max)
+        trouble = over_budget(share, self._rules, steps=self._steps)
+        if trouble and not self._trouble:
+            log.warning("saving_over_budget", extra={"reason": trouble})
+        self._trouble = trouble
         # What is not measured is not free.
         is_known = costs.checkpoint_busy_s > 0 or not self._chooses_checkpoints
         is_known &= costs.snapshot_stall_s > 0 or not self._has_snapshots
         if self._chooses and is_known:
-            self._choose(decide(self._facts(costs, redundancy), CadenceRules()))
+            self._choose(decide(self._facts(costs, redundancy), self._rules))
 
     def _facts(self, costs: SaveCosts, redundancy: Redundancy) -> CadenceFacts:
         kinds = [incident.kind for incident in self._stats.incidents]

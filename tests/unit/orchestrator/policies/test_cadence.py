@@ -13,8 +13,10 @@ from orchestrator.policies.cadence import (
     CadenceRules,
     Redundancy,
     Tier,
+    cost_share,
     decide,
     interval_s,
+    over_budget,
     overhead_share,
     rate_per_s,
     settled,
@@ -193,3 +195,35 @@ def test_a_store_that_stalls_nobody_is_not_kept_busy_all_the_time() -> None:
 def test_an_interval_changes_only_if_that_is_worth_it(kept: int, found: int, then: int) -> None:
     """Measured costs vary; a line in the log for each would hide the changes that matter."""
     assert settled(kept, found) == then
+
+
+def test_intervals_that_were_asked_for_are_measured_against_the_budget() -> None:
+    """They are kept as they are: only a line says that a user pays more than is meant to be."""
+    rules = CadenceRules()
+    share = cost_share(0.5, 0.004, 0.1, steps=(1, 10))
+    assert share == pytest.approx(0.004 / 0.5 + 0.1 / 5.0)
+    assert "2.8% of step time, 2% are meant for it" in over_budget(share, rules, steps=(1, 10))
+    assert over_budget(0.02, rules, steps=(1, 10)) == ""
+
+    assert cost_share(0.5, 0.004, 0.1, steps=(0, 10)) == pytest.approx(0.02), "without snapshots"
+    assert cost_share(0.0, 0.004, 0.1, steps=(1, 10)) == 0.0, "nothing was measured yet"
+
+
+@given(step_s=st.floats(1e-3, 60.0), stall_s=st.floats(0.0, 1.0), persist_s=st.floats(0.0, 10.0))
+def test_what_is_chosen_is_never_over_budget(
+    step_s: float, stall_s: float, persist_s: float
+) -> None:
+    """The line tells people to set intervals to auto."""
+    rules = CadenceRules(snapshot_s_max=1e6, persist_s_max=1e6)
+    found = decide(
+        replace(
+            FACTS,
+            step_s=step_s,
+            snapshot=Tier(stall_s=stall_s, busy_s=stall_s),
+            persist=Tier(stall_s=persist_s, busy_s=persist_s),
+        ),
+        rules,
+    )
+    steps = found.snapshot_steps, found.persist_steps
+    share = cost_share(step_s, stall_s, persist_s, steps=steps)
+    assert over_budget(share * (1 - 1e-6), rules, steps=steps) == ""
