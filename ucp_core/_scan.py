@@ -186,18 +186,19 @@ def _read(text: bytes) -> _Read | None:
     """
     cut = _cut(text)
     tensors = None if cut is None else _tensors(cut.text)
-    if cut is None or tensors is None or len(cut.lists) != len(tensors.slots.ndims):
+    if cut is None or tensors is None or len(cut.begins) != len(tensors.slots.ndims):
         return None
     ndim = tensors.slots.ndim
     if ndim > _NDIM_MAX:
         return None
-    counts = np.array([each.count(b"{") for each in cut.lists], np.int64)
+    lists = list(zip(cut.begins, cut.ends, strict=True))
+    counts = np.array([text.count(b"{", begin, end) for begin, end in lists], np.int64)
     firsts: Numbers = np.concatenate(([0], np.cumsum(counts)))
     ndims = np.repeat(tensors.slots.ndims, counts)
     found = [_no_rows(ndim)]
     num_blocks = 0
-    for low, high in _chunks(cut.lists):
-        chunk = b",".join(filter(None, cut.lists[low:high]))
+    for low, high in _chunks(lists):
+        chunk = b",".join([text[begin:end] for begin, end in lists[low:high] if begin < end])
         if not chunk:
             continue
         numbers = _numbers(chunk) if len(chunk) <= _LIST_BYTES_MAX else None
@@ -205,7 +206,7 @@ def _read(text: bytes) -> _Read | None:
         rows = numbers and shape and _rows(numbers, shape)
         if not shape or not rows:
             return None
-        if high - low == len(cut.lists) and len(text) <= _CHUNK_BYTES:
+        if high - low == len(lists) and len(text) <= _CHUNK_BYTES:
             _learn(text, cut, tensors, firsts, shape)
         rows.places[:, FIRST_BLOCK] += num_blocks
         num_blocks += len(rows.blocks)
@@ -215,17 +216,15 @@ def _read(text: bytes) -> _Read | None:
 
 
 class _Cut(NamedTuple):
-    """The text of tensors without its lists of fragments, and the lists.
+    """The text of tensors without its lists of fragments.
 
     Attributes:
         text: Has a mark where a list was.
-        lists: What was between brackets.
-        begins: Where each began.
+        begins: Where the inside of each list began.
         ends: Where it ended.
     """
 
     text: bytes
-    lists: list[bytes]
     begins: list[int]
     ends: list[int]
 
@@ -248,8 +247,7 @@ def _cut(text: bytes) -> _Cut | None:
     rest = _MARK.join([*pieces, text[done:]])
     if rest.count(_MARK) != len(begins):
         return None
-    lists = [text[low:high] for low, high in zip(begins, ends, strict=True)]
-    return _Cut(rest, lists, begins, ends)
+    return _Cut(rest, begins, ends)
 
 
 class _Tensors(NamedTuple):
@@ -321,15 +319,15 @@ def _no_rows(ndim: int) -> _Rows:
     return _Rows(np.zeros((0, 2, ndim), np.int64), places, np.zeros(0, np.uint32))
 
 
-def _chunks(lists: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-    """Yield runs of lists that are compared together."""
+def _chunks(places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield runs of lists, which begin and end there, that are compared together."""
     low = num_bytes = 0
-    for place, text in enumerate(lists):
-        if num_bytes + len(text) > _CHUNK_BYTES and place > low:
-            yield low, place
-            low, num_bytes = place, 0
-        num_bytes += len(text)
-    yield low, len(lists)
+    for number, (begin, end) in enumerate(places):
+        if num_bytes + end - begin > _CHUNK_BYTES and number > low:
+            yield low, number
+            low, num_bytes = number, 0
+        num_bytes += end - begin
+    yield low, len(places)
 
 
 class _Numbers(NamedTuple):

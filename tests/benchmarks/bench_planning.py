@@ -131,9 +131,11 @@ class Saved(Mapping[TensorKey, TensorEntry]):
         for box, dp, tp in boxes_of(tensor.shape, tensor.cut, layout):
             rank = first + dp * layout.tp + tp
             size = 4 * box.num_elements
-            blocks = tuple(range(rank, rank - (-size // BLOCK_BYTES)))
+            # Of as many digits as most have.
+            crc32 = (1 << 32) - 1 - rank
+            blocks = tuple(range(crc32, crc32 - -(-size // BLOCK_BYTES), -1))
             offset = self._offsets[key][tp > 0]
-            fragments.append(Fragment(box, f"a0001-r{rank:05d}.bin", offset, size, rank, blocks))
+            fragments.append(Fragment(box, f"a0001-r{rank:05d}.bin", offset, size, crc32, blocks))
         self.seconds += time.process_time() - begun
         return TensorEntry(key=key, dtype="F32", shape=tensor.shape, fragments=tuple(fragments))
 
