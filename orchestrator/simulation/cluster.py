@@ -189,7 +189,7 @@ class SimCluster:
     def die(self, worker: SimWorker, cause: str) -> None:
         """End a process and let the world notice."""
         worker.alive = False
-        self.monitor.silent.add(worker.attempt)
+        self.monitor.is_state_gone = True
         if not worker.node.cut_off:
             self.monitor.left(worker.attempt, self.now_s)
         self.monitor.faulty.add(worker.name)

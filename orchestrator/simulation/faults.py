@@ -81,7 +81,7 @@ def cut_off(cluster: SimCluster) -> None:
         return
     node.cut_off = True
     cluster.monitor.faulty.update(node.workers)
-    cluster.monitor.silent.update(worker.attempt for worker in node.workers.values())
+    cluster.monitor.is_state_gone = True
     cluster.post(ev.NodeLost, 0.5, node=node.name, cause="silent")
     cluster.at(3.0 + 2 * cluster.rng.random(), heal_node, cluster, node)
 
@@ -162,6 +162,7 @@ def kill_keeper(cluster: SimCluster) -> None:
     if node is not None:
         away_s = 0.3 + 0.7 * cluster.rng.random()
         node.keeper_back_s = cluster.now_s + away_s
+        cluster.monitor.is_state_gone = True
         cluster.memory.lose_keeper(node)
         cluster.at(away_s, _return_keeper, cluster)
 

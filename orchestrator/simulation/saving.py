@@ -93,7 +93,7 @@ def farewell(cluster: SimCluster, attempt: SimAttempt, worker: SimWorker) -> Non
     if cluster.memory.has(worker.node.name, worker.name, part):
         return
     if cluster.chance(_UPDATING):
-        cluster.monitor.silent.add(attempt.number)
+        cluster.monitor.is_state_gone = True
         return
     _keep(cluster, attempt, worker, part)
 

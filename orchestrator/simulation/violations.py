@@ -53,13 +53,16 @@ class Monitor:
         self.troubled: set[str] = set()
         self.faulty: set[str] = set()
         self.last_left_s = 0.0
-        # Attempts of which a member could not leave its state in memory.
-        self.silent: set[int] = set()
+        # Whether a member could not leave its state in memory, or that could not be asked once.
+        self.is_state_gone = False
         self.found_damaged: set[tuple[int, int]] = set()
         self.cut_off: dict[int, bool] = {}
         # What the machine was told of: damaged sources, and who could not read which.
         self.told_damaged: set[Source] = set()
         self.told_unread: dict[Source, set[int]] = {}
+        # The same, with what it was perhaps told of.
+        self.heard_damaged: set[Source] = set()
+        self.heard_unread: dict[Source, set[int]] = {}
 
     @property
     def attempt(self) -> int:
@@ -101,10 +104,18 @@ class Monitor:
 
     def told(self, event: WorkerLeft | WorkerFormed) -> None:
         """Note what the machine hears of sources."""
-        if event.attempt == self.attempt and event.worker not in self.kill_ordered:
-            self.told_damaged.update(event.damaged)
-            for source in event.unread if isinstance(event, WorkerLeft) else ():
-                self.told_unread.setdefault(source, set()).add(event.attempt)
+        if event.attempt != self.attempt:
+            return
+        unread = event.unread if isinstance(event, WorkerLeft) else ()
+        # Whom it had killed it may have forgotten by now, and then does not listen to.
+        is_sure = event.worker not in self.kill_ordered
+        for damaged, by in (
+            (self.heard_damaged, self.heard_unread),
+            *([(self.told_damaged, self.told_unread)] if is_sure else []),
+        ):
+            damaged.update(event.damaged)
+            for source in unread:
+                by.setdefault(source, set()).add(event.attempt)
 
     def given(self, attempt: int, sources: list[Source]) -> None:
         """Check what an attempt is to load from."""
@@ -115,8 +126,8 @@ class Monitor:
 
     def _left_out(self) -> list[Source]:
         """Return what may be left out."""
-        unread = (source for source, by in self.told_unread.items() if len(by) >= _UNREAD_MAX)
-        return [*self.told_damaged, *unread]
+        unread = (source for source, by in self.heard_unread.items() if len(by) >= _UNREAD_MAX)
+        return [*self.heard_damaged, *unread]
 
     def _check_resume(self, cluster: SimCluster, action: StartAttempt) -> None:
         at = (action.resume_step, action.resume_attempt)
@@ -166,7 +177,7 @@ class Monitor:
             # Nothing protects an attempt on one node from the loss of that node.
             num_nodes = len(cluster.attempts[self.attempt].copiers)
             require(num_nodes == 1, "L3", f"one fault, {num_lost} steps lost")
-        if is_single and cluster.tiers.snapshot_every and not self.silent:
+        if is_single and cluster.tiers.snapshot_every and not self.is_state_gone:
             require(num_lost == 0, "L3", f"all members live, {num_lost} steps lost")
 
     def counts(self, step: int, attempt: int) -> bool:
