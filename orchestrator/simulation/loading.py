@@ -25,7 +25,8 @@ class Loading:
 
     Attributes:
         version: (step, attempt) to load; (0, 0) if there is nothing to load.
-        places: Its holders in memory; () if it is to come from storage.
+        places: The holders of its parts in memory; None if it is to come from storage. There may
+            be none at all where all parts can be computed from parities.
         bad: What the controller leaves out.
         is_done: Whether it is known how it went.
         is_loaded: How it went.
@@ -34,7 +35,7 @@ class Loading:
     """
 
     version: tuple[int, int]
-    places: tuple[Holding, ...]
+    places: tuple[Holding, ...] | None
     bad: tuple[Source, ...]
     is_done: bool = False
     is_loaded: bool = True
@@ -43,7 +44,7 @@ class Loading:
 
     def sources(self) -> list[Source]:
         """Return what may be read from."""
-        if self.places:
+        if self.places is not None:
             return [_source(place) for place in self.places]
         return [stored_source(*self.version)] if self.version[0] else []
 
@@ -52,12 +53,12 @@ def begin(cluster: SimCluster, action: StartAttempt) -> Loading:
     """Find the holders of the version that an attempt is to resume from."""
     version = (action.resume_step, action.resume_attempt)
     held = quarantine.good(_inventories(cluster), action.bad)
-    places = [
+    held_parts = [
         found.parts
         for found in versions.complete(held, ())
         if (found.step, found.attempt) == version
     ]
-    return Loading(version=version, places=places[0] if places else (), bad=action.bad)
+    return Loading(version=version, places=held_parts[0] if held_parts else None, bad=action.bad)
 
 
 def load(cluster: SimCluster, loading: Loading, members: list[str]) -> None:
@@ -67,7 +68,7 @@ def load(cluster: SimCluster, loading: Loading, members: list[str]) -> None:
         return
     damaged: list[Source] = []
     unread: list[Source] = []
-    if loading.places:
+    if loading.places is not None:
         loading.is_loaded = _from_memory(cluster, loading, damaged, unread)
     else:
         source = stored_source(*loading.version)
@@ -93,7 +94,7 @@ def _from_memory(
     there = {
         held_source(one.node, part.arena, part.held) for one in inventories for part in one.parts
     }
-    places = list(loading.places)
+    places = list(loading.places or ())
     cluster.rng.shuffle(places)
     loaded: set[int] = set()
     for place in places:
