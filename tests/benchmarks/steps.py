@@ -91,17 +91,22 @@ class Meter:
         self._pids = pids
         self._times_s: list[float] = []
         self._used_s: list[float] = []
+        self._others_s: list[float] = []
         self._num_steps = job.num_steps
 
     def tick(self) -> None:
         """Note that a step begins."""
         self._times_s.append(time.perf_counter())
-        self._used_s.append(time.process_time() + sum(map(processor_s, self._pids)))
+        others_s = sum(map(processor_s, self._pids))
+        self._used_s.append(time.process_time() + others_s)
+        self._others_s.append(others_s)
 
     def seen(self) -> dict[str, Any]:
-        """Return seconds since whenever, and processor seconds so far, by step."""
+        """Return seconds since whenever, and processor seconds so far, by step; ``others_s`` are
+        those of the other processes alone.
+        """
         assert len(self._times_s) == self._num_steps, "a step was missed"
-        return {"times_s": self._times_s, "used_s": self._used_s}
+        return {"times_s": self._times_s, "used_s": self._used_s, "others_s": self._others_s}
 
 
 def batch(samples: Sequence[int], vocab_size: int) -> tuple[Tensor, Tensor]:

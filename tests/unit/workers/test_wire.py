@@ -306,6 +306,37 @@ def test_a_listing_waits_for_news(shelf: Shelf, arena: Arena, client: WireClient
     assert [held.step for held in after.arenas["w0001"].parts] == [1, 2]
 
 
+@pytest.mark.parametrize(("together_s", "expected"), [(20.0, {2}), (0.01, {1, 2})])
+def test_ranks_that_finish_together_are_listed_together(
+    shelf: Shelf,
+    arena: Arena,
+    client: WireClient,
+    monkeypatch: pytest.MonkeyPatch,
+    together_s: float,
+    expected: set[int],
+) -> None:
+    """A listing for each costs both ends; but one that never finishes must not hold the others."""
+    monkeypatch.setattr(wire, "_TOGETHER_S", together_s)
+    second = shelf.reserve("w0002", body_bytes=SIZE)
+    _write(second, 1)
+    before = client.list_arenas(after=-1, timeout_s=0.0)
+
+    def finish() -> None:
+        _write(arena, 2)
+        shelf.tell()
+        if together_s > 1:
+            assert eventually(lambda: shelf.wait_news(-1, 0.0) > before.news)
+            _write(second, 2)
+            shelf.tell()
+
+    writer = threading.Thread(target=finish)
+    writer.start()
+    after = client.list_arenas(after=before.news, timeout_s=1.9)
+    writer.join()
+    assert {listed.parts[-1].step for listed in after.arenas.values()} == expected
+    shelf.drop("w0002")
+
+
 def test_what_is_copied_here_is_no_news_to_those_who_copy_from_here(
     shelf: Shelf, arena: Arena, client: WireClient
 ) -> None:
