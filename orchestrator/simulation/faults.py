@@ -36,6 +36,7 @@ def hang(cluster: SimCluster) -> None:
     worker = _pick_worker(cluster)
     if worker is not None:
         worker.hung = True
+        cluster.monitor.is_state_gone = True
         cluster.monitor.faulty.add(worker.name)
         cluster.monitor.troubled.add(worker.node.name)
         cluster.at(0.3 + 0.3 * cluster.rng.random(), _detect, cluster, worker)
