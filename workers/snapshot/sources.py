@@ -132,7 +132,10 @@ class MemorySources:
                     opened = self._open(place)
                     read_record(opened)
                     parities.append(opened)
-                except (ArenaError, ParityError, StorageError) as error:
+                except ParityError as error:
+                    # Its checksum says so; what was written over says that by another error.
+                    self._give_up_on([place], error, is_damaged=True)
+                except (ArenaError, StorageError) as error:
                     self._give_up_on([place], error)
         if len(self._left) < num_left:
             # A node that does not answer may have been chosen for a part, too.
@@ -205,7 +208,9 @@ class MemorySources:
             error = ParityError(f"one of them is damaged, and which is not known: {error}")
         self._give_up_on(_places(found or chosen.parities), error)
 
-    def _give_up_on(self, places: Sequence[MemoryPart], error: Exception) -> None:
+    def _give_up_on(
+        self, places: Sequence[MemoryPart], error: Exception, *, is_damaged: bool = False
+    ) -> None:
         """Read no more from holders that failed."""
         away = {place.node for place in places if _is_silence(error)}
         for place in places:
@@ -217,7 +222,7 @@ class MemorySources:
         # A node that does not answer is not asked for its other parts: each would take as long.
         lost = [place for place in self._left if place in places or place.node in away]
         self._left = [place for place in self._left if place not in lost]
-        is_damaged = isinstance(error, CheckpointCorruptError)
+        is_damaged |= isinstance(error, CheckpointCorruptError)
         (self.damaged if is_damaged else self.unread).extend(map(_source, lost))
 
 
