@@ -124,19 +124,8 @@ class MemorySources:
 
     def _compute(self, parts: dict[int, _Watched], missing: Sequence[int]) -> _Chosen:
         """Return the parts and those that are nowhere, to be read through what is left."""
-        parities: list[_Watched] = []
         num_left = len(self._left)
-        for place in list(self._left):
-            if place.held.rank < 0 and place in self._left:
-                try:
-                    opened = self._open(place)
-                    read_record(opened)
-                    parities.append(opened)
-                except ParityError as error:
-                    # Its checksum says so; what was written over says that by another error.
-                    self._give_up_on([place], error, is_damaged=True)
-                except (ArenaError, StorageError) as error:
-                    self._give_up_on([place], error)
+        parities = self._open_parities()
         if len(self._left) < num_left:
             # A node that does not answer may have been chosen for a part, too.
             return self._choose()
@@ -161,6 +150,22 @@ class MemorySources:
                     rank=rank,
                 )
         return _Chosen({**computed, **parts}, parities, members)
+
+    def _open_parities(self) -> list[_Watched]:
+        """Return the parities whose record is sound; give up the others."""
+        opened: list[_Watched] = []
+        for place in list(self._left):
+            if place.held.rank < 0 and place in self._left:
+                try:
+                    parity = self._open(place)
+                    read_record(parity)
+                    opened.append(parity)
+                except ParityError as error:
+                    # Its checksum says so; what was written over says that by another error.
+                    self._give_up_on([place], error, is_damaged=True)
+                except (ArenaError, StorageError) as error:
+                    self._give_up_on([place], error)
+        return opened
 
     def _open(self, place: MemoryPart) -> _Watched:
         if place.node == self._near:
