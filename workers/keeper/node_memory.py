@@ -82,7 +82,11 @@ class NodeMemory:
         if settings.snapshot.vault:
             self._open_vault(directory)
         self._wire = WireServer(
-            self._shelf, host=host, secret=self.secret, niceness=_NICENESS_SENDING
+            self._shelf,
+            host=host,
+            secret=self.secret,
+            bytes_per_s=settings.snapshot.send_mib_per_s << 20,
+            niceness=_NICENESS_SENDING,
         )
         self._mirrors = Mirrors(self._shelf, self._troubles.tell, _NICENESS_COPYING)
         self._group: ParityGroup | None = None

@@ -179,6 +179,8 @@ class SnapshotSettings:
             begins with 1 and takes fewer where they would cost more than 2 % of step time.
         node_memory_mib: Most that the snapshots of a node may take, its copies of other nodes'
             included; 0 is half of what the node has available when its keeper starts.
+        send_mib_per_s: Most that the keeper of a node sends to other nodes, copies and what is
+            recovered from it; 0 is no limit.
         tolerance: How many nodes may be lost at once with the newest snapshots still complete in
             memory: 0, 1 or 2 of each group of at most 8, where there are as many others.
         mechanism: How: "copy" keeps each snapshot on as many other nodes, and sends nothing where
@@ -191,6 +193,7 @@ class SnapshotSettings:
 
     every_steps: int | str = _SNAPSHOT_STEPS
     node_memory_mib: int = 0
+    send_mib_per_s: int = 0
     tolerance: int = 1
     mechanism: str = AUTO
     vault: bool = False
@@ -350,7 +353,7 @@ def _rest_problems(settings: Settings) -> list[str]:
         )
     snapshot = settings.snapshot
     found += _interval("snapshot", snapshot.every_steps, least=0)
-    found += _at_least("snapshot", snapshot, node_memory_mib=0, tolerance=0)
+    found += _at_least("snapshot", snapshot, node_memory_mib=0, send_mib_per_s=0, tolerance=0)
     if snapshot.tolerance > TOLERANCE_MAX:
         found.append(
             f"snapshot.tolerance: {snapshot.tolerance} is more than {TOLERANCE_MAX}, the most"

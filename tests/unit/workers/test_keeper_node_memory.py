@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -33,14 +34,16 @@ def opened() -> Iterator[list[NodeMemory]]:
 @pytest.fixture
 def open_memory(tmp_path: Path, opened: list[NodeMemory]) -> Callable[..., NodeMemory]:
 
-    def open_one(node: str, *, node_memory_mib: int = 64) -> NodeMemory:
+    def open_one(node: str, *, node_memory_mib: int = 64, send_mib_per_s: int = 0) -> NodeMemory:
         memory = NodeMemory(
             node=node,
             host="127.0.0.1",
             directory=tmp_path / node,
             run_url=str(tmp_path / "run"),
             settings=Settings(
-                snapshot=SnapshotSettings(node_memory_mib=node_memory_mib),
+                snapshot=SnapshotSettings(
+                    node_memory_mib=node_memory_mib, send_mib_per_s=send_mib_per_s
+                ),
                 checkpoint=CheckpointSettings(keep=2),
             ),
         )
@@ -214,6 +217,24 @@ def test_a_worker_without_memory_is_a_trouble_as_long_as_it_is_there(
 
     memory.tend(set())
     assert memory.troubles() == ()
+
+
+def test_a_keeper_sends_no_faster_than_it_may(
+    open_memory: Callable[..., NodeMemory], tmp_path: Path
+) -> None:
+    """The wire can be slow; what the user says has to reach it."""
+    memory = open_memory("a", send_mib_per_s=2)
+    arena = _trainer(tmp_path / "a", "w0001", world=1)
+    snapshot(arena, 3, rank=0, world=1)
+    (held,) = arena.versions()
+    client = WireClient(memory.address, secret=memory.secret)
+    begun_s = time.monotonic()
+    for _ in range(2):
+        client.read("w0001.1", held, 0, [memoryview(bytearray(2 << 20))])
+    took_s = time.monotonic() - begun_s
+    assert took_s > 0.9, "4 MiB, less the second that was saved up"
+    client.close()
+    arena.close()
 
 
 def test_a_keeper_that_is_started_again_has_the_budget_of_the_first(tmp_path: Path) -> None:
