@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from orchestrator.policies.redundancy import RedundancyFacts, plan_redundancy
 from tests.support.attempts import lines, settings, wait_for_steps
-from tests.support.node_memory import NodeProcess, newest
+from tests.support.node_memory import NodeProcess, newest, read, whole_state
 from tests.support.trainers import Run, Trainer
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import (
-    Checkpoint,
-    LocalTensor,
     checkpoint_name,
-    load,
     open_checkpoint,
 )
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import LocalStore
 from workers.keeper.retention import is_guard
-from workers.protocol import Completed, MemoryPart, Yielded
+from workers.protocol import Completed, Yielded
 from workers.snapshot.placement import Preference
-from workers.snapshot.sources import MemorySources
 from workers.train.settings import CheckpointSettings, DataSettings, Settings, SnapshotSettings
 
 NODES = ("node-a", "node-b")
@@ -68,29 +61,6 @@ def _rarely_stored(data: DataSettings) -> Settings:
     )
 
 
-def _whole(checkpoint: Checkpoint) -> dict[Any, bytes]:
-    """Return all bytes of a version, verified."""
-    need = [
-        LocalTensor(
-            fqn=key.fqn,
-            slot=key.slot,
-            dtype=entry.dtype,
-            shape=entry.shape,
-            box=Box.full(entry.shape),
-            data=memoryview(bytearray(entry.num_bytes)),
-        )
-        for key, entry in checkpoint.state_map.entries.items()
-    ]
-    load(checkpoint, need)
-    return {(tensor.fqn, tensor.slot): bytes(tensor.data) for tensor in need}
-
-
-def _read(places: tuple[MemoryPart, ...], node: NodeProcess) -> dict[Any, bytes]:
-    sources = MemorySources(places, node=node.node, keeper_directory=node.directory)
-    with closing(sources):
-        return sources.load(_whole)
-
-
 @pytest.mark.timeout(120)
 def test_what_a_lost_node_had_is_in_the_other_ones_memory_to_the_bit(
     run: Run, text: DataSettings, make_nodes: MakeNodes
@@ -105,7 +75,7 @@ def test_what_a_lost_node_had_is_in_the_other_ones_memory_to_the_bit(
     assert isinstance(outcome, Yielded)
     name = checkpoint_name(outcome.step)
     stored = open_checkpoint(LocalStore(), f"{run.directory}/checkpoints/{name}")
-    state = _whole(stored)
+    state = whole_state(stored)
 
     nodes[1].kill()
     for member in members[2:]:
@@ -118,7 +88,7 @@ def test_what_a_lost_node_had_is_in_the_other_ones_memory_to_the_bit(
     sizes = [place.held.data_bytes for place in places]
     assert sum(sizes) == sum(map(len, state.values()))
     assert max(sizes) < 1.1 * min(sizes)
-    assert _read(places, nodes[0]) == state
+    assert read(places, nodes[0]) == state
 
 
 @pytest.mark.timeout(120)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,9 @@ from tests.support.attempts import (
     wait_for_steps,
 )
 from tests.support.attempts import newest as newest_stored
-from tests.support.node_memory import NodeProcess, newest
+from tests.support.node_memory import NodeProcess, newest, read, whole_state
 from tests.support.trainers import Run
-from ucp_core.boxes import Box
-from ucp_core.checkpoint import Checkpoint, LocalTensor, load, open_checkpoint
+from ucp_core.checkpoint import open_checkpoint
 from ucp_core.storage import LocalStore
 from workers.keeper.door import door_path, open_arena
 from workers.protocol import (
@@ -39,7 +37,6 @@ from workers.protocol import (
     Yielded,
     held_source,
 )
-from workers.snapshot.sources import MemorySources
 from workers.train.settings import CheckpointSettings, DataSettings, Settings, SnapshotSettings
 
 NODES = ("node-a", "node-b")
@@ -83,30 +80,6 @@ def rarely_stored(
         checkpoint=CheckpointSettings(every_steps=10**6, keep=0),
         snapshot=SnapshotSettings(tolerance=tolerance),
     )
-
-
-def whole_state(checkpoint: Checkpoint) -> dict[Any, bytes]:
-    """Return all bytes of a version, verified."""
-    need = [
-        LocalTensor(
-            fqn=key.fqn,
-            slot=key.slot,
-            dtype=entry.dtype,
-            shape=entry.shape,
-            box=Box.full(entry.shape),
-            data=memoryview(bytearray(entry.num_bytes)),
-        )
-        for key, entry in checkpoint.state_map.entries.items()
-    ]
-    load(checkpoint, need)
-    return {(tensor.fqn, tensor.slot): bytes(tensor.data) for tensor in need}
-
-
-def read(places: tuple[MemoryPart, ...], node: NodeProcess) -> dict[Any, bytes]:
-    """Return the state that the keepers hold, as a worker of ``node`` loads it."""
-    sources = MemorySources(places, node=node.node, keeper_directory=node.directory)
-    with closing(sources):
-        return sources.load(whole_state)
 
 
 def leave(run: Run, chosen: Settings, *, after: int, durable: bool, **how: Any) -> int:

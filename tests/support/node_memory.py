@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from ucp_core.boxes import Box
+from ucp_core.checkpoint import Checkpoint, LocalTensor, load
 from workers.keeper.node_memory import NodeMemory
 from workers.protocol import Inventory, KeeperOrder, MemoryPart, Peer
+from workers.snapshot.sources import MemorySources
 from workers.train.settings import Settings
 
 #: It is a new process, which imports torch first, perhaps on a busy machine.
@@ -148,3 +152,27 @@ def serve(pipe: Connection, memory: NodeMemory, **more: Callable[..., Any]) -> N
 
 def _serve(pipe: Connection, how: dict[str, Any]) -> None:
     serve(pipe, NodeMemory(**how))
+
+
+def whole_state(checkpoint: Checkpoint) -> dict[Any, bytes]:
+    """Return all bytes of a version, verified."""
+    need = [
+        LocalTensor(
+            fqn=key.fqn,
+            slot=key.slot,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            box=Box.full(entry.shape),
+            data=memoryview(bytearray(entry.num_bytes)),
+        )
+        for key, entry in checkpoint.state_map.entries.items()
+    ]
+    load(checkpoint, need)
+    return {(tensor.fqn, tensor.slot): bytes(tensor.data) for tensor in need}
+
+
+def read(places: tuple[MemoryPart, ...], node: NodeProcess) -> dict[Any, bytes]:
+    """Return the state that the keepers hold, as a worker of ``node`` loads it."""
+    sources = MemorySources(places, node=node.node, keeper_directory=node.directory)
+    with closing(sources):
+        return sources.load(whole_state)
