@@ -2,6 +2,11 @@
 
 Pure. ``everstep status``, ``summary.json``, the report and the Prometheus exporter all read
 these, so the numbers are the same everywhere, live and in a replay.
+
+A step is completed once rank 0 has completed it: that is the step which has a line of metrics.
+``StepCompleted`` says so about once a second, and whoever leaves an attempt says its own last
+step. Of a rank 0 that died nothing more is known: then the word of the survivor that got furthest
+is taken, who may be one step ahead of it or behind.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ class IncidentStats:
         guilty: Workers proven to have caused it.
         evidence: One line for people.
         attempt: The attempt that it ended.
-        lost_steps: Completed steps that had to be redone.
+        lost_steps: Completed steps that had to be redone, as this module's docstring has it.
         layout_before: Layout of that attempt.
         layout_after: Layout of the next one, "" if there was none.
         t_fault_s: When the fault was injected.
@@ -115,6 +120,10 @@ class RunStats:
         self._step_durations: dict[int, float] = {}
         self._productive_s = 0.0
         self._num_unformed = 0
+        self._first_rank = ""
+        #: The last step of the attempt by rank 0's own word, and by anybody's.
+        self._said_by_first: int | None = None
+        self._said_step = 0
         self._skipped: list[str] = []
         self._takes: dict[str, Callable[[Mapping[str, Any], float], None]] = {
             "FaultInjected": self._fault_injected,
@@ -127,6 +136,7 @@ class RunStats:
             "WorkerFormed": self._worker_formed,
             "StepCompleted": self._step_completed,
             "WorkerLeft": self._worker_left,
+            "WorkerRaised": self._worker_raised,
             "FinishRun": self._finished,
         }
 
@@ -237,16 +247,25 @@ class RunStats:
         self.attempt = record["attempt"]
         self.layout = str(ParallelLayout.from_json(dict(record["layout"])))
         self.num_workers = self._num_unformed = len(record["members"])
-        num_lost = max(self.step - record["resume_step"], 0)
-        for step in range(record["resume_step"] + 1, self.step + 1):
-            self._productive_s -= self._step_durations.pop(step, 0.0)
-        self.step = record["resume_step"]
+        self._first_rank = record["members"][0][0]
+        num_lost = self._resume(record["resume_step"])
         self.lost_steps += num_lost
         for incident in self._open:
             incident.t_decide_s = at_s if incident.t_fence_s is not None else None
             incident.layout_after = self.layout
         if self._open:
             self._open[-1].lost_steps += num_lost
+
+    def _resume(self, resume_step: int) -> int:
+        """Go back, or on, to the step that the next attempt begins behind; return what is lost."""
+        said_step = self._said_step if self._said_by_first is None else self._said_by_first
+        reached_step = max(self.step, said_step)
+        for step in range(resume_step + 1, self.step + 1):
+            self._productive_s -= self._step_durations.pop(step, 0.0)
+        self._count(resume_step, self._step_durations.get(self.step, 0.0))
+        self.step = resume_step
+        self._said_by_first, self._said_step = None, 0
+        return max(reached_step - resume_step, 0)
 
     def _worker_formed(self, record: Mapping[str, Any], at_s: float) -> None:
         if record["attempt"] != self.attempt:
@@ -266,28 +285,44 @@ class RunStats:
 
     def _step_completed(self, record: Mapping[str, Any], at_s: float) -> None:
         step = record["step"]
-        if record["attempt"] != self.attempt or step <= self.step or self.phase == "recovering":
+        if record["attempt"] != self.attempt or step <= self.step:
+            return
+        self._said_step = max(self._said_step, step)
+        if self.phase == "recovering":
             return
         if self.phase in ("forming", "waiting"):
             self._enter("training", at_s)
         for incident in self._open:
             incident.t_first_step_s = at_s
         self._open.clear()
-        # Reports of steps between may have been lost; they took about as long.
-        num_steps = step - self.step
+        self._count(step, record["step_s"])
+
+    def _count(self, step: int, step_s: float) -> None:
+        """Count all steps up to this one; what was not reported took about as long as it did."""
         for done in range(self.step + 1, step + 1):
-            self._step_durations[done] = record["step_s"]
-        self._productive_s += num_steps * record["step_s"]
-        self._step_durations.pop(step - _STEPS_KEPT, None)
-        self.step = step
+            self._step_durations[done] = step_s
+            self._productive_s += step_s
+            self._step_durations.pop(done - _STEPS_KEPT, None)
+        self.step = max(self.step, step)
 
     def _worker_left(self, record: Mapping[str, Any], at_s: float) -> None:
         if record["attempt"] == self.attempt:
             self._note_skipped(record)
+            self._note_last(record["worker"], record["step"])
         # The last step of an attempt may be over before a report of it was sent.
         if record["how"] in ("completed", "yielded"):
             step_s = self._step_durations.get(self.step, 0.0)
             self._step_completed({**record, "step_s": step_s}, at_s)
+
+    def _worker_raised(self, record: Mapping[str, Any], _at_s: float) -> None:
+        if record["attempt"] == self.attempt:
+            # It says the step that was under way.
+            self._note_last(record["worker"], record["step"] - 1)
+
+    def _note_last(self, worker: str, step: int) -> None:
+        self._said_step = max(self._said_step, step)
+        if worker == self._first_rank:
+            self._said_by_first = step
 
     def _note_skipped(self, record: Mapping[str, Any]) -> None:
         lines = tuple(record.get("skipped", ()))

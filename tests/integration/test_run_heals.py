@@ -19,7 +19,7 @@ from orchestrator.shell.faults import (
 )
 from orchestrator.shell.launch import Launched
 from orchestrator.status import plan_losses
-from tests.support.history import read_history
+from tests.support.history import check_lost_steps, read_history
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -70,11 +70,13 @@ def _protected(run: Launched, step: int = 0) -> dict[str, Any]:
     return status
 
 
-def _check_from_memory(incident: dict[str, Any]) -> None:
-    """Assert that memory alone was needed, and cost at most one step."""
+def _check_from_memory(
+    config: RunConfig, incident: dict[str, Any], *, from_node_loss: bool = True
+) -> None:
+    """Assert that memory alone was needed, and cost no more than was not protected yet."""
     assert incident["sources"], "nothing was loaded"
     assert set(incident["sources"]) <= {"local memory", "peer memory", "parity"}, incident
-    assert incident["lost_steps"] <= 1, incident
+    check_lost_steps(config.run.directory, incident, from_node_loss=from_node_loss)
 
 
 def _finish(run: Launched) -> dict[str, Any]:
@@ -121,7 +123,7 @@ def test_killed_worker_is_replaced_and_the_weights_end_equal(
 
     assert member(after, 0)["pid"] == survivor, "a healthy process was restarted"
     assert [i["kind"] for i in summary["incidents"]] == ["crash"]
-    _check_from_memory(summary["incidents"][0])
+    _check_from_memory(config, summary["incidents"][0], from_node_loss=False)
     assert summary["weights_digest"] == undisturbed_digest(config)
     read_history(config.run.directory).check_exactly_once(config)
 
@@ -143,7 +145,7 @@ def test_lost_node_shrinks_the_run_and_its_return_grows_it(
 
     assert [i["kind"] for i in summary["incidents"]] == ["node_loss", "growth"]
     for incident in summary["incidents"]:
-        _check_from_memory(incident)
+        _check_from_memory(config, incident)
     assert summary["weights_digest"] == undisturbed_digest(config)
     read_history(config.run.directory).check_exactly_once(config)
 
@@ -174,7 +176,7 @@ def test_lost_node_is_computed_from_the_parities_of_its_group(
     summary = _finish(run)
 
     assert [i["kind"] for i in summary["incidents"]] == ["node_loss"]
-    _check_from_memory(summary["incidents"][0])
+    _check_from_memory(config, summary["incidents"][0])
     assert summary["incidents"][0]["sources"]["parity"] > 0
     assert summary["weights_digest"] == undisturbed_digest(config)
     read_history(config.run.directory).check_exactly_once(config)
@@ -199,7 +201,8 @@ def test_killed_controller_is_back_in_charge_and_training_never_stopped(
     nodes: Any, make_config: Callable[..., RunConfig]
 ) -> None:
     """The workers' attempt must be the same afterwards: they were adopted, not restarted."""
-    run = Launched(make_config(train__steps=80), nodes)
+    config = make_config(train__steps=80)
+    run = Launched(config, nodes)
     before = _reach(run, 10)
 
     os.kill(run.controller_pid(), signal.SIGKILL)
@@ -211,7 +214,7 @@ def test_killed_controller_is_back_in_charge_and_training_never_stopped(
     _reach(run, after["step"] + 1, attempt=after["attempt"] + 1)
     summary = _finish(run)
     crash = next(i for i in summary["incidents"] if i["kind"] == "crash")
-    _check_from_memory(crash)
+    _check_from_memory(config, crash, from_node_loss=False)
 
 
 def test_killed_keeper_costs_nothing_and_protects_again(
@@ -231,7 +234,7 @@ def test_killed_keeper_costs_nothing_and_protects_again(
     # Growth may follow, if the standby was not ready yet.
     assert summary["incidents"][0]["kind"] == "crash"
     for incident in summary["incidents"]:
-        _check_from_memory(incident)
+        _check_from_memory(config, incident, from_node_loss=False)
     read_history(config.run.directory).check_exactly_once(config)
 
 
@@ -250,7 +253,7 @@ def test_a_keeper_and_a_trainer_of_one_node_killed_together(
 
     # Growth may follow, through storage: until it the run went on while a keeper was away.
     assert summary["incidents"][0]["kind"] == "crash"
-    _check_from_memory(summary["incidents"][0])
+    _check_from_memory(config, summary["incidents"][0])
     read_history(config.run.directory).check_exactly_once(config)
 
 
@@ -270,7 +273,7 @@ def test_copies_of_the_model_lose_a_node_and_get_it_back(
 
     assert before["redundancy"]["mechanism"] == "redundant copy", before["redundancy"]
     assert summary["incidents"][0]["layout_before"] == "dp_replicate=2 x dp_shard=2"
-    _check_from_memory(summary["incidents"][0])
+    _check_from_memory(config, summary["incidents"][0])
     history = read_history(config.run.directory)
     history.check_exactly_once(config)
     assert summary["final_loss"] < history.lines[0]["loss"] - 1.0, "it did not learn"

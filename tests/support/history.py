@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config import RunConfig
+from orchestrator.run_directory import read_run
+
+#: Once so many snapshots were skipped the next is taken, though peers lack the one before.
+_SKIPPED_MIN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,27 @@ class History:
             assert (line["order_start"], line["order_stop"]) == (first, first + batch), line
             assert line["samples"] == batch, line
 
+    def num_redone(self, attempt: int) -> int:
+        """Return how many steps of ``attempt`` have another line of a later one."""
+        done = max((line["step"] for line in self.lines if line["attempt"] == attempt), default=0)
+        first = next((line["step"] for line in self.lines if line["attempt"] > attempt), done + 1)
+        return max(done - first + 1, 0)
+
+    def protected_step(self, attempt: int, *, from_node_loss: bool) -> int:
+        """Return the step that ``attempt`` could have lost nothing before; 0 if it is not told.
+
+        Ranks take a snapshot once all of them have the one before; and once their peers have it
+        too, or so many were skipped that they wait for those no longer.
+        """
+        lines = [line for line in self.lines if line["attempt"] == attempt]
+        taken = [number for number, line in enumerate(lines) if line["snapshot"] == "taken"]
+        whole = [
+            lines[one]["step"]
+            for one, other in itertools.pairwise(taken)
+            if not from_node_loss or other - one <= _SKIPPED_MIN
+        ]
+        return max(whole, default=0)
+
 
 def read_history(directory: str) -> History:
     """Return the history in the run directory ``directory``."""
@@ -49,3 +76,30 @@ def read_history(directory: str) -> History:
     # A worker that is killed while it writes leaves half a line.
     whole = (line for line in text.splitlines() if line.endswith("}"))
     return History(tuple(json.loads(line) for line in whole))
+
+
+def check_lost_steps(
+    directory: str, incident: Mapping[str, Any], *, from_node_loss: bool = True
+) -> None:
+    """Assert that an incident counts all steps that were redone, and that none was protected.
+
+    Args:
+        directory: Of the run.
+        incident: Of its summary; it left the process of rank 0 alive.
+        from_node_loss: Whether memory of a node was lost, and not just a trainer.
+    """
+    history, attempt = read_history(directory), incident["attempt"]
+    num_redone = history.num_redone(attempt)
+    after = next((line["step"] for line in history.lines if line["attempt"] > attempt), None)
+    protected_step = history.protected_step(attempt, from_node_loss=from_node_loss)
+    assert after is None or after > protected_step, incident
+    # Rank 0 may have been killed, as it did not leave in time: then nobody knows for sure.
+    if _first_rank_left(directory, attempt):
+        assert incident["lost_steps"] >= num_redone, incident
+
+
+def _first_rank_left(directory: str, attempt: int) -> bool:
+    records = [each for each in read_run(directory).journal if each["attempt"] == attempt]
+    first = next(each["members"][0][0] for each in records if each["kind"] == "StartAttempt")
+    left = [each["worker"] for each in records if each["kind"] in ("WorkerLeft", "WorkerRaised")]
+    return first in left

@@ -187,3 +187,56 @@ def test_what_could_not_be_loaded_is_told_with_the_recovery_that_met_it() -> Non
     assert crash.skipped == unloadable.skipped == ("step 4: damaged", "another holder")
     assert (crash.lost_steps, unloadable.lost_steps) == (2, 1)
     assert unloadable.guilty == ()
+
+
+def _left(worker: str, step: int, *, attempt: int = 1) -> ev.WorkerLeft:
+    return ev.WorkerLeft(
+        at_s=8.5, attempt=attempt, worker=worker, how="peer_lost", step=step, detail=""
+    )
+
+
+#: In step 9, which says that 8 was complete.
+RAISED = ev.WorkerRaised(
+    at_s=8.5, attempt=1, worker="w0001", step=9, error="OSError", traceback="a hiccup"
+)
+
+
+@pytest.mark.parametrize(
+    ("left", "num_lost"),
+    [
+        ((_left("w0001", 9),), 5),
+        # The other one was in the middle of step 9 when the first had completed it.
+        ((_left("w0001", 9), _left("w0002", 8)), 5),
+        ((_left("w0002", 9), _left("w0001", 8)), 4),
+        # Nobody knows what the first rank had completed.
+        ((_left("w0002", 8),), 4),
+        ((_left("w0001", 9, attempt=0),), 2),
+        ((RAISED,), 4),
+    ],
+)
+def test_steps_that_no_report_told_of_are_lost_too(
+    left: tuple[ev.WorkerLeft | ev.WorkerRaised, ...], num_lost: int
+) -> None:
+    """Reports come once a second, and a step may take a tenth of one."""
+    died = tuple(
+        ev.WorkerExited(at_s=8.6, worker=worker, cause="crash", detail="")
+        for worker in ("w0001", "w0002")
+        if worker not in {event.worker for event in left if event.attempt == 1}
+    )
+    read = ev.CommittedRead(at_s=8.8, attempt=1, step=4, committed_by=1, skipped=(), number=0)
+    again = ev.WorkerReady(at_s=8.9, worker="w0003", node="a", pid=13)
+    stats = _stats((*START, *left, *died, read, read, again))
+
+    assert stats.attempt == 2
+    assert stats.lost_steps == sum(each.lost_steps for each in stats.incidents) == num_lost
+    assert stats.step == 4
+    assert stats.goodput == pytest.approx(4.0 / stats.wall_s)
+
+
+def test_steps_that_memory_has_are_in_the_history_though_no_report_told_of_them() -> None:
+    """They are not redone, so their time was well spent: as much as that of the last one told."""
+    read = ev.CommittedRead(at_s=8.8, attempt=1, step=8, committed_by=1, skipped=())
+    stats = _stats((*START, _left("w0001", 9), *CRASH[2:3], read, read))
+
+    assert (stats.lost_steps, stats.step) == (1, 8)
+    assert stats.goodput == pytest.approx(8.0 / stats.wall_s)

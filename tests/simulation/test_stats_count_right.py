@@ -1,0 +1,51 @@
+"""What the journal's numbers say, against the truth of the virtual cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.core.actions import Action, StartAttempt
+from orchestrator.core.events import Event, WorkerLeft, WorkerRaised
+from orchestrator.core.journal import turn_records
+from orchestrator.core.state import RunState
+from orchestrator.core.stats import RunStats
+from orchestrator.simulation.history import History
+
+NUM_HISTORIES = 150
+
+
+class _Books:
+    """Folds the journal of a history, and notes whether rank 0 told of each attempt's end."""
+
+    def __init__(self) -> None:
+        self.stats = RunStats()
+        self.is_told = True
+        self._first: tuple[int, str] | None = None
+        self._left: set[tuple[int, str]] = set()
+
+    def take(self, event: Event, state: RunState, actions: Sequence[Action]) -> None:
+        if isinstance(event, WorkerLeft | WorkerRaised):
+            self._left.add((event.attempt, event.worker))
+        for action in actions:
+            if isinstance(action, StartAttempt):
+                self.is_told &= self._first in {None, *self._left}
+                self._first = (action.attempt, action.members[0][0])
+        for record in turn_records(event, actions, attempt=state.attempt):
+            self.stats.add(record)
+
+
+def test_lost_steps_are_those_that_were_redone() -> None:
+    """Reports of steps come late or are lost, so whoever leaves has to be believed."""
+    num_compared = num_lost = 0
+    for seed in range(NUM_HISTORIES):
+        books = _Books()
+        truth = History(seed, observe=books.take).run().num_lost_steps
+        stats = books.stats
+        assert sum(each.lost_steps for each in stats.incidents) == stats.lost_steps, seed
+        assert stats.lost_steps <= truth, seed
+        if books.is_told:
+            assert stats.lost_steps == truth, seed
+            num_compared, num_lost = num_compared + 1, num_lost + truth
+
+    assert num_compared > NUM_HISTORIES / 4
+    assert num_lost > NUM_HISTORIES / 10
