@@ -114,7 +114,7 @@ class ParallelSection(_Section):
 
     dp_replicate: int = Field(default=1, ge=1)
     reshard_after_forward: bool = True
-    collective_timeout_s: float = 60.0
+    collective_timeout_s: float = ParallelSettings().collective_timeout_s
 
 
 class RecoverySection(_Section):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,9 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 TESTS = Path(__file__).parent
 
+#: As much of a journal is shown as tells what a run waited for.
+_JOURNAL_LINES, _LINE_CHARS = 60, 300
+
 #: A test under the folder has the marker without saying so.
 MARKER_BY_FOLDER = {
     "simulation": "simulation",
@@ -51,6 +55,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not _has_gpu():
         pytest.skip("needs a CUDA device; torch sees none on this machine")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show, of a test that failed, the journals of its runs: they are gone with its folder."""
+    report = yield
+    folder = getattr(item, "funcargs", {}).get("tmp_path")
+    if report.failed and folder is not None:
+        for path in sorted(folder.rglob("journal/*.jsonl")):
+            lines = path.read_text(errors="replace").splitlines()[-_JOURNAL_LINES:]
+            report.sections.append((str(path), "\n".join(line[:_LINE_CHARS] for line in lines)))
+    return report
 
 
 def _has_gpu() -> bool:

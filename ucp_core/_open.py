@@ -15,7 +15,7 @@ from ucp_core.statemap import DTYPE_BYTES, StateMap, TensorKey
 from ucp_core.storage.base import Store, join
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 MANIFEST_NAME = "manifest.json"
 #: The checksums of 10 TB of blocks, with as many fragments, take a quarter of it.
@@ -166,6 +166,7 @@ def load(
     *,
     threads: int = 2,
     with_extents: bool = False,
+    progress: Callable[[int], None] | None = None,
 ) -> LoadResult:
     """Fill the data of every tensor in ``need`` from the checkpoint, whatever layout saved it.
 
@@ -177,6 +178,7 @@ def load(
         threads: Readers at most; small loads use one.
         with_extents: Verify bytes of foreign files too, by reading the records of which any byte
             is needed in whole first.
+        progress: Called with the size of every read that is done, by any of the readers.
 
     Raises:
         UncoveredRegionError: The checkpoint does not hold a box that is needed.
@@ -204,7 +206,14 @@ def load(
         if with_extents:
             only = touched(reads, checkpoint.state_map)
             verified_bytes = verify_extents(checkpoint, threads=threads, only=only)
-        execute(reads, [source], targets_of(need), threads=threads, batch_bytes=request_bytes)
+        execute(
+            reads,
+            [source],
+            targets_of(need),
+            threads=threads,
+            batch_bytes=request_bytes,
+            progress=progress,
+        )
     return LoadResult(
         size_bytes=reads.needed_bytes,
         read_bytes=reads.read_bytes + verified_bytes,

@@ -24,7 +24,7 @@ from ucp_core.statemap import DTYPE_BYTES, Fragment
 from ucp_core.storage.base import ReadRange, Store, join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -173,6 +173,7 @@ def execute(
     *,
     threads: int,
     batch_bytes: int,
+    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Fill the target of every part of the plan.
 
@@ -184,6 +185,7 @@ def execute(
         batch_bytes: Copies are read together up to so many bytes. A thread holds that, what one
             step along the outermost dim of a gathered copy reaches over, and a block at either
             end, in scratch memory; three times a slab in fp64 where there are means.
+        progress: Called with the size of every read that is done, by the thread that did it.
 
     Raises:
         ChecksumMismatchError: Names tensor, box, file and byte range.
@@ -192,7 +194,7 @@ def execute(
     """
     num_lists = max(1, min(threads, plan.read_bytes // THREAD_BYTES_MIN))
     work = plan.work_lists(num_lists)
-    runs = [_Run(plan, sources, targets, batch_bytes) for _ in range(num_lists)]
+    runs = [_Run(plan, sources, targets, batch_bytes, progress) for _ in range(num_lists)]
     jobs = [partial(run.copies, copies) for run, copies in zip(runs, work, strict=False)]
     if plan.means:
         jobs += [partial(run.means, plan.means[i::num_lists]) for i, run in enumerate(runs)]
@@ -214,6 +216,7 @@ class _Run:
     sources: Sequence[Source]
     targets: Sequence[memoryview]
     batch_bytes: int
+    progress: Callable[[int], None] | None
 
     def copies(self, copies: Sequence[Copy]) -> None:
         """Read, verify and place ``copies``."""
@@ -245,6 +248,8 @@ class _Run:
             take(group, mapped, source.block_bytes, self.targets, gather)
         except DamagedBlockError as damaged:
             self._refuse(damaged.copy, damaged.index, source.block_bytes, path)
+        if self.progress is not None:
+            self.progress(sum(copy.stop_byte - copy.start_byte for copy in group))
         return True
 
     def means(self, means: Sequence[Mean]) -> None:
@@ -254,7 +259,9 @@ class _Run:
             term = np.empty(mean.box.num_elements * DTYPE_BYTES[dtype], np.uint8).data
             total: NDArray[np.float64] | float = 0.0
             for plan in mean.terms:
-                _Run(plan, self.sources, [term], self.batch_bytes).copies(plan.copies)
+                _Run(plan, self.sources, [term], self.batch_bytes, self.progress).copies(
+                    plan.copies
+                )
                 # Infinities of unequal sign have the mean NaN; that is no news to tell.
                 with np.errstate(invalid="ignore"):
                     total = total + decode(dtype, term)
@@ -269,7 +276,7 @@ class _Run:
             batch.add(copy, self.targets[copy.part], source.block_bytes)
         path = join(source.directory, group[0].fragment.file)
         ranges = [ReadRange(offset, tuple(buffers)) for offset, buffers in batch.ranges]
-        source.store.read_ranges(path, ranges)
+        self._read(source, path, ranges)
         for check in batch.checks:
             self._verify(check, source.block_bytes, path, group)
         for move in batch.moves:
@@ -299,7 +306,7 @@ class _Run:
             size = max(self.batch_bytes // source.block_bytes, 1) * source.block_bytes
         for start in range(low, high, max(size, 1)):
             data = target[start + shift : min(start + size, high) + shift]
-            source.store.read_ranges(path, [ReadRange(fragment.offset_bytes + start, (data,))])
+            self._read(source, path, [ReadRange(fragment.offset_bytes + start, (data,))])
             self._verify(_Check(data, fragment, start), source.block_bytes, path, [copy])
 
     def _stream(self, copy: Copy, scratch: _Scratch) -> None:
@@ -322,7 +329,7 @@ class _Run:
         while first < steps.num_steps:
             low = base + held_high - held_low
             data = memory[low : low + min(chunk_bytes, stop - held_high)]
-            source.store.read_ranges(path, [ReadRange(fragment.offset_bytes + held_high, (data,))])
+            self._read(source, path, [ReadRange(fragment.offset_bytes + held_high, (data,))])
             self._verify(_Check(data, fragment, held_high), source.block_bytes, path, [copy])
             held_high += len(data)
             last = steps.num_whole(held_high)
@@ -338,6 +345,11 @@ class _Run:
                 rest = memory[base + keep - held_low : base + held_high - held_low]
                 base, held_low = keep % _LINE_BYTES, keep
                 memory[base : base + len(rest)] = rest
+
+    def _read(self, source: Source, path: str, ranges: Sequence[ReadRange]) -> None:
+        source.store.read_ranges(path, ranges)
+        if self.progress is not None:
+            self.progress(sum(len(buffer) for each in ranges for buffer in each.buffers))
 
     def _verify(self, check: _Check, block_bytes: int, path: str, group: Sequence[Copy]) -> None:
         data, fragment = check.data, check.fragment

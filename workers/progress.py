@@ -30,12 +30,12 @@ from workers.protocol import WorkerPhase, WorkerReport
 BEAT_S: Final = 0.1
 
 _MAGIC: Final = b"everpage"
-_VERSION: Final = 1
+_VERSION: Final = 2
 # magic, version, pid, start time of the process in clock ticks since boot, worker id
 _HEADER = struct.Struct("<8sQQQ32s")
 _BEAT_AT: Final = 64
-# store, attempt, rank, phase, phase_since_ns, step, micro_batch, step_s, loss, store
-_STATE = struct.Struct("<QQqQQQQddQ")
+# store, attempt, rank, phase, phase_since_ns, step, micro_batch, moved_bytes, step_s, loss, store
+_STATE = struct.Struct("<QQqQQQQQddQ")
 _STATE_AT: Final = 128
 _PAGE_BYTES: Final = 4096
 _PHASES: Final = tuple(WorkerPhase)
@@ -59,6 +59,7 @@ class PageView:
         phase_since_ns: When it came there.
         step: Last step that it completed.
         micro_batch: Micro-batches done in the step under way.
+        moved_bytes: Read and written in this attempt, while it loads, saves or leaves.
         step_s: Duration of the last step completed in this attempt; 0.0 before the first.
         loss: Its loss; ``nan`` before the first.
         beat_ns: Last beat of the process.
@@ -73,6 +74,7 @@ class PageView:
     phase_since_ns: int
     step: int
     micro_batch: int
+    moved_bytes: int
     step_s: float
     loss: float
     beat_ns: int
@@ -90,7 +92,7 @@ class ProgressPage:
         self._stores = 0
         self._attempt, self._rank = 0, -1
         self._phase, self._since_ns = _PHASE_CODES[WorkerPhase.IDLE], time.monotonic_ns()
-        self._step = self._micro_batch = 0
+        self._step = self._micro_batch = self._moved_bytes = 0
         self._step_s, self._loss = 0.0, math.nan
         self._closed = threading.Event()
         self._beat_word = memoryview(memory)[_BEAT_AT : _BEAT_AT + 8].cast("Q")
@@ -124,7 +126,8 @@ class ProgressPage:
         """
         with self._lock:
             self._attempt, self._rank = attempt, rank
-            self._micro_batch, self._step_s, self._loss = 0, 0.0, math.nan
+            self._micro_batch = self._moved_bytes = 0
+            self._step_s, self._loss = 0.0, math.nan
             self._store()
 
     def enter(self, phase: WorkerPhase) -> None:
@@ -145,6 +148,12 @@ class ProgressPage:
             self._micro_batch = num_done
             self._store()
 
+    def moved(self, num_bytes: int) -> None:
+        """Store that so much more was read or written; what loads or saves for long must say so."""
+        with self._lock:
+            self._moved_bytes += num_bytes
+            self._store()
+
     def completed(self, step: int, step_s: float, loss: float) -> None:
         """Store that ``step`` is completed; it took ``step_s``."""
         with self._lock:
@@ -163,6 +172,7 @@ class ProgressPage:
             self._since_ns,
             self._step,
             self._micro_batch,
+            self._moved_bytes,
             self._step_s,
             self._loss,
             stores,
@@ -192,7 +202,7 @@ class PageReader:
         state = _read_state(memory)
         if state is None:
             return None
-        _, attempt, rank, phase, since_ns, step, micro_batch, step_s, loss, _ = state
+        _, attempt, rank, phase, since_ns, step, micro_batch, moved_bytes, step_s, loss, _ = state
         return PageView(
             worker=worker.rstrip(b"\0").decode(),
             pid=pid,
@@ -203,6 +213,7 @@ class PageReader:
             phase_since_ns=since_ns,
             step=step,
             micro_batch=micro_batch,
+            moved_bytes=moved_bytes,
             step_s=step_s,
             loss=loss,
             beat_ns=_WORD.unpack_from(memory, _BEAT_AT)[0],
@@ -247,8 +258,8 @@ def observe(
     if view is None:
         return WorkerReport(
             worker=worker, pid=0, os_state="X", attempt=0, rank=-1, phase=WorkerPhase.IDLE,
-            step=0, micro_batch=0, phase_s=0.0, beat_age_s=0.0, step_s=0.0, loss=math.nan,
-            groups=(),
+            step=0, micro_batch=0, moved_bytes=0, phase_s=0.0, beat_age_s=0.0, step_s=0.0,
+            loss=math.nan, groups=(),
         )  # fmt: skip
     letter, started_ticks = process_state(view.pid)
     attempt, groups = read_attempt(ring_path, now_ns=now_ns)
@@ -261,6 +272,7 @@ def observe(
         phase=view.phase,
         step=view.step,
         micro_batch=view.micro_batch,
+        moved_bytes=view.moved_bytes,
         phase_s=max(0, now_ns - view.phase_since_ns) / 1e9,
         beat_age_s=max(0, now_ns - view.beat_ns) / 1e9,
         step_s=view.step_s,
@@ -282,7 +294,7 @@ def process_state(pid: int) -> tuple[str, int]:
 
 def _read_state(
     memory: mmap.mmap,
-) -> tuple[int, int, int, int, int, int, int, float, float, int] | None:
+) -> tuple[int, int, int, int, int, int, int, int, float, float, int] | None:
     for _ in range(_READ_TRIES_MAX):
         copies = [memory[at : at + _STATE.size] for at in _COPIES_AT]
         again = [memory[at : at + _STATE.size] for at in _COPIES_AT]

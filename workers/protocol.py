@@ -397,6 +397,7 @@ class WorkerReport:
         phase: Where it is.
         step: Last step that it completed.
         micro_batch: Micro-batches done in the step under way.
+        moved_bytes: Read and written in this attempt, while it loads, saves or leaves.
         phase_s: How long it has been in ``phase``.
         beat_age_s: Age of the last sign of life of the process's own beat thread.
         step_s: Duration of the last completed step; 0.0 before the first.
@@ -412,6 +413,7 @@ class WorkerReport:
     phase: WorkerPhase
     step: int
     micro_batch: int
+    moved_bytes: int
     phase_s: float
     beat_age_s: float
     step_s: float

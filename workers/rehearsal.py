@@ -39,6 +39,9 @@ class _NoPage:
     def micro_batch(self, num_done: int) -> None:
         """Store nothing."""
 
+    def moved(self, num_bytes: int) -> None:
+        """Store nothing."""
+
     def completed(self, step: int, step_s: float, loss: float) -> None:
         """Store nothing."""
 

@@ -76,7 +76,7 @@ def add_worker(turn: Turn, node_number: int) -> str:
     number = draft.next_worker
     draft.next_worker += 1
     name = f"w{number:04d}"
-    deadline_s = turn.now_s + turn.rules.bounds.start_s
+    deadline_s = turn.now_s + turn.rules.bounds.start_bound_s(draft.num_failed_starts)
     draft.workers = draft.workers.set(
         number, Worker(name, node_number, WorkerStatus.STARTING, deadline_s)
     )

@@ -104,7 +104,7 @@ def _start(turn: Turn) -> None:
     draft.raised = ()
     draft.newcomer_since_s = inf
     draft.phase = Phase.FORMING
-    draft.deadline_s = turn.now_s + turn.rules.bounds.form_s
+    draft.deadline_s = turn.now_s + turn.rules.bounds.form_bound_s(draft.num_stuck)
     turn.actions.append(
         StartAttempt(
             attempt=draft.attempt,

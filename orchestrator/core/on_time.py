@@ -54,7 +54,7 @@ def _look_at_workers(turn: Turn) -> None:
             if worker.deadline_s != inf:
                 turn.wake_by(worker.deadline_s)
         elif worker.status is WorkerStatus.STARTING:
-            late = f"not ready after {turn.rules.bounds.start_s:g} s"
+            late = f"not ready after {turn.rules.bounds.start_s:g} s or more"
             fleet.kill_worker(turn, number, late)
             demand.note_failed_start(turn, worker.node, late)
         elif worker.status is WorkerStatus.DYING and not worker.inside:

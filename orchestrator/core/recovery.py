@@ -302,7 +302,7 @@ def phase_bound(turn: Turn) -> None:
     workers = (draft.workers.get(number) for number in draft.members)
     if draft.phase is Phase.FORMING:
         late = [w.name for w in workers if w is not None and w.inside and not w.formed]
-        bound_s = turn.rules.bounds.form_s
+        bound_s = turn.rules.bounds.form_bound_s(turn.draft.num_stuck)
         what = "had not formed"
     else:
         late = [w.name for w in workers if w is not None and w.inside]

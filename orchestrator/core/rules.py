@@ -6,10 +6,15 @@ The shell derives the bounds from the configuration; the machine only compares t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from orchestrator.policies.budgets import BudgetRules
 from orchestrator.policies.growth import GrowthRules
 from orchestrator.policies.layout import LayoutRules, usable
+
+#: A process that is not ready in ten minutes, or an attempt that has not formed in hours, hangs.
+_START_FACTOR_MAX: Final = 10
+_FORM_DOUBLINGS_MAX: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +24,10 @@ class Bounds:
     Attributes:
         grace_s: First attempt: wait this long for all ``max_workers``, then start with fewer.
         capacity_s: Fewer than ``min_workers`` for this long: the run fails.
-        start_s: A worker process must be ready by then, or it is killed.
-        form_s: All members must have formed, or the attempt is fenced (nobody is blamed).
+        start_s: A worker process must be ready by then, or it is killed; as much longer after
+            each that was not, for what is slow everywhere is no reason to begin anew for ever.
+        form_s: All members must have formed, or the attempt is fenced (nobody is blamed); twice
+            as long after each attempt without progress. A member that hangs is found much sooner.
         fence_s: A fenced member must have left, or it is killed.
         kill_s: A killed process must be gone, or it is no longer waited for.
         read_s: Storage must have answered, or it is asked again.
@@ -33,14 +40,22 @@ class Bounds:
     grace_s: float = 30.0
     capacity_s: float = 86400.0
     start_s: float = 60.0
-    form_s: float = 60.0
+    form_s: float = 600.0
     fence_s: float = 2.0
     kill_s: float = 3.0
     read_s: float = 10.0
-    yield_s: float = 5.0
+    yield_s: float = 60.0
     survey_s: float = 10.0
     drain_lead_s: float = 10.0
     backoff_s: float = 1.0
+
+    def start_bound_s(self, num_failed: int) -> float:
+        """Return ``start_s`` after so many processes in a row did not get ready."""
+        return self.start_s * min(1 + num_failed, _START_FACTOR_MAX)
+
+    def form_bound_s(self, num_stuck: int) -> float:
+        """Return ``form_s`` after so many attempts in a row without progress."""
+        return self.form_s * 2.0 ** min(num_stuck, _FORM_DOUBLINGS_MAX)
 
     def __post_init__(self) -> None:
         assert self.fence_s <= self.form_s, f"fence_s={self.fence_s} exceeds form_s={self.form_s}"

@@ -143,7 +143,9 @@ def _reconcile_workers(turn: Turn, event: WorkersSurveyed) -> tuple[list[str], l
             # Nobody was there to hear of it in time: the bounds begin anew.
             is_dying = worker.status is WorkerStatus.DYING
             bounds = turn.rules.bounds
-            deadline_s = turn.now_s + (bounds.kill_s if is_dying else bounds.start_s)
+            deadline_s = turn.now_s + (
+                bounds.kill_s if is_dying else bounds.start_bound_s(draft.num_failed_starts)
+            )
             fleet.put_worker(turn, number, replace(worker, deadline_s=deadline_s))
             turn.wake_by(deadline_s)
             if is_dying:

@@ -13,7 +13,7 @@ from math import ceil
 from types import MappingProxyType
 from typing import Final
 
-from workers.protocol import NodeReport, WorkerReport
+from workers.protocol import NodeReport, WorkerPhase, WorkerReport
 
 #: Reports further apart than this leave a gap in which nobody watched: two periods of a keeper.
 WATCH_GAP_S: Final = 2.0
@@ -21,6 +21,8 @@ WATCH_GAP_S: Final = 2.0
 NUM_STEPS_KEPT: Final = 256
 #: With fewer durations than this the largest is doubled: 8 steps do not show a p99.
 _NUM_STEPS_FEW: Final = 8
+#: Phases in which a worker waits for its own reads and writes.
+_MOVES: Final = frozenset({WorkerPhase.LOADING, WorkerPhase.SAVING, WorkerPhase.LEAVING})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +139,9 @@ def _forget_stillness(state: Detector) -> Detector:
 
 def _progress(row: WorkerReport) -> tuple[object, ...]:
     seqs = tuple((group.group, group.entered_seq, group.finished_seq) for group in row.groups)
-    return (row.pid, row.attempt, row.phase, row.step, row.micro_batch, seqs)
+    # While it trains, what is stored beside that says nothing of the training.
+    moved_bytes = row.moved_bytes if row.phase in _MOVES else 0
+    return (row.pid, row.attempt, row.phase, row.step, row.micro_batch, moved_bytes, seqs)
 
 
 def _finished_step(before: WorkerReport, now: WorkerReport) -> bool:

@@ -33,6 +33,14 @@ _FIRST_STEP: Final = 30.0
 _FORMING: Final = 40.0
 _GROUP: Final = 60.0
 
+# And what these take at least, in seconds, with the default patience. A step tells nothing of
+# them: small models are compiled, and read their data, as long as large ones. Workers that load
+# or save say how much they moved, so this bounds one read or write, not all of it.
+_SAVING_S: Final = 30.0
+_FIRST_STEP_S: Final = 120.0
+_FORMING_S: Final = 300.0
+_GROUP_S: Final = 600.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -79,6 +87,7 @@ def limits_from(step_s_p99: float, *, patience: float = PATIENCE) -> Limits:
     """
     assert patience >= PATIENCE_MIN, f"patience={patience} must be at least {PATIENCE_MIN}"
     hang_s = patience * max(step_s_p99, 1.0 / PATIENCE)
+    scale = patience / PATIENCE
     return Limits(
         beat_s=BEAT_S,
         report_s=REPORT_S,
@@ -86,10 +95,10 @@ def limits_from(step_s_p99: float, *, patience: float = PATIENCE) -> Limits:
         hang_s=hang_s,
         node_silent_s=_NODE_SILENT * hang_s,
         undecided_s=_UNDECIDED * hang_s,
-        saving_s=_SAVING * hang_s,
-        first_step_s=_FIRST_STEP * hang_s,
-        forming_s=_FORMING * hang_s,
-        group_timeout_s=_GROUP * hang_s,
+        saving_s=max(_SAVING * hang_s, _SAVING_S * scale),
+        first_step_s=max(_FIRST_STEP * hang_s, _FIRST_STEP_S * scale),
+        forming_s=max(_FORMING * hang_s, _FORMING_S * scale),
+        group_timeout_s=max(_GROUP * hang_s, _GROUP_S * scale),
     )
 
 

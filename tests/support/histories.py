@@ -23,6 +23,7 @@ def calm(worker: str, rank: int) -> WorkerReport:
         phase=WorkerPhase.FORWARD,
         step=7,
         micro_batch=0,
+        moved_bytes=0,
         phase_s=0.1,
         beat_age_s=0.05,
         step_s=0.2,

@@ -29,6 +29,9 @@ class Progress(Protocol):
     def micro_batch(self, num_done: int) -> None:
         """Store how many micro-batches of the step under way are done."""
 
+    def moved(self, num_bytes: int) -> None:
+        """Store that so much more was read or written. Called from several threads."""
+
     def completed(self, step: int, step_s: float, loss: float) -> None:
         """Store that ``step`` is completed."""
 

@@ -95,7 +95,7 @@ def restore(
     """
     if not assignment.resume_step:
         return Restored(step=0, extra={})
-    target = _Target(entries(), buffer, context.settings.checkpoint.threads)
+    target = _Target(entries(), buffer, context.settings.checkpoint.threads, context.page.moved)
     if assignment.memory:
         return _from_memory(assignment, target, context, device)
     return _from_storage(assignment, target, context, device, replicas)
@@ -213,9 +213,16 @@ class _Target:
         need: Its tensors.
         buffer: Host memory for those on a device.
         threads: Readers.
+        moved: Called with the size of each read.
     """
 
-    def __init__(self, need: Sequence[StateEntry], buffer: HostBuffer, threads: int) -> None:
+    def __init__(
+        self,
+        need: Sequence[StateEntry],
+        buffer: HostBuffer,
+        threads: int,
+        moved: Callable[[int], None],
+    ) -> None:
         self._on_device = [entry for entry in need if entry.tensor.is_cuda]
         self._staged = dict(
             zip(map(id, self._on_device), buffer.views(self._on_device), strict=True)
@@ -224,11 +231,12 @@ class _Target:
             entry.local_tensor(self._staged.get(id(entry), entry.tensor)) for entry in need
         ]
         self._threads = threads
+        self._moved = moved
 
     def fill(self, checkpoint: Checkpoint, transport: GroupTransport | None = None) -> int:
         """Load; return how many bytes were needed."""
         if transport is None:
-            loaded = load(checkpoint, self._tensors, threads=self._threads)
+            loaded = load(checkpoint, self._tensors, threads=self._threads, progress=self._moved)
         else:
             loaded = load_together(checkpoint, self._tensors, transport, threads=self._threads)
         for entry in self._on_device:

@@ -92,6 +92,7 @@ class Session:
             assignment=assignment,
             settings=context.settings.checkpoint,
             fenced=lambda: context.fenced(assignment.attempt),
+            moved=context.page.moved,
         )
         self._boundary = Boundary(
             assignment,

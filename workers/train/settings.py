@@ -212,12 +212,13 @@ class ParallelSettings:
         reshard_after_forward: Whether a block's gathered parameters are dropped after its
             forward and backward pass: less memory, more gathers. Models up to 64 MiB are kept
             gathered in any case.
-        collective_timeout_s: A collective fails by itself after this. A backstop: faults are
-            found and attempts aborted much sooner.
+        collective_timeout_s: A collective fails by itself after this, and a commit that not all
+            ranks came to. A backstop: faults are found and attempts aborted much sooner, and a
+            rank may wait that long for another that loads or writes more.
     """
 
     reshard_after_forward: bool = True
-    collective_timeout_s: float = 60.0
+    collective_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,7 @@ class Storing:
         assignment: Attempt, rank and layout that the checkpoints are saved under.
         settings: How often, how many, how safe.
         fenced: Whether the attempt may write no more.
+        moved: Called with the size of what was written.
     """
 
     def __init__(
@@ -75,9 +76,10 @@ class Storing:
         assignment: Assignment,
         settings: CheckpointSettings,
         fenced: Callable[[], bool],
+        moved: Callable[[int], None],
     ) -> None:
-        self._store = _FencedStore(store, fenced, assignment.attempt)
-        self._told = _FencedStore(store, self._is_mute, assignment.attempt)
+        self._store = _FencedStore(store, fenced, assignment.attempt, moved)
+        self._told = _FencedStore(store, self._is_mute, assignment.attempt, moved)
         self._told_until_s = float("-inf")
         self._untold: deque[tuple[str, Mapping[str, Any]]] = deque()
         self._directory = directory
@@ -244,10 +246,17 @@ class _WriteRefused(Exception):  # noqa: N818  not an error: the fence did what 
 class _FencedStore:
     """A store that changes nothing once the attempt is fenced; reading goes on."""
 
-    def __init__(self, store: Store, fenced: Callable[[], bool], attempt: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        fenced: Callable[[], bool],
+        attempt: int,
+        moved: Callable[[int], None],
+    ) -> None:
         self._store = store
         self._fenced = fenced
         self._attempt = attempt
+        self._moved = moved
         self.request_bytes = store.request_bytes
         self.read = store.read
         self.read_range = store.read_range
@@ -291,6 +300,7 @@ class _FencedStore:
         for chunk in chunks:
             self._check()
             yield chunk
+            self._moved(len(chunk))
         self._check()
 
     def _check(self) -> None:

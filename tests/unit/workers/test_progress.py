@@ -30,6 +30,8 @@ def test_what_is_stored_is_read(path: Path) -> None:
     page.enter(WorkerPhase.BACKWARD)
     page.completed(12, 0.25, 3.5)
     page.micro_batch(3)
+    page.moved(100)
+    page.moved(28)
     page.close()
 
     view = read_page(path)
@@ -37,6 +39,7 @@ def test_what_is_stored_is_read(path: Path) -> None:
     assert view is not None
     assert (view.worker, view.pid, view.attempt, view.rank) == ("w0007", os.getpid(), 4, 2)
     assert (view.phase, view.step, view.micro_batch) == (WorkerPhase.BACKWARD, 12, 3)
+    assert view.moved_bytes == 128
     assert (view.step_s, view.loss) == (0.25, 3.5)
 
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import get_args
 
 from orchestrator.core import events as ev
@@ -268,6 +269,43 @@ def test_a_member_on_a_draining_node_is_used_where_nothing_else_is_left() -> Non
     assert YieldAttempt not in _kinds(actions)
     assert KillWorker not in _kinds(actions)
     assert RequestSlot(slot=3, avoid=("b",)) in actions
+
+
+def test_a_start_that_took_too_long_gets_more_time_the_next_time() -> None:
+    """On a slow file system torch takes minutes to import: killed each time it never would."""
+    state = _fold(
+        RunState(),
+        ev.ControllerStarted(at_s=0.0, life=1),
+        ev.SlotGranted(at_s=0.0, slot=1, node="a"),
+        ev.Ticked(at_s=RULES.bounds.start_s),
+        ev.WorkerExited(at_s=RULES.bounds.start_s, worker="w0001", cause="killed", detail=""),
+        ev.Ticked(at_s=RULES.bounds.start_s + RULES.bounds.backoff_s),
+    )
+    (second,) = state.workers.values()
+
+    begun_s = RULES.bounds.start_s + RULES.bounds.backoff_s
+    assert second.name == "w0002"
+    assert second.deadline_s == begun_s + 2 * RULES.bounds.start_s
+
+
+def test_an_attempt_that_did_not_form_in_time_gets_more_time_the_next_time() -> None:
+    """The state may simply be that large."""
+    first = _ready()
+    bound_s = first.deadline_s
+    state, actions = step(first, ev.Ticked(at_s=bound_s), rules=RULES)
+    assert FenceAttempt in _kinds(actions)
+    state = _fold(
+        state,
+        *(
+            ev.WorkerLeft(at_s=bound_s, attempt=1, worker=worker, how="fenced", step=0, detail="")
+            for worker in ("w0001", "w0002")
+        ),
+    )
+    nothing = replace(_read(bound_s, state), step=0, committed_by=0, source="")
+    state = _fold(state, nothing)
+
+    assert (state.phase, state.attempt) == (Phase.FORMING, 2)
+    assert state.deadline_s - bound_s == 2 * (bound_s - 1.0)
 
 
 def test_a_start_that_fails_for_ever_ends_the_run_with_the_last_words() -> None:

@@ -275,7 +275,29 @@ def test_a_save_has_more_time_than_a_step() -> None:
     saving = replace(absent("w2", 2), phase=WorkerPhase.SAVING)
 
     assert judged(*watch(rows_with(w2=saving), for_s=2.5)) is None
-    assert verdict_on(rows_with(w2=saving), for_s=10.25).guilty == ("w2",)
+    assert verdict_on(rows_with(w2=saving), for_s=LIMITS.saving_s + 0.25).guilty == ("w2",)
+
+
+@pytest.mark.parametrize("phase", [WorkerPhase.LOADING, WorkerPhase.SAVING])
+def test_a_worker_that_reads_or_writes_on_is_not_hung(phase: WorkerPhase) -> None:
+    """100 GB from a slow store take longer than any bound, and to begin anew takes as long."""
+    state, at_s = Detector(), 100.0
+    for number in range(60):
+        moving = replace(absent("w2", 2), phase=phase, moved_bytes=number << 20)
+        state, at_s = watch(rows_with(w2=moving), for_s=9.75, state=state, from_s=at_s + 0.25)
+        assert judged(state, at_s) is None
+
+
+def test_what_is_written_beside_training_does_not_hide_a_hang() -> None:
+    """The state of the last step may be on its way to storage when this one hangs."""
+    state, at_s = Detector(), 100.0
+    for number in range(8):
+        stuck = replace(absent("w2", 2), moved_bytes=number << 20)
+        state, at_s = watch(rows_with(w2=stuck), for_s=0.0, state=state, from_s=at_s + 0.25)
+
+    verdict = judged(state, at_s)
+    assert isinstance(verdict, Verdict)
+    assert verdict.guilty == ("w2",)
 
 
 def test_the_first_step_has_more_time() -> None:
@@ -283,7 +305,7 @@ def test_the_first_step_has_more_time() -> None:
     first = replace(absent("w2", 2), step_s=0.0)
 
     assert judged(*watch(rows_with(w2=first), for_s=10.0)) is None
-    assert verdict_on(rows_with(w2=first), for_s=30.25).guilty == ("w2",)
+    assert verdict_on(rows_with(w2=first), for_s=LIMITS.first_step_s + 0.25).guilty == ("w2",)
 
 
 def test_a_worker_stopped_in_its_first_step_is_named_by_the_hang_limit() -> None:
@@ -302,7 +324,7 @@ def test_a_member_that_never_came_is_named() -> None:
     rows[1] = replace(rows[1], attempt=ATTEMPT - 1, phase=WorkerPhase.BACKWARD)
 
     assert judged(*watch(rows, for_s=20.0)) is None
-    assert verdict_on(rows, for_s=40.25).guilty == ("w1",)
+    assert verdict_on(rows, for_s=LIMITS.forming_s + 0.25).guilty == ("w1",)
 
 
 def test_one_progressing_member_means_no_hang() -> None:

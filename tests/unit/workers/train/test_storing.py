@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,12 @@ from workers.train.storing import CHECKPOINTS, SavedState, Storing
 
 
 def storing(
-    store: MemoryStore, fenced: threading.Event, *, num_workers: int = 1, keep: int = 0
+    store: MemoryStore,
+    fenced: threading.Event,
+    *,
+    num_workers: int = 1,
+    keep: int = 0,
+    moved: Callable[[int], None] = lambda _: None,
 ) -> Storing:
     assignment = Assignment(
         attempt=1,
@@ -36,6 +42,7 @@ def storing(
         assignment=assignment,
         settings=CheckpointSettings(keep=keep),
         fenced=fenced.is_set,
+        moved=moved,
     )
 
 
@@ -60,7 +67,8 @@ def committed_step(store: MemoryStore) -> int:
 def test_the_line_of_a_step_is_there_before_its_commit() -> None:
     """A worker can die at any point; a committed step without a line would look lost."""
     store, fenced = MemoryStore(), threading.Event()
-    background = storing(store, fenced)
+    moved: list[int] = []
+    background = storing(store, fenced, moved=moved.append)
 
     background.append("metrics/rank0.jsonl", {"step": 1})
     background.save(state(1))
@@ -68,6 +76,7 @@ def test_the_line_of_a_step_is_there_before_its_commit() -> None:
 
     assert json.loads(store.read("run/metrics/rank0.jsonl")) == {"step": 1}
     assert background.close()
+    assert sum(moved) == len(state(1).tensors[0].data)
 
 
 def test_half_a_line_of_a_killed_worker_does_not_spoil_the_next() -> None:
