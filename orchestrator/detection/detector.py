@@ -56,14 +56,21 @@ class Detector:
         watched_s: Time during which reports came without a gap.
         heard_at_s: When the last report came, on the shell's clock.
         nodes: The nodes that have reported.
-        steps_s: The last durations of steps, oldest first; first steps of an attempt are not
-            among them.
+        steps_s: The last durations of steps, oldest first, each that of its slowest worker;
+            first steps of an attempt are not among them.
+        counted: Attempt and step that the last of them belongs to.
     """
 
     watched_s: float = 0.0
     heard_at_s: float = float("-inf")
     nodes: Mapping[str, WatchedNode] = field(default_factory=lambda: MappingProxyType({}))
     steps_s: tuple[float, ...] = ()
+    counted: tuple[int, int] = (0, 0)
+
+    @property
+    def step_s_p50(self) -> float:
+        """Return the usual step; 0.0 while none was observed."""
+        return sorted(self.steps_s)[len(self.steps_s) // 2] if self.steps_s else 0.0
 
     @property
     def step_s_p99(self) -> float:
@@ -99,12 +106,12 @@ def observe(state: Detector, report: NodeReport, at_s: float) -> Detector:
         state = _forget_stillness(state)
         before = None if before is None else state.nodes[report.node]
     gap = before is None or watched_s - before.heard_s > WATCH_GAP_S
-    steps_s = list(state.steps_s)
+    steps_s, counted = list(state.steps_s), state.counted
     workers: dict[str, Watched] = {}
     for row in report.workers:
         known = before.workers.get(row.worker) if before is not None else None
         if known is not None and _finished_step(known.report, row):
-            steps_s.append(row.step_s)
+            counted = _count(steps_s, counted, row)
         since_s = watched_s
         if before is not None and known is not None and not gap:
             still = _progress(known.report) == _progress(row)
@@ -120,6 +127,7 @@ def observe(state: Detector, report: NodeReport, at_s: float) -> Detector:
         heard_at_s=at_s,
         nodes=MappingProxyType({**state.nodes, report.node: node}),
         steps_s=tuple(steps_s[-NUM_STEPS_KEPT:]),
+        counted=counted,
     )
 
 
@@ -142,6 +150,20 @@ def _progress(row: WorkerReport) -> tuple[object, ...]:
     # While it trains, what is stored beside that says nothing of the training.
     moved_bytes = row.moved_bytes if row.phase in _MOVES else 0
     return (row.pid, row.attempt, row.phase, row.step, row.micro_batch, moved_bytes, seqs)
+
+
+def _count(steps_s: list[float], counted: tuple[int, int], row: WorkerReport) -> tuple[int, int]:
+    """Take in the duration of the step that ``row`` finished; return what is counted then.
+
+    A step counts once. If it did for every worker, the steps that are remembered would be the
+    fewer the larger the run is, and p99 would be the slowest of a few.
+    """
+    place = (row.attempt, row.step)
+    if place > counted:
+        steps_s.append(row.step_s)
+    elif place == counted:
+        steps_s[-1] = max(steps_s[-1], row.step_s)
+    return max(counted, place)
 
 
 def _finished_step(before: WorkerReport, now: WorkerReport) -> bool:

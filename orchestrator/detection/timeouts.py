@@ -23,6 +23,11 @@ PATIENCE: Final = 3.0
 #: Below, the bounds would not keep their order beside the period of the reports.
 PATIENCE_MIN: Final = 1.5
 
+# Multiple of what the hang bound would be if every step took as long as the usual one. A process
+# that the kernel holds is no slow step, so how slow the slowest is says nothing about it: it is
+# waited for about as long as doing without it costs, which is a step anew and the re-forming.
+_STOPPED: Final = 0.55
+
 # Multiples of the hang bound. What has no observed duration of its own (saving, forming) gets
 # room; a bound that ends a wait without naming anybody comes after those that name somebody.
 _SUSPECT: Final = 0.6
@@ -49,8 +54,10 @@ class Limits:
     Attributes:
         beat_s: Period of a process's beat.
         report_s: Period of a keeper's reports.
-        suspect_s: A beat older than this is silent; a silent process that the kernel holds or
-            that is gone is named when nobody progressed for so long.
+        stopped_s: A process that the kernel holds, and that has not beaten for so long, is named
+            when nobody progressed for so long.
+        suspect_s: A beat older than this is silent; a process that is gone is named when nobody
+            progressed for so long.
         hang_s: No member progressed for this long: somebody is named if it can be proven.
         node_silent_s: A node without reports for this long, while others report, is lost.
         undecided_s: No member progressed for this long, and nobody can be named.
@@ -62,6 +69,7 @@ class Limits:
 
     beat_s: float
     report_s: float
+    stopped_s: float
     suspect_s: float
     hang_s: float
     node_silent_s: float
@@ -77,20 +85,25 @@ class Limits:
             assert a_s < b_s, f"{shorter}={a_s} must be shorter than {longer}={b_s}"
 
 
-def limits_from(step_s_p99: float, *, patience: float = PATIENCE) -> Limits:
+def limits_from(
+    step_s_p99: float, *, step_s_p50: float | None = None, patience: float = PATIENCE
+) -> Limits:
     """Return the bounds for an observed step time.
 
     Args:
         step_s_p99: The slowest usual step; 0.0 while none was observed.
+        step_s_p50: The usual step, at most ``step_s_p99``; that if not given.
         patience: A step may take this many times ``step_s_p99``, at least 1.5. With the default
             of 3 the hang bound is never below 1 s: below, scheduling alone looks like a hang.
     """
     assert patience >= PATIENCE_MIN, f"patience={patience} must be at least {PATIENCE_MIN}"
     hang_s = patience * max(step_s_p99, 1.0 / PATIENCE)
     scale = patience / PATIENCE
+    usual_s = step_s_p99 if step_s_p50 is None else step_s_p50
     return Limits(
         beat_s=BEAT_S,
         report_s=REPORT_S,
+        stopped_s=_STOPPED * patience * max(usual_s, 1.0 / PATIENCE),
         suspect_s=_SUSPECT * hang_s,
         hang_s=hang_s,
         node_silent_s=_NODE_SILENT * hang_s,

@@ -2,7 +2,7 @@
 
 The rules, strongest evidence first. Each needs that no member has progressed for its bound,
 in watched time, and that every member's node reports. What the kernel itself says of a
-process (1 and 2) needs no step to be overdue: the shorter bound of suspicion is enough.
+process (1 and 2) needs no step to be overdue: shorter bounds are enough.
 
 1. *gone*: the kernel knows no such process, or only a zombie.
 2. *stopped*: the kernel holds the process (state T), which has not beaten for the bound, while
@@ -125,7 +125,7 @@ def judge(
     if not watched or any(state.silent_s(one.node) > limits.suspect_s for one in watched):
         return None
     still_s = min(state.still_s(one) for one in watched)
-    if still_s < limits.suspect_s:
+    if still_s < limits.stopped_s:
         return None
     rows = {rank: None if one is None else one.report for rank, one in known.items()}
     case = _Case(
@@ -168,12 +168,12 @@ def _by_kernel(case: _Case) -> Verdict | None:
     """Rules 1 and 2: what the kernel says of the process."""
     rows = {rank: row for rank, row in case.rows.items() if row is not None}
     gone = [rank for rank, row in rows.items() if row.os_state in _GONE]
-    if gone:
+    if gone and case.still_s >= case.limits.suspect_s:
         return case.verdict("gone", gone, f"{_names(case, gone)} has no living process")
     stopped = [
         rank
         for rank, row in rows.items()
-        if row.os_state == _STOPPED and row.beat_age_s >= case.limits.suspect_s
+        if row.os_state == _STOPPED and row.beat_age_s >= case.limits.stopped_s
     ]
     if stopped and not _all_stopped(case):
         return case.verdict(

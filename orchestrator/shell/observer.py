@@ -77,7 +77,11 @@ class Observer:
             at_s,
             attempt=self._attempt,
             members=self._members,
-            limits=limits_from(self._detector.step_s_p99, patience=self._patience),
+            limits=limits_from(
+                self._detector.step_s_p99,
+                step_s_p50=self._detector.step_s_p50,
+                patience=self._patience,
+            ),
         )
         if isinstance(verdict, NodeSilent):
             self._node_silent(verdict.node, verdict.evidence)

@@ -97,7 +97,8 @@ class Watch:
     @property
     def limits(self) -> Limits:
         """Return the bounds for the steps seen so far."""
-        return limits_from(self._detector.step_s_p99)
+        seen = self._detector
+        return limits_from(seen.step_s_p99, step_s_p50=seen.step_s_p50)
 
     def until_verdict(self) -> tuple[Verdict, float]:
         """Look until there is a verdict; return it and the seconds that took."""

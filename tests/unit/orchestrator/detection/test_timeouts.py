@@ -12,9 +12,12 @@ from tests.support.histories import calm, watch
 
 @pytest.mark.parametrize("step_s_p99", [0.0, 0.001, 0.2, 3.0, 600.0])
 @pytest.mark.parametrize("patience", [1.5, 3.0, 10.0])
-def test_bounds_are_ordered_for_every_step_time(step_s_p99: float, patience: float) -> None:
+@pytest.mark.parametrize("usual", [0.1, 1.0])
+def test_bounds_are_ordered_for_every_step_time(
+    step_s_p99: float, patience: float, usual: float
+) -> None:
     """A bound that passes another would fire first and say the wrong thing."""
-    bounds = astuple(limits_from(step_s_p99, patience=patience))
+    bounds = astuple(limits_from(step_s_p99, step_s_p50=usual * step_s_p99, patience=patience))
 
     assert list(bounds) == sorted(set(bounds))
 
@@ -40,6 +43,13 @@ def test_what_a_step_tells_nothing_of_has_time_on_its_own() -> None:
     assert limits_from(0.005, patience=6.0).forming_s == 600.0
 
 
+def test_a_slow_tail_of_steps_does_not_prolong_the_wait_for_a_stopped_process() -> None:
+    """A busy minute makes the slowest step three times the usual one, and stops no process."""
+    assert limits_from(1.0, step_s_p50=0.3).stopped_s == limits_from(0.3).stopped_s
+    assert limits_from(1.0, step_s_p50=0.3).suspect_s == limits_from(1.0).suspect_s
+    assert limits_from(9.0, step_s_p50=9.0).stopped_s > 9.0
+
+
 def test_table_shows_every_bound() -> None:
     """It is printed at start; a bound that is not in it is a surprise later."""
     lines = table(limits_from(0.2)).splitlines()
@@ -59,6 +69,20 @@ def steps(durations_s: list[float]) -> Detector:
 def test_p99_leaves_out_the_first_step_of_an_attempt() -> None:
     """Here it took 9 s; with it every hang after a recovery would take half a minute to find."""
     assert steps([0.2] * 20).step_s_p99 == 0.2
+
+
+def test_a_step_counts_once_however_many_workers_do_it() -> None:
+    """With 300 workers 256 durations would be those of one step, and p99 whatever it took."""
+    state, num_workers = Detector(), 300
+    for step, step_s in enumerate([9.0, 0.2, 0.9, *[0.2] * 8], start=1):
+        rows = [
+            replace(calm(f"w{rank}", rank), step=step, step_s=step_s + 0.1 * (rank == 7))
+            for rank in range(num_workers)
+        ]
+        state, _ = watch(rows, for_s=0.0, state=state, from_s=100.0 + step)
+
+    assert len(state.steps_s) == 10
+    assert (state.step_s_p99, state.step_s_p50) == pytest.approx((1.0, 0.3))
 
 
 def test_few_steps_are_not_trusted() -> None:

@@ -65,6 +65,23 @@ def test_a_process_that_the_kernel_holds_is_named_before_a_step_is_overdue() -> 
     assert (verdict.guilty, verdict.rule) == (("w2",), "stopped")
 
 
+def test_a_stopped_process_is_named_soon_though_some_steps_were_slow() -> None:
+    """How slow the slowest step is says nothing about a process that the kernel holds."""
+    limits = limits_from(1.0, step_s_p50=0.2)
+    stopped = rows_with(w2=stop(absent("w2", 2), for_s=0.75))
+    hung = rows_with(w2=absent("w2", 2))
+    gone = rows_with(w2=replace(absent("w2", 2), os_state="Z"))
+
+    found = [
+        judge(*watch(rows, for_s=0.75), attempt=ATTEMPT, members=WORKERS, limits=limits)
+        for rows in (stopped, hung, gone)
+    ]
+
+    assert isinstance(found[0], Verdict)
+    assert (found[0].guilty, found[0].rule) == (("w2",), "stopped")
+    assert found[1:] == [None, None], "what only looks slow needs a step to be overdue"
+
+
 def test_a_process_that_is_held_for_a_moment_is_not_named() -> None:
     """A profiler stops what it looks at, and can do so when a step is slow for another reason."""
     held = replace(absent("w2", 2), os_state="T", beat_age_s=0.1)
