@@ -12,18 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.doomed import Moment, preload
+from tests.support.doomed import Moment
 from tests.support.doomed_cluster import Cluster
 from tests.support.doomed_scenarios import COPY, MEMORY, SCENARIOS, Scenario, store
 
 pytestmark = pytest.mark.timeout(900)
 
 MOMENTS_MAX = 500
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> None:
-    preload()
 
 
 def played(directory: Path, scenario: Scenario) -> Iterator[Cluster]:

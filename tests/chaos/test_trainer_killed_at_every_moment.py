@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.doomed import preload
 from tests.support.doomed_run import CALM_STEPS, DOOMED_STEPS, DoomedRun
 from tests.support.snapshots import eventually
 
@@ -23,11 +22,6 @@ MOMENTS_MAX = 200
 #: Of two snapshots of two ranks: begun, filled, finished. There are more, but what two threads
 #: change at once counts once.
 MOMENTS_MIN = 2 * 2 * 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> None:
-    preload()
 
 
 def doomed_runs(

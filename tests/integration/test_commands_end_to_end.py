@@ -17,10 +17,10 @@ import yaml
 
 from orchestrator.config import RunConfig
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 EVERSTEP = (sys.executable, "-c", "from orchestrator.cli import main; main()")
-ACT_S_MAX = 120.0
+ACT_S_MAX = 240.0
 
 
 def _write(config: RunConfig, tmp_path: Path, address: str) -> str:

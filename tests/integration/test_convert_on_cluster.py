@@ -19,7 +19,7 @@ from ucp_core.errors import ChecksumMismatchError
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 EVERSTEP = (sys.executable, "-c", "from orchestrator.cli import main; main()")
 

@@ -120,10 +120,10 @@ class _Keeper:
         """Return what it says, of its next life if it was killed."""
         import ray
 
-        end_s = time.monotonic() + 60.0
+        end_s = time.monotonic() + 240.0
         while True:
             try:
-                answer: dict[str, Any] = ray.get(self.actor.hello.remote(), timeout=60.0)
+                answer: dict[str, Any] = ray.get(self.actor.hello.remote(), timeout=240.0)
             except ray.exceptions.RayActorError:
                 assert time.monotonic() < end_s, "the keeper does not come back"
                 time.sleep(0.05)
@@ -134,20 +134,20 @@ class _Keeper:
         """Tell it of a new attempt."""
         import ray
 
-        ray.get(self.actor.order.remote(order), timeout=20.0)
+        ray.get(self.actor.order.remote(order), timeout=90.0)
 
     def versions(self) -> list[tuple[str, int, int]]:
         """Return what it holds now."""
         import ray
 
-        inventory: Inventory = ray.get(self.actor.held.remote(), timeout=20.0)
+        inventory: Inventory = ray.get(self.actor.held.remote(), timeout=90.0)
         return [(part.arena, part.held.attempt, part.held.step) for part in inventory.parts]
 
     def reported(self) -> NodeReport | None:
         """Return its last report."""
         import ray
 
-        report: NodeReport | None = ray.get(self.ear.last.remote(), timeout=20.0)
+        report: NodeReport | None = ray.get(self.ear.last.remote(), timeout=90.0)
         return report
 
     def stored_step(self) -> int:
@@ -269,10 +269,10 @@ def test_a_keeper_without_snapshots_is_what_it_was(tmp_path: Path) -> None:
             settings=settings.to_json(),
         )
     )
-    hello = ray.get(actor.hello.remote(), timeout=60.0)
+    hello = ray.get(actor.hello.remote(), timeout=240.0)
     assert (hello["host"], hello["port"], hello["secret"]) == ("", 0, b"")
-    assert ray.get(actor.held.remote(), timeout=20.0).parts == ()
-    assert not ray.get(actor.flush.remote(1, 1), timeout=20.0)
+    assert ray.get(actor.held.remote(), timeout=90.0).parts == ()
+    assert not ray.get(actor.flush.remote(1, 1), timeout=90.0)
     assert not (tmp_path / "shared").exists()
     ray.kill(actor)
     ray.kill(ear)

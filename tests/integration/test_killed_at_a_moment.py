@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.doomed import preload
 from tests.support.doomed_cluster import Cluster
 from tests.support.doomed_scenarios import SCENARIOS
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> None:
-    preload()
 
 
 @pytest.mark.parametrize(

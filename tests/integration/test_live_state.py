@@ -56,7 +56,6 @@ def halted(run: Run, chosen: Settings, places: Path, **how: Any) -> list[Trainer
     return members
 
 
-@pytest.mark.timeout(120)
 def test_nothing_is_lost_when_an_attempt_ends_whose_ranks_all_live(
     run: Run, chosen: Settings, node: NodeProcess, places: Path
 ) -> None:
@@ -83,7 +82,6 @@ def test_nothing_is_lost_when_an_attempt_ends_whose_ranks_all_live(
     ]
 
 
-@pytest.mark.timeout(120)
 def test_what_a_killed_rank_had_alone_is_not_made_up_for(
     run: Run, chosen: Settings, node: NodeProcess, places: Path
 ) -> None:
@@ -103,7 +101,6 @@ def test_what_a_killed_rank_had_alone_is_not_made_up_for(
     assert dict(left.sources).keys() == {"local memory"}
 
 
-@pytest.mark.timeout(120)
 def test_what_a_killed_replica_had_the_other_one_leaves_for_it(
     run: Run, chosen: Settings, node: NodeProcess, places: Path
 ) -> None:
@@ -122,7 +119,6 @@ def test_what_a_killed_replica_had_the_other_one_leaves_for_it(
     assert dict(left.sources).keys() == {"live state"}
 
 
-@pytest.mark.timeout(120)
 def test_a_state_within_an_update_is_left_by_no_rank(
     run: Run, chosen: Settings, node: NodeProcess, places: Path
 ) -> None:

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.snapshots import eventually
 
 _SCRIPT = """
@@ -37,7 +35,6 @@ def _running(group: int) -> list[str]:
     return found
 
 
-@pytest.mark.timeout(180)
 def test_nothing_is_left_of_a_cluster_whose_host_died() -> None:
     """Ray's daemons outlive who started them: a host whose own shutdown failed left all of them.
 

@@ -61,7 +61,6 @@ def _rarely_stored(data: DataSettings) -> Settings:
     )
 
 
-@pytest.mark.timeout(120)
 def test_what_a_lost_node_had_is_in_the_other_ones_memory_to_the_bit(
     run: Run, text: DataSettings, make_nodes: MakeNodes
 ) -> None:
@@ -91,7 +90,6 @@ def test_what_a_lost_node_had_is_in_the_other_ones_memory_to_the_bit(
     assert read(places, nodes[0]) == state
 
 
-@pytest.mark.timeout(120)
 def test_training_goes_on_from_one_node_when_the_other_is_lost_in_a_step(
     run: Run, text: DataSettings, make_nodes: MakeNodes
 ) -> None:

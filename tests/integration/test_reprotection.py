@@ -13,9 +13,9 @@ from orchestrator.shell.launch import Launched
 from tests.support.history import check_lost_steps, read_history
 from tests.support.snapshots import eventually
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
-ACT_S_MAX = 90.0
+ACT_S_MAX = 240.0
 #: Of ``workers.train.protecting``.
 WAIT_S_MAX = 1.0
 

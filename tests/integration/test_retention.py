@@ -56,7 +56,7 @@ def test_what_is_read_is_left_until_the_reader_is_done(root: str) -> None:
         assert collect_garbage(store, root, keep=1, lineage=_LINEAGE) == ["step-00000002"]
 
         assert store.list(root) == ("step-00000001", "step-00000003")
-        _, errors = process.communicate("go on\n", timeout=60)
+        _, errors = process.communicate("go on\n", timeout=240)
         assert process.returncode == 0, errors
 
     assert collect_garbage(store, root, keep=1, lineage=_LINEAGE) == ["step-00000001"]
@@ -67,7 +67,7 @@ def test_a_killed_reader_holds_nothing(root: str) -> None:
     store = LocalStore()
     with reader(join(root, "step-00000001"), seed=1) as process:
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=60)
+        process.wait(timeout=240)
 
     assert collect_garbage(store, root, keep=1, lineage=_LINEAGE) == [
         "step-00000002",

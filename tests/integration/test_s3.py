@@ -302,7 +302,7 @@ store, root = open_store("s3://{bucket}/root")
 store.write_file(root + "/f", chunks(), fsync=False)
 """
 
-    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=240)
 
     assert done.returncode == 9
     uploads = store._fs.call_s3("list_multipart_uploads", Bucket=bucket)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.attempts import (
+    WAIT_S_MAX,
     finish,
     lines,
     newest,
@@ -32,7 +33,6 @@ from workers.train.settings import (
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-@pytest.mark.timeout(240)
 def test_the_number_of_workers_changes_no_bit_in_deterministic_mode(
     run: Run, text: DataSettings
 ) -> None:
@@ -48,7 +48,6 @@ def test_the_number_of_workers_changes_no_bit_in_deterministic_mode(
     assert len(seen) == 1
 
 
-@pytest.mark.timeout(240)
 def test_growing_and_shrinking_in_mid_run_changes_no_bit_in_deterministic_mode(
     run: Run, text: DataSettings
 ) -> None:
@@ -174,7 +173,7 @@ def test_who_found_damage_tells_it_though_the_attempt_ends_before_all_have_loade
 
 
 def _open_to_write(fifo: Path) -> int:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + WAIT_S_MAX
     while time.monotonic() < deadline_s:
         try:
             return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)

@@ -25,7 +25,7 @@ def run_script(directory: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=400,
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout

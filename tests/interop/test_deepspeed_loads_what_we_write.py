@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tests.support.forked_commands import ForkedCommands
 from ucp_core.converters import open_source
 from ucp_core.converters.deepspeed import universal_writer as deepspeed_universal_writer
 from ucp_core.converters.deepspeed import writer as deepspeed_writer
@@ -25,14 +23,12 @@ from ucp_core.patterns import Cut, Replicated
 from ucp_core.rules import Rule, Rules
 from ucp_core.storage import LocalStore
 
-ROOT = Path(__file__).parents[2]
+SCRIPT = "tests.support.train_deepspeed"
 #: Of the pipeline: first layers of its stages, and the layers at which its tied module stands.
 STAGES = {1: (0,), 2: (0, 2)}
 TIED_LAYERS = {"embed": (0, 4)}
 MEMORY_BYTES = 32 << 20
 STEPS = 3
-#: 20 s on two idle cores.
-LAUNCH_SECONDS_MAX = 400
 #: The order in which ranks add up their gradients depends on their number.
 LOSS_TOLERANCE = 1e-6
 BF16_TOLERANCE = 2e-2
@@ -113,36 +109,12 @@ pytestmark = [
 ]
 
 
-def _launch(job: list[dict[str, Any]], world_size: int, out: Path) -> None:
-    path = out / f"job-{job[0]['name']}.json"
-    path.write_text(json.dumps(job))
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            f"--nproc-per-node={world_size}",
-            "--rdzv-backend=c10d",
-            "--rdzv-endpoint=localhost:0",
-            "-m",
-            "tests.support.train_deepspeed",
-            str(path),
-            str(out),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=LAUNCH_SECONDS_MAX)
-    except BaseException:
-        # Asked to end, the launcher takes its ranks along; killed, it would leave them behind.
-        process.terminate()
-        process.communicate(timeout=60)
-        raise
-    assert process.returncode == 0, output[-8000:]
+def _launch(
+    commands: ForkedCommands, cases: list[dict[str, Any]], world_size: int, out: Path
+) -> None:
+    path = out / f"job-{cases[0]['name']}.json"
+    path.write_text(json.dumps(cases))
+    commands.run(SCRIPT, [str(path), str(out)], num_ranks=world_size)
 
 
 def _tensors(out: Path, name: str) -> dict[str, Any]:
@@ -191,16 +163,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"do": "train", "name": name, "steps": STEPS, "directory": str(out / f"{name}.ds")} | facts
         for name, facts in SOURCES.items()
     ]
-    _launch(trains, 2, out)
-    # DeepSpeed keeps its groups of ranks in globals, so one process can have one kind only.
-    by_world: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for parameters in CASES:
-        case = dict(parameters.values[0], do="load", steps=STEPS)
-        _convert(case, out)
-        by_world.setdefault((case["world_size"], case.get("sp", 1)), []).append(case)
-    for (world_size, _), cases in by_world.items():
-        # After an engine with tensor parallelism DeepSpeed makes none without in one process.
-        _launch(sorted(cases, key=lambda case: int(case["tp"])), world_size, out)
+    with ForkedCommands([SCRIPT], out / "log") as commands:
+        _launch(commands, trains, 2, out)
+        # DeepSpeed keeps its groups of ranks in globals, so one process can have one kind only.
+        by_world: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        for parameters in CASES:
+            case = dict(parameters.values[0], do="load", steps=STEPS)
+            _convert(case, out)
+            by_world.setdefault((case["world_size"], case.get("sp", 1)), []).append(case)
+        for (world_size, _), cases in by_world.items():
+            # After an engine with tensor parallelism DeepSpeed makes none without in one process.
+            ordered = sorted(cases, key=lambda case: int(case["tp"]))
+            _launch(commands, ordered, world_size, out)
     return out
 
 

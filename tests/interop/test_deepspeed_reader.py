@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +15,15 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tests.support.forked_commands import ForkedCommands
 from ucp_core._open import LocalTensor, load
 from ucp_core.boxes import Box
 from ucp_core.converters import open_source
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore
 
-ROOT = Path(__file__).parents[2]
+SCRIPT = "tests.support.train_deepspeed_sources"
+CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 
 CASES: dict[str, dict[str, Any]] = {
     "zero0": {"stage": 0},
@@ -92,23 +90,6 @@ pytestmark = [
 ]
 
 
-def _run(arguments: list[str]) -> None:
-    environment = os.environ | {
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        check=False,
-        text=True,
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with the checkpoints, and with what the processes told."""
@@ -118,20 +99,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, facts in CASES.items():
         layout = facts.get("world_size", 2), facts.get("model", "whole")
         launches.setdefault(layout, []).append({"name": name, **facts})
-    for (world_size, model), cases in launches.items():
-        job = out / f"job-{world_size}-{model}.json"
-        job.write_text(json.dumps(cases))
-        launch = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}"]
-        launch += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        _run([*launch, "-m", "tests.support.train_deepspeed_sources", str(job), str(out)])
-    conversions = []
-    for name, options in UNIVERSAL.items():
-        source = out / f"{name}.ds" / "global_step3"
-        folders = ["--input_folder", str(source), "--output_folder", f"{source}_universal"]
-        conversions.append(["-m", "deepspeed.checkpoint.ds_to_universal", *folders, *options])
-    # Most of each is one process that imports DeepSpeed.
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(_run, conversions))
+    with ForkedCommands([SCRIPT, CONVERTER], out / "log") as commands:
+        for (world_size, model), cases in launches.items():
+            job = out / f"job-{world_size}-{model}.json"
+            job.write_text(json.dumps(cases))
+            commands.run(SCRIPT, [str(job), str(out)], num_ranks=world_size)
+        for name, options in UNIVERSAL.items():
+            source = out / f"{name}.ds" / "global_step3"
+            folders = ["--input_folder", str(source), "--output_folder", f"{source}_universal"]
+            commands.run(CONVERTER, [*folders, *options])
     return out
 
 

@@ -20,6 +20,9 @@ from workers.train.settings import (
     TrainSettings,
 )
 
+#: Guards against a hang; some milliseconds to seconds on an idle machine.
+WAIT_S_MAX = 240.0
+
 
 def write_texts(root: Path) -> DataSettings:
     """Return data to train on, written below ``root``."""
@@ -79,7 +82,7 @@ def newest(run: Run) -> tuple[int, int]:
 
 
 def wait_for_steps(run: Run, num_steps: int) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + WAIT_S_MAX
     while not (run.directory / "metrics/rank0.jsonl").exists() or len(lines(run)) < num_steps:
         assert time.monotonic() < deadline_s, "the workers do not train"
 

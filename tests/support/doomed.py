@@ -7,7 +7,6 @@ the process die everywhere, also where nobody would have thought of.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -129,8 +128,6 @@ class Fate:
 class DoomedNode(NodeProcess):
     """A node's memory that can be told when to die; quickly made, because many are needed."""
 
-    _start_method = "forkserver"
-
     def doom(self, moment: Moment, after: int) -> None:
         """Have its process killed at a moment of what it does from now on."""
         self._ask("doom", moment, after)
@@ -159,8 +156,6 @@ class DoomedNode(NodeProcess):
 
 class DoomedTrainer(SoakTrainer):
     """Two ranks on two nodes in a process that can be told when to die, or to stop."""
-
-    _start_method = "forkserver"
 
     def doom(self, after: int, number: signal.Signals) -> None:
         """Have it get the signal when its snapshots' memory has changed so often."""
@@ -208,13 +203,6 @@ def places_of(version: versions.Version, nodes: Sequence[DoomedNode]) -> list[Me
         )
         for node, host, port, arena, held in parts
     ]  # fmt: skip
-
-
-def preload() -> None:
-    """Have the server that forks these processes import once what they need; at its start."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["tests.support.trainers", "tests.support.doomed"]
-    )
 
 
 def _serve_node(pipe: Connection, how: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ __all__ = ["Cluster", "Loaded", "Protect", "state_of"]
 
 _BODY_BYTES = 1 << 17
 #: A keeper that died is waited for as long as it takes to notice.
-_SETTLE_S_MAX = 30.0
+_SETTLE_S_MAX = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.support.failing_store import DiedError, Fate
 
-_START_S_MAX = 60.0
+_START_S_MAX = 240.0
 #: Of a connection alone, and not of the next hop.
 _HOP_HEADERS = {"connection", "transfer-encoding", "content-length", "host", "expect"}
 
@@ -55,7 +55,7 @@ def _running(
         yield url, process.pid
     finally:
         process.terminate()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def s3_server(log: Path) -> AbstractContextManager[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing as mp
 import os
 import signal
 import time
@@ -15,7 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-JOIN_S_MAX = 100.0
+from tests.support.forking import forking
+
+#: Guards against a hang; some seconds on an idle machine.
+JOIN_S_MAX = 240.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ class Ranks:
         directory: Path,
         store: dist.TCPStore,
     ) -> None:
-        context = mp.get_context("spawn")
+        context = forking()
         self.store = store
         self.places = [
             Place(rank=rank, port=store.port, directory=directory) for rank in range(num_ranks)
@@ -123,7 +125,7 @@ def running(function: Callable[[Place], Any], num_ranks: int, directory: Path) -
         ranks.end()
 
 
-def until(condition: Callable[[], bool], what: str, *, limit_s: float = 30.0) -> None:
+def until(condition: Callable[[], bool], what: str, *, limit_s: float = 120.0) -> None:
     """Return when ``condition`` holds; fail when it does not within ``limit_s``."""
     end_s = time.monotonic() + limit_s
     while not condition():

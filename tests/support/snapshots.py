@@ -19,7 +19,7 @@ from workers.snapshot.arena_store import ArenaStore
 ROWS = 4096
 
 
-def eventually(is_so: Callable[[], bool], *, within_s: float = 20.0) -> bool:
+def eventually(is_so: Callable[[], bool], *, within_s: float = 90.0) -> bool:
     """Return whether it came true in time; looks all the time."""
     end_s = time.monotonic() + within_s
     while not is_so():

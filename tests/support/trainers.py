@@ -6,7 +6,6 @@ it answers while the training thread is stuck, so an attempt can be fenced or as
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from tests.support.forking import forking
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers import collectives
@@ -26,8 +26,8 @@ from workers.protocol import Assignment, Formed, MemoryPart, Outcome, Pace
 from workers.train.loop import WorkerContext, run_attempt
 from workers.train.settings import Settings
 
-#: An answer must come within this; a test that waits longer has failed.
-ANSWER_S_MAX = 60.0
+#: Guards against a hang: workers that share a processor with others may need long for an attempt.
+ANSWER_S_MAX = 240.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,7 @@ class Trainer:
     """The parent's handle of one worker process."""
 
     def __init__(self, worker: str, directory: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.trainers"])
+        context = forking()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(
             target=_serve, args=(theirs, worker, str(directory)), daemon=True

@@ -111,7 +111,7 @@ class Watch:
             found.extend([verdict] if verdict is not None else [])
             return bool(found)
 
-        until(judged, "a verdict", limit_s=60.0)
+        until(judged, "a verdict", limit_s=240.0)
         return found[0], time.monotonic() - start_s
 
     def until_steps(self, num_steps: int) -> None:
@@ -123,7 +123,7 @@ class Watch:
             assert self.look() is None
             return all(self._step(rank) >= goal for rank, goal in enumerate(goals))
 
-        until(done, f"{num_steps} steps", limit_s=60.0)
+        until(done, f"{num_steps} steps", limit_s=240.0)
 
     def _step(self, rank: int) -> int:
         view = read_page(self._ranks.places[rank].page_path)
