@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 
+from workers.parent import end_with_parent
 from workers.protocol import Assignment, Fenced, Formed, Outcome, Pace, SaveCosts
 
 #: It reserves nothing, because a slot does that; a dead one is replaced and not restarted.
@@ -40,6 +41,7 @@ class Worker:
     def __init__(
         self, *, worker: str, directory: str, run_url: str, settings: Any, on_cpu: bool
     ) -> None:
+        end_with_parent()
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         from workers.runner import AttemptRunner
 

@@ -29,6 +29,7 @@ from ucp_core.errors import UcpError
 from workers.errors import WorkerError
 from workers.keeper.node_memory import NodeMemory
 from workers.keeper.watch import GONE, STILL_S, NodeWatch
+from workers.parent import end_with_parent
 from workers.protocol import Inventory, KeeperOrder, NodeReport
 from workers.train.settings import Settings
 
@@ -64,6 +65,7 @@ class Keeper:
         run_url: str = "",
         settings: dict[str, Any] | None = None,
     ) -> None:
+        end_with_parent()
         with contextlib.suppress(PermissionError):
             # Ray's workers run at niceness 15: beside saturated trainers a report would wait.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
