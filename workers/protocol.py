@@ -347,7 +347,11 @@ Outcome: TypeAlias = Completed | Yielded | Fenced | PeerLost | Raised | Unloadab
 
 
 class WorkerPhase(StrEnum):
-    """Where a worker is; ordered as a worker goes through them."""
+    """Where a worker is; ordered as a worker goes through them.
+
+    SCRIPT is between two steps, and in an evaluation: what the training script does there is its
+    own, and may take as long as it likes.
+    """
 
     IDLE = "idle"
     FORMING = "forming"
@@ -357,6 +361,7 @@ class WorkerPhase(StrEnum):
     REDUCING = "reducing"
     UPDATING = "updating"
     SAVING = "saving"
+    SCRIPT = "script"
     LEAVING = "leaving"
 
 

@@ -235,6 +235,9 @@ def _undecided(case: _Case) -> Verdict | None:
     if wrong is not None:
         return case.verdict("undecided", [], wrong)
     waiting = case.graph.waits_for
+    if not waiting and case.still_s < case.limits.forming_s:
+        # All may do the same for long, as to read data; nobody is held up by another.
+        return None
     if len(waiting) < len(case.members):
         return case.verdict("undecided", [], "no member waits for another")
     if any(waiting.values()):
@@ -246,7 +249,7 @@ def _bound_s(case: _Case, row: WorkerReport | None) -> float:
     """Return how long a worker may stand still where it is."""
     if row is None or row.attempt != case.attempt or row.phase in _SLOW_TO_FORM:
         return case.limits.forming_s
-    if row.step_s == 0.0:
+    if row.step_s == 0.0 or row.phase is WorkerPhase.SCRIPT:
         return case.limits.first_step_s
     return case.limits.saving_s if row.phase in _SLOW_TO_SAVE else case.limits.hang_s
 

@@ -233,8 +233,22 @@ def outlive_a_peer(place: Place) -> Any:
     collectives.form(**place.formation(2, 2))
     x = torch.ones(1)
     dist.all_reduce(x)
+    return seen, waited_s, x.item(), _wait_in_vain(place)
+
+
+def _wait_in_vain(place: Place) -> float:
+    """Leave the attempt after rank 0 has called what nobody else calls; return for how long."""
+    collectives.set_timeout(0.5)
+    done = place.directory / "waited in vain"
+    begun_s = time.monotonic()
+    if place.rank == 0:
+        with contextlib.suppress(CollectiveError):
+            dist.all_reduce(torch.ones(1))
+        done.touch()
+    until(done.exists, "rank 0")
+    waited_s = time.monotonic() - begun_s
     collectives.leave()
-    return seen, waited_s, x.item()
+    return waited_s
 
 
 def test_survivors_of_a_killed_peer_form_again(tmp_path: Path) -> None:
@@ -243,10 +257,12 @@ def test_survivors_of_a_killed_peer_form_again(tmp_path: Path) -> None:
         results = ranks.results()
 
     assert results[2] is None
-    for error, waited_s, total in results[:2]:
+    for error, waited_s, total, in_vain_s in results[:2]:
         assert isinstance(error, AbortedError | CollectiveError)
         assert waited_s < 1.0 + ABORT_S_MAX
         assert total == 2.0
+        # The groups were made with 20 s.
+        assert 0.5 <= in_vain_s < 10.0
 
 
 def reform_often(place: Place) -> list[tuple[int, ...]]:

@@ -134,7 +134,10 @@ def test_exception_of_one_rank_is_survived_once(
         f"mark = __import__('pathlib').Path({str(mark)!r})\n"
         "        if step.number == 12 and session.rank == 1 and not mark.exists():\n"
         "            mark.touch()\n"
-        "            raise OSError('a hiccup')"
+        "            raise OSError('a hiccup')\n"
+        # No fault at all: what rank 0 alone does between two steps, ten times as long as they.
+        "        if step.number == 15 and session.rank == 0:\n"
+        "            __import__('time').sleep(4)"
     )
     config = make_config(
         train__steps=20,

@@ -82,6 +82,14 @@ class Attempt:
             group.abort_device()
         return len(waiters)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of later collectives, and of groups that are made later."""
+        with self._lock:
+            self.timeout = timeout
+            groups = list(self._groups)
+        for group in groups:
+            group.set_timeout(timeout)
+
     def waiter(self) -> Waiter:
         """Return an event that ``abort`` wakes; awake already if it has been called."""
         waiter = Waiter()
@@ -279,6 +287,15 @@ def abort(attempt: int) -> int:
     if current is None or current.number != attempt:
         return 0
     return current.abort()
+
+
+def set_timeout(timeout_s: float) -> None:
+    """Have later collectives of the attempt fail by themselves after ``timeout_s``.
+
+    Called by the thread that trains, between ``form`` and ``leave``.
+    """
+    assert _process.current is not None, "form() an attempt first"
+    _process.current.set_timeout(timedelta(seconds=timeout_s))
 
 
 def leave() -> None:

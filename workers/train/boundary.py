@@ -194,7 +194,7 @@ class Boundary:
             CollectiveError: A peer did not write its part.
         """
         self._context.page.enter(WorkerPhase.SAVING)
-        timeout_s = self._context.settings.parallel.collective_timeout_s
+        timeout_s = self._context.settings.parallel.patient_timeout_s
         self._storing.wait_committed(step, timeout_s=timeout_s)
 
     def leave(self, step: int) -> NoReturn:

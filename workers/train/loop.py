@@ -122,6 +122,7 @@ class _Attempt:
             attempt=assignment.attempt,
             rank=assignment.rank,
         )
+        collectives.set_timeout(context.settings.parallel.patient_timeout_s)
         self._session = Session(assignment, context, mesh, _Process.buffer, _memory(context))
         task(self._session)
         self._session.finish()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from workers import collectives
 from workers.data.order import DataOrder
 from workers.errors import DataError, TaskError
 from workers.parallel.mesh import Mesh
@@ -168,6 +169,7 @@ class Session:
         )
         began_s = time.monotonic()
         restored = self._load(self._parts)
+        collectives.set_timeout(self.settings.parallel.collective_timeout_s)
         self._context.page.resumed(self.step)
         self._context.on_formed(
             Formed(
@@ -209,6 +211,7 @@ class Session:
             reached = {"order_position": step.order_range[1], "loss": step.loss}
             # What is waited for once in an attempt tells nothing of the step behind it.
             begun_s += self._boundary.completed(step, step_s, parts, {**cursor, **reached})
+            self._context.page.enter(WorkerPhase.SCRIPT)
 
         while self.step < train.steps:
             step = Step(
@@ -240,12 +243,21 @@ class Session:
             loss_of: Returns the mean loss over a micro-batch, and its number of tokens.
             num_samples: Of the held-out data; rounded down to whole micro-batches.
         """
-        parts = self._ready()
+        parts, page = self._ready(), self._context.page
+        page.enter(WorkerPhase.SCRIPT)
+        num_done = 0
+
+        def told(samples: NDArray[Any]) -> tuple[Tensor, int]:
+            nonlocal num_done
+            num_done += 1
+            page.micro_batch(num_done)
+            return loss_of(samples)
+
         samples_each = min(self.settings.train.micro_batch, num_samples)
         num_micro_batches = num_samples // samples_each
         parts.model.eval()
         loss = mean_over_samples(
-            loss_of,
+            told,
             schedule=self._schedule(num_micro_batches),
             num_micro_batches=num_micro_batches,
             samples_each=samples_each,

@@ -212,13 +212,19 @@ class ParallelSettings:
         reshard_after_forward: Whether a block's gathered parameters are dropped after its
             forward and backward pass: less memory, more gathers. Models up to 64 MiB are kept
             gathered in any case.
-        collective_timeout_s: A collective fails by itself after this, and a commit that not all
-            ranks came to. A backstop: faults are found and attempts aborted much sooner, and a
-            rank may wait that long for another that loads or writes more.
+        collective_timeout_s: A collective fails by itself after this; after ten times as long
+            until all ranks have loaded, and while a version is committed. A backstop: faults are
+            found and attempts aborted much sooner. Raise it where one rank alone does something
+            for longer between two steps.
     """
 
     reshard_after_forward: bool = True
-    collective_timeout_s: float = 600.0
+    collective_timeout_s: float = 60.0
+
+    @property
+    def patient_timeout_s(self) -> float:
+        """Return the bound of waits in which ranks read or write: one may have far more to."""
+        return 10 * self.collective_timeout_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -325,6 +325,22 @@ def test_the_first_step_has_more_time() -> None:
     assert verdict_on(rows_with(w2=first), for_s=LIMITS.first_step_s + 0.25).guilty == ("w2",)
 
 
+def test_what_a_script_does_between_two_steps_has_more_time() -> None:
+    """Rank 0 draws samples of what the model writes by now, while the others wait for it."""
+    drawing = replace(absent("w0", 0), phase=WorkerPhase.SCRIPT)
+
+    assert judged(*watch(rows_with(w0=drawing), for_s=30.0)) is None
+    assert verdict_on(rows_with(w0=drawing), for_s=LIMITS.first_step_s + 0.25).guilty == ("w0",)
+
+
+def test_all_may_compute_for_long_where_nobody_waits() -> None:
+    """An epoch begins, and every rank reads its data anew."""
+    reading = [calm(worker, rank) for rank, worker in enumerate(WORKERS)]
+
+    assert judged(*watch(reading, for_s=60.0)) is None
+    assert verdict_on(reading, for_s=LIMITS.forming_s + 0.25).undecided
+
+
 def test_a_worker_stopped_in_its_first_step_is_named_by_the_hang_limit() -> None:
     """The kernel's word needs no patience for warm-up."""
     first = stop(replace(absent("w2", 2), step_s=0.0))
