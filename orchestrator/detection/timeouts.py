@@ -23,10 +23,10 @@ PATIENCE: Final = 3.0
 #: Below, the bounds would not keep their order beside the period of the reports.
 PATIENCE_MIN: Final = 1.5
 
-# Multiple of what the hang bound would be if every step took as long as the usual one. A process
-# that the kernel holds is no slow step, so how slow the slowest is says nothing about it: it is
-# waited for about as long as doing without it costs, which is a step anew and the re-forming.
-_STOPPED: Final = 0.55
+# A process that the kernel holds is no slow step, so how long the slowest took says nothing about
+# it. It is waited for as long as doing without it costs: a usual step anew, and at least, in
+# seconds with the default patience, the re-forming (0.5 s).
+_STOPPED_S: Final = 0.55
 
 # Multiples of the hang bound. What has no observed duration of its own (saving, forming) gets
 # room; a bound that ends a wait without naming anybody comes after those that name somebody.
@@ -103,7 +103,7 @@ def limits_from(
     return Limits(
         beat_s=BEAT_S,
         report_s=REPORT_S,
-        stopped_s=_STOPPED * patience * max(usual_s, 1.0 / PATIENCE),
+        stopped_s=scale * max(usual_s, _STOPPED_S),
         suspect_s=_SUSPECT * hang_s,
         hang_s=hang_s,
         node_silent_s=_NODE_SILENT * hang_s,

@@ -47,7 +47,13 @@ def test_a_slow_tail_of_steps_does_not_prolong_the_wait_for_a_stopped_process() 
     """A busy minute makes the slowest step three times the usual one, and stops no process."""
     assert limits_from(1.0, step_s_p50=0.3).stopped_s == limits_from(0.3).stopped_s
     assert limits_from(1.0, step_s_p50=0.3).suspect_s == limits_from(1.0).suspect_s
-    assert limits_from(9.0, step_s_p50=9.0).stopped_s > 9.0
+
+
+def test_a_stopped_process_is_waited_for_as_long_as_doing_without_it_costs() -> None:
+    """A step is done anew then; of a long one, 0.55 s would be given away too soon."""
+    assert limits_from(0.2, step_s_p50=0.1).stopped_s == 0.55
+    assert limits_from(9.0, step_s_p50=8.0).stopped_s == 8.0
+    assert limits_from(9.0, step_s_p50=8.0, patience=6.0).stopped_s == 16.0
 
 
 def test_table_shows_every_bound() -> None:
