@@ -29,7 +29,7 @@ from typing import Any
 from orchestrator.config import RunConfig, demo_config
 from orchestrator.shell.faults import kill_node_of, signal_rank, wait_for
 from orchestrator.shell.launch import Launched, open_cluster
-from tests.benchmarks.common import spread
+from tests.benchmarks.common import percentile, spread
 
 ACT_S_MAX = 120.0
 NUM_WORKERS = 4
@@ -46,6 +46,11 @@ class Bench:
         """Return the metric lines so far."""
         text = self._metrics.read_text()
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def usual_steps_s(self) -> list[float]:
+        """Return how long the last 256 steps took; those that began an attempt are left out."""
+        pairs = itertools.pairwise(self.lines()[-257:])
+        return [b["step_s"] for a, b in pairs if a["attempt"] == b["attempt"]]
 
     def settle(self, *, workers: int = NUM_WORKERS, standbys: int = 0) -> dict[str, Any]:
         """Wait until ``workers`` train, ``standbys`` wait, and a few steps passed in between."""
@@ -87,13 +92,18 @@ def kill_workers(bench: Bench, count: int, *, standbys: int) -> list[dict[str, f
 
 
 def stop_workers(bench: Bench, count: int) -> list[dict[str, Any]]:
-    """SIGSTOP one worker ``count`` times; say whether the right one was named."""
+    """SIGSTOP one worker ``count`` times; say whether the right one was named, and how soon.
+
+    ``of_promised`` is the time over what was promised: max(1 s, 3 x p99 of a step) + 1 s.
+    """
     results = []
     for number in range(count):
         before = bench.settle()
+        promised_s = max(1.0, 3.0 * percentile(bench.usual_steps_s(), 0.99)) + 1.0
         fault_s = time.time()
         victim = signal_rank(bench.run, number % NUM_WORKERS, signal.SIGSTOP)
         result: dict[str, Any] = bench.recovery(before, fault_s)
+        result["of_promised"] = result["seconds"] / promised_s
         status = bench.settle()
         guilty = (status["cause"] or {}).get("guilty", [])
         result["named_right"] = guilty == [victim["worker"]] or _was_named(bench, victim["worker"])
@@ -192,6 +202,7 @@ def main() -> None:
         _say(json.dumps(result))
         stops = stop_workers(bench, arguments.kills)
         result["stop"] = {**_spread(stops), "named": sum(s["named_right"] for s in stops)}
+        result["stop_of_promised"] = spread([stop["of_promised"] for stop in stops])
         _say(json.dumps(result))
         controller = kill_controller(bench, arguments.nodes)
         result["controller"] = {**_spread(controller), "gap_s": max(c["gap_s"] for c in controller)}
