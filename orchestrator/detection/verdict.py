@@ -82,13 +82,17 @@ Judgement: TypeAlias = Verdict | NodeSilent | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """An attempt as it is judged. Ranks are places in ``members``."""
+    """An attempt as it is judged. Ranks are places in ``members``.
+
+    ``unseen_s`` is the age of the oldest report on a member, its node's last.
+    """
 
     attempt: int
     members: tuple[str, ...]
     rows: Mapping[int, WorkerReport | None]
     graph: WaitGraph
     still_s: float
+    unseen_s: float
     limits: Limits
 
     def verdict(self, rule: str, guilty: list[int], evidence: str) -> Verdict:
@@ -122,7 +126,8 @@ def judge(
     if silent is not None:
         return silent
     watched = [one for one in known.values() if one is not None]
-    if not watched or any(state.silent_s(one.node) > limits.suspect_s for one in watched):
+    unseen_s = max((state.silent_s(one.node) for one in watched), default=0.0)
+    if not watched or unseen_s > limits.suspect_s:
         return None
     still_s = min(state.still_s(one) for one in watched)
     if still_s < limits.stopped_s:
@@ -134,6 +139,7 @@ def judge(
         rows=rows,
         graph=wait_graph(rows, attempt=attempt),
         still_s=still_s,
+        unseen_s=unseen_s,
         limits=limits,
     )
     verdict = _by_kernel(case)
@@ -170,10 +176,12 @@ def _by_kernel(case: _Case) -> Verdict | None:
     gone = [rank for rank, row in rows.items() if row.os_state in _GONE]
     if gone and case.still_s >= case.limits.suspect_s:
         return case.verdict("gone", gone, f"{_names(case, gone)} has no living process")
+    # Who was not seen since may have been stopped as well, by somebody who stops the whole job.
+    silent_s = max(case.limits.stopped_s, case.unseen_s)
     stopped = [
         rank
         for rank, row in rows.items()
-        if row.os_state == _STOPPED and row.beat_age_s >= case.limits.stopped_s
+        if row.os_state == _STOPPED and row.beat_age_s >= silent_s
     ]
     if stopped and not _all_stopped(case):
         return case.verdict(
@@ -191,7 +199,7 @@ def _by_beat(case: _Case) -> Verdict | None:
         if row.beat_age_s >= case.limits.hang_s and row.os_state != _RUNNING
     ]
     beating = [row for row in rows.values() if row.beat_age_s < case.limits.suspect_s]
-    if silent and beating:
+    if silent and beating and not _all_stopped(case):
         age_s = min(rows[rank].beat_age_s for rank in silent)
         return case.verdict(
             "silent", silent, f"{_names(case, silent)} has not beaten for {age_s:.2f} s"

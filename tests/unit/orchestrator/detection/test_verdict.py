@@ -219,6 +219,25 @@ def test_all_stopped_names_nobody() -> None:
     assert judged(*watch(rows, for_s=60.0)) is None
 
 
+def test_a_stopped_rank_is_not_named_until_the_others_were_seen_since() -> None:
+    """A whole job is stopped node by node, and what the keeper of one saw comes late."""
+    node_of = {"w2": "n1", "w3": "n1"}
+    waiting = rows_with()
+    before, at_s = watch(waiting, for_s=0.75, node_of=node_of)
+    held, at_s = watch(
+        [stop(row, for_s=0.57) for row in waiting[:2]], for_s=0.0, state=before, from_s=at_s + 0.58
+    )
+
+    def seen(rest: list[WorkerReport]) -> Verdict | NodeSilent | None:
+        return judged(*watch(rest, for_s=0.0, state=held, from_s=at_s, node_of=node_of))
+
+    assert judged(held, at_s) is None
+    assert seen([stop(row) for row in waiting[2:]]) is None
+    verdict = seen(waiting[2:])
+    assert isinstance(verdict, Verdict)
+    assert verdict.guilty == ("w0", "w1")
+
+
 def test_a_rank_stuck_in_compute_is_named_when_no_chain_leads_to_it() -> None:
     """The others wait in a group that it is no member of."""
     rows = [
