@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +71,27 @@ def _protected(run: Launched, step: int = 0) -> dict[str, Any]:
     )
     assert status is not None, "the run ended before it was protected"
     return status
+
+
+def _is_watched_by(pid: int, watcher: int) -> bool:
+    """Return whether ``watcher`` has a descriptor that tells it of the end of ``pid``."""
+    texts: list[str] = []
+    for path in Path(f"/proc/{watcher}/fdinfo").iterdir():
+        # It may have closed it meanwhile.
+        with contextlib.suppress(OSError):
+            texts.append(path.read_text())
+    return any(re.search(rf"^Pid:\s+{pid}$", text, re.MULTILINE) for text in texts)
+
+
+def _check_ends_at_once(status: dict[str, Any], node: str) -> None:
+    """Assert that what runs on a node ends with its raylet, where the system lets it."""
+    found = next(view for view in status["nodes"] if view["node"] == node)
+    pids = [worker["pid"] for worker in status["workers"] if worker["node"] == node]
+    own = os.pidfd_open(os.getpid())
+    is_told = _is_watched_by(os.getpid(), os.getpid())
+    os.close(own)
+    for pid in (found["keeper_pid"], *(pid for pid in pids if pid)):
+        assert not is_told or _is_watched_by(found["raylet_pid"], pid), (pid, found)
 
 
 def _check_from_memory(
@@ -136,6 +160,8 @@ def test_lost_node_shrinks_the_run_and_its_return_grows_it(
     run = Launched(config, nodes)
     before = _reach(run, 10, workers=4)
     before = _protected(run, before["step"])
+    # One that outlives its node's keeper trains what nobody copies.
+    _check_ends_at_once(before, member(before, 3)["node"])
 
     kill_node_of(run, 3)
     _reach(run, 11, workers=2, attempt=before["attempt"] + 1)
