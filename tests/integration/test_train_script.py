@@ -42,7 +42,10 @@ def test_a_plain_script_changes_in_at_most_ten_lines() -> None:
 
 
 def test_a_script_runs_alone_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Its second run finds the last step committed and has nothing left to do."""
+    """Its second run finds the last step committed and has nothing left to do.
+
+    A bias of its model is frozen: of that the optimizer kept nothing that could be loaded.
+    """
     first = run_script(tmp_path)
     again = run_script(tmp_path)
 

@@ -121,11 +121,16 @@ def set_scalars(
     optimizer: torch.optim.Optimizer,
     values: Mapping[str, Any],
 ) -> None:
-    """Put back what ``SteadyState.scalars`` returned, into numbers that the optimizer has."""
+    """Put back what ``SteadyState.scalars`` returned, into numbers that the optimizer has.
+
+    It keeps nothing of a parameter that is frozen or not its own: there nothing is put.
+    """
     for fqn, parameter in parameters.items():
-        state = optimizer.state[parameter]
+        state = optimizer.state.get(parameter, {})
         for name, value in values.items():
-            number = value[fqn] if isinstance(value, Mapping) else value
+            number = value.get(fqn) if isinstance(value, Mapping) else value
+            if number is None or name not in state:
+                continue
             held = state[name]
             if isinstance(held, Tensor):
                 held.fill_(number)

@@ -11,7 +11,7 @@ Replicas read disjoint shares from storage and exchange them, where that is fast
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ucp_core.checkpoint import Checkpoint, checkpoint_name, load, open_checkpoint
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.exchange import load_together
+from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore, Store
 from ucp_core.storage.base import join
 from workers.collectives import GroupError
@@ -32,12 +33,14 @@ from workers.train.context import WorkerContext
 from workers.train.sharing import GroupTransport
 from workers.train.storing import CHECKPOINTS
 
-__all__ = ["LIVE_STATE", "STORAGE", "Restored", "UnloadableSignal", "restore"]
+__all__ = ["LIVE_STATE", "STORAGE", "Restored", "UnloadableSignal", "bare", "restore"]
 
 #: Kinds of sources, beside those of ``workers.snapshot.sources``.
 STORAGE: Final = "storage"
 #: Marks, among the small named values, a version that ranks left with as their attempt ended early.
 LIVE_STATE: Final = "live_state"
+#: Slot of what a parameter is; every other is the optimizer's.
+WEIGHT: Final = "weight"
 #: As which its bytes are counted, by where they are.
 _LIVE_KINDS: Final = {LOCAL_MEMORY: "live state", PEER_MEMORY: "live state of peers"}
 
@@ -61,12 +64,14 @@ class Restored:
         extra: The small named values of the checkpoint.
         sources: ``(kind of source, bytes)`` of what was loaded.
         found: What this rank found bad, and took from another holder.
+        bare: Parameters of which the optimizer kept nothing: frozen, or in no loss so far.
     """
 
     step: int
     extra: dict[str, Any]
     sources: tuple[tuple[str, int], ...] = ()
     found: FoundBad = field(default_factory=FoundBad)
+    bare: frozenset[str] = frozenset()
 
 
 def restore(
@@ -124,7 +129,11 @@ def _from_memory(
     kinds = _LIVE_KINDS if extra.get(LIVE_STATE) else {}
     taken = ((kinds.get(kind, kind), size) for kind, size in sources.taken_bytes.items())
     return Restored(
-        step=assignment.resume_step, extra=extra, sources=tuple(sorted(taken)), found=found
+        step=assignment.resume_step,
+        extra=extra,
+        sources=tuple(sorted(taken)),
+        found=found,
+        bare=target.bare,
     )
 
 
@@ -157,7 +166,8 @@ def _from_storage(
         except UcpError as error:
             found = _found(assignment, error)
     _leave_unless_all(not found.reasons, found, device)
-    return Restored(step=assignment.resume_step, extra=extra, sources=((STORAGE, size_bytes),))
+    sources = ((STORAGE, size_bytes),)
+    return Restored(step=assignment.resume_step, extra=extra, sources=sources, bare=target.bare)
 
 
 def _opened(store: Store, checkpoints: str, assignment: Assignment) -> Checkpoint:
@@ -206,6 +216,20 @@ def _said(error: UcpError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def bare(held: Iterable[TensorKey]) -> frozenset[str]:
+    """Return the parameters of which a version holds the weight, and nothing of the optimizer's.
+
+    A frozen parameter is such a one, or one that was in no loss: an optimizer keeps nothing of
+    what has no gradient. Where it kept nothing of any, another optimizer made the version, and
+    what this one needs is missing.
+    """
+    weights: set[str] = set()
+    kept: set[str] = set()
+    for key in held:
+        (weights if key.slot == WEIGHT else kept).add(key.fqn)
+    return frozenset(weights - kept) if kept else frozenset()
+
+
 class _Target:
     """The state to fill.
 
@@ -214,6 +238,9 @@ class _Target:
         buffer: Host memory for those on a device.
         threads: Readers.
         moved: Called with the size of each read.
+
+    Attributes:
+        bare: Parameters without anything of the optimizer's in what was loaded last.
     """
 
     def __init__(
@@ -232,13 +259,16 @@ class _Target:
         ]
         self._threads = threads
         self._moved = moved
+        self.bare: frozenset[str] = frozenset()
 
     def fill(self, checkpoint: Checkpoint, transport: GroupTransport | None = None) -> int:
         """Load; return how many bytes were needed."""
+        self.bare = bare(checkpoint.state_map.entries)
+        need = [one for one in self._tensors if one.slot == WEIGHT or one.fqn not in self.bare]
         if transport is None:
-            loaded = load(checkpoint, self._tensors, threads=self._threads, progress=self._moved)
+            loaded = load(checkpoint, need, threads=self._threads, progress=self._moved)
         else:
-            loaded = load_together(checkpoint, self._tensors, transport, threads=self._threads)
+            loaded = load_together(checkpoint, need, transport, threads=self._threads)
         for entry in self._on_device:
             entry.tensor.copy_(self._staged[id(entry)])
         return loaded.size_bytes

@@ -30,7 +30,7 @@ def load_task(path: str) -> Task:
     """Return the function that the script at ``path`` gives to ``workers.api.run``.
 
     The script runs as ``__main__`` up to that call, once per process; its directory becomes
-    importable, as with ``python path``.
+    importable and ``sys.argv`` is its path alone, as with ``python path``.
 
     Raises:
         TaskError: There is no such file, or it never calls ``run``.
@@ -45,6 +45,8 @@ def load_task(path: str) -> Task:
     directory = str(file.resolve().parent)
     if directory not in sys.path:
         sys.path.insert(0, directory)
+    # What is there are the arguments of the process around it, which no script knows.
+    sys.argv[:] = [str(file)]
     _reading.active = True
     try:
         exec(compile(source, str(file), "exec"), module.__dict__)  # noqa: S102  the user's script

@@ -330,6 +330,9 @@ class Session:
         )
         self.step, self._restored = restored.step, restored.extra
         if restored.step:
+            for fqn in restored.bare:
+                # Made up by ``prime``; without it the optimizer has what it had.
+                parts.optimizer.state.pop(parts.parameters[fqn], None)
             set_scalars(parts.parameters, parts.optimizer, restored.extra["optimizer"])
             self._loss = restored.extra.get("loss", math.nan)
             self._boundary.begin(self.step, parts, restored.extra)

@@ -135,6 +135,21 @@ def test_scalars_return_to_every_parameter() -> None:
     assert scalars(held, other_parameters, other) == told
 
 
+def test_a_parameter_that_the_optimizer_has_nothing_of_gets_no_scalars() -> None:
+    """A frozen one has no step count; a made-up one is a state that Adam cannot go on from."""
+    held = [piece(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
+    parameters, optimizer = trained(held)
+    del optimizer.state[parameters["b.weight"]]
+    told = scalars(held, parameters, optimizer)
+    assert told == {"step": {"a.weight": 1.0}}
+
+    set_scalars(parameters, optimizer, told)
+    set_scalars(parameters, optimizer, {"step": 4.0})
+
+    assert scalars(held, parameters, optimizer) == {"step": {"a.weight": 4.0}}
+    assert parameters["b.weight"] not in optimizer.state
+
+
 def test_a_tensor_that_the_optimizer_replaced_is_looked_up_again() -> None:
     """The state is looked up once; a copy of what was there before would pass every checksum."""
     held = [piece(name, whole, 0, 5) for name, whole in WEIGHTS.items()]

@@ -9,8 +9,9 @@ from ucp_core.errors import (
     UncoveredRegionError,
 )
 from ucp_core.layout import ParallelLayout
+from ucp_core.statemap import TensorKey
 from workers.protocol import Assignment, stored_source
-from workers.train.restoring import _found
+from workers.train.restoring import _found, bare
 
 RESUMED = stored_source(7, 2)
 ASSIGNMENT = Assignment(
@@ -47,3 +48,16 @@ def test_a_version_in_storage_is_only_bad_if_that_is_proven(
 
     assert (found.damaged, found.unread) == (damaged, unread)
     assert found.reasons == (f"step-00000007: {type(error).__name__}: {error}",)
+
+
+def test_a_parameter_that_the_optimizer_kept_nothing_of_is_loaded_without() -> None:
+    """It was frozen; asked for its moments, every version would count as damaged."""
+    moments = [TensorKey("used", "exp_avg"), TensorKey("used", "exp_avg_sq")]
+    weights = [TensorKey("frozen", "weight"), TensorKey("used", "weight")]
+
+    assert bare([*moments, *weights]) == {"frozen"}
+
+
+def test_a_version_of_an_optimizer_that_kept_nothing_at_all_is_no_frozen_model() -> None:
+    """Plain SGD made it: another optimizer that goes on from it has to hear what is missing."""
+    assert bare([TensorKey("a", "weight"), TensorKey("b", "weight")]) == frozenset()
