@@ -6,13 +6,14 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.config import RunConfig
+from orchestrator.errors import CapacityError
 from orchestrator.shell.faults import (
     kill_keeper_of,
     kill_node_of,
@@ -109,6 +110,24 @@ def _finish(run: Launched) -> dict[str, Any]:
     return summary
 
 
+def _stop(run: Launched) -> dict[str, Any]:
+    run.stop("all is seen")
+    summary = run.follow(lambda _: None)
+    assert summary["outcome"] == "stopped", summary["reason"]
+    return summary
+
+
+@pytest.fixture
+def endless_run(nodes: Any, make_config: Callable[..., RunConfig]) -> Iterator[Launched]:
+    """A run that is stopped once all is seen: it ends not before, however slow the machine is."""
+    run = Launched(make_config(train__steps=100_000), nodes)
+    yield run
+    # If the test has failed, it would keep the next ones from their nodes.
+    run.stop("the test is over")
+    with contextlib.suppress(CapacityError):
+        wait_for(run, lambda _: False, timeout_s=ACT_S_MAX)
+
+
 @pytest.fixture(scope="module")
 def undisturbed_digest(
     cluster: Any, tmp_path_factory: pytest.TempPathFactory
@@ -121,7 +140,10 @@ def undisturbed_digest(
         if key not in known:
             directory = str(tmp_path_factory.mktemp("undisturbed") / "run")
             calm = config.model_copy(
-                update={"run": config.run.model_copy(update={"directory": directory})}
+                update={
+                    "run": config.run.model_copy(update={"directory": directory}),
+                    "workers": config.workers.model_copy(update={"standby_per_node": 0}),
+                }
             )
             known[key] = _finish(Launched(calm, cluster))["weights_digest"]
         return known[key]
@@ -208,27 +230,25 @@ def test_lost_node_is_computed_from_the_parities_of_its_group(
     read_history(config.run.directory).check_exactly_once(config)
 
 
-def test_stopped_worker_is_named_and_removed(
-    nodes: Any, make_config: Callable[..., RunConfig]
-) -> None:
+def test_stopped_worker_is_named_and_removed(endless_run: Launched) -> None:
     """SIGSTOP leaves process, sockets and Ray's view alive: only its silence tells."""
-    run = Launched(make_config(train__steps=60), nodes)
+    run = endless_run
     before = _reach(run, 10)
 
     victim = signal_rank(run, 2, signal.SIGSTOP)
-    _reach(run, 11, attempt=before["attempt"] + 1)
-    summary = _finish(run)
+    after = _reach(run, 11, attempt=before["attempt"] + 1)
+    _reach(run, after["step"] + 15)
+    summary = _stop(run)
 
     hangs = [i for i in summary["incidents"] if i["kind"] == "hang"]
     assert [i["guilty"] for i in hangs] == [[victim["worker"]]]
 
 
 def test_killed_controller_is_back_in_charge_and_training_never_stopped(
-    nodes: Any, make_config: Callable[..., RunConfig]
+    endless_run: Launched,
 ) -> None:
     """The workers' attempt must be the same afterwards: they were adopted, not restarted."""
-    config = make_config(train__steps=80)
-    run = Launched(config, nodes)
+    run, config = endless_run, endless_run.config
     before = _reach(run, 10)
 
     os.kill(run.controller_pid(), signal.SIGKILL)
@@ -238,49 +258,43 @@ def test_killed_controller_is_back_in_charge_and_training_never_stopped(
     _protected(run, after["step"])
     signal_rank(run, 1, signal.SIGKILL)
     _reach(run, after["step"] + 1, attempt=after["attempt"] + 1)
-    summary = _finish(run)
+    summary = _stop(run)
     crash = next(i for i in summary["incidents"] if i["kind"] == "crash")
     _check_from_memory(config, crash, from_node_loss=False)
 
 
-def test_killed_keeper_costs_nothing_and_protects_again(
-    nodes: Any, make_config: Callable[..., RunConfig]
-) -> None:
+def test_killed_keeper_costs_nothing_and_protects_again(endless_run: Launched) -> None:
     """The trainers hold their arenas too: the next keeper has to take them in, and copies anew."""
-    config = make_config(train__steps=150)
-    run = Launched(config, nodes)
+    run, config = endless_run, endless_run.config
     before = _protected(run, 10)
 
     kill_keeper_of(run, 1)
     after = _protected(run, before["step"] + 20)
     assert after["attempt"] == before["attempt"], "training was disturbed"
     signal_rank(run, 1, signal.SIGKILL)
-    summary = _finish(run)
+    _reach(run, after["step"] + 1, attempt=after["attempt"] + 1)
+    summary = _stop(run)
 
     # Growth may follow, if the standby was not ready yet.
     assert summary["incidents"][0]["kind"] == "crash"
-    for incident in summary["incidents"]:
-        _check_from_memory(config, incident, from_node_loss=False)
-    read_history(config.run.directory).check_exactly_once(config)
+    _check_from_memory(config, summary["incidents"][0], from_node_loss=False)
+    read_history(config.run.directory).check_exactly_once(config, summary["steps"])
 
 
-def test_a_keeper_and_a_trainer_of_one_node_killed_together(
-    nodes: Any, make_config: Callable[..., RunConfig]
-) -> None:
+def test_a_keeper_and_a_trainer_of_one_node_killed_together(endless_run: Launched) -> None:
     """Both holders of an arena are gone, so only the copy on the other node is left."""
-    config = make_config(train__steps=100)
-    run = Launched(config, nodes)
+    run, config = endless_run, endless_run.config
     before = _protected(run, 10)
 
     kill_keeper_of(run, 1)
     signal_rank(run, 1, signal.SIGKILL)
     _reach(run, before["step"] + 1, attempt=before["attempt"] + 1)
-    summary = _finish(run)
+    summary = _stop(run)
 
     # Growth may follow, through storage: until it the run went on while a keeper was away.
     assert summary["incidents"][0]["kind"] == "crash"
     _check_from_memory(config, summary["incidents"][0])
-    read_history(config.run.directory).check_exactly_once(config)
+    read_history(config.run.directory).check_exactly_once(config, summary["steps"])
 
 
 def test_copies_of_the_model_lose_a_node_and_get_it_back(

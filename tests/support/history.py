@@ -36,12 +36,17 @@ class History:
                 by_step[line["step"]] = line
         return [by_step[step] for step in sorted(by_step)]
 
-    def check_exactly_once(self, config: RunConfig) -> None:
-        """Assert that steps form one line without a fork and no sample is lost or doubled."""
+    def check_exactly_once(self, config: RunConfig, num_steps: int | None = None) -> None:
+        """Assert that steps form one line without a fork and no sample is lost or doubled.
+
+        ``num_steps`` is where the run was stopped, if it was.
+        """
         attempts = [line["attempt"] for line in self.lines]
         assert attempts == sorted(attempts), "an older attempt wrote after a newer one"
         committed = self.committed()
-        assert [line["step"] for line in committed] == list(range(1, config.train.steps + 1))
+        assert [line["step"] for line in committed] == list(
+            range(1, (num_steps or config.train.steps) + 1)
+        )
         batch = config.train.global_batch
         for line in committed:
             first = (line["step"] - 1) * batch
