@@ -32,6 +32,7 @@ _STOPPED_S: Final = 0.55
 # room; a bound that ends a wait without naming anybody comes after those that name somebody.
 _SUSPECT: Final = 0.6
 _NODE_SILENT: Final = 2.0
+_OVERDUE: Final = 2.5
 _UNDECIDED: Final = 3.0
 _SAVING: Final = 10.0
 _FIRST_STEP: Final = 30.0
@@ -58,12 +59,15 @@ class Limits:
             when nobody progressed for so long.
         suspect_s: A beat older than this is silent; a process that is gone is named when nobody
             progressed for so long.
-        hang_s: No member progressed for this long: somebody is named if it can be proven.
+        hang_s: No member progressed for this long: who does not even beat is named.
         node_silent_s: A node without reports for this long, while others report, is lost.
+        overdue_s: No member progressed for this long: who runs, and is waited for, is named. A
+            read of data that takes ten steps, once in a thousand, is no fault.
         undecided_s: No member progressed for this long, and nobody can be named.
-        saving_s: As ``hang_s``, for a worker that is saving or leaving.
-        first_step_s: As ``hang_s``, until a worker's first step of the attempt is done.
-        forming_s: As ``hang_s``, for a worker that is forming, loading, or did not come.
+        saving_s: As ``overdue_s``, for a worker that is saving or leaving.
+        first_step_s: As ``overdue_s``, until a worker's first step of the attempt is done, and
+            between two steps.
+        forming_s: As ``overdue_s``, for a worker that is forming, loading, or did not come.
         group_timeout_s: A collective fails by itself; the backstop behind all others.
     """
 
@@ -73,6 +77,7 @@ class Limits:
     suspect_s: float
     hang_s: float
     node_silent_s: float
+    overdue_s: float
     undecided_s: float
     saving_s: float
     first_step_s: float
@@ -107,6 +112,7 @@ def limits_from(
         suspect_s=_SUSPECT * hang_s,
         hang_s=hang_s,
         node_silent_s=_NODE_SILENT * hang_s,
+        overdue_s=_OVERDUE * hang_s,
         undecided_s=_UNDECIDED * hang_s,
         saving_s=max(_SAVING * hang_s, _SAVING_S * scale),
         first_step_s=max(_FIRST_STEP * hang_s, _FIRST_STEP_S * scale),

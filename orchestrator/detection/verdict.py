@@ -11,7 +11,8 @@ process (1 and 2) needs no step to be overdue: shorter bounds are enough.
    beats. A thread that only sleeps and stores needs nothing but the process to be scheduled
    and the interpreter lock to be free; a rank that waits in a collective leaves that free.
 4. *missing*: others wait, directly or along a chain over groups, for a collective that this
-   rank has not called, and it waits nowhere itself (``waits``). C4's non-communication hang.
+   rank has not called, and it waits nowhere itself (``waits``). C4's non-communication hang;
+   a process that runs may be slow for once, so this needs two and a half times the bound.
 5. *stuck*: it computes, waits nowhere, and others wait. As 4, where no chain leads to it.
 6. *undecided*: all wait and nobody is missing (a network, or ranks that disagree about what to
    call), or they wait in a circle, or all compute alike. Nobody is named: with a stopped rank,
@@ -259,7 +260,7 @@ def _bound_s(case: _Case, row: WorkerReport | None) -> float:
         return case.limits.forming_s
     if row.step_s == 0.0 or row.phase is WorkerPhase.SCRIPT:
         return case.limits.first_step_s
-    return case.limits.saving_s if row.phase in _SLOW_TO_SAVE else case.limits.hang_s
+    return case.limits.saving_s if row.phase in _SLOW_TO_SAVE else case.limits.overdue_s
 
 
 def _all_stopped(case: _Case) -> bool:

@@ -79,7 +79,7 @@ def test_the_planted_rank_is_named_or_nobody(case: tuple[list[WorkerReport], int
     """Ranks that have finished their program compute and wait nowhere: they look idle, too."""
     rows, guilty = case
 
-    verdict = verdict_on(rows, for_s=1.25)
+    verdict = verdict_on(rows, for_s=2.75)
 
     somebody_waits = any(g.waiting_s > 0 for row in rows for g in row.groups)
     if somebody_waits:

@@ -46,6 +46,8 @@ from workers.train.storing import Storing
 __all__ = ["Initialise", "Session"]
 
 VALIDATION: Final = "metrics/validation.jsonl"
+#: A rank that hangs is found after ten slow steps at most (``orchestrator.detection``).
+_STEPS_WAITED: Final = 30
 
 Initialise = Callable[[str, tuple[int, ...]], Tensor]
 
@@ -87,6 +89,7 @@ class Session:
         self._reduction = Reduction()
         self._restored: dict[str, Any] = {}
         self._loss = self._validation_loss = math.nan
+        self._timeout_s = self.settings.parallel.collective_timeout_s
         self._storing = Storing(
             store=context.store,
             directory=context.directory,
@@ -169,7 +172,7 @@ class Session:
         )
         began_s = time.monotonic()
         restored = self._load(self._parts)
-        collectives.set_timeout(self.settings.parallel.collective_timeout_s)
+        collectives.set_timeout(self._timeout_s)
         self._context.page.resumed(self.step)
         self._context.on_formed(
             Formed(
@@ -202,12 +205,15 @@ class Session:
         cursor = self._agree_on_data(order, data_digest)
         plan = self._schedule(train.num_micro_batches)
         begun_s = time.perf_counter()
+        first_step = self.step + 1
         took_steps = self.step < train.steps
 
         def applied(step: Step) -> None:
             nonlocal begun_s
             self.step, self._loss = step.number, step.loss
             step_s, begun_s = time.perf_counter() - begun_s, time.perf_counter()
+            if step.number > first_step:
+                self._allow_for(step_s)
             reached = {"order_position": step.order_range[1], "loss": step.loss}
             # What is waited for once in an attempt tells nothing of the step behind it.
             begun_s += self._boundary.completed(step, step_s, parts, {**cursor, **reached})
@@ -295,6 +301,12 @@ class Session:
         self._pieces = ()
         # Both, whatever the first says.
         return all([self._boundary.close(), self._storing.close()])
+
+    def _allow_for(self, step_s: float) -> None:
+        """Have collectives wait for longer than it takes to find out who hangs."""
+        if step_s * _STEPS_WAITED > self._timeout_s:
+            self._timeout_s = step_s * _STEPS_WAITED
+            collectives.set_timeout(self._timeout_s)
 
     def _ready(self) -> Parts:
         if self._parts is None:
