@@ -3,7 +3,8 @@
 A worker sends no heartbeats. It stores into a small file in shared memory, which stays
 readable while the process is stopped and after it died. The training thread stores where it
 is; a thread of its own stores a beat, so that a reader can tell a process that is stuck (the
-beat goes on) from one that is stopped or starved (the beat is silent).
+beat goes on) from one that is stopped or starved (the beat is silent), and these from each
+other by what the kernel says of the thread that beats.
 
 As in the record ring, every state is kept twice and written alternately, each copy framed by
 the number of its store: a reader finds at least one whole copy at any moment.
@@ -34,6 +35,8 @@ _VERSION: Final = 2
 # magic, version, pid, start time of the process in clock ticks since boot, worker id
 _HEADER = struct.Struct("<8sQQQ32s")
 _BEAT_AT: Final = 64
+# the kernel's number of the thread that beats
+_BEATER_AT: Final = 72
 # store, attempt, rank, phase, phase_since_ns, step, micro_batch, moved_bytes, step_s, loss, store
 _STATE = struct.Struct("<QQqQQQQQddQ")
 _STATE_AT: Final = 128
@@ -42,6 +45,9 @@ _PHASES: Final = tuple(WorkerPhase)
 _PHASE_CODES: Final = {phase: code for code, phase in enumerate(_PHASES)}
 _READ_TRIES_MAX: Final = 100
 _WORD = struct.Struct("<Q")
+#: What the kernel says of a process whose first thread waits for something.
+_SLEEPS: Final = frozenset("SDI")
+_LATE_BEATS: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +69,7 @@ class PageView:
         step_s: Duration of the last step completed in this attempt; 0.0 before the first.
         loss: Its loss; ``nan`` before the first.
         beat_ns: Last beat of the process.
+        beater: The kernel's number of the thread that beats; 0 before its first.
     """
 
     worker: str
@@ -78,6 +85,7 @@ class PageView:
     step_s: float
     loss: float
     beat_ns: int
+    beater: int
 
 
 class ProgressPage:
@@ -95,7 +103,7 @@ class ProgressPage:
         self._step = self._micro_batch = self._moved_bytes = 0
         self._step_s, self._loss = 0.0, math.nan
         self._closed = threading.Event()
-        self._beat_word = memoryview(memory)[_BEAT_AT : _BEAT_AT + 8].cast("Q")
+        self._beat_word = memoryview(memory)[_BEAT_AT : _BEATER_AT + 8].cast("Q")
         self._beat_word[0] = self._since_ns
         self._store()
 
@@ -179,6 +187,7 @@ class ProgressPage:
         )
 
     def _beat(self) -> None:
+        self._beat_word[1] = threading.get_native_id()
         while not self._closed.wait(BEAT_S):
             self._beat_word[0] = time.monotonic_ns()
 
@@ -217,6 +226,7 @@ class PageReader:
             step_s=step_s,
             loss=loss,
             beat_ns=_WORD.unpack_from(memory, _BEAT_AT)[0],
+            beater=_WORD.unpack_from(memory, _BEATER_AT)[0],
         )
 
 
@@ -262,6 +272,9 @@ def observe(
             loss=math.nan, groups=(),
         )  # fmt: skip
     letter, started_ticks = process_state(view.pid)
+    beat_age_ns = max(0, now_ns - view.beat_ns)
+    if letter in _SLEEPS and beat_age_ns > _LATE_BEATS * BEAT_S * 1e9 and _is_starved(view):
+        letter = "R"
     attempt, groups = read_attempt(ring_path, now_ns=now_ns)
     return WorkerReport(
         worker=worker,
@@ -274,17 +287,26 @@ def observe(
         micro_batch=view.micro_batch,
         moved_bytes=view.moved_bytes,
         phase_s=max(0, now_ns - view.phase_since_ns) / 1e9,
-        beat_age_s=max(0, now_ns - view.beat_ns) / 1e9,
+        beat_age_s=beat_age_ns / 1e9,
         step_s=view.step_s,
         loss=view.loss,
         groups=groups if attempt == view.attempt else (),
     )
 
 
-def process_state(pid: int) -> tuple[str, int]:
-    """Return the kernel's state letter of ``pid`` and its start time in ticks; ("X", 0) if gone."""
+def _is_starved(view: PageView) -> bool:
+    """Return whether the thread that should beat only waits for a processor."""
+    return view.beater > 0 and process_state(view.pid, thread=view.beater)[0] == "R"
+
+
+def process_state(pid: int, *, thread: int = 0) -> tuple[str, int]:
+    """Return the kernel's state letter of ``pid`` and its start time in ticks; ("X", 0) if gone.
+
+    With ``thread`` those of that thread of it.
+    """
+    place = f"/proc/{pid}/task/{thread}" if thread else f"/proc/{pid}"
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        stat = Path(place, "stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return "X", 0
     # The command name may hold spaces and brackets; what follows its last bracket does not.

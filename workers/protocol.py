@@ -397,6 +397,7 @@ class WorkerReport:
         worker: Worker id, as ``w0007``.
         pid: Process id on the node.
         os_state: The kernel's letter for the process: R, S, D run; T stopped; Z zombie; X gone.
+            R also where it is silent because the thread that beats waits for a processor.
         attempt: Attempt that the worker is in, 0 if none.
         rank: Its rank there, -1 if none.
         phase: Where it is.

@@ -120,7 +120,7 @@ class Watch:
 
         def done() -> bool:
             time.sleep(LOOK_S)
-            assert self.look() is None
+            assert (verdict := self.look()) is None, verdict
             return all(self._step(rank) >= goal for rank, goal in enumerate(goals))
 
         until(done, f"{num_steps} steps", limit_s=240.0)

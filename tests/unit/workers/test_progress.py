@@ -112,6 +112,41 @@ def test_a_stopped_and_a_dead_process_are_still_read(path: Path, tmp_path: Path)
     assert state() == ("X", 3, WorkerPhase.FORWARD)
 
 
+STARVED = """
+import sys, threading, time
+from workers.progress import ProgressPage
+ProgressPage.create(sys.argv[1], worker="w0").close()
+def spin():
+    while True:
+        pass
+spinning = threading.Thread(target=spin, daemon=True)
+spinning.start()
+print(spinning.native_id, threading.get_native_id(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_that_only_waits_for_a_processor_is_seen_to_run(path: Path) -> None:
+    """On a machine with too much to do a beat comes late, and the worker is as well as any."""
+    command = [sys.executable, "-c", STARVED, str(path)]
+
+    def state_with(beater: int) -> str:
+        with path.open("r+b") as page:
+            page.seek(72)
+            page.write(beater.to_bytes(8, "little"))
+        later_ns = time.monotonic_ns() + 5_000_000_000
+        return observe("w0", path, path, now_ns=later_ns).os_state
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        spinning, sleeping = map(int, child.stdout.readline().split())
+        try:
+            until(lambda: state_with(sleeping) == "S", "the process to sleep")
+            assert state_with(spinning) == "R"
+        finally:
+            child.kill()
+
+
 def test_another_process_of_the_same_pid_is_not_taken_for_the_worker(path: Path) -> None:
     """Process ids come round; on a busy node within hours."""
     ProgressPage.create(path, worker="w0").close()
