@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -211,6 +212,32 @@ def test_form_can_be_aborted_while_a_peer_is_missing(tmp_path: Path) -> None:
     assert outcomes["attempt 1"][0] < 0.3 + ABORT_S_MAX
     assert outcomes["attempt 2"][1] < ABORT_S_MAX
     assert outcomes["sum"] == 1.0
+
+
+def meet_a_newcomer(place: Place) -> float:
+    if place.rank == 0:
+
+        def fence() -> None:
+            until(lambda: distributed_c10d._world.group_count > 0, "the groups of attempt 1")
+            collectives.abort(1)
+
+        thread = threading.Thread(target=fence)
+        thread.start()
+        with contextlib.suppress(AbortedError):
+            collectives.form(**place.formation(1, 2))
+        thread.join()
+        collectives.leave()
+    collectives.form(**place.formation(2, 2))
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    collectives.leave()
+    return x.item()
+
+
+def test_a_survivor_of_an_aborted_formation_forms_with_a_newcomer(tmp_path: Path) -> None:
+    """torch counts the groups a process has begun; a new process has begun none."""
+    with running(meet_a_newcomer, 2, tmp_path) as ranks:
+        assert ranks.results() == [2.0, 2.0]
 
 
 def outlive_a_peer(place: Place) -> Any:

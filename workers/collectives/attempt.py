@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -264,6 +265,10 @@ def form(
             store_host, store_port, timeout=current.timeout, wait_for_workers=False
         ),
     )
+    # torch names groups by how many this process has made, and forgets only those of a world that
+    # stood. One that was aborted while it formed is still counted here, and not in a process that
+    # is new: the two would look for each other under different names until the timeout, each time.
+    distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public way to
     dist.init_process_group(
         current.backend_name,
         store=dist.PrefixStore(f"attempt{attempt}", store),
