@@ -265,10 +265,7 @@ def form(
             store_host, store_port, timeout=current.timeout, wait_for_workers=False
         ),
     )
-    # torch names groups by how many this process has made, and forgets only those of a world that
-    # stood. One that was aborted while it formed is still counted here, and not in a process that
-    # is new: the two would look for each other under different names until the timeout, each time.
-    distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public way to
+    _count_groups_anew()
     dist.init_process_group(
         current.backend_name,
         store=dist.PrefixStore(f"attempt{attempt}", store),
@@ -325,6 +322,16 @@ def leave() -> None:
         _process.graves.append((deadline_s, held))
     # Cycles of modules and hooks hold groups, and with them sockets and threads.
     gc.collect()
+
+
+def _count_groups_anew() -> None:
+    """Have torch name the next groups here as in a process that has made none.
+
+    It names them by their number, and forgets only those of a world that stood. One that was
+    aborted while it formed is counted still, but not in a process that is new: the two would look
+    for each other under different names until the timeout, each time.
+    """
+    distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public way
 
 
 def _register() -> None:
