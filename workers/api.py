@@ -36,6 +36,9 @@ What happens to it under everstep:
   (or samples): the mean over the global batch is then exact.
 - The learning rate follows the settings (warm-up and decay), not the optimizer's argument.
   An optimizer group may have ``lr_scale`` to depart from it by a factor.
+- Parameters and what the optimizer keeps of them are saved, buffers are not. A model that
+  changes a buffer in ``forward`` (running statistics, ``spectral_norm``) is refused, unless the
+  buffer is registered with ``persistent=False``.
 - What follows the loop runs once, when the last step is committed.
 - ``step.loss`` is the mean over the global batch; a loss that you compute is of one
   micro-batch, and one that a worker repeats to keep step with the others does not count.

@@ -33,6 +33,7 @@ from workers.parallel.state import (
 from workers.protocol import Assignment, Formed, WorkerPhase
 from workers.snapshot.writing import SnapshotMemory
 from workers.train.boundary import Boundary
+from workers.train.buffers import PersistentBuffers
 from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
 from workers.train.parts import Parts
@@ -195,7 +196,8 @@ class Session:
 
         Raises:
             DataError: Workers, or this run and its checkpoint, have different data.
-            TaskError: A step was left without ``apply``.
+            TaskError: A step was left without ``apply``, or the model keeps state in its
+                buffers.
         """
         parts = self._ready()
         train = self.settings.train
@@ -207,9 +209,11 @@ class Session:
         begun_s = time.perf_counter()
         first_step = self.step + 1
         took_steps = self.step < train.steps
+        buffers = PersistentBuffers(parts.model)
 
         def applied(step: Step) -> None:
             nonlocal begun_s
+            buffers.check(step.number)
             self.step, self._loss = step.number, step.loss
             step_s, begun_s = time.perf_counter() - begun_s, time.perf_counter()
             if step.number > first_step:
