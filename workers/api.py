@@ -47,26 +47,16 @@ What happens to it under everstep:
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from ucp_core.checkpoint import find_committed
-from ucp_core.layout import ParallelLayout
-from ucp_core.storage import open_store
-from ucp_core.storage.base import join
 from workers.errors import SettingsError, TaskError
-from workers.progress import ProgressPage
-from workers.protocol import Assignment, Completed, Outcome, Raised
-from workers.train.loop import WorkerContext, run_attempt
+from workers.protocol import Completed, Raised
+from workers.train.alone import run_alone
 from workers.train.script import Task, hand_over
 from workers.train.session import Session
 from workers.train.settings import Settings, TrainSettings, problems
 from workers.train.step import Step
-from workers.train.storing import CHECKPOINTS
 
 __all__ = ["Session", "Settings", "Step", "Task", "TrainSettings", "run"]
 
@@ -80,7 +70,8 @@ def run(
 ) -> None:
     """Train alone in this process, or hand ``train`` over to the worker that runs the script.
 
-    Alone it goes on from the newest checkpoint in ``directory``; delete that to begin anew.
+    Alone it goes on from the newest checkpoint in ``directory``; delete that to begin anew. One
+    that is damaged is passed over with a warning, and ``train`` called again with an older one.
 
     Args:
         train: Called with a session; see above.
@@ -90,6 +81,7 @@ def run(
 
     Raises:
         SettingsError: What was asked for cannot work; every problem at once.
+        StateError: The newest checkpoint is of another model, or no checkpoint can be loaded.
         TaskError: ``train`` raised; the message ends with its traceback.
     """
     hand_over(train)
@@ -101,40 +93,7 @@ def run(
     found = problems(settings)
     if found:
         raise SettingsError("; ".join(found), problems=found)
-    outcome = _run_alone(train, settings, directory)
+    outcome = run_alone(train, settings, directory)
     if isinstance(outcome, Raised):
         raise TaskError(f"training failed in step {outcome.step}\n{outcome.traceback}")
     assert isinstance(outcome, Completed), f"alone there is nobody to leave: {outcome}"
-
-
-def _run_alone(train: Task, settings: Settings, directory: str) -> Outcome:
-    store, path = open_store(directory)
-    found = find_committed(store, join(path, CHECKPOINTS), lineage=())
-    step, before = (found.step, found.attempt) if found is not None else (0, 0)
-    rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(prefix="everstep-") as scratch:
-        page = ProgressPage.create(Path(scratch) / "page", worker="alone")
-        context = WorkerContext(
-            worker="alone",
-            settings=settings,
-            store=store,
-            directory=path,
-            page=page,
-            ring_path=str(Path(scratch) / "ring"),
-            yield_requested=lambda _attempt: False,
-            fenced=lambda _attempt: False,
-        )
-        assignment = Assignment(
-            attempt=before + 1,
-            rank=0,
-            layout=ParallelLayout(),
-            store_host="127.0.0.1",
-            store_port=rendezvous.port,
-            resume_step=step,
-            resume_attempt=before,
-            lineage=((before + 1, step),),
-        )
-        try:
-            return run_attempt(assignment, context, train)
-        finally:
-            page.close()

@@ -302,11 +302,13 @@ class FoundBad:
     Attributes:
         damaged: Those whose bytes are not the bytes that were written.
         unread: Those that could not be read, or contradict others: nothing is proven.
+        misfits: How the model or its optimizer differs from those that made the version.
         reasons: A line each, and more, for people.
     """
 
     damaged: tuple[Source, ...] = ()
     unread: tuple[Source, ...] = ()
+    misfits: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
 
 

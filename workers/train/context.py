@@ -71,6 +71,7 @@ class WorkerContext:
             may go.
         node: Ray node id, hex; tells which memory is near.
         keeper_directory: Where the keeper of the node has its door; None if there is none.
+        same_weights: Whether a checkpoint is refused that holds weights which the model lacks.
         on_formed: Called once per attempt, by the training thread, when the groups stand, the
             model is built and its state is loaded.
         pace: Returns how often to save in an attempt, as far as somebody said so.
@@ -89,6 +90,7 @@ class WorkerContext:
     yield_durable: Callable[[int], bool] = _always
     node: str = ""
     keeper_directory: Path | None = None
+    same_weights: bool = False
     on_formed: Callable[[Formed], None] = _nothing
     pace: Callable[[int], Pace] = _no_pace
     on_costs: Callable[[int, Callable[[], SaveCosts]], None] = _no_costs

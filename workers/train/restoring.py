@@ -11,17 +11,17 @@ Replicas read disjoint shares from storage and exchange them, where that is fast
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from ucp_core.checkpoint import Checkpoint, checkpoint_name, load, open_checkpoint
+from ucp_core.checkpoint import Checkpoint, LocalTensor, checkpoint_name, load, open_checkpoint
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.exchange import load_together
-from ucp_core.statemap import TensorKey
+from ucp_core.statemap import TensorEntry, TensorKey
 from ucp_core.storage import LocalStore, Store
 from ucp_core.storage.base import join
 from workers.collectives import GroupError
@@ -33,7 +33,7 @@ from workers.train.context import WorkerContext
 from workers.train.sharing import GroupTransport
 from workers.train.storing import CHECKPOINTS
 
-__all__ = ["LIVE_STATE", "STORAGE", "Restored", "UnloadableSignal", "bare", "restore"]
+__all__ = ["LIVE_STATE", "STORAGE", "Restored", "UnloadableSignal", "bare", "misfits", "restore"]
 
 #: Kinds of sources, beside those of ``workers.snapshot.sources``.
 STORAGE: Final = "storage"
@@ -41,6 +41,8 @@ STORAGE: Final = "storage"
 LIVE_STATE: Final = "live_state"
 #: Slot of what a parameter is; every other is the optimizer's.
 WEIGHT: Final = "weight"
+#: A model of another width differs in every tensor.
+MISFITS_TOLD: Final = 3
 #: As which its bytes are counted, by where they are.
 _LIVE_KINDS: Final = {LOCAL_MEMORY: "live state", PEER_MEMORY: "live state of peers"}
 
@@ -165,6 +167,9 @@ def _from_storage(
             extra = checkpoint.extra
         except UcpError as error:
             found = _found(assignment, error)
+        if found.reasons or context.same_weights:
+            lines = target.misfits(checkpoint, same_weights=context.same_weights)
+            found = replace(found, misfits=lines, reasons=found.reasons or lines)
     _leave_unless_all(not found.reasons, found, device)
     sources = ((STORAGE, size_bytes),)
     return Restored(step=assignment.resume_step, extra=extra, sources=sources, bare=target.bare)
@@ -230,6 +235,41 @@ def bare(held: Iterable[TensorKey]) -> frozenset[str]:
     return frozenset(weights - kept) if kept else frozenset()
 
 
+def misfits(
+    need: Iterable[LocalTensor],
+    held: Mapping[TensorKey, TensorEntry],
+    *,
+    same_weights: bool,
+) -> tuple[str, ...]:
+    """Return a line for each way in which a version is not of the state that is needed.
+
+    What is damaged fits: the manifest says what there was. At most ``MISFITS_TOLD`` lines, and
+    one that counts the others.
+
+    Args:
+        need: What is to be loaded.
+        held: What the version holds.
+        same_weights: Whether the version may hold no other weights.
+    """
+    lines: list[str] = []
+    keys: set[TensorKey] = set()
+    for tensor in need:
+        key = TensorKey(tensor.fqn, tensor.slot)
+        keys.add(key)
+        entry = held.get(key)
+        needed = f"{tensor.dtype}{list(tensor.shape)}"
+        if entry is None:
+            lines.append(f"it has no {key}, needed is {needed}")
+        elif (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
+            lines.append(f"{key} is {entry.dtype}{list(entry.shape)} in it, needed is {needed}")
+    if same_weights:
+        others = sorted(key for key in held if key.slot == WEIGHT and key not in keys)
+        lines += [f"it has {key}, which the model lacks" for key in others]
+    if len(lines) > MISFITS_TOLD:
+        lines[MISFITS_TOLD:] = [f"and {len(lines) - MISFITS_TOLD} more"]
+    return tuple(lines)
+
+
 class _Target:
     """The state to fill.
 
@@ -263,8 +303,7 @@ class _Target:
 
     def fill(self, checkpoint: Checkpoint, transport: GroupTransport | None = None) -> int:
         """Load; return how many bytes were needed."""
-        self.bare = bare(checkpoint.state_map.entries)
-        need = [one for one in self._tensors if one.slot == WEIGHT or one.fqn not in self.bare]
+        need = self._needed(checkpoint)
         if transport is None:
             loaded = load(checkpoint, need, threads=self._threads, progress=self._moved)
         else:
@@ -272,6 +311,15 @@ class _Target:
         for entry in self._on_device:
             entry.tensor.copy_(self._staged[id(entry)])
         return loaded.size_bytes
+
+    def misfits(self, checkpoint: Checkpoint, *, same_weights: bool) -> tuple[str, ...]:
+        """Return how the state differs from what the checkpoint is of."""
+        held = checkpoint.state_map.entries
+        return misfits(self._needed(checkpoint), held, same_weights=same_weights)
+
+    def _needed(self, checkpoint: Checkpoint) -> list[LocalTensor]:
+        self.bare = bare(checkpoint.state_map.entries)
+        return [one for one in self._tensors if one.slot == WEIGHT or one.fqn not in self.bare]
 
     def fill_from(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Load; return the small named values."""
