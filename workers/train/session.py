@@ -21,6 +21,7 @@ from workers import collectives
 from workers.data.order import DataOrder
 from workers.errors import DataError, TaskError
 from workers.parallel.mesh import Mesh
+from workers.parallel.optimizers import refuse_unfit
 from workers.parallel.shares import Sharing
 from workers.parallel.spread import Piece, materialize, pieces, spread
 from workers.parallel.state import (
@@ -153,13 +154,14 @@ class Session:
 
         Raises:
             TaskError: There is no model yet.
-            StateError: The optimizer keeps what cannot be saved in parts.
+            StateError: The optimizer cannot work on parts, or keeps what cannot be saved so.
         """
         if self._model is None:
             raise TaskError("call session.model before session.optimizer")
         self._context.page.enter(WorkerPhase.LOADING)
         parameters = local_parameters(self._pieces)
         optimizer = make(parameters)
+        refuse_unfit(optimizer, self._mesh.layout)
         self._parts = Parts(
             model=self._model,
             optimizer=optimizer,
