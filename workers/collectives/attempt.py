@@ -257,8 +257,7 @@ def form(
             current.abort()
         # Attempts only grow, so what is older will not be asked for again.
         _process.aborted = {number for number in _process.aborted if number >= attempt}
-    # A client of its own per attempt: a connection that an old attempt left in the middle of a
-    # request cannot disturb the new one.
+    # A client per attempt: a connection that an old one left in mid-request cannot disturb it.
     store = current.interruptible(
         f"connecting to the store at {store_host}:{store_port}",
         lambda: dist.TCPStore(
