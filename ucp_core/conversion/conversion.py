@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING
 from ucp_core._open import MANIFEST_NAME, Checkpoint
 from ucp_core.boxes import Box
 from ucp_core.checksums import BLOCK_BYTES, combine, combine_blocks, crc32
+from ucp_core.conversion.journal import FOLDER
 from ucp_core.conversion.source_checks import Collector, plan_extents
-from ucp_core.conversion.target_files import TargetFile, extra_file, small_files, target_files
+from ucp_core.conversion.target_files import (
+    INDEX_NAME,
+    TargetFile,
+    extra_file,
+    small_files,
+    target_files,
+)
 from ucp_core.conversion.work import Item, Job, Result, is_local
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.manifest import FileEntry, Kind, Manifest, from_bytes, to_bytes
@@ -27,6 +34,7 @@ _ITEM_BYTES_MAX = 16 * BLOCK_BYTES
 _ITEMS_MIN = 64
 #: Of tensors that are averaged or strided, so much is gathered at a time.
 GENERAL_BYTES_MAX = 8 * BLOCK_BYTES
+_NAMES_TOLD = 4
 
 
 class Conversion:
@@ -48,7 +56,7 @@ class Conversion:
         """Check the source and lay the destination out; nothing is written.
 
         Raises:
-            UcpError: The destination holds a checkpoint, or is the source.
+            UcpError: The destination holds a checkpoint or other files, or is the source.
             CheckpointCorruptError: The source has holes, or files are missing or too short.
         """
         self.checkpoint = checkpoint
@@ -59,6 +67,7 @@ class Conversion:
         files = tuple(sorted(_file_ends(checkpoint.state_map)))
         self.identity = _identity(checkpoint, _check_files(checkpoint))
         self.job = _job(checkpoint, files, store, memory_bytes, workers)
+        _check_contents(store, directory, self.job.targets)
         self.items = tuple(_items(self.job))
         self.total_bytes = sum(item.stop - item.start for item in self.items)
         self.collector = Collector(checkpoint.state_map, files)
@@ -159,6 +168,34 @@ def _check_destination(checkpoint: Checkpoint, store: Store, directory: str) -> 
         raise UcpError(
             f"{directory} is the source itself: give another destination", path=directory
         )
+
+
+def _check_contents(store: Store, directory: str, targets: Sequence[TargetFile]) -> None:
+    """Raise if anything is there but what an interrupted conversion to these files left behind.
+
+    A checkpoint of another format has files of the same names, or is read by a name of its own:
+    what both would be taken for, nobody can say.
+    """
+    names = [name for name in store.list(directory) if not name.startswith(".")]
+    if store.exists(join(directory, FOLDER)):
+        own = {INDEX_NAME, extra_file("").partition("/")[0], *(target.name for target in targets)}
+        names = [name for name in names if name not in own]
+    if not names:
+        return
+    from ucp_core.converters import recognise
+
+    try:
+        known = recognise(store, directory)
+    except UcpError:
+        known = None
+    what = f"a checkpoint of {known}" if known else "other files"
+    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
+    raise UcpError(
+        f"{directory} holds {what} ({', '.join(names[:_NAMES_TOLD])}{more}), which a conversion "
+        "would mix with its own: give a new or empty folder as destination",
+        path=directory,
+        names=names,
+    )
 
 
 def _file_ends(state_map: StateMap) -> dict[str, int]:

@@ -82,7 +82,7 @@ def convert(  # noqa: PLR0913 - each is an option of the command
     Args:
         checkpoint: The source: native, universal or foreign.
         store: Where to.
-        directory: Must not hold a committed checkpoint.
+        directory: New, empty, or left behind by a conversion that was interrupted.
         memory_bytes: Bound of what is used beside the caller's own memory, worker processes
             included; at least ``MEMORY_BYTES_MIN``.
         processes: Work at once at most; fewer if the memory or the size says so. Default: one a
@@ -93,7 +93,7 @@ def convert(  # noqa: PLR0913 - each is an option of the command
         runner: Does the work elsewhere, and returns when every result is taken.
 
     Raises:
-        UcpError: The destination holds a checkpoint already, or the bound is too small.
+        UcpError: The destination holds a checkpoint or other files, or the bound is too small.
         CheckpointCorruptError: The source is damaged; nothing is committed.
         StorageError: A storage refused.
     """

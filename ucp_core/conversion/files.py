@@ -211,6 +211,11 @@ class StreamedFiles:
     resume: bool = field(kw_only=True)
     _complete: set[int] = field(default_factory=set, init=False)
 
+    def __post_init__(self) -> None:
+        """Say whose the files are before the first of them appears."""
+        path = join(self.directory, journal.FOLDER, "begun")
+        self.store.write_atomic(path, self._head(), fsync=False)
+
     def resumed(self) -> Iterator[Result]:
         """Yield the results of files that an earlier run completed; a marker beside tells."""
         for number, target in enumerate(self.targets):

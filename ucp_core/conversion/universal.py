@@ -35,12 +35,12 @@ def materialise(
     Args:
         checkpoint: The source: native, universal or foreign.
         destination_store: Where to.
-        destination_directory: Must not hold a committed checkpoint.
+        destination_directory: New, empty, or left behind by a conversion that was interrupted.
         memory_bytes: Bound of the buffers; at least ``MEMORY_BYTES_MIN``.
         progress: Called with the bytes done and the bytes of the whole state.
 
     Raises:
-        UcpError: The destination holds a checkpoint already, or the bound is too small.
+        UcpError: The destination holds a checkpoint or other files, or the bound is too small.
         CheckpointCorruptError: The source is damaged; nothing is committed.
         StorageError: A storage refused.
     """

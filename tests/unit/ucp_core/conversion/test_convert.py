@@ -231,6 +231,31 @@ def test_the_source_is_no_destination(tmp_path: Path) -> None:
         convert_to(foreign.checkpoint, tmp_path / "link")
 
 
+@pytest.mark.parametrize(
+    ("files", "what"),
+    [
+        (["latest", "global_step7/mp_rank_00_model_states.pt"], "global_step7, latest"),
+        (["model-00001-of-00001.safetensors"], "a checkpoint of huggingface"),
+        (["a.txt", "b.txt", "c.txt", "d.txt", "e.txt"], r"a.txt, b.txt, c.txt, d.txt and 1 more"),
+    ],
+    ids=["its own source under a tag", "a file of the same name", "anything"],
+)
+def test_a_destination_that_holds_other_files_is_left_as_it_is(
+    tmp_path: Path, files: list[str], what: str
+) -> None:
+    """A source that lies under a tag has another folder than the one that was named."""
+    out = tmp_path / "out"
+    for name in files:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_bytes(b"theirs")
+    before = files_of(out)
+
+    with pytest.raises(UcpError, match=f"out holds .*{what}.*give a new or empty folder"):
+        convert_to(native_source(tmp_path, small_state()), out)
+
+    assert files_of(out) == before
+
+
 def test_a_destination_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     """A file where the directory should be."""
     (tmp_path / "out").write_text("here")
