@@ -344,7 +344,7 @@ def describe(state: RunState) -> dict[str, Any]:
     return {
         "phase": str(state.phase),
         "attempt": state.attempt,
-        "step": state.step,
+        "step": _last_step(state),
         "committed_step": state.known[0],
         "layout": str(state.layout) if state.layout else "",
         "members": sorted(members, key=lambda member: member["rank"]),
@@ -361,6 +361,12 @@ def describe(state: RunState) -> dict[str, Any]:
         },
         "reason": state.reason,
     }
+
+
+def _last_step(state: RunState) -> int:
+    """Return the last completed step; whoever leaves does so before its last steps are reported."""
+    step, attempt = state.known
+    return max(state.step, step) if attempt == state.attempt else state.step
 
 
 def _worker_state(worker: Worker) -> str:

@@ -330,6 +330,18 @@ def test_a_start_that_fails_for_ever_ends_the_run_with_the_last_words() -> None:
     assert "no module torch" in state.reason
 
 
+def test_a_completed_run_is_described_with_its_last_step() -> None:
+    """Steps are reported about once a second, so nobody reports the last ones before it leaves."""
+    state = _fold(
+        _running(),
+        ev.WorkerLeft(at_s=3.0, attempt=1, worker="w0001", how="completed", step=1000, detail=""),
+        ev.WorkerLeft(at_s=3.0, attempt=1, worker="w0002", how="completed", step=1000, detail=""),
+    )
+
+    assert state.phase is Phase.FINISHED
+    assert describe(state)["step"] == describe(state)["committed_step"] == 1000
+
+
 def test_description_has_what_status_promises() -> None:
     """Other programs read these names; a rename must fail here first."""
     document = describe(_running())
