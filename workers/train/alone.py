@@ -120,7 +120,7 @@ def _attempt(
 ) -> Outcome:
     step, before = (found.step, found.attempt) if found is not None else (0, 0)
     # Above every attempt that wrote anything: what was passed over is written anew some day.
-    attempt = max(before, _last_attempt(store, join(path, CHECKPOINTS))) + 1
+    attempt = _last_attempt(store, join(path, CHECKPOINTS), found) + 1
     rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="everstep-") as scratch:
         page = ProgressPage.create(Path(scratch) / "page", worker="alone")
@@ -151,10 +151,14 @@ def _attempt(
             page.close()
 
 
-def _last_attempt(store: Store, checkpoints: str) -> int:
+def _last_attempt(store: Store, checkpoints: str, found: Found | None) -> int:
     """Return the highest attempt of which there is a file; 0 if there is none."""
-    files = (
-        file for name in store.list(checkpoints) for file in store.list(join(checkpoints, name))
-    )
-    found = (re.match(r"a(\d+)-r\d+\.", file) for file in files)
-    return max((int(match[1]) for match in found if match), default=0)
+    if found is None:
+        directories, highest = list(store.list(checkpoints)), 0
+    else:
+        directories, highest = [name for name, _ in found.skipped], found.attempt
+    for name in directories:
+        for file in store.list(join(checkpoints, name)):
+            match = re.match(r"a(\d+)-r\d+\.", file)
+            highest = max(highest, int(match[1]) if match else 0)
+    return highest
