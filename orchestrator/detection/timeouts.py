@@ -37,7 +37,6 @@ _UNDECIDED: Final = 3.0
 _SAVING: Final = 10.0
 _FIRST_STEP: Final = 30.0
 _FORMING: Final = 40.0
-_GROUP: Final = 60.0
 
 # And what these take at least, in seconds, with the default patience. A step tells nothing of
 # them: small models are compiled, and read their data, as long as large ones. Workers that load
@@ -45,12 +44,13 @@ _GROUP: Final = 60.0
 _SAVING_S: Final = 30.0
 _FIRST_STEP_S: Final = 120.0
 _FORMING_S: Final = 300.0
-_GROUP_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Bounds on waiting in seconds, in their order.
+
+    A collective fails by itself after ``parallel.collective_timeout_s``, which is not among them.
 
     Attributes:
         beat_s: Period of a process's beat.
@@ -68,7 +68,6 @@ class Limits:
         first_step_s: As ``overdue_s``, until a worker's first step of the attempt is done, and
             between two steps.
         forming_s: As ``overdue_s``, for a worker that is forming, loading, or did not come.
-        group_timeout_s: A collective fails by itself; the backstop behind all others.
     """
 
     beat_s: float
@@ -82,7 +81,6 @@ class Limits:
     saving_s: float
     first_step_s: float
     forming_s: float
-    group_timeout_s: float
 
     def __post_init__(self) -> None:
         bounds = [(field.name, getattr(self, field.name)) for field in fields(self)]
@@ -117,7 +115,6 @@ def limits_from(
         saving_s=max(_SAVING * hang_s, _SAVING_S * scale),
         first_step_s=max(_FIRST_STEP * hang_s, _FIRST_STEP_S * scale),
         forming_s=max(_FORMING * hang_s, _FORMING_S * scale),
-        group_timeout_s=max(_GROUP * hang_s, _GROUP_S * scale),
     )
 
 
