@@ -13,11 +13,13 @@ Counterpart: ``workers.snapshot.parity_part`` reads parts from what is left of a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ucp_core.errors import StorageError
+from workers.keeper.arena import Arena
 from workers.keeper.following import POLL_S, Following
 from workers.keeper.shelf import Shelf
 from workers.keeper.wire import Listed, RemotePart, WireClient, is_copy
@@ -31,9 +33,15 @@ __all__ = ["ParityMirror", "parity_name"]
 _PREFIX: Final = "parity"
 
 
-def parity_name(lane: int, attempt: int) -> str:
-    """Return the name of the arena with a node's parities of a lane."""
-    return f"{_PREFIX}/{lane}.{attempt}"
+def parity_name(lane: int, attempt: int, number: int = 0) -> str:
+    """Return the name of the arena with a node's parities of a lane.
+
+    Args:
+        lane: Of the group.
+        attempt: Of the group.
+        number: How many arenas of the lane were too small for what it has grown to.
+    """
+    return f"{_PREFIX}/{lane}{f'-{number}' if number else ''}.{attempt}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +143,7 @@ class ParityMirror(Following):
         group = self._group
         places = range(len(group.places))
         sizes = [found[index].body_bytes if index in found else 0 for index in places]
-        arena = self._shelf.reserve(
-            parity_name(lane, group.attempt),
-            body_bytes=slot_bytes(sizes, num_parities=group.num_parities),
-        )
+        arena = self._reserve(lane, slot_bytes(sizes, num_parities=group.num_parities))
         if any((held.attempt, held.step) == (group.attempt, step) for held in arena.versions()):
             return True
         world_size = next(iter(found.values())).held.world_size
@@ -171,6 +176,18 @@ class ParityMirror(Following):
             # The arena was let go of under our hands.
             return False
         return True
+
+    def _reserve(self, lane: int, body_bytes: int) -> Arena:
+        """Return memory for parities of a lane; where parts have grown, beside what there is.
+
+        What that holds protects the versions before, until the attempt is over.
+        """
+        names = (parity_name(lane, self._group.attempt, number) for number in itertools.count())
+        for name in names:
+            arena = self._shelf.arena(name)
+            if arena is None or arena.body_bytes >= body_bytes:
+                return self._shelf.reserve(name, body_bytes=body_bytes)
+        raise AssertionError("numbers do not end")
 
     def _tell(self, listed: Mapping[int, Mapping[str, Listed]], made: int) -> None:
         """Tell the peers which of their newest versions need not be waited for any more."""

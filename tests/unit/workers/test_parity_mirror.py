@@ -175,6 +175,24 @@ def test_a_group_of_the_next_attempt_keeps_what_the_last_one_made(nodes: list[_N
         _check_survives(nodes, {0}, 1)
 
 
+def test_parts_that_outgrow_their_parities_are_protected_all_the_same(nodes: list[_Node]) -> None:
+    """Optimizers make state when a parameter gets its first gradient: a rank takes more memory."""
+    with _protecting(nodes, 1):
+        _write(nodes, 1)
+        assert eventually(lambda: _is_protected(nodes))
+        for factor in (2, 8):
+            for rank, arena in nodes[1].arenas.items():
+                body_bytes = factor * arena.body_bytes
+                nodes[1].arenas[rank] = nodes[1].shelf.reserve(
+                    f"w{rank}.{factor}", body_bytes=body_bytes
+                )
+            _write(nodes, factor)
+            assert eventually(lambda: _is_protected(nodes))
+            _check_survives(nodes, {0}, factor)
+    _check_survives(nodes, {0}, 2)
+    assert not any(node.troubles for node in nodes)
+
+
 def test_a_broken_connection_is_made_anew(nodes: list[_Node]) -> None:
     """Networks do that; nobody need be told."""
     with _protecting(nodes, 2):
