@@ -113,15 +113,17 @@ class Arena:
         Raises:
             ArenaError: The machine has not that much memory.
         """
-        fd = os.memfd_create(f"everstep-{name}", os.MFD_CLOEXEC)
         pages = -(-body_bytes // PAGE_BYTES) + 1
+        fd = -1
         try:
+            fd = os.memfd_create(f"everstep-{name}", os.MFD_CLOEXEC)
             os.ftruncate(fd, NUM_SLOTS * pages * PAGE_BYTES)
             arena = cls(fd)
             arena._make_huge()
             arena.populate()
         except OSError as error:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             raise ArenaError(
                 f"{NUM_SLOTS} snapshots of {body_bytes} bytes for {name} do not fit into memory: "
                 f"{error}; lower the snapshot budget or take larger nodes",

@@ -156,7 +156,9 @@ class Persister:
             try:
                 committed = self._put(arena, held)
             except _DamagedError as error:
-                arena.quarantine(held)
+                with contextlib.suppress(ValueError):
+                    # The arena may be let go of at this moment.
+                    arena.quarantine(held)
                 self._shelf.tell()
                 self._say(held, f"{error}; it is not used any more")
                 return False

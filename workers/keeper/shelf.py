@@ -290,16 +290,16 @@ class Shelf:
 
     def _create(self, name: str, body_bytes: int) -> Arena:
         """Make an arena that was claimed, without the lock: to fault in a large one takes long."""
+        arena = None
         try:
             arena = Arena.create(name, body_bytes=body_bytes)
-        except ArenaError:
+        finally:
+            # Whatever went wrong: what nobody has is claimed by nobody.
             with self._lock:
                 del self._claims[name]
-            raise
-        with self._lock:
-            del self._claims[name]
-            self._arenas[name] = arena
-            self._on_change(name, arena.fd)
+                if arena is not None:
+                    self._arenas[name] = arena
+                    self._on_change(name, arena.fd)
         return arena
 
     def _claim(self, name: str, need_bytes: int) -> None:

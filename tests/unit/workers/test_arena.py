@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -279,6 +280,20 @@ def test_memory_beyond_the_budget_is_refused_with_the_numbers(door: Path) -> Non
         reserve(door, "w0002.0", body_bytes=200_000, attempt=1)
     drop(door, "w0001.0")
     reserve(door, "w0002.0", body_bytes=200_000, attempt=1).close()
+
+
+def test_memory_that_could_not_be_made_is_not_taken_for_used() -> None:
+    """A process runs out of file descriptors for a moment; what was claimed must be free again."""
+    shelf = Shelf(budget_bytes=1 << 20, available=lambda: 1 << 40)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(ArenaError, match="Too many open files"):
+            shelf.reserve("w0.1", body_bytes=1 << 18)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    shelf.reserve("w0.1", body_bytes=1 << 18)
+    shelf.drop("w0.1")
 
 
 def test_a_worker_that_asks_again_gets_the_same_memory(door: Path) -> None:
