@@ -63,7 +63,8 @@ class RedundancyPlan:
         tolerance: How many nodes of each group may be lost; 0 protects nothing.
         groups: Nodes that protect each other.
         reason: Why so, for people.
-        is_final: False if it has to be decided again once a snapshot shows its size.
+        is_final: False if it has to be decided again once a snapshot shows its size: workers that
+            were told to save each other's shares may then have no room for them.
         keepers: By node, the others whose keepers copy its snapshots over the network.
         guards: By rank, the ranks whose shares it saves beside its own; None where keepers
             protect each other's snapshots.
@@ -177,6 +178,7 @@ def _over_replicas(
             f"snapshots: {Mechanism.REDUNDANT_COPY}, {layout.dp_replicate} replicas save a share "
             f"each and those of {tolerance} others, survives {tolerance} nodes, {size}, 0 B sent"
         ),
+        is_final=bool(facts.rank_bytes) or not is_free,
         guards=guards,
         shared_racks=shared_domains(holders, _domains(facts.nodes, facts.racks)),
     )

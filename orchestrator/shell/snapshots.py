@@ -274,6 +274,7 @@ class Snapshots:
         """Decide how an attempt is protected: once, or again if that was left open."""
         if self._planned_attempt == attempt and self._plan.is_final:
             return
+        is_open = self._planned_attempt == attempt and self._plan.guards is not None
         facts = RedundancyFacts(
             nodes=tuple(nodes),
             budgets_bytes={
@@ -282,11 +283,14 @@ class Snapshots:
             rank_bytes=rank_bytes(self._known.values(), len(nodes)),
             layout=layout,
             racks={view.node: view.rack for view in self._views() if view.rack},
-            is_guarded=None if begins else self._is_guarded(attempt),
+            is_guarded=None if begins or is_open else self._is_guarded(attempt),
         )
-        self._plan = plan_redundancy(facts, tolerance=self._tolerance, preference=self._preference)
-        self._planned_attempt = attempt
-        log.info("redundancy", extra={"attempt": attempt, "reason": self._plan.reason})
+        plan = plan_redundancy(facts, tolerance=self._tolerance, preference=self._preference)
+        if is_open and plan.guards is not None:
+            # There is room for it: workers go on as they were told, whatever is known by now.
+            plan = replace(self._plan, reason=plan.reason, is_final=plan.is_final)
+        self._plan, self._planned_attempt = plan, attempt
+        log.info("redundancy", extra={"attempt": attempt, "reason": plan.reason})
 
     def _is_guarded(self, attempt: int) -> bool:
         """Return whether the workers of an attempt were told to save each other's shares.

@@ -116,12 +116,15 @@ def _replicated(nodes: str, preference: Preference = Preference.AUTO, **facts: A
 
 
 def test_replicas_on_other_nodes_save_each_others_shares_and_keepers_copy_nothing() -> None:
-    """Also before any size is known: workers are told when an attempt begins, and never later."""
+    """Also before any size is known: workers are told when an attempt begins, and never later.
+
+    Whether there is room for it is decided when the size is known.
+    """
     for size_bytes in (0, 100):
         plan = _replicated("aabb", rank_bytes=size_bytes)
         assert (plan.mechanism, plan.tolerance) == (Mechanism.REDUNDANT_COPY, 1)
         assert plan.guards == ((2,), (3,), (0,), (1,))
-        assert (plan.copies_of("a"), plan.is_final) == ((), True)
+        assert (plan.copies_of("a"), plan.is_final) == ((), bool(size_bytes))
         assert "0 B sent" in plan.reason
 
 

@@ -324,6 +324,31 @@ def test_replicas_that_were_told_to_save_for_each_other_are_copied_by_no_keeper(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("budget_bytes", "has_room"), [(48, True), (47, False)])
+def test_replicas_without_room_for_each_others_shares_keep_parities_once_that_is_known(
+    budget_bytes: int, *, has_room: bool
+) -> None:
+    """The first attempt begins before any size is known; a whole run may be that one attempt."""
+    layout = ParallelLayout(dp_replicate=3)
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        handles["cc"] = Handle("cc", (), 2)
+        made._nodes.views["cc"] = NodeView("cc", ("", 0), keeper=handles["cc"], secret=b"cc")
+        found = []
+        for begins in (True, False, False):
+            made.order(2, LINEAGE, list(handles), layout=layout, begins=begins)
+            groups = [handle.orders[-1].parity for handle in handles.values()]
+            found.append((made.plan.is_final, made.plan.guards is not None, all(groups)))
+            for node, handle in handles.items():
+                inventory = replace(await handle.held.remote(), budget_bytes=budget_bytes)
+                made.on_report(NodeReport(node=node, seq=1, workers=(), inventory=inventory))
+        return found, made.plan.reason
+
+    found, reason = _with(MemoryStore(), act)
+    assert found == [(False, True, False), *[(True, has_room, not has_room)] * 2]
+    assert ("redundant copy of replicas needs 48 B" in reason) == (not has_room)
+
+
 def test_racks_that_nodes_share_are_told_as_trouble() -> None:
     """Two machines behind one switch are one loss, and nobody would find that out in time."""
 
