@@ -52,6 +52,7 @@ from workers.keeper.frames import (
     behind,
     fields_of,
     first,
+    fit_buffers,
     has_hung_up,
     held_of,
     keep_alive,
@@ -162,6 +163,7 @@ class WireServer:
         try:
             with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 keep_alive(connection)
+                fit_buffers(connection)
                 follows: bool | None = None
                 limit_waits(connection, sending_s=_STALL_S, receiving_s=_STALL_S)
                 challenge = os.urandom(CHALLENGE_BYTES)
@@ -433,6 +435,7 @@ class WireClient:
             limit_waits(held, sending_s=_STALL_S, receiving_s=_STALL_S)
             keep_alive(held)
             held.connect(self._address)
+            fit_buffers(held)
             challenge = receive(held, CHALLENGE_BYTES)
             send(held, proof(self._secret, challenge))
         return held

@@ -92,6 +92,25 @@ def test_ranges_arrive_in_the_buffers_they_are_for(
     client.close()
 
 
+@pytest.mark.parametrize(("near_s", "is_near"), [(10.0, True), (0.0, False)])
+def test_little_is_under_way_to_a_near_peer_and_as_much_as_it_takes_to_a_far_one(
+    monkeypatch: pytest.MonkeyPatch, near_s: float, *, is_near: bool
+) -> None:
+    """A quarter of a megabyte is far too little where a round trip takes 20 ms."""
+    monkeypatch.setattr(frames, "_NEAR_S", near_s)
+    options = (socket.SO_SNDBUF, socket.SO_RCVBUF)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as connection,
+    ):
+        before = [connection.getsockopt(socket.SOL_SOCKET, option) for option in options]
+        frames.fit_buffers(connection)
+        after = [connection.getsockopt(socket.SOL_SOCKET, option) for option in options]
+    assert (after != before) == is_near
+    # The kernel doubles what it is told, for its own use, or takes the most that it may.
+    assert not is_near or (after[0] <= 256 << 10 and after[1] <= 1 << 20)
+
+
 def test_whoever_does_not_know_the_secret_gets_nothing(server: WireServer, arena: Arena) -> None:
     """The state of a model is worth stealing, and the port is open to the whole network."""
     (held,) = arena.versions()
