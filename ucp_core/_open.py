@@ -78,7 +78,8 @@ class LoadResult:
 
     Attributes:
         size_bytes: Bytes that were needed and are now in place.
-        read_bytes: Bytes that were read for them, or to verify them.
+        read_bytes: Bytes that were planned to be read for them, or to verify them; what lies far
+            apart and has no checksums is read with less between.
         seconds: Time of planning and reading.
     """
 

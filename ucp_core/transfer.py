@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from ucp_core._mapped import DamagedBlockError, mapped_file, take
+from ucp_core._rows import rows_of, run_gap_bytes_min
 from ucp_core.checksums import crc32
 from ucp_core.dtypes.floats import decode, encode
 from ucp_core.errors import ChecksumMismatchError
@@ -220,7 +221,7 @@ class _Run:
 
     def copies(self, copies: Sequence[Copy]) -> None:
         """Read, verify and place ``copies``."""
-        left = [group for group in _files(copies) if not self._take(group)]
+        left = [self._by_runs(group) for group in _files(copies) if not self._take(group)]
         size_bytes = sum(copy.stop_byte - copy.start_byte for group in left for copy in group)
         scratch = _Scratch(min(self.batch_bytes, size_bytes))
         for group in chain.from_iterable(_batches(each, self.batch_bytes) for each in left):
@@ -251,6 +252,24 @@ class _Run:
         if self.progress is not None:
             self.progress(sum(copy.stop_byte - copy.start_byte for copy in group))
         return True
+
+    def _by_runs(self, group: Sequence[Copy]) -> list[Copy]:
+        """Read copies of one file whose runs are cheaper read one by one; return the others."""
+        source = self.sources[group[0].source]
+        gap_bytes = run_gap_bytes_min(source.store)
+        others: list[Copy] = []
+        for copy in group:
+            rows = rows_of(copy, self.plan.parts[copy.part], gap_bytes)
+            if rows is None:
+                others.append(copy)
+                continue
+            path = join(source.directory, copy.fragment.file)
+            for ranges in rows.ranges(self.targets[copy.part]):
+                source.store.read_ranges(path, ranges)
+            if self.progress is not None:
+                # As much as the plan counts for it.
+                self.progress(copy.stop_byte - copy.start_byte)
+        return others
 
     def means(self, means: Sequence[Mean]) -> None:
         """Average copies that were updated independently: sums in fp64, rounded once."""

@@ -6,8 +6,10 @@ Four processes save a decoder's weights and Adam moments under fsdp 4, as FSDP2 
 - ``ours`` opens the DCP checkpoint and loads, ``native`` opens and loads our own, every byte of
   which is verified; ``dcp`` is ``dcp.load`` into DTensors, which verifies nothing.
 - ``raw`` and ``native raw`` are raw sequential reads of the bytes needed: from every file that
-  holds some of them, as many bytes as this rank needs from that file, from its start and one after
-  the other, at most 8 MiB a call, by as many threads as ours uses, each with an equal part, into
+  holds some of them, as many bytes as this rank needs from that file, one after the other, from its
+  start or, where the other rank of tensor parallelism needs the rest, up to its end (ranks need
+  different bytes, and would find in the processor's cache what another has read); at most 8 MiB a
+  call, by as many threads as ours uses, each with an equal part, into
   the very tensors that the others load into. What to read is known beforehand; nothing is opened
   but the data files, nothing is verified and nothing is put where it belongs. Where columns are
   needed, more bytes lie between the first and the last: they are not among the bytes needed.
@@ -215,9 +217,13 @@ class Bench:
             boxes = [
                 (saved_box(p, rank).intersect(loaded_box(p, self.rank))) for p, _ in self.state
             ]
-            num_bytes, offset = sum(4 * box.num_elements for box in boxes if box), 0
-            while offset < num_bytes:
-                size = min(num_bytes - offset, len(left[0]), READ_BYTES)
+            num_bytes = sum(4 * box.num_elements for box in boxes if box)
+            page = os.sysconf("SC_PAGE_SIZE")
+            last = (path.stat().st_size - num_bytes) // page * page
+            offset = last if self.rank % TP else 0
+            stop = offset + num_bytes
+            while offset < stop:
+                size = min(stop - offset, len(left[0]), READ_BYTES)
                 reads.append(Read(path, offset, left[0][:size]))
                 left[0] = left[0][size:]
                 left = left if left[0] else left[1:]

@@ -89,6 +89,28 @@ def test_rows_go_straight_to_their_place() -> None:
     assert {id(buffer.obj) for buffer in seen} == {id(need.data.obj)}
 
 
+@pytest.mark.parametrize("half_bytes", [8 << 10, 16 << 10])
+def test_columns_far_apart_are_read_without_what_lies_between(half_bytes: int) -> None:
+    """Another rank's columns are as many bytes; near ones are cheaper read than left out."""
+    store = CountingStore()
+    values = np.random.default_rng(0).integers(0, 2**32, (ROWS, half_bytes // 2), np.uint32)
+    store.write_atomic(FILE, b"zip header" + values.tobytes(), fsync=False)
+    store.request_bytes = 1 << 20
+    fragment = Fragment(Box.full(values.shape), "rank0.pt", 10, values.nbytes, None, ())
+    entry = TensorEntry(key=KEY, dtype="U32", shape=values.shape, fragments=(fragment,))
+    state_map = StateMap(entries={KEY: entry}, block_bytes=1 << 20)
+    manifest = Manifest(kind=Kind.FOREIGN, step=1, attempt=0, state_map=state_map, files={})
+    made = Checkpoint(store=store, directory=DIRECTORY, manifest=manifest)
+    need = target(entry, Box((3, half_bytes // 4), (60, half_bytes // 2)))
+
+    load(made, [need])
+
+    assert bytes(need.data) == values[3:60, half_bytes // 4 :].tobytes()
+    wanted = (60 - 3) * half_bytes
+    gaps = (60 - 3 - 1) * half_bytes
+    assert store.read_bytes == (wanted + gaps if half_bytes < 12 << 10 else wanted)
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_ranks_verify_disjoint_shares_that_are_all(world_size: int) -> None:
     """Each record once: neither twice the reading nor a record that nobody looked at."""
