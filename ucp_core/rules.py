@@ -137,21 +137,61 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Renames:
-    """New names of tensors: regular expressions and what ``re.sub`` puts in their place."""
+class Rename:
+    """One renaming.
 
-    renames: tuple[tuple[str, str], ...]
+    Attributes:
+        match: A regular expression for whole names.
+        to: What takes their place, as ``re.sub`` has it.
+        optional: There need not be such a name.
+        where: ``file:line``, for errors.
+    """
+
+    match: str
+    to: str
+    optional: bool = False
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Renames:
+    """New names of tensors: the first renaming that matches counts."""
+
+    renames: tuple[Rename, ...]
 
     def mapping(self, fqns: Iterable[str]) -> dict[str, str]:
         """Return new names by old ones, of those that change; the first that matches counts."""
         found: dict[str, str] = {}
         for fqn in fqns:
-            for regex, template in self.renames:
-                hit = _compiled(regex).fullmatch(fqn)
+            for rename in self.renames:
+                hit = _compiled(rename.match).fullmatch(fqn)
                 if hit is not None:
-                    found[fqn] = hit.expand(template)
+                    found[fqn] = hit.expand(rename.to)
                     break
         return {old: new for old, new in found.items() if old != new}
+
+    def refuse_idle(self, fqns: Iterable[str]) -> None:
+        """Check that every renaming that is not optional matches one of the names.
+
+        Raises:
+            RulesError: One does not, which would leave a tensor under its old name.
+        """
+        names = list(fqns)
+        idle = [
+            rename
+            for rename in self.renames
+            if not rename.optional and not any(_matches(rename.match, fqn) for fqn in names)
+        ]
+        if idle:
+            shown = ", ".join(sorted(names)[:3])
+            raise RulesError(
+                "\n".join(
+                    f"{rename.where}: {rename.match!r} matches none of the {len(names)} names "
+                    f"({shown}, ...): mend it, or say optional: true"
+                    for rename in idle
+                ),
+                matches=tuple(rename.match for rename in idle),
+            )
 
 
 def load_rules(text: str, where: str) -> Rules:
@@ -184,12 +224,19 @@ def load_rules(text: str, where: str) -> Rules:
 def load_renames(text: str, where: str) -> Renames:
     """Return the renamings that a text describes: a list of ``{match: regex, to: template}``.
 
+    Those with ``optional: true`` need not match any name.
+
     Raises:
         RulesError: All problems, one a line, as ``file:line:column: what``.
     """
     from ucp_core.language import syntax
 
-    return Renames(tuple(syntax.read_renames(text, where)))
+    return Renames(
+        tuple(
+            Rename(rename.match, rename.to, rename.optional, f"{where}:{rename.line}")
+            for rename in syntax.read_renames(text, where)
+        )
+    )
 
 
 @cache

@@ -13,7 +13,7 @@ import typer
 from ucp_core.storage import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from ucp_core._open import Checkpoint
     from ucp_core.rules import Rules
@@ -51,10 +51,22 @@ def open_any(
         rename: File of renamings.
         tag: Which of several.
     """
+    return open_all([url], rules=rules, rename=rename, tag=tag)[0]
+
+
+def open_all(
+    urls: Sequence[str],
+    *,
+    rules: str | None = None,
+    rename: str | None = None,
+    tag: str | None = None,
+) -> list[Checkpoint]:
+    """Return several checkpoints; a renaming has to match a name of one of them."""
     from ucp_core.converters import open_source
 
-    store, directory = open_store(url)
-    opened = open_source(store, directory, rules=read_rules(rules), tag=tag)
+    places = [open_store(url) for url in urls]
+    read = read_rules(rules)
+    opened = [open_source(*place, rules=read, tag=tag) for place in places]
     if rename is None:
         return opened
     from dataclasses import replace
@@ -62,9 +74,13 @@ def open_any(
     from ucp_core.operators import rename as rename_manifest
     from ucp_core.rules import load_renames
 
-    names = {key.fqn for key in opened.state_map.entries} | {*opened.manifest.ties}
-    mapping = load_renames(_text(rename), rename).mapping(sorted(names))
-    return replace(opened, manifest=rename_manifest(opened.manifest, mapping))
+    renames = load_renames(_text(rename), rename)
+    names = [{k.fqn for k in each.state_map.entries} | {*each.manifest.ties} for each in opened]
+    renames.refuse_idle(set().union(*names))
+    return [
+        replace(each, manifest=rename_manifest(each.manifest, renames.mapping(sorted(known))))
+        for each, known in zip(opened, names, strict=True)
+    ]
 
 
 def read_rules(file: str | None) -> Rules | None:

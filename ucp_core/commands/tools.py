@@ -17,6 +17,7 @@ from ucp_core.commands.console import (
     Tag,
     human,
     memory_size,
+    open_all,
     open_any,
     print_json,
     progress,
@@ -77,13 +78,13 @@ def diff_command(  # noqa: PLR0913 - options of a command
 ) -> None:
     """Compare two checkpoints of any formats, tensor by tensor; exit code 1 if they differ.
 
-    Rules and renamings apply to both. Small values are compared too, unless --only or --slots
-    ask for some tensors.
+    Rules and renamings apply to both; names of one are enough for a renaming. Small values are
+    compared too, unless --only or --slots ask for some tensors.
     """
     from ucp_core.inspection.diff import Tolerance, diff
 
     memory_bytes = memory_size(memory)
-    opened = [open_any(url, rules=rules, rename=rename) for url in (first, second)]
+    opened = open_all([first, second], rules=rules, rename=rename)
     with progress("comparing", as_json=as_json) as bar:
         report = diff(
             *opened,

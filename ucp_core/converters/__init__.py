@@ -81,6 +81,13 @@ def open_source(
 
 def _open(store: Store, directory: str, rules: Rules | None, tag: str | None) -> Checkpoint:
     if _is_native(store, directory):
+        if tag is not None:
+            raise CheckpointNotFoundError(
+                f"{directory} is one checkpoint of {_NATIVE}, which has no tags: open it without "
+                f"the tag {tag!r}",
+                path=directory,
+                tag=tag,
+            )
         return open_checkpoint(store, directory)
     for reader in _readers():
         if reader.recognise(store, directory):

@@ -7,7 +7,7 @@ is read. ``RULES.md`` describes the language.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeVar
@@ -49,6 +49,15 @@ class RuleText(NamedTuple):
     match: str
     pattern: Pattern
     slot: str | None
+    line: int
+
+
+class RenameText(NamedTuple):
+    """One renaming as it is written."""
+
+    match: str
+    to: str
+    optional: bool
     line: int
 
 
@@ -271,11 +280,7 @@ def _read_head(
             reader.wrong(
                 keys["version"], f"version {version}: this program reads {VERSION}; update everstep"
             )
-    if "first_wins" in keys:
-        value = reader.value(keys["first_wins"])
-        if not isinstance(value, bool):
-            reader.wrong(keys["first_wins"], "first_wins must be true or false")
-        found.first_wins = value is True
+    found.first_wins = _flag(reader, keys, "first_wins")
     if "ties" in keys:
         found.ties = reader.text_pairs(keys["ties"], "ties")
     for node in reader.items(keys["extends"], "extends") if "extends" in keys else ():
@@ -283,6 +288,16 @@ def _read_head(
         if name is not None and name not in families:
             reader.wrong(node, f"unknown family {name!r}: {_hint(name, families)}")
         found.extends.append(name or "")
+
+
+def _flag(reader: _Reader, keys: Mapping[str, yaml.Node], key: str) -> bool:
+    """Return what is said to be true or false; false if nothing is said."""
+    if key not in keys:
+        return False
+    value = reader.value(keys[key])
+    if not isinstance(value, bool):
+        reader.wrong(keys[key], f"{key} must be true or false")
+    return value is True
 
 
 def _read_stages(reader: _Reader, node: yaml.Node, found: RulesText) -> None:
@@ -420,17 +435,18 @@ _PATTERNS: dict[str, Callable[[_Reader, yaml.Node, yaml.Node | None], Pattern | 
 }
 
 
-def read_renames(text: str, where: str) -> list[tuple[str, str]]:
-    """Return the regular expressions and templates of a text of renamings.
+def read_renames(text: str, where: str) -> list[RenameText]:
+    """Return the renamings of a text.
 
     Raises:
         RulesError: All problems, each with line and column.
     """
     reader = _Reader(text, where)
-    found: list[tuple[str, str]] = []
+    found: list[RenameText] = []
     nodes = [] if reader.root is None else reader.items(reader.root, "a text of renamings")
     for node in nodes:
-        keys = reader.mapping(node, "a renaming", ("match", "to"), ("match", "to"))
+        known = ("match", "to", "optional")
+        keys = reader.mapping(node, "a renaming", known, ("match", "to"))
         match = reader.regex(keys["match"], "match") if "match" in keys else None
         to = reader.text(keys["to"], "to") if "to" in keys else None
         if match is None or to is None:
@@ -439,7 +455,8 @@ def read_renames(text: str, where: str) -> list[tuple[str, str]]:
             re.compile(match).sub(to, "")
         except (re.error, IndexError) as error:
             reader.wrong(keys["to"], f"{to!r} does not fit {match!r}: {error}")
-        found.append((match, to))
+        line = node.start_mark.line + 1
+        found.append(RenameText(match, to, _flag(reader, keys, "optional"), line))
     if reader.root is None and not reader.problems:
         reader.problems.append(Problem(1, 1, "is empty; write a list of {match: ..., to: ...}"))
     reader.finish()

@@ -344,6 +344,7 @@ def test_renames_rewrite_names_by_their_groups() -> None:
     for text, problem in {
         "": "r:1:1: is empty",
         "- {match: a}": "r:1:3: a renaming needs the key 'to'",
+        "- {match: a, to: b, optional: 1}": "r:1:31: optional must be true or false",
         "- {match: a, to: '\\1'}": "r:1:18: '\\\\1' does not fit 'a': invalid group reference",
     }.items():
         with pytest.raises(RulesError, match=re.escape(problem)):
@@ -354,3 +355,17 @@ def test_a_command_takes_a_family_for_a_file() -> None:
     """The error for a tensor of unknown layout asks for the rules of its family."""
     assert read_rules("llama") is builtin_rules("llama")
     assert read_rules(None) is None
+
+
+def test_a_renaming_that_matches_nothing_is_refused_unless_it_may() -> None:
+    """A typing error would leave a tensor under its old name, of which nobody hears."""
+    renames = load_renames(
+        "- {match: 'h\\.(\\d+)\\.w', to: 'layers.\\1.weight'}\n"
+        "- {match: 'head', to: 'out', optional: true}\n"
+        "- {match: 'h\\.(\\d+)\\.wieght', to: 'x'}",
+        "names.yaml",
+    )
+
+    with pytest.raises(RulesError, match=r"^names\.yaml:3: 'h.*wieght' matches none of the 2 n"):
+        renames.refuse_idle(["h.3.w", "other"])
+    renames.refuse_idle(["h.3.w", "h.3.wieght"])

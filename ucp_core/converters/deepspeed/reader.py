@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core._open import Checkpoint
 from ucp_core.checksums import BLOCK_BYTES
+from ucp_core.converters.deepspeed.reading.copied import refuse_copied
 from ucp_core.converters.deepspeed.reading.extras import Extras
 from ucp_core.converters.deepspeed.reading.file_names import (
     Folder,
@@ -137,6 +138,7 @@ def _add_zero(
     before = bool(config.get("use_data_before_expert_parallelism")) if config else False
     for mp in range(native.tp * native.pp):
         states = [read[dp, mp] for dp in range(native.dp)]
+        refuse_copied(native.files.store, native.files.directory, states)
         where = native.model[0, mp]
         shapes = param_shapes(native.files.trees[where], where)
         if shapes is None:

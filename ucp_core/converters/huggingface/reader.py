@@ -88,15 +88,22 @@ def read(
         store: Where.
         directory: The folder, or a file that ends in ``.safetensors``, ``.bin`` or ``.pt``.
         rules: Not needed: every tensor is whole.
-        tag: Not needed: a folder holds one model.
+        tag: None: a folder holds one model.
 
     Raises:
-        CheckpointNotFoundError: No safetensors file is there.
+        CheckpointNotFoundError: No safetensors file is there, or a tag was given.
         CheckpointCorruptError: Names the file and the tensor that are wrong, or what is missing.
         ForeignClassError: A pickle holds a class that is not known.
         StorageError: A file cannot be read.
     """
-    del rules, tag
+    del rules
+    if tag is not None:
+        raise CheckpointNotFoundError(
+            f"{directory} is a model of Hugging Face, which has no tags: open it without the tag "
+            f"{tag!r}",
+            path=directory,
+            tag=tag,
+        )
     listed: Mapping[str, str] = {}
     if directory.endswith(SUFFIX) or _is_torch_file(store, directory):
         path = directory

@@ -152,6 +152,24 @@ def test_a_renamed_export_has_the_new_names(checkpoint: str, tmp_path: Path) -> 
     assert "wte" not in names
 
 
+def test_a_renaming_has_to_match_and_for_two_checkpoints_one_of_them(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    """Names are mended to compare with another framework's, which has them already."""
+    renames = tmp_path / "renames.yaml"
+    renames.write_text("- match: wte\n  to: model.embed_tokens.weight\n")
+    hf = str(tmp_path / "hf")
+    made = ucp("export", checkpoint, hf, "--format", "huggingface", "--rename", str(renames))
+    assert made.returncode == 0, made.stderr
+
+    same = ucp("diff", checkpoint, hf, "--slots", "weight", "--rename", str(renames))
+    idle = ucp("inspect", hf, "--rename", str(renames))
+
+    assert same.returncode == 0, same.stdout + same.stderr
+    assert idle.returncode == 1
+    assert "renames.yaml:1: 'wte' matches none of the" in idle.stderr
+
+
 def test_extract_shows_numbers_and_writes_files(checkpoint: str, tmp_path: Path) -> None:
     """The box is cut before it is written, and its bytes are the tensor's."""
     whole = np.frombuffer(small_state()[TensorKey("wte", "exp_avg")].data, np.float32)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
+from tests.support.checkpoints import save, small_state
 from tests.support.deepspeed_folders import CLASSES, Folder, Param, assert_equal, loaded, native
 from ucp_core.converters import open_source, recognise
 from ucp_core.converters.files.torch_writer import write_torch_file
@@ -62,3 +65,19 @@ def test_a_name_that_is_not_there_cannot_be_mapped(tmp_path: Path) -> None:
 
     with pytest.raises(PatternError, match=r"up\.wieght"):
         open_source(LocalStore(), str(tmp_path), rename={"up.wieght": "x"})
+
+
+def test_a_tag_where_there_are_none_is_refused(tmp_path: Path) -> None:
+    """Whoever asks for one of several checkpoints must not be given another one."""
+    store = LocalStore()
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    safetensors.numpy.save_file({"w": np.ones(3, np.float32)}, folder / "model.safetensors")
+    save(store, small_state(), step=7, root=str(tmp_path / "own"))
+    store.write_atomic(str(tmp_path / "dcp" / ".metadata"), b"", fsync=False)
+
+    for name, what in (("hf", "Hugging Face"), ("own/step-00000007", "everstep")):
+        with pytest.raises(CheckpointNotFoundError, match=rf"{name} is .*{what}, which has no t"):
+            open_source(store, str(tmp_path / name), tag="global_step5")
+    with pytest.raises(CheckpointNotFoundError, match=r"dcp/global_step5 has no \.metadata"):
+        open_source(store, str(tmp_path / "dcp"), tag="global_step5")
