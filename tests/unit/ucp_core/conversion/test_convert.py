@@ -74,6 +74,31 @@ def test_bytes_are_read_and_written_once(tmp_path: Path) -> None:
     assert result.written_bytes <= result.size_bytes * 1.02
 
 
+def test_files_do_not_grow_in_number_with_tensors_or_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer makes a file for each slot of each parameter of each rank, and then one of each."""
+    made: list[int] = []
+    opened: set[str] = set()
+    plain_open = os.open
+
+    def noting(path: str, flags: int, *args: int, **kwargs: int) -> int:
+        if flags & os.O_CREAT:
+            opened.add(os.fspath(path))
+        return plain_open(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", noting)
+    for num_tensors, world_size in ((2, 2), (20, 5)):
+        root = tmp_path / str(num_tensors)
+        source = native_source(root, large_state(num_tensors, rows=5), world_size=world_size)
+        opened.clear()
+        convert_to(source, root / "out")
+        made.append(len(opened))
+        assert any("out" in path for path in opened)
+
+    assert made[0] == made[1]
+
+
 def test_a_universal_source_is_converted_too(tmp_path: Path) -> None:
     """Its blocks and the target's are the same ones."""
     state = large_state(2)

@@ -26,7 +26,6 @@ _SAMPLE_BYTES = 64 << 10
 #: So many different numbers at most may be the same on two ranks without being a copy: what layers
 #: begin with, and padding. Better one copy unnoticed than a sound checkpoint refused.
 _NUMBERS_MAX = 16
-_FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 _Prints: TypeAlias = tuple[tuple[object, ...], ...]
 
@@ -83,9 +82,9 @@ def _is_plain(store: Store, directory: str, ref: TensorRef) -> bool:
     itemsize = DTYPE_BYTES[ref.dtype]
     path, size = join(directory, ref.file), _SAMPLE_BYTES // itemsize
     lows = sorted({0, max(ref.num_elements - size, 0) // 2, max(ref.num_elements - size, 0)})
-    found: set[int] = set()
+    found: set[bytes] = set()
     for low in lows:
         count = min(size, ref.num_elements - low)
         data = store.read_range(path, ref.offset_bytes + low * itemsize, count * itemsize)
-        found.update(memoryview(data).cast(_FORMATS[itemsize]))
+        found |= {data[at : at + itemsize] for at in range(0, len(data), itemsize)}
     return len(found) <= _NUMBERS_MAX

@@ -6,7 +6,6 @@ The defects are those of ``ds_to_universal`` of DeepSpeed 0.19.8; most of them a
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -68,39 +67,6 @@ def test_a_missing_rank_file_of_stage_3_is_named(tmp_path: Path, file: str) -> N
     del folder.trees[file]
 
     assert f"lacks {file}" in _error(folder, tmp_path)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_file_that_was_copied_over_another_is_refused(tmp_path: Path, stage: int) -> None:
-    """Of the same size and shapes, and it does not say whose it is: half of the model twice."""
-    folder = native([Param("up.weight", (16, 6)), Param("up.bias", (8,))], stage=stage, dp=4)
-    mappings = [folder.optim(rank).get("param_slice_mappings") for rank in range(4)]
-    folder.trees[optim_name(2, 0)] = deepcopy(folder.trees[optim_name(1, 0)])
-    if stage == 1:
-        # Whatever else such a file says: the bytes are another rank's.
-        folder.optim(2)["param_slice_mappings"] = mappings[2]
-
-    told = _error(folder, tmp_path)
-
-    assert f"{optim_name(2, 0)} holds the same masters" in told
-    assert f"as {optim_name(1, 0)}" in told
-
-
-class _Constant(Param):
-    """A parameter that is one number over and over, and has not been trained."""
-
-    def value(self, slot: str) -> Array:
-        return np.full(self.shape, 0.5 if slot == "weight" else 0, np.float32)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_that_hold_nothing_but_one_number_are_no_copies(tmp_path: Path, stage: int) -> None:
-    """Parameters as they were initialised, and ranks that hold only padding, are alike."""
-    folder = native([_Constant("up.weight", (8, 6)), _Constant("up.bias", (3,))], stage=stage, dp=8)
-
-    checkpoint = read(folder.write(tmp_path))
-
-    assert_equal(loaded(checkpoint), folder.expected)
 
 
 def test_a_missing_model_file_is_named(tmp_path: Path) -> None:
