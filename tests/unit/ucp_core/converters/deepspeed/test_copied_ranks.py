@@ -1,4 +1,4 @@
-"""A file of ZeRO under another rank's name is told by what is in it; nothing else says whose it is."""
+"""A file of ZeRO under the name of another rank is told by what is in it, and by nothing else."""
 
 from __future__ import annotations
 
