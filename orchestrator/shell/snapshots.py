@@ -11,9 +11,10 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Awaitable, Mapping, Sequence
+from asyncio import FIRST_COMPLETED
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ray.exceptions import RayError
 
@@ -51,12 +52,13 @@ log = logging.getLogger(__name__)
 
 #: A living keeper answered in 1 to 20 ms; one that is silent this long is left out.
 ASK_S = 0.5
+#: One that others on its machine starve, and that holds what nobody else has, is asked once more,
+#: for so long: to go on without it would cost more.
+LATE_S = 2.0
 #: Where memory has something to go on from, storage is not waited for longer.
 STORAGE_S = 5.0
 #: At the end of a run its newest version is stored within this, or stays unstored.
 FLUSH_S = 60.0
-
-_T = TypeVar("_T")
 
 
 class Answer:
@@ -104,6 +106,8 @@ class Snapshots:
         self._reports: dict[str, NodeReport] = {}
         # Keepers that did not answer and were not heard of since: one wait for them is enough.
         self._silent: set[str] = set()
+        #: Those of them that were asked once more, or failed.
+        self._hopeless: set[str] = set()
         #: The last that each keeper said, however, to decide how the next attempt is protected.
         self._known: dict[str, Inventory] = {}
         self._plan = RedundancyPlan(is_final=False)
@@ -123,6 +127,7 @@ class Snapshots:
         """Keep the last report of every keeper."""
         self._reports[report.node] = report
         self._silent.discard(report.node)
+        self._hopeless.discard(report.node)
         if report.inventory is not None:
             self._known[report.node] = report.inventory
 
@@ -161,10 +166,19 @@ class Snapshots:
         )
         stored = asyncio.ensure_future(looked)
         stored.add_done_callback(_seen)
-        inventories = quarantine.good(await self.inventories(), bad)
-        if held_only:
-            inventories = [replace(one, parities=()) for one in inventories]
-        held = versions.newest(inventories, (0, 0), lineage, total_steps=total_steps)
+
+        def newest(inventories: Sequence[Inventory], other: tuple[int, int]) -> Version | None:
+            good = quarantine.good(inventories, bad)
+            if held_only:
+                good = [replace(one, parities=()) for one in good]
+            return versions.newest(good, other, lineage, total_steps=total_steps)
+
+        def step(inventories: Sequence[Inventory]) -> int:
+            held = newest(inventories, (0, 0))
+            return held.step if held is not None else 0
+
+        inventories = await self._patient_inventories(step)
+        held = newest(inventories, (0, 0))
         if held is None or not 0 <= enough_step <= held.step:
             # With nothing in memory there is nothing else to go on from.
             await asyncio.wait([stored], timeout=STORAGE_S if held is not None else None)
@@ -177,11 +191,9 @@ class Snapshots:
             return Answer(held) if held is not None else None
         if found is None:
             return Answer(held)
-        newest = versions.newest(
-            inventories, (found.step, found.attempt), lineage, total_steps=total_steps
-        )
         skipped = tuple(f"{name}: {reason}" for name, reason in found.skipped)
-        return Answer(newest, stored_step=found.step, skipped=skipped)
+        version = newest(inventories, (found.step, found.attempt))
+        return Answer(version, stored_step=found.step, skipped=skipped)
 
     def known_parts(self, step: int, attempt: int) -> tuple[MemoryPart, ...]:
         """Return where a version is in memory, as the last answer said; () if it said another."""
@@ -194,11 +206,14 @@ class Snapshots:
         self, step: int, attempt: int, *, bad: Sequence[Source] = ()
     ) -> tuple[MemoryPart, ...]:
         """Ask where a version is in memory; () if it is not complete there."""
-        # It is known to count, so no lineage is needed.
-        for version in versions.complete(quarantine.good(await self.inventories(), bad), ()):
-            if (version.step, version.attempt) == (step, attempt):
-                return self._memory_parts(version)
-        return ()
+
+        def found(inventories: Sequence[Inventory]) -> list[Version]:
+            # It is known to count, so no lineage is needed.
+            every = versions.complete(quarantine.good(inventories, bad), ())
+            return [each for each in every if (each.step, each.attempt) == (step, attempt)]
+
+        inventories = await self._patient_inventories(lambda these: len(found(these)), expected=1)
+        return next(map(self._memory_parts, found(inventories)), ())
 
     def _memory_parts(self, version: Version) -> tuple[MemoryPart, ...]:
         secrets = {view.node: view.secret for view in self._views()}
@@ -223,12 +238,48 @@ class Snapshots:
         """Return what the keepers hold that answer in time."""
         await self._nodes.met()
         views = [v for v in self._views() if v.secret and v.node not in self._silent]
-        asked = (_unless_lost(view, _held(view.keeper)) for view in views)
-        answers = await asyncio.gather(*asked)
-        self._silent |= {v.node for v, answer in zip(views, answers, strict=True) if answer is None}
+        return await self._ask(views, ASK_S)
+
+    async def _patient_inventories(
+        self, worth: Callable[[Sequence[Inventory]], int], *, expected: int = 0
+    ) -> list[Inventory]:
+        """Return what the keepers hold; ask those once more whose answer could be worth more.
+
+        Args:
+            worth: What inventories are worth together, counted with the last that late ones said.
+            expected: So much is there, if all answer.
+        """
+        found = await self.inventories()
+        hopeful = self._silent - self._hopeless
+        late = [view for view in self._views() if view.secret and view.node in hopeful]
+        hoped = [self._known[view.node] for view in late if view.node in self._known]
+        if late and max(worth([*found, *hoped]), expected) > worth(found):
+            self._hopeless |= {view.node for view in late}
+            found += await self._ask(late, LATE_S)
+        return found
+
+    async def _ask(self, views: Sequence[NodeView], timeout_s: float) -> list[Inventory]:
+        answers = await asyncio.gather(*(self._ask_one(view, timeout_s) for view in views))
         found = [answer for answer in answers if answer is not None]
+        heard = {one.node for one in found}
+        self._silent = (self._silent | {view.node for view in views}) - heard
+        self._hopeless -= heard
         self._known |= {one.node: one for one in found}
         return found
+
+    async def _ask_one(self, view: NodeView, timeout_s: float) -> Inventory | None:
+        """Return what a keeper holds; None if it is silent, or its node is lost meanwhile."""
+        asked = asyncio.ensure_future(_held(view.keeper))
+        lost = asyncio.ensure_future(view.lost.wait())
+        try:
+            await asyncio.wait([asked, lost], timeout=timeout_s, return_when=FIRST_COMPLETED)
+            return asked.result() if asked.done() else None
+        except RayError:
+            self._hopeless.add(view.node)
+            return None
+        finally:
+            asked.cancel()
+            lost.cancel()
 
     def order(
         self,
@@ -387,20 +438,6 @@ class Snapshots:
 
     def _views(self) -> list[NodeView]:
         return [view for view in self._nodes.views.values() if not view.lost.is_set()]
-
-
-async def _unless_lost(view: NodeView, answer: Awaitable[_T]) -> _T | None:
-    """Return the answer of a keeper; None if it is silent, or its node is lost meanwhile."""
-    asked = asyncio.ensure_future(answer)
-    lost = asyncio.ensure_future(view.lost.wait())
-    try:
-        await asyncio.wait([asked, lost], timeout=ASK_S, return_when=asyncio.FIRST_COMPLETED)
-        return asked.result() if asked.done() else None
-    except RayError:
-        return None
-    finally:
-        asked.cancel()
-        lost.cancel()
 
 
 async def _held(keeper: Any) -> Inventory:

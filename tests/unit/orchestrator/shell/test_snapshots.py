@@ -4,66 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from orchestrator.shell import snapshots as module
-from orchestrator.shell.names import RunNames
-from orchestrator.shell.nodes import Nodes, NodeView
-from orchestrator.shell.snapshots import Answer, Snapshots
+from orchestrator.shell.nodes import NodeView
+from orchestrator.shell.snapshots import Snapshots
+from tests.support.keeper_handles import LINEAGE, ROOT, Handle, held, version_of, with_keepers
 from ucp_core.checkpoint import checkpoint_name, save_rank
 from ucp_core.errors import StorageError
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import MemoryStore, Store
 from workers.protocol import (
-    Held,
     HeldParity,
     HeldPart,
     Inventory,
-    KeeperOrder,
     Member,
     NodeReport,
     held_source,
     stored_source,
 )
 from workers.snapshot.placement import Preference
-
-ROOT = "run/checkpoints"
-LINEAGE = ((1, 0),)
-
-
-class Call:
-    """A method of a Ray handle."""
-
-    def __init__(self, do: Callable[..., Awaitable[Any]]) -> None:
-        self.remote = do
-
-
-class Handle:
-    """What a keeper's Ray handle offers, answered in this process."""
-
-    def __init__(self, node: str, steps: tuple[int, ...], rank: int) -> None:
-        self.orders: list[KeeperOrder] = []
-        self.flushed: list[tuple[int, int]] = []
-        self.is_silent = False
-        parts = tuple(HeldPart(arena=f"w{rank}.0", held=_held(step, rank)) for step in steps)
-        self._inventory = Inventory(node=node, host="h", port=7, parts=parts)
-        self.held, self.order, self.flush = Call(self._held), Call(self._order), Call(self._flush)
-
-    async def _held(self) -> Inventory:
-        if self.is_silent:
-            await asyncio.Event().wait()
-        return self._inventory
-
-    def _order(self, order: KeeperOrder) -> Any:
-        self.orders.append(order)
-
-    async def _flush(self, attempt: int, step: int) -> bool:
-        self.flushed.append((attempt, step))
-        return True
 
 
 class Stalling(MemoryStore):
@@ -83,19 +46,6 @@ class Refusing(MemoryStore):
         raise StorageError("the password has expired", path=path)
 
 
-def _held(step: int, rank: int) -> Held:
-    return Held(
-        slot=0,
-        sequence=2,
-        attempt=1,
-        step=step,
-        rank=rank,
-        world_size=2,
-        data_bytes=10,
-        record_bytes=1,
-    )
-
-
 def _commit(store: Store, step: int) -> None:
     directory = f"{ROOT}/{checkpoint_name(step)}"
     save_rank(
@@ -113,81 +63,16 @@ def _commit(store: Store, step: int) -> None:
     )
 
 
-def _with(
-    store: Store,
-    act: Callable[[Snapshots, dict[str, Handle]], Coroutine[Any, Any, Any]],
-    preference: Preference = Preference.AUTO,
-) -> Any:
-    """Run ``act`` with two keepers that hold steps 6 and 7 of one rank each."""
-
-    async def run() -> Any:
-        handles = {"aa": Handle("aa", (6, 7), 0), "bb": Handle("bb", (6, 7), 1)}
-        nodes = Nodes(
-            rack_label="",
-            names=RunNames("test"),
-            resources={},
-            boot={},
-            at_s=lambda: 0.0,
-            post=lambda _: None,
-            on_keeper=lambda: None,
-        )
-        nodes._met.set()
-        for node, handle in handles.items():
-            nodes.views[node] = NodeView(node, ("", 0), keeper=handle, secret=node.encode())
-        made = Snapshots(
-            nodes=nodes,
-            store=store,
-            checkpoints=ROOT,
-            tolerance=1,
-            preference=preference,
-            total_steps=100,
-        )
-        return await act(made, handles)
-
-    return asyncio.run(run())
-
-
-def _version(answer: Answer | None) -> tuple[int, str] | None:
-    assert answer is not None
-    found = answer.version
-    return None if found is None else (found.step, found.source)
-
-
 async def _read(made: Snapshots, _: dict[str, Handle]) -> Any:
-    return _version(await made.read(LINEAGE, enough_step=-1))
+    return version_of(await made.read(LINEAGE, enough_step=-1))
 
 
 def test_the_newer_of_memory_and_storage_is_found() -> None:
     """Either may be ahead: memory usually is, storage where memory was lost."""
     store = MemoryStore()
-    assert _with(store, _read) == (7, "memory")
+    assert with_keepers(store, _read) == (7, "memory")
     _commit(store, 8)
-    assert _with(store, _read) == (8, "storage")
-
-
-def test_a_silent_keeper_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be gone with its machine; what only it holds cannot be loaded either."""
-    monkeypatch.setattr(module, "ASK_S", 0.05)
-
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
-        handles["bb"].is_silent = True
-        return _version(await made.read(LINEAGE, enough_step=-1))
-
-    assert _with(MemoryStore(), act) is None
-
-
-def test_a_node_that_is_lost_while_it_is_asked_is_not_waited_for() -> None:
-    """The bound is for those of whom nothing is known."""
-
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
-        handles["bb"].is_silent = True
-        asked = asyncio.create_task(made.inventories())
-        await asyncio.sleep(0)
-        made._nodes.views["bb"].lost.set()
-        done, _ = await asyncio.wait([asked], timeout=module.ASK_S / 2)
-        return [found.node for found in done.pop().result()]
-
-    assert _with(MemoryStore(), act) == ["aa"]
+    assert with_keepers(store, _read) == (8, "storage")
 
 
 def test_a_store_that_stalls_does_not_keep_memory_from_being_used() -> None:
@@ -197,9 +82,9 @@ def test_a_store_that_stalls_does_not_keep_memory_from_being_used() -> None:
     async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
         answer = await asyncio.wait_for(made.read(LINEAGE, enough_step=7), module.STORAGE_S / 2)
         store.released.set()
-        return _version(answer)
+        return version_of(answer)
 
-    assert _with(store, act) == (7, "memory")
+    assert with_keepers(store, act) == (7, "memory")
 
 
 def test_a_store_that_refuses_is_passed_over_only_for_memory() -> None:
@@ -209,37 +94,37 @@ def test_a_store_that_refuses_is_passed_over_only_for_memory() -> None:
         made._nodes.views["aa"].secret = b""
         return await made.read(LINEAGE, enough_step=-1)
 
-    assert _with(Refusing(), _read) == (7, "memory")
-    assert _with(Refusing(), without) is None
+    assert with_keepers(Refusing(), _read) == (7, "memory")
+    assert with_keepers(Refusing(), without) is None
 
 
 def test_what_is_bad_is_passed_over_in_either_tier() -> None:
     """The same step of the other tier comes before an older one of the same."""
-    in_memory, in_storage = held_source("aa", "w0.0", _held(7, 0)), stored_source(7, 1)
+    in_memory, in_storage = held_source("aa", "w0.0", held(7, 0)), stored_source(7, 1)
     store = MemoryStore()
     _commit(store, 7)
 
     async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
         answers = [
-            _version(await made.read(LINEAGE, enough_step=-1, bad=bad))
+            version_of(await made.read(LINEAGE, enough_step=-1, bad=bad))
             for bad in ([], [in_memory], [in_storage], [in_memory, in_storage])
         ]
         return answers, await made.find_parts(7, 1, bad=[in_memory])
 
-    answers, parts = _with(store, act)
+    answers, parts = with_keepers(store, act)
     assert answers == [(7, "memory"), (7, "storage"), (7, "memory"), (6, "memory")]
     assert parts == ()
 
 
 def test_a_keeper_is_told_what_it_is_to_hold_no_longer() -> None:
     """Whoever asks it must not be offered it again, be it a rank or another keeper."""
-    bad = [held_source("aa", "w0.0", _held(7, 0)), stored_source(7, 1)]
+    bad = [held_source("aa", "w0.0", held(7, 0)), stored_source(7, 1)]
 
     async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
         made.order(2, LINEAGE, ["aa", "bb"], bad=bad)
         return [handles[node].orders[-1].bad for node in ("aa", "bb")]
 
-    assert _with(MemoryStore(), act) == [(("w0.0", 0, 2),), ()]
+    assert with_keepers(MemoryStore(), act) == [(("w0.0", 0, 2),), ()]
 
 
 def test_parts_are_told_only_of_the_version_that_is_resumed() -> None:
@@ -250,7 +135,7 @@ def test_parts_are_told_only_of_the_version_that_is_resumed() -> None:
         found = await made.find_parts(6, 1)
         return made.known_parts(7, 1), made.known_parts(6, 1), found
 
-    known, other, asked = _with(MemoryStore(), act)
+    known, other, asked = with_keepers(MemoryStore(), act)
     assert [(part.node, part.held.step, part.secret) for part in known] == [
         ("aa", 7, b"aa"),
         ("bb", 7, b"bb"),
@@ -271,7 +156,7 @@ def test_an_order_names_the_neighbour_and_no_keeper_that_is_not_met() -> None:
             for node, handle in handles.items()
         }
 
-    assert _with(MemoryStore(), act) == {"aa": [["bb"], []], "bb": [["aa"], ["aa"]]}
+    assert with_keepers(MemoryStore(), act) == {"aa": [["bb"], []], "bb": [["aa"], ["aa"]]}
 
 
 def test_an_order_names_the_group_once_all_of_it_are_met() -> None:
@@ -286,7 +171,7 @@ def test_an_order_names_the_group_once_all_of_it_are_met() -> None:
         made.order(1, LINEAGE, ["aa", "bb", "cc", "cc"])
         return handles["bb"].orders
 
-    early, whole = _with(MemoryStore(), act, preference=Preference.PARITY)
+    early, whole = with_keepers(MemoryStore(), act, preference=Preference.PARITY)
     assert (early.parity, early.copies_of, whole.copies_of) == (None, (), ())
     assert (whole.parity.attempt, whole.parity.num_parities, whole.parity.place) == (1, 1, 1)
     assert [place.ranks for place in whole.parity.places] == [(0,), (1,), (2, 3)]
@@ -319,7 +204,7 @@ def test_replicas_that_were_told_to_save_for_each_other_are_copied_by_no_keeper(
         return found
 
     guards = ((1,), (0,))
-    assert _with(MemoryStore(), act) == [
+    assert with_keepers(MemoryStore(), act) == [
         (guards, [0, 0]), (guards, [0, 0]), (None, [1, 1]), (guards, [0, 0]),
     ]  # fmt: skip
 
@@ -344,7 +229,7 @@ def test_replicas_without_room_for_each_others_shares_keep_parities_once_that_is
                 made.on_report(NodeReport(node=node, seq=1, workers=(), inventory=inventory))
         return found, made.plan.reason
 
-    found, reason = _with(MemoryStore(), act)
+    found, reason = with_keepers(MemoryStore(), act)
     assert found == [(False, True, False), *[(True, has_room, not has_room)] * 2]
     assert ("redundant copy of replicas needs 48 B" in reason) == (not has_room)
 
@@ -361,7 +246,7 @@ def test_racks_that_nodes_share_are_told_as_trouble() -> None:
             told.append(made.troubles())
         return told
 
-    apart, (shared,) = _with(MemoryStore(), act)
+    apart, (shared,) = with_keepers(MemoryStore(), act)
     assert apart == []
     assert "rack r" in shared
 
@@ -374,7 +259,7 @@ def test_a_node_without_the_label_that_names_racks_is_told_as_trouble() -> None:
         made._nodes.views["aa"].rack = "r"
         return made.troubles()
 
-    (told,) = _with(MemoryStore(), act)
+    (told,) = with_keepers(MemoryStore(), act)
     assert "'rack' of node bb:" in told
 
 
@@ -394,7 +279,7 @@ def test_the_first_snapshot_decides_between_copies_and_parity() -> None:
         made.order(1, LINEAGE, nodes)
         return before, due, made.is_plan_due, handles["aa"].orders
 
-    before, due, after, (first, second) = _with(MemoryStore(), act)
+    before, due, after, (first, second) = with_keepers(MemoryStore(), act)
     assert (before, due, after) == (False, True, False)
     assert (first.copies_of, first.parity) == ((), None)
     assert (second.copies_of, second.parity.num_parities) == ((), 1)
@@ -408,16 +293,16 @@ def test_only_what_storage_lacks_is_stored_at_the_end() -> None:
         return [handle.flushed for handle in handles.values()]
 
     store = MemoryStore()
-    assert _with(store, act) == [[(1, 7)], [(1, 7)]]
+    assert with_keepers(store, act) == [[(1, 7)], [(1, 7)]]
     _commit(store, 7)
-    assert _with(store, act) == [[], []]
+    assert with_keepers(store, act) == [[], []]
 
 
 def test_a_version_that_must_be_computed_gives_way_at_the_end() -> None:
     """Keepers store what they hold: half of the newest version would be no version."""
     members = tuple(Member(rank=rank, data_bytes=10, record_bytes=1) for rank in (0, 1))
     parity = HeldParity(
-        arena="parity/0.1", held=_held(7, -1), num_parities=1, place=0, members=members
+        arena="parity/0.1", held=held(7, -1), num_parities=1, place=0, members=members
     )
 
     async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
@@ -426,9 +311,9 @@ def test_a_version_that_must_be_computed_gives_way_at_the_end() -> None:
         handles["bb"]._inventory = replace(far, parts=far.parts[:1])
         resumed = await made.read(LINEAGE, enough_step=-1)
         await made.flush(LINEAGE)
-        return _version(resumed), [handle.flushed for handle in handles.values()]
+        return version_of(resumed), [handle.flushed for handle in handles.values()]
 
-    assert _with(MemoryStore(), act) == ((7, "memory"), [[(1, 6)], [(1, 6)]])
+    assert with_keepers(MemoryStore(), act) == ((7, "memory"), [[(1, 6)], [(1, 6)]])
 
 
 def test_what_a_dead_keeper_said_protects_nobody() -> None:
@@ -436,7 +321,7 @@ def test_what_a_dead_keeper_said_protects_nobody() -> None:
 
     async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
         survived = []
-        parts = tuple(HeldPart(arena="w", held=_held(7, rank)) for rank in (0, 1))
+        parts = tuple(HeldPart(arena="w", held=held(7, rank)) for rank in (0, 1))
         for node in ("aa", "bb"):
             inventory = Inventory(node=node, host="h", port=7, parts=parts)
             made.on_report(NodeReport(node=node, seq=1, workers=(), inventory=inventory))
@@ -445,22 +330,4 @@ def test_what_a_dead_keeper_said_protects_nobody() -> None:
             survived.append(made.protection(LINEAGE).node_losses_survived)
         return survived
 
-    assert _with(MemoryStore(), act) == [1, 0, 0]
-
-
-def test_a_keeper_that_did_not_answer_is_asked_again_when_it_was_heard_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A recovery may ask several times, and must not wait each time for one that has died."""
-    monkeypatch.setattr(module, "ASK_S", 0.05)
-
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
-        handles["bb"].is_silent = True
-        answered = [[found.node for found in await made.inventories()]]
-        handles["bb"].is_silent = False
-        answered.append([found.node for found in await made.inventories()])
-        made.on_report(NodeReport(node="bb", seq=1, workers=()))
-        answered.append([found.node for found in await made.inventories()])
-        return answered
-
-    assert _with(MemoryStore(), act) == [["aa"], ["aa"], ["aa", "bb"]]
+    assert with_keepers(MemoryStore(), act) == [1, 0, 0]

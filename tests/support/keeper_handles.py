@@ -1,0 +1,101 @@
+"""Keepers' handles that are answered in this process, and the controller's side of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from orchestrator.shell.names import RunNames
+from orchestrator.shell.nodes import Nodes, NodeView
+from orchestrator.shell.snapshots import Answer, Snapshots
+from ucp_core.storage import Store
+from workers.protocol import Held, HeldPart, Inventory, KeeperOrder
+from workers.snapshot.placement import Preference
+
+ROOT = "run/checkpoints"
+LINEAGE = ((1, 0),)
+
+
+class Call:
+    """A method of a Ray handle."""
+
+    def __init__(self, do: Callable[..., Awaitable[Any]]) -> None:
+        self.remote = do
+
+
+class Handle:
+    """What a keeper's Ray handle offers, answered in this process."""
+
+    def __init__(self, node: str, steps: tuple[int, ...], rank: int) -> None:
+        self.orders: list[KeeperOrder] = []
+        self.flushed: list[tuple[int, int]] = []
+        self.is_silent = False
+        parts = tuple(HeldPart(arena=f"w{rank}.0", held=held(step, rank)) for step in steps)
+        self._inventory = Inventory(node=node, host="h", port=7, parts=parts)
+        self.held, self.order, self.flush = Call(self._held), Call(self._order), Call(self._flush)
+
+    async def _held(self) -> Inventory:
+        if self.is_silent:
+            await asyncio.Event().wait()
+        return self._inventory
+
+    def _order(self, order: KeeperOrder) -> Any:
+        self.orders.append(order)
+
+    async def _flush(self, attempt: int, step: int) -> bool:
+        self.flushed.append((attempt, step))
+        return True
+
+
+def held(step: int, rank: int) -> Held:
+    return Held(
+        slot=0,
+        sequence=2,
+        attempt=1,
+        step=step,
+        rank=rank,
+        world_size=2,
+        data_bytes=10,
+        record_bytes=1,
+    )
+
+
+def with_keepers(
+    store: Store,
+    act: Callable[[Snapshots, dict[str, Handle]], Coroutine[Any, Any, Any]],
+    preference: Preference = Preference.AUTO,
+) -> Any:
+    """Run ``act`` with two keepers that hold steps 6 and 7 of one rank each."""
+
+    async def run() -> Any:
+        handles = {"aa": Handle("aa", (6, 7), 0), "bb": Handle("bb", (6, 7), 1)}
+        nodes = Nodes(
+            rack_label="",
+            names=RunNames("test"),
+            resources={},
+            boot={},
+            at_s=lambda: 0.0,
+            post=lambda _: None,
+            on_keeper=lambda: None,
+        )
+        nodes._met.set()
+        for node, handle in handles.items():
+            nodes.views[node] = NodeView(node, ("", 0), keeper=handle, secret=node.encode())
+        made = Snapshots(
+            nodes=nodes,
+            store=store,
+            checkpoints=ROOT,
+            tolerance=1,
+            preference=preference,
+            total_steps=100,
+        )
+        return await act(made, handles)
+
+    return asyncio.run(run())
+
+
+def version_of(answer: Answer | None) -> tuple[int, str] | None:
+    assert answer is not None
+    found = answer.version
+    return None if found is None else (found.step, found.source)
