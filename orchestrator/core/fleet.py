@@ -10,7 +10,14 @@ from dataclasses import replace
 from math import inf
 
 from orchestrator.core.actions import KillWorker
-from orchestrator.core.state import Node, Slot, Worker, WorkerStatus, worker_number
+from orchestrator.core.state import (
+    Node,
+    Slot,
+    Worker,
+    WorkerStatus,
+    worker_name,
+    worker_number,
+)
 from orchestrator.core.turn import Turn
 
 
@@ -75,7 +82,7 @@ def add_worker(turn: Turn, node_number: int) -> str:
     draft = turn.draft
     number = draft.next_worker
     draft.next_worker += 1
-    name = f"w{number:04d}"
+    name = worker_name(number)
     deadline_s = turn.now_s + turn.rules.bounds.start_bound_s(draft.num_failed_starts)
     draft.workers = draft.workers.set(
         number, Worker(name, node_number, WorkerStatus.STARTING, deadline_s)

@@ -314,6 +314,11 @@ def next_deadline_s(state: RunState) -> float:
     return min(state.deadline_s, state.wake_s)
 
 
+def worker_name(number: int) -> str:
+    """Return ``w0007`` for 7."""
+    return f"w{number:04d}"
+
+
 def worker_number(name: str) -> int:
     """Return 7 for ``w0007``, and -1 for what no machine has named."""
     return int(name[1:]) if name[:1] == "w" and name[1:].isdecimal() else -1

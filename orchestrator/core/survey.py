@@ -6,7 +6,8 @@ given again (all are idempotent), and an attempt that trains undisturbed is left
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import inf
 
 from orchestrator.core import demand, fleet, formation, planned, recovery
@@ -19,7 +20,7 @@ from orchestrator.core.actions import (
     SurveyWorkers,
 )
 from orchestrator.core.events import UNKNOWN_ATTEMPT, ControllerStarted, WorkersSurveyed
-from orchestrator.core.state import ACTIVE, TERMINAL, Phase, WorkerStatus
+from orchestrator.core.state import ACTIVE, TERMINAL, Phase, RunState, WorkerStatus, worker_name
 from orchestrator.core.turn import Turn
 
 
@@ -43,6 +44,41 @@ def ask(turn: Turn) -> None:
     """Ask what lives."""
     turn.draft.surveying_until_s = turn.now_s + turn.rules.bounds.survey_s
     turn.actions.append(SurveyWorkers(attempt=turn.draft.attempt))
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """Whom a restarted controller goes on with.
+
+    Attributes:
+        members: Of the attempt, in rank order, which is how the detector knows them.
+        inside: Those that are in it for all that is known, and so will say how they left it.
+    """
+
+    members: tuple[str, ...]
+    inside: tuple[str, ...]
+
+
+def adopted(state: RunState, alive: Iterable[tuple[str, str, int]]) -> Adopted:
+    """Return whom to go on with.
+
+    Args:
+        state: The run, as the journal says.
+        alive: What was found, as ``WorkersSurveyed.alive``. Who did not answer in time may be
+            stuck in the attempt, and nobody else would ever learn of it.
+    """
+    if state.phase not in ACTIVE:
+        return Adopted((), ())
+    attempts = {worker: attempt for worker, _, attempt in alive}
+    inside: list[str] = []
+    for number in state.members:
+        worker = state.workers.get(number)
+        if worker is not None and worker.name in attempts:
+            attempt = attempts[worker.name]
+            is_unknown = attempt == UNKNOWN_ATTEMPT and worker.inside
+            if is_unknown or attempt == state.attempt:
+                inside.append(worker.name)
+    return Adopted(tuple(map(worker_name, state.members)), tuple(inside))
 
 
 def surveyed(turn: Turn, event: WorkersSurveyed) -> None:

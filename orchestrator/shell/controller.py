@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import os
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from orchestrator.shell.run import Run
-from workers.protocol import NodeReport
+if TYPE_CHECKING:
+    from workers.protocol import NodeReport
 
 OPTIONS = {
     "num_cpus": 0,
@@ -43,6 +43,9 @@ class Controller:
         with contextlib.suppress(PermissionError):
             # Ray's workers run at niceness 15; decisions must not queue behind training.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
+        # Only now: among saturated trainers half a second of imports took two at that niceness.
+        from orchestrator.shell.run import Run
+
         self._loop = asyncio.new_event_loop()
         self._self = ray.get_runtime_context().current_actor
         self._run = Run(run_id=run_id, config=config, controller=self._self)

@@ -29,6 +29,7 @@ from orchestrator.core.events import (
 from orchestrator.core.journal import fold, read, turn_records
 from orchestrator.core.machine import step
 from orchestrator.core.state import ACTIVE, describe, next_deadline_s
+from orchestrator.core.survey import adopted
 from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell.capacity import Capacity
 from orchestrator.shell.clock import RunClock, wall_time
@@ -55,8 +56,9 @@ TICK_S = 0.1
 TICK_S_MAX = 1.0
 #: Keepers that come back together are told together what to do.
 REORDER_S = 0.05
-#: A survey of living workers waits this long for an answer; a living one took 1 to 50 ms.
-SURVEY_S = 2.0
+#: A survey of living workers waits this long for an answer; a living one took 1 to 50 ms. Who
+#: only starts does not answer, and nothing is lost by going on with one that answers later.
+SURVEY_S = 0.5
 
 
 class Run:
@@ -167,17 +169,21 @@ class Run:
             losses=lambda: loss_document(self._snapshots, self._state),
             registry=self._record.registry,
         )
-        self._record.announce(await page.start())
         if self._life > 1:
             await self._capacity.adopt()
         self._post(ControllerStarted(at_s=self._clock.at_s(), life=self._life))
-        self._spawn(asyncio.to_thread(preload))
+        self._spawn(self._furnish(page))
         self._spawn(self._nodes.watch_forever(self._controller))
         self._spawn(self._capacity.poll_forever())
         self._spawn(self._pacing.keep_forever(lambda: self._state))
         while not self._over.is_set():
             await self._fold_next()
         await self._close(page)
+
+    async def _furnish(self, page: StatusPage) -> None:
+        """Load what the run can do without for a while, one after the other."""
+        self._record.announce(await page.start())
+        await asyncio.to_thread(preload)
 
     def on_report(self, report: NodeReport) -> None:
         """Take in a keeper's report. On the loop."""
@@ -357,9 +363,9 @@ class Run:
         state = self._state
         known = [(worker.name, state.nodes[worker.node].name) for worker in state.workers.values()]
         alive = await self._crew.survey(known, timeout_s=SURVEY_S)
-        members = tuple(worker for worker, _, attempt in alive if attempt == self._state.attempt)
-        self._observer.begin(self._state.attempt, members, self._state.step)
-        for worker in members:
+        found = adopted(self._state, alive)
+        self._observer.begin(self._state.attempt, found.members, self._state.step)
+        for worker in found.inside:
             self._crew.attend(worker, self._state.attempt)
         self._post(
             WorkersSurveyed(

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 
 class StatusPage:
@@ -38,6 +41,10 @@ class StatusPage:
 
     async def start(self) -> str:
         """Begin to serve; return the page's URL."""
+        # In a thread: it takes a tenth of a second or more, and the run's loop has work to do.
+        await asyncio.to_thread(_preload)
+        from aiohttp import web
+
         app = web.Application()
         app.router.add_get("/status", self._get_status)
         app.router.add_get("/losses", self._get_losses)
@@ -55,12 +62,24 @@ class StatusPage:
             await self._runner.cleanup()
 
     async def _get_status(self, _request: web.Request) -> web.Response:
-        return web.json_response(self._status())
+        return _json(self._status())
 
     async def _get_losses(self, _request: web.Request) -> web.Response:
-        return web.json_response(self._losses())
+        return _json(self._losses())
 
     async def _get_metrics(self, _request: web.Request) -> web.Response:
+        from aiohttp import web
+
         return web.Response(
             body=generate_latest(self._registry), content_type="text/plain", charset="utf-8"
         )
+
+
+def _json(document: dict[str, Any]) -> web.Response:
+    from aiohttp import web
+
+    return web.json_response(document)
+
+
+def _preload() -> None:
+    import aiohttp.web  # noqa: F401

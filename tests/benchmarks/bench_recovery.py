@@ -112,10 +112,14 @@ def stop_workers(bench: Bench, count: int) -> list[dict[str, Any]]:
 
 
 def _was_named(bench: Bench, worker: str) -> bool:
-    journal = Path(bench.run.config.run.directory) / "journal"
-    lines = [json.loads(x) for p in sorted(journal.iterdir()) for x in p.read_text().splitlines()]
-    verdicts = [line for line in lines if line["kind"] == "HangFound"]
+    verdicts = [line for line in _journaled(bench) if line["kind"] == "HangFound"]
     return bool(verdicts) and verdicts[-1]["guilty"] == [worker]
+
+
+def _journaled(bench: Bench) -> list[dict[str, Any]]:
+    journal = Path(bench.run.config.run.directory) / "journal"
+    texts = [path.read_text() for path in sorted(journal.iterdir())]
+    return [json.loads(x) for text in texts for x in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def lose_nodes(bench: Bench, count: int) -> tuple[list[dict[str, float]], list[float]]:
@@ -144,19 +148,22 @@ def _growth_pause(lines: list[dict[str, Any]]) -> float:
 
 
 def kill_controller(bench: Bench, count: int) -> list[dict[str, float]]:
-    """SIGKILL the controller; return when it was back and the longest gap between steps."""
+    """SIGKILL the controller; return when it was back and the longest gap between steps.
+
+    It is back once it has found every worker again, and not when it answers: it does so before.
+    """
     results = []
     for _ in range(count):
         before = bench.settle()
         pid = bench.run.controller_pid()
         fault_s = time.time()
         os.kill(pid, signal.SIGKILL)
-        while True:
-            status = bench.run.status()
-            if status is not None and status["phase"] == "running" and status["step"] > 0:
-                break
-            time.sleep(0.02)
-        back_s = time.time() - fault_s
+        found: list[float] = []
+        while not found:
+            time.sleep(0.1)
+            surveys = (x for x in _journaled(bench) if x["kind"] == "WorkersSurveyed")
+            found = [x["wall_time"] for x in surveys if x["wall_time"] > fault_s]
+        back_s = found[0] - fault_s
         bench.settle()
         times = [line["wall_time"] for line in bench.lines() if line["wall_time"] >= fault_s - 1]
         gap_s = max(b - a for a, b in itertools.pairwise(times))

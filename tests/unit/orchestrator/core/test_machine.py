@@ -14,7 +14,8 @@ from orchestrator.core.actions import (
 )
 from orchestrator.core.machine import step
 from orchestrator.core.rules import RunRules
-from orchestrator.core.state import Phase, RunState, describe, next_deadline_s
+from orchestrator.core.state import Phase, RunState, describe, freeze, next_deadline_s, thaw
+from orchestrator.core.survey import Adopted, adopted
 from workers.protocol import Source
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=1000)
@@ -424,3 +425,28 @@ def test_attempts_that_cannot_load_and_find_nothing_end_the_run() -> None:
         assert state.attempt < 20
 
     assert "without a new committed step" in state.reason
+
+
+def _in_other_order() -> RunState:
+    """Return ``_running`` with rank 0 in the younger worker, as after a replacement."""
+    draft = thaw(_running())
+    draft.members = draft.members[::-1]
+    return freeze(draft)
+
+
+def test_a_restarted_controller_knows_the_members_by_rank() -> None:
+    """Answers come by name: watched in that order, one rank is blamed for what another does."""
+    alive = [("w0001", "a", 1), ("w0002", "b", 1)]
+
+    assert adopted(_in_other_order(), alive).members == ("w0002", "w0001")
+
+
+def test_a_member_that_does_not_answer_a_restarted_controller_is_still_watched() -> None:
+    """It may be stuck inside, or late: nobody else would learn that it hangs, or how it left."""
+    silent = [("w0001", "a", ev.UNKNOWN_ATTEMPT), ("w0002", "b", 1)]
+    left = [("w0001", "a", 0), ("w0002", "b", 1)]
+
+    both = ("w0002", "w0001")
+    assert adopted(_in_other_order(), silent) == Adopted(members=both, inside=both)
+    assert adopted(_in_other_order(), left) == Adopted(members=both, inside=("w0002",))
+    assert adopted(RunState(), silent) == Adopted(members=(), inside=())
