@@ -72,10 +72,12 @@ def run(
     detach: Annotated[bool, typer.Option(help="Return at once; the run goes on.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train; or attach to, or resume, the run in the directory that CONFIG names.
+    """Train; or attach to the run in the directory that CONFIG names, or let it go on.
 
-    Without --address and RAY_ADDRESS a Ray cluster of simulated nodes is started on this
-    machine. Ctrl-C leaves the run going; `everstep stop` ends it.
+    A run that was stopped, that failed or that lost its cluster goes on behind its last committed
+    step; settings on which no step depends may be others than before. Without --address and
+    RAY_ADDRESS a Ray cluster of simulated nodes is started on this machine. Ctrl-C leaves the run
+    going; `everstep stop` ends it.
     """
     from orchestrator.config import load
     from orchestrator.preflight import require_ready
@@ -87,16 +89,22 @@ def run(
         extra.append(f"cluster.local_nodes={local_nodes}")
     settings = load(config, extra)
     require_ready(settings)
+    from orchestrator.detection import limits_from
+    from orchestrator.shell.console import RunView, print_bounds
     from orchestrator.shell.launch import launch
+    from orchestrator.shell.status_document import bounds_document
 
     launched = launch(settings)
     console = Console(stderr=as_json)
     console.print(f"run directory {settings.run.directory}", highlight=False, markup=False)
+    print_bounds(
+        bounds_document(settings, limits_from(0.0, patience=settings.patience)),
+        settings.patience,
+        console,
+    )
     if detach:
         _print({"run_directory": settings.run.directory}, as_json=as_json)
         return
-    from orchestrator.shell.console import RunView
-
     view = RunView(console, title=settings.run.name, total_steps=settings.train.steps)
     with view:
         summary = launched.follow(view.show)
@@ -149,9 +157,10 @@ def status(run_dir: RunDirectory, *, as_json: Json = False) -> None:
                     "  " + "  ".join(f"{k}={v}" for k, v in row.items()),
                     highlight=False,
                     markup=False,
+                    soft_wrap=True,
                 )
         else:
-            console.print(f"{key}: {value}", highlight=False, markup=False)
+            console.print(f"{key}: {value}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: everstep stop runs/small")

@@ -58,11 +58,13 @@ class RunSection(_Section):
         name: For people; the last part of ``directory`` if it is left out.
         script: A training script that calls ``workers.api.run``; left out, the built-in
             language model is trained.
+        arguments: Of that script, each as one text: ``["--width", "512"]``.
     """
 
     directory: str = Field(min_length=1)
     name: str = ""
     script: str = ""
+    arguments: tuple[str, ...] = ()
 
 
 class ClusterSection(_Section):
@@ -189,6 +191,7 @@ class RunConfig(_Section):
             snapshot=self.snapshot,
             parallel=parallel,
             script=self.run.script,
+            arguments=self.run.arguments,
         )
 
     def settings_json(self) -> dict[str, Any]:
@@ -350,6 +353,8 @@ def _cross_problems(source: Source) -> list[Problem]:
         )
     ]
     found += _worker_problems(config)
+    if config.run.arguments and not config.run.script:
+        found.append(("run.arguments", "are for a run.script, and there is none; name one"))
     return [
         source.problem(tuple(path.split(".")), message)
         for path, message in found

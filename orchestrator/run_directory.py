@@ -14,10 +14,16 @@ from typing import Any
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
 from ucp_core.storage import Store, join, open_store
 
+#: The settings of a run, as they were resolved when it was last opened.
+CONFIG = "config.yaml"
+#: Written by the controller of each life: how to reach it.
+CONTACT = "controller.json"
 #: Where a run directory keeps its versions.
 CHECKPOINTS = "checkpoints"
 #: Written last: its presence says that the run is over.
 SUMMARY = "summary.json"
+#: Written by rank 0 when it completes the last step (``workers.train``).
+RESULT = "result.json"
 
 #: Phases of a recovery in order: name, the instant at which it ends.
 PHASES = (
@@ -30,7 +36,7 @@ PHASES = (
 )
 
 #: Kinds of incident that are nobody's fault (``orchestrator.core.actions.ReportIncident``).
-PLANNED = frozenset({"growth", "drain", "stop", "controller_restart"})
+PLANNED = frozenset({"growth", "drain", "stop", "controller_restart", "resume"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +187,7 @@ def read_run(url: str) -> RunRecord:
     store, path = open_store(url)
     record = RunRecord(
         url=url,
-        config_text=_text(store, join(path, "config.yaml")),
+        config_text=_text(store, join(path, CONFIG)),
         journal=tuple(_journal(store, join(path, "journal"))),
         steps=_steps(_text(store, join(path, "metrics/rank0.jsonl"))),
         incidents=tuple(_incidents(store, join(path, "incidents"))),

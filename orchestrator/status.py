@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.config import RunConfig, load
-from orchestrator.core.journal import fold, verify
+from orchestrator.core.journal import fold, openings, verify
 from orchestrator.core.rules import RunRules
-from orchestrator.core.state import describe
+from orchestrator.core.state import RunState, describe
 from orchestrator.errors import CapacityError, RunNotFoundError
 from orchestrator.policies.cadence import CadenceRules
 from orchestrator.policies.versions import MEMORY, Holding, ParityHolding, Version
@@ -22,15 +22,14 @@ from orchestrator.policies.whatif import (
     WorkerPlace,
     plan_recovery,
 )
-from orchestrator.run_directory import CHECKPOINTS, SUMMARY
+from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, SUMMARY
 from orchestrator.shell.journal_file import read_segments
+from orchestrator.shell.opening import config_of
 from ucp_core.checkpoint import find_committed
 from ucp_core.lineage import Lineage
 from ucp_core.storage import Store, join, open_store
 from workers.protocol import Held, HeldParity, Member
 
-#: Written by the controller of each life: where its status page is.
-CONTROLLER_FILE = "controller.json"
 #: A living controller answered in 1 to 20 ms.
 ANSWER_S = 2.0
 
@@ -60,6 +59,7 @@ def read_status(url: str) -> dict[str, Any]:
         "pending_capacity": 0 if over else len(described["pending_slots"]),
         "redundancy": _stored_redundancy(store, path, state.lineage),
         "cadence": _configured_cadence(store, path),
+        "bounds_s": {},
         "loaded": {},
         "cause": described["cause"],
         "reason": described["reason"],
@@ -188,11 +188,17 @@ def _ask(contact: dict[str, Any], page: str) -> dict[str, Any] | None:
 
 
 def replay_run(url: str) -> dict[str, Any]:
-    """Fold the journal of ``url`` again; raise ``JournalCorruptError`` where the actions differ."""
+    """Fold the journal of ``url`` again; raise ``JournalCorruptError`` where the actions differ.
+
+    Each time that the run was opened its settings may have been others: those of then count.
+    """
     store, path = open_store(url)
     _contact(store, path, url)
-    rules = _rules(store, path)
-    state, last = verify(read_segments(store, path), rules)
+    segments = read_segments(store, path)
+    ends = [*openings(segments)[1:], len(segments)]
+    state, last = RunState(), None
+    for begin, end in zip(openings(segments), ends, strict=True):
+        state, last = verify(segments[begin:end], config_of(store, path, segments[:end]).rules())
     num_records = last["seq"] + 1 if last else 0
     return {"records": num_records, "same_decisions": True, "phase": str(state.phase)}
 
@@ -218,7 +224,7 @@ def _rules(store: Store, path: str) -> RunRules:
 
 
 def _config(store: Store, path: str) -> RunConfig:
-    return load(store.read(join(path, "config.yaml")).decode())
+    return load(store.read(join(path, CONFIG)).decode())
 
 
 def contact(url: str) -> dict[str, Any]:
@@ -227,13 +233,13 @@ def contact(url: str) -> dict[str, Any]:
 
 
 def _contact(store: Store, path: str, url: str) -> dict[str, Any]:
-    if not store.exists(join(path, CONTROLLER_FILE)):
+    if not store.exists(join(path, CONTACT)):
         raise RunNotFoundError(
-            f"{url} holds no run: {CONTROLLER_FILE} is not there; "
+            f"{url} holds no run: {CONTACT} is not there; "
             "name the folder that `everstep run` printed as its run directory",
             url=url,
         )
-    document: dict[str, Any] = json.loads(store.read(join(path, CONTROLLER_FILE)))
+    document: dict[str, Any] = json.loads(store.read(join(path, CONTACT)))
     return document
 
 

@@ -10,10 +10,10 @@ from orchestrator.core.turn import Turn
 
 
 def report_incident(turn: Turn) -> None:
-    """Put on record why the attempt ended, unless it did all there was to do."""
+    """Put on record why the attempt ended, unless it did all there was to do or is long over."""
     draft = turn.draft
     cause = draft.cause
-    if cause is None or cause.kind == "completed":
+    if cause is None or cause.kind in ("completed", "resume"):
         return
     turn.actions.append(
         ReportIncident(

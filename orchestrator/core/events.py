@@ -27,6 +27,33 @@ class ControllerStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunReopened:
+    """The user lets a run go on that was over, or whose cluster is gone; perhaps set otherwise.
+
+    The first event of its life instead of ``ControllerStarted``, and the first that is folded
+    from then on: what was before is in here.
+
+    Attributes:
+        life: Of the controller.
+        attempt: The last one there was.
+        lineage: ``(attempt, resume_step)`` of every attempt so far, oldest first.
+        bad: Sources that are not to be loaded from.
+        next_worker: Number of the next worker; names are not used twice.
+        next_slot: Number of the next slot.
+        why: One line for people: how it had ended.
+    """
+
+    at_s: float
+    life: int
+    attempt: int
+    lineage: tuple[tuple[int, int], ...]
+    bad: tuple[Source, ...]
+    next_worker: int
+    next_slot: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersSurveyed:
     """After a controller restart: what was found alive.
 
@@ -245,6 +272,7 @@ class Ticked:
 
 Event: TypeAlias = (
     ControllerStarted
+    | RunReopened
     | WorkersSurveyed
     | NodeJoined
     | NodeLost

@@ -48,9 +48,7 @@ def try_start(turn: Turn) -> None:
     if turn.now_s < draft.hold_until_s:
         draft.deadline_s = min(draft.deadline_s, draft.hold_until_s)
         return
-    if draft.attempt == 0 and used < layout_policy.usable(
-        turn.rules.max_workers, turn.rules.layout
-    ):
+    if not draft.members and used < layout_policy.usable(turn.rules.max_workers, turn.rules.layout):
         draft.enough_since_s = min(draft.enough_since_s, turn.now_s)
         grace_end_s = draft.enough_since_s + turn.rules.bounds.grace_s
         if turn.now_s < grace_end_s:

@@ -107,21 +107,42 @@ def read(segments: Sequence[bytes]) -> Iterator[JournalRecord]:
             yield record
 
 
+def openings(segments: Sequence[bytes]) -> list[int]:
+    """Return the indices of the segments with which the run was opened: the first, and others.
+
+    A reopened run was decided on under settings of its own: what is between two openings is
+    folded by itself.
+    """
+    return [
+        index
+        for index, segment in enumerate(segments)
+        if index == 0 or _first_kind(segment) == ev.RunReopened.__name__
+    ]
+
+
 def fold(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, JournalRecord | None]:
     """Return the state after the events of a journal, and the last record.
+
+    Args:
+        segments: Oldest first; what was before the last opening is passed over.
+        rules: Of the run since then.
 
     Raises:
         JournalCorruptError: As ``read`` and ``parse``.
     """
     state, last = RunState(), None
-    for last in read(segments):
+    for last in read(segments[max(openings(segments), default=0) :]):
         if is_event(last):
             state, _ = step(state, _event(last), rules=rules)
     return state, last
 
 
 def verify(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, JournalRecord | None]:
-    """Return what ``fold`` does, and check that the actions are those computed now.
+    """Return the state after one opening's events; check that the actions are those computed now.
+
+    Args:
+        segments: From one opening of the run to the next, oldest first.
+        rules: Of the run in that time.
 
     Raises:
         JournalCorruptError: They differ; or as ``read`` and ``parse``.
@@ -134,13 +155,21 @@ def verify(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, Journa
             journaled.append(parse(last))
             continue
         # A restart may have cut the actions of the event before it short.
-        restarted = last["kind"] == ev.ControllerStarted.__name__
+        restarted = last["kind"] in (ev.ControllerStarted.__name__, ev.RunReopened.__name__)
         _compare(event, journaled, computed, cut_short=restarted)
         event = last
         state, computed = step(state, _event(last), rules=rules)
         journaled = []
     _compare(event, journaled, computed, cut_short=True)
     return state, last
+
+
+def _first_kind(segment: bytes) -> str:
+    """Return what the first record of a segment is; "" if that is torn, as its reader will say."""
+    try:
+        return str(json.loads(segment.partition(b"\n")[0])["kind"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _compare(

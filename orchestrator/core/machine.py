@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from orchestrator.core import demand, on_fleet, on_members, on_time, planned, survey
+from orchestrator.core import (
+    demand,
+    on_fleet,
+    on_members,
+    on_time,
+    planned,
+    reopening,
+    survey,
+)
 from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
 from orchestrator.core.rules import RunRules
@@ -22,6 +30,7 @@ Transition: TypeAlias = tuple[RunState, tuple[Action, ...]]
 #: One handler per kind of event; a test compares the keys with ``ev.Event``.
 _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     ev.ControllerStarted: survey.controller_started,
+    ev.RunReopened: reopening.reopened,
     ev.WorkersSurveyed: survey.surveyed,
     ev.NodeJoined: on_fleet.node_joined,
     ev.NodeLost: on_fleet.node_lost,
@@ -57,7 +66,7 @@ def step(state: RunState, event: ev.Event, *, rules: RunRules) -> Transition:
         The run after the event, and the actions to perform, in order. The very same state object
         if the event changed nothing, so that the shell need not journal it.
     """
-    if state.phase in TERMINAL and not isinstance(event, ev.ControllerStarted):
+    if state.phase in TERMINAL and not isinstance(event, ev.ControllerStarted | ev.RunReopened):
         return state, ()
     if isinstance(event, ev.Ticked) and event.at_s < next_deadline_s(state):
         return state, ()

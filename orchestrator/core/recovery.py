@@ -25,6 +25,7 @@ from workers.protocol import Source
 _WEIGHT = {
     "peer_lost": 0,
     "controller_restart": 0,
+    "resume": 0,
     "stop": 0,
     "growth": 0,
     "drain": 0,
@@ -260,6 +261,8 @@ def _charge(turn: Turn) -> str:
     # The last 64 are enough: what is to be recognised comes back at the same step, at once.
     draft.raised_before = (*draft.raised_before, *draft.raised)[-64:]
     kind = draft.cause.kind if draft.cause else "peer_lost"
+    if kind == "resume":
+        return ""  # what there was to charge was charged when it failed
     if kind == "unloadable" and len(draft.bad) > draft.num_bad_at_start:
         # Nobody failed, and it comes to an end: there are fewer sources for the next attempt.
         return ""

@@ -5,7 +5,7 @@ The shell derives the bounds from the configuration; the machine only compares t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 from orchestrator.policies.budgets import BudgetRules
@@ -48,6 +48,10 @@ class Bounds:
     survey_s: float = 10.0
     drain_lead_s: float = 10.0
     backoff_s: float = 1.0
+
+    def as_seconds(self) -> dict[str, float]:
+        """Return every bound by name."""
+        return {field.name.removesuffix("_s"): getattr(self, field.name) for field in fields(self)}
 
     def start_bound_s(self, num_failed: int) -> float:
         """Return ``start_s`` after so many processes in a row did not get ready."""

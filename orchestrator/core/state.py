@@ -124,7 +124,7 @@ class Cause:
 
     Attributes:
         kind: crash, node_loss, preemption, hang, undecided, exception, peer_lost, unloadable,
-            growth, drain, stop, controller_restart or completed.
+            growth, drain, stop, controller_restart, resume or completed.
         guilty: Workers proven to have caused it.
         evidence: One line for people.
         at_s: When it was found.

@@ -128,6 +128,7 @@ class RunStats:
         self._takes: dict[str, Callable[[Mapping[str, Any], float], None]] = {
             "FaultInjected": self._fault_injected,
             "ControllerStarted": self._controller_started,
+            "RunReopened": self._reopened,
             "ReportIncident": self._incident_reported,
             "FenceAttempt": self._recovering,
             "ReadCommitted": self._recovering,
@@ -184,6 +185,10 @@ class RunStats:
             "incidents": [incident.to_json() for incident in self.incidents],
         }
 
+    def is_open(self, incident: IncidentStats) -> bool:
+        """Return whether more may yet become known of ``incident``."""
+        return any(incident is one for one in self._open)
+
     def _enter(self, phase: str, at_s: float) -> None:
         if phase != self.phase:
             self.spans.append((self.phase, self._phase_since_s, at_s))
@@ -204,6 +209,23 @@ class RunStats:
                     t_detect_s=at_s,
                 )
             )
+
+    def _reopened(self, record: Mapping[str, Any], at_s: float) -> None:
+        """Go on counting; what was open then never ended with a step, and stays so."""
+        self.outcome = self.reason = ""
+        self._open.clear()
+        self._injected_s.clear()
+        self._enter("recovering", at_s)
+        self._begin_incident(
+            IncidentStats(
+                kind="resume",
+                evidence=record["why"],
+                attempt=record["attempt"],
+                layout_before=self.layout,
+                t_detect_s=at_s,
+                t_fence_s=at_s,
+            )
+        )
 
     def _begin_incident(self, incident: IncidentStats) -> None:
         detected_s = incident.t_detect_s

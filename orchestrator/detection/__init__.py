@@ -5,7 +5,7 @@ rank is never named, and what cannot be decided is said to be undecided.
 """
 
 from orchestrator.detection.detector import Detector, observe
-from orchestrator.detection.timeouts import PATIENCE, Limits, limits_from, table
+from orchestrator.detection.timeouts import PATIENCE, Limits, as_seconds, limits_from
 from orchestrator.detection.verdict import Judgement, NodeSilent, Verdict, judge
 
 __all__ = [
@@ -15,8 +15,8 @@ __all__ = [
     "Limits",
     "NodeSilent",
     "Verdict",
+    "as_seconds",
     "judge",
     "limits_from",
     "observe",
-    "table",
 ]

@@ -118,6 +118,6 @@ def limits_from(
     )
 
 
-def table(limits: Limits) -> str:
-    """Return the bounds for people, one a line, in their order."""
-    return "\n".join(f"{f.name:16} {getattr(limits, f.name):9.2f} s" for f in fields(limits))
+def as_seconds(limits: Limits) -> dict[str, float]:
+    """Return the bounds by name, in their order."""
+    return {field.name.removesuffix("_s"): getattr(limits, field.name) for field in fields(limits)}

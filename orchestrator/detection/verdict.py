@@ -155,10 +155,14 @@ def _silent_node(
     known: Mapping[int, Watched | None],
     limits: Limits,
 ) -> NodeSilent | None:
+    """Return the node that is lost, if one is: nobody sees it, and nobody goes on with it."""
     nodes = {one.node for one in known.values() if one is not None}
     for node in sorted(nodes):
         silent_s = state.silent_s(node)
-        if silent_s >= limits.node_silent_s:
+        elsewhere = [one for one in known.values() if one is not None and one.node != node]
+        # A step that others completed had its workers in it: only its keeper is slow.
+        is_missed = all(state.still_s(one) >= limits.hang_s for one in elsewhere)
+        if silent_s >= limits.node_silent_s and is_missed:
             workers = sorted(
                 members[rank] for rank, one in known.items() if one and one.node == node
             )

@@ -120,6 +120,17 @@ def print_plan(plan: RecoveryPlan, console: Console) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+def print_bounds(bounds_s: Mapping[str, float], patience: float, console: Console) -> None:
+    """Print how long what is waited for at most, as it is known before the first step."""
+    listing = ", ".join(f"{name} {seconds:g} s" for name, seconds in bounds_s.items())
+    console.print(
+        f"bounds of waits before the first step (recovery.patience={patience:g}; later ones "
+        f"follow from the steps): {listing}",
+        highlight=False,
+        markup=False,
+    )
+
+
 def _attempt_line(status: dict[str, Any]) -> str:
     members = sorted(w["rank"] for w in status["workers"] if w["rank"] >= 0)
     pids = [w["pid"] for w in sorted(status["workers"], key=lambda w: w["rank"]) if w["rank"] >= 0]

@@ -37,9 +37,11 @@ class Controller:
     Args:
         run_id: The run's name in Ray.
         config: The resolved ``RunConfig`` as JSON.
+        opening: The life of the controller that opens the run under ``config``; Ray begins every
+            later one with the same arguments.
     """
 
-    def __init__(self, *, run_id: str, config: dict[str, Any]) -> None:
+    def __init__(self, *, run_id: str, config: dict[str, Any], opening: int) -> None:
         with contextlib.suppress(PermissionError):
             # Ray's workers run at niceness 15; decisions must not queue behind training.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
@@ -48,7 +50,7 @@ class Controller:
 
         self._loop = asyncio.new_event_loop()
         self._self = ray.get_runtime_context().current_actor
-        self._run = Run(run_id=run_id, config=config, controller=self._self)
+        self._run = Run(run_id=run_id, config=config, opening=opening, controller=self._self)
         threading.Thread(target=self._serve, name="run", daemon=True).start()
 
     def observe(self, report: NodeReport) -> None:

@@ -197,6 +197,14 @@ class Crew:
             with contextlib.suppress(RayError, ValueError):
                 ray.kill(member.handle, no_restart=True)
 
+    def end_strays(self) -> None:
+        """SIGKILL every worker of the run that another life of the controller left behind."""
+        for found in ray.util.list_named_actors(all_namespaces=True):
+            is_worker = found["name"].startswith(self._names.worker(""))
+            if is_worker and found["namespace"] == self._names.namespace:
+                with contextlib.suppress(RayError, ValueError):
+                    ray.kill(ray.get_actor(**found), no_restart=True)
+
     def close(self) -> None:
         """Stop listening."""
         for task in self._tasks:

@@ -1,8 +1,8 @@
 """The driver: create or find the run's controller, and follow the run until it is over.
 
 The driver owns nothing that the run needs. Killing it leaves the run going; starting it again
-on the same run directory attaches to the controller that is there, or resumes a run whose
-cluster is gone from its last committed checkpoint.
+on the same run directory attaches to the controller that is there. Where there is none, because
+the run was stopped, has failed, or lost its cluster, it goes on from its last committed step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,18 +22,22 @@ import ray
 from ray.exceptions import RayError
 
 from orchestrator.config import RunConfig
-from orchestrator.errors import CapacityError, ConfigError
-from orchestrator.run_directory import SUMMARY
+from orchestrator.continuing import require_continuable, require_same
+from orchestrator.errors import CapacityError
+from orchestrator.run_directory import CONTACT, SUMMARY
 from orchestrator.shell.connect import connect
 from orchestrator.shell.controller import OPTIONS, Controller
 from orchestrator.shell.local_cluster import HostedCluster
 from orchestrator.shell.names import RunNames
+from orchestrator.shell.opening import next_life
 from ucp_core.storage import join, open_store
 
 #: How often a followed run is looked at.
 FOLLOW_S = 0.25
 #: A new controller must answer within this; it took 1 to 8 s on a busy 2-core machine.
 CONTROLLER_START_S = 90.0
+#: A cluster that is there accepts a connection in milliseconds.
+CONNECT_S = 3.0
 
 
 def run_id(directory: str) -> str:
@@ -55,23 +60,39 @@ class Launched:
         self.cluster = cluster
         self.names = RunNames(run_id(config.run.directory))
         self._store, self._path = open_store(config.run.directory)
-        self._store.write_atomic(
-            join(self._path, "config.yaml"), config.to_yaml().encode(), fsync=False
-        )
-        self._controller: Any = (
-            ray.remote(Controller)
-            .options(
-                **OPTIONS,
-                name=self.names.controller,
-                namespace=self.names.namespace,
-                lifetime="detached",
-                get_if_exists=True,
-                # The head's resource and not its id: a rebooted head has a new id.
-                resources={"node:__internal_head__": 0.001},
-            )
-            .remote(run_id=self.names.run_id, config=config.model_dump(mode="json"))
-        )
+        self._await_last()
+        self._controller: Any = self._find_or_create()
         self.controller_pid(timeout_s=CONTROLLER_START_S)
+
+    def _await_last(self) -> None:
+        """Wait until the controller of a run that is over is gone: its summary comes before."""
+        deadline_s = time.monotonic() + CONTROLLER_START_S
+        while self.summary() is not None and time.monotonic() < deadline_s:
+            try:
+                ray.get_actor(self.names.controller, namespace=self.names.namespace)
+            except ValueError:
+                return
+            time.sleep(FOLLOW_S)
+
+    def _find_or_create(self) -> Any:
+        options = {
+            **OPTIONS,
+            "name": self.names.controller,
+            "namespace": self.names.namespace,
+            "lifetime": "detached",
+            "get_if_exists": True,
+            # The head's resource and not its id: a rebooted head has a new id.
+            "resources": {"node:__internal_head__": 0.001},
+        }
+        return (
+            ray.remote(Controller)
+            .options(**options)
+            .remote(
+                run_id=self.names.run_id,
+                config=self.config.model_dump(mode="json"),
+                opening=next_life(self._store, self._path),
+            )
+        )
 
     def status(self) -> dict[str, Any] | None:
         """Return the controller's status, None while it does not answer."""
@@ -136,19 +157,16 @@ def open_cluster(config: RunConfig) -> HostedCluster | None:
 
 
 def launch(config: RunConfig) -> Launched:
-    """Start the run in ``config``, or attach to it if it is there already.
+    """Start the run in ``config``, let it go on, or attach to it if it goes on already.
 
     Raises:
-        ConfigError: The run in that directory is over.
+        ConfigError: All its steps are done, or it was begun with what cannot be changed now.
         CapacityError: No cluster answers.
     """
-    store, path = open_store(config.run.directory)
-    if store.exists(join(path, SUMMARY)):
-        raise ConfigError(
-            f"run.directory: the run in {config.run.directory} is over; name another directory, "
-            "or remove this one to train again",
-            problems=["run.directory"],
-        )
+    if is_going_on(config):
+        require_same(config)
+        return Launched(config, None)
+    require_continuable(config)
     cluster = open_cluster(config)
     try:
         launched = Launched(config, cluster)
@@ -159,6 +177,34 @@ def launch(config: RunConfig) -> Launched:
     if cluster is not None:
         cluster.stop_when(Path(config.run.directory) / SUMMARY)
     return launched
+
+
+def is_going_on(config: RunConfig) -> bool:
+    """Return whether a controller has the run in its care; this process is connected to it then.
+
+    It may be on a cluster that another driver started on this machine, wherever ``config`` would
+    have the run now: two controllers in one directory would fence each other's workers.
+    """
+    store, path = open_store(config.run.directory)
+    if store.exists(join(path, SUMMARY)) or not store.exists(join(path, CONTACT)):
+        return False
+    address = json.loads(store.read(join(path, CONTACT)))["ray_address"]
+    host, _, port = address.rpartition(":")
+    try:
+        # Ray would look for a cluster that is gone for a minute.
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except OSError:
+        return False
+    names = RunNames(run_id(config.run.directory))
+    try:
+        connect(address, namespace=names.namespace)
+        ray.get_actor(names.controller, namespace=names.namespace)
+    except (ConnectionError, RayError, OSError):
+        return False
+    except ValueError:
+        ray.shutdown()
+        return False
+    return True
 
 
 def stop_run(contact: dict[str, Any], reason: str) -> None:

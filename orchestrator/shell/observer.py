@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from orchestrator.core.events import Event, HangFound, StepCompleted
-from orchestrator.detection import Detector, NodeSilent, Verdict, judge, limits_from, observe
+from orchestrator.detection import (
+    Detector,
+    Limits,
+    NodeSilent,
+    Verdict,
+    judge,
+    limits_from,
+    observe,
+)
 from workers.protocol import NodeReport, WorkerPhase, WorkerReport
 
 _NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
@@ -67,6 +75,15 @@ class Observer:
             self._note_formed(row, at_s)
         self._note_step(at_s)
 
+    @property
+    def limits(self) -> Limits:
+        """Return the bounds on waiting, as they follow from the steps so far."""
+        return limits_from(
+            self._detector.step_s_p99,
+            step_s_p50=self._detector.step_s_p50,
+            patience=self._patience,
+        )
+
     def judge(self) -> None:
         """Post what the detector has come to, once per attempt."""
         if not self._members or self._judged:
@@ -77,11 +94,7 @@ class Observer:
             at_s,
             attempt=self._attempt,
             members=self._members,
-            limits=limits_from(
-                self._detector.step_s_p99,
-                step_s_p50=self._detector.step_s_p50,
-                patience=self._patience,
-            ),
+            limits=self.limits,
         )
         if isinstance(verdict, NodeSilent):
             self._node_silent(verdict.node, verdict.evidence)

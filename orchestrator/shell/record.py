@@ -11,11 +11,9 @@ import ray
 from prometheus_client import CollectorRegistry
 
 from orchestrator.core.stats import RunStats
+from orchestrator.run_directory import CONTACT, RESULT, SUMMARY
 from orchestrator.shell.metrics import RunMetrics
 from ucp_core.storage import Store, join
-
-#: Written by rank 0 when it completes the last step (``workers.train``).
-RESULT_FILE = "result.json"
 
 
 class RunRecord:
@@ -59,7 +57,7 @@ class RunRecord:
     def announce(self, status_url: str) -> None:
         """Write down how to reach this controller."""
         self._write(
-            "controller.json",
+            CONTACT,
             {
                 "url": status_url,
                 "pid": os.getpid(),
@@ -79,19 +77,19 @@ class RunRecord:
     def close(self) -> None:
         """Write the summary: its presence says that the run is over."""
         self._write_incidents(final=True)
-        result_path = join(self._path, RESULT_FILE)
+        result_path = join(self._path, RESULT)
         result: dict[str, Any] = {"weights_digest": None, "final_loss": None}
         if self._store.exists(result_path):
             result |= json.loads(self._store.read(result_path))
         summary = self.stats.summary()
         summary["samples_seen"] = summary["steps"] * self._samples_per_step
-        self._write("summary.json", {**result, **summary})
+        self._write(SUMMARY, {**result, **summary})
 
     def _write_incidents(self, *, final: bool) -> None:
         incidents = self.stats.incidents
         while self._num_written < len(incidents):
             incident = incidents[self._num_written]
-            if incident.t_first_step_s is None and incident.kind != "stop" and not final:
+            if self.stats.is_open(incident) and not final:
                 return
             self._num_written += 1
             self._write(f"incidents/{self._num_written:04d}/incident.json", incident.to_json())

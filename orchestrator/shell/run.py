@@ -18,7 +18,6 @@ from orchestrator.config import RunConfig
 from orchestrator.core import actions as act
 from orchestrator.core.events import (
     CommittedRead,
-    ControllerStarted,
     Event,
     FaultInjected,
     SlotGranted,
@@ -26,24 +25,25 @@ from orchestrator.core.events import (
     Ticked,
     WorkersSurveyed,
 )
-from orchestrator.core.journal import fold, read, turn_records
+from orchestrator.core.journal import turn_records
 from orchestrator.core.machine import step
 from orchestrator.core.state import ACTIVE, describe, next_deadline_s
 from orchestrator.core.survey import adopted
 from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell.capacity import Capacity
-from orchestrator.shell.clock import RunClock, wall_time
+from orchestrator.shell.clock import wall_time
 from orchestrator.shell.crew import Crew
-from orchestrator.shell.journal_file import JournalFile, read_segments
+from orchestrator.shell.journal_file import JournalFile
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.nodes import Nodes
 from orchestrator.shell.observer import Observer
+from orchestrator.shell.opening import begin_life
 from orchestrator.shell.pacing import Pacing
 from orchestrator.shell.protection import ProtectionWatch, loss_document
 from orchestrator.shell.record import RunRecord
 from orchestrator.shell.rendezvous import Rendezvous, preload
 from orchestrator.shell.snapshots import Snapshots
-from orchestrator.shell.status_document import status_document
+from orchestrator.shell.status_document import bounds_document, status_document
 from orchestrator.shell.status_page import StatusPage
 from ucp_core.storage import join, open_store
 from workers.protocol import Assignment, MemoryPart, NodeReport
@@ -67,35 +67,38 @@ class Run:
     Args:
         run_id: The run's name in Ray.
         config: The resolved configuration as JSON.
+        opening: The life of the controller that opens the run under this configuration.
         controller: Ray handle of the actor around this, given to the keepers.
     """
 
-    def __init__(self, *, run_id: str, config: dict[str, Any], controller: Any) -> None:
+    def __init__(
+        self, *, run_id: str, config: dict[str, Any], opening: int, controller: Any
+    ) -> None:
         self._config = RunConfig.model_validate(config)
         self._controller = controller
         self._names = RunNames(run_id)
         self._rules = self._config.rules()
         self._store, self._path = open_store(self._config.run.directory)
-        segments = read_segments(self._store, self._path)
-        self._life = len(segments) + 1
-        self._journal = JournalFile(self._store, self._path, life=self._life)
+        life = begin_life(self._store, self._path, self._config, opening=opening)
+        self._life, self._state, self._seq, self._clock = (
+            life.number,
+            life.state,
+            life.seq,
+            life.clock,
+        )
+        self._is_reopened = 1 < life.number == opening
+        self._journal = JournalFile(self._store, self._path, life=life.number)
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._rendezvous = Rendezvous()
         self._over = asyncio.Event()
         self._outcome = ""
         self._reorder: asyncio.TimerHandle | None = None
         self._background: set[asyncio.Task[Any]] = set()
-        self._state, last = fold(segments, self._rules)
-        self._seq = last["seq"] + 1 if last else 0
-        self._clock = (
-            RunClock(last_at_s=last["at_s"], last_wall_time=last["wall_time"])
-            if last
-            else RunClock()
-        )
+        self._post(life.first)
         self._record = RunRecord(
             self._store,
             self._path,
-            read(segments),
+            life.records,
             samples_per_step=self._config.train.global_batch,
         )
         self._build_parts()
@@ -171,7 +174,10 @@ class Run:
         )
         if self._life > 1:
             await self._capacity.adopt()
-        self._post(ControllerStarted(at_s=self._clock.at_s(), life=self._life))
+        if self._is_reopened:
+            # Where the last controller was ended for good, nobody took its workers back.
+            await self._capacity.release_all()
+            await asyncio.to_thread(self._crew.end_strays)
         self._spawn(self._furnish(page))
         self._spawn(self._nodes.watch_forever(self._controller))
         self._spawn(self._capacity.poll_forever())
@@ -377,7 +383,7 @@ class Run:
         )
 
     def _status(self) -> dict[str, Any]:
-        return status_document(
+        document = status_document(
             described=describe(self._state),
             redundancy=self._protection.redundancy(self._state),
             cadence=self._pacing.document(),
@@ -387,6 +393,7 @@ class Run:
             nodes=self._nodes.views,
             at_s=self._clock.at_s(),
         )
+        return {**document, "bounds_s": bounds_document(self._config, self._observer.limits)}
 
     async def _close(self, page: StatusPage) -> None:
         for task in list(self._background):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from orchestrator.config import RunConfig
+from orchestrator.detection import Limits, as_seconds
 from orchestrator.shell.nodes import NodeView
 from workers.protocol import WorkerReport
 
@@ -63,6 +65,21 @@ def status_document(
         "reason": described["reason"],
         "at_s": round(at_s, 3),
     }
+
+
+def bounds_document(config: RunConfig, limits: Limits) -> dict[str, float]:
+    """Return the bound of every wait in seconds, from the shortest on.
+
+    Args:
+        config: Says those of the controller and of the collectives.
+        limits: Those by which hangs are found, as they follow from the steps so far.
+    """
+    bounds_s = {
+        **as_seconds(limits),
+        **config.rules().bounds.as_seconds(),
+        "collective": config.parallel.collective_timeout_s,
+    }
+    return {name: round(bounds_s[name], 3) for name in sorted(bounds_s, key=bounds_s.__getitem__)}
 
 
 def _worker(

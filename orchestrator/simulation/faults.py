@@ -188,6 +188,22 @@ def _restart_controller(cluster: SimCluster, life: int) -> None:
         cluster.inbox.append(ev.ControllerStarted(at_s=cluster.now_s, life=cluster.num_lives))
 
 
+def end_everything(cluster: SimCluster) -> None:
+    """The run is over: its processes, reservations and memory are given back."""
+    cluster.life += 1
+    cluster.inbox.clear()
+    cluster.controller_up = True
+    for worker in cluster.workers.values():
+        worker.alive = False
+    cluster.workers.clear()
+    for node in cluster.nodes.values():
+        node.workers.clear()
+        cluster.memory.lose_node(node.name)
+        _forget_slots(cluster, node)
+        cluster.post(ev.NodeJoined, node=node.name)
+    cluster.pending.clear()
+
+
 def _forget_slots(cluster: SimCluster, node: SimNode) -> None:
     for slot in node.slots:
         cluster.granted.pop(slot, None)

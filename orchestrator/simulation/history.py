@@ -13,6 +13,7 @@ from orchestrator.core import machine
 from orchestrator.core.actions import Action, FenceAttempt, KillWorker, RequestSlot
 from orchestrator.core.checks import check
 from orchestrator.core.journal import fold, turn_records, verify
+from orchestrator.core.reopening import reopening
 from orchestrator.core.rules import AvoidRules, Bounds, RunRules
 from orchestrator.core.state import TERMINAL, Phase, RunState, next_deadline_s
 from orchestrator.policies.budgets import BudgetRules
@@ -136,10 +137,10 @@ class History:
         """Run to the end; raise ``Violation`` if a promise was broken."""
         cluster = self.cluster
         try:
-            # A controller that dies before the run's last action repeats it in its next life.
-            while self.monitor.outcome is None:
-                self._turn()
-            self._check_end()
+            self._run_to_end()
+            if self.expected != "completed":
+                self._reopen()
+                self._run_to_end()
         except Violation:
             raise
         except AssertionError as error:
@@ -152,6 +153,29 @@ class History:
             num_lost_steps=self.monitor.num_lost_steps,
             virtual_s=cluster.now_s,
         )
+
+    def _run_to_end(self) -> None:
+        # A controller that dies before the run's last action repeats it in its next life.
+        while self.monitor.outcome is None:
+            self._turn()
+        self._check_end()
+
+    def _reopen(self) -> None:
+        """Let the user mend the bug, and let what was stopped or has failed go on to its end."""
+        cluster = self.cluster
+        self.monitor.outcome = None
+        self.expected = "completed"
+        cluster.raises_at.clear()
+        # The end of a run takes all that was in memory along, as no single fault does.
+        self.num_faults += 1
+        self._count_fault()
+        before, self.state = self.state, RunState()
+        if self.journal is not None:
+            before, _ = fold([b"".join(self.journal)], self.rules)
+            self.journal = []
+        faults.end_everything(cluster)
+        cluster.num_lives += 1
+        cluster.inbox.append(reopening(before, at_s=cluster.now_s, life=cluster.num_lives))
 
     def _turn(self) -> None:
         """Let the next thing happen, in the world or at a bound of the machine."""

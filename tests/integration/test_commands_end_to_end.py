@@ -23,10 +23,10 @@ EVERSTEP = (sys.executable, "-c", "from orchestrator.cli import main; main()")
 ACT_S_MAX = 240.0
 
 
-def _write(config: RunConfig, tmp_path: Path, address: str) -> str:
+def _write(config: RunConfig, tmp_path: Path, address: str | None) -> str:
     document = yaml.safe_load(config.to_yaml())
     document["cluster"]["address"] = address
-    path = tmp_path / "config.yaml"
+    path = tmp_path / ("config.yaml" if address else "anywhere.yaml")
     path.write_text(yaml.safe_dump(document))
     return str(path)
 
@@ -57,9 +57,10 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
 ) -> None:
     """A laptop that closes must not cost a training; a second driver attaches and sees its end.
 
-    What was trained is kept: the last step of a stopped run is in storage.
+    It does so wherever it would have the run itself. What was trained is kept: the last step of
+    a stopped run is in storage, and the run goes on from there when it is run again.
     """
-    config = make_config(train__steps=100000)
+    config = make_config(train__steps=100000, train__warmup_steps=2)
     path = _write(config, tmp_path, nodes.address)
     driver = subprocess.Popen([*EVERSTEP, "run", path, "--json"], stdout=subprocess.DEVNULL)
     directory = config.run.directory
@@ -71,7 +72,11 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     node = status["nodes"][1]["node"]
     planned = _everstep("plan", "--recovery", directory, "--lose", node[:12], "--json")
     unknown = _everstep("plan", "--recovery", directory, "--lose", "nowhere")
-    second = subprocess.Popen([*EVERSTEP, "run", path, "--json"], stdout=subprocess.PIPE, text=True)
+    other = _everstep("run", path, "train.steps=7", "--json")
+    anywhere = _write(config, tmp_path, None)
+    second = subprocess.Popen(
+        [*EVERSTEP, "run", anywhere, "--json"], stdout=subprocess.PIPE, text=True
+    )
     _wait(lambda: _status(directory)["step"] > status["step"] + 3, "the run goes on")
     stopped = _everstep("stop", directory)
     output, _ = second.communicate(timeout=ACT_S_MAX)
@@ -92,6 +97,33 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     assert (summary["outcome"], summary["attempts"]) == ("stopped", 1)
     manifest = f"checkpoints/step-{summary['steps']:08d}/manifest.json"
     assert Path(directory, manifest).exists()
+    assert other.returncode == 2
+    assert "train.steps: 7 here, 100000 there" in other.stderr
+    _assert_goes_on(path, directory, summary)
+
+
+def _assert_goes_on(path: str, directory: str, stopped: dict[str, Any]) -> None:
+    """Run a stopped run again, on half the workers and a little longer: it ends like one run."""
+    changed = _everstep("run", path, "train.seed=5")
+    total = stopped["steps"] + 4
+    again = _everstep("run", path, f"train.steps={total}", "workers.max=2", "--json")
+    over = _everstep("run", path, f"train.steps={total}", "--json")
+
+    assert changed.returncode == 2
+    assert "train.seed: 5 here, 0 there" in changed.stderr
+    assert again.returncode == 0, again.stderr
+    summary = json.loads(again.stdout)
+    assert (summary["outcome"], summary["steps"]) == ("completed", total)
+    stop, resume = summary["incidents"][:2]
+    assert (stop["kind"], resume["kind"], resume["lost_steps"]) == ("stop", "resume", 0)
+    assert resume["sources"].keys() == {"storage"}
+    lines = Path(directory, "metrics/rank0.jsonl").read_text().splitlines()
+    workers = {line["step"]: line["num_workers"] for line in map(json.loads, lines)}
+    assert list(workers) == list(range(1, total + 1))
+    assert workers[stopped["steps"]] == 4
+    assert {workers[total - back] for back in range(4)} <= {1, 2}
+    assert over.returncode == 2
+    assert f"all {total} steps are done" in over.stderr
     replayed = _everstep("replay", directory, "--json")
     assert json.loads(replayed.stdout)["same_decisions"] is True
 

@@ -7,6 +7,7 @@ from orchestrator.core import events as ev
 from orchestrator.core.actions import StartAttempt
 from orchestrator.core.checks import check
 from orchestrator.core.machine import step
+from orchestrator.core.reopening import reopening
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import RunState
 
@@ -45,6 +46,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 TEXTS = ("detail", "traceback", "evidence", "reason", "fault", "target")
 KINDS = (
     ev.ControllerStarted,
+    ev.RunReopened,
     ev.WorkersSurveyed,
     ev.NodeJoined,
     ev.NodeLost,
@@ -66,6 +68,8 @@ KINDS = (
 
 
 def _values(kind: type) -> st.SearchStrategy[dict[str, Any]]:
+    if kind is ev.RunReopened:
+        return st.fixed_dictionaries({"life": FIELDS["life"]})  # the rest is that of the state
     names = [name for name in kind.__slots__ if name != "at_s"]  # type: ignore[attr-defined]
     known = {name: FIELDS[name] for name in names if name in FIELDS}
     texts = {name: st.just("text") for name in names if name in TEXTS}
@@ -92,7 +96,12 @@ def test_every_event_is_legal_in_every_phase(history: list[Any], standby: int) -
     for kind, values, pause_s in [(ev.ControllerStarted, {"life": 1}, 0.0), *history]:
         now_s += pause_s
         before = state
-        state, actions = step(before, kind(at_s=now_s, **values), rules=rules)
+        event = (
+            reopening(before, at_s=now_s, **values)
+            if kind is ev.RunReopened
+            else kind(at_s=now_s, **values)
+        )
+        state, actions = step(before, event, rules=rules)
         check(state)
         for action in actions:
             if isinstance(action, StartAttempt):

@@ -22,10 +22,11 @@ from orchestrator.core import (
     on_time,
     planned,
     recovery,
+    reopening,
     survey,
 )
 from orchestrator.core import events as ev
-from orchestrator.core.state import Node, Phase, Worker
+from orchestrator.core.state import Draft, Node, Phase, Worker
 from orchestrator.core.turn import Turn
 from orchestrator.policies import versions
 from orchestrator.simulation.history import run_history
@@ -122,6 +123,16 @@ def _wait_on(turn: Turn, *_: Any) -> None:
     turn.draft.deadline_s = turn.now_s + 1.0
 
 
+def _begin_anew(turn: Turn, event: ev.RunReopened) -> None:
+    turn.draft = Draft(life=event.life)
+    formation.wait(turn)
+
+
+def _forget_what_was_committed(turn: Turn, event: ev.RunReopened) -> None:
+    _REOPENED(turn, event)
+    formation.wait(turn)
+
+
 @dataclass(frozen=True)
 class Bug:
     """Where to put which function, which promises may tell, and from which seed on to look."""
@@ -187,6 +198,12 @@ BUGS = {
     "loads what was read before it was known to be bad": Bug(
         recovery, "leave_out", _take_what_was_being_read, ("S6",)
     ),
+    "forgets the history of a run that is reopened": Bug(
+        machine._HANDLERS, ev.RunReopened, _begin_anew, ("S1", "S3")
+    ),
+    "does not read what a run that is reopened has committed": Bug(
+        machine._HANDLERS, ev.RunReopened, _forget_what_was_committed, ("S3", "L3")
+    ),
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }
 
@@ -195,6 +212,7 @@ _ALL_LEFT = planned.all_left
 _LEAVE_OUT = recovery.leave_out
 _KNOWN_IS_FINAL = recovery._known_is_final
 _WAIT = formation.wait
+_REOPENED = reopening.reopened
 
 
 @pytest.mark.parametrize("name", sorted(BUGS))

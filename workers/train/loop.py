@@ -38,6 +38,7 @@ from workers.train.lm import train_language_model
 from workers.train.restoring import UnloadableSignal
 from workers.train.script import Task, load_task
 from workers.train.session import Session
+from workers.train.settings import Settings
 
 __all__ = ["WorkerContext", "run_attempt"]
 
@@ -104,7 +105,7 @@ class _Attempt:
 
     def _train(self, task: Task | None) -> Outcome:
         assignment, context = self._assignment, self._context
-        task = task or _task(context.settings.script)
+        task = task or _task(context.settings)
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         collectives.form(
             backend="nccl" if device_type == "cuda" else "gloo",
@@ -171,8 +172,10 @@ def _memory(context: WorkerContext) -> SnapshotMemory | None:
 
 
 @functools.lru_cache(maxsize=1)
-def _task(script: str) -> Task:
-    return load_task(script) if script else train_language_model
+def _task(settings: Settings) -> Task:
+    if settings.script:
+        return load_task(settings.script, settings.arguments)
+    return train_language_model
 
 
 def _is_of_groups(error: BaseException) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from workers.errors import TaskError
@@ -26,14 +26,14 @@ class _Handed(BaseException):
         self.task = task
 
 
-def load_task(path: str) -> Task:
+def load_task(path: str, arguments: Sequence[str] = ()) -> Task:
     """Return the function that the script at ``path`` gives to ``workers.api.run``.
 
     The script runs as ``__main__`` up to that call, once per process; its directory becomes
-    importable and ``sys.argv`` is its path alone, as with ``python path``.
+    importable and ``sys.argv`` is its path and ``arguments``, as with ``python path arguments``.
 
     Raises:
-        TaskError: There is no such file, or it never calls ``run``.
+        TaskError: There is no such file, or it never calls ``run``, or it exits before.
     """
     file = Path(path)
     try:
@@ -46,12 +46,19 @@ def load_task(path: str) -> Task:
     if directory not in sys.path:
         sys.path.insert(0, directory)
     # What is there are the arguments of the process around it, which no script knows.
-    sys.argv[:] = [str(file)]
+    sys.argv[:] = [str(file), *arguments]
     _reading.active = True
     try:
         exec(compile(source, str(file), "exec"), module.__dict__)  # noqa: S102  the user's script
     except _Handed as handed:
         return handed.task
+    except SystemExit as left:
+        given = " ".join(arguments) or "none"
+        raise TaskError(
+            f"script: {path} exited with {left.code!r} before it called workers.api.run(train); "
+            f"what it printed is in the worker's log; its arguments (run.arguments): {given}",
+            path=path,
+        ) from left
     finally:
         _reading.active = False
     raise TaskError(

@@ -253,8 +253,13 @@ class Session:
 
         Args:
             loss_of: Returns the mean loss over a micro-batch, and its number of tokens.
-            num_samples: Of the held-out data; rounded down to whole micro-batches.
+            num_samples: Of the held-out data, at least 1; rounded down to whole micro-batches.
+
+        Raises:
+            TaskError: ``num_samples`` is less than 1.
         """
+        if num_samples < 1:
+            raise TaskError(f"evaluate: num_samples={num_samples} must be at least 1")
         parts, page = self._ready(), self._context.page
         page.enter(WorkerPhase.SCRIPT)
         num_done = 0

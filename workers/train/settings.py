@@ -234,6 +234,7 @@ class Settings:
     Attributes:
         script: A training script that calls ``workers.api.run``; "" trains the built-in
             language model.
+        arguments: Of that script, as its ``sys.argv[1:]``.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -243,11 +244,13 @@ class Settings:
     snapshot: SnapshotSettings = field(default_factory=SnapshotSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     script: str = ""
+    arguments: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return nested dictionaries of plain values."""
         document = asdict(self)
         document["train"]["betas"] = list(self.train.betas)
+        document["arguments"] = list(self.arguments)
         return document
 
     @classmethod

@@ -113,6 +113,13 @@ def test_what_is_no_configuration_is_refused_with_a_reason(text: str, problem: s
     assert _problems(text)[0].startswith(problem)
 
 
+def test_arguments_without_a_script_are_refused() -> None:
+    """The built-in training would never see them."""
+    (found,) = _problems(LEAST, "run.arguments=['--lr']")
+
+    assert found.startswith("command line: run.arguments: are for a run.script")
+
+
 def test_a_missing_file_is_named() -> None:
     """A traceback of the storage layer would be the first thing a new user sees."""
     with pytest.raises(ConfigError, match=r"nowhere\.yaml cannot be read"):
@@ -145,11 +152,14 @@ def test_the_resolved_configuration_reads_back_to_itself() -> None:
 
 def test_relative_paths_become_absolute_and_urls_stay() -> None:
     """Workers run in other directories than the one the user typed in."""
-    local = load(LEAST, ["data.source=texts/*.txt", "run.script=train.py"])
+    arguments = "run.arguments=[--width, '512']"
+    local = load(LEAST, ["data.source=texts/*.txt", "run.script=train.py", arguments])
     remote = load(LEAST, ["run.directory=s3://bucket/run", "data.source=s3://bucket/*.txt"])
 
     assert local.run.directory == str(Path("runs/x").absolute())
     assert local.run.script == str(Path("train.py").absolute())
+    assert local.settings().arguments == ("--width", "512")
+    assert Settings.from_json(local.settings_json()) == local.settings()
     assert local.data.source == str(Path("texts").absolute() / "*.txt")
     assert remote.run.directory == "s3://bucket/run"
     assert remote.data.source == "s3://bucket/*.txt"

@@ -4,8 +4,12 @@ from typing import Any
 
 from rich.console import Console
 
+from orchestrator.config import load
+from orchestrator.core.rules import Bounds
+from orchestrator.detection import Limits, limits_from
 from orchestrator.policies.whatif import PartSource, RecoveryPlan
-from orchestrator.shell.console import RunView, print_plan
+from orchestrator.shell.console import RunView, print_bounds, print_plan
+from orchestrator.shell.status_document import bounds_document
 
 PLAN = RecoveryPlan(
     lost_nodes=("bb",),
@@ -62,3 +66,19 @@ def test_what_a_library_says_in_brackets_is_printed_as_it_is() -> None:
         view.show(status)
 
     assert f"a run  peer_lost: {evidence}" in output.getvalue()
+
+
+def test_every_wait_is_told_at_the_start_the_shortest_first() -> None:
+    """A bound that is not told is a surprise later; two that are out of order hide each other."""
+    config = load("run: {directory: runs/x}\nworkers: {max: 2}\nrecovery: {patience: 6}\n")
+    limits = limits_from(0.0, patience=config.patience)
+    bounds_s = bounds_document(config, limits)
+    output = io.StringIO()
+    print_bounds(bounds_s, config.patience, Console(file=output, width=1000))
+
+    waits = {*Limits.__slots__, *Bounds.__slots__}
+    assert bounds_s.keys() == {name.removesuffix("_s") for name in waits} | {"collective"}
+    assert list(bounds_s.values()) == sorted(bounds_s.values())
+    assert "recovery.patience=6" in output.getvalue()
+    assert "hang 2 s" in output.getvalue()
+    assert "fence 4 s" in output.getvalue()

@@ -6,7 +6,7 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from orchestrator.detection import Detector, limits_from, table
+from orchestrator.detection import Detector, limits_from
 from tests.support.histories import calm, watch
 
 
@@ -54,14 +54,6 @@ def test_a_stopped_process_is_waited_for_as_long_as_doing_without_it_costs() -> 
     assert limits_from(0.2, step_s_p50=0.1).stopped_s == 0.55
     assert limits_from(9.0, step_s_p50=8.0).stopped_s == 8.0
     assert limits_from(9.0, step_s_p50=8.0, patience=6.0).stopped_s == 16.0
-
-
-def test_table_shows_every_bound() -> None:
-    """It is printed at start; a bound that is not in it is a surprise later."""
-    lines = table(limits_from(0.2)).splitlines()
-
-    assert [line.split()[0] for line in lines] == list(type(limits_from(0.2)).__slots__)
-    assert "hang_s                1.00 s" in lines
 
 
 def steps(durations_s: list[float]) -> Detector:

@@ -306,6 +306,20 @@ def test_a_silent_node_is_another_verdict() -> None:
     assert (silent.node, silent.workers) == ("n1", ("w2", "w3"))
 
 
+def test_a_silent_node_whose_workers_are_in_every_step_is_not_lost() -> None:
+    """On a machine at 30 times its load a keeper was not heard for 2.3 s while training went on."""
+    node_of = {"w2": "n1", "w3": "n1"}
+    state, at_s = watch(rows_with(), for_s=1.0, node_of=node_of)
+    for step in range(20, 32):
+        moving = [
+            replace(calm(worker, rank), step=step) for rank, worker in enumerate(("w0", "w1"))
+        ]
+        state, at_s = watch(moving, for_s=0.0, state=state, from_s=at_s + 0.25)
+        assert judged(state, at_s) is None
+
+    assert state.silent_s("n1") > LIMITS.node_silent_s
+
+
 def test_a_save_has_more_time_than_a_step() -> None:
     """Storage has a duration of its own; a slow write is not a hang."""
     saving = replace(absent("w2", 2), phase=WorkerPhase.SAVING)

@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 
+from workers.errors import TaskError
 from workers.train.script import load_task
 from workers.train.session import Session
 
@@ -29,19 +30,30 @@ run(train)
 """
 
 
-def test_a_script_that_reads_its_arguments_gets_none_of_its_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker's own command line is Ray's; argparse refuses it with exit code 2."""
-    script = tmp_path / "my train.py"
-    script.write_text(SCRIPT)
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(sys, "argv", ["worker.py", "--node-ip-address=10.0.0.1"])
     monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "my train.py"
+    path.write_text(SCRIPT)
+    return str(path)
 
-    task = load_task(str(script))
+
+@pytest.mark.parametrize(("arguments", "width"), [((), 7), (("--width", "512"), 512)])
+def test_a_script_gets_its_own_arguments_and_none_of_its_process(
+    script: str, arguments: tuple[str, ...], width: int
+) -> None:
+    """A worker's own command line is Ray's; argparse refuses it with exit code 2."""
+    task = load_task(script, arguments)
 
     called: list[tuple[int, int]] = []
     task(cast("Session", called))
 
-    assert called == [(7, 7)]
-    assert sys.argv == [str(script)]
+    assert called == [(width, width)]
+    assert sys.argv == [script, *arguments]
+
+
+def test_a_script_that_refuses_its_arguments_fails_by_name(script: str) -> None:
+    """An exit in the training thread would else look like a process that was killed."""
+    with pytest.raises(TaskError, match=r"exited with 2 .* \(run.arguments\): --witdh 512"):
+        load_task(script, ("--witdh", "512"))
