@@ -60,8 +60,9 @@ $(PEERS): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/everstep demo
 
+# Two processes: what needs the Ray cluster, which mostly waits, and everything else beside it.
 test: $(STAMP) $(PEERS)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -m "not ray and not interop and not gpu and not chaos"

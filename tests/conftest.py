@@ -1,6 +1,6 @@
 """What holds for every suite: where markers come from and what is skipped, with the reason.
 
-No fixture lives here. Suites that start Ray have theirs in ``tests/integration/conftest.py``,
+No fixture lives here. What starts Ray has its own in ``tests/integration/cluster/conftest.py``,
 one cluster per session; shared builders and fakes are plain modules in ``tests/support``.
 """
 
@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck
@@ -44,12 +45,29 @@ MARKER_BY_FOLDER = {
     "chaos": "chaos",
 }
 
+#: What one process runs from beginning to end, and begins first: it takes longest.
+TOGETHER = "tests/integration/cluster/"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give tests to processes by module, so that what its fixtures have made is made once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = str(super()._split_scope(nodeid))
+            return TOGETHER if path.startswith(TOGETHER) else path
+
+    return Scheduling(config, log)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in MARKER_BY_FOLDER:
             item.add_marker(MARKER_BY_FOLDER[folder])
+    items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.arch._tree import PACKAGES, ROOT, project_files, relative
+from tests.arch._tree import PACKAGES, ROOT, project_files, python_files, relative
 
 #: Somebody's home, somebody's workplace, somebody's package registry.
 FORBIDDEN = {
@@ -60,3 +60,18 @@ def test_exported_names_exist(package: str) -> None:
 
         assert not missing, f"{name}.__all__ lists {missing}, which {name} does not have"
         assert len(exported) == len(set(exported)), f"{name}.__all__ lists a name twice"
+
+
+def test_what_starts_a_cluster_is_run_by_one_process() -> None:
+    """``make test`` has two; with a cluster in each of them either takes the machine away."""
+    starting = re.compile(r"import [r]ay\b|Hosted[C]luster")
+    # The last two are not part of it.
+    places = ("tests/integration/cluster/", "tests/chaos/", "tests/benchmarks/")
+    found = [
+        relative(path)
+        for path in python_files("tests")
+        if starting.search(path.read_text(encoding="utf-8"))
+    ]
+
+    assert any(name.startswith(places[0]) for name in found)
+    assert not [name for name in found if not name.startswith(places)]

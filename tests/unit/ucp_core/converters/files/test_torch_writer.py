@@ -139,7 +139,7 @@ def test_foreign_objects_are_made_by_their_own_class() -> None:
         (object(), "is a builtins.object"),
         (1 << 5000, "integer of 626 bytes"),
     ],
-    ids=str,
+    ids=["a function", "a named function", "a Counter", "an object", "a large integer"],
 )
 def test_a_value_that_cannot_be_written_is_named_and_nothing_is_written(
     value: Any, problem: str
