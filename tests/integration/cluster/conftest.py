@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+from orchestrator.config import RunConfig
+from orchestrator.errors import CapacityError
+from orchestrator.shell.faults import wait_for
+from orchestrator.shell.launch import Launched
+
+#: Of a run whose test has failed.
+STOP_S_MAX = 240.0
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +42,14 @@ def nodes(cluster: Any) -> Iterator[Any]:
     yield cluster
     while len(cluster.nodes()) > 2:
         cluster.kill_node(cluster.nodes()[-1])
+
+
+@pytest.fixture
+def endless_run(nodes: Any, make_config: Callable[..., RunConfig]) -> Iterator[Launched]:
+    """A run that is stopped once all is seen: it ends not before, however slow the machine is."""
+    run = Launched(make_config(train__steps=100_000), nodes)
+    yield run
+    # If the test has failed, it would keep the next ones from their nodes.
+    run.stop("the test is over")
+    with contextlib.suppress(CapacityError):
+        wait_for(run, lambda _: False, timeout_s=STOP_S_MAX)

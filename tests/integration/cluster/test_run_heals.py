@@ -6,14 +6,13 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.config import RunConfig
-from orchestrator.errors import CapacityError
 from orchestrator.shell.faults import (
     kill_keeper_of,
     kill_node_of,
@@ -59,7 +58,7 @@ def _has_standby(status: dict[str, Any], node: str) -> bool:
     return status["phase"] == "running" and any(w["node"] == node for w in waiting)
 
 
-def _protected(run: Launched, step: int = 0) -> dict[str, Any]:
+def _protected(run: Launched, step: int = 0, *, workers: int | None = None) -> dict[str, Any]:
     """Return the status once the loss of any node would be recovered from memory."""
     status = wait_for(
         run,
@@ -67,6 +66,7 @@ def _protected(run: Launched, step: int = 0) -> dict[str, Any]:
             s["phase"] == "running"
             and s["redundancy"]["node_losses_survived"] == 1
             and s["redundancy"]["step"] >= step
+            and (workers is None or _num_training(s) == workers)
         ),
         timeout_s=ACT_S_MAX,
     )
@@ -115,17 +115,6 @@ def _stop(run: Launched) -> dict[str, Any]:
     summary = run.follow(lambda _: None)
     assert summary["outcome"] == "stopped", summary["reason"]
     return summary
-
-
-@pytest.fixture
-def endless_run(nodes: Any, make_config: Callable[..., RunConfig]) -> Iterator[Launched]:
-    """A run that is stopped once all is seen: it ends not before, however slow the machine is."""
-    run = Launched(make_config(train__steps=100_000), nodes)
-    yield run
-    # If the test has failed, it would keep the next ones from their nodes.
-    run.stop("the test is over")
-    with contextlib.suppress(CapacityError):
-        wait_for(run, lambda _: False, timeout_s=ACT_S_MAX)
 
 
 @pytest.fixture(scope="module")
@@ -230,71 +219,70 @@ def test_lost_node_is_computed_from_the_parities_of_its_group(
     read_history(config.run.directory).check_exactly_once(config)
 
 
-def test_stopped_worker_is_named_and_removed(endless_run: Launched) -> None:
-    """SIGSTOP leaves process, sockets and Ray's view alive: only its silence tells."""
-    run = endless_run
-    before = _reach(run, 10)
+def test_processes_that_stop_or_die_in_turn_are_replaced_one_by_one(
+    endless_run: Launched,
+) -> None:
+    """Each has its own way to be missed, and each must leave the run as whole as it was before."""
+    run, config = endless_run, endless_run.config
+    stopped = _stop_a_worker(run)
+    attempts = [_kill_a_worker(run, after=_kill_the_controller(run))]
+    attempts += [_kill_a_worker(run, after=_kill_a_keeper(run))]
+    attempts += [_kill_a_keeper_and_a_worker(run)]
+    summary = _stop(run)
 
+    losses = [i for i in summary["incidents"] if i["kind"] != "controller_restart"]
+    hangs = [i for i in losses if i["kind"] == "hang" and i["attempt"] < attempts[0]]
+    assert [i["guilty"] for i in hangs] == [[stopped]]
+    found = [next(i for i in losses if i["attempt"] == attempt) for attempt in attempts]
+    assert [i["kind"] for i in found] == ["crash", "crash", "crash"]
+    # Of the last one only the copy on the other node was left.
+    for incident, from_node_loss in zip(found, (False, False, True), strict=True):
+        _check_from_memory(config, incident, from_node_loss=from_node_loss)
+    read_history(config.run.directory).check_exactly_once(config, summary["steps"])
+
+
+def _stop_a_worker(run: Launched) -> str:
+    """SIGSTOP leaves process, sockets and Ray's view alive: only its silence tells."""
+    before = _reach(run, 10, workers=4)
     victim = signal_rank(run, 2, signal.SIGSTOP)
     after = _reach(run, 11, attempt=before["attempt"] + 1)
     _reach(run, after["step"] + 15)
-    summary = _stop(run)
-
-    hangs = [i for i in summary["incidents"] if i["kind"] == "hang"]
-    assert [i["guilty"] for i in hangs] == [[victim["worker"]]]
+    return str(victim["worker"])
 
 
-def test_killed_controller_is_back_in_charge_and_training_never_stopped(
-    endless_run: Launched,
-) -> None:
+def _kill_the_controller(run: Launched) -> dict[str, Any]:
     """The workers' attempt must be the same afterwards: they were adopted, not restarted."""
-    run, config = endless_run, endless_run.config
-    before = _reach(run, 10)
-
+    before = _protected(run, workers=4)
     os.kill(run.controller_pid(), signal.SIGKILL)
     after = _reach(run, before["step"] + 5)
-
     assert after["attempt"] == before["attempt"]
-    _protected(run, after["step"])
-    signal_rank(run, 1, signal.SIGKILL)
-    _reach(run, after["step"] + 1, attempt=after["attempt"] + 1)
-    summary = _stop(run)
-    crash = next(i for i in summary["incidents"] if i["kind"] == "crash")
-    _check_from_memory(config, crash, from_node_loss=False)
+    return _protected(run, after["step"], workers=4)
 
 
-def test_killed_keeper_costs_nothing_and_protects_again(endless_run: Launched) -> None:
+def _kill_a_keeper(run: Launched) -> dict[str, Any]:
     """The trainers hold their arenas too: the next keeper has to take them in, and copies anew."""
-    run, config = endless_run, endless_run.config
-    before = _protected(run, 10)
-
+    before = _protected(run, workers=4)
     kill_keeper_of(run, 1)
-    after = _protected(run, before["step"] + 20)
+    after = _protected(run, before["step"] + 20, workers=4)
     assert after["attempt"] == before["attempt"], "training was disturbed"
+    return after
+
+
+def _kill_a_worker(run: Launched, *, after: dict[str, Any]) -> int:
+    """Return the attempt that ended with it."""
     signal_rank(run, 1, signal.SIGKILL)
     _reach(run, after["step"] + 1, attempt=after["attempt"] + 1)
-    summary = _stop(run)
-
-    # Growth may follow, if the standby was not ready yet.
-    assert summary["incidents"][0]["kind"] == "crash"
-    _check_from_memory(config, summary["incidents"][0], from_node_loss=False)
-    read_history(config.run.directory).check_exactly_once(config, summary["steps"])
+    return int(after["attempt"])
 
 
-def test_a_keeper_and_a_trainer_of_one_node_killed_together(endless_run: Launched) -> None:
-    """Both holders of an arena are gone, so only the copy on the other node is left."""
-    run, config = endless_run, endless_run.config
-    before = _protected(run, 10)
+def _kill_a_keeper_and_a_worker(run: Launched) -> int:
+    """Both holders of an arena are gone. Return the attempt that ended with it.
 
+    Growth may follow, through storage: until it the run went on while a keeper was away.
+    """
+    before = _protected(run, workers=4)
     kill_keeper_of(run, 1)
-    signal_rank(run, 1, signal.SIGKILL)
-    _reach(run, before["step"] + 1, attempt=before["attempt"] + 1)
-    summary = _stop(run)
-
-    # Growth may follow, through storage: until it the run went on while a keeper was away.
-    assert summary["incidents"][0]["kind"] == "crash"
-    _check_from_memory(config, summary["incidents"][0])
-    read_history(config.run.directory).check_exactly_once(config, summary["steps"])
+    return _kill_a_worker(run, after=before)
 
 
 def test_copies_of_the_model_lose_a_node_and_get_it_back(

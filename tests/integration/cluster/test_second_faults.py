@@ -23,62 +23,73 @@ pytestmark = pytest.mark.timeout(900)
 ACT_S_MAX = 240.0
 
 
-def _records(directory: str) -> list[dict[str, Any]]:
+#: What the journal says when the second worker dies, and of which attempt from the broken one on.
+PHASES = [("WorkerExited", 0), ("FenceAttempt", 0), ("StartAttempt", 1), ("WorkerFormed", 1)]
+
+
+def _journal(directory: str) -> str:
+    """Return the whole lines that are written so far."""
     text = "".join(p.read_text() for p in sorted(Path(directory, "journal").glob("*.jsonl")))
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return text[: text.rfind("\n") + 1]
 
 
-def _wait_record(directory: str, kind: str, attempt: int) -> None:
-    """Return as soon as the journal says ``kind`` of ``attempt``: within a few milliseconds."""
+def _wait_record(directory: str, kind: str, attempt: int, *, after: str) -> None:
+    """Return as soon as the journal says ``kind`` of ``attempt``: within a few milliseconds.
+
+    What it said before, as in ``after``, does not count.
+    """
     deadline_s = time.monotonic() + ACT_S_MAX
     while time.monotonic() < deadline_s:
-        if any(r["kind"] == kind and r["attempt"] >= attempt for r in _records(directory)):
+        records = map(json.loads, _journal(directory)[len(after) :].splitlines())
+        if any(r["kind"] == kind and r["attempt"] >= attempt for r in records):
             return
     pytest.fail(f"the journal never said {kind} of attempt {attempt}")
 
 
-@pytest.mark.parametrize("kind", ["WorkerExited", "FenceAttempt", "StartAttempt", "WorkerFormed"])
-def test_second_worker_dies_in_each_phase_of_recovery(
-    kind: str, nodes: Any, make_config: Callable[..., RunConfig]
-) -> None:
-    """What is half done belongs to an attempt that is over: nothing of it may be counted."""
-    config = make_config(train__steps=30)
-    run = Launched(config, nodes)
-    before = wait_for(
-        run, lambda s: s["phase"] == "running" and s["step"] >= 5, timeout_s=ACT_S_MAX
+def _all_train(run: Launched, *, step: int, attempt: int = 0) -> dict[str, Any]:
+    """Return the status once no worker is missing, so that nothing but training is under way."""
+    status = wait_for(
+        run,
+        lambda s: (
+            s["phase"] == "running"
+            and s["step"] >= step
+            and s["attempt"] >= attempt
+            and sum(worker["rank"] >= 0 for worker in s["workers"]) == 4
+        ),
+        timeout_s=ACT_S_MAX,
     )
-    assert before is not None
-    second = member(before, 3)["pid"]
-    attempt = before["attempt"] + (kind in {"StartAttempt", "WorkerFormed"})
+    assert status is not None, f"the run ended before step {step}"
+    return status
 
+
+def _break(run: Launched, before: dict[str, Any], kind: str, later: int, second: int) -> None:
+    """Kill a worker, and the process ``second`` once the journal says ``kind``."""
+    directory = run.config.run.directory
+    said = _journal(directory)
     signal_rank(run, 1, signal.SIGKILL)
-    _wait_record(config.run.directory, kind, attempt)
+    _wait_record(directory, kind, before["attempt"] + later, after=said)
     os.kill(second, signal.SIGKILL)
+
+
+def test_second_process_dies_in_each_phase_of_recovery(endless_run: Launched) -> None:
+    """What is half done belongs to an attempt that is over: nothing of it may be counted.
+
+    After the workers the controller dies: its next life folds the journal, finds who lives, and
+    finishes what was begun.
+    """
+    run = endless_run
+    before = _all_train(run, step=5)
+    for kind, later in PHASES:
+        _break(run, before, kind, later, member(before, 3)["pid"])
+        before = _all_train(run, step=before["step"] + 5, attempt=before["attempt"] + 1)
+    _break(run, before, "FenceAttempt", 0, run.controller_pid())
+    _all_train(run, step=before["step"] + 5, attempt=before["attempt"] + 1)
+    run.stop("all is seen")
     summary = run.follow(lambda _: None)
 
-    assert summary["outcome"] == "completed", summary["reason"]
-    read_history(config.run.directory).check_exactly_once(config)
-
-
-def test_controller_dies_while_the_run_recovers(
-    nodes: Any, make_config: Callable[..., RunConfig]
-) -> None:
-    """The next life folds the journal, finds who lives, and finishes what was begun."""
-    config = make_config(train__steps=30)
-    run = Launched(config, nodes)
-    before = wait_for(
-        run, lambda s: s["phase"] == "running" and s["step"] >= 5, timeout_s=ACT_S_MAX
-    )
-    assert before is not None
-    controller = run.controller_pid()
-
-    signal_rank(run, 1, signal.SIGKILL)
-    _wait_record(config.run.directory, "FenceAttempt", before["attempt"])
-    os.kill(controller, signal.SIGKILL)
-    summary = run.follow(lambda _: None)
-
-    assert summary["outcome"] == "completed", summary["reason"]
-    read_history(config.run.directory).check_exactly_once(config)
+    assert summary["outcome"] == "stopped", summary["reason"]
+    assert "controller_restart" in {each["kind"] for each in summary["incidents"]}
+    read_history(run.config.run.directory).check_exactly_once(run.config, summary["steps"])
 
 
 SCRIPT = """
