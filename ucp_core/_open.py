@@ -78,8 +78,7 @@ class LoadResult:
 
     Attributes:
         size_bytes: Bytes that were needed and are now in place.
-        read_bytes: Bytes that were planned to be read for them, or to verify them; what lies far
-            apart and has no checksums is read with less between.
+        read_bytes: Bytes that were read for them, or to verify them.
         seconds: Time of planning and reading.
     """
 
@@ -190,7 +189,7 @@ def load(
     """
     # They need numpy, whose import takes longer than opening a checkpoint.
     from ucp_core._extents import touched, verify_extents
-    from ucp_core.transfer import Source, execute, gap_bytes_max
+    from ucp_core.transfer import Source, execute, gap_bytes_max, run_gap_bytes_min
 
     begun = perf_counter()
     request_bytes = checkpoint.store.request_bytes
@@ -200,6 +199,7 @@ def load(
         span_bytes_max=_SPAN_BYTES_MAX,
         direct_bytes_max=max(request_bytes, _DIRECT_BYTES_MAX),
         gap_bytes_max=gap_bytes_max(checkpoint.store),
+        run_gap_bytes_min=run_gap_bytes_min(checkpoint.store),
     )
     verified_bytes = 0
     source = Source(checkpoint.store, checkpoint.directory, checkpoint.state_map.block_bytes)

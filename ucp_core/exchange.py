@@ -24,7 +24,7 @@ from ucp_core.checksums import crc32
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.plan import Copy, Mean, ReadPlan, plan, read_bytes_of
 from ucp_core.statemap import DTYPE_BYTES
-from ucp_core.transfer import Source, execute, gap_bytes_max, view_of
+from ucp_core.transfer import Source, execute, gap_bytes_max, run_gap_bytes_min, view_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,6 +131,7 @@ def load_together(
                 span_bytes_max=chunk_bytes,
                 direct_bytes_max=min(chunk_bytes, checkpoint.store.request_bytes),
                 gap_bytes_max=gap_bytes_max(checkpoint.store),
+                run_gap_bytes_min=run_gap_bytes_min(checkpoint.store),
             )
         except UcpError as error:
             failure = error

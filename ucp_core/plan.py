@@ -6,10 +6,12 @@ Counterpart: ``ucp_core.transfer`` executes the plan.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from ucp_core._rows import rows_of
 from ucp_core.boxes import Box, is_packed, reach, slabs, span
 from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
 from ucp_core.statemap import (
@@ -57,6 +59,8 @@ class Copy(NamedTuple):
         stop_byte: Behind the last byte; other elements may lie between.
         target_byte: Where the bytes go, counted from the start of the part, if they lie side by
             side both in the fragment and in the part; -1 if they have to be gathered.
+        run_bytes: What its runs have together that are read one by one to where they belong; -1
+            if all bytes from the first to the last are read.
     """
 
     part: int
@@ -66,6 +70,7 @@ class Copy(NamedTuple):
     start_byte: int
     stop_byte: int
     target_byte: int
+    run_bytes: int = -1
 
 
 class Mean(NamedTuple):
@@ -105,13 +110,13 @@ class ReadPlan:
 
         Each list is a run of the plan's order, so that neighbours in a file stay together.
         """
-        total = sum(copy.stop_byte - copy.start_byte for copy in self.copies)
+        total = sum(map(read_bytes_of, self.copies))
         lists: list[tuple[Copy, ...]] = []
         current: list[Copy] = []
         done = 0
         for copy in self.copies:
             current.append(copy)
-            done += copy.stop_byte - copy.start_byte
+            done += read_bytes_of(copy)
             if done * num_lists >= total * (len(lists) + 1):
                 lists.append(tuple(current))
                 current = []
@@ -128,12 +133,14 @@ class _Limits(NamedTuple):
         direct_bytes: Of one whose bytes lie alike in the fragment and in the part.
         gap_bytes: Between its elements.
         block_bytes: The blocks of the checksums.
+        run_gap_bytes: Between runs that are read one by one.
     """
 
     span_bytes: int
     direct_bytes: int
     gap_bytes: int
     block_bytes: int
+    run_gap_bytes: int
 
 
 def plan(
@@ -143,6 +150,7 @@ def plan(
     span_bytes_max: int,
     direct_bytes_max: int | None = None,
     gap_bytes_max: int = GAP_BYTES_MAX,
+    run_gap_bytes_min: int = sys.maxsize,
 ) -> ReadPlan:
     """Return how to get every part from the maps; an earlier map is preferred box by box.
 
@@ -154,14 +162,19 @@ def plan(
         direct_bytes_max: The same for copies that need no memory, because their bytes lie alike
             in the fragment and in the part; what is read at a time. Default: the former.
         gap_bytes_max: Elements that lie further apart are read by copies of their own.
+        run_gap_bytes_min: Runs without checksums that lie at least so far apart are one copy, and
+            read one by one. Default: there are none.
 
     Raises:
         UncoveredRegionError: No map holds a box that is needed.
         CheckpointCorruptError: A map holds a tensor of another dtype or shape than needed.
     """
-    return _Planner(have, span_bytes_max, direct_bytes_max or span_bytes_max, gap_bytes_max).plan(
-        need
-    )
+    direct_bytes = direct_bytes_max or span_bytes_max
+    limits = [
+        _Limits(span_bytes_max, direct_bytes, gap_bytes_max, each.block_bytes, run_gap_bytes_min)
+        for each in have
+    ]
+    return _Planner(have, limits).plan(need)
 
 
 class _Planner:
@@ -171,14 +184,9 @@ class _Planner:
     entries as they are asked for, and those of a large model would not fit.
     """
 
-    def __init__(
-        self, have: Sequence[StateMap], span_bytes: int, direct_bytes: int, gap_bytes: int
-    ) -> None:
+    def __init__(self, have: Sequence[StateMap], limits: Sequence[_Limits]) -> None:
         self._have = have
-        self._limits = [
-            _Limits(span_bytes, direct_bytes, gap_bytes, state_map.block_bytes)
-            for state_map in have
-        ]
+        self._limits = limits
         self._key: TensorKey | None = None
         self._indices: dict[int, list[_Index]] = {}
 
@@ -304,8 +312,7 @@ class _Planner:
         return found
 
     def _read_bytes(self, copies: Sequence[Copy]) -> int:
-        ranges = [readable(copy, self._limits[copy.source].block_bytes) for copy in copies]
-        return sum(high - low for low, high in ranges)
+        return sum(read_bytes_of(copy, self._limits[copy.source].block_bytes) for copy in copies)
 
 
 def readable(copy: Copy, block_bytes: int) -> tuple[int, int]:
@@ -321,6 +328,8 @@ def read_bytes_of(step: Copy | Mean, block_bytes: int = 1) -> int:
     """Return what is read for one step of a plan."""
     if isinstance(step, Mean):
         return sum(term.read_bytes for term in step.terms)
+    if step.run_bytes >= 0:
+        return step.run_bytes
     low, high = readable(step, block_bytes)
     return high - low
 
@@ -403,6 +412,14 @@ def _copies(
         return
     # Going along the dim with the longest stride goes through the file in order.
     dim = max((d for d, extent in enumerate(shape) if extent > 1), key=lambda d: strides[d])
+    size = box.num_elements * itemsize
+    if fragment.crc32 is None and rows_of(fragment, box, part).gap_bytes >= limits.run_gap_bytes:
+        # In pieces that can be shared out.
+        for piece in box.split(dim, min(-(-size // limits.direct_bytes), shape[dim])):
+            low, high = reach(piece, fragment.box, strides, itemsize)
+            size = piece.num_elements * itemsize
+            yield Copy(number, source, fragment, piece, low, high, -1, size)
+        return
     start = box.start[dim]
     inner = reach(box.with_dim(dim, start, start + 1), fragment.box, strides, itemsize)
     gap_bytes = limits.gap_bytes

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.foreign_maps import Foreign, index, random_box, random_foreign, target
-from ucp_core import _open, _rows
+from ucp_core import _open, _rows, transfer
 from ucp_core._mapped import Mapped
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint, LocalTensor, load
@@ -61,7 +61,7 @@ def test_any_box_of_any_foreign_map_is_what_numpy_cuts(seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_open, "_SPAN_BYTES_MAX", rng.choice((64, 1 << 20)))
         patch.setattr(_open, "_DIRECT_BYTES_MAX", rng.choice((64, 1 << 20)))
-        patch.setattr(_rows, "_RUN_GAP_BYTES_MIN", rng.choice((1, 8, 1 << 20)))
+        patch.setattr(transfer, "_RUN_GAP_BYTES_MIN", rng.choice((1, 8, 1 << 20)))
         patch.setattr(_rows, "_RUNS_MAX", rng.choice((3, 1024)))
         load(made.checkpoint, need, threads=rng.choice((1, 3)))
 

@@ -127,3 +127,24 @@ def test_planning_for_a_rank_stays_quick_with_1024_ranks(dim: int) -> None:
     assert len(made.copies) == 2
     # Measured 0.1 (dim 0) and 0.9 ms (dim 1) on one core; the rest is for busy machines.
     assert seconds < 0.02
+
+
+def test_runs_far_apart_are_one_copy_and_only_they_are_counted() -> None:
+    """A copy of its own for each of 8,192 rows took longer to plan than to read."""
+    shape, columns = (512, 4096), Box((0, 0), (512, 1024))
+    fragment = Fragment(Box.full(shape), "f", 0, 4 * 512 * 4096, None, ())
+    have = StateMap(
+        entries={KEY: TensorEntry(key=KEY, dtype="F32", shape=shape, fragments=(fragment,))},
+        block_bytes=1 << 20,
+    )
+    part = Part(KEY, "F32", shape, columns)
+
+    made = plan([part], [have], span_bytes_max=1 << 20, run_gap_bytes_min=12 << 10)
+    nearer = plan([part], [have], span_bytes_max=1 << 20, run_gap_bytes_min=(12 << 10) + 1)
+
+    assert [copy.run_bytes for copy in made.copies] == [1 << 20, 1 << 20]
+    assert [copy.box.start for copy in made.copies] == [(0, 0), (256, 0)]
+    assert made.read_bytes == made.needed_bytes == 4 * 512 * 1024
+    assert [len(copies) for copies in made.work_lists(2)] == [1, 1]
+    assert all(copy.run_bytes < 0 for copy in nearer.copies)
+    assert nearer.read_bytes > 3 * nearer.needed_bytes
