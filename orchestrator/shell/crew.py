@@ -166,15 +166,13 @@ class Crew:
         for member in self._known(workers):
             member.handle.yield_at_boundary.remote(attempt, durable)
 
-    async def survey(
-        self, workers: Iterable[tuple[str, str]], *, timeout_s: float
-    ) -> list[tuple[str, str, int]]:
-        """After a controller restart, find ``workers`` (name, node) again.
+    async def survey(self, workers: Iterable[tuple[str, str, float]]) -> list[tuple[str, str, int]]:
+        """After a controller restart, find ``workers`` (name, node, seconds to wait for it) again.
 
         Returns (worker, node, attempt) of who lives; attempt 0 for who is in none,
         ``UNKNOWN_ATTEMPT`` for who does not answer in time.
         """
-        asked = (self._ask(worker, node, timeout_s) for worker, node in workers)
+        asked = (self._ask(worker, node, timeout_s) for worker, node, timeout_s in workers)
         return sorted(answer for answer in await asyncio.gather(*asked) if answer is not None)
 
     async def keep_pace(self, worker: str, attempt: int, pace: Pace) -> SaveCosts | None:

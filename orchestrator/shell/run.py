@@ -27,7 +27,7 @@ from orchestrator.core.events import (
 )
 from orchestrator.core.journal import turn_records
 from orchestrator.core.machine import step
-from orchestrator.core.state import ACTIVE, describe, next_deadline_s
+from orchestrator.core.state import ACTIVE, WorkerStatus, describe, next_deadline_s
 from orchestrator.core.survey import adopted
 from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell.capacity import Capacity
@@ -56,8 +56,8 @@ TICK_S = 0.1
 TICK_S_MAX = 1.0
 #: Keepers that come back together are told together what to do.
 REORDER_S = 0.05
-#: A survey of living workers waits this long for an answer; a living one took 1 to 50 ms. Who
-#: only starts does not answer, and nothing is lost by going on with one that answers later.
+#: A survey of living workers waits this long for an answer; a living one took 1 to 50 ms, and
+#: nothing is lost by going on with one that answers later.
 SURVEY_S = 0.5
 
 
@@ -187,7 +187,9 @@ class Run:
         await self._close(page)
 
     async def _furnish(self, page: StatusPage) -> None:
-        """Load what the run can do without for a while, one after the other."""
+        """Load what the run can do without until it is in charge, one after the other."""
+        if self._life > 1:
+            await asyncio.sleep(SURVEY_S)
         self._record.announce(await page.start())
         await asyncio.to_thread(preload)
 
@@ -367,8 +369,16 @@ class Run:
 
     async def _survey(self) -> None:
         state = self._state
-        known = [(worker.name, state.nodes[worker.node].name) for worker in state.workers.values()]
-        alive = await self._crew.survey(known, timeout_s=SURVEY_S)
+        known = [
+            # Who only starts does not answer, and is in no attempt.
+            (
+                worker.name,
+                state.nodes[worker.node].name,
+                0.0 if worker.status is WorkerStatus.STARTING else SURVEY_S,
+            )
+            for worker in state.workers.values()
+        ]
+        alive = await self._crew.survey(known)
         found = adopted(self._state, alive)
         self._observer.begin(self._state.attempt, found.members, self._state.step)
         for worker in found.inside:
