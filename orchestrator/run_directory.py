@@ -220,7 +220,7 @@ def _document(line: str) -> dict[str, Any] | None:
 
 def _journal(store: Store, directory: str) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
-    for name in store.list(directory):
+    for name in (name for name in store.list(directory) if name.endswith(".jsonl")):
         lines = _text(store, join(directory, name)).splitlines()
         for number, line in enumerate(lines, start=1):
             record = _document(line)

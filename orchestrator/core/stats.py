@@ -280,14 +280,18 @@ class RunStats:
 
     def _resume(self, resume_step: int) -> int:
         """Go back, or on, to the step that the next attempt begins behind; return what is lost."""
-        said_step = self._said_step if self._said_by_first is None else self._said_by_first
-        reached_step = max(self.step, said_step)
+        reached_step = self._reached_step
         for step in range(resume_step + 1, self.step + 1):
             self._productive_s -= self._step_durations.pop(step, 0.0)
         self._count(resume_step, self._step_durations.get(self.step, 0.0))
         self.step = resume_step
         self._said_by_first, self._said_step = None, 0
         return max(reached_step - resume_step, 0)
+
+    @property
+    def _reached_step(self) -> int:
+        said_step = self._said_step if self._said_by_first is None else self._said_by_first
+        return max(self.step, said_step)
 
     def _worker_formed(self, record: Mapping[str, Any], at_s: float) -> None:
         if record["attempt"] != self.attempt:
@@ -353,6 +357,8 @@ class RunStats:
             incident.skipped += lines
 
     def _finished(self, record: Mapping[str, Any], at_s: float) -> None:
+        # Of an attempt that failed early more steps may be known than were reported.
+        self._count(self._reached_step, self._step_durations.get(self.step, 0.0))
         self._enter("over", at_s)
         self.outcome, self.reason = record["outcome"], record["reason"]
 

@@ -128,6 +128,7 @@ def print_bounds(bounds_s: Mapping[str, float], patience: float, console: Consol
         f"follow from the steps): {listing}",
         highlight=False,
         markup=False,
+        soft_wrap=True,
     )
 
 

@@ -126,6 +126,8 @@ def _assert_goes_on(path: str, directory: str, stopped: dict[str, Any]) -> None:
     assert f"all {total} steps are done" in over.stderr
     replayed = _everstep("replay", directory, "--json")
     assert json.loads(replayed.stdout)["same_decisions"] is True
+    reported = _everstep("report", directory)
+    assert reported.returncode == 0, reported.stderr
 
 
 def test_ray_job_submit_runs_everstep_unchanged(

@@ -149,6 +149,19 @@ def test_the_summary_says_how_the_run_ended() -> None:
     assert "over" not in summary["phases_s"]
 
 
+def test_a_run_that_failed_early_says_the_step_that_it_reached() -> None:
+    """Members say their last step when they leave; the report of it may be a second late."""
+    raised = tuple(
+        ev.WorkerRaised(at_s=8.2, attempt=1, worker=w, step=9, error="x", traceback="Traceback")
+        for w in ("w0001", "w0002")
+    )
+    read = ev.CommittedRead(at_s=8.4, attempt=1, step=8, committed_by=1, skipped=())
+    stats = _stats((*START, *raised, read, read))
+
+    assert stats.outcome == "failed"
+    assert stats.summary()["steps"] == 8
+
+
 def test_what_the_newest_attempt_loaded_is_summed_over_its_workers() -> None:
     """The line of an attempt must not tell of the bytes of the one before."""
     formed = (
