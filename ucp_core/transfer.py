@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 THREAD_BYTES_MIN = 4 << 20
 #: A gap may be this part of a request: what a store needs large requests for, gaps save.
 _REQUEST_PER_GAP = 32
-#: Between runs of bytes that are cheaper read one by one. From the page cache a read costs 1.0 us
-#: and 0.12 us for each KiB, whether the bytes are wanted or not: together and one by one take the
-#: same time with gaps of 8 KiB, 1.2 times with 12, 1.3 with 16, 2.4 with 48 (EPYC, ext4).
-_RUN_GAP_BYTES_MIN = 12 << 10
+#: Between runs of bytes that are cheaper read one by one. From the page cache a read costs 1 us
+#: and 0.06 to 0.12 us for each KiB, wanted or not: read together takes as long as one by one with
+#: gaps of 16 KiB in files just written, 1.4 times with 24 or 32, 2.4 with 96 (EPYC, ext4).
+_RUN_GAP_BYTES_MIN = 20 << 10
 #: The largest request of a store whose reads do not go over a network.
 _NEAR_REQUEST_BYTES_MAX = 4 << 20
 _LINE_BYTES = 64
