@@ -28,6 +28,9 @@ PATIENCE_MIN: Final = 1.5
 # seconds with the default patience, the re-forming (0.5 s).
 _STOPPED_S: Final = 0.55
 
+#: A step is taken to last so long before any was observed.
+_UNKNOWN_STEP_S: Final = 1.0
+
 # Multiples of the hang bound. What has no observed duration of its own (saving, forming) gets
 # room; a bound that ends a wait without naming anybody comes after those that name somebody.
 _SUSPECT: Final = 0.6
@@ -97,10 +100,11 @@ def limits_from(
         step_s_p99: The slowest usual step; 0.0 while none was observed.
         step_s_p50: The usual step, at most ``step_s_p99``; that if not given.
         patience: A step may take this many times ``step_s_p99``, at least 1.5. With the default
-            of 3 the hang bound is never below 1 s: below, scheduling alone looks like a hang.
+            of 3 the hang bound is never below 1 s: below, scheduling alone looks like a hang;
+            before any step it is 3 s.
     """
     assert patience >= PATIENCE_MIN, f"patience={patience} must be at least {PATIENCE_MIN}"
-    hang_s = patience * max(step_s_p99, 1.0 / PATIENCE)
+    hang_s = patience * max(step_s_p99 or _UNKNOWN_STEP_S, 1.0 / PATIENCE)
     scale = patience / PATIENCE
     usual_s = step_s_p99 if step_s_p50 is None else step_s_p50
     return Limits(

@@ -80,5 +80,5 @@ def test_every_wait_is_told_at_the_start_the_shortest_first() -> None:
     assert bounds_s.keys() == {name.removesuffix("_s") for name in waits} | {"collective"}
     assert list(bounds_s.values()) == sorted(bounds_s.values())
     assert "recovery.patience=6" in output.getvalue()
-    assert "hang 2 s" in output.getvalue()
+    assert "hang 6 s" in output.getvalue()
     assert "fence 4 s" in output.getvalue()
