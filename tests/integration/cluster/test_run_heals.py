@@ -180,7 +180,9 @@ def test_lost_node_shrinks_the_run_and_its_return_grows_it(
     _reach(run, 12, workers=4)
     summary = _finish(run)
 
-    assert [i["kind"] for i in summary["incidents"]] == ["node_loss", "growth"]
+    # It grows twice where one worker of the new node is ready long before the other.
+    kinds = [i["kind"] for i in summary["incidents"]]
+    assert kinds in (["node_loss", "growth"], ["node_loss", "growth", "growth"])
     for incident in summary["incidents"]:
         _check_from_memory(config, incident)
     assert summary["weights_digest"] == undisturbed_digest(config)
