@@ -56,6 +56,8 @@ class Capacity:
         self._resources = resources
         self._on_granted = on_granted
         self._slots: dict[int, _Slot] = {}
+        # Groups that are being created: who asked may be gone by the time that they are there.
+        self._creations: set[asyncio.Future[PlacementGroup]] = set()
 
     def pending(self) -> list[int]:
         """Return the slots that are asked for and not placed."""
@@ -75,7 +77,10 @@ class Capacity:
         if slot in self._slots:
             return
         self._slots[slot] = _Slot(group=None)
-        group = await asyncio.to_thread(self._create, slot, tuple(avoid))
+        creation = asyncio.ensure_future(asyncio.to_thread(self._create, slot, tuple(avoid)))
+        self._creations.add(creation)
+        group = await asyncio.shield(creation)
+        self._creations.discard(creation)
         entry = self._slots.get(slot)
         if entry is None:  # released while it was being created
             await asyncio.to_thread(remove_placement_group, group)
@@ -89,9 +94,11 @@ class Capacity:
             await asyncio.to_thread(remove_placement_group, entry.group)
 
     async def release_all(self) -> None:
-        """Give every slot back."""
+        """Give every slot back, also one that is only being asked for."""
         for slot in sorted(self._slots):
             await self.release(slot)
+        for creation in tuple(self._creations):
+            await asyncio.to_thread(remove_placement_group, await creation)
 
     async def poll_forever(self) -> None:
         """Report grants until cancelled."""

@@ -137,6 +137,12 @@ class SimCluster:
             self.nodes[name].slots.discard(slot)
             self.place()
 
+    def give_back_all(self) -> None:
+        """Give back what is pending, also what is only on its way to be asked for."""
+        self.pending.clear()
+        self.queue = [entry for entry in self.queue if entry[2] != self._requested]
+        heapq.heapify(self.queue)
+
     def place(self) -> None:
         """Grant pending reservations where there is room."""
         for slot, avoid in list(self.pending.items()):

@@ -201,7 +201,7 @@ def end_everything(cluster: SimCluster) -> None:
         cluster.memory.lose_node(node.name)
         _forget_slots(cluster, node)
         cluster.post(ev.NodeJoined, node=node.name)
-    cluster.pending.clear()
+    cluster.give_back_all()
 
 
 def _forget_slots(cluster: SimCluster, node: SimNode) -> None:
