@@ -16,6 +16,8 @@ from ucp_core.storage import Store, join, open_store
 
 #: The settings of a run, as they were resolved when it was last opened.
 CONFIG = "config.yaml"
+#: The same for each time, by the number of the controller's life that opened it.
+OPENINGS = "openings"
 #: Written by the controller of each life: how to reach it.
 CONTACT = "controller.json"
 #: Where a run directory keeps its versions.
@@ -220,7 +222,7 @@ def _document(line: str) -> dict[str, Any] | None:
 
 def _journal(store: Store, directory: str) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
-    for name in (name for name in store.list(directory) if name.endswith(".jsonl")):
+    for name in store.list(directory):
         lines = _text(store, join(directory, name)).splitlines()
         for number, line in enumerate(lines, start=1):
             record = _document(line)

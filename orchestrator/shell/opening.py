@@ -2,7 +2,7 @@
 
 The first life opens the run. Later ones are restarts and take up what the journal leads to; or
 the run was over, or its cluster gone, and the user lets it go on: that opens it again, under
-settings of its own, which are kept beside the journal's segment.
+settings of its own, which are kept under the number of the life that opened it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from orchestrator.core.events import ControllerStarted, Event
 from orchestrator.core.journal import JournalRecord, fold, openings, read
 from orchestrator.core.reopening import reopening
 from orchestrator.core.state import RunState
-from orchestrator.run_directory import CONFIG, RESULT, SUMMARY
+from orchestrator.run_directory import CONFIG, OPENINGS, RESULT, SUMMARY
 from orchestrator.shell.clock import RunClock
-from orchestrator.shell.journal_file import DIRECTORY, read_segments
+from orchestrator.shell.journal_file import read_segments
 from ucp_core.storage import Store, join
 
 
@@ -87,8 +87,10 @@ def begin_life(store: Store, run_path: str, config: RunConfig, *, opening: int) 
 
 def config_of(store: Store, run_path: str, segments: Sequence[bytes]) -> RunConfig:
     """Return the settings under which the last of ``segments``, all from the first, was written."""
-    life = max(openings(segments), default=0) + 1
-    return load(store.read(_config_path(run_path, life)).decode())
+    path = _config_path(run_path, max(openings(segments), default=0) + 1)
+    if not store.exists(path):  # a run of a version that could not open one again
+        path = join(run_path, CONFIG)
+    return load(store.read(path).decode())
 
 
 def _write_config(store: Store, run_path: str, config: RunConfig, life: int) -> None:
@@ -97,4 +99,4 @@ def _write_config(store: Store, run_path: str, config: RunConfig, life: int) -> 
 
 
 def _config_path(run_path: str, life: int) -> str:
-    return join(run_path, DIRECTORY, f"{life:06d}.yaml")
+    return join(run_path, OPENINGS, f"{life:06d}.yaml")

@@ -120,8 +120,6 @@ def _write(
         path = directory / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    # What a run was opened with lies beside its segment, and is no part of the journal.
-    (directory / "journal" / "000001.yaml").write_text("run:\n  name: demo\n", encoding="utf-8")
     for number, incident in enumerate(incidents, start=1):
         path = directory / "incidents" / f"{number:04d}" / "incident.json"
         path.parent.mkdir(parents=True)
