@@ -160,6 +160,7 @@ def kill_controller(bench: Bench, count: int) -> list[dict[str, float]]:
         os.kill(pid, signal.SIGKILL)
         found: list[float] = []
         while not found:
+            assert time.time() - fault_s < ACT_S_MAX, "the controller is not back in charge"
             time.sleep(0.1)
             surveys = (x for x in _journaled(bench) if x["kind"] == "WorkersSurveyed")
             found = [x["wall_time"] for x in surveys if x["wall_time"] > fault_s]
