@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -26,12 +26,14 @@ class Rule:
         pattern: Of the tensors whose names match.
         slot: The only slot that it is for; None: all that have no rule of their own.
         where: ``file:line``, for errors.
+        optional: There need not be such a name.
     """
 
     match: str
     pattern: Pattern
     slot: str | None = None
     where: str = ""
+    optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,16 @@ class Rules:
                     fqn=fqn,
                 )
         return first.pattern
+
+    def refuse_idle(self, fqns: Iterable[str]) -> None:
+        """Check that every rule that is not optional matches one of the names.
+
+        Those of families that ship, and so those of the fallback, need not.
+
+        Raises:
+            RulesError: One does not, which would leave a tensor to other rules or to none.
+        """
+        _refuse_idle(self.rules, fqns)
 
     def over(self, fallback: Rules) -> Rules:
         """Return these rules with others for the names that they do not match."""
@@ -176,22 +188,26 @@ class Renames:
         Raises:
             RulesError: One does not, which would leave a tensor under its old name.
         """
-        names = list(fqns)
-        idle = [
-            rename
-            for rename in self.renames
-            if not rename.optional and not any(_matches(rename.match, fqn) for fqn in names)
-        ]
-        if idle:
-            shown = ", ".join(sorted(names)[:3])
-            raise RulesError(
-                "\n".join(
-                    f"{rename.where}: {rename.match!r} matches none of the {len(names)} names "
-                    f"({shown}, ...): mend it, or say optional: true"
-                    for rename in idle
-                ),
-                matches=tuple(rename.match for rename in idle),
-            )
+        _refuse_idle(self.renames, fqns)
+
+
+def _refuse_idle(wanted: Iterable[Rule | Rename], fqns: Iterable[str]) -> None:
+    names = list(fqns)
+    idle = [
+        each
+        for each in wanted
+        if not each.optional and not any(_matches(each.match, fqn) for fqn in names)
+    ]
+    if idle:
+        shown = ", ".join(sorted(names)[:3])
+        raise RulesError(
+            "\n".join(
+                f"{each.where}: {each.match!r} matches none of the {len(names)} names "
+                f"({shown}, ...): mend it, or say optional: true"
+                for each in idle
+            ),
+            matches=tuple(each.match for each in idle),
+        )
 
 
 def load_rules(text: str, where: str) -> Rules:
@@ -209,7 +225,7 @@ def load_rules(text: str, where: str) -> Rules:
     found = syntax.read_rules(text, where, builtin_names())
     rules = Rules(
         rules=tuple(
-            Rule(rule.match, rule.pattern, rule.slot, f"{where}:{rule.line}")
+            Rule(rule.match, rule.pattern, rule.slot, f"{where}:{rule.line}", rule.optional)
             for rule in found.rules
         ),
         first_wins=found.first_wins,
@@ -258,7 +274,9 @@ def builtin_rules(name: str) -> Rules:
             f"there are no built-in rules {name!r}; there are {', '.join(builtin_names())}"
         )
     text = (_families() / f"{name}.yaml").read_text(encoding="utf-8")
-    return load_rules(text, f"{name}.yaml")
+    rules = load_rules(text, f"{name}.yaml")
+    # One model has not all that its family has.
+    return replace(rules, rules=tuple(replace(rule, optional=True) for rule in rules.rules))
 
 
 def family_of(fqns: Iterable[str]) -> str | None:

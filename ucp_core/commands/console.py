@@ -61,26 +61,36 @@ def open_all(
     rename: str | None = None,
     tag: str | None = None,
 ) -> list[Checkpoint]:
-    """Return several checkpoints; a renaming has to match a name of one of them."""
+    """Return several checkpoints; a rule and a renaming have to match a name of one of them."""
     from ucp_core.converters import open_source
 
     places = [open_store(url) for url in urls]
     read = read_rules(rules)
     opened = [open_source(*place, rules=read, tag=tag) for place in places]
-    if rename is None:
-        return opened
-    from dataclasses import replace
+    names = [names_of(each) for each in opened]
+    known = set().union(*names)
+    if rename is not None:
+        from dataclasses import replace
 
-    from ucp_core.operators import rename as rename_manifest
-    from ucp_core.rules import load_renames
+        from ucp_core.operators import rename as rename_manifest
+        from ucp_core.rules import load_renames
 
-    renames = load_renames(_text(rename), rename)
-    names = [{k.fqn for k in each.state_map.entries} | {*each.manifest.ties} for each in opened]
-    renames.refuse_idle(set().union(*names))
-    return [
-        replace(each, manifest=rename_manifest(each.manifest, renames.mapping(sorted(known))))
-        for each, known in zip(opened, names, strict=True)
-    ]
+        renames = load_renames(_text(rename), rename)
+        renames.refuse_idle(known)
+        opened = [
+            replace(each, manifest=rename_manifest(each.manifest, renames.mapping(sorted(fqns))))
+            for each, fqns in zip(opened, names, strict=True)
+        ]
+        # A plan asks the same rules how the target cuts what has its new name by then.
+        known |= set(renames.mapping(sorted(known)).values())
+    if read is not None:
+        read.refuse_idle(known)
+    return opened
+
+
+def names_of(opened: Checkpoint) -> set[str]:
+    """Return the names of all tensors, those that are tied to others too."""
+    return {key.fqn for key in opened.state_map.entries} | {*opened.manifest.ties}
 
 
 def read_rules(file: str | None) -> Rules | None:

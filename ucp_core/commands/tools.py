@@ -17,6 +17,7 @@ from ucp_core.commands.console import (
     Tag,
     human,
     memory_size,
+    names_of,
     open_all,
     open_any,
     print_json,
@@ -257,6 +258,8 @@ def export_command(  # noqa: PLR0913 - options of a command
     }
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     opened = open_any(source, rules=rules, rename=rename, tag=tag)
+    if "rules" in options:
+        options["rules"].refuse_idle(names_of(opened))
     store, directory = open_store(destination)
     with progress("exporting", as_json=as_json) as bar:
         export(opened, store, directory, format=to, progress=bar, **options)

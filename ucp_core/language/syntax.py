@@ -49,6 +49,7 @@ class RuleText(NamedTuple):
     match: str
     pattern: Pattern
     slot: str | None
+    optional: bool
     line: int
 
 
@@ -311,10 +312,12 @@ def _read_stages(reader: _Reader, node: yaml.Node, found: RulesText) -> None:
 
 
 def _read_rule(reader: _Reader, node: yaml.Node, found: RulesText) -> None:
-    keys = reader.mapping(node, "a rule", ("match", "slot", "pattern"), ("match", "pattern"))
+    known = ("match", "slot", "pattern", "optional")
+    keys = reader.mapping(node, "a rule", known, ("match", "pattern"))
     slot = reader.text(keys["slot"], "slot") if "slot" in keys else None
     names = reader.regexes(keys["match"], "match") if "match" in keys else ()
     pattern = _pattern(reader, keys["pattern"]) if "pattern" in keys else None
+    optional = _flag(reader, keys, "optional")
     for name in names:
         same = [rule for rule in found.rules if (rule.match, rule.slot) == (name, slot)]
         if same:
@@ -322,7 +325,7 @@ def _read_rule(reader: _Reader, node: yaml.Node, found: RulesText) -> None:
                 keys["match"], f"{name!r} is matched by the rule at line {same[0].line} already"
             )
         elif pattern is not None:
-            found.rules.append(RuleText(name, pattern, slot, node.start_mark.line + 1))
+            found.rules.append(RuleText(name, pattern, slot, optional, node.start_mark.line + 1))
 
 
 def _pattern(reader: _Reader, node: yaml.Node) -> Pattern | None:

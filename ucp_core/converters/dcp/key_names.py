@@ -12,7 +12,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.errors import CheckpointCorruptError
+from ucp_core.converters.shared.optimizer_order import assign
+from ucp_core.errors import CheckpointCorruptError, UcpError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -161,33 +162,39 @@ def _is_model(key: str, prefix: str, paths: Mapping[str, tuple[Any, ...]]) -> bo
 
 
 def number_names(
-    numbers: Sequence[int],
+    groups: Sequence[Sequence[int]],
     shapes: Mapping[int, Sequence[int]],
     weights: Mapping[str, Sequence[int]],
+    where: str,
 ) -> dict[int, str]:
     """Return the fqn of each parameter that an optimizer knows by number only.
 
-    It numbers parameters in the order of the model. That is certain only where the model has as
-    many tensors, of the same shapes in the same order.
+    It numbers parameters group by group, and in each in the order of the model. Which group has
+    which has to be proven by shapes.
 
     Args:
-        numbers: In order of the groups.
+        groups: Numbers by group.
         shapes: Of a parameter's state, where it has one that is not a single number.
         weights: Shapes by fqn, in order of the model.
+        where: For errors.
 
     Raises:
         CheckpointCorruptError: It is not certain.
     """
-    named = dict(zip(sorted(numbers), weights, strict=False))
-    fits = len(numbers) == len(weights) and all(
-        tuple(shapes[number]) == tuple(weights[fqn])
-        for number, fqn in named.items()
-        if number in shapes
-    )
-    if not fits:
+    wanted = [
+        [tuple(shapes[number]) if number in shapes else None for number in group]
+        for group in groups
+    ]
+    params = [(fqn, tuple(shape)) for fqn, shape in weights.items()]
+    try:
+        found = assign(wanted, params, where)
+    except UcpError as error:
         raise CheckpointCorruptError(
-            "the optimizer's state is saved by number and not by name, and its "
-            f"{len(numbers)} parameters do not fit the model's {len(weights)} tensors one by one: "
-            "save it with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
-        )
-    return named
+            f"{where}: the optimizer's state is saved by number and not by name, and which of the "
+            f"model's {len(weights)} tensors each of its {sum(map(len, groups))} parameters is "
+            f"cannot be told ({error.facts.get('why', error)}): save it with "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+            path=where,
+        ) from error
+    pairs = (zip(group, found[index], strict=True) for index, group in enumerate(groups) if group)
+    return {number: fqn for pair in pairs for number, fqn in pair}

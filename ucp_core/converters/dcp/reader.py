@@ -17,7 +17,7 @@ from ucp_core.converters.dcp.directory import metadata_names, read_container
 from ucp_core.converters.dcp.safetensors import sharded_container
 from ucp_core.converters.dcp.state import BLOCK_BYTES, state_of, ties_of
 from ucp_core.converters.files.inline import INLINE_NAME, OverlayStore
-from ucp_core.errors import CheckpointNotFoundError
+from ucp_core.errors import CheckpointNotFoundError, UnsupportedVersionError
 from ucp_core.manifest import Kind, Manifest
 from ucp_core.statemap import StateMap, TensorKey
 from ucp_core.storage.base import Store, join
@@ -55,6 +55,7 @@ def read(
         CheckpointCorruptError: Files are missing, truncated, damaged, or of different saves.
         UncoveredRegionError: The chunks of a tensor leave a hole or overlap.
         ForeignClassError: The metadata or a needed item hold an unknown class or kind of tensor.
+        UnsupportedVersionError: No tensor has a key of its own.
     """
     del rules
     where = directory if tag is None else join(directory, tag)
@@ -68,6 +69,13 @@ def read(
             f"{where} has no .metadata: it is no checkpoint of torch DCP, or its save was not "
             "finished",
             path=where,
+        )
+    if not container.tensors:
+        raise UnsupportedVersionError(
+            f"{container.where} names no tensor: either none was saved, or whole states were, each "
+            "as one pickle; save with flatten_state_dict=True, as DefaultSavePlanner does by "
+            "itself",
+            path=container.where,
         )
     state = state_of(container)
     state_map = StateMap(entries=state.entries, block_bytes=BLOCK_BYTES, extents=state.extents)

@@ -8,6 +8,7 @@ import struct
 from base64 import b64encode
 from collections import defaultdict
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,11 +82,19 @@ class State:
         """Add a number of a pickle as a 0-d tensor.
 
         A step is fp32, as torch's own optimizers keep it; other numbers keep all their bits.
+
+        Raises:
+            CheckpointCorruptError: It is too large.
         """
         dtype, code = ("F64", "<d") if isinstance(value, float) else ("I64", "<q")
         if key.slot == "step":
             dtype, code = "F32", "<f"
-        data = struct.pack(code, value)
+        try:
+            data = struct.pack(code, value)
+        except (OverflowError, struct.error) as error:
+            raise CheckpointCorruptError(
+                f"{key} is a number that {dtype} cannot hold", fqn=key.fqn, slot=key.slot
+            ) from error
         fragment = Fragment(Box((), ()), INLINE_NAME, len(self.inline), len(data), None, ())
         self.inline += data
         self.put(TensorEntry(key=key, dtype=dtype, shape=(), fragments=(fragment,)))
@@ -195,17 +204,53 @@ def _name_numbers(container: Container, names: Names) -> None:
     fqns = {fqn for fqn, _ in names.states.values()}
     if not fqns or not all(fqn.isdecimal() for fqn in fqns):
         return
-    weights = {fqn: container.tensors[key].shape for key, fqn in names.weights.items()}
-    if fqns <= set(weights):
+    if fqns <= set(names.weights.values()):
         return
-    shapes = {
-        int(fqn): container.tensors[key].shape
-        for key, (fqn, _) in names.states.items()
-        if key in container.tensors and container.tensors[key].shape
-    }
-    named = number_names(sorted(map(int, fqns)), shapes, weights)
+    shapes: dict[int, tuple[int, ...]] = {}
+    for key, (fqn, _) in names.states.items():
+        shape = container.tensors[key].shape if key in container.tensors else ()
+        if prod(shape) > prod(shapes.get(int(fqn), ())) or (shape and int(fqn) not in shapes):
+            shapes[int(fqn)] = shape
+    groups = _numbers_by_group(container, names) or [sorted(map(int, fqns))]
+    named = number_names(groups, shapes, _in_model_order(container, names), container.where)
     names.states = {key: (named[int(fqn)], slot) for key, (fqn, slot) in names.states.items()}
     names.numbers = named
+
+
+def _numbers_by_group(container: Container, names: Names) -> list[list[int]]:
+    """Return the numbers of each group's parameters; nothing where no group tells them."""
+    keys = {
+        key: group
+        for key, (_, group, name) in names.groups.items()
+        if name == "params" and isinstance(group, int) and key in container.blobs
+    }
+    values = sorted((keys[key], value) for key, value in container.values(keys))
+    known = {int(fqn) for fqn, _ in names.states.values()}
+    numbers = [number for _, value in values if isinstance(value, list) for number in value]
+    if any(type(number) is not int for number in numbers) or not known <= set(numbers):
+        return []
+    return [value for _, value in values]
+
+
+def _in_model_order(container: Container, names: Names) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the model's tensors by fqn, in the order that the model has them.
+
+    Ranks that hold the same tensors share the work of writing them, so the order of what was
+    written is not the model's. That of the nested state is.
+
+    Raises:
+        CheckpointCorruptError: Nothing tells the order.
+    """
+    told = [key for key in container.paths if key in names.weights]
+    rest = [key for key in names.weights if key not in container.paths]
+    if rest and len({c.blob.file for key in rest for c in container.tensors[key].chunks}) > 1:
+        raise CheckpointCorruptError(
+            f"{container.where}: the optimizer's state is saved by number and not by name, and "
+            f"nothing tells in which order the model has {rest[0]} and others: save it with "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+            path=container.where,
+        )
+    return {names.weights[key]: container.tensors[key].shape for key in (*told, *rest)}
 
 
 def _add_values(state: State, container: Container, names: Names) -> None:

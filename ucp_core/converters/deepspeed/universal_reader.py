@@ -390,9 +390,15 @@ def _checkpoint(
     }
     known = {key.fqn for key in entries}
     native = found.native
-    for name in buffer_names(native) if native is not None else ():
-        if name in known:
-            modules.roles[name] = "buffer"
+    buffers = frozenset() if native is None else buffer_names(native)
+    modules.roles |= dict.fromkeys(buffers & known, "buffer")
+    lost = sorted(buffers - known - set(modules.ties))
+    if lost:
+        found.extras.items["buffers"] = Item(
+            "drop",
+            f"{', '.join(lost[:3])} and all else that only files of layers hold: DeepSpeed's "
+            "converter leaves them out; convert the native checkpoint",
+        )
     if native is not None:
         extents |= native.files.extents
     manifest = Manifest(

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Names of dtypes as DeepSpeed's configuration has them.
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+#: Stages of ZeRO that cut the momentum of Muon otherwise than everything else.
+_WHOLE_MOMENTUM = (1, 2)
 _STAGES = (0, 1, 2, 3)
 #: Sections of a configuration that are about precision and layout.
 _LAYOUT_KEYS = frozenset({"bf16", "bfloat16", "fp16", "tensor_parallel"})
@@ -123,11 +125,7 @@ def write(
     model = describe(checkpoint)
     if wanted.dtype is None:
         wanted = replace(wanted, dtype=model.precision if wanted.stage else "fp32")
-    if not model.groups and wanted.stage > 0:
-        raise UcpError(
-            "the source has no groups of an optimizer, which DeepSpeed's ZeRO stages need: write "
-            "stage 0 and load it with load_optimizer_states=False"
-        )
+    _check_groups(model, wanted)
     placements = _placements(model, wanted, rules)
     reader = FlatReader(checkpoint, memory_bytes)
     tag = wanted.tag or f"global_step{model.counters['global_steps']}"
@@ -154,6 +152,20 @@ def write(
                 yield from _layer_files(trees(model, tp_rank), wanted, pipeline, tp_rank)
 
     Output(store, directory, tag, progress, fsync=fsync).write(files, latest="latest")
+
+
+def _check_groups(model: Model, wanted: Target) -> None:
+    """Raise unless the stage can hold the optimizer's groups."""
+    if not model.groups and wanted.stage > 0:
+        raise UcpError(
+            "the source has no groups of an optimizer, which DeepSpeed's ZeRO stages need: write "
+            "stage 0 and load it with load_optimizer_states=False"
+        )
+    if wanted.stage in _WHOLE_MOMENTUM and any(g.hyper.get("use_muon") for g in model.groups):
+        raise UcpError(
+            f"stage {wanted.stage} keeps Muon's momentum of whole parameters, and not cut like the "
+            "masters; that is not written: give stage 3"
+        )
 
 
 def _placements(

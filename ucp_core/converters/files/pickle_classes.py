@@ -124,8 +124,8 @@ class Resolver:
             return self._refusal(full)
         raise ForeignClassError(
             f"{self._where}: the pickle in it needs the class {full}, which is not a known part of "
-            "a checkpoint; nothing was executed. If it is harmless data, save the checkpoint "
-            "without it, or allow its name",
+            "a checkpoint; nothing was executed. If you trust the file, load it with torch, and "
+            "save it again without that object",
             path=self._where,
             name=full,
         )
@@ -374,6 +374,10 @@ _DCP = "torch.distributed.checkpoint"
 _OPAQUE = frozenset(
     (
         "argparse.Namespace",
+        "builtins.Ellipsis",
+        "builtins.slice",
+        "builtins.xrange",
+        "fractions.Fraction",
         "types.SimpleNamespace",
         "_io.BytesIO",
         "datetime.date",
@@ -382,7 +386,7 @@ _OPAQUE = frozenset(
         "datetime.timedelta",
         "datetime.timezone",
         "decimal.Decimal",
-        "numpy.random._pickle.",
+        "numpy.random.",
         "signal.Signals",
         "uuid.UUID",
         "torch._C._nn.",

@@ -6,7 +6,8 @@ group they are in the model's order; which group has which is proven by their sh
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
 
 
 def largest_shape(state: Mapping[str, Any]) -> Shape | None:
-    """Return the shape of the largest slot of a parameter's state; None if it has none."""
+    """Return the shape of the largest slot of a parameter's state; None if it has none.
+
+    Of slots of one element, numbers have no dim, and others those of the parameter.
+    """
     refs = [v for slot, v in state.items() if isinstance(v, TensorRef) and slot != "step"]
-    best = max(refs, key=lambda ref: ref.num_elements, default=None)
+    best = max(refs, key=lambda ref: (ref.num_elements, len(ref.shape)), default=None)
     return None if best is None else best.shape
 
 
@@ -31,8 +35,9 @@ def assign(
 ) -> dict[int, list[str]]:
     """Return the names of every group's parameters, in order.
 
-    With one group of as many parameters as the model has, they are in the model's order. Else all
-    parameters of a shape must be in one group: then their order there is the model's. Or the
+    With one group of as many parameters as the model has, they are in the model's order, unless
+    their shapes are in another. Else all parameters of a shape must be in one group: then their
+    order there is the model's, unless shapes prove that this group has an order of its own. Or the
     shapes of each group must be found in that order at one place only: then the others are frozen.
 
     Args:
@@ -45,7 +50,7 @@ def assign(
         CheckpointCorruptError: A state is larger than the parameter at its place.
     """
     count = sum(len(group) for group in wanted)
-    if len(wanted) == 1 and count == len(params):
+    if len(wanted) == 1 and count == len(params) and not _is_moved(wanted[0], params):
         for (name, shape), other in zip(params, wanted[0], strict=True):
             # Factored state is smaller than its parameter, never larger.
             if other is not None and prod(other) > prod(shape):
@@ -102,6 +107,12 @@ def _places(group: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int]
     return places
 
 
+def _is_moved(group: Sequence[Shape | None], params: Sequence[tuple[str, Shape]]) -> bool:
+    """Return whether a group has exactly the model's shapes, but in another order."""
+    shapes = [shape for _, shape in params]
+    return list(group) != shapes and Counter(group) == Counter(shapes)
+
+
 def _by_shape(
     wanted: Sequence[Sequence[Shape | None]], params: Sequence[tuple[str, Shape]], file: str
 ) -> dict[int, list[str]]:
@@ -123,7 +134,27 @@ def _by_shape(
                 f"the model has {len(names[kind])} of shape {kind}, the optimizer {len(groups)}",
             )
     left = {shape: iter(names[shape]) for shape in places}
-    return {index: [next(left[other]) for other in group] for index, group in enumerate(wanted)}
+    found = {index: [next(left[other]) for other in group] for index, group in enumerate(wanted)}
+    _check_order(wanted, found, params, file)
+    return found
+
+
+def _check_order(
+    wanted: Sequence[Sequence[Shape | None]],
+    found: Mapping[int, Sequence[str]],
+    params: Sequence[tuple[str, Shape]],
+    file: str,
+) -> None:
+    """Raise if a group is not in the model's order, and has several parameters of one shape."""
+    place = {name: number for number, (name, _) in enumerate(params)}
+    for index, names in found.items():
+        shape, times = Counter(wanted[index]).most_common(1)[0] if names else (None, 0)
+        if times > 1 and any(place[a] > place[b] for a, b in pairwise(names)):
+            raise unclear(
+                file,
+                f"the parameters of group {index} are in another order than the model's, and "
+                f"{times} of them are of shape {shape}",
+            )
 
 
 def unclear(file: str, why: str) -> PatternError:
@@ -132,4 +163,5 @@ def unclear(file: str, why: str) -> PatternError:
         f"{file}: the optimizer keeps no names, and which state belongs to which parameter cannot "
         f"be told: {why}; save with an optimizer that is distributed (ZeRO stage 1)",
         file=file,
+        why=why,
     )

@@ -32,6 +32,16 @@ _FORMATS = {
     "U8": "B",
     "BOOL": "?",
 }
+#: What Python raises where a structure is not what was expected.
+_NONSENSE = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 #: Above it a step count would be rounded in float32, in which torch keeps it.
 _EXACT_MAX = 1 << 24
 
@@ -45,7 +55,7 @@ def refusing_nonsense(where: str, framework: str) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+    except _NONSENSE as error:
         raise CheckpointCorruptError(
             f"{where} does not hold what {framework} writes: {type(error).__name__}: {error}",
             path=where,

@@ -170,6 +170,30 @@ def test_a_renaming_has_to_match_and_for_two_checkpoints_one_of_them(
     assert "renames.yaml:1: 'wte' matches none of the" in idle.stderr
 
 
+def test_a_rule_has_to_match_unless_it_may_not(checkpoint: str, tmp_path: Path) -> None:
+    """With a slip of the pen in it, a rule would say nothing and nobody would know."""
+    rules = tmp_path / "rules.yaml"
+    text = (
+        "extends: [llama]\nrules:\n- {match: wte, pattern: unique}\n- {match: wtf, pattern: unique"
+    )
+    rules.write_text(text + "}\n")
+    idle = ucp("inspect", checkpoint, "--rules", str(rules))
+    made = str(tmp_path / "made")
+    target = ["--format", "deepspeed", "--target-rules", str(rules)]
+    idle_target = ucp("export", checkpoint, made, *target)
+    rules.write_text(text + ", optional: true}\n")
+    allowed = ucp("inspect", checkpoint, "--rules", str(rules))
+    family = ucp("inspect", checkpoint, "--rules", "gpt-neox")
+
+    assert idle.returncode == 1
+    assert "rules.yaml:4: 'wtf' matches none of the" in idle.stderr
+    assert "'wte'" not in idle.stderr
+    assert (idle_target.returncode, idle_target.stderr) == (1, idle.stderr)
+    assert not Path(made).exists()
+    assert allowed.returncode == 0, allowed.stderr
+    assert family.returncode == 0, family.stderr
+
+
 def test_extract_shows_numbers_and_writes_files(checkpoint: str, tmp_path: Path) -> None:
     """The box is cut before it is written, and its bytes are the tensor's."""
     whole = np.frombuffer(small_state()[TensorKey("wte", "exp_avg")].data, np.float32)

@@ -1,4 +1,4 @@
-"""Refuses a file of ZeRO that is another rank's under a wrong name.
+"""Refuses a file of a rank that is another rank's under a wrong name.
 
 DeepSpeed writes no rank into such a file: what tells it from another one is its name, and what is
 in it. Data-parallel ranks hold different parts of the parameters, so two of them with the same
@@ -15,7 +15,7 @@ from ucp_core.statemap import DTYPE_BYTES
 from ucp_core.storage.base import join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ucp_core.converters.deepspeed.reading.partitions import RankState
     from ucp_core.converters.files.torch_reader import TensorRef
@@ -44,9 +44,34 @@ def refuse_copied(store: Store, directory: str, states: Sequence[RankState]) -> 
     Raises:
         CheckpointCorruptError: Two are equal, and more than a few numbers over and over.
     """
+    held = [list(_tensors(state)) for state in states]
+    _refuse_equal(store, directory, held, "masters and optimizer state")
+
+
+def refuse_copied_frozen(
+    store: Store, directory: str, pieces: Iterable[Sequence[TensorRef]]
+) -> None:
+    """Check the same of stage 3's model files, by the pieces of frozen parameters in them.
+
+    Nothing else in such a file is only one rank's.
+
+    Args:
+        store: Where.
+        directory: Of the files.
+        pieces: By data-parallel rank; no parameter of which every rank has the whole.
+
+    Raises:
+        CheckpointCorruptError: As above.
+    """
+    _refuse_equal(store, directory, pieces, "pieces of frozen parameters")
+
+
+def _refuse_equal(
+    store: Store, directory: str, held: Iterable[Sequence[TensorRef]], what: str
+) -> None:
     seen: dict[_Prints, str] = {}
-    for state in states:
-        refs = [ref for ref in _tensors(state) if ref.num_elements]
+    for found in held:
+        refs = [ref for ref in found if ref.num_elements]
         if not refs or any(ref.extent is None for ref in refs):
             continue
         first = seen.setdefault(tuple(map(_print, refs)), refs[0].file)
@@ -54,9 +79,8 @@ def refuse_copied(store: Store, directory: str, states: Sequence[RankState]) -> 
             continue
         path = join(directory, refs[0].file)
         raise CheckpointCorruptError(
-            f"{path} holds the same masters and optimizer state as {first}, but ranks hold "
-            "different parts: one of them was copied over the other; bring the right one back or "
-            "use another checkpoint",
+            f"{path} holds the same {what} as {first}, but ranks hold different parts: one of them "
+            "was copied over the other; bring the right one back or use another checkpoint",
             path=path,
             file=refs[0].file,
             same_as=first,

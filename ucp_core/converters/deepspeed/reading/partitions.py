@@ -18,6 +18,8 @@ _STATE = "optimizer_state_dict"
 WEIGHTS = "single_partition_of_fp32_groups"
 WEIGHTS_ZERO3 = "fp32_flat_groups"
 MAPPINGS = "param_slice_mappings"
+#: Muon's only slot.
+MOMENTUM = "momentum_buffer"
 
 
 class Partition(NamedTuple):
@@ -32,6 +34,8 @@ class Partition(NamedTuple):
         num_ranks: Ranks that the group was cut over; 0 where it is not said.
         group: Number of its group of the optimizer.
         num_held: Elements without the padding behind the last parameter; None in old versions.
+        momentum: Muon's, and whether it can be flat like the masters. It is else of all parameters
+            that the partition has a part of, each whole, one after the other.
     """
 
     file: str
@@ -42,6 +46,7 @@ class Partition(NamedTuple):
     num_ranks: int
     group: int
     num_held: int | None = None
+    momentum: tuple[TensorRef, bool] | None = None
 
     @property
     def num_elements(self) -> int:
@@ -100,7 +105,10 @@ def _zero12(state: dict[str, Any], file: str) -> RankState:
     found = []
     for index, weight in enumerate(weights):
         _check_flat(weight, f"{WEIGHTS}[{index}]", file)
-        slots, scalars = _sorted_state(states[index], weight, paddings[index], index, file)
+        kept, momentum = states[index], None
+        if groups and groups[index].get("use_muon"):
+            kept, momentum = _without_momentum(kept, weight, paddings[index])
+        slots, scalars = _sorted_state(kept, weight, paddings[index], index, file)
         found.append(
             Partition(
                 file=file,
@@ -111,10 +119,26 @@ def _zero12(state: dict[str, Any], file: str) -> RankState:
                 num_ranks=int(counts[index]),
                 group=index,
                 num_held=_num_held(state, weight.shape[0], paddings[index]),
+                momentum=momentum,
             )
         )
     known = {WEIGHTS, "base_optimizer_state", MAPPINGS, "base_optimizer_state_step"}
     return RankState(found, groups, {k: v for k, v in state.items() if k not in known})
+
+
+def _without_momentum(
+    state: Mapping[str, Any], weight: TensorRef, padding: int | None
+) -> tuple[Mapping[str, Any], tuple[TensorRef, bool] | None]:
+    """Return the state without Muon's momentum, and that, if it is a flat tensor of any size.
+
+    DeepSpeed (0.19.8) orthogonalises whole parameters, so a rank keeps the momentum of all that it
+    has a part of; with the optimizer offloaded, only of its own elements.
+    """
+    value = state.get(MOMENTUM)
+    if not isinstance(value, TensorRef) or len(value.shape) != 1 or value.byte_strides is not None:
+        return state, None
+    rest = {slot: other for slot, other in state.items() if slot != MOMENTUM}
+    return rest, (value, _is_flat(value, weight.shape[0], padding))
 
 
 def _num_held(state: Mapping[str, Any], size: int, padding: int | None) -> int | None:

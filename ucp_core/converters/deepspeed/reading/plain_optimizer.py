@@ -111,8 +111,8 @@ class _Optimizer:
     def _by_shapes(self) -> dict[int, list[str]]:
         """Return the names of each group's parameters, by order and shape.
 
-        Groups of experts are a matter by themselves: DeepSpeed marks them, and cuts those of one
-        name where they get too large.
+        Groups of experts are a matter by themselves: DeepSpeed marks them, and cuts a group of
+        experts that gets too large into several, one behind the other.
         """
         kinds: dict[str, list[int]] = {}
         for index, group in enumerate(self.groups):
@@ -130,13 +130,15 @@ class _Optimizer:
                 [largest_shape(self._state.get(n, {})) for n in self.groups[index]["params"]]
                 for index in indices
             ]
-            if not kind:
+            try:
                 names = assign(wanted, params, self._file)
-                found |= {indices[place]: group for place, group in names.items()}
-                continue
-            joined = assign([[shape for group in wanted for shape in group]], params, self._file)
-            left = iter(joined.get(0, []))
-            found |= {i: [next(left) for _ in w] for i, w in zip(indices, wanted, strict=True)}
+            except PatternError:
+                if not kind:
+                    raise
+                joined = [shape for group in wanted for shape in group]
+                left = iter(assign([joined], params, self._file)[0])
+                names = {place: [next(left) for _ in group] for place, group in enumerate(wanted)}
+            found |= {indices[place]: group for place, group in names.items()}
         return found
 
     def _by_masters(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ucp_core.converters.deepspeed.reading.copied import refuse_copied_frozen
 from ucp_core.converters.deepspeed.reading.topology import Native
 from ucp_core.converters.deepspeed.reading.zero import EXPERT
 from ucp_core.converters.files.torch_reader import TensorRef
@@ -238,6 +239,7 @@ def _add_frozen_fragments(native: Native, modules: Modules) -> None:
     """Add the frozen parameters of stage 3, of which every rank has a piece."""
     if native.stage != _ZERO3:
         return
+    held: dict[int, dict[int, list[TensorRef]]] = {}
     for (dp_rank, mp), file in sorted(native.model.items()):
         tree = native.files.trees[file]
         shapes = tree.get("frozen_param_shapes") or {}
@@ -258,11 +260,15 @@ def _add_frozen_fragments(native: Native, modules: Modules) -> None:
             offset = ref.offset_bytes
             if ref.num_elements == total and native.dp > 1 and piece != total:
                 offset += begin * DTYPE_BYTES[ref.dtype]
+            elif piece != total:
+                held.setdefault(mp, {}).setdefault(dp_rank, []).append(ref)
             run = Run(file, offset, begin, end)
             key = TensorKey(name, WEIGHT)
             modules.shards.add_run(key, native.rank(mp), ref.dtype, shape, run)
             if name not in modules.trained:
                 modules.roles[name] = "frozen"
+    for pieces in held.values():
+        refuse_copied_frozen(native.files.store, native.files.directory, pieces.values())
 
 
 def _add_layers(native: Native, modules: Modules) -> None:
@@ -345,6 +351,15 @@ def _add_experts(native: Native, modules: Modules) -> None:
                 path=native.files.directory,
                 missing=(name,),
             )
+    held = {name for file in native.experts.values() for name in native.files.trees[file]}
+    lost = sorted(n for n in modules.trained if EXPERT.fullmatch(n) and n not in held)
+    if lost:
+        raise CheckpointCorruptError(
+            f"{native.files.directory}: ZeRO's files hold {lost[0]}, the files of experts do not: "
+            "the folder mixes two saves, or its layers have experts of which only some are trained",
+            path=native.files.directory,
+            fqn=lost[0],
+        )
     for (_, _, mp), file in sorted(native.experts.items()):
         for name, ref in _tensors(native.files.trees[file], modules.items):
             _check_shape(native, modules, file, name, ref)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ucp_core.converters.deepspeed.reading.partitions import MOMENTUM
 from ucp_core.converters.shared.shards import Rank, Run, Shards
-from ucp_core.errors import CheckpointCorruptError
+from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 from ucp_core.statemap import DTYPE_BYTES, TensorKey
 
 if TYPE_CHECKING:
@@ -132,18 +133,23 @@ def _families(
             file=parts[0].file,
         )
     ep_degree = dp // num_ranks
-    local = 1 + max(int(match[2]) for name in shapes if (match := EXPERT.fullmatch(name)))
+    # Layers may have different numbers of experts.
+    local: dict[str, int] = defaultdict(int)
+    for match in filter(None, map(EXPERT.fullmatch, shapes)):
+        local[match[1]] = max(local[match[1]], 1 + int(match[2]))
     for ep_rank in range(ep_degree):
         apart = range(ep_rank, dp, ep_degree)
         together = range(ep_rank * num_ranks, (ep_rank + 1) * num_ranks)
-        rename = {name: global_expert(name, ep_rank * local) for name in shapes}
+        rename = {name: _global_expert(name, ep_rank, local) for name in shapes}
         yield list(together if stage.data_before_expert else apart), rename
 
 
-def global_expert(name: str, first: int) -> str:
+def _global_expert(name: str, ep_rank: int, local: Mapping[str, int]) -> str:
     """Return the name of an expert's parameter with its number in the whole layer."""
     match = EXPERT.fullmatch(name)
-    return name if match is None else f"{match[1]}{first + int(match[2])}{match[3]}"
+    if match is None:
+        return name
+    return f"{match[1]}{ep_rank * local[match[1]] + int(match[2])}{match[3]}"
 
 
 def _add_group(
@@ -165,6 +171,7 @@ def _add_group(
         mapping = part.mapping
         if mapping is None:
             mapping = _computed(shapes, number * size, (number + 1) * size)
+        starts = _momentum_starts(part, mapping, shapes)
         for name, (start, count) in mapping.items():
             if name not in shapes:
                 raise CheckpointCorruptError(
@@ -177,6 +184,9 @@ def _add_group(
             done[name] += count
             _add(stage, shards, part, fqn, shapes[name], start, begin, begin + count)
             _add_scalars(scalars, part, fqn)
+            if part.momentum is not None:
+                at = start if starts is None else starts[name] + begin
+                _add_momentum(stage, shards, part, fqn, shapes[name], at, (begin, begin + count))
     for name, shape in shapes.items():
         if done[name] != prod(shape):
             raise CheckpointCorruptError(
@@ -185,6 +195,55 @@ def _add_group(
                 file=stage.where,
                 fqn=name,
             )
+
+
+def _add_momentum(
+    stage: Stage,
+    shards: Shards,
+    part: Partition,
+    fqn: str,
+    shape: tuple[int, ...],
+    start: int,
+    span: tuple[int, int],
+) -> None:
+    """Add Muon's momentum of some elements of a shard, which lies from ``start`` on."""
+    assert part.momentum is not None, f"{part.file} has no momentum"
+    ref, _ = part.momentum
+    run = Run(part.file, ref.offset_bytes + start * DTYPE_BYTES[ref.dtype], *span)
+    shards.add_run(TensorKey(fqn, MOMENTUM), stage.rank, ref.dtype, shape, run)
+
+
+def _momentum_starts(
+    part: Partition,
+    mapping: Mapping[str, tuple[int, int]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, int] | None:
+    """Return where each parameter begins in Muon's momentum; None where that is like the masters.
+
+    Raises:
+        UnsupportedVersionError: It is neither, or could be both.
+    """
+    if part.momentum is None:
+        return None
+    ref, is_flat = part.momentum
+    names = sorted((n for n in mapping if n in shapes), key=lambda name: mapping[name][0])
+    starts: dict[str, int] = {}
+    total = 0
+    for name in names:
+        starts[name] = total
+        total += prod(shapes[name])
+    if total == sum(mapping[name][1] for name in names) and is_flat:
+        return None
+    if is_flat is (total == ref.num_elements):
+        raise UnsupportedVersionError(
+            f"{part.file}: Muon's momentum of group {part.group} has {ref.num_elements} elements, "
+            f"which fits {'both' if is_flat else 'neither'} the {part.weight.num_elements} flat "
+            f"elements there {'and' if is_flat else 'nor'} the {total} of whole parameters; save "
+            "with another number of ranks",
+            file=part.file,
+            slot=MOMENTUM,
+        )
+    return None if is_flat else starts
 
 
 def _computed(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.converters.deepspeed.writing.streams import read_scalars
 from ucp_core.converters.files.pickle_writer import TensorData
+from ucp_core.dtypes.casts import FLOATS
 from ucp_core.errors import UcpError
 from ucp_core.statemap import DTYPE_BYTES, TensorEntry, TensorKey
 
@@ -144,6 +145,8 @@ def describe(checkpoint: Checkpoint) -> Model:
             "DeepSpeed would not restore it",
             fqn=rest[0],
         )
+    # No optimizer trains integers: where there is none to tell, these are buffers.
+    counts = {name for name in rest if entries[TensorKey(name, _WEIGHT)].dtype not in FLOATS}
     empty = {name for name in grouped if 0 in shapes[name]}
     scalar_slots = _scalar_slots(entries, shapes)
     groups = []
@@ -156,9 +159,9 @@ def describe(checkpoint: Checkpoint) -> Model:
     return Model(
         entries=entries,
         groups=tuple(groups) if grouped else (),
-        trained=tuple(rest),
+        trained=tuple(name for name in rest if name not in counts),
         frozen=tuple(frozen),
-        buffers=tuple(name for name in weights if roles.get(name) == "buffer"),
+        buffers=tuple(n for n in weights if roles.get(n) == "buffer" or n in counts),
         ties=dict(sorted(manifest.ties.items())),
         **_small_values(checkpoint),
     )

@@ -30,6 +30,7 @@ from ucp_core.errors import (
     CheckpointNotFoundError,
     ForeignClassError,
     UncoveredRegionError,
+    UnsupportedVersionError,
 )
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore, MemoryStore
@@ -163,25 +164,6 @@ def test_a_model_alone_is_a_checkpoint(tmp_path: Path) -> None:
         checkpoint = _saved(state, tmp_path / str(number))
         assert sorted(key.fqn for key in checkpoint.state_map.entries) == sorted(model.state_dict())
         assert checkpoint.manifest.roles == {}
-
-
-def test_an_optimizer_that_knows_numbers_is_named_or_refused(tmp_path: Path) -> None:
-    """``optimizer.state_dict()`` as it is has no names; a wrong guess swaps moments silently."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    made = torch.optim.AdamW(model.parameters())
-    model(torch.randn(5, 3)).sum().backward()
-    made.step()
-    state = {"model": model.state_dict(), "optimizer": made.state_dict()}
-    checkpoint = _saved(state, tmp_path / "named")
-    for fqn, parameter in model.named_parameters():
-        moment = made.state[parameter]["exp_avg"]
-        assert same_bits(loaded(checkpoint, fqn, "exp_avg"), moment)
-    assert checkpoint.param_groups[0]["params"] == [fqn for fqn, _ in model.named_parameters()]
-    model.register_buffer("extra", torch.ones(4))
-    state = {"model": model.state_dict(), "optimizer": made.state_dict()}
-    with pytest.raises(CheckpointCorruptError, match="saved by number"):
-        _saved(state, tmp_path / "unsure")
 
 
 def test_numbers_that_only_a_pickle_holds_are_tensors_too() -> None:
@@ -359,6 +341,16 @@ def test_tensors_that_dcp_wrote_as_safetensors_are_found(tmp_path: Path) -> None
     victim = tmp_path / "__0_1.distcp"
     victim.write_bytes(victim.read_bytes()[:-1])
     with pytest.raises(CheckpointCorruptError, match=r"__0_1\.distcp"):
+        dcp.read(LocalStore(), str(tmp_path))
+
+
+def test_a_state_that_was_not_flattened_is_refused(tmp_path: Path) -> None:
+    """Its weights are in one pickle; a conversion would tell of success and hold none of them."""
+    planner = dcp_peer.DefaultSavePlanner(flatten_state_dict=False)
+    state = {"model": Tiny().state_dict()}
+    dcp_peer.save(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+
+    with pytest.raises(UnsupportedVersionError, match="flatten_state_dict"):
         dcp.read(LocalStore(), str(tmp_path))
 
 

@@ -52,3 +52,12 @@ def test_nonsense_in_an_optimizer_file_is_an_error_of_ours(
 
     with pytest.raises(CheckpointCorruptError):
         read(folder.write(tmp_path))
+
+
+def test_a_number_that_no_tensor_holds_is_an_error_of_ours(tmp_path: Path) -> None:
+    """Python's integers have no end."""
+    folder = native(MODEL, dp=1)
+    folder.optim()["base_optimizer_state"]["state"][0]["step"] = 2**70
+
+    with pytest.raises(CheckpointCorruptError):
+        read(folder.write(tmp_path))

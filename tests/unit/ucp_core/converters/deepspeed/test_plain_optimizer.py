@@ -151,8 +151,62 @@ def test_groups_that_share_a_shape_are_not_guessed(tmp_path: Path) -> None:
         read(folder.write(tmp_path))
 
 
-def _experts(*, is_split: bool) -> Folder:
-    """Return four experts over two ranks, of the shapes that other parameters have too."""
+def _numbered(model: list[Param], groups: list[list[Param]]) -> Folder:
+    """Return a checkpoint in float32 without ZeRO, whose optimizer numbers ``groups``."""
+    folder = native(model, dp=1)
+    del folder.trees[optim_name(0, 0)]
+    order = [param for group in groups for param in group]
+    state = {i: {s: tensor(p.value(s)) for s in SLOTS} for i, p in enumerate(order)}
+    hyper = [{"params": [order.index(param) for param in group]} for group in groups]
+    tree = {"param_shapes": None, "optimizer": {"state": state, "param_groups": hyper}}
+    folder.trees["mp_rank_00_model_states.pt"] |= tree
+    return folder
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_groups_in_an_order_of_their_own_are_not_guessed(tmp_path: Path, num_groups: int) -> None:
+    """Reversed, the state of two parameters of one shape would change places unseen."""
+    weights = [Param("a.weight", (4, 3)), Param("b.weight", (3, 4))]
+    biases = [Param("a.bias", (4,)), Param("c.bias", (4,)), Param("b.bias", (3,))]
+    model = [*weights, *biases]
+    groups = [model[::-1]] if num_groups == 1 else [weights, biases[::-1]]
+    folder = _numbered(model, groups)
+
+    with pytest.raises(PatternError, match=r"another order than the model's, and 2 of them are"):
+        read(folder.write(tmp_path))
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_shapes_that_only_one_has_tell_any_order(tmp_path: Path, num_groups: int) -> None:
+    """By place alone, moments of one parameter would be taken for those of another."""
+    weights = [Param("a.weight", (4, 3)), Param("b.weight", (3, 4)), Param("c.weight", (12, 1))]
+    biases = [Param("a.bias", (4,)), Param("b.bias", (3,))]
+    model = [*weights, *biases]
+    groups = [model[::-1]] if num_groups == 1 else [weights[::-1], biases[::-1]]
+    folder = _numbered(model, groups)
+
+    checkpoint = read(folder.write(tmp_path))
+
+    assert_equal(loaded(checkpoint), folder.expected)
+    assert [g["params"] for g in checkpoint.param_groups] == [[p.name for p in g] for g in groups]
+
+
+def test_a_number_of_the_state_is_not_the_shape_of_a_parameter_of_one_element(
+    tmp_path: Path,
+) -> None:
+    """NAdam and ASGD keep numbers before what has the parameter's shape."""
+    model = [Param("a.weight", (4, 3)), Param("gain", (1,)), Param("x", (5,), role="frozen")]
+    folder = _numbered(model, [model[:2]])
+    state = folder.trees["mp_rank_00_model_states.pt"]["optimizer"]["state"]
+    for number, param in enumerate(model[:2]):
+        state[number] = {"mu_product": tensor(np.array(0.5, np.float32)), **state[number]}
+        folder.expected[param.name, "mu_product"] = np.array(0.5, np.float32)
+
+    assert_equal(loaded(read(folder.write(tmp_path))), folder.expected)
+
+
+def _experts(split: str) -> Folder:
+    """Return four experts over two ranks, of shapes that other parameters have too."""
     layer = "moe.deepspeed_moe"
     dense = [
         Param("in.weight", (4, 4)),
@@ -160,9 +214,9 @@ def _experts(*, is_split: bool) -> Folder:
         Param("out.weight", (4, 4)),
     ]
     experts = [
-        Param(f"{layer}.experts.deepspeed_experts.{e}.{kind}", (4, 4))
+        Param(f"{layer}.experts.deepspeed_experts.{e}.{kind}", shape)
         for e in range(4)
-        for kind in "ab"
+        for kind, shape in (("a", (4, 4)), ("b", (4,) if split == "by shape" else (4, 4)))
     ]
     folder = native(dense, dp=2)
     for rank in range(2):
@@ -174,7 +228,11 @@ def _experts(*, is_split: bool) -> Folder:
     for ep in range(2):
         mine = experts[4 * ep : 4 * ep + 4]
         # Where DeepSpeed splits groups, a large one of experts is cut into several.
-        groups = [dense, mine[:3], mine[3:]] if is_split else [[*dense[:2], *mine, dense[2]]]
+        groups = [[*dense[:2], *mine, dense[2]]]
+        if split == "by size":
+            groups = [dense, mine[:3], mine[3:]]
+        elif split == "by shape":
+            groups = [dense, mine[::2], mine[1::2]]
         order = [param for group in groups for param in group]
         state = {i: {s: tensor(p.value(s)) for s in SLOTS} for i, p in enumerate(order)}
         hyper: list[dict[str, Any]] = [{"params": [order.index(p) for p in g]} for g in groups]
@@ -190,12 +248,10 @@ def _experts(*, is_split: bool) -> Folder:
     return folder
 
 
-@pytest.mark.parametrize("is_split", [True, False])
-def test_every_expert_parallel_rank_numbers_its_own_experts(
-    tmp_path: Path, *, is_split: bool
-) -> None:
+@pytest.mark.parametrize("split", ["", "by size", "by shape"])
+def test_every_expert_parallel_rank_numbers_its_own_experts(tmp_path: Path, split: str) -> None:
     """Both ranks count from 0 on, and what they share is in both files."""
-    folder = _experts(is_split=is_split)
+    folder = _experts(split)
 
     checkpoint = read(folder.write(tmp_path))
 
@@ -206,7 +262,7 @@ def test_every_expert_parallel_rank_numbers_its_own_experts(
 
 def test_an_optimizer_of_experts_that_is_missing_is_named(tmp_path: Path) -> None:
     """The model's file holds the first rank's, which would do for a rank of all experts."""
-    folder = _experts(is_split=True)
+    folder = _experts("by size")
     del folder.trees["expp_rank_1_mp_rank_00_optim_states.pt"]
 
     with pytest.raises(CheckpointCorruptError, match="lacks expp_rank_1_mp_rank_00_optim"):
@@ -215,7 +271,7 @@ def test_an_optimizer_of_experts_that_is_missing_is_named(tmp_path: Path) -> Non
 
 def test_experts_without_named_groups_are_counted(tmp_path: Path) -> None:
     """No name tells the number of ranks then; one that is missing leaves experts over."""
-    folder = _experts(is_split=False)
+    folder = _experts("")
     del folder.trees["expp_rank_1_mp_rank_00_optim_states.pt"]
 
     with pytest.raises(PatternError, match="cannot be told"):

@@ -371,56 +371,6 @@ def test_frozen_layers_and_buffers_of_a_pipeline_come_from_layer_files(tmp_path:
     assert not any(name.startswith("0.") for name, _ in found), "the tied layer is no tensor"
 
 
-def _with_experts(dp: int) -> tuple[Folder, dict[tuple[str, str], Array]]:
-    """Return a checkpoint with two experts on each of two ranks, ``dp / 2`` times."""
-    prefix = "moe.deepspeed_moe.experts.deepspeed_experts."
-    dense = [Param("up.weight", (3, 5))]
-    expected: dict[tuple[str, str], Array] = {}
-    local: list[Folder] = []
-    for ep_rank in range(2):
-        names = [f"{prefix}{2 * ep_rank + number}.weight" for number in range(2)]
-        folder = native([Param(name, (3, 3)) for name in names], dp=dp // 2)
-        expected |= folder.expected
-        local.append(folder)
-    whole = native(dense, dp=dp, more={"num_experts": [4]})
-    whole.expected |= expected
-    model = whole.trees["mp_rank_00_model_states.pt"]
-    shapes = local[0].trees["mp_rank_00_model_states.pt"]["param_shapes"][0]
-    model["param_shapes"].append(dict(shapes))
-    for rank in range(dp):
-        state, expert = whole.optim(rank), local[rank % 2].optim(rank // 2)
-        base, other = state["base_optimizer_state"], expert["base_optimizer_state"]
-        base["state"][1] = other["state"][0]
-        base["param_groups"].append(other["param_groups"][0] | {"moe": True, "params": [1]})
-        for key in ("single_partition_of_fp32_groups", "group_paddings", "partition_count"):
-            state[key].append(expert[key][0])
-        # Every rank counts its experts from 0 on.
-        mapping = {
-            f"{prefix}{int(name.split('.')[-2]) % 2}.weight": address
-            for name, address in expert["param_slice_mappings"][0].items()
-        }
-        state["param_slice_mappings"].append(mapping)
-    for number in range(4):
-        name = f"{prefix}{number}.weight"
-        array = expected[name, "weight"]
-        file = f"layer_0_expert_{number}_mp_rank_00_model_states.pt"
-        whole.trees[file] = {name: tensor(array)}
-    return whole, whole.expected
-
-
-def test_experts_are_found_where_only_mappings_name_them(tmp_path: Path) -> None:
-    """Before 0.19 the files of such models had no shapes, no version and no configuration."""
-    folder, expected = _with_experts(2)
-    tree = folder.trees["mp_rank_00_model_states.pt"]
-    for key in ("param_shapes", "ds_config", "ds_version", "buffer_names", "shared_params"):
-        del tree[key]
-
-    checkpoint = read(folder.write(tmp_path))
-
-    assert_equal(loaded(checkpoint), expected)
-    assert checkpoint.manifest.source["version"] == "0.19.8"
-
-
 def _without_shapes(folder: Folder) -> Folder:
     """Return a folder as BF16_Optimizer saves it without ZeRO: mappings alone have names."""
     for name, tree in folder.trees.items():
@@ -453,14 +403,6 @@ def test_a_tied_module_that_fits_two_layers_is_no_guess(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointCorruptError, match=r"tied_modules\.embed\.weight"):
         read(folder.write(tmp_path))
-
-
-@pytest.mark.parametrize("dp", [2, 4])
-def test_experts_of_several_ranks_are_not_put_together(tmp_path: Path, dp: int) -> None:
-    """They have one name on all ranks; the peer makes one tensor of them."""
-    folder, expected = _with_experts(dp)
-
-    assert_equal(loaded(read(folder.write(tmp_path))), expected)
 
 
 def test_half_precision_masters_are_kept_as_they_are(tmp_path: Path) -> None:

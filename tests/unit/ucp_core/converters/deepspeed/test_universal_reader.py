@@ -89,6 +89,18 @@ def test_flat_tensors_without_model_files_say_so_and_take_shapes(tmp_path: Path)
         with_shapes(checkpoint, {"up.weight": (5, 5)})
 
 
+def test_what_the_converter_leaves_out_of_a_pipeline_is_named(tmp_path: Path) -> None:
+    """It copies no files of layers, and these alone have buffers and frozen parameters."""
+    folder = universal()
+    del folder.trees["mp_rank_00_model_states.pt"]["module"]["scale"]
+    del folder.trees["zero/scale/fp32.pt"]
+
+    checkpoint = read(_write(folder, tmp_path))
+
+    item = checkpoint.manifest.items["buffers"]
+    assert (item.policy, item.note.split()[0]) == ("drop", "scale")
+
+
 def test_leftover_fragments_of_an_interrupted_conversion_are_not_taken_in(tmp_path: Path) -> None:
     """The peer globs the old ``tmp`` folder into its next conversion: 63 of 63 tensors wrong."""
     folder = universal()

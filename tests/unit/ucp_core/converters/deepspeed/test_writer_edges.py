@@ -111,6 +111,30 @@ def test_weights_alone_can_be_written_at_stage_0_only() -> None:
         _files(state, stage=1)
 
 
+def test_integers_of_weights_alone_are_kept_as_they_are() -> None:
+    """Without an optimizer nothing says that they are buffers, and no float holds all of them."""
+    state = adam_state({"a": (3,)})
+    state.slots, state.groups = {}, []
+    state.weights["seen"] = np.array([2**40 + 1], np.int64)
+
+    tree = _files(state, stage=0)["mp_rank_00_model_states.pt"]
+
+    assert tree["buffer_names"] == ["seen"]
+    assert tree["module"]["seen"].tolist() == [2**40 + 1]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_momentum_of_muon_is_written_only_where_it_is_cut_like_the_masters(stage: int) -> None:
+    """DeepSpeed would take slices of whole parameters out of it, and get another's elements."""
+    state = adam_state({"a": (3,), "b": (4,)})
+    state.slots = {"momentum_buffer": state.slots["exp_avg"]}
+    state.groups[0]["use_muon"] = True
+
+    with pytest.raises(UcpError, match="Muon's momentum of whole parameters"):
+        _files(state, stage=stage)
+    assert _files(state, stage=3)
+
+
 def test_a_new_fp16_run_gets_the_scaler_that_deepspeed_starts_with() -> None:
     """The source was not trained in fp16, so it has none."""
     scaler = _optimizer(_files(adam_state({"a": (3,)}), stage=2, dtype="fp16"))["loss_scaler"]

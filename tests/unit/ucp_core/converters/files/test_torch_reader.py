@@ -10,6 +10,7 @@ import io
 import pickle
 import struct
 import zipfile
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,18 @@ def test_known_foreign_objects_are_only_described() -> None:
     assert type(found["args"].state["dtype"]) is Global
     assert found["args"].state["dtype"].name == "torch.bfloat16"
     assert plain(found["args"])["state"]["dtype"] == "torch.bfloat16"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.random.default_rng(0), Fraction(1, 3), range(3), slice(1, 2), ...],
+    ids=lambda value: type(value).__name__,
+)
+def test_harmless_values_of_a_program_do_not_make_a_checkpoint_unreadable(value: Any) -> None:
+    """A client state has what the program put there: data cursors, generators, ratios."""
+    found = _read(_saved({"mine": value}))["mine"]
+    assert isinstance(found, Opaque | Global)
+    assert isinstance(plain(found), dict | str)
 
 
 def test_an_unknown_class_is_named_with_its_file_and_can_be_allowed() -> None:
