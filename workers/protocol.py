@@ -168,11 +168,14 @@ class ParityGroup:
         attempt: Whose versions; a later attempt is another order.
         num_parities: 1 or 2: how many of the nodes may be lost.
         places: All nodes, in an order that they agree on; one of them is this one.
+        over_replicas: Whether ranks make the parities from their own replicas: the keepers then
+            only put the members' records to them.
     """
 
     attempt: int
     num_parities: int
     places: tuple[GroupPlace, ...]
+    over_replicas: bool = False
 
     @property
     def place(self) -> int:
@@ -232,6 +235,8 @@ class Assignment:
             of it; empty if it is to be loaded from storage.
         guards: Ranks on other nodes that hold the same state as this one, and whose share of it
             this one saves beside its own; None where keepers protect each other's snapshots.
+        parity: By place in a group, ranks on different nodes that hold the same state: this one,
+            which is among them, keeps a parity of the others' shares; () if it keeps none.
     """
 
     attempt: int
@@ -244,6 +249,12 @@ class Assignment:
     lineage: tuple[tuple[int, int], ...]
     memory: tuple[MemoryPart, ...] = ()
     guards: tuple[int, ...] | None = None
+    parity: tuple[int, ...] = ()
+
+    @property
+    def saved_too(self) -> tuple[int, ...]:
+        """Return the ranks whose shares this one saves in some way, beside its own."""
+        return self.guards or tuple(rank for rank in self.parity if rank != self.rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
 """How the snapshots of an attempt are protected against lost nodes: copies, parity, or nothing.
 
 Pure. Where data-parallel replicas on other nodes hold the same state, workers save each other's
-shares from their own memory and nothing is sent. Otherwise keepers protect each other over the
-network: what a node has for snapshots and how large they are decides, by the rules of
+shares from their own memory and nothing is sent; or, with three nodes or more, a parity of them,
+which takes 1/(n-1) of the memory of a copy. Otherwise keepers protect each other over the network.
+What a node has for snapshots and how large they are decides, by the rules of
 ``workers.snapshot.placement``: copies while memory allows, since they are read and need not be
 computed, else parity over groups of nodes.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from ucp_core.layout import ParallelLayout
 from workers.parallel.shares import replicas_of
 from workers.protocol import Inventory
-from workers.snapshot.groups import Groups, shared_domains
+from workers.snapshot.groups import Groups, form_groups, shared_domains
 from workers.snapshot.placement import (
     PARITIES,
     Mechanism,
@@ -31,6 +32,9 @@ from workers.snapshot.placement import (
 
 __all__ = ["RedundancyFacts", "RedundancyPlan", "plan_redundancy", "rank_bytes"]
 
+#: A parity of one other node's data is a copy of it.
+_PARITY_NODES_MIN = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedundancyFacts:
@@ -43,7 +47,10 @@ class RedundancyFacts:
         rank_bytes: The largest rank's part of a version; 0 if there was none yet.
         layout: Says which ranks hold the same state; None if nobody knows.
         racks: What a node fails together with, by node, where that is known.
-        is_guarded: Whether the workers save each other's shares; None if they are not told yet.
+        told: What the workers save for each other: a copy, a parity, or nothing (``NONE``); None
+            if they are not told yet.
+        is_open: Whether a copy that they were told to save may be given up, for keepers that
+            protect each other, if there is no room for it.
     """
 
     nodes: tuple[str, ...]
@@ -51,7 +58,8 @@ class RedundancyFacts:
     rank_bytes: int
     layout: ParallelLayout | None = None
     racks: Mapping[str, str] = field(default_factory=dict)
-    is_guarded: bool | None = None
+    told: Mechanism | None = None
+    is_open: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +76,8 @@ class RedundancyPlan:
         keepers: By node, the others whose keepers copy its snapshots over the network.
         guards: By rank, the ranks whose shares it saves beside its own; None where keepers
             protect each other's snapshots.
+        lanes: By rank, the ranks, by place in its group, that keep parities of each other's shares
+            from their own replicas; None where they keep none.
         shared_racks: Racks whose loss may cost more than the tolerance.
     """
 
@@ -78,12 +88,18 @@ class RedundancyPlan:
     is_final: bool = True
     keepers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     guards: tuple[tuple[int, ...], ...] | None = None
+    lanes: tuple[tuple[int, ...], ...] | None = None
     shared_racks: tuple[str, ...] = ()
 
     @property
     def is_parity(self) -> bool:
         """Return whether groups keep parities."""
         return self.mechanism in PARITIES
+
+    @property
+    def is_by_workers(self) -> bool:
+        """Return whether workers are told what to save for each other."""
+        return self.guards is not None or self.lanes is not None
 
     def copies_of(self, node: str) -> tuple[str, ...]:
         """Return the nodes whose snapshots the keeper of ``node`` copies."""
@@ -148,11 +164,30 @@ def _over_replicas(
     layout = facts.layout
     if layout is None or layout.dp_replicate == 1 or layout.world_size != len(facts.nodes):
         return ""
-    if facts.is_guarded is False:
+    if facts.told is Mechanism.NONE:
         return "the replicas of this attempt were not told to save each other's shares"
-    is_free = facts.is_guarded is None
-    if is_free and preference is Preference.PARITY:
-        return f"no {Mechanism.REDUNDANT_COPY} of replicas: parity is asked for"
+    if facts.told is Mechanism.REPLICA_PARITY:
+        return _replica_parity(facts, tolerance)
+    copies = _redundant_copies(facts, tolerance)
+    is_refused = isinstance(copies, str)
+    # Between two nodes a parity would be a copy.
+    wants_parity = preference is Preference.PARITY and len(set(facts.nodes)) >= _PARITY_NODES_MIN
+    may_be_parity = wants_parity or (is_refused and preference is not Preference.COPY)
+    if facts.told is Mechanism.REDUNDANT_COPY or not may_be_parity:
+        return copies
+    parity = _replica_parity(facts, tolerance)
+    if not is_refused:
+        return parity
+    if isinstance(parity, RedundancyPlan):
+        return replace(parity, reason=f"{parity.reason}; {copies}")
+    return f"{copies}; {parity}"
+
+
+def _redundant_copies(facts: RedundancyFacts, tolerance: int) -> RedundancyPlan | str:
+    """Return the plan by which workers save each other's shares, or why they cannot."""
+    layout = facts.layout
+    assert layout is not None
+    is_free = facts.told is None or facts.is_open
     keepers = _guarded_by(layout, facts.nodes, facts.racks, tolerance)
     if keepers is None:
         return (
@@ -163,13 +198,13 @@ def _over_replicas(
     num_shares = dict.fromkeys(facts.nodes, 0)
     for name, guarded in zip(facts.nodes, guards, strict=True):
         num_shares[name] += 1 + len(guarded)
-    if is_free and (refusal := _refusal(facts, num_shares)):
+    need_bytes = {name: number * facts.rank_bytes for name, number in num_shares.items()}
+    if is_free and (refusal := _refusal(facts, need_bytes)):
         return f"{Mechanism.REDUNDANT_COPY} of replicas {refusal}"
     holders = tuple(
         tuple(facts.nodes[each] for each in (rank, *others)) for rank, others in enumerate(keepers)
     )
-    most = max(num_shares.values()) * facts.rank_bytes
-    size = f"{sized(most)} a node and version" if most else "of a size that is not known yet"
+    size = _size(need_bytes)
     return RedundancyPlan(
         mechanism=Mechanism.REDUNDANT_COPY,
         tolerance=tolerance,
@@ -182,6 +217,66 @@ def _over_replicas(
         guards=guards,
         shared_racks=shared_domains(holders, _domains(facts.nodes, facts.racks)),
     )
+
+
+def _replica_parity(facts: RedundancyFacts, tolerance: int) -> RedundancyPlan | str:
+    """Return the plan by which workers keep parities from their own replicas, or why not."""
+    what = Mechanism.REPLICA_PARITY
+    if tolerance > 1:
+        return f"{what} survives 1 node"
+    groups, racks = _lane_groups(facts), _domains(facts.nodes, facts.racks)
+    if groups is None:
+        return f"no {what}: nodes have replicas of other shards, or they are fewer than 3"
+    lanes: dict[int, tuple[int, ...]] = {}
+    need_bytes: dict[str, int] = {}
+    for group in groups:
+        by_place = [[rank for rank, at in enumerate(facts.nodes) if at == name] for name in group]
+        for lane in map(tuple, zip(*by_place, strict=True)):
+            lanes |= dict.fromkeys(lane, lane)
+        block_bytes = -(-facts.rank_bytes // (len(group) - 1))
+        for name, ranks in zip(group, by_place, strict=True):
+            need_bytes[name] = len(ranks) * (facts.rank_bytes + block_bytes)
+    if facts.told is None and (refusal := _refusal(facts, need_bytes)):
+        return f"{what} {refusal}"
+    smallest = min(map(len, groups))
+    return RedundancyPlan(
+        mechanism=what,
+        tolerance=1,
+        groups=groups,
+        reason=(
+            f"snapshots: {what}, survives 1 of {smallest} nodes, {_size(need_bytes)}, records sent"
+        ),
+        is_final=bool(facts.rank_bytes),
+        lanes=tuple(lanes[rank] for rank in range(len(facts.nodes))),
+        shared_racks=shared_domains(groups, racks),
+    )
+
+
+def _lane_groups(facts: RedundancyFacts) -> Groups | None:
+    """Return groups of nodes of which the first ranks hold the same state, and so on.
+
+    None if that cannot be, or if a group would have fewer nodes than a parity is worth.
+    """
+    layout, nodes = facts.layout, facts.nodes
+    assert layout is not None
+    held: dict[str, list[int]] = {name: [] for name in nodes}
+    for rank, name in enumerate(nodes):
+        # The first of those that hold the same stands for the state.
+        held[name].append(replicas_of(layout, rank)[0])
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name, states in held.items():
+        alike.setdefault(tuple(states), []).append(name)
+    domains = _domains(nodes, facts.racks)
+    groups: list[tuple[str, ...]] = []
+    for names in alike.values():
+        if len(names) < _PARITY_NODES_MIN:
+            return None
+        groups += form_groups(
+            {name: domains[name] for name in names},
+            size_min=_PARITY_NODES_MIN,
+            size_max=PlacementRules().group_max,
+        )
+    return tuple(groups)
 
 
 def _guarded_by(
@@ -225,14 +320,19 @@ def _inverted(keepers: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, guards))
 
 
-def _refusal(facts: RedundancyFacts, num_shares: Mapping[str, int]) -> str:
-    """Return which node has no memory for so many shares; "" if all have."""
-    for name, number in num_shares.items():
-        need_bytes = number * PlacementRules().num_slots * facts.rank_bytes
+def _refusal(facts: RedundancyFacts, version_bytes: Mapping[str, int]) -> str:
+    """Return which node has no memory for versions of such sizes; "" if all have."""
+    for name, size_bytes in version_bytes.items():
+        need_bytes = PlacementRules().num_slots * size_bytes
         free_bytes = _budget_bytes(facts, name)
         if need_bytes > free_bytes:
             return f"needs {sized(need_bytes)} on {name[:8]}, {sized(free_bytes)} are free"
     return ""
+
+
+def _size(version_bytes: Mapping[str, int]) -> str:
+    most = max(version_bytes.values())
+    return f"{sized(most)} a node and version" if most else "of a size that is not known yet"
 
 
 def _domains(nodes: Iterable[str], racks: Mapping[str, str]) -> dict[str, str]:

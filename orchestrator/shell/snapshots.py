@@ -36,6 +36,8 @@ from workers.keeper.retention import is_guard
 from workers.protocol import (
     GroupPlace,
     Held,
+    HeldParity,
+    HeldPart,
     Inventory,
     KeeperOrder,
     MemoryPart,
@@ -44,7 +46,7 @@ from workers.protocol import (
     Peer,
     Source,
 )
-from workers.snapshot.placement import Preference
+from workers.snapshot.placement import Mechanism, Preference
 
 __all__ = ["Answer", "Snapshots"]
 
@@ -325,7 +327,7 @@ class Snapshots:
         """Decide how an attempt is protected: once, or again if that was left open."""
         if self._planned_attempt == attempt and self._plan.is_final:
             return
-        is_open = self._planned_attempt == attempt and self._plan.guards is not None
+        is_open = self._planned_attempt == attempt and self._plan.is_by_workers
         facts = RedundancyFacts(
             nodes=tuple(nodes),
             budgets_bytes={
@@ -334,27 +336,37 @@ class Snapshots:
             rank_bytes=rank_bytes(self._known.values(), len(nodes)),
             layout=layout,
             racks={view.node: view.rack for view in self._views() if view.rack},
-            is_guarded=None if begins or is_open else self._is_guarded(attempt),
+            told=None if begins else self._told(attempt),
+            is_open=is_open,
         )
         plan = plan_redundancy(facts, tolerance=self._tolerance, preference=self._preference)
-        if is_open and plan.guards is not None:
+        if is_open and plan.is_by_workers:
             # There is room for it: workers go on as they were told, whatever is known by now.
             plan = replace(self._plan, reason=plan.reason, is_final=plan.is_final)
         self._plan, self._planned_attempt = plan, attempt
         log.info("redundancy", extra={"attempt": attempt, "reason": plan.reason})
 
-    def _is_guarded(self, attempt: int) -> bool:
-        """Return whether the workers of an attempt were told to save each other's shares.
+    def _told(self, attempt: int) -> Mechanism:
+        """Return what the workers of an attempt were told to save for each other.
 
         A controller that was restarted knows it by what they have saved. If that is nothing yet,
         keepers copy over the network too, until the next attempt.
         """
         if self._planned_attempt == attempt:
-            return self._plan.guards is not None
+            return self._plan.mechanism if self._plan.is_by_workers else Mechanism.NONE
+        if self._have_saved(attempt, lambda inventory: inventory.parts):
+            return Mechanism.REDUNDANT_COPY
+        if self._have_saved(attempt, lambda inventory: inventory.parities):
+            return Mechanism.REPLICA_PARITY
+        return Mechanism.NONE
+
+    def _have_saved(
+        self, attempt: int, what: Callable[[Inventory], Sequence[HeldPart | HeldParity]]
+    ) -> bool:
         return any(
-            part.held.attempt == attempt and is_guard(part.arena)
+            each.held.attempt == attempt and is_guard(each.arena)
             for inventory in self._known.values()
-            for part in inventory.parts
+            for each in what(inventory)
         )
 
     def _parity_group(
@@ -371,7 +383,12 @@ class Snapshots:
             )
             for name in group
         )
-        return ParityGroup(attempt=attempt, num_parities=self._plan.tolerance, places=places)
+        return ParityGroup(
+            attempt=attempt,
+            num_parities=self._plan.tolerance,
+            places=places,
+            over_replicas=self._plan.lanes is not None,
+        )
 
     async def flush(self, lineage: Lineage) -> None:
         """Have the newest version stored, if it is in memory only; gives up at its bound."""

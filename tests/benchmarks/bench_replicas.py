@@ -1,14 +1,16 @@
-"""What it costs that another node has a snapshot too: from a replica there, or over the network.
+"""What it costs that other nodes have a snapshot too: from replicas there, or over the network.
 
-    python -m tests.benchmarks.bench_replicas [--megabytes 32] [--rounds 8]
+    python -m tests.benchmarks.bench_replicas [--megabytes 32] [--rounds 8] [--replicas 2]
 
-A state that two ranks on two nodes hold alike; each saves half of it. ``network``: the keepers, in
-processes of their own, copy each other's halves. ``replicas``: each rank saves the other half, too.
-Blocks of snapshots take turns; a snapshot is over when both nodes have all of it.
+A state that ranks on as many nodes hold alike; each saves its share. ``network``: the keepers, in
+processes of their own, copy each other's shares. ``replicas``: each rank saves another's share,
+too. ``parity``, of three and more: each keeps a parity of the others' shares. Blocks of snapshots
+take turns; a snapshot is over when it survives the loss of a node.
 
-``processor_ms`` is the processor time of a snapshot, of both ranks and keepers together, and
-``stall_ms`` what a rank's training waits for it; medians. ``ratio`` is the median over pairs of
-blocks of the processor time of ``replicas`` to that of ``network``.
+``processor_ms`` is the processor time of a snapshot, of all ranks and keepers together, and
+``stall_ms`` that of a rank's training thread in it; medians. ``ratio`` is the median over pairs of
+blocks of the processor time of ``replicas`` to that of ``network``, and ``parity_ratio`` that of
+``parity`` to ``replicas``; ``stall_ratio`` is that of the stalls.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -32,19 +35,19 @@ from ucp_core.boxes import Box
 from ucp_core.layout import ParallelLayout
 from workers.parallel.shares import cut
 from workers.parallel.state import StateEntry
-from workers.protocol import Assignment, KeeperOrder
+from workers.protocol import Assignment, GroupPlace, KeeperOrder, ParityGroup, Peer
 from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
 from workers.train.settings import Settings, SnapshotSettings
 
-WAYS: Final = ("network", "replicas")
+WAYS: Final = ("network", "replicas", "parity")
 NUM_TENSORS: Final = 64
 BLOCK: Final = 10
 #: Keepers copy at the lowest priority, perhaps on a busy machine.
 COPIED_S_MAX: Final = 300.0
 
 
-def shares(megabytes: int) -> list[list[StateEntry]]:
-    """Return both halves of a state."""
+def shares(megabytes: int, replicas: int) -> list[list[StateEntry]]:
+    """Return a state in as many shares."""
     shape = (1024, 256 * megabytes // NUM_TENSORS)
     entries = [
         StateEntry(
@@ -57,26 +60,26 @@ def shares(megabytes: int) -> list[list[StateEntry]]:
         for number in range(NUM_TENSORS)
     ]
     parts = [(entry.box, entry.tensor.element_size()) for entry in entries]
-    return [[entries[number].part(box) for number, box in share] for share in cut(parts, 2)]
+    return [[entries[number].part(box) for number, box in share] for share in cut(parts, replicas)]
 
 
-class Pair:
-    """Two nodes and the writers of a rank on each.
+class Replicas:
+    """Nodes, and the writer of a rank on each.
 
     Args:
-        way: How the other node gets what one has.
-        folder: For both.
-        halves: The state.
+        way: How other nodes get what one has.
+        folder: For all.
+        shares: The state.
     """
 
-    def __init__(self, way: str, folder: Path, halves: list[list[StateEntry]]) -> None:
-        self._has_guards = way == "replicas"
-        self._halves = halves
-        size_bytes = sum(entry.tensor.nbytes for half in halves for entry in half)
+    def __init__(self, way: str, folder: Path, shares: list[list[StateEntry]]) -> None:
+        self._way = way
+        self._shares = shares
+        size_bytes = sum(entry.tensor.nbytes for share in shares for entry in share)
         settings = Settings(snapshot=SnapshotSettings(node_memory_mib=64 + (size_bytes >> 18)))
         self.nodes = [
-            NodeProcess(f"{way}-{name}", folder / way / name, folder / "run", settings)
-            for name in "ab"
+            NodeProcess(f"{way}-{rank}", folder / way / str(rank), folder / "run", settings)
+            for rank in range(len(shares))
         ]
         peers = [node.peer() for node in self.nodes]
         self._writers = [
@@ -89,19 +92,17 @@ class Pair:
             for rank, node in enumerate(self.nodes)
         ]
         for rank, writer in enumerate(self._writers):
-            others = () if self._has_guards else (peers[1 - rank],)
-            order = KeeperOrder(attempt=1, lineage=((1, 0),), copies_of=others)
-            self.nodes[rank].order(order)
+            self.nodes[rank].order(self._order(rank, peers))
             writer.prepare(self._state(rank, 0))
         assert eventually(lambda: all(writer.is_ready for writer in self._writers))
 
     def take(self, step: int) -> list[float]:
-        """Take a snapshot on both ranks; return the seconds that each waited for it."""
+        """Take a snapshot on all ranks; return the processor seconds that each waited for it."""
         stalls_s = []
         for rank, writer in enumerate(self._writers):
-            begun_s = time.perf_counter()
+            begun_s = time.thread_time()
             assert writer.capture(self._state(rank, step))
-            stalls_s.append(time.perf_counter() - begun_s)
+            stalls_s.append(time.thread_time() - begun_s)
             writer.complete(pin=False)
         for writer in self._writers:
             assert writer.wait_copied(step, time.monotonic() + COPIED_S_MAX)
@@ -112,33 +113,49 @@ class Pair:
         return time.process_time() + sum(_processor_s(node.pid) for node in self.nodes)
 
     def close(self) -> None:
-        """End both nodes."""
+        """End all nodes."""
         for writer in self._writers:
             writer.close()
         for node in self.nodes:
             node.kill()
 
+    def _order(self, rank: int, peers: Sequence[Peer]) -> KeeperOrder:
+        copies_of = (peers[rank - 1],) if self._way == "network" else ()
+        places = tuple(
+            GroupPlace(peer=None if at == rank else peer, ranks=(at,))
+            for at, peer in enumerate(peers)
+        )
+        group = ParityGroup(attempt=1, num_parities=1, places=places, over_replicas=True)
+        return KeeperOrder(
+            attempt=1,
+            lineage=((1, 0),),
+            copies_of=copies_of,
+            parity=group if self._way == "parity" else None,
+        )
+
     def _assignment(self, rank: int) -> Assignment:
+        size = len(self._shares)
         return Assignment(
             attempt=1,
             rank=rank,
-            layout=ParallelLayout(dp_replicate=2),
+            layout=ParallelLayout(dp_replicate=size),
             store_host="",
             store_port=0,
             resume_step=0,
             resume_attempt=0,
             lineage=((1, 0),),
-            guards=(1 - rank,) if self._has_guards else None,
+            guards=((rank - 1) % size,) if self._way == "replicas" else None,
+            parity=tuple(range(size)) if self._way == "parity" else (),
         )
 
     def _state(self, rank: int, step: int) -> Captured:
-        other = (1 - rank, self._halves[1 - rank])
+        saved_too = self._assignment(rank).saved_too
         return Captured(
             step=step,
-            entries=self._halves[rank],
+            entries=self._shares[rank],
             extra={"step": step},
             param_groups=[],
-            guarded=(other,) if self._has_guards else (),
+            guarded=tuple((other, self._shares[other]) for other in saved_too),
         )
 
 
@@ -147,38 +164,50 @@ def _processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Return what a snapshot costs in both ways."""
-    halves = shares(megabytes)
-    used_s: dict[str, list[float]] = {way: [] for way in WAYS}
-    stalls_s: dict[str, list[float]] = {way: [] for way in WAYS}
+def measure(megabytes: int, rounds: int, replicas: int, folder: Path) -> dict[str, Any]:
+    """Return what a snapshot costs in each way."""
+    cut_shares = shares(megabytes, replicas)
+    ways = WAYS if replicas > 2 else WAYS[:2]
+    used_s: dict[str, list[float]] = {way: [] for way in ways}
+    stalls_s: dict[str, list[float]] = {way: [] for way in ways}
     with ExitStack() as stack:
-        pairs = {}
-        for way in WAYS:
-            pairs[way] = Pair(way, folder, halves)
-            stack.callback(pairs[way].close)
+        groups = {}
+        for way in ways:
+            groups[way] = Replicas(way, folder, cut_shares)
+            stack.callback(groups[way].close)
         step = 0
-        # In the first block the other node's memory is made.
+        # In the first block the other nodes' memory is made.
         for number in range(rounds + 1):
-            for way in WAYS if number % 2 else reversed(WAYS):
-                before_s = pairs[way].used_s()
+            for way in ways if number % 2 else reversed(ways):
+                before_s = groups[way].used_s()
+                stalled_s = 0.0
                 for _ in range(BLOCK):
                     step += 1
-                    stalls_s[way] += pairs[way].take(step)
-                used_s[way].append((pairs[way].used_s() - before_s) / BLOCK)
-        held = [part for node in pairs["replicas"].nodes for part in node.inventory().parts]
-    pairs_s = list(zip(used_s["replicas"], used_s["network"], strict=True))[1:]
-    return {
+                    stalled_s += sum(groups[way].take(step))
+                used_s[way].append((groups[way].used_s() - before_s) / BLOCK)
+                stalls_s[way].append(stalled_s / BLOCK / replicas)
+        held = [part for node in groups["replicas"].nodes for part in node.inventory().parts]
+
+    def ratio(of: dict[str, list[float]], way: str, other: str) -> float:
+        pairs = list(zip(of[way], of[other], strict=True))[1:]
+        return round(statistics.median(one / another for one, another in pairs), 3)
+
+    found = {
         "megabytes": megabytes,
+        "replicas": replicas,
         "saved_bytes": sorted({part.held.data_bytes for part in held}),
         "processor_ms": {
             way: round(1e3 * statistics.median(values[1:]), 2) for way, values in used_s.items()
         },
         "stall_ms": {
-            way: round(1e3 * statistics.median(values), 2) for way, values in stalls_s.items()
+            way: round(1e3 * statistics.median(values[1:]), 2) for way, values in stalls_s.items()
         },
-        "ratio": round(statistics.median(one / other for one, other in pairs_s), 3),
+        "ratio": ratio(used_s, "replicas", "network"),
     }
+    if "parity" in ways:
+        found["parity_ratio"] = ratio(used_s, "parity", "replicas")
+        found["stall_ratio"] = ratio(stalls_s, "parity", "replicas")
+    return found
 
 
 def main() -> None:
@@ -186,10 +215,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--replicas", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(options.megabytes, options.rounds, Path(folder))
+        found = measure(options.megabytes, options.rounds, options.replicas, Path(folder))
     print(json.dumps({**found, "load": load_average()}), flush=True)
 
 

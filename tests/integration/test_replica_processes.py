@@ -1,16 +1,22 @@
-"""Replicas in real processes on two nodes, of which one is lost: nothing crosses the network."""
+"""Replicas in real processes on several nodes, of which one is lost: no data is sent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from orchestrator.policies.redundancy import RedundancyFacts, plan_redundancy
+from orchestrator.policies.redundancy import (
+    RedundancyFacts,
+    RedundancyPlan,
+    plan_redundancy,
+)
 from tests.support.attempts import lines, settings, wait_for_steps
 from tests.support.node_memory import NodeProcess, newest, read, whole_state
+from tests.support.snapshots import eventually
 from tests.support.trainers import Run, Trainer
 from ucp_core.checkpoint import (
     checkpoint_name,
@@ -18,23 +24,33 @@ from ucp_core.checkpoint import (
 )
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import LocalStore
+from workers.keeper.listing import is_copy
 from workers.keeper.retention import is_guard
-from workers.protocol import Completed, Yielded
+from workers.protocol import (
+    Completed,
+    GroupPlace,
+    KeeperOrder,
+    MemoryPart,
+    ParityGroup,
+    Yielded,
+)
 from workers.snapshot.placement import Preference
 from workers.train.settings import CheckpointSettings, DataSettings, Settings, SnapshotSettings
 
-NODES = ("node-a", "node-b")
+NODES = ("node-a", "node-b", "node-c")
 
-MakeNodes = Callable[[Settings, int], list[NodeProcess]]
+#: Makes so many nodes, with so many shards each.
+MakeNodes = Callable[[Settings, int, int], list[NodeProcess]]
 
 
 @pytest.fixture
 def make_nodes(run: Run, tmp_path: Path) -> Iterator[MakeNodes]:
-    """Two nodes that know nothing of each other; nobody orders their keepers to copy."""
+    """Nodes that know nothing of each other; nobody orders their keepers to copy."""
     made: list[NodeProcess] = []
 
-    def make(chosen: Settings, num_shards: int) -> list[NodeProcess]:
-        made.extend(NodeProcess(node, tmp_path / node, run.directory, chosen) for node in NODES)
+    def make(chosen: Settings, num_nodes: int, num_shards: int) -> list[NodeProcess]:
+        names = NODES[:num_nodes]
+        made.extend(NodeProcess(node, tmp_path / node, run.directory, chosen) for node in names)
         run.nodes = [(node.node, node.directory) for node in made for _ in range(num_shards)]
         return made
 
@@ -43,14 +59,36 @@ def make_nodes(run: Run, tmp_path: Path) -> Iterator[MakeNodes]:
         node.kill()
 
 
-def _begin(run: Run, chosen: Settings, *, num_shards: int) -> list[Trainer]:
-    """Start two replicas, one on each node, as the orchestrator would."""
-    layout = ParallelLayout(dp_replicate=len(NODES), dp_shard=num_shards)
-    nodes = tuple(node for node in NODES for _ in range(num_shards))
+def _plan(layout: ParallelLayout, preference: Preference) -> RedundancyPlan:
+    """Return what the orchestrator would have replicas do, one on each node."""
+    nodes = tuple(node for node in NODES[: layout.dp_replicate] for _ in range(layout.dp_shard))
     facts = RedundancyFacts(nodes=nodes, budgets_bytes={}, rank_bytes=0, layout=layout)
-    plan = plan_redundancy(facts, tolerance=1, preference=Preference.AUTO)
+    return plan_redundancy(facts, tolerance=1, preference=preference)
+
+
+def _begin(run: Run, chosen: Settings, *, num_shards: int) -> list[Trainer]:
+    """Start two replicas that save each other's shares."""
+    layout = ParallelLayout(dp_replicate=2, dp_shard=num_shards)
+    plan = _plan(layout, Preference.AUTO)
     assert plan.guards is not None
-    return run.begin(chosen, num_workers=len(nodes), layout=layout, guards=plan.guards)
+    return run.begin(chosen, num_workers=2 * num_shards, layout=layout, guards=plan.guards)
+
+
+def _protect(nodes: Sequence[NodeProcess]) -> None:
+    """Have the nodes' keepers complete the parities that their ranks make."""
+    peers = {node.node: node.peer() for node in nodes}
+    for node in nodes:
+        places = tuple(
+            GroupPlace(peer=None if other is node else peers[other.node], ranks=(rank,))
+            for rank, other in enumerate(nodes)
+        )
+        group = ParityGroup(attempt=1, num_parities=1, places=places, over_replicas=True)
+        node.order(KeeperOrder(attempt=1, lineage=((1, 0),), copies_of=(), parity=group))
+
+
+def _stored(run: Run, step: int) -> dict[Any, bytes]:
+    path = f"{run.directory}/checkpoints/{checkpoint_name(step)}"
+    return whole_state(open_checkpoint(LocalStore(), path))
 
 
 def _rarely_stored(data: DataSettings) -> Settings:
@@ -66,15 +104,13 @@ def test_what_a_lost_node_had_is_in_the_other_ones_memory_to_the_bit(
 ) -> None:
     """Each rank saves a quarter of the state and its counterpart's, and no keeper copies."""
     chosen = _rarely_stored(text)
-    nodes = make_nodes(chosen, 2)
+    nodes = make_nodes(chosen, 2, 2)
     members = _begin(run, chosen, num_shards=2)
     wait_for_steps(run, 3)
     members[-1].yield_at_boundary(1, durable=True)
     (outcome,) = {one.left().outcome for one in members}
     assert isinstance(outcome, Yielded)
-    name = checkpoint_name(outcome.step)
-    stored = open_checkpoint(LocalStore(), f"{run.directory}/checkpoints/{name}")
-    state = whole_state(stored)
+    state = _stored(run, outcome.step)
 
     nodes[1].kill()
     for member in members[2:]:
@@ -90,12 +126,45 @@ def test_what_a_lost_node_had_is_in_the_other_ones_memory_to_the_bit(
     assert read(places, nodes[0]) == state
 
 
+def test_what_a_lost_node_had_is_computed_from_the_replicas_of_two(
+    run: Run, text: DataSettings, make_nodes: MakeNodes
+) -> None:
+    """Each rank saves a third of the state and half as much of parity, and no keeper copies."""
+    chosen = _rarely_stored(text)
+    nodes = make_nodes(chosen, 3, 1)
+    layout = ParallelLayout(dp_replicate=3)
+    plan = _plan(layout, Preference.PARITY)
+    assert plan.lanes is not None
+    _protect(nodes)
+    members = run.begin(chosen, num_workers=3, layout=layout, parity=plan.lanes)
+    wait_for_steps(run, 3)
+    members[0].yield_at_boundary(1, durable=True)
+    (outcome,) = {one.left().outcome for one in members}
+    assert isinstance(outcome, Yielded)
+    state = _stored(run, outcome.step)
+
+    def left() -> list[MemoryPart]:
+        places = [x for node in nodes[:2] for x in (*node.places(), *node.places(parities=True))]
+        return [place for place in places if place.held.step == outcome.step]
+
+    assert eventually(lambda: len(left()) == 4)
+    nodes[2].kill()
+    members[2].process.kill()
+    places = tuple(left())
+    assert not any(is_copy(place.arena) for place in places if place.held.rank >= 0)
+    sizes = {place.held.rank: place.held.data_bytes for place in places}
+    assert sizes.keys() == {0, 1, -1, -2}
+    # The rest of a parity's data is room for records.
+    assert sum(map(len, state.values())) / 3 * 1.1 > max(sizes[0], sizes[1])
+    assert read(places, nodes[0]) == state
+
+
 def test_training_goes_on_from_one_node_when_the_other_is_lost_in_a_step(
     run: Run, text: DataSettings, make_nodes: MakeNodes
 ) -> None:
     """In the middle of a snapshot too: each share is whole on both nodes, or the one before is."""
     chosen = _rarely_stored(text)
-    nodes = make_nodes(chosen, 1)
+    nodes = make_nodes(chosen, 2, 1)
     staying, leaving = _begin(run, chosen, num_shards=1)
     wait_for_steps(run, 4)
     nodes[1].kill()

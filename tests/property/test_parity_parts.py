@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,10 @@ from workers.errors import ParityError
 from workers.keeper.arena import Arena
 from workers.protocol import Held, Member
 from workers.snapshot.parity import BLOCK_BYTES
-from workers.snapshot.parity_part import Group, ParityRecord, slot_bytes, write
+from workers.snapshot.parity_part import Group, write
+from workers.snapshot.parity_record import ParityRecord, slot_bytes
+from workers.snapshot.replica_parity import fold, folds
+from workers.snapshot.stripes import Stripes, rebuild_shares
 from workers.snapshot.tier import LocalPart, Part
 
 ATTEMPT, STEP = 3, 17
@@ -302,3 +306,37 @@ def _is_padding(parts: Sequence[LocalPart], holder: int, at: int) -> bool:
         if piece.stripe == holder:
             return at >= piece.stop - piece.start
     return True
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 300), max_size=6), min_size=3, max_size=6),
+    st.integers(1, 200),
+    st.integers(0, 2**32 - 1),
+)
+def test_what_replicas_fold_is_the_parity_of_their_shares(
+    sizes: list[list[int]], window_bytes: int, seed: int
+) -> None:
+    """Of tensors of any sizes in shares of any lengths, cut anywhere, into memory that was used."""
+    rng = np.random.default_rng(seed)
+    shares = [[rng.integers(0, 256, size, np.uint8) for size in share] for share in sizes]
+    flat = [np.concatenate([*share, np.empty(0, np.uint8)]) for share in shares]
+    stripes = Stripes.of_parts([len(share) for share in flat], num_parities=1)
+    parities: dict[int, Sequence[np.ndarray]] = {}
+    for place in range(len(shares)):
+        others = {other: share for other, share in enumerate(shares) if other != place}
+        block = rng.integers(0, 256, stripes.block_bytes, np.uint8)
+        for (start, stop), sources in folds(stripes, place, others, window_bytes):
+            assert stop - start <= window_bytes
+            fold(block[start:stop], sources)
+        tensor = torch.empty(stripes.block_bytes, dtype=torch.uint8)
+        as_tensors = {at: list(map(torch.from_numpy, share)) for at, share in others.items()}
+        for (start, stop), found in folds(stripes, place, as_tensors, stripes.block_bytes or 1):
+            fold(tensor[start:stop], found)
+        assert np.array_equal(tensor.numpy(), block)
+        parities[place] = [block]
+    for lost, expected in enumerate(flat):
+        target = np.empty_like(expected)
+        left = {place: share for place, share in enumerate(flat) if place != lost}
+        kept = {place: parity for place, parity in parities.items() if place != lost}
+        rebuild_shares(stripes, left, kept, {lost: target})
+        assert np.array_equal(target, expected)

@@ -81,8 +81,8 @@ class NodeProcess:
         held = self.inventory()
         return Peer(node=self.node, host=held.host, port=held.port, secret=self.secret)
 
-    def places(self) -> list[MemoryPart]:
-        """Return everything that it holds, with the way there."""
+    def places(self, *, parities: bool = False) -> list[MemoryPart]:
+        """Return everything that it holds of ranks, or all parities, with the way there."""
         held = self.inventory()
         return [
             MemoryPart(
@@ -93,7 +93,7 @@ class NodeProcess:
                 arena=part.arena,
                 held=part.held,
             )
-            for part in held.parts
+            for part in (held.parities if parities else held.parts)
         ]
 
     def kill(self) -> None:

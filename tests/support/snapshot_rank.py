@@ -58,6 +58,7 @@ class Rank:
     rank: int = 0
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     guards: tuple[int, ...] | None = None
+    parity: tuple[int, ...] = ()
     fenced: threading.Event = field(default_factory=threading.Event)
     may_tell: threading.Event = field(default_factory=threading.Event)
 
@@ -75,6 +76,7 @@ class Rank:
                 resume_attempt=0,
                 lineage=((self.attempt, 0),),
                 guards=self.guards,
+                parity=self.parity,
             ),
             fenced=self.fenced.is_set,
             told=self._wait,

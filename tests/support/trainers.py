@@ -119,10 +119,12 @@ class Run:
         members: Sequence[int] | None = None,
         memory: tuple[MemoryPart, ...] = (),
         guards: Sequence[tuple[int, ...]] | None = None,
+        parity: Sequence[tuple[int, ...]] | None = None,
     ) -> list[Trainer]:
         """Start the next attempt; ``resume`` is ``(step, attempt)`` of what to load.
 
-        ``guards`` are, by rank, the ranks whose shares it saves.
+        ``guards`` are, by rank, the ranks whose shares it saves; ``parity`` those with whom it
+        keeps parities.
         """
         while len(self.trainers) < num_workers:
             self.trainers.append(Trainer(f"w{len(self.trainers):04d}", self.directory))
@@ -142,6 +144,7 @@ class Run:
                 lineage=self.lineage,
                 memory=memory,
                 guards=guards[rank] if guards is not None else None,
+                parity=parity[rank] if parity is not None else (),
             )
             trainer.order(
                 Order(

@@ -60,11 +60,14 @@ class Attendance:
                 self._tell(name)
 
     def note_got(self, follower: Hashable, name: str, held: Held) -> None:
-        """Take note of what a follower has, or need not have; nothing if it does not follow."""
+        """Take note of what a follower has, or need not have.
+
+        One that says so over a new connection, because the one that it followed by is gone, says
+        it once, and before it has asked for a listing there: it follows from now on.
+        """
         with self._lock:
-            if name in self._got.get(follower, ()):
-                self._got[follower][name] = held
-                self._tell(name)
+            self._got.setdefault(follower, {})[name] = held
+            self._tell(name)
 
     def _tell(self, name: str) -> None:
         arena = self._shelf.arena(name)

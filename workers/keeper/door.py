@@ -145,6 +145,8 @@ class Door:
             return []
         if do == "leave":
             self._shelf.leave(name)
+            # Who was refused it wants it no more.
+            self._on_refused(owner_of(name), "")
             return []
         if do == "drop":
             self._shelf.drop(name)

@@ -30,7 +30,7 @@ from workers.keeper.vault import VAULT, Vault
 from workers.keeper.watch import dead_workers
 from workers.keeper.wire import WireServer
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder, ParityGroup
-from workers.snapshot.parity_part import read_record
+from workers.snapshot.parity_record import read_record
 from workers.snapshot.tier import LocalPart
 from workers.train.settings import Settings
 

@@ -8,6 +8,9 @@ snapshot while a node of their group has not made its parities of the newest one
 A group has lanes: the first ranks of its nodes are protected together, then the second ones. A
 node with fewer ranks has no part in the last lanes.
 
+Where the ranks of a lane are replicas, each has made its parity itself, and what is read from the
+other nodes is only the records of their parts.
+
 Counterpart: ``workers.snapshot.parity_part`` reads parts from what is left of a group.
 """
 
@@ -19,12 +22,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from ucp_core.errors import StorageError
+from workers.errors import ArenaError, ParityError
 from workers.keeper.arena import Arena
 from workers.keeper.following import POLL_S, Following
+from workers.keeper.retention import is_parity
 from workers.keeper.shelf import Shelf
 from workers.keeper.wire import Listed, RemotePart, WireClient, is_copy
 from workers.protocol import Held, Member, ParityGroup
-from workers.snapshot.parity_part import ParityRecord, slot_bytes, write
+from workers.snapshot.parity_part import write
+from workers.snapshot.parity_record import ParityRecord, complete_draft, slot_bytes
+from workers.snapshot.tier import LocalPart, Part
 
 __all__ = ["ParityMirror", "parity_name"]
 
@@ -135,9 +142,53 @@ class ParityMirror(Following):
             }
             there = {index: each for index, each in found.items() if each is not None}
             # Some have written over it, and so there is a newer one.
-            if len(there) < len(found) or not self._make_lane(lane, step, there):
+            make = self._complete_lane if self._group.over_replicas else self._make_lane
+            if len(there) < len(found) or not make(lane, step, there):
                 return False
         return True
+
+    def _complete_lane(self, lane: int, step: int, found: Mapping[int, _Found]) -> bool:
+        """Put the members' records to the parity that this node's rank has made."""
+        rank = self._group.places[self._group.place].ranks[lane]
+        arena, made = self._made(rank, step)
+        own = self._shelf.arena(found[self._group.place].arena)
+        if own is None:
+            return False
+        parts: dict[int, Part] = {
+            index: RemotePart(self._peers[index], each.arena, each.held)
+            if index in self._peers
+            else LocalPart(own, each.held)
+            for index, each in found.items()
+        }
+        try:
+            complete_draft(made, parts, arena.body(made.held.slot))
+        except ParityError as error:
+            raise ArenaError(f"the parity of rank {rank} is of no use: {error}") from error
+        except StorageError as error:
+            if error.facts.get("refused", True):
+                # Written over: the next listing has what is there now.
+                return False
+            raise
+        except ValueError:
+            # An arena was let go of under our hands.
+            return False
+        return True
+
+    def _made(self, rank: int, step: int) -> tuple[Arena, LocalPart]:
+        """Return the parity that a rank of this node has made from its replica.
+
+        Raises:
+            ArenaError: It has made none; it does so before it finishes its own part.
+        """
+        version = (self._group.attempt, step, -1 - rank)
+        for name, arena in self._shelf.arenas().items():
+            for held in arena.versions() if is_parity(name) else ():
+                if (held.attempt, held.step, held.rank) == version:
+                    return arena, LocalPart(arena, held)
+        raise ArenaError(
+            f"rank {rank} has made no parity of step {step}: it may have been refused memory",
+            rank=rank,
+        )
 
     def _make_lane(self, lane: int, step: int, found: Mapping[int, _Found]) -> bool:
         group = self._group

@@ -25,6 +25,7 @@ __all__ = [
     "is_parity",
     "owner_of",
     "reapable",
+    "replica_parity_name",
     "split_name",
 ]
 
@@ -32,6 +33,8 @@ __all__ = [
 _PARITY = "parity"
 #: Begins what takes it in the names of arenas for shares that a worker saves for other ranks.
 _GUARD = "replica"
+#: And takes it where a worker keeps a parity of such shares instead.
+_REPLICA_PARITY = f"{_GUARD}-{_PARITY}"
 
 #: Of an attempt that has this many versions behind an older attempt's, the first is complete:
 #: no rank begins a version before all have finished the one before.
@@ -105,18 +108,16 @@ def in_use(
             has asked for, had or not; 0 if none. Likewise of what they save for other ranks, by
             ``owner_of``, where something was asked for.
         listed: By the beginning of another node's id, its arenas that are there to be copied.
-        attempt: The one that trains: parities are of one attempt, their generation.
+        attempt: The one that trains: a keeper's parities are of one attempt, their generation.
     """
     newest: dict[str, tuple[int, str]] = {}
     used: set[str] = set()
     for name in names:
         node, worker, generation = split_name(name)
         owner = owner_of(name)
-        if is_parity(name):
-            if generation >= attempt:
-                used.add(name)
-        elif node and not is_guard(name):
-            if name.partition("/")[2] in listed.get(node, ()):
+        if node and not is_guard(name):
+            is_listed = name.partition("/")[2] in listed.get(node, ())
+            if (generation >= attempt) if is_parity(name) else is_listed:
                 used.add(name)
         elif generation >= living.get(owner, 0 if worker in living else sys.maxsize):
             newest[owner] = max(newest.get(owner, (-1, "")), (generation, name))
@@ -162,6 +163,11 @@ def guard_name(number: int, worker: str) -> str:
     return f"{_GUARD}{number}/{worker}"
 
 
+def replica_parity_name(worker: str) -> str:
+    """Return whose memory it is in which a worker has a parity of other ranks' shares."""
+    return f"{_REPLICA_PARITY}/{worker}"
+
+
 def owner_of(name: str) -> str:
     """Return the name of an arena without its generation."""
     node, worker, _ = split_name(name)
@@ -169,13 +175,13 @@ def owner_of(name: str) -> str:
 
 
 def is_guard(name: str) -> bool:
-    """Return whether a worker of this node writes the share of another node's rank there."""
+    """Return whether a worker of this node writes there what it saves for other nodes' ranks."""
     return split_name(name)[0].startswith(_GUARD)
 
 
 def is_parity(name: str) -> bool:
     """Return whether an arena of this name holds parities; its versions are no rank's."""
-    return split_name(name)[0] == _PARITY
+    return split_name(name)[0] in (_PARITY, _REPLICA_PARITY)
 
 
 def _protects(arena: Shelved) -> bool:

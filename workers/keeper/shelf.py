@@ -34,7 +34,8 @@ class Shelf:
 
     An arena of the node's own workers is named ``"{worker}.{generation}"``, the copy of one of
     another node ``"{node[:12]}/{worker}.{generation}"``, and what is such a copy but was written
-    by a worker of this node, which has the same state, ``"replica{number}/{worker}.{generation}"``.
+    by a worker of this node, which has the same state, ``"replica{number}/{worker}.{generation}"``,
+    or ``"replica-parity/{worker}.{generation}"`` if it is a parity of several.
 
     Args:
         budget_bytes: Memory that all arenas together may take.

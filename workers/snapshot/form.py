@@ -35,7 +35,8 @@ class Captured:
         entries: What this rank saves of its tensors.
         extra: Small named values.
         param_groups: The optimizer's groups.
-        guarded: What it saves for others, whose share of the state it has too: rank and tensors.
+        guarded: What it saves for others, whose share of the state it has too: rank and tensors;
+            copies of them, or a parity over them.
     """
 
     step: int
@@ -67,7 +68,8 @@ class Form:
         self._take(state.entries)
         small = len(json.dumps([dict(state.extra), list(state.param_groups)]))
         record_bytes_max = self.saver.record_bytes_max + 2 * small + _RECORD_SPARE_BYTES
-        self.body_bytes = sum(self.saver.sizes_bytes) + record_bytes_max
+        self.data_bytes = sum(self.saver.sizes_bytes)
+        self.body_bytes = self.data_bytes + record_bytes_max
         self.data: list[list[memoryview]] = []
         self.views: list[list[Tensor]] = []
 
@@ -85,6 +87,13 @@ class Form:
         self._written = [entries[index] for index in self.saver.order]
         self.sources = [entry.tensor for entry in self._written]
         self._host = HostTensors(self.sources)
+
+    def bytes(self) -> Sequence[memoryview] | None:
+        """Return the bytes of every tensor where they are now, in the order of the data.
+
+        The very list of the last call if they have not moved; None if they cannot be seen so.
+        """
+        return self._host.views()
 
     def copy_checked(self, slot: int) -> list[list[int]] | None:
         """Copy all of it into the slot; return the crc32 of every block.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from workers.errors import ArenaError
 from workers.keeper.arena import Arena
+from workers.keeper.retention import guard_name
 from workers.parallel.state import StateEntry
 from workers.protocol import Assignment
 from workers.snapshot.arena_store import ArenaStore
@@ -34,8 +35,8 @@ _REFUSED_S: Final = 10.0
 class Guards:
     """The shares of other ranks that one rank saves in one attempt.
 
-    ``prepare`` and ``complete`` may take long; the training thread calls ``takes`` and
-    ``capture``, never meanwhile.
+    All but ``takes`` and ``capture`` may take long; the training thread calls these, never
+    meanwhile.
 
     Args:
         memory: Of this worker.
@@ -63,12 +64,13 @@ class Guards:
     def prepare(self, state: Captured, *, for_cuda: bool) -> None:
         """Get memory for states like this one, as far as it can be had."""
         self._for_cuda = for_cuda
-        memories = self._memory.beside(len(state.guarded))
+        names = [guard_name(place, self._memory.worker) for place in range(len(state.guarded))]
+        memories = self._memory.beside(names)
         self._shares = [
             _Share(rank, memory, self._form_of(rank, entries, state))
             for memory, (rank, entries) in zip(memories, state.guarded, strict=True)
         ]
-        self._reserve()
+        self.reserve()
 
     def capture(
         self, step: int, kept: tuple[int, int] | None = None
@@ -120,7 +122,6 @@ class Guards:
                     fsync=False,
                     blocks=share.blocks,
                 )
-        self._reserve()
 
     def leave(self) -> None:
         """Write no more into the memory."""
@@ -130,7 +131,7 @@ class Guards:
     def _form_of(self, rank: int, entries: Sequence[StateEntry], state: Captured) -> Form:
         return Form(replace(state, entries=entries), replace(self._assignment, rank=rank))
 
-    def _reserve(self) -> None:
+    def reserve(self) -> None:
         """Get what memory is missing, unless it was refused a moment ago."""
         for share in self._shares:
             if share.arena is not None or time.monotonic() < share.refused_until_s:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from workers.errors import ArenaError
 from workers.keeper.arena import Arena
 from workers.keeper.door import Lease, door_path, leave_arena, notify, reserve
-from workers.keeper.retention import guard_name
 from workers.snapshot.device import register, unregister
 
 __all__ = ["SnapshotMemory"]
@@ -19,35 +19,43 @@ class SnapshotMemory:
 
     Args:
         directory: Where the keeper of this node has its door.
-        worker: Worker id, or what ``guard_name`` makes of it.
+        worker: Worker id, or what a name for memory beside makes of it.
+
+    Attributes:
+        worker: The same.
     """
 
     def __init__(self, directory: Path, worker: str) -> None:
         self._door = door_path(directory)
         self._directory = directory
-        self._worker = worker
+        self.worker = worker
         self._generation = 0
         self._arena: Arena | None = None
         self._lease = Lease(self._door)
         self._is_registered = False
-        self._beside: list[SnapshotMemory] = []
+        self._beside: dict[str, SnapshotMemory] = {}
 
     @property
     def name(self) -> str:
         """Return the name under which the keeper has the arena."""
-        return f"{self._worker}.{self._generation}"
+        return f"{self.worker}.{self._generation}"
 
-    def beside(self, number: int) -> list[SnapshotMemory]:
-        """Return as much other memory, for what this worker saves for other ranks.
+    def beside(self, names: Sequence[str]) -> list[SnapshotMemory]:
+        """Return other memory, for what this worker saves for other ranks.
 
-        What there was of it beyond that is written no more: the keeper has it for as long as its
-        versions may be needed.
+        What there was of it under other names is written no more: the keeper has it for as long
+        as its versions may be needed.
+
+        Args:
+            names: Whose each is, as ``workers.keeper.retention`` names it.
         """
-        for memory in self._beside[number:]:
-            memory.give_up()
-        for place in range(len(self._beside), number):
-            self._beside.append(SnapshotMemory(self._directory, guard_name(place, self._worker)))
-        return self._beside[:number]
+        for name, memory in self._beside.items():
+            if name not in names:
+                memory.give_up()
+        for name in names:
+            if name not in self._beside:
+                self._beside[name] = SnapshotMemory(self._directory, name)
+        return [self._beside[name] for name in names]
 
     def ensure(self, body_bytes: int, *, attempt: int, for_cuda: bool) -> Arena:
         """Return an arena whose slots hold ``body_bytes``; what it holds already stays in it.
@@ -73,7 +81,7 @@ class SnapshotMemory:
         Returns:
             Whether there is memory, and a keeper.
         """
-        for memory in self._beside:
+        for memory in list(self._beside.values()):
             memory.tell()
         if self._arena is None:
             return False
@@ -81,14 +89,17 @@ class SnapshotMemory:
 
     def successor(self) -> SnapshotMemory:
         """Return other memory of the same worker, where a thread still holds this."""
-        other = SnapshotMemory(self._directory, self._worker)
+        other = SnapshotMemory(self._directory, self.worker)
         other._generation = self._generation
-        other._beside = [memory.successor() for memory in self._beside]
+        other._beside = {name: memory.successor() for name, memory in self._beside.items()}
         return other
 
     def give_up(self) -> None:
-        """Leave the arena, and have the keeper let go of it once its versions are not needed."""
-        if self._arena is not None:
+        """Leave the arena, and have the keeper let go of it once its versions are not needed.
+
+        One that was asked for and refused is not asked for any more: that is no trouble then.
+        """
+        if self._generation:
             # A keeper that is away holds nothing that it would have to let go of.
             with contextlib.suppress(ArenaError):
                 leave_arena(self._door, self.name)

@@ -2,113 +2,39 @@
 
 The nodes of a group, one part of a version each, keep parities as ``workers.snapshot.stripes``
 lays them out: of k nodes, each keeps 1/(k-1) of a part in place of a copy, and any one of them
-may be lost; with two parities 2/(k-2), and any two. A parity slot holds a node's parities, and
-behind them the record of what went into them. A rebuilt part is read like any other; that its
+may be lost; with two parities 2/(k-2), and any two. A rebuilt part is read like any other; that its
 bytes are the ones that were written, the checksums in its own record tell.
 
-Counterpart: ``workers.keeper.parity_mirror`` makes the slots while ranks train.
+Counterparts: ``workers.keeper.parity_mirror`` makes the slots while ranks train, or completes
+those that ``workers.snapshot.replica_parity`` made.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
-from zlib import crc32
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ucp_core.errors import StorageError
+from ucp_core.errors import StorageError, UcpError
+from ucp_core.manifest import from_bytes
 from workers.errors import ParityError
 from workers.protocol import Held, Member
 from workers.snapshot.parity import BLOCK_BYTES, P, add, rebuild
-from workers.snapshot.stripes import Piece, Stripes
+from workers.snapshot.parity_record import ParityRecord, read_record
+from workers.snapshot.stripes import Piece
 from workers.snapshot.tier import Part
 
-__all__ = [
-    "Group",
-    "ParityPart",
-    "ParityRecord",
-    "lost_parts",
-    "read_record",
-    "slot_bytes",
-    "write",
-]
+__all__ = ["Group", "ParityPart", "lost_parts", "write"]
 
 #: Read at once of each part; whole blocks of either parity.
 _WINDOW_BYTES: Final = 8 * BLOCK_BYTES
 #: A window of one parity that brings back one member need not be whole blocks.
 _GRAIN_BYTES: Final = 64
-_CRC_BYTES: Final = 4
-#: Of a record, whatever its numbers are: of each member, and of the rest.
-_MEMBER_RECORD_BYTES: Final = 128
-_RECORD_BYTES: Final = 512
 
 _Array = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParityRecord:
-    """What a node's parities are of.
-
-    Attributes:
-        attempt: Of the version.
-        step: Of the version.
-        world_size: Of the version.
-        num_parities: 1 or 2: how many nodes may be lost.
-        place: Of the node that keeps these parities, in the group.
-        members: By place in the group; None where a node had no part to put in.
-    """
-
-    attempt: int
-    step: int
-    world_size: int
-    num_parities: int
-    place: int
-    members: tuple[Member | None, ...]
-
-    @property
-    def lengths(self) -> list[int]:
-        """Return the size of every member's part."""
-        return [member.size_bytes if member is not None else 0 for member in self.members]
-
-    @property
-    def stripes(self) -> Stripes:
-        """Return how the parts are cut."""
-        return Stripes.of_parts(self.lengths, num_parities=self.num_parities)
-
-    @property
-    def version(self) -> tuple[int, int, int]:
-        """Return attempt, step and world size."""
-        return self.attempt, self.step, self.world_size
-
-    def to_bytes(self) -> bytes:
-        """Return the record as it lies behind the parities."""
-        text = json.dumps(asdict(self)).encode()
-        return text + crc32(text).to_bytes(_CRC_BYTES, "little")
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> ParityRecord:
-        """Return what ``to_bytes`` returned.
-
-        Raises:
-            ParityError: It is damaged.
-        """
-        text, value = data[:-_CRC_BYTES], data[-_CRC_BYTES:]
-        if crc32(text) != int.from_bytes(value, "little"):
-            raise ParityError("the record of a parity is damaged: take another source")
-        fields: dict[str, Any] = json.loads(text)
-        members = (None if each is None else Member(**each) for each in fields.pop("members"))
-        return cls(members=tuple(members), **fields)
-
-
-def slot_bytes(lengths: Sequence[int], *, num_parities: int) -> int:
-    """Return what a slot must hold for a node's parities of parts of ``lengths`` and the record."""
-    stripes = Stripes.of_parts(lengths, num_parities=num_parities)
-    record_bytes = _RECORD_BYTES + len(lengths) * _MEMBER_RECORD_BYTES
-    return num_parities * stripes.block_bytes + record_bytes
 
 
 def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> tuple[int, int]:
@@ -262,10 +188,21 @@ class Group:
         """
         plans = {stripe: self._plan(stripe) for stripe in range(len(self.record.members))}
         return [
-            ParityPart(self.record, place, plans)
+            ParityPart(self.record, place, plans, self._record(place, member))
             for place, member in enumerate(self.record.members)
             if member is not None and place not in self._present
         ]
+
+    def _record(self, place: int, member: Member) -> _Range | None:
+        """Return where the record of a lost member is; None if it is computed with its data.
+
+        It lies behind every parity of the group: the first is taken that is whole.
+        """
+        if not self.record.with_records:
+            return None
+        start = self.record.record_start(place)
+        found = [_Range(each, start, member.record_bytes) for each in self._parities.values()]
+        return next((each for each in found if _is_whole(each)), found[0])
 
     def _plan(self, stripe: int) -> _Plan:
         size = self.record.stripes.block_bytes
@@ -296,11 +233,18 @@ class Group:
 class ParityPart:
     """One rank's part that is in no memory; see ``workers.snapshot.tier.Part``."""
 
-    def __init__(self, record: ParityRecord, place: int, plans: Mapping[int, _Plan]) -> None:
+    def __init__(
+        self,
+        record: ParityRecord,
+        place: int,
+        plans: Mapping[int, _Plan],
+        own_record: _Range | None,
+    ) -> None:
         member = record.members[place]
         assert member is not None, f"place {place} has no part"
         self._held = _held(record, member)
-        self._pieces = list(record.stripes.pieces(place, member.size_bytes))
+        self._record = own_record
+        self._pieces = list(record.stripes.pieces(place, record.lengths[place]))
         self._block_bytes = record.stripes.block_bytes
         self._plans = plans
 
@@ -321,6 +265,10 @@ class ParityPart:
             start, stop = max(piece.start, offset_bytes), min(piece.stop, end)
             for found in self._read(piece, start - piece.start, stop - piece.start):
                 left = _pour(found, left)
+        if self._record is not None and left:
+            data_bytes = self._held.data_bytes
+            start = max(offset_bytes, data_bytes) - data_bytes
+            _pour(self._record.read(start, end - data_bytes), left)
 
     def _read(self, piece: Piece, start: int, stop: int) -> Iterator[_Array]:
         """Yield what a block has between two of its bytes, in order."""
@@ -332,6 +280,14 @@ class ParityPart:
             found = plan.rebuild(piece.index, low, high)[start - low : stop - low]
             yield found
             start += len(found)
+
+
+def _is_whole(record: _Range) -> bool:
+    try:
+        from_bytes(record.read(0, record.size_bytes).tobytes(), where="a copy of a record")
+    except UcpError:
+        return False
+    return True
 
 
 def lost_parts(parities: Sequence[Part], parts: Sequence[Part]) -> list[ParityPart]:
@@ -349,24 +305,6 @@ def lost_parts(parities: Sequence[Part], parts: Sequence[Part]) -> list[ParityPa
     for parity in parities:
         groups.setdefault(replace(read_record(parity), place=0), []).append(parity)
     return [part for group in groups.values() for part in Group(group, parts).lost()]
-
-
-def read_record(parity: Part) -> ParityRecord:
-    """Return what the parities in a slot are of.
-
-    Raises:
-        ParityError: The record is damaged, or of another version than the slot.
-        StorageError: The slot was written over.
-    """
-    data = bytearray(parity.held.record_bytes)
-    parity.fill(parity.held.data_bytes, [memoryview(data)])
-    record = ParityRecord.from_bytes(bytes(data))
-    if record.version[:2] != (parity.held.attempt, parity.held.step):
-        raise ParityError(
-            f"a parity of (attempt, step) {record.version[:2]} is in a slot that says "
-            f"{(parity.held.attempt, parity.held.step)}: take another source"
-        )
-    return record
 
 
 def _held(record: ParityRecord, member: Member) -> Held:

@@ -29,7 +29,8 @@ from workers.keeper.door import door_path, open_arena
 from workers.keeper.wire import RemotePart, WireClient
 from workers.protocol import Held, MemoryPart, Source, held_source
 from workers.snapshot.blame import damaged
-from workers.snapshot.parity_part import lost_parts, read_record
+from workers.snapshot.parity_part import lost_parts
+from workers.snapshot.parity_record import read_record
 from workers.snapshot.tier import LocalPart, MemoryTier, Part, mapped_part, open_version
 
 __all__ = ["LOCAL_MEMORY", "PARITY", "PEER_MEMORY", "MemorySources"]

@@ -28,6 +28,7 @@ from workers.snapshot.farewell import FAREWELL_S_MAX, Footing, is_quick
 from workers.snapshot.form import BLOCK_BYTES, Captured, Form, source_of
 from workers.snapshot.guards import Guards
 from workers.snapshot.memory import SnapshotMemory
+from workers.snapshot.replica_parity import ReplicaParity
 
 __all__ = ["BLOCK_BYTES", "Captured", "SnapshotMemory", "SnapshotWriter", "source_of"]
 
@@ -71,7 +72,9 @@ class SnapshotWriter:
         self._fenced = fenced
         self._told = told
         self._copy = DeviceCopy()
-        self._guards = Guards(memory, assignment)
+        self._for_others: Guards | ReplicaParity = (
+            ReplicaParity(memory, assignment) if assignment.parity else Guards(memory, assignment)
+        )
         self._form: Form | None = None
         self._arena: Arena | None = None
         self._captured: _Copied | None = None
@@ -108,7 +111,7 @@ class SnapshotWriter:
             guarded: Likewise.
         """
         is_laid_out = self.is_ready and self._form is not None and self._form.takes(entries)
-        return is_laid_out and self._guards.takes(guarded)
+        return is_laid_out and self._for_others.takes(guarded)
 
     @property
     def is_ready(self) -> bool:
@@ -169,7 +172,7 @@ class SnapshotWriter:
             world_size=assignment.layout.world_size,
         )
         blocks = self._form.copy_checked(slot)
-        targets, sources = self._guards.capture(state.step, kept)
+        targets, sources = self._for_others.capture(state.step, kept)
         if blocks is None:
             targets += self._form.views[slot]
             sources += self._form.sources
@@ -213,9 +216,9 @@ class SnapshotWriter:
                 if self._finished_step != step or self._arena is None:
                     return False
                 if self._assignment.guards is not None:
-                    return self._guards.are_whole
+                    return self._for_others.are_whole
                 if self._arena.attended() and not self._arena.copy_behind():
-                    return True
+                    return self._for_others.are_whole
             if time.monotonic() >= until_s or self._fenced():
                 return False
             time.sleep(_COPIED_LOOK_S)
@@ -292,7 +295,7 @@ class SnapshotWriter:
             form.body_bytes, attempt=self._assignment.attempt, for_cuda=for_cuda
         )
         form.lay_out(arena)
-        self._guards.prepare(state, for_cuda=for_cuda)
+        self._for_others.prepare(state, for_cuda=for_cuda)
         self._arena, self._form = arena, form
         self._tell()
         self._why_not = ""
@@ -322,7 +325,7 @@ class SnapshotWriter:
             finally:
                 self._idle.set()
         if self._is_left:
-            self._guards.leave()
+            self._for_others.leave()
             self._memory.leave()
 
     def _complete(self, copied: _Copied, *, pin: bool) -> None:
@@ -332,6 +335,8 @@ class SnapshotWriter:
         # A version that counts has the lines of its steps.
         self._told()
         slot, state = copied.slot, copied.state
+        # Before the own record: who finds that knows that no more of the version comes from here.
+        self._for_others.complete(state, check=self._check)
         # It is complete already if the fence came while that of another rank was completed.
         if self._arena.held(slot) is None:
             self._form.saver.save(
@@ -344,13 +349,13 @@ class SnapshotWriter:
                 fsync=False,
                 blocks=copied.blocks,
             )
-        self._guards.complete(state, check=self._check)
         if pin:
             # Behind the record: who finds it pinned finds it whole.
             self._arena.pin(slot)
         self._finished_step = state.step
         self._took_s = time.monotonic() - copied.begun_s
         self._tell()
+        self._for_others.reserve()
 
     def _check(self) -> None:
         is_late = time.monotonic() > self._late_until_s

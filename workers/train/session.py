@@ -48,8 +48,6 @@ from workers.train.storing import Storing
 __all__ = ["Initialise", "Session"]
 
 VALIDATION: Final = "metrics/validation.jsonl"
-#: A rank that hangs is found after ten slow steps at most (``orchestrator.detection``).
-_STEPS_WAITED: Final = 30
 
 Initialise = Callable[[str, tuple[int, ...]], Tensor]
 
@@ -315,9 +313,10 @@ class Session:
 
     def _allow_for(self, step_s: float) -> None:
         """Have collectives wait for longer than it takes to find out who hangs."""
-        if step_s * _STEPS_WAITED > self._timeout_s:
-            self._timeout_s = step_s * _STEPS_WAITED
-            collectives.set_timeout(self._timeout_s)
+        timeout_s = self.settings.parallel.timeout_s(step_s)
+        if timeout_s > self._timeout_s:
+            self._timeout_s = timeout_s
+            collectives.set_timeout(timeout_s)
 
     def _ready(self) -> Parts:
         if self._parts is None:
@@ -326,7 +325,7 @@ class Session:
 
     def _sharing(self) -> Sharing:
         assignment = self._assignment
-        return Sharing.of(assignment.layout, assignment.rank, assignment.guards or ())
+        return Sharing.of(assignment.layout, assignment.rank, assignment.saved_too)
 
     def _schedule(self, num_micro_batches: int) -> Schedule:
         return schedule(

@@ -42,6 +42,8 @@ _SNAPSHOT_STEPS, _CHECKPOINT_STEPS = 1, 10
 MECHANISMS: Final = ("auto", "copy", "parity")
 TOLERANCE_MAX: Final = 2
 STDLIB: Final = "stdlib"
+_STEPS_WAITED: Final = 30
+_WARMUP_STEPS: Final = 20
 NUM_BETAS: Final = 2
 
 _T = TypeVar("_T")
@@ -108,7 +110,7 @@ class TrainSettings:
         global_batch: Samples per step over all workers.
         micro_batch: Samples per forward pass; divides ``global_batch``.
         lr: Peak learning rate.
-        warmup_steps: Steps of linear increase up to ``lr``.
+        warmup_steps: Steps of linear increase up to ``lr``; None is 20, or all of a shorter run.
         schedule: What follows the warm-up: "cosine", "linear" or "constant".
         lr_min_ratio: Learning rate of the last step as a part of ``lr``.
         weight_decay: AdamW's, on matrices; vectors (norms) are not decayed.
@@ -126,7 +128,7 @@ class TrainSettings:
     global_batch: int = 16
     micro_batch: int = 2
     lr: float = 3e-3
-    warmup_steps: int = 20
+    warmup_steps: int | None = None
     schedule: str = "cosine"
     lr_min_ratio: float = 0.1
     weight_decay: float = 0.1
@@ -137,6 +139,13 @@ class TrainSettings:
     seed: int = 0
     deterministic: bool = False
     validation_every: int = 0
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Return for how many steps the learning rate rises."""
+        if self.warmup_steps is None:
+            return min(_WARMUP_STEPS, self.steps)
+        return self.warmup_steps
 
     @property
     def num_micro_batches(self) -> int:
@@ -185,8 +194,9 @@ class SnapshotSettings:
             memory: 0, 1 or 2 of each group of at most 8, where there are as many others.
         mechanism: How: "copy" keeps each snapshot on as many other nodes, and sends nothing where
             data-parallel replicas there have the same state; "parity" keeps of a group of k nodes
-            1/(k-1) of a snapshot on each, or twice 1/(k-2); "auto" takes copies while the memory
-            for snapshots allows, else parity.
+            1/(k-1) of a snapshot on each, or twice 1/(k-2), and sends no data for the former where
+            they are replicas; "auto" takes copies while the memory for snapshots allows, else
+            parity.
         vault: Whether a small process on each node holds the memory too, so that it outlives a
             keeper and a worker that die together; for runs on one node.
     """
@@ -215,11 +225,18 @@ class ParallelSettings:
         collective_timeout_s: A collective fails by itself after this; after ten times as long
             until all ranks have loaded, and while a version is committed. A backstop: faults are
             found and attempts aborted much sooner. Raise it where one rank alone does something
-            for longer between two steps.
+            for longer between two steps: it is taken to hang just before.
     """
 
     reshard_after_forward: bool = True
     collective_timeout_s: float = 60.0
+
+    def timeout_s(self, step_s: float) -> float:
+        """Return when collectives fail where a step takes ``step_s``: after it is known who hangs.
+
+        That is known after ten slow steps (``orchestrator.detection``).
+        """
+        return max(self.collective_timeout_s, _STEPS_WAITED * step_s)
 
     @property
     def patient_timeout_s(self) -> float:
@@ -328,7 +345,7 @@ def _data_problems(data: DataSettings) -> list[str]:
 
 def _train_problems(train: TrainSettings) -> list[str]:
     found = _at_least(
-        "train", train, steps=1, global_batch=1, micro_batch=1, warmup_steps=0, seed=0,
+        "train", train, steps=1, global_batch=1, micro_batch=1, seed=0,
         validation_every=0, weight_decay=0, clip_norm=0,
     )  # fmt: skip
     if train.micro_batch >= 1 and train.global_batch % train.micro_batch:
@@ -345,8 +362,8 @@ def _train_problems(train: TrainSettings) -> list[str]:
             f"betas: {list(train.betas)} must be two numbers in [0, 1)",
         ),
         (
-            train.warmup_steps <= train.steps,
-            f"warmup_steps: {train.warmup_steps} is more than train.steps={train.steps}",
+            0 <= train.num_warmup_steps <= max(train.steps, 0),
+            f"warmup_steps: {train.warmup_steps} must be from 0 to train.steps={train.steps}",
         ),
         _one_of("schedule", train.schedule, SCHEDULES),
         _one_of("precision", train.precision, PRECISIONS),

@@ -421,6 +421,21 @@ def test_what_was_copied_is_noted_and_never_taken_back(arena: Arena, client: Wir
     assert not arena.copy_behind()
 
 
+def test_what_was_copied_is_noted_though_the_connection_broke_meanwhile(
+    server: WireServer, arena: Arena, client: WireClient
+) -> None:
+    """To claim memory for a first copy may take long; it is said once, and ranks would wait."""
+    client.list_arenas(after=-1, timeout_s=0.0)
+    (held,) = arena.versions()
+    for connection in list(server._open):
+        connection.shutdown(socket.SHUT_RDWR)
+    assert eventually(lambda: not arena.attended())
+    client.read("w0001", held, 0, [memoryview(bytearray(8))])
+    client.list_arenas(after=-1, timeout_s=0.0, copied={"w0001": held})
+    assert arena.attended()
+    assert not arena.copy_behind()
+
+
 def test_ranks_wait_for_all_who_copy_them(
     server: WireServer, arena: Arena, client: WireClient
 ) -> None:

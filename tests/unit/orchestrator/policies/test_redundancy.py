@@ -107,12 +107,14 @@ def test_what_cannot_be_protected_is_said() -> None:
 HSDP = ParallelLayout(dp_replicate=2, dp_shard=2)
 
 
-def _replicated(nodes: str, preference: Preference = Preference.AUTO, **facts: Any) -> Any:
+def _replicated(
+    nodes: str, preference: Preference = Preference.AUTO, tolerance: int = 1, **facts: Any
+) -> Any:
     known = RedundancyFacts(
         nodes=tuple(nodes),
         **{"budgets_bytes": {}, "rank_bytes": 100, "layout": HSDP, **facts},
     )
-    return plan_redundancy(known, tolerance=1, preference=preference)
+    return plan_redundancy(known, tolerance=tolerance, preference=preference)
 
 
 def test_replicas_on_other_nodes_save_each_others_shares_and_keepers_copy_nothing() -> None:
@@ -133,8 +135,7 @@ def test_replicas_on_other_nodes_save_each_others_shares_and_keepers_copy_nothin
     [
         ("abab", {}, "fewer than 2 nodes"),
         ("aabb", {"budgets_bytes": {"b": 1199}}, "needs 1.172 KiB on a, 1.171 KiB are free"),
-        ("aabb", {"preference": Preference.PARITY}, "parity is asked for"),
-        ("aabb", {"is_guarded": False}, "not told"),
+        ("aabb", {"told": Mechanism.NONE}, "not told"),
     ],
 )
 def test_replicas_that_cannot_save_for_each_other_are_copied_by_keepers(
@@ -150,7 +151,70 @@ def test_replicas_that_cannot_save_for_each_other_are_copied_by_keepers(
 
 def test_what_workers_were_told_stays_so_while_they_train() -> None:
     """A controller that is restarted could find less memory, and would have them copied twice."""
-    assert _replicated("aabb", budgets_bytes={"b": 1}, is_guarded=True).guards is not None
+    assert (
+        _replicated("aabb", budgets_bytes={"b": 1}, told=Mechanism.REDUNDANT_COPY).guards
+        is not None
+    )
+
+
+THREE = ParallelLayout(dp_replicate=3)
+FOUR = ParallelLayout(dp_replicate=4)
+
+
+def test_where_copies_of_replicas_have_no_room_a_parity_of_them_is_kept() -> None:
+    """Half as much beside the own share; ranks are told whose shares they need."""
+    roomy, full, fuller = (
+        _replicated("cab", layout=THREE, budgets_bytes=dict.fromkeys("abc", bytes_))
+        for bytes_ in (600, 599, 449)
+    )
+    assert roomy.mechanism is Mechanism.REDUNDANT_COPY
+    assert (full.mechanism, full.tolerance) == (Mechanism.REPLICA_PARITY, 1)
+    assert (full.guards, full.is_parity, full.is_final) == (None, True, True)
+    assert full.groups == (("a", "b", "c"),)
+    assert full.lanes == ((1, 2, 0),) * 3
+    assert "150 B a node and version" in full.reason
+    assert "redundant copy of replicas needs 600 B on c, 599 B are free" in full.reason
+    assert fuller.tolerance == 0
+    assert "parity over replicas needs 450 B" in fuller.reason
+
+
+def test_ranks_of_a_lane_hold_the_same_state_in_a_group_of_nodes_that_do() -> None:
+    """Two shards on each of three nodes; or on nodes of their own, which protect each other."""
+    hsdp = ParallelLayout(dp_replicate=3, dp_shard=2)
+    both = _replicated("aabbcc", Preference.PARITY, layout=hsdp)
+    assert (both.groups, both.lanes) == ((("a", "b", "c"),), ((0, 2, 4), (1, 3, 5)) * 3)
+    apart = _replicated("abcdef", Preference.PARITY, layout=hsdp)
+    assert apart.groups == (("a", "c", "e"), ("b", "d", "f"))
+    assert apart.lanes == ((0, 2, 4), (1, 3, 5)) * 3
+    for nodes, layout in (("aabcbc", hsdp), ("abcd", HSDP)):
+        plan = _replicated(nodes, Preference.PARITY, layout=layout)
+        assert (plan.mechanism, plan.lanes) == (Mechanism.RING_PARITY, None)
+        assert "nodes have replicas of other shards, or they are fewer than 3" in plan.reason
+
+
+def test_a_group_that_loses_nodes_keeps_parities_until_they_would_be_copies() -> None:
+    """Of four nodes two are lost, one after the other; what was asked for stays asked for."""
+    found = [
+        _replicated("abcd"[:size], Preference.PARITY, layout=ParallelLayout(dp_replicate=size))
+        for size in (4, 3, 2)
+    ]
+    parity, copy = Mechanism.REPLICA_PARITY, Mechanism.REDUNDANT_COPY
+    assert [plan.mechanism for plan in found] == [parity, parity, copy]
+    assert [plan.tolerance for plan in found] == [1, 1, 1]
+    assert found[-1].guards == ((1,), (0,))
+    two = _replicated("abcd", Preference.PARITY, layout=FOUR, tolerance=2)
+    assert (two.mechanism, two.tolerance) == (Mechanism.DOUBLE_PARITY, 2)
+    assert "parity over replicas survives 1 node" in two.reason
+
+
+def test_workers_that_keep_copies_are_not_taken_to_keep_parities() -> None:
+    """Their attempt goes on as it was told; the next one finds that there is no room."""
+    full: dict[str, Any] = {"layout": THREE, "budgets_bytes": dict.fromkeys("abc", 599)}
+    opened = _replicated("abc", told=Mechanism.REDUNDANT_COPY, is_open=True, **full)
+    assert (opened.guards, opened.lanes) == (None, None)
+    assert opened.mechanism is not Mechanism.REPLICA_PARITY
+    told = _replicated("abc", told=Mechanism.REPLICA_PARITY, budgets_bytes={"a": 1}, layout=THREE)
+    assert (told.mechanism, told.lanes) == (Mechanism.REPLICA_PARITY, ((0, 1, 2),) * 3)
 
 
 def test_a_guard_in_another_rack_comes_first_and_a_shared_one_is_named() -> None:

@@ -11,6 +11,7 @@ import torch
 from tests.support.snapshot_rank import Node, Rank, captured, state
 from tests.support.snapshots import eventually
 from ucp_core.layout import ParallelLayout
+from workers.keeper.door import Door, Shelf, door_path
 from workers.keeper.retention import guard_name, is_guard
 from workers.parallel.shares import Sharing, cut
 from workers.parallel.state import StateEntry
@@ -123,6 +124,19 @@ def test_memory_that_is_refused_for_a_guard_costs_no_own_snapshot(
     assert rank.writer.wait_copied(3, until_s=0.0)
     assert rank.writer.close()
     node.close()
+
+
+def test_memory_that_was_refused_is_no_trouble_once_it_is_not_wanted(tmp_path: Path) -> None:
+    """The next attempt may be protected otherwise; people would look for memory all the same."""
+    refused: dict[str, str] = {}
+    shelf = Shelf(budget_bytes=300 << 10)
+    door = Door(door_path(tmp_path), shelf, refused.__setitem__)
+    memory = SnapshotMemory(tmp_path, "w0000")
+    assert _begin(memory, 0, (1,)).writer.close()
+    assert "raise snapshot.node_memory_mib" in refused[guard_name(0, "w0000")]
+    assert _begin(memory, 0, None, attempt=2).writer.close()
+    assert set(refused.values()) == {""}
+    door.close()
 
 
 def test_what_all_ranks_have_stays_among_the_guarded_shares_too(node: Node) -> None:

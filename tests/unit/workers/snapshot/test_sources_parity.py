@@ -19,7 +19,8 @@ from workers.keeper.parity_mirror import parity_name
 from workers.keeper.shelf import Shelf
 from workers.keeper.wire import WireServer
 from workers.protocol import Member, MemoryPart, held_source
-from workers.snapshot.parity_part import ParityRecord, read_record, slot_bytes, write
+from workers.snapshot.parity_part import write
+from workers.snapshot.parity_record import ParityRecord, read_record, slot_bytes
 from workers.snapshot.sources import LOCAL_MEMORY, PARITY, PEER_MEMORY, MemorySources
 from workers.snapshot.tier import LocalPart, Part
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from workers.train.schedule import learning_rate
-from workers.train.settings import TrainSettings
+from workers.train.settings import Settings, TrainSettings, problems
 
 
 @pytest.mark.parametrize("shape", ["cosine", "linear"])
@@ -30,3 +30,12 @@ def test_a_run_that_is_all_warm_up_reaches_its_peak() -> None:
     train = TrainSettings(steps=5, lr=0.5, warmup_steps=5)
 
     assert learning_rate(train, 5) == 0.5
+
+
+@pytest.mark.parametrize(("steps", "peak"), [(10, 10), (100, 20)])
+def test_a_short_run_has_a_short_warm_up(steps: int, peak: int) -> None:
+    """To try something for ten steps one should not have to know of the warm-up."""
+    train = TrainSettings(steps=steps, lr=0.5)
+
+    assert learning_rate(train, peak - 1) < learning_rate(train, peak) == 0.5
+    assert all("warmup" not in problem for problem in problems(Settings(train=train)))

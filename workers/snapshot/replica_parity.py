@@ -1,0 +1,280 @@
+"""A parity of other ranks' shares that a rank makes from its own replica: no data is sent.
+
+Replicas on other nodes have the same state and save a share of it each. Of a group of n, a rank
+keeps beside its share the XOR of one block of each of the others', which is 1/(n-1) of a share, in
+place of another share; any one of them may be lost. The blocks are XORed where they lie, while the
+state stands still, as its own share is copied. What the keeper puts behind it are the records.
+
+Memory that is refused leaves the group without this parity until it can be had; the rank's own
+snapshots go on.
+
+Source: RAIM5 of REFT (arXiv 2310.12670), over shares that differ in size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from workers.errors import ArenaError
+from workers.keeper.arena import Arena
+from workers.keeper.retention import replica_parity_name
+from workers.parallel.state import StateEntry
+from workers.protocol import Assignment, Member
+from workers.snapshot.form import Captured, Form
+from workers.snapshot.memory import SnapshotMemory
+from workers.snapshot.parity_record import ParityRecord, slot_bytes, write_draft
+from workers.snapshot.stripes import Stripes
+
+__all__ = ["ReplicaParity", "fold", "folds"]
+
+#: Memory that was refused is asked for again: where it is short, what the attempt before has kept
+#: goes once this one's own versions are proven, and nothing survives a lost node until then.
+_REFUSED_S: Final = 2.0
+#: XORed at once where more than two are: what one makes is still in the cache for the next.
+_WINDOW_BYTES: Final = 256 << 10
+
+_Bytes = npt.NDArray[np.uint8]
+#: Where bytes lie in a block, and their number.
+_Run = tuple[int, int]
+
+
+class ReplicaParity:
+    """The parity that one rank keeps in one attempt; used as ``workers.snapshot.guards.Guards``.
+
+    Args:
+        memory: Of this worker.
+        assignment: Says whose shares it is of.
+    """
+
+    def __init__(self, memory: SnapshotMemory, assignment: Assignment) -> None:
+        self._memory = memory
+        self._assignment = assignment
+        self._others: list[tuple[int, Form]] = []
+        self._draft: ParityRecord | None = None
+        self._beside: SnapshotMemory | None = None
+        self._arena: Arena | None = None
+        self._body_bytes = 0
+        self._slot = -1
+        self._for_cuda = False
+        self._refused_until_s = float("-inf")
+        self._seen: list[Sequence[memoryview]] = []
+        self._folds: list[tuple[_Run, list[_Bytes]]] = []
+        self._on_device: Tensor | None = None
+
+    @property
+    def are_whole(self) -> bool:
+        """Return whether there is memory for it."""
+        return self._arena is not None
+
+    def takes(self, guarded: Sequence[tuple[int, Sequence[StateEntry]]]) -> bool:
+        """Return whether these tensors are laid out as those that it was prepared for."""
+        return [rank for rank, _ in guarded] == [rank for rank, _ in self._others] and all(
+            form.takes(entries)
+            for (_, form), (_, entries) in zip(self._others, guarded, strict=True)
+        )
+
+    def prepare(self, state: Captured, *, for_cuda: bool) -> None:
+        """Get memory for states like this one, if it can be had."""
+        assignment, ranks = self._assignment, self._assignment.parity
+        forms = {
+            rank: Form(replace(state, entries=entries), replace(assignment, rank=rank))
+            for rank, entries in state.guarded
+        }
+        self._others = list(forms.items())
+        forms[assignment.rank] = Form(state, assignment)
+        lengths = [forms[rank].data_bytes for rank in ranks]
+        self._draft = ParityRecord(
+            attempt=assignment.attempt,
+            step=0,
+            world_size=assignment.layout.world_size,
+            num_parities=1,
+            place=ranks.index(assignment.rank),
+            members=tuple(
+                Member(rank=rank, data_bytes=forms[rank].data_bytes, record_bytes=0)
+                for rank in ranks
+            ),
+            with_records=True,
+        )
+        records_bytes = sum(form.body_bytes - form.data_bytes for form in forms.values())
+        self._body_bytes = slot_bytes(lengths, num_parities=1) + records_bytes
+        self._for_cuda, self._arena, self._seen, self._on_device = for_cuda, None, [], None
+        (self._beside,) = self._memory.beside([replica_parity_name(self._memory.worker)])
+        self._refused_until_s = float("-inf")
+        self.reserve()
+
+    def capture(
+        self, step: int, kept: tuple[int, int] | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Make the parity; return what of it is still to be copied from a device.
+
+        Args:
+            step: After which.
+            kept: Attempt and step of the newest version that all ranks have; it stays.
+        """
+        self._slot = -1
+        if self._arena is None or self._draft is None:
+            return [], []
+        assignment = self._assignment
+        self._slot = self._arena.choose(assignment.lineage, kept=kept)
+        self._arena.begin(
+            self._slot,
+            attempt=assignment.attempt,
+            step=step,
+            # No rank's: whoever takes it for one must find that there is none.
+            rank=-1 - assignment.rank,
+            world_size=assignment.layout.world_size,
+        )
+        self._draft = replace(self._draft, step=step)
+        block = self._arena.body(self._slot)[: self._draft.parities_bytes]
+        views = [form.bytes() for _, form in self._others]
+        seen = [view for view in views if view is not None]
+        if len(seen) < len(views):
+            return self._fold_on_device(block)
+        if len(seen) != len(self._seen) or any(
+            view is not before for view, before in zip(seen, self._seen, strict=True)
+        ):
+            self._seen = seen
+            self._folds = self._cut([[np.asarray(one) for one in view] for view in seen])
+        target = np.frombuffer(block, dtype=np.uint8)
+        for (start, stop), sources in self._folds:
+            fold(target[start:stop], sources)
+        return [], []
+
+    def complete(self, state: Captured, *, check: Callable[[], None]) -> None:
+        """Have what was captured completed by the keeper.
+
+        Args:
+            state: What was captured.
+            check: Called before it is given out of hands; what it raises leaves it as it is.
+        """
+        if self._arena is None or self._slot < 0 or self._arena.held(self._slot) is not None:
+            return
+        assert self._draft is not None
+        assert self._draft.step == state.step, "what was captured is completed"
+        body = self._arena.body(self._slot)[: self._body_bytes]
+        data_bytes, record_bytes = write_draft(self._draft, body)
+        check()
+        self._arena.finish(self._slot, data_bytes=data_bytes, record_bytes=record_bytes)
+
+    def reserve(self) -> None:
+        """Get the memory if it is missing, unless it was refused a moment ago."""
+        if self._beside is None or self._arena is not None:
+            return
+        if time.monotonic() < self._refused_until_s:
+            return
+        try:
+            self._arena = self._beside.ensure(
+                self._body_bytes, attempt=self._assignment.attempt, for_cuda=self._for_cuda
+            )
+        except ArenaError:
+            # The keeper says it, with what can be done.
+            self._refused_until_s = time.monotonic() + _REFUSED_S
+
+    def leave(self) -> None:
+        """Write no more into the memory."""
+        if self._beside is not None:
+            self._beside.leave()
+
+    def _cut(
+        self, tensors: Sequence[Sequence[Any]], window_bytes: int = _WINDOW_BYTES
+    ) -> list[tuple[_Run, list[Any]]]:
+        assert self._draft is not None
+        ranks = self._assignment.parity
+        members = {
+            ranks.index(rank): flat for (rank, _), flat in zip(self._others, tensors, strict=True)
+        }
+        return folds(self._draft.stripes, self._draft.place, members, window_bytes)
+
+    def _fold_on_device(self, block: memoryview) -> tuple[list[Tensor], list[Tensor]]:
+        """Make the parity where the tensors are; return where it goes, and it.
+
+        A device without memory for that costs the parity, and not the training.
+        """
+        flat = [
+            [tensor.detach().reshape(-1).view(torch.uint8) for tensor in form.sources]
+            for _, form in self._others
+        ]
+        every = [tensor.device for tensors in flat for tensor in tensors]
+        device = next((device for device in every if device.type == "cuda"), every[0])
+        size = len(block)
+        try:
+            if self._on_device is None:
+                self._on_device = torch.empty(size, dtype=torch.uint8, device=device)
+            for (start, stop), sources in self._cut(flat, size):
+                # Some of a state may be kept off the device.
+                fold(self._on_device[start:stop], [source.to(device) for source in sources])
+        except torch.OutOfMemoryError:
+            self._slot = -1
+            return [], []
+        return [torch.frombuffer(block, dtype=torch.uint8)], [self._on_device]
+
+
+def fold(target: Any, sources: Sequence[Any]) -> None:
+    """Write the XOR of ``sources``, numpy arrays or tensors of its length, into ``target``."""
+    xor: Any = torch.bitwise_xor if isinstance(target, Tensor) else np.bitwise_xor
+    if not sources:
+        target[:] = 0
+    elif len(sources) == 1:
+        target[:] = sources[0]
+    else:
+        xor(sources[0], sources[1], out=target)
+        for source in sources[2:]:
+            xor(target, source, out=target)
+
+
+def folds(
+    stripes: Stripes,
+    stripe: int,
+    members: Mapping[int, Sequence[Any]],
+    window_bytes: int = _WINDOW_BYTES,
+) -> list[tuple[_Run, list[Any]]]:
+    """Return which bytes are to be XORed for each part of a stripe's parity; they are views.
+
+    Args:
+        stripes: Of the members' data.
+        stripe: Whose parity it is.
+        members: By place, all the data of each in order, in flat arrays or tensors of bytes.
+        window_bytes: The most of a part.
+    """
+    size = stripes.block_bytes
+    blocks = [_block(stripes, stripe, place, members[place]) for place in sorted(members)]
+    edges = {0, size, *range(0, size, window_bytes)}
+    edges |= {edge for runs in blocks for where, _ in runs for edge in where}
+    found: list[tuple[_Run, list[Any]]] = []
+    at = [0] * len(blocks)
+    for low, high in itertools.pairwise(sorted(edges)):
+        sources: list[Any] = []
+        for number, runs in enumerate(blocks):
+            while at[number] < len(runs) and runs[at[number]][0][1] <= low:
+                at[number] += 1
+            if at[number] < len(runs) and runs[at[number]][0][0] <= low:
+                (start, _), source = runs[at[number]]
+                sources.append(source[low - start : high - start])
+        found.append(((low, high), sources))
+    return found
+
+
+def _block(
+    stripes: Stripes, stripe: int, place: int, data: Sequence[Any]
+) -> list[tuple[_Run, Any]]:
+    """Return the bytes of a member that are in its block of a stripe, and where in that."""
+    length = sum(map(len, data))
+    runs: list[tuple[_Run, Any]] = []
+    for piece in stripes.pieces(place, length):
+        end = 0
+        for each in data if piece.stripe == stripe else ():
+            start, end = end, end + len(each)
+            low, high = max(start, piece.start), min(end, piece.stop)
+            if low < high:
+                where = (low - piece.start, high - piece.start)
+                runs.append((where, each[low - start : high - start]))
+    return runs
