@@ -252,11 +252,39 @@ def plan(
     print_plan(found, Console())
 
 
+@app.command(epilog="Example: everstep doctor run.yaml --address auto")
+@_edge
+def doctor(
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG.yaml]", help="The run's settings.")
+    ] = None,
+    overrides: Overrides = None,
+    *,
+    address: Annotated[str | None, typer.Option(help="Ray cluster to look at.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Look for what a run would fail of: versions, storage, network, memory, room for workers.
+
+    Looks at this machine, or at every node of the cluster that --address, CONFIG or RAY_ADDRESS
+    names. Exit code 1 if a run could not work.
+    """
+    from orchestrator.config import load
+    from orchestrator.doctor import report
+    from orchestrator.shell.doctor import address_of, advice_lines, examine
+
+    settings = load(config, list(overrides or [])) if config is not None else None
+    findings, nodes = examine(settings, address=address_of(settings, address))
+    document = report(findings, nodes)
+    typer.echo(json.dumps(document) if as_json else "\n".join(advice_lines(findings)))
+    if not document["ok"]:
+        raise typer.Exit(1)
+
+
 @app.command(epilog="Example: everstep simulate --histories 1000 --seed 7")
 @_edge
 def simulate(
     *,
-    histories: Annotated[int, typer.Option(help="How many; each has its own seed.")] = 1000,
+    histories: Annotated[int, typer.Option(min=1, help="How many; each has its own seed.")] = 1000,
     seed: Annotated[int, typer.Option(help="Seed of the first.")] = 0,
     as_json: Json = False,
 ) -> None:

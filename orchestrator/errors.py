@@ -6,6 +6,7 @@ OrchestratorError
 + RunFailedError        a budget is spent or the user's code is broken
 + RunNotFoundError      there is no run where one was looked for
 + JournalCorruptError   a journal cannot be read back
++ BookmarkError         what a journal amounted to was kept, and cannot be used
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "BookmarkError",
     "CapacityError",
     "ConfigError",
     "JournalCorruptError",
@@ -56,6 +58,10 @@ class RunNotFoundError(OrchestratorError):
 
 class JournalCorruptError(OrchestratorError):
     """A journal line before the last one cannot be read."""
+
+
+class BookmarkError(OrchestratorError):
+    """What a journal amounted to up to some record was kept, and is of no use: fold it all."""
 
 
 def _rebuild(

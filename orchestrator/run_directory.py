@@ -20,6 +20,8 @@ CONFIG = "config.yaml"
 OPENINGS = "openings"
 #: Written by the controller of each life: how to reach it.
 CONTACT = "controller.json"
+#: What the journal amounts to up to some record, so that a controller need not fold it all.
+BOOKMARK = "bookmark.json"
 #: Where a run directory keeps its versions.
 CHECKPOINTS = "checkpoints"
 #: Written last: its presence says that the run is over.

@@ -193,8 +193,13 @@ def replay_run(url: str) -> dict[str, Any]:
     Each time that the run was opened its settings may have been others: those of then count.
     """
     store, path = open_store(url)
-    _contact(store, path, url)
     segments = read_segments(store, path)
+    if not segments:
+        raise RunNotFoundError(
+            f"{url} holds no run: it has no journal/ to replay; "
+            "name the folder that `everstep run` printed as its run directory",
+            url=url,
+        )
     ends = [*openings(segments)[1:], len(segments)]
     state, last = RunState(), None
     for begin, end in zip(openings(segments), ends, strict=True):
@@ -228,8 +233,18 @@ def _config(store: Store, path: str) -> RunConfig:
 
 
 def contact(url: str) -> dict[str, Any]:
-    """Return how to reach the controller of the run in ``url``."""
-    return _contact(*open_store(url), url)
+    """Return how to reach the controller of the run in ``url``, which goes on.
+
+    Raises:
+        RunNotFoundError: There is no run, or it is over.
+    """
+    store, path = open_store(url)
+    found = _contact(store, path, url)
+    if store.exists(join(path, SUMMARY)):
+        raise RunNotFoundError(
+            f"the run in {url} is over: there is nothing to stop; see `everstep report`", url=url
+        )
+    return found
 
 
 def _contact(store: Store, path: str, url: str) -> dict[str, Any]:

@@ -91,6 +91,7 @@ def _start(turn: Turn) -> None:
     draft.num_inside = draft.num_unformed = len(members)
     draft.step = resume_step
     draft.stepped = draft.completed = draft.read_seen = draft.yield_asked = False
+    draft.judged = False
     draft.known_at_start = draft.known
     draft.bad = quarantine.still_bad(draft.bad, draft.lineage)
     draft.num_bad_at_start = len(draft.bad)

@@ -13,16 +13,17 @@ the one the item names; that of the state where it names none.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
-from types import UnionType
-from typing import Any, TypeAlias, Union, cast, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, TypeAlias, cast, get_args
 
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
+from orchestrator.core.codec import Codec, field_codecs
 from orchestrator.core.machine import step
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import RunState
+from orchestrator.core.stats import RunStats
 from orchestrator.errors import JournalCorruptError
 from ucp_core.layout import ParallelLayout
 
@@ -30,7 +31,25 @@ from ucp_core.layout import ParallelLayout
 VERSION = 1
 
 JournalRecord: TypeAlias = dict[str, Any]
-_Decoder: TypeAlias = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """What a journal amounts to, up to one of its records; ``Folded()`` before the first.
+
+    Attributes:
+        state: Of the run since it was last opened.
+        stats: Of the whole run.
+        seq: Of the record; -1 before the first.
+        at_s: Of the record.
+        wall_time: Of the record, seconds since the Unix epoch.
+    """
+
+    state: RunState = field(default_factory=RunState)
+    stats: RunStats = field(default_factory=RunStats)
+    seq: int = -1
+    at_s: float = 0.0
+    wall_time: float = 0.0
 
 
 def turn_records(
@@ -66,8 +85,8 @@ def parse(record: Mapping[str, Any]) -> ev.Event | act.Action:
     try:
         kind = _KINDS[record["kind"]]
         values = {
-            name: decoder(record[name])
-            for name, decoder in _CODECS[kind].items()
+            name: each.decode(record[name])
+            for name, each in _CODECS[kind].items()
             if name in record or name in _REQUIRED[kind]
         }
         item: ev.Event | act.Action = kind(**values)
@@ -83,14 +102,20 @@ def is_event(record: Mapping[str, Any]) -> bool:
     return record.get("kind") in _EVENT_NAMES
 
 
-def read(segments: Sequence[bytes]) -> Iterator[JournalRecord]:
+def read(
+    segments: Sequence[bytes], *, seq: int | None = None, first: int = 1
+) -> Iterator[JournalRecord]:
     """Yield the records of all segments, oldest first; a torn last line of each is left out.
+
+    Args:
+        segments: Oldest first.
+        seq: Of the record before them; None if there may be any.
+        first: Number of the first segment, for messages.
 
     Raises:
         JournalCorruptError: Another line cannot be read, or records are missing between two.
     """
-    seq: int | None = None
-    for index, segment in enumerate(segments, start=1):
+    for index, segment in enumerate(segments, start=first):
         lines = segment.split(b"\n")
         # A whole line ends with a line end, so what follows the last one is torn or empty.
         for number, line in enumerate(lines[:-1], start=1):
@@ -137,6 +162,43 @@ def fold(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, JournalR
     return state, last
 
 
+def fold_on(
+    folded: Folded, segments: Sequence[bytes], rules: RunRules, *, first: int = 1
+) -> Folded:
+    """Return what a journal amounts to whose first part amounts to ``folded``.
+
+    Args:
+        folded: Of the records before; its ``stats`` are taken over and changed.
+        segments: What follows, oldest first.
+        rules: Of the run since it was last opened.
+        first: Number of the first of ``segments``, for messages.
+
+    Raises:
+        JournalCorruptError: As ``read`` and ``parse``.
+    """
+    state, stats, last = folded.state, folded.stats, None
+    begin = 0
+    for index, segment in enumerate(segments):
+        if _first_kind(segment) == ev.RunReopened.__name__:
+            begin, state = index, RunState()
+    records = read(segments, seq=folded.seq if folded.seq >= 0 else None, first=first)
+    # What is before the last opening was decided under other rules, and is only counted.
+    num_before = sum(segment.count(b"\n") for segment in segments[:begin])
+    for index, last in enumerate(records):
+        stats.add(last)
+        if index >= num_before and is_event(last):
+            state, _ = step(state, _event(last), rules=rules)
+    if last is None:
+        return folded
+    return Folded(
+        state=state,
+        stats=stats,
+        seq=last["seq"],
+        at_s=last["at_s"],
+        wall_time=last["wall_time"],
+    )
+
+
 def verify(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, JournalRecord | None]:
     """Return the state after one opening's events; check that the actions are those computed now.
 
@@ -167,7 +229,7 @@ def verify(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, Journa
 def _first_kind(segment: bytes) -> str:
     """Return what the first record of a segment is; "" if that is torn, as its reader will say."""
     try:
-        return str(json.loads(segment.partition(b"\n")[0])["kind"])
+        return str(json.loads(segment[: segment.find(b"\n")])["kind"])
     except (ValueError, KeyError, TypeError):
         return ""
 
@@ -224,38 +286,12 @@ def _object(line: bytes, where: str) -> JournalRecord:
     )
 
 
-def _decoder(hint: Any) -> _Decoder:
-    """Return what turns the JSON value of a field back into its type."""
-    if hint is ParallelLayout:
-        return ParallelLayout.from_json
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is tuple:
-        if args[-1] is Ellipsis:
-            inner = _decoder(args[0])
-            return lambda value: tuple(inner(part) for part in value)
-        inners = tuple(_decoder(arg) for arg in args)
-        return lambda value: tuple(inner(part) for inner, part in zip(inners, value, strict=True))
-    assert origin not in (Union, UnionType, list, dict), f"no codec for {hint}"
-    kind: type = float if hint is float else hint
-
-    def plain(value: Any) -> Any:
-        # JSON writes 1.0 as 1.0, but other writers may not.
-        if kind is float and type(value) is int:
-            return float(value)
-        if type(value) is not kind:
-            raise TypeError(f"{value!r} is not {kind.__name__}")
-        return value
-
-    return plain
-
-
 _EVENTS = get_args(ev.Event)
 _EVENT_NAMES = frozenset(kind.__name__ for kind in _EVENTS)
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*_EVENTS, *get_args(act.Action))}
-_CODECS: dict[type, dict[str, _Decoder]] = {}
-_REQUIRED: dict[type, frozenset[str]] = {}
-for _kind in _KINDS.values():
-    _hints = get_type_hints(_kind)
-    _CODECS[_kind] = {field.name: _decoder(_hints[field.name]) for field in fields(_kind)}
-    # A field with a default may be missing: an older record did not know it.
-    _REQUIRED[_kind] = frozenset(f.name for f in fields(_kind) if f.default is MISSING)
+_CODECS: dict[type, dict[str, Codec]] = {kind: field_codecs(kind) for kind in _KINDS.values()}
+# A field with a default may be missing: an older record did not know it.
+_REQUIRED: dict[type, frozenset[str]] = {
+    kind: frozenset(each.name for each in fields(kind) if each.default is MISSING)
+    for kind in _KINDS.values()
+}

@@ -26,7 +26,10 @@ _STEP_WEIGHT = 0.1
 def worker_formed(turn: Turn, event: WorkerFormed) -> None:
     """Note that a member is ready to step; with the last one the attempt runs."""
     found = _member(turn, event.attempt, event.worker)
-    if found is None or found[1].formed:
+    if found is None:
+        _gone(turn, event)
+        return
+    if found[1].formed:
         return
     draft = turn.draft
     recovery.leave_out(turn, event.damaged)
@@ -77,6 +80,7 @@ def worker_left(turn: Turn, event: WorkerLeft) -> None:
     """Note that a member is out of the attempt; unless that was asked for, fence the others."""
     found = _member(turn, event.attempt, event.worker)
     if found is None:
+        _gone(turn, event)
         return
     draft = turn.draft
     number, worker = found
@@ -97,6 +101,13 @@ def worker_left(turn: Turn, event: WorkerLeft) -> None:
         # A collective failed under it. That says that somebody is gone, not who.
         recovery.fault(turn, "peer_lost", (), f"{worker.name} left: {event.detail}")
         recovery.proceed(turn)
+
+
+def _gone(turn: Turn, event: WorkerFormed | WorkerLeft) -> None:
+    """Take from somebody who is out of the attempt only what it found bad."""
+    if event.attempt == turn.draft.attempt:
+        unread = event.unread if isinstance(event, WorkerLeft) else ()
+        recovery.heard_late(turn, event.damaged, unread)
 
 
 def _could_not_load(turn: Turn, event: WorkerLeft) -> None:

@@ -136,6 +136,20 @@ def leave_out(turn: Turn, damaged: tuple[Source, ...], unread: tuple[Source, ...
         draft.read_seen = False
 
 
+def heard_late(turn: Turn, damaged: tuple[Source, ...], unread: tuple[Source, ...] = ()) -> None:
+    """Take what a member of the attempt found bad, though it is known to be gone already.
+
+    What was read before may be just that: then it is read again before anything starts from it.
+    """
+    draft = turn.draft
+    num_bad = len(draft.bad)
+    leave_out(turn, damaged, unread)
+    if draft.phase is Phase.WAITING and len(draft.bad) > num_bad:
+        draft.phase = Phase.READING
+        draft.deadline_s = turn.now_s + turn.rules.bounds.read_s
+    proceed(turn)
+
+
 def proceed(turn: Turn) -> None:
     """Go on with a recovery if all members are gone and what to resume from is known."""
     draft = turn.draft
@@ -234,18 +248,22 @@ def read_bound(turn: Turn) -> None:
 def decide(turn: Turn) -> None:
     """End the run or start the next attempt, now that the last one is fenced and read."""
     draft = turn.draft
-    report_incident(turn)
+    is_first_time = not draft.judged
+    draft.judged = True
+    if is_first_time:
+        report_incident(turn)
     if draft.known[0] >= turn.rules.total_steps:
         finish(turn, "completed", f"step {draft.known[0]} is committed")
         return
     if draft.stop_reason:
         finish(turn, "stopped", draft.stop_reason)
         return
-    problem = _charge(turn)
-    if problem:
-        finish(turn, "failed", problem)
-        return
-    draft.hold_until_s = turn.now_s + budgets.pause_s(draft.num_stuck)
+    if is_first_time:
+        problem = _charge(turn)
+        if problem:
+            finish(turn, "failed", problem)
+            return
+        draft.hold_until_s = turn.now_s + budgets.pause_s(draft.num_stuck)
     wait(turn)
 
 

@@ -169,6 +169,7 @@ class Draft:
         num_bad_at_start: How many these were when the attempt started.
         unread: Sources that members of the current attempt could not read, and did not prove bad.
         unread_before: The same of earlier attempts: who is met here again is bad.
+        judged: Whether the end of the current attempt was put on record and charged.
         raised: Errors of the attempt that is ending.
         raised_before: Errors of earlier attempts, the newest last.
         faults: Charged to the budgets, within the window.
@@ -231,6 +232,7 @@ class Draft:
     num_bad_at_start: int = 0
     unread: tuple[Source, ...] = ()
     unread_before: tuple[Source, ...] = ()
+    judged: bool = False
     raised: tuple[UserError, ...] = ()
     raised_before: tuple[UserError, ...] = ()
     faults: tuple[Fault, ...] = ()

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ucp_core.layout import ParallelLayout
 
-#: Steps whose durations are kept for the case that they are redone; no resume reaches further.
-_STEPS_KEPT = 100_000
+#: Reports of steps, about one a second, whose durations are kept for the case that the steps are
+#: redone: three hours or more, and no resume reaches further.
+_DURATIONS_KEPT = 10_000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +84,7 @@ class IncidentStats:
         }
 
 
+@dataclass(slots=True, kw_only=True)
 class RunStats:
     """Numbers of a run so far. ``add`` takes the records of the journal in order.
 
@@ -100,46 +102,32 @@ class RunStats:
         reason: Likewise.
     """
 
-    def __init__(self) -> None:
-        self.attempt = 0
-        self.step = 0
-        self.layout = ""
-        self.num_workers = 0
-        self.incidents: list[IncidentStats] = []
-        self.loaded: dict[str, int] = {}
-        self.lost_steps = 0
-        self.phase = "waiting"
-        self.spans: list[tuple[str, float, float]] = []
-        self.outcome = ""
-        self.reason = ""
-        self._began_s: float | None = None
-        self._now_s = 0.0
-        self._phase_since_s = 0.0
-        self._open: list[IncidentStats] = []
-        self._injected_s: list[float] = []
-        self._step_durations: dict[int, float] = {}
-        self._productive_s = 0.0
-        self._num_unformed = 0
-        self._first_rank = ""
-        #: The last step of the attempt by rank 0's own word, and by anybody's.
-        self._said_by_first: int | None = None
-        self._said_step = 0
-        self._skipped: list[str] = []
-        self._takes: dict[str, Callable[[Mapping[str, Any], float], None]] = {
-            "FaultInjected": self._fault_injected,
-            "ControllerStarted": self._controller_started,
-            "RunReopened": self._reopened,
-            "ReportIncident": self._incident_reported,
-            "FenceAttempt": self._recovering,
-            "ReadCommitted": self._recovering,
-            "YieldAttempt": self._yielding,
-            "StartAttempt": self._attempt_started,
-            "WorkerFormed": self._worker_formed,
-            "StepCompleted": self._step_completed,
-            "WorkerLeft": self._worker_left,
-            "WorkerRaised": self._worker_raised,
-            "FinishRun": self._finished,
-        }
+    attempt: int = 0
+    step: int = 0
+    layout: str = ""
+    num_workers: int = 0
+    incidents: list[IncidentStats] = field(default_factory=list)
+    loaded: dict[str, int] = field(default_factory=dict)
+    lost_steps: int = 0
+    phase: str = "waiting"
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    outcome: str = ""
+    reason: str = ""
+    _began_s: float | None = None
+    _now_s: float = 0.0
+    _phase_since_s: float = 0.0
+    #: Places in ``incidents``.
+    _open: list[int] = field(default_factory=list)
+    _injected_s: list[float] = field(default_factory=list)
+    #: ``(first, last, step_s)`` of steps in a row that took equally long, oldest first.
+    _durations: list[tuple[int, int, float]] = field(default_factory=list)
+    _productive_s: float = 0.0
+    _num_unformed: int = 0
+    _first_rank: str = ""
+    #: The last step of the attempt by rank 0's own word, and by anybody's.
+    _said_by_first: int | None = None
+    _said_step: int = 0
+    _skipped: list[str] = field(default_factory=list)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take in the next record of the journal; one that is of no concern is passed over."""
@@ -147,9 +135,9 @@ class RunStats:
         if self._began_s is None:
             self._began_s = self._phase_since_s = at_s
         self._now_s = max(self._now_s, at_s)
-        take = self._takes.get(record["kind"])
+        take = self._TAKES.get(record["kind"])
         if take is not None:
-            take(record, at_s)
+            take(self, record, at_s)
 
     @property
     def wall_s(self) -> float:
@@ -187,7 +175,15 @@ class RunStats:
 
     def is_open(self, incident: IncidentStats) -> bool:
         """Return whether more may yet become known of ``incident``."""
-        return any(incident is one for one in self._open)
+        return any(incident is one for one in self._open_incidents())
+
+    @property
+    def num_settled(self) -> int:
+        """Return how many incidents, from the first on, nothing more may become known of."""
+        return min(self._open, default=len(self.incidents))
+
+    def _open_incidents(self) -> list[IncidentStats]:
+        return [self.incidents[index] for index in self._open]
 
     def _enter(self, phase: str, at_s: float) -> None:
         if phase != self.phase:
@@ -234,17 +230,17 @@ class RunStats:
                 incident.t_fault_s = injected_s
                 del self._injected_s[index]
                 break
+        self._open.append(len(self.incidents))
         self.incidents.append(incident)
-        self._open.append(incident)
 
     def _incident_reported(self, record: Mapping[str, Any], _at_s: float) -> None:
         kind = record["incident"]
-        last = self._open[-1] if self._open else None
+        last = self.incidents[self._open[-1]] if self._open else None
         if last is None or kind != "controller_restart" or last.kind != kind:
             self._begin_incident(
                 IncidentStats(kind=kind, layout_before=self.layout, t_detect_s=record["found_s"])
             )
-            last = self._open[-1]
+            last = self.incidents[-1]
         last.guilty = tuple(record["guilty"])
         last.evidence = record["evidence"]
         last.attempt = record["attempt"]
@@ -254,7 +250,7 @@ class RunStats:
             last.skipped = tuple(self._skipped)
         # A stop is asked for and is no loss of service that ends with a step.
         if kind == "stop":
-            self._open.remove(last)
+            self._open.pop()
 
     def _recovering(self, _record: Mapping[str, Any], at_s: float) -> None:
         self._enter("recovering", at_s)
@@ -272,18 +268,17 @@ class RunStats:
         self._first_rank = record["members"][0][0]
         num_lost = self._resume(record["resume_step"])
         self.lost_steps += num_lost
-        for incident in self._open:
+        for incident in self._open_incidents():
             incident.t_decide_s = at_s if incident.t_fence_s is not None else None
             incident.layout_after = self.layout
         if self._open:
-            self._open[-1].lost_steps += num_lost
+            self.incidents[self._open[-1]].lost_steps += num_lost
 
     def _resume(self, resume_step: int) -> int:
         """Go back, or on, to the step that the next attempt begins behind; return what is lost."""
         reached_step = self._reached_step
-        for step in range(resume_step + 1, self.step + 1):
-            self._productive_s -= self._step_durations.pop(step, 0.0)
-        self._count(resume_step, self._step_durations.get(self.step, 0.0))
+        self._uncount(resume_step)
+        self._count(resume_step, self._last_duration_s)
         self.step = resume_step
         self._said_by_first, self._said_step = None, 0
         return max(reached_step - resume_step, 0)
@@ -300,7 +295,7 @@ class RunStats:
         self._note_skipped(record)
         sources = record.get("sources", ())
         _add(self.loaded, sources)
-        for incident in self._open:
+        for incident in self._open_incidents():
             if incident.t_decide_s is None:
                 continue
             incident.t_load_s = at_s
@@ -318,18 +313,34 @@ class RunStats:
             return
         if self.phase in ("forming", "waiting"):
             self._enter("training", at_s)
-        for incident in self._open:
+        for incident in self._open_incidents():
             incident.t_first_step_s = at_s
         self._open.clear()
         self._count(step, record["step_s"])
 
     def _count(self, step: int, step_s: float) -> None:
         """Count all steps up to this one; what was not reported took about as long as it did."""
-        for done in range(self.step + 1, step + 1):
-            self._step_durations[done] = step_s
-            self._productive_s += step_s
-            self._step_durations.pop(done - _STEPS_KEPT, None)
-        self.step = max(self.step, step)
+        if step <= self.step:
+            return
+        first = self.step + 1
+        if self._durations and self._last_duration_s == step_s:
+            first = self._durations.pop()[0]
+        self._durations.append((first, step, step_s))
+        del self._durations[:-_DURATIONS_KEPT]
+        self._productive_s += (step - self.step) * step_s
+        self.step = step
+
+    def _uncount(self, step: int) -> None:
+        """Take back the durations of all steps after this one."""
+        while self._durations and self._durations[-1][1] > step:
+            first, last, step_s = self._durations.pop()
+            self._productive_s -= (last - max(first - 1, step)) * step_s
+            if first <= step:
+                self._durations.append((first, step, step_s))
+
+    @property
+    def _last_duration_s(self) -> float:
+        return self._durations[-1][2] if self._durations else 0.0
 
     def _worker_left(self, record: Mapping[str, Any], at_s: float) -> None:
         if record["attempt"] == self.attempt:
@@ -337,7 +348,7 @@ class RunStats:
             self._note_last(record["worker"], record["step"])
         # The last step of an attempt may be over before a report of it was sent.
         if record["how"] in ("completed", "yielded"):
-            step_s = self._step_durations.get(self.step, 0.0)
+            step_s = self._last_duration_s
             self._step_completed({**record, "step_s": step_s}, at_s)
 
     def _worker_raised(self, record: Mapping[str, Any], _at_s: float) -> None:
@@ -353,14 +364,30 @@ class RunStats:
     def _note_skipped(self, record: Mapping[str, Any]) -> None:
         lines = tuple(record.get("skipped", ()))
         self._skipped += lines
-        for incident in self._open:
+        for incident in self._open_incidents():
             incident.skipped += lines
 
     def _finished(self, record: Mapping[str, Any], at_s: float) -> None:
         # Of an attempt that failed early more steps may be known than were reported.
-        self._count(self._reached_step, self._step_durations.get(self.step, 0.0))
+        self._count(self._reached_step, self._last_duration_s)
         self._enter("over", at_s)
         self.outcome, self.reason = record["outcome"], record["reason"]
+
+    _TAKES: ClassVar[dict[str, Callable[[RunStats, Mapping[str, Any], float], None]]] = {
+        "FaultInjected": _fault_injected,
+        "ControllerStarted": _controller_started,
+        "RunReopened": _reopened,
+        "ReportIncident": _incident_reported,
+        "FenceAttempt": _recovering,
+        "ReadCommitted": _recovering,
+        "YieldAttempt": _yielding,
+        "StartAttempt": _attempt_started,
+        "WorkerFormed": _worker_formed,
+        "StepCompleted": _step_completed,
+        "WorkerLeft": _worker_left,
+        "WorkerRaised": _worker_raised,
+        "FinishRun": _finished,
+    }
 
 
 def _add(sums: dict[str, int], sources: Iterable[tuple[str, int]]) -> None:

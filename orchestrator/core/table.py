@@ -7,7 +7,7 @@ consecutive integers here, so the map is cut into chunks and only one chunk is c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
@@ -27,6 +27,17 @@ class Table(Generic[V]):
     def __init__(self, _chunks: tuple[dict[int, V], ...] = (), _len: int = 0) -> None:
         self._chunks = _chunks
         self._len = _len
+
+    @classmethod
+    def of(cls, items: Iterable[tuple[int, V]]) -> Table[V]:
+        """Return the table that ``set`` makes of ``items``, one after the other."""
+        chunks: list[dict[int, V]] = []
+        for key, value in items:
+            assert key >= 0, f"key {key} is negative"
+            index = key >> _CHUNK_BITS
+            chunks += ({} for _ in range(index + 1 - len(chunks)))
+            chunks[index][key] = value
+        return Table(tuple(chunks), sum(map(len, chunks)))
 
     def get(self, key: int) -> V | None:
         """Return the value of ``key``, or None."""

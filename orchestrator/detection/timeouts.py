@@ -69,7 +69,7 @@ class Limits:
         undecided_s: No member progressed for this long, and nobody can be named.
         saving_s: As ``overdue_s``, for a worker that is saving or leaving.
         first_step_s: As ``overdue_s``, until a worker's first step of the attempt is done, and
-            between two steps.
+            between two steps; but no longer than the others' collectives wait for it.
         forming_s: As ``overdue_s``, for a worker that is forming, loading, or did not come.
     """
 

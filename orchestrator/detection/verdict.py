@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TypeAlias
 
 from orchestrator.detection.detector import WATCH_GAP_S, Detector, Watched
@@ -38,6 +39,11 @@ _SLOW_TO_SAVE = frozenset({WorkerPhase.SAVING, WorkerPhase.LEAVING})
 _GONE = frozenset("XZ")
 _STOPPED = "T"
 _RUNNING = "R"
+_BETWEEN_STEPS = (
+    "between two steps; if it works there for so long, raise parallel.collective_timeout_s"
+)
+#: Of the time after which collectives fail: who holds them up is named before.
+_BEFORE_FAILING = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +101,7 @@ class _Case:
     still_s: float
     unseen_s: float
     limits: Limits
+    collectives_fail_s: float
 
     def verdict(self, rule: str, guilty: list[int], evidence: str) -> Verdict:
         return Verdict(
@@ -108,7 +115,13 @@ class _Case:
 
 
 def judge(
-    state: Detector, at_s: float, *, attempt: int, members: tuple[str, ...], limits: Limits
+    state: Detector,
+    at_s: float,
+    *,
+    attempt: int,
+    members: tuple[str, ...],
+    limits: Limits,
+    collectives_fail_s: float = inf,
 ) -> Judgement:
     """Return what is proven about ``attempt`` at ``at_s``, or None while nothing is.
 
@@ -118,6 +131,8 @@ def judge(
         attempt: The attempt that is under way.
         members: Its workers in rank order.
         limits: Bounds, as ``limits_from(state.step_s_p99)``.
+        collectives_fail_s: When the wait for a rank in a step's collectives ends by itself, and
+            with it the attempt. Nobody would be named any more then.
     """
     if not members or at_s - state.heard_at_s > WATCH_GAP_S:
         # Nobody watches at present: the reports are late, or the controller is.
@@ -142,6 +157,7 @@ def judge(
         still_s=still_s,
         unseen_s=unseen_s,
         limits=limits,
+        collectives_fail_s=collectives_fail_s,
     )
     verdict = _by_kernel(case)
     if verdict is not None or still_s < limits.hang_s:
@@ -220,7 +236,10 @@ def _by_waits(case: _Case) -> Verdict | None:
         rank for rank in case.graph.sinks if case.still_s >= _bound_s(case, case.rows[rank])
     )
     if missing:
-        return case.verdict("missing", missing, _who_waits_for(case, missing))
+        evidence = _who_waits_for(case, missing)
+        if any(row.phase is WorkerPhase.SCRIPT for row in _rows(case, missing)):
+            evidence += f" ({_BETWEEN_STEPS})"
+        return case.verdict("missing", missing, evidence)
     waiting = len(case.graph.waits_for)
     stuck = [
         rank
@@ -263,7 +282,8 @@ def _bound_s(case: _Case, row: WorkerReport | None) -> float:
     if row is None or row.attempt != case.attempt or row.phase in _SLOW_TO_FORM:
         return case.limits.forming_s
     if row.step_s == 0.0 or row.phase is WorkerPhase.SCRIPT:
-        return case.limits.first_step_s
+        # More time than the others have is of no use to it.
+        return min(case.limits.first_step_s, _BEFORE_FAILING * case.collectives_fail_s)
     return case.limits.saving_s if row.phase in _SLOW_TO_SAVE else case.limits.overdue_s
 
 

@@ -179,6 +179,6 @@ def _connect(address: str) -> None:
         connect(address)
     except (ConnectionError, RayError) as error:
         raise CapacityError(
-            f"no Ray cluster answers at {address}: start one, or give --local-nodes",
+            f"no Ray cluster answers at {address}: {error}. Start one, or give --local-nodes",
             address=address,
         ) from error

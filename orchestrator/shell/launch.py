@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,8 +35,6 @@ from ucp_core.storage import join, open_store
 FOLLOW_S = 0.25
 #: A new controller must answer within this; it took 1 to 8 s on a busy 2-core machine.
 CONTROLLER_START_S = 90.0
-#: A cluster that is there accepts a connection in milliseconds.
-CONNECT_S = 3.0
 
 
 def run_id(directory: str) -> str:
@@ -189,12 +186,6 @@ def is_going_on(config: RunConfig) -> bool:
     if store.exists(join(path, SUMMARY)) or not store.exists(join(path, CONTACT)):
         return False
     address = json.loads(store.read(join(path, CONTACT)))["ray_address"]
-    host, _, port = address.rpartition(":")
-    try:
-        # Ray would look for a cluster that is gone for a minute.
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-    except OSError:
-        return False
     names = RunNames(run_id(config.run.directory))
     try:
         connect(address, namespace=names.namespace)

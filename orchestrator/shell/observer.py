@@ -15,6 +15,7 @@ from orchestrator.detection import (
     observe,
 )
 from workers.protocol import NodeReport, WorkerPhase, WorkerReport
+from workers.train.settings import ParallelSettings
 
 _NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 
@@ -28,6 +29,7 @@ class Observer:
         on_formed: Called once with (worker, attempt, when) for each that has formed.
         node_silent: Called with (node, cause) when a node says nothing beyond its bound.
         patience: A step may take this many times the observed p99.
+        parallel: Says when collectives fail by themselves.
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class Observer:
         on_formed: Callable[[str, int, float], None],
         node_silent: Callable[[str, str], None],
         patience: float,
+        parallel: ParallelSettings,
     ) -> None:
         self._post = post
         self._at_s = at_s
         self._on_formed = on_formed
         self._node_silent = node_silent
         self._patience = patience
+        self._parallel = parallel
         self._detector = Detector()
         self._attempt = 0
         self._members: tuple[str, ...] = ()
@@ -95,6 +99,7 @@ class Observer:
             attempt=self._attempt,
             members=self._members,
             limits=self.limits,
+            collectives_fail_s=self._parallel.timeout_s(self._detector.step_s_p50),
         )
         if isinstance(verdict, NodeSilent):
             self._node_silent(verdict.node, verdict.evidence)

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 from orchestrator.config import RunConfig, load
 from orchestrator.core.events import ControllerStarted, Event
-from orchestrator.core.journal import JournalRecord, fold, openings, read
+from orchestrator.core.journal import openings
 from orchestrator.core.reopening import reopening
 from orchestrator.core.state import RunState
+from orchestrator.core.stats import RunStats
 from orchestrator.run_directory import CONFIG, OPENINGS, RESULT, SUMMARY
+from orchestrator.shell.bookmark_file import read_journal
 from orchestrator.shell.clock import RunClock
-from orchestrator.shell.journal_file import read_segments
+from orchestrator.shell.journal_file import segment_sizes
 from ucp_core.storage import Store, join
 
 
@@ -31,7 +33,10 @@ class Life:
         first: The first event of this life.
         clock: Continues that of the life before.
         seq: Number of the next record in the journal.
-        records: Those of earlier lives.
+        stats: Of earlier lives.
+        num_incidents_written: Incidents, from the first on, that are known to be written.
+        journal_bytes: Size of the journal.
+        marked_bytes: Size of the part that the bookmark spares a life under the same settings.
     """
 
     number: int
@@ -39,12 +44,15 @@ class Life:
     first: Event
     clock: RunClock
     seq: int
-    records: Sequence[JournalRecord]
+    stats: RunStats
+    num_incidents_written: int
+    journal_bytes: int
+    marked_bytes: int
 
 
 def next_life(store: Store, run_path: str) -> int:
     """Return the number of the life that begins next in a run directory."""
-    return len(read_segments(store, run_path)) + 1
+    return len(segment_sizes(store, run_path)) + 1
 
 
 def begin_life(store: Store, run_path: str, config: RunConfig, *, opening: int) -> Life:
@@ -60,34 +68,59 @@ def begin_life(store: Store, run_path: str, config: RunConfig, *, opening: int) 
     Raises:
         JournalCorruptError: The journal cannot be folded.
     """
-    segments = read_segments(store, run_path)
-    number = len(segments) + 1
-    records = list(read(segments))
-    seq = records[-1]["seq"] + 1 if records else 0
-    if number != opening:
-        state, last = fold(segments, config.rules())
-        assert last is not None, "a life after the opening one has a journal before it"
-        clock = RunClock(last_at_s=last["at_s"], last_wall_time=last["wall_time"])
-        started = ControllerStarted(at_s=clock.at_s(), life=number)
-        return Life(
-            number=number, state=state, first=started, clock=clock, seq=seq, records=records
-        )
-    # The time between two openings is nobody's: the clock goes on from where it stopped.
-    clock = RunClock(last_at_s=records[-1]["at_s"] if records else 0.0)
+    sizes = segment_sizes(store, run_path)
+    number = len(sizes) + 1
+    is_opened = number == opening
+    earlier = _last_config(store, run_path, number - 1) if is_opened and sizes else config
+    reading = read_journal(store, run_path, earlier.rules())
+    folded = reading.folded
+    if is_opened:
+        # The time between two openings is nobody's: the clock goes on from where it stopped.
+        clock = RunClock(last_at_s=folded.at_s)
+        state = RunState()
+    else:
+        assert folded.seq >= 0, "a life after the opening one has a journal before it"
+        clock = RunClock(last_at_s=folded.at_s, last_wall_time=folded.wall_time)
+        state = folded.state
     first: Event = ControllerStarted(at_s=clock.at_s(), life=number)
-    if records:
-        before, _ = fold(segments, config_of(store, run_path, segments).rules())
-        first = reopening(before, at_s=clock.at_s(), life=number)
-    _write_config(store, run_path, config, number)
-    for name in (SUMMARY, RESULT):
-        # They say that the run is over.
-        store.delete(join(run_path, name))
-    return Life(number=number, state=RunState(), first=first, clock=clock, seq=seq, records=records)
+    if is_opened:
+        if folded.seq >= 0:
+            first = reopening(folded.state, at_s=clock.at_s(), life=number)
+        _write_config(store, run_path, config, number)
+        for name in (SUMMARY, RESULT):
+            # They say that the run is over.
+            store.delete(join(run_path, name))
+    return Life(
+        number=number,
+        state=state,
+        first=first,
+        clock=clock,
+        seq=folded.seq + 1,
+        stats=folded.stats,
+        num_incidents_written=reading.num_incidents_written,
+        journal_bytes=sum(sizes),
+        # That of a run that is reopened was made under the settings of then.
+        marked_bytes=0 if is_opened else reading.marked_bytes,
+    )
 
 
 def config_of(store: Store, run_path: str, segments: Sequence[bytes]) -> RunConfig:
     """Return the settings under which the last of ``segments``, all from the first, was written."""
-    path = _config_path(run_path, max(openings(segments), default=0) + 1)
+    return _config_at(store, run_path, max(openings(segments), default=0) + 1)
+
+
+def _last_config(store: Store, run_path: str, num_lives: int) -> RunConfig:
+    """Return the settings under which the last life before now was.
+
+    A life that opened the run and died before it had journaled anything has left settings too.
+    """
+    names = (name.partition(".")[0] for name in store.list(join(run_path, OPENINGS)))
+    begun = [int(name) for name in names if name.isdecimal() and int(name) <= num_lives]
+    return _config_at(store, run_path, max(begun, default=1))
+
+
+def _config_at(store: Store, run_path: str, life: int) -> RunConfig:
+    path = _config_path(run_path, life)
     if not store.exists(path):  # a run of a version that could not open one again
         path = join(run_path, CONFIG)
     return load(store.read(path).decode())

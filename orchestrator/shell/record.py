@@ -22,7 +22,8 @@ class RunRecord:
     Args:
         store: Where the run directory is.
         run_path: Its path there.
-        earlier: The journal's records of earlier lives of the controller.
+        stats: The numbers of earlier lives of the controller, which are added to.
+        num_written: Incidents, from the first on, that are written.
         samples_per_step: The global batch.
 
     Attributes:
@@ -35,19 +36,18 @@ class RunRecord:
         self,
         store: Store,
         run_path: str,
-        earlier: Iterable[Mapping[str, Any]],
+        stats: RunStats,
         *,
+        num_written: int,
         samples_per_step: int,
     ) -> None:
         self._samples_per_step = samples_per_step
         self._store = store
         self._path = run_path
-        self.stats = RunStats()
+        self.stats = stats
         self.registry = CollectorRegistry()
         self.metrics = RunMetrics(self.registry)
-        for record in earlier:
-            self.stats.add(record)
-        self._num_written = 0
+        self._num_written = num_written
 
     @property
     def loaded(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -27,9 +28,10 @@ from orchestrator.core.events import (
 )
 from orchestrator.core.journal import turn_records
 from orchestrator.core.machine import step
-from orchestrator.core.state import ACTIVE, WorkerStatus, describe, next_deadline_s
+from orchestrator.core.state import ACTIVE, Phase, WorkerStatus, describe, next_deadline_s
 from orchestrator.core.survey import adopted
 from orchestrator.run_directory import CHECKPOINTS
+from orchestrator.shell.bookmark_file import BookmarkFile
 from orchestrator.shell.capacity import Capacity
 from orchestrator.shell.clock import wall_time
 from orchestrator.shell.crew import Crew
@@ -87,7 +89,12 @@ class Run:
             life.clock,
         )
         self._is_reopened = 1 < life.number == opening
-        self._journal = JournalFile(self._store, self._path, life=life.number)
+        self._journal = JournalFile(
+            self._store, self._path, life=life.number, before_bytes=life.journal_bytes
+        )
+        self._bookmark = BookmarkFile(
+            self._store, self._path, rules=self._rules, marked_bytes=life.marked_bytes
+        )
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._rendezvous = Rendezvous()
         self._over = asyncio.Event()
@@ -98,7 +105,8 @@ class Run:
         self._record = RunRecord(
             self._store,
             self._path,
-            life.records,
+            life.stats,
+            num_written=life.num_incidents_written,
             samples_per_step=self._config.train.global_batch,
         )
         self._build_parts()
@@ -154,6 +162,7 @@ class Run:
             on_formed=self._crew.note_formed,
             node_silent=self._nodes.silent,
             patience=self._config.patience,
+            parallel=self._config.settings().parallel,
         )
         self._pacing = Pacing(
             crew=self._crew,
@@ -253,6 +262,17 @@ class Run:
         if self._state.bad != before.bad:
             self._order_soon()
         self._record.add(records)
+        if self._bookmark.is_due(self._journal.journal_bytes, is_quiet=self._is_quiet()):
+            self._spawn(self._bookmark.write(self._marked()))
+
+    def _is_quiet(self) -> bool:
+        state = self._state
+        is_settled = state.phase is Phase.RUNNING and state.surveying_until_s == math.inf
+        return is_settled and self._inbox.empty()
+
+    def _marked(self) -> bytes:
+        """Return the bookmark of the journal's end, as a document."""
+        return self._bookmark.prepare(self._journal, self._state, self._record.stats)
 
     def _perform(self, action: act.Action) -> None:
         self._performers[type(action)](action)
@@ -312,7 +332,7 @@ class Run:
 
     def _enter(self, action: act.StartAttempt, memory: tuple[MemoryPart, ...]) -> None:
         host, port = self._rendezvous.open()
-        guards = self._snapshots.plan.guards
+        plan = self._snapshots.plan
         for rank, (worker, _, slot) in enumerate(action.members):
             assignment = Assignment(
                 attempt=action.attempt,
@@ -324,7 +344,8 @@ class Run:
                 resume_attempt=action.resume_attempt,
                 lineage=action.lineage,
                 memory=memory,
-                guards=guards[rank] if guards is not None else None,
+                guards=plan.guards[rank] if plan.guards is not None else None,
+                parity=plan.lanes[rank] if plan.lanes is not None else (),
             )
             self._crew.enter(worker, assignment, self._capacity.gpu_ids(slot))
 
@@ -415,5 +436,6 @@ class Run:
             await self._snapshots.flush(self._state.lineage)
         self._nodes.kill_keepers()
         await self._capacity.release_all()
+        await self._bookmark.write(self._marked())
         self._record.close()
         await page.stop()

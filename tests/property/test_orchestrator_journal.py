@@ -16,11 +16,11 @@ LAYOUTS = st.builds(
     dp_shard=st.integers(1, 64),
     tp=st.integers(1, 8),
 )
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
+NUMBERS = st.floats(allow_nan=False)
 TEXT = st.text(max_size=30)
 
 st.register_type_strategy(ParallelLayout, LAYOUTS)
-st.register_type_strategy(float, FINITE)
+st.register_type_strategy(float, NUMBERS)
 st.register_type_strategy(str, TEXT)
 
 ITEMS: st.SearchStrategy[Any] = st.one_of(

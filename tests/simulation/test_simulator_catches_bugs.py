@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.core import (
+    bookmark,
     demand,
     fleet,
     formation,
@@ -133,6 +134,10 @@ def _forget_what_was_committed(turn: Turn, event: ev.RunReopened) -> None:
     formation.wait(turn)
 
 
+def _take_it_for_the_end(*_: Any) -> list[bytes]:
+    return []
+
+
 @dataclass(frozen=True)
 class Bug:
     """Where to put which function, which promises may tell, and from which seed on to look."""
@@ -203,6 +208,9 @@ BUGS = {
     ),
     "does not read what a run that is reopened has committed": Bug(
         machine._HANDLERS, ev.RunReopened, _forget_what_was_committed, ("S3", "L3")
+    ),
+    "takes a stale state for that of a newer journal": Bug(
+        bookmark, "behind", _take_it_for_the_end, ("L1",)
     ),
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }

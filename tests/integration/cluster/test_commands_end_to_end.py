@@ -130,6 +130,25 @@ def _assert_goes_on(path: str, directory: str, stopped: dict[str, Any]) -> None:
     assert reported.returncode == 0, reported.stderr
 
 
+def test_the_doctor_asks_every_node(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Storage that only the driver sees is a checkpoint that no other node can load."""
+    path = _write(make_config(), tmp_path, nodes.address)
+
+    well = _everstep("doctor", path, "--json")
+    ill = _everstep("doctor", path, "run.directory=memory://run", "--json")
+
+    assert well.returncode == 0, well.stdout + well.stderr
+    asked = json.loads(well.stdout)["nodes"]
+    assert len(asked) == len({facts["node"] for facts in asked}) >= 2
+    assert ill.returncode == 1
+    findings = {row["about"]: row for row in json.loads(ill.stdout)["findings"]}
+    wrong = [about for about, row in findings.items() if row["level"] == "fail"]
+    assert wrong == ["storage"]
+    assert all(facts["node"] in findings["storage"]["message"] for facts in asked)
+
+
 def test_ray_job_submit_runs_everstep_unchanged(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

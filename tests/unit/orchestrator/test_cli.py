@@ -48,3 +48,12 @@ def test_a_folder_without_a_run_is_said_to_be_none(tmp_path: Path) -> None:
 
         assert result.exit_code == 2, command
         assert "holds no run" in result.stderr, command
+
+
+def test_a_campaign_of_no_histories_is_no_success() -> None:
+    """A script that computes the number wrongly must not read that nothing was violated."""
+    for number in ("0", "-5"):
+        result = CliRunner().invoke(app, ["simulate", "--histories", number])
+
+        assert result.exit_code == 2
+        assert "violations" not in result.stdout

@@ -40,3 +40,15 @@ def test_tables_are_equal_by_content() -> None:
     assert one.set(1, 1) != one.set(1, 2)
     assert one.set(1, 1).set(900, 2).without(900) == one.set(1, 1)
     assert one.set(1, 1) != one.set(1, 1).set(900, 2)
+
+
+def test_a_table_of_items_is_the_one_that_they_came_from() -> None:
+    """A restarted controller goes by the order in which the one before it had added them."""
+    table: Table[int] = Table()
+    table = table.set(5, 1).set(500, 2).set(2, 3).set(5, 4).set(70, 5).without(70)
+    again = Table.of(table.items())
+
+    assert again == table
+    assert list(again.items()) == list(table.items()) == [(5, 4), (2, 3), (500, 2)]
+    assert len(again) == 3
+    assert list(again.set(1, 1)) == list(table.set(1, 1))

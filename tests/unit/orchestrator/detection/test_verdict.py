@@ -366,6 +366,28 @@ def test_what_a_script_does_between_two_steps_has_more_time() -> None:
     assert verdict_on(rows_with(w0=drawing), for_s=LIMITS.first_step_s + 0.25).guilty == ("w0",)
 
 
+def test_a_script_has_no_more_time_than_the_collectives_of_the_others() -> None:
+    """The wait for it fails then, and a rank that hangs for good would never be named."""
+    hung = replace(absent("w1", 1), phase=WorkerPhase.SCRIPT)
+    state, at_s = watch(rows_with(w1=hung), for_s=56.0)
+
+    def found(collectives_fail_s: float) -> Verdict | NodeSilent | None:
+        return judge(
+            state,
+            at_s,
+            attempt=ATTEMPT,
+            members=WORKERS,
+            limits=LIMITS,
+            collectives_fail_s=collectives_fail_s,
+        )
+
+    verdict = found(60.0)
+    assert isinstance(verdict, Verdict)
+    assert (verdict.guilty, verdict.rule) == (("w1",), "missing")
+    assert "raise parallel.collective_timeout_s" in verdict.evidence
+    assert found(90.0) is None
+
+
 def test_all_may_compute_for_long_where_nobody_waits() -> None:
     """An epoch begins, and every rank reads its data anew."""
     reading = [calm(worker, rank) for rank, worker in enumerate(WORKERS)]

@@ -1,0 +1,109 @@
+import json
+from dataclasses import fields
+from typing import Any, get_args
+from zlib import crc32
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.core.bookmark import Basis, Bookmark, Place, behind, decode, encode
+from orchestrator.core.codec import codec
+from orchestrator.core.journal import Folded
+from orchestrator.core.state import Cause, Draft, Node, RunState, Slot, Worker, freeze
+from orchestrator.core.stats import IncidentStats, RunStats
+from orchestrator.core.table import Table
+from orchestrator.errors import BookmarkError
+from orchestrator.policies.budgets import Fault, UserError
+from ucp_core.layout import ParallelLayout
+
+BASIS = Basis(program="p", rules="r")
+LINE = b'{"v":1,"seq":7}\n'
+PLACE = Place(
+    segment=1, before_bytes=0, end_bytes=len(LINE), line_bytes=len(LINE), line_crc32=crc32(LINE)
+)
+
+
+def _filled(kind: type) -> st.SearchStrategy[Any]:
+    """Return values of a dataclass in which every field is drawn, also those with a default."""
+    return st.builds(kind, **{each.name: ... for each in fields(kind)})
+
+
+def _tables(hint: Any) -> st.SearchStrategy[Any]:
+    item = st.tuples(st.integers(0, 300), st.from_type(get_args(hint)[0]))
+    return st.lists(item, max_size=3, unique_by=lambda pair: pair[0]).map(Table.of)
+
+
+# A bound may be infinite; nothing is "no number".
+st.register_type_strategy(float, st.floats(allow_nan=False))
+st.register_type_strategy(
+    ParallelLayout, st.builds(ParallelLayout, pp=st.integers(1, 4), dp_shard=st.integers(1, 64))
+)
+st.register_type_strategy(Table, _tables)
+for _kind in (Worker, Slot, Node, Cause, Fault, UserError, IncidentStats, RunStats):
+    st.register_type_strategy(_kind, _filled(_kind))
+st.register_type_strategy(RunState, _filled(Draft).map(freeze))
+
+
+@settings(
+    deadline=None,
+    max_examples=10,
+    # A run's state has hundreds of values; to make one smaller that fails would take minutes.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(folded=_filled(Folded))
+def test_every_field_comes_back_as_it_was(folded: Folded) -> None:
+    """One that is forgotten has its default after a restart, which most tests would not see."""
+    found = decode(encode(Bookmark(place=PLACE, folded=folded), BASIS), BASIS)
+
+    assert found == Bookmark(place=PLACE, folded=folded)
+    # Equal tables may have another order, by which the run goes, and True is equal to 1.
+    assert repr(found.folded) == repr(folded)
+
+
+DOCUMENT = encode(Bookmark(place=PLACE, folded=Folded()), BASIS)
+
+
+@given(cut=st.integers(0, len(DOCUMENT) - 2), byte=st.integers(0, 255))
+def test_a_damaged_bookmark_is_never_taken_for_a_whole_one(cut: int, byte: int) -> None:
+    """It may be read from a disk that was full, or while it is being replaced."""
+    with pytest.raises(BookmarkError):
+        decode(DOCUMENT[:cut], BASIS)
+    changed = DOCUMENT[:cut] + bytes([byte]) + DOCUMENT[cut + 1 :]
+    try:
+        found = decode(changed, BASIS)
+    except BookmarkError:
+        return
+    # Of the first line a blank may become another one.
+    assert found.folded == Folded()
+
+
+@pytest.mark.parametrize("change", [{"v": 0}, {"v": "1"}, {"crc32": None}, {"bytes": 3}])
+def test_a_head_that_says_something_else_is_refused(change: dict[str, Any]) -> None:
+    """Another version may mean something else by the same names."""
+    head, body = DOCUMENT.split(b"\n", 1)
+    with pytest.raises(BookmarkError):
+        decode(json.dumps(json.loads(head) | change).encode() + b"\n" + body, BASIS)
+
+
+@pytest.mark.parametrize("basis", [Basis(program="q", rules="r"), Basis(program="p", rules="q")])
+def test_what_others_would_decide_otherwise_is_refused(basis: Basis) -> None:
+    """A program that was mended, or a run that was opened again with fewer workers."""
+    with pytest.raises(BookmarkError, match="under another"):
+        decode(DOCUMENT, basis)
+
+
+@pytest.mark.parametrize("line", [LINE.replace(b"7", b"8"), LINE[:-1], b"", LINE[1:] + b"{"])
+def test_a_bookmark_of_another_journal_is_refused(line: bytes) -> None:
+    """Someone may copy a journal over another one of the same size."""
+    assert behind(PLACE, [LINE + b"more", b"later"]) == [b"more", b"later"]
+    with pytest.raises(BookmarkError, match="another line"):
+        behind(PLACE, [line, b"later"])
+
+
+@pytest.mark.parametrize("hint", [set[int], int | str, dict[int, str], object, bytes])
+def test_what_nothing_is_known_about_has_no_codec(hint: Any) -> None:
+    """A new field of such a kind must not be written as something that reads back otherwise."""
+    with pytest.raises((AssertionError, ValueError)):
+        codec(hint)

@@ -1,0 +1,169 @@
+"""A run directory with a journal as long as wanted, written by the parts that write real ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from orchestrator.config import RunConfig, load
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
+from orchestrator.core.journal import turn_records
+from orchestrator.core.machine import step
+from orchestrator.core.state import Phase
+from orchestrator.shell.bookmark_file import BookmarkFile
+from orchestrator.shell.journal_file import JournalFile
+from orchestrator.shell.opening import Life, begin_life
+from ucp_core.storage import open_store
+
+NUM_WORKERS = 4
+COMMIT_EVERY = 10
+
+
+def config_at(directory: Path, *overrides: str) -> RunConfig:
+    """Return the settings of a run of four workers in ``directory``."""
+    text = f"run: {{directory: {directory}}}\nworkers: {{max: {NUM_WORKERS}}}\n"
+    return load(text + "train: {steps: 100000000}\n", overrides)
+
+
+@dataclass
+class Journaled:
+    """A life of a controller in a cluster where everything is answered at once.
+
+    Args:
+        config: Of the run.
+        opening: The life that opens it.
+        fault_every: Steps after which a worker crashes.
+    """
+
+    config: RunConfig
+    opening: int = 1
+    fault_every: int = 300
+
+    def __post_init__(self) -> None:
+        self.store, self.path = open_store(self.config.run.directory)
+        self.rules = self.config.rules()
+        life = self.begin()
+        self.state, self.stats, self.seq = life.state, life.stats, life.seq
+        self.journal = JournalFile(
+            self.store, self.path, life=life.number, before_bytes=life.journal_bytes
+        )
+        self.bookmark = BookmarkFile(
+            self.store, self.path, rules=self.rules, marked_bytes=life.marked_bytes
+        )
+        self.at_s = life.first.at_s
+        self.life = life.number
+        self.is_marking = True
+        self._fold(life.first)
+
+    def begin(self) -> Life:
+        """Begin the next life, as a controller does."""
+        return begin_life(self.store, self.path, self.config, opening=self.opening)
+
+    def grow(self, num_records: int) -> None:
+        """Train until the journal has so many records, with a crash from time to time."""
+        for number in count(1):
+            if self.seq >= num_records:
+                return
+            self.at_s += 1.0
+            self._fold(self._next(number))
+
+    def _next(self, number: int) -> ev.Event:
+        at_s, state = self.at_s, self.state
+        if state.phase is not Phase.RUNNING:
+            return ev.Ticked(at_s=at_s)
+        if number % self.fault_every == 0:
+            worker = state.workers[state.members[-1]].name
+            return ev.WorkerExited(at_s=at_s, worker=worker, cause="crash", detail="9")
+        if number % COMMIT_EVERY == 0:
+            return ev.CheckpointCommitted(at_s=at_s, attempt=state.attempt, step=state.step)
+        # No two steps take equally long.
+        step_s = 0.1 + number % 997 / 1000
+        return ev.StepCompleted(
+            at_s=at_s, attempt=state.attempt, step=state.step + 8, step_s=step_s
+        )
+
+    def mark(self) -> None:
+        """Write a bookmark now."""
+        document = self.bookmark.prepare(self.journal, self.state, self.stats)
+        asyncio.run(self.bookmark.write(document))
+
+    def _fold(self, event: ev.Event) -> None:
+        inbox = deque([event])
+        while inbox:
+            for action in self._fold_one(inbox.popleft()):
+                inbox += self._answers(action)
+
+    def _fold_one(self, event: ev.Event) -> tuple[act.Action, ...]:
+        self.state, actions = step(self.state, event, rules=self.rules)
+        records = turn_records(event, actions, attempt=self.state.attempt)
+        for record in records:
+            record["seq"], record["wall_time"] = self.seq, 1.7e9 + self.at_s
+            self.seq += 1
+        self.journal.append(records)
+        for record in records:
+            self.stats.add(record)
+        if self.is_marking and self.bookmark.is_due(self.journal.journal_bytes, is_quiet=True):
+            self.mark()
+        return actions
+
+    def _answers(self, action: act.Action) -> list[ev.Event]:
+        at_s, attempt = self.at_s, self.state.attempt
+        match action:
+            case act.RequestSlot(slot=slot):
+                return [ev.SlotGranted(at_s=at_s, slot=slot, node=f"n{slot % NUM_WORKERS}")]
+            case act.StartWorker(worker=worker, node=node):
+                return [ev.WorkerReady(at_s=at_s, worker=worker, node=node, pid=self.seq)]
+            case act.KillWorker(worker=worker):
+                return [ev.WorkerExited(at_s=at_s, worker=worker, cause="killed", detail="")]
+            case act.FenceAttempt(workers=workers):
+                return [self._left(worker, "peer_lost") for worker in workers]
+            case act.YieldAttempt(workers=workers):
+                return [self._left(worker, "yielded") for worker in workers]
+            case act.ReadCommitted(number=number):
+                known = self.state.step or self.state.known[0]
+                return [
+                    ev.CommittedRead(
+                        at_s=at_s,
+                        attempt=attempt,
+                        step=known,
+                        committed_by=attempt if known else 0,
+                        skipped=(),
+                        number=number,
+                    )
+                ]
+            case act.StartAttempt(members=members):
+                return [
+                    ev.WorkerFormed(at_s=at_s, attempt=action.attempt, worker=w)
+                    for w, _, _ in members
+                ]
+            case act.SurveyWorkers():
+                return [self._surveyed()]
+            case _:
+                return []
+
+    def _left(self, worker: str, how: str) -> ev.Event:
+        state = self.state
+        return ev.WorkerLeft(
+            at_s=self.at_s,
+            attempt=state.attempt,
+            worker=worker,
+            how=how,
+            step=state.step,
+            detail="",
+        )
+
+    def _surveyed(self) -> ev.Event:
+        state = self.state
+        return ev.WorkersSurveyed(
+            at_s=self.at_s,
+            alive=tuple(
+                (worker.name, state.nodes[worker.node].name, state.attempt if worker.inside else 0)
+                for worker in state.workers.values()
+            ),
+            slots=tuple((n, state.nodes[s.node].name) for n, s in state.slots.items()),
+            pending_slots=(),
+        )

@@ -1,0 +1,32 @@
+import pytest
+
+from tests.benchmarks.__main__ import choose
+
+NAMES = ("bench_core", "bench_recovery", "bench_restart", "peer_ray_train")
+
+
+def test_words_choose_benchmarks_and_options_go_to_the_one_that_is_meant() -> None:
+    """An option that was taken for a word ran the benchmark with its defaults, and said nothing."""
+    assert choose(NAMES, []) == (list(NAMES), [])
+    assert choose(NAMES, ["core", "peer"]) == (["bench_core", "peer_ray_train"], [])
+    assert choose(NAMES, ["recovery", "--kills", "3"]) == (["bench_recovery"], ["--kills", "3"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recovry"], "no benchmark has .'recovry'. in its name"),
+        (["core", "--kills", "3", "x"], None),
+        (["re", "--kills", "3"], "are options of one benchmark"),
+        (["--kills", "3"], "are options of one benchmark"),
+    ],
+)
+def test_what_could_be_meant_otherwise_is_refused(
+    arguments: list[str], message: str | None
+) -> None:
+    """Minutes of a benchmark that nobody asked for, or none at all, pass for a result."""
+    if message is None:
+        assert choose(NAMES, arguments)[1] == arguments[1:]
+        return
+    with pytest.raises(SystemExit, match=message):
+        choose(NAMES, arguments)
