@@ -375,8 +375,11 @@ def test_attempts_through_memory_leave_nothing_behind(
 def test_no_node_takes_more_than_a_step_along_though_the_attempt_has_just_begun(
     run: Run, text: DataSettings, make_nodes: MakeNodes
 ) -> None:
-    """Memory and who copies it are got in the background; until then nothing would be held."""
-    chosen = rarely_stored(text, steps=10_000, tolerance=1)
+    """Memory and who copies it are got in the background; until then nothing would be held.
+
+    Ranks wait for that for a step at most: here one so long that it is enough on any machine.
+    """
+    chosen = rarely_stored(text, steps=10_000, tolerance=1, global_batch=2048)
     nodes = make_nodes(chosen, num_nodes=2, copies=True)
     members = run.begin(chosen, num_workers=2)
     wait_for_steps(run, 2)

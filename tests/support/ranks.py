@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -105,13 +103,8 @@ class Ranks:
     def end(self) -> None:
         """Kill what still runs."""
         for process in self._processes:
-            if process.is_alive():
-                os.kill(self._pid_of(process), signal.SIGKILL)
+            process.kill()
             process.join()
-
-    @staticmethod
-    def _pid_of(process: Any) -> int:
-        return int(process.pid)
 
 
 @contextlib.contextmanager
