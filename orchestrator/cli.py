@@ -80,15 +80,14 @@ def run(
     going; `everstep stop` ends it.
     """
     from orchestrator.config import load
-    from orchestrator.preflight import require_ready
+    from orchestrator.preflight import preflight
 
     extra = list(overrides or [])
     if address is not None:
         extra.append(f"cluster.address={address}")
     if local_nodes is not None:
         extra.append(f"cluster.local_nodes={local_nodes}")
-    settings = load(config, extra)
-    require_ready(settings)
+    settings = load(config, extra, look=preflight)
     from orchestrator.detection import limits_from
     from orchestrator.shell.console import RunView, print_bounds
     from orchestrator.shell.launch import launch

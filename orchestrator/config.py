@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -41,6 +41,10 @@ from workers.train.settings import (
 )
 
 __all__ = ["Problem", "RunConfig", "demo_config", "load"]
+
+#: Finds what is wrong with a configuration by looking at the world. It is given those keys too
+#: that do not have the user's value, because that is missing or wrong: nothing is said of them.
+Look: TypeAlias = Callable[["RunConfig", Collection[str]], Sequence[Problem]]
 
 #: Detection's own default: a step may take this many times the observed p99 of all steps.
 PATIENCE = 3.0
@@ -223,7 +227,9 @@ class RunConfig(_Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
-def load(path_or_text: str, overrides: Sequence[str] = ()) -> RunConfig:
+def load(
+    path_or_text: str, overrides: Sequence[str] = (), *, look: Look | None = None
+) -> RunConfig:
     """Return the configuration in a YAML file, or in YAML text, under ``overrides``.
 
     Relative paths in it are made absolute: workers run in other directories.
@@ -231,6 +237,7 @@ def load(path_or_text: str, overrides: Sequence[str] = ()) -> RunConfig:
     Args:
         path_or_text: A path, an fsspec URL, or text of more than one line.
         overrides: ``section.key=value`` in order; values are read as YAML.
+        look: Finds what needs more than the text, as ``orchestrator.preflight.preflight``.
 
     Raises:
         ConfigError: With every problem at once, each with its place and what would be right.
@@ -238,7 +245,7 @@ def load(path_or_text: str, overrides: Sequence[str] = ()) -> RunConfig:
     source = _read(path_or_text)
     override(source, overrides)
     _apply_environment(source)
-    config = _validate(source)
+    config = _validate(source, look)
     if config is None:
         raise _refused(source)
     return _resolved(config)
@@ -281,10 +288,10 @@ def _apply_environment(source: Source) -> None:
         source.places["cluster", "address"] = "RAY_ADDRESS"
 
 
-def _validate(source: Source) -> RunConfig | None:
+def _validate(source: Source, look: Look | None = None) -> RunConfig | None:
     """Return the configuration, or None with every problem added to ``source``."""
-    if not source.document and source.problems:
-        return None
+    if any(not problem.path for problem in source.problems):
+        return None  # of a text that is no mapping, nothing can be said to be missing
     config = None
     try:
         config = RunConfig.model_validate(source.document)
@@ -293,7 +300,15 @@ def _validate(source: Source) -> RunConfig | None:
             # An interval is found wrong as a number and as a word.
             if detail["loc"][-1] != "str":
                 source.problems.append(_field_problem(source, detail))
-    source.problems.extend(_cross_problems(source))
+    part, broken = _well_formed_part(source)
+    crossed = _cross_problems(source, part, broken)
+    source.problems.extend(crossed)
+    if look is not None:
+        doubtful = _defaulted(source, broken) | {problem.path for problem in crossed}
+        source.problems.extend(
+            source.problem(tuple(problem.path.split(".")), problem.message)
+            for problem in look(_resolved(part), doubtful)
+        )
     return None if source.problems else config
 
 
@@ -340,12 +355,11 @@ def _known_keys(path: KeyPath) -> list[str]:
     return list(kind.model_fields)
 
 
-def _cross_problems(source: Source) -> list[Problem]:
+def _cross_problems(source: Source, config: RunConfig, broken: Collection[str]) -> list[Problem]:
     """Return what is wrong with values and between keys, judging all that is well formed.
 
     A key that is not takes its default, and nothing is said about it here.
     """
-    config, broken = _well_formed_part(source)
     found: list[tuple[str, str]] = [
         (path, message)
         for path, _, message in (
@@ -384,6 +398,16 @@ def _well_formed_part(source: Source) -> tuple[RunConfig, set[str]]:
             }
         document[name] = section
     return RunConfig.model_validate(document), broken
+
+
+def _defaulted(source: Source, broken: Collection[str]) -> set[str]:
+    """Return the keys of which the well-formed part has not what the user wrote, or has to."""
+    found: set[str] = set()
+    for name, field in RunConfig.model_fields.items():
+        known = {f"{name}.{key}" for key in _known_keys((name,))}
+        section = source.document.get(name, None if field.is_required() else {})
+        found |= known if not isinstance(section, dict) else known.intersection(broken)
+    return found
 
 
 def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:

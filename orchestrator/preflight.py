@@ -1,20 +1,19 @@
 """What can be known to fail before anything is started: storage, data, memory.
 
-``orchestrator.config`` has checked the text by then; here the world is looked at. Every problem
-is found at once, as there.
+``orchestrator.config`` checks the text; here the world is looked at, and all that both find is
+told at once.
 """
 
 from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
 
 from orchestrator.config import Problem, RunConfig
-from orchestrator.errors import ConfigError
 from orchestrator.policies.layout import LayoutRules, choose
 from ucp_core.errors import UcpError
 from ucp_core.storage import join, open_store
@@ -23,33 +22,32 @@ from workers.errors import WorkerError
 from workers.models.shape import ModelShape, num_parameters
 from workers.train.settings import model_shape
 
-__all__ = ["preflight", "require_ready", "worker_memory_bytes"]
+__all__ = ["preflight", "worker_memory_bytes"]
 
 GIB = 1 << 30
 #: float32 master, its gradient, and AdamW's two moments: bytes of state per parameter.
 STATE_BYTES = 4 + 4 + 4 + 4
 
 
-def require_ready(config: RunConfig) -> None:
-    """Raise ``ConfigError`` with every problem that ``preflight`` finds."""
-    problems = [str(problem) for problem in preflight(config)]
-    if problems:
-        listing = "".join(f"\n  {line}" for line in problems)
-        raise ConfigError(f"{config.run.name} cannot start:{listing}", problems=problems)
-
-
-def preflight(config: RunConfig) -> list[Problem]:
+def preflight(config: RunConfig, doubtful: Collection[str] = ()) -> list[Problem]:
     """Return what would fail: nothing is started, and nothing is left behind.
 
     Writes and deletes one small file in the run directory.
+
+    Args:
+        config: What is well formed of a configuration.
+        doubtful: Keys that do not have the user's value there; what depends on them is not
+            looked at.
     """
-    checks: tuple[Callable[[RunConfig], list[Problem]], ...] = (
-        _storage_problems,
-        _data_problems,
-        _file_problems,
-        _memory_problems,
-    )
-    return [problem for check in checks for problem in check(config)]
+    found: list[Problem] = []
+    if "run.directory" not in doubtful:
+        found += _storage_problems(config)
+    if not any(key.startswith("data.") for key in doubtful):
+        found += _data_problems(config)
+    found += [problem for problem in _file_problems(config) if problem.path not in doubtful]
+    if not doubtful:
+        found += _memory_problems(config)
+    return found
 
 
 def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
@@ -119,7 +117,8 @@ def _data_problems(config: RunConfig) -> list[Problem]:
     try:
         find_source(config.data)
     except (WorkerError, UcpError, OSError) as error:
-        return [Problem(path="data.source", message=str(error))]
+        message = str(error).removeprefix("data.source: ")
+        return [Problem(path="data.source", message=message)]
     return []
 
 

@@ -113,6 +113,16 @@ def test_what_is_no_configuration_is_refused_with_a_reason(text: str, problem: s
     assert _problems(text)[0].startswith(problem)
 
 
+@pytest.mark.parametrize("text", ["run: {directory: x}\nworkers: {max: 4\n", "- run\n"])
+def test_what_cannot_be_read_is_not_said_to_be_missing(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user who has written ``run:`` looks for that, and not for the bracket two lines below."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+
+    assert len(_problems(text, "train.steps=3")) == 1
+
+
 def test_arguments_without_a_script_are_refused() -> None:
     """The built-in training would never see them."""
     (found,) = _problems(LEAST, "run.arguments=['--lr']")

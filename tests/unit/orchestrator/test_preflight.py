@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.config import RunConfig, load
 from orchestrator.errors import ConfigError
-from orchestrator.preflight import preflight, require_ready, worker_memory_bytes
+from orchestrator.preflight import preflight, worker_memory_bytes
 
 
 def _config(tmp_path: Path, *overrides: str) -> RunConfig:
@@ -46,8 +46,56 @@ def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
     )
 
     assert _paths(config) == ["data.source", "run.script", "data.tokenizer"]
-    with pytest.raises(ConfigError, match=r"train\.py"):
-        require_ready(config)
+
+
+def test_what_the_text_and_what_the_world_refuses_come_at_once(tmp_path: Path) -> None:
+    """A typing error that hides an unreadable file makes a user start a run twice."""
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    text = f"""\
+run: {{directory: '{tmp_path}/file/run'}}
+workers: {{max: 4}}
+data: {{source: '{tmp_path}/nothing/*.txt'}}
+model: {{preset: 8b}}
+cluster: {{memory_gib_per_worker: 1}}
+train: {{stpes: 3}}
+"""
+
+    with pytest.raises(ConfigError) as caught:
+        load(text, look=preflight)
+
+    places = [problem.split(": ")[:2] for problem in caught.value.facts["problems"]]
+    assert places == [
+        ["text:6", "train.stpes"],
+        ["text:1", "run.directory"],
+        ["text:3", "data.source"],
+        ["text:2", "workers.min"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        ("workers: {max: 2}\n", ["run"]),
+        ("run: x\n", ["run", "workers"]),
+        ("run: {directory: [x]}\nworkers: {max: 2}\n", ["run.directory"]),
+        ("run: {arguments: [x]}\nworkers: {max: two}\n", ["run.directory", "workers.max"]),
+    ],
+    ids=["no directory", "no section", "no text", "no numbers"],
+)
+def test_the_world_is_not_asked_about_what_nobody_wrote(
+    text: str, paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands for a broken key would be written to, or refused, as if it were meant."""
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(ConfigError) as caught:
+        load(text, ["model.preset=8b", "cluster.memory_gib_per_worker=1"], look=preflight)
+
+    lines = caught.value.facts["problems"]
+    found = [path for line in lines for path in line.split(": ")[:2] if "text" not in path]
+    assert found[: len(paths)] == paths
+    assert not [line for line in lines if "cannot be written" in line or "GiB" in line]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_min_workers_at_which_the_model_does_not_fit_are_refused(tmp_path: Path) -> None:
