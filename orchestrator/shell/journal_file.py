@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -11,6 +11,8 @@ from orchestrator.core.bookmark import Place
 from ucp_core.storage import Store, join
 
 DIRECTORY = "journal"
+#: A segment is looked into by so much at a time.
+CHUNK_BYTES = 64 << 10
 
 
 def read_segments(store: Store, run_path: str) -> list[bytes]:
@@ -33,6 +35,15 @@ def read_from(store: Store, run_path: str, *, number: int, offset_bytes: int) ->
     rest_bytes = store.size(path) - offset_bytes
     rest = store.read_range(path, offset_bytes, rest_bytes)
     return [rest, *(store.read(join(directory, name)) for name in others)]
+
+
+def read_chunks(store: Store, run_path: str, *, number: int) -> Iterator[bytes]:
+    """Yield segment ``number``, from 1, piece by piece."""
+    directory = join(run_path, DIRECTORY)
+    path = join(directory, _segments(store.list(directory))[number - 1])
+    size = store.size(path)
+    for begin in range(0, size, CHUNK_BYTES):
+        yield store.read_range(path, begin, min(CHUNK_BYTES, size - begin))
 
 
 def _segments(names: Iterable[str]) -> list[str]:

@@ -19,7 +19,7 @@ from orchestrator.core.stats import RunStats
 from orchestrator.run_directory import CONFIG, OPENINGS, RESULT, SUMMARY
 from orchestrator.shell.bookmark_file import read_journal
 from orchestrator.shell.clock import RunClock
-from orchestrator.shell.journal_file import segment_sizes
+from orchestrator.shell.journal_file import read_chunks, segment_sizes
 from ucp_core.storage import Store, join
 
 
@@ -63,15 +63,16 @@ def begin_life(store: Store, run_path: str, config: RunConfig, *, opening: int) 
         run_path: Its path there.
         config: Of the run.
         opening: The life that opens the run under ``config``. One that dies before it has
-            journaled anything is begun again under the same number.
+            journaled anything is begun again under the same number; what a torn line is all of
+            leaves the opening to the next.
 
     Raises:
         JournalCorruptError: The journal cannot be folded.
     """
     sizes = segment_sizes(store, run_path)
     number = len(sizes) + 1
-    is_opened = number == opening
-    earlier = _last_config(store, run_path, number - 1) if is_opened and sizes else config
+    is_opened = not any(_has_record(store, run_path, life) for life in range(opening, number))
+    earlier = _last_config(store, run_path, opening - 1) if is_opened and sizes else config
     reading = read_journal(store, run_path, earlier.rules())
     folded = reading.folded
     if is_opened:
@@ -107,6 +108,12 @@ def begin_life(store: Store, run_path: str, config: RunConfig, *, opening: int) 
 def config_of(store: Store, run_path: str, segments: Sequence[bytes]) -> RunConfig:
     """Return the settings under which the last of ``segments``, all from the first, was written."""
     return _config_at(store, run_path, max(openings(segments), default=0) + 1)
+
+
+def _has_record(store: Store, run_path: str, life: int) -> bool:
+    """Return whether a life has journaled anything whole."""
+    chunks = read_chunks(store, run_path, number=life)
+    return any(b"\n" in chunk for chunk in chunks)
 
 
 def _last_config(store: Store, run_path: str, num_lives: int) -> RunConfig:
