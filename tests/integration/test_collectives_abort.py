@@ -28,8 +28,9 @@ from tests.support.ranks import Place, running, until
 from workers import collectives
 from workers.collectives import AbortedError, CollectiveError, read_ring
 
-#: An abort takes a few milliseconds on an idle machine; the bound allows for a busy one.
-ABORT_S_MAX = 1.0
+#: An abort takes a few milliseconds on an idle machine; the bound allows for a busy one, and is far
+#: below the timeout of what is aborted.
+ABORT_S_MAX = 20.0
 NUM_RANKS = 4
 
 
@@ -153,7 +154,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
 
 @pytest.mark.parametrize("index", range(len(PLAYS)), ids=[play[0].__name__ for play in PLAYS])
 def test_abort_from_another_thread_ends_the_wait(played: list[Any], index: int) -> None:
-    """gloo's own abort leaves all of these asleep until their timeout, here 20 s."""
+    """gloo's own abort leaves all of these asleep until their timeout."""
     operation, size = PLAYS[index]
     waiting = [played[rank][index] for rank in range(size - 1)]
 
@@ -288,8 +289,8 @@ def test_survivors_of_a_killed_peer_form_again(tmp_path: Path) -> None:
         assert isinstance(error, AbortedError | CollectiveError)
         assert waited_s < 1.0 + ABORT_S_MAX
         assert total == 2.0
-        # The groups were made with 20 s.
-        assert 0.5 <= in_vain_s < 10.0
+        # The groups were made with 120 s.
+        assert 0.5 <= in_vain_s < 60.0
 
 
 def reform_often(place: Place) -> list[tuple[int, ...]]:

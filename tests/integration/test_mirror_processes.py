@@ -78,7 +78,7 @@ def test_a_lost_node_loses_no_version(
     assert eventually(lambda: all(arena.attended() for arena in arenas))
     for step in range(1, steps + 1):
         _step(ring, arenas, step)
-        assert eventually(lambda: not any(arena.copy_behind() for arena in arenas))
+        assert eventually(lambda: all(arena.is_copied() for arena in arenas))
     ring[0].kill()
 
     client = WireClient((ring[1].peer.host, ring[1].peer.port), secret=ring[1].peer.secret)
@@ -96,7 +96,7 @@ def test_a_node_that_is_lost_while_it_is_copied_leaves_the_version_before(
     """Of the newest some ranks' parts may be here; the one before is here of all."""
     assert eventually(lambda: all(arena.attended() for arena in arenas))
     _step(ring, arenas, 1)
-    assert eventually(lambda: not any(arena.copy_behind() for arena in arenas))
+    assert eventually(lambda: all(arena.is_copied() for arena in arenas))
     _step(ring, arenas, 2)
     time.sleep(delay_s)
     ring[0].kill()
@@ -112,9 +112,12 @@ def test_a_node_that_is_lost_while_it_is_copied_leaves_the_version_before(
 def test_ranks_go_on_soon_after_the_keeper_that_copied_them_was_killed(
     ring: list[KeeperProcess], arenas: list[Arena]
 ) -> None:
-    """Or after their own was: neither is there to say that nobody copies any more."""
+    """Or after their own was: neither is there to say that nobody copies any more.
+
+    What their own said last runs out by the clock, whoever else has something to do.
+    """
     assert eventually(lambda: all(arena.attended() for arena in arenas))
     ring[1].kill()
     _step(ring, arenas, 1)
-    assert eventually(lambda: not any(a.copy_behind() for a in arenas[:2]), within_s=1.5)
+    assert eventually(lambda: not any(a.copy_behind() for a in arenas[:2]))
     assert eventually(lambda: not any(a.copy_behind() for a in arenas[2:]), within_s=3.0)

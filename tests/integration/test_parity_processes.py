@@ -54,7 +54,7 @@ class _Group:
                 notify(self.keepers[node].door, f"w{rank}.0")
 
     def is_protected(self) -> bool:
-        return not any(arena.copy_behind() for arena in self.arenas.values())
+        return all(arena.is_copied() for arena in self.arenas.values())
 
     def left(self, lost: set[int]) -> dict[int, list[MemoryPart]]:
         """Return all that the other nodes hold, by step."""

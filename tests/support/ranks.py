@@ -42,7 +42,7 @@ class Place:
         """Return this process's progress page."""
         return self.directory / f"w{self.rank}.page"
 
-    def formation(self, attempt: int, world_size: int, timeout_s: float = 20.0) -> dict[str, Any]:
+    def formation(self, attempt: int, world_size: int, timeout_s: float = 120.0) -> dict[str, Any]:
         """Return the arguments of ``collectives.form`` for this process."""
         return {
             "backend": "gloo",

@@ -20,13 +20,16 @@ ROWS = 4096
 
 
 def eventually(is_so: Callable[[], bool], *, within_s: float = 90.0) -> bool:
-    """Return whether it came true in time; looks all the time."""
+    """Return whether it came true in time; looks all the time, and once more at the end."""
     end_s = time.monotonic() + within_s
-    while not is_so():
-        if time.monotonic() > end_s:
+    while True:
+        # Read before: a busy machine may run others between looking and reading.
+        is_over = time.monotonic() > end_s
+        if is_so():
+            return True
+        if is_over:
             return False
         time.sleep(0.002)
-    return True
 
 
 def weights(step: int) -> np.ndarray:

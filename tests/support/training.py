@@ -35,7 +35,7 @@ def train(place: Place) -> int:
     page = ProgressPage.create(place.page_path, worker=f"w{place.rank}")
     page.assign(1, place.rank)
     page.enter(WorkerPhase.FORMING)
-    collectives.form(**place.formation(1, NUM_RANKS, timeout_s=120.0))
+    collectives.form(**place.formation(1, NUM_RANKS))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))

@@ -259,10 +259,12 @@ class Arena:
 
     def copy_behind(self) -> bool:
         """Return whether the peer, if there is one, has not yet got the newest version."""
-        if not self.attended():
-            return False
+        return self.attended() and not self.is_copied()
+
+    def is_copied(self) -> bool:
+        """Return whether the newest version is what peers have got, be they still there or not."""
         newest = self.newest()
-        return newest is not None and self._words[_COPIED] != _copied_word(newest)
+        return newest is None or self._words[_COPIED] == _copied_word(newest)
 
     def keep(self, kept: tuple[int, int] | None) -> None:
         """Say which version ranks and peers all have; the trainer calls it before it writes."""

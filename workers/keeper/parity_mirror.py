@@ -97,6 +97,13 @@ class ParityMirror(Following):
         self._told: dict[tuple[int, str], Held] = {}
         self._start()
 
+    def stop(self) -> None:
+        """Follow nobody any more, at once; what is held stays."""
+        self._stopping.set()
+        # It may be waiting for what the own ranks write.
+        self._shelf.tell()
+        super().stop()
+
     def _follow(self) -> None:
         self._told.clear()
         # A node without ranks keeps parities and has no part in them.

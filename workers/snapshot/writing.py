@@ -217,7 +217,7 @@ class SnapshotWriter:
                     return False
                 if self._assignment.guards is not None:
                     return self._for_others.are_whole
-                if self._arena.attended() and not self._arena.copy_behind():
+                if self._arena.attended() and self._arena.is_copied():
                     return self._for_others.are_whole
             if time.monotonic() >= until_s or self._fenced():
                 return False

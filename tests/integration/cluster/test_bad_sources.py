@@ -47,7 +47,7 @@ def _damage(arenas: dict[tuple[int, str, str], Arena]) -> tuple[int, int]:
     """
     own = {rank: arena for (rank, _, name), arena in arenas.items() if "/" not in name}
     assert len(own) == 4
-    assert eventually(lambda: not any(arena.copy_behind() for arena in own.values()))
+    assert eventually(lambda: all(arena.is_copied() for arena in own.values()))
     newest = {rank: arena.versions()[-1].step for rank, arena in own.items()}
     step = min(newest.values())
     for arena in arenas.values():

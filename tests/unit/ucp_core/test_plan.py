@@ -119,10 +119,10 @@ def test_planning_for_a_rank_stays_quick_with_1024_ranks(dim: int) -> None:
     shape = (16384, 16384)
     have = _map(shape, *Box.full(shape).split(dim, 1024))
     need = Box.full(shape).split(dim, 512)[77]
-    begun = time.perf_counter()
+    begun = time.process_time()
     for _ in range(10):
         made = _plan(need, have)
-    seconds = (time.perf_counter() - begun) / 10
+    seconds = (time.process_time() - begun) / 10
 
     assert len(made.copies) == 2
     # Measured 0.1 (dim 0) and 0.9 ms (dim 1) on one core; the rest is for busy machines.

@@ -67,11 +67,11 @@ def test_what_has_no_hole_passes(shape: tuple[int, ...]) -> None:
 def test_the_proof_looks_at_fragments_and_not_at_elements() -> None:
     """A tensor of 10^12 elements on 4096 ranks is proven in a moment."""
     entry = _entry((1 << 20, 1 << 20), *Box.full((1 << 20, 1 << 20)).split(1, 4096))
-    begun = time.perf_counter()
+    begun = time.process_time()
 
     StateMap(entries={KEY: entry}, block_bytes=1).prove_coverage()
 
-    assert time.perf_counter() - begun < 1
+    assert time.process_time() - begun < 1
 
 
 def test_ranges_of_flattened_experts_are_proven_quickly() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from workers.errors import ArenaError
+from workers.keeper import door as door_module
 from workers.keeper.arena import Arena
 from workers.keeper.door import (
     Door,
@@ -263,14 +264,17 @@ def test_waiting_for_pins_is_not_disturbed_by_other_news() -> None:
     shelf.drop("w0001.1")
 
 
-def test_a_guest_that_is_stopped_keeps_nobody_waiting(door: Path) -> None:
+def test_a_guest_that_is_stopped_keeps_nobody_waiting(
+    door: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process can be stopped between its first and its second word."""
+    monkeypatch.setattr(door_module, "_ANSWER_S", 60.0)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.connect(str(door))
         start_s = time.monotonic()
         reserve(door, "w0001.1", body_bytes=4096, attempt=1).close()
 
-        assert time.monotonic() - start_s < 2.0
+        assert time.monotonic() - start_s < 60.0
 
 
 def test_memory_beyond_the_budget_is_refused_with_the_numbers(door: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.snapshots import eventually
+from workers.keeper import arena as arena_module
 from workers.keeper import mirror as mirror_module
 from workers.keeper import wire
 from workers.keeper.arena import NUM_SLOTS, Arena
@@ -27,6 +28,8 @@ NODE = "0123456789abcdef"
 NAME = "w0001.0"
 COPY = "0123456789ab/w0001.0"
 SIZE = 200_000
+#: Only a wait's end takes so long, however busy the machine is.
+LONG_S = 60.0
 
 
 def _content(attempt: int, step: int, size: int = SIZE) -> bytes:
@@ -138,6 +141,17 @@ def test_a_copy_is_the_original_but_for_its_place(
     assert replace(held, slot=original.slot, sequence=original.sequence) == original
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let peers wait for news and for each other so long that it shows."""
+    monkeypatch.setattr(mirror_module, "POLL_S", LONG_S)
+    monkeypatch.setattr(wire, "_POLL_S_MAX", LONG_S)
+    monkeypatch.setattr(wire, "_STALL_S", 2 * LONG_S)
+    monkeypatch.setattr(wire, "_FOLLOW_STALL_S", 2 * LONG_S)
+    monkeypatch.setattr(arena_module, "_ATTENDED_NS", int(2e9 * LONG_S))
+
+
+@pytest.mark.usefixtures("patient")
 def test_every_version_is_copied_soon_and_the_ranks_are_told(
     theirs: Shelf, source: Arena, ours: Shelf, server: WireServer, mirrors: Mirrors
 ) -> None:
@@ -147,9 +161,9 @@ def test_every_version_is_copied_soon_and_the_ranks_are_told(
     begun_s = time.monotonic()
     for step in range(1, 21):
         _write(theirs, step)
-        assert eventually(lambda: not source.copy_behind())
+        assert eventually(source.is_copied)
         assert _copies(ours)[-1] == (1, step)
-    assert time.monotonic() - begun_s < 10.0, "half a second each: that is a wait's end, no news"
+    assert time.monotonic() - begun_s < LONG_S, "that is a wait's end, no news"
 
 
 def test_the_last_copy_that_counts_outlives_what_is_copied_after_it(
@@ -371,6 +385,7 @@ def test_a_peer_with_another_secret_is_a_trouble(
     assert not ours.versions()
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_mirror_stops_at_once_while_it_waits_for_news(
     source: Arena, ours: Shelf, server: WireServer
 ) -> None:
@@ -379,10 +394,11 @@ def test_a_mirror_stops_at_once_while_it_waits_for_news(
     assert eventually(source.attended)
     begun_s = time.monotonic()
     mirror.stop()
-    assert time.monotonic() - begun_s < 0.5
-    assert eventually(lambda: not source.attended(), within_s=1.0), "told, not only run out"
+    assert eventually(lambda: not source.attended(), within_s=LONG_S / 2), "told, not only run out"
+    assert time.monotonic() - begun_s < LONG_S
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_mirror_stops_at_once_while_it_connects(ours: Shelf) -> None:
     """A machine that is gone answers nothing, not even no."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:
@@ -393,7 +409,7 @@ def test_a_mirror_stops_at_once_while_it_connects(ours: Shelf) -> None:
             assert eventually(lambda: _is_connecting(address[1]))
             begun_s = time.monotonic()
             mirror.stop()
-            assert time.monotonic() - begun_s < 0.5
+            assert time.monotonic() - begun_s < LONG_S
 
 
 def _ignore(_line: str) -> None:

@@ -32,15 +32,26 @@ signal.pause()
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[threading.Thread]:
-    """A vault in a thread, with a short patience."""
+def grace_s() -> float:
+    return 20.0
+
+
+@pytest.fixture
+def served(tmp_path: Path, grace_s: float) -> Iterator[threading.Thread]:
+    """A vault in a thread."""
     thread = threading.Thread(
-        target=serve, args=(tmp_path / VAULT,), kwargs={"grace_s": 0.5}, daemon=True
+        target=serve, args=(tmp_path / VAULT,), kwargs={"grace_s": grace_s}, daemon=True
     )
     thread.start()
-    assert eventually((tmp_path / VAULT).exists)
+    assert eventually(lambda: _listens(tmp_path / VAULT))
     yield thread
-    thread.join(20.0)
+    thread.join(2 * grace_s)
+
+
+def _listens(path: Path) -> bool:
+    """Return whether connections to a socket are taken: it is there before that."""
+    rows = map(str.split, Path("/proc/net/unix").read_text().splitlines())
+    return any(row[-1] == str(path) and row[3] == "00010000" for row in rows)
 
 
 def _kill(vault: Vault) -> None:
@@ -99,6 +110,7 @@ def test_the_next_keeper_gets_what_is_held_and_nothing_else(
         arena.close()
 
 
+@pytest.mark.parametrize("grace_s", [2.0])
 def test_without_a_keeper_it_ends_after_a_while(served: threading.Thread, tmp_path: Path) -> None:
     """A run that is over must not keep gigabytes."""
     vault = Vault(tmp_path)

@@ -9,8 +9,15 @@ import torch
 
 from tests.support.snapshot_rank import Node, Rank, captured, loaded, state
 from workers.protocol import Held
-from workers.snapshot import writing
+from workers.snapshot import farewell, writing
 from workers.snapshot.farewell import Footing, is_quick
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let whoever leaves have the time that it takes on a busy machine."""
+    monkeypatch.setattr(writing, "FAREWELL_S_MAX", 60.0)
+    monkeypatch.setattr(farewell, "_EXPECTED_S_MAX", 60.0)
 
 
 def held(slot: int, step: int, *, attempt: int = 2) -> Held:
@@ -98,6 +105,7 @@ def test_a_snapshot_that_takes_long_is_not_begun() -> None:
     assert not is_quick(100 << 30, None)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_fenced_rank_leaves_its_state(rank: Rank, node: Node) -> None:
     """Whatever else it does after a fence is refused; until it has left, this is not."""
     entries = state()
@@ -116,6 +124,7 @@ def test_a_fenced_rank_leaves_its_state(rank: Rank, node: Node) -> None:
     assert all(torch.equal(tensor, by_name[name]) for name, tensor in found.items())
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_snapshot_that_the_fence_met_under_way_is_completed(rank: Rank, node: Node) -> None:
     """It is copied whole, and there is no slot to spare for it a second time."""
     entries = state()

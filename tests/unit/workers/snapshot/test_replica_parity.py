@@ -147,7 +147,7 @@ def _protect(replicas: Sequence[_Replica], stack: ExitStack) -> None:
 
 def _is_protected(replicas: Sequence[_Replica]) -> bool:
     arenas = [one.arena(parity=False) for one in replicas]
-    return not any(map(Arena.copy_behind, arenas))
+    return all(map(Arena.is_copied, arenas))
 
 
 def _is_complete(parity: Part) -> bool:
