@@ -7,6 +7,7 @@ each; ``dp`` data-parallel ranks share the optimizer's flat buffers.
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ OUTER_KEYS: tuple[tuple[str, tuple[int, ...], int | None], ...] = (
     ("decoder.final_layernorm.weight", (HIDDEN,), None),
     ("output_layer.weight", (96, HIDDEN), 0),
 )
+#: Experts of their own optimizer: two on each of two ranks, over which nothing is replicated.
+EXPERTS = 4
+EXPERT_KEYS: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (10, HIDDEN)),
+    ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (HIDDEN, 5)),
+)
 SLOTS = ("param", "exp_avg", "exp_avg_sq")
 GROUPS = [
     {"lr": 0.5, "weight_decay": 0.1, "wd_mult": 1.0, "is_expert_parallel": False, "step": 4.0},
@@ -42,10 +49,12 @@ LOCAL = {
 }
 
 
-def state(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
+def state(seed: int = 0, *, experts: bool = False) -> dict[str, dict[str, torch.Tensor]]:
     """Return all slots of the model by the checkpoint's keys in order, layers stacked."""
     shapes = {key: shape for key, shape, _ in OUTER_KEYS[:1]}
     shapes |= {f"decoder.layers.{key}": (LAYERS, *shape) for key, shape, _ in LAYER_KEYS}
+    if experts:
+        shapes |= {key: (LAYERS, EXPERTS, *shape) for key, shape in EXPERT_KEYS}
     shapes |= {key: shape for key, shape, _ in OUTER_KEYS[1:]}
     return {slot: random_tensors(shapes, seed + n) for n, slot in enumerate(SLOTS)}
 
@@ -106,6 +115,13 @@ def _put(save: Save, prefix: str, tensors: dict[str, torch.Tensor], tp: int, pp:
     dims = _dims()
     for key, tensor in tensors.items():
         chunks: list[Chunk] = []
+        if ".experts." in key:
+            for place, expert in product(range(LAYERS), range(EXPERTS)):
+                data = tensor[place : place + 1, expert : expert + 1].clone()
+                where = expert // 2
+                chunks.append(Chunk(offsets=(place, expert, 0, 0), data=data, rank=where))
+            save.tensors[prefix + key] = (tuple(tensor.shape), chunks)
+            continue
         for layer in _layers(key):
             one = tensor if layer is None else tensor[layer]
             ranks = _parts(key, one, dims[key], tp)
@@ -119,39 +135,69 @@ def _put(save: Save, prefix: str, tensors: dict[str, torch.Tensor], tp: int, pp:
 
 
 def _buffers(
-    save: Save, values: dict[str, dict[str, torch.Tensor]], tp: int, pp: int, dp: int
+    save: Save,
+    values: dict[str, dict[str, torch.Tensor]],
+    shape: tuple[int, int, int],
+    frozen: frozenset[str],
 ) -> None:
-    """Add the flat buffers: the reverse of the modules' order, each parameter at 64 elements."""
+    """Add the flat buffers: the reverse of the modules' order, each parameter at 64 elements.
+
+    Args:
+        save: Gets them.
+        values: All slots.
+        shape: Tensor parallel ranks, stages, data-parallel ranks.
+        frozen: Keys that are in no buffer.
+    """
+    tp, pp, dp = shape
     dims = _dims()
     before, after = OUTER_KEYS[:1], OUTER_KEYS[1:]
     order: list[tuple[str, int | None]] = [(key, None) for key, _, _ in before]
     order += [(f"decoder.layers.{k}", i) for i in range(LAYERS) for k, _, _ in LAYER_KEYS]
     order += [(key, None) for key, _, _ in after]
+    has_experts = EXPERT_KEYS[0][0] in values["param"]
     for stage in range(pp):
         own = [(k, i) for k, i in reversed(order) if _stage(k, i, pp) == stage]
+        if "output_layer.weight" not in values["param"] and 0 < stage == pp - 1:
+            own.insert(0, ("embedding.word_embeddings.weight", None))
+        own = [(key, layer) for key, layer in own if key in values["param"] and key not in frozen]
         for rank in range(tp):
-            group = rank + tp * stage
+            group = f"optimizer.distributed.dp_group_idx_{rank + tp * stage}"
+            group = f"chained_0.{group}" if has_experts else group
+            ranks = [rank + tp * replica + 2 * tp * stage for replica in range(dp)]
             for slot in SLOTS:
-                flat = torch.zeros(0)
+                parts = []
                 for key, layer in own:
                     tensor = values[slot][key] if layer is None else values[slot][key][layer]
                     pieces = _parts(key, tensor, dims[key], tp)[rank]
-                    pad = torch.zeros(-len(flat) % 64)
-                    flat = torch.cat([flat, pad, *(part.reshape(-1) for _, part in pieces)])
-                name = (
-                    f"optimizer.distributed.dp_group_idx_{group}.gbuf_idx_0."
-                    f"dtype_(torch.bfloat16, torch.float32).bucket_idx_0.{slot}"
-                )
-                chunks = []
-                low = 0
-                for replica, part in enumerate(flat.chunk(dp)):
-                    where = rank + tp * replica + 2 * tp * stage
-                    chunks.append(Chunk(offsets=(low,), data=part.clone(), rank=where))
-                    low += len(part)
-                save.tensors[name] = (tuple(flat.shape), chunks)
-            prefix = f"optimizer.distributed.dp_group_idx_{group}"
-            save.objects[f"{prefix}.per_bucket_numel/shard_0_1"] = [{"a": [1]}]
-            save.objects[f"{prefix}.optimizer/shard_0_1"] = [{"param_groups": GROUPS}]
+                    parts.append(torch.cat([part.reshape(-1) for _, part in pieces]))
+                _put_buffer(save, f"{group}.", slot, parts, ranks)
+            save.objects[f"{group}.per_bucket_numel/shard_0_1"] = [{"a": [1]}]
+            save.objects[f"{group}.optimizer/shard_0_1"] = [{"param_groups": GROUPS}]
+    for rank in range(2 if has_experts else 0):
+        group = f"chained_1.optimizer.distributed.dp_group_idx_{rank}"
+        local = product(range(LAYERS), (2 * rank, 2 * rank + 1), [key for key, _ in EXPERT_KEYS])
+        names = [*local][::-1]
+        for slot in SLOTS:
+            parts = [values[slot][key][layer, expert].reshape(-1) for layer, expert, key in names]
+            _put_buffer(save, f"{group}.", slot, parts, [rank])
+        groups = [{**GROUPS[0], "is_expert_parallel": True}]
+        save.objects[f"{group}.optimizer/shard_0_1"] = [{"param_groups": groups}]
+
+
+def _put_buffer(
+    save: Save, prefix: str, slot: str, parts: list[torch.Tensor], ranks: list[int]
+) -> None:
+    """Add one flat buffer, shared among ranks."""
+    flat = torch.zeros(0)
+    for part in parts:
+        flat = torch.cat([flat, torch.zeros(-len(flat) % 64), part])
+    chunks = []
+    low = 0
+    for rank, part in zip(ranks, flat.chunk(len(ranks)), strict=True):
+        chunks.append(Chunk(offsets=(low,), data=part.clone(), rank=rank))
+        low += len(part)
+    name = f"{prefix}gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.{slot}"
+    save.tensors[name] = (tuple(flat.shape), chunks)
 
 
 def write_checkpoint(  # noqa: PLR0913 - what Megatron can be told
@@ -165,6 +211,7 @@ def write_checkpoint(  # noqa: PLR0913 - what Megatron can be told
     local: bool = True,
     common_file: bool = True,
     objects: dict[str, Any] | None = None,
+    frozen: frozenset[str] = frozenset(),
 ) -> None:
     """Write a checkpoint; ``buffers``: ``dp_reshardable``, else ``fully_reshardable``."""
     save = Save()
@@ -175,7 +222,7 @@ def write_checkpoint(  # noqa: PLR0913 - what Megatron can be told
         save.objects[f"decoder.layers.mlp.linear_fc1._extra_state/shard_{layer}_{LAYERS}"] = value
     common: dict[str, Any] = {"iteration": 4, "checkpoint_version": 3.0, "optimizer": {}}
     if buffers:
-        _buffers(save, values, tp, pp, dp=2)
+        _buffers(save, values, (tp, pp, 2), frozen)
     else:
         for slot in SLOTS:
             _put(save, f"optimizer.state.{slot}.", values[slot], tp, pp)

@@ -4,7 +4,8 @@ A buffer holds the parameters of one model-parallel rank one after the other, an
 does not say which. Megatron lays them out in the reverse order of the model's modules, each at a
 multiple of 64 elements; the metadata list the model's keys in that order. So the layout can be
 worked out, and it can be proven: the buffer's fp32 weights, rounded, are the model's weights. What
-does not fit in length and in values is refused, never guessed.
+does not fit in length and in values is refused, never guessed. Buffers must be filled; parameters
+that are in none were not trained.
 
 Source: ``_compute_per_buffer_param_layout`` in ``megatron/core/optimizer/distrib_optimizer.py``.
 """
@@ -33,6 +34,12 @@ _FILE_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 _ALIGNMENT = 64
 #: Elements compared at either end of a piece.
 _SAMPLE = 64
+#: Experts have an optimizer of their own where their ranks are others than those of the rest.
+_EXPERTS = ".experts."
+_CHAIN = re.compile(r"chained_(\d+)\.")
+#: The last stage has a copy of the embedding if there is no output layer of its own.
+_EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
 
 
 class _Piece(NamedTuple):
@@ -84,12 +91,13 @@ def decoded(
     _check_kinds(container, buckets, model)
     flat, extents = container.entries({key: TensorKey(key, "flat") for key in buckets.values()})
     buffers = {bucket: _Buffer(flat[TensorKey(key, "flat")]) for bucket, key in buckets.items()}
-    params = _by_group(container, buffers, model)
     fragments: dict[TensorKey, list[Fragment]] = defaultdict(list)
-    for group in sorted(params):
-        own = {bucket: buffer for bucket, buffer in buffers.items() if bucket.group == group}
-        for placed in _laid_out(container, group, own, params[group]):
-            _add_fragments(fragments, placed, own)
+    for chain, weights in _by_chain(buffers, model):
+        params = _by_group(container, chain, weights)
+        for group in sorted({bucket.group for bucket in chain}):
+            own = {bucket: buffer for bucket, buffer in chain.items() if bucket.group == group}
+            for placed in _laid_out(container, group, own, params.get(group, ())):
+                _add_fragments(fragments, placed, own)
     entries = []
     for name, found in fragments.items():
         whole = model[name.fqn]
@@ -135,6 +143,28 @@ class _Buffer:
         return parts
 
 
+def _by_chain(
+    buffers: Mapping[BucketKey, _Buffer], model: Mapping[str, TensorEntry]
+) -> list[tuple[dict[BucketKey, _Buffer], dict[str, TensorEntry]]]:
+    """Return the buffers of each kind of optimizer, and the weights that may be in them.
+
+    Of several optimizers the last is that of the experts; a stage without has one, unnumbered.
+    """
+    numbers = {
+        bucket: int(match[1]) if (match := _CHAIN.match(bucket.group)) else 0 for bucket in buffers
+    }
+    last = max(numbers.values())
+    if last == 0:
+        return [(dict(buffers), dict(model))]
+    return [
+        (
+            {bucket: buffers[bucket] for bucket in buffers if (numbers[bucket] == last) == experts},
+            {key: entry for key, entry in model.items() if (_EXPERTS in key) == experts},
+        )
+        for experts in (False, True)
+    ]
+
+
 def _by_group(
     container: Container,
     buffers: Mapping[BucketKey, _Buffer],
@@ -145,43 +175,87 @@ def _by_group(
     A rank's files hold its buffers and its share of the model; what is the same on every rank of
     a stage is in the files of one of them only.
     """
-    groups = {
-        rank: bucket.group
-        for bucket, buffer in buffers.items()
-        for fragment in buffer.entry.fragments
-        for rank in [_rank(container, fragment.file)]
-    }
-    owned: dict[tuple[str, int | None], dict[str, list[_Piece]]] = {}
-    for key, layer, fragment in _in_order(model):
+    groups = _groups(container, buffers)
+    owned: dict[_Name, dict[str, list[_Piece]]] = {}
+    for name, fragment in _in_order(model):
         rank = _rank(container, fragment.file)
         if rank not in groups:
-            raise _refused(container, key, f"rank {rank} has written no buffer")
-        places = owned.setdefault((key, layer), {})
-        places.setdefault(groups[rank], []).append(_Piece(key, model[key].dtype, fragment))
+            raise _refused(container, name.key, f"rank {rank} has written no buffer")
+        places = owned.setdefault(name, {})
+        places.setdefault(groups[rank], []).append(
+            _Piece(name.key, model[name.key].dtype, fragment)
+        )
     stages = _stages(set(groups.values()), [set(places) for places in owned.values()])
     params: dict[str, list[_Param]] = defaultdict(list)
-    for (key, _), places in owned.items():
+    for name, places in owned.items():
         stage = stages[next(iter(places))]
         if len(places) == len(stage):
             for group, pieces in places.items():
-                params[group].append(_Param(key, tuple(pieces), is_replica=False))
+                params[group].append(_Param(name.key, tuple(pieces), is_replica=False))
         elif len(places) == 1:
             ((owner, pieces),) = places.items()
             for group in stage:
                 replica = group != owner
-                params[group].append(_Param(key, tuple(pieces), is_replica=replica))
+                params[group].append(_Param(name.key, tuple(pieces), replica))
         else:
             raise _refused(
-                container, key, f"{len(places)} of {len(stage)} ranks of its stage hold it"
+                container, name.key, f"{len(places)} of {len(stage)} ranks of its stage hold it"
             )
+    if _OUTPUT not in model:
+        _add_copies(params, stages, owned.get(_Name(_EMBEDDING, None, None), {}))
     return params
 
 
-def _in_order(
-    model: Mapping[str, TensorEntry],
-) -> list[tuple[str, int | None, Fragment]]:
-    """Return the chunks in order of the modules: layer after layer where keys are stacks."""
-    found: list[tuple[str, int | None, Fragment]] = []
+def _groups(container: Container, buffers: Mapping[BucketKey, _Buffer]) -> dict[int, str]:
+    """Return the group of buffers of each rank."""
+    groups: dict[int, str] = {}
+    for bucket, buffer in buffers.items():
+        for fragment in buffer.entry.fragments:
+            rank = _rank(container, fragment.file)
+            if groups.setdefault(rank, bucket.group) != bucket.group:
+                raise _refused(container, bucket.group, f"rank {rank} has other optimizers too")
+    return groups
+
+
+def _add_copies(
+    params: dict[str, list[_Param]],
+    stages: Mapping[str, set[str]],
+    places: Mapping[str, Sequence[_Piece]],
+) -> None:
+    """Add to other stages, behind all that they have, what only the embedding's has written."""
+    owners = sorted(places, key=_number)
+    for stage in {tuple(sorted(stage, key=_number)) for stage in stages.values()}:
+        if len(stage) == len(owners) and not set(stage) & set(owners):
+            for group, owner in zip(stage, owners, strict=True):
+                copy = _Param(_EMBEDDING, tuple(places[owner]), is_replica=True)
+                params[group].append(copy)
+
+
+def _number(group: str) -> int:
+    return int(group.rpartition("_")[2])
+
+
+class _Name(NamedTuple):
+    """What is a parameter of its own: a tensor, or a layer of a stack, or an expert of that."""
+
+    key: str
+    layer: int | None
+    expert: int | None
+
+
+def _name(entry: TensorEntry, box: Box, *, is_stack: bool) -> _Name:
+    key, dim = entry.key.fqn, int(is_stack)
+    layer = box.start[0] if is_stack else None
+    apart = _EXPERTS in key and len(box.start) > dim + 1 and box.stop[dim] == box.start[dim] + 1
+    return _Name(key, layer, box.start[dim] if apart else None)
+
+
+def _in_order(model: Mapping[str, TensorEntry]) -> list[tuple[_Name, Fragment]]:
+    """Return the chunks in order of the modules: layer after layer where keys are stacks.
+
+    Experts that are modules of their own follow one another.
+    """
+    found: list[tuple[_Name, Fragment]] = []
     done: set[str] = set()
     stacks = {
         key: stack_of(key, entry.shape, (f.box for f in entry.fragments))
@@ -190,18 +264,18 @@ def _in_order(
     for key, entry in model.items():
         stack = stacks[key]
         if stack is None:
-            found += [(key, None, fragment) for fragment in entry.fragments]
+            found += [(_name(entry, f.box, is_stack=False), f) for f in entry.fragments]
         elif stack not in done:
             done.add(stack)
             members = [other for other in model if stacks[other] == stack]
-            found += [
-                (other, fragment.box.start[0], fragment)
-                for _, _, other, fragment in sorted(
-                    (fragment.box.start[0], place, other, fragment)
-                    for place, other in enumerate(members)
-                    for fragment in model[other].fragments
-                )
-            ]
+            experts = min((i for i, k in enumerate(members) if _EXPERTS in k), default=0)
+            chunks = []
+            for place, other in enumerate(members):
+                for fragment in model[other].fragments:
+                    name = _name(model[other], fragment.box, is_stack=True)
+                    block = (place, 0) if name.expert is None else (experts, name.expert)
+                    chunks.append((name.layer or 0, block, place, fragment, name))
+            found += [(name, fragment) for *_, fragment, name in sorted(chunks)]
     return found
 
 
@@ -233,15 +307,20 @@ def _laid_out(
     masters = sorted(bucket for bucket in buffers if bucket.slot == "weight")
     if not masters:
         raise _refused(container, group, "there are no fp32 weights in the buffers")
-    expected = list(reversed(params))
-    for choose in (_expected, _only):
-        placed, left = _tried(container, buffers, masters, expected, choose)
-        if placed is not None:
+    left: Sequence[_Param] = params
+    for order, choose in (
+        (params[::-1], _next),
+        (params[::-1], _later),
+        (params, _only),
+    ):
+        placed, left = _tried(container, buffers, masters, order, choose)
+        if placed is not None and _is_only_way(container, buffers, placed, left):
             return placed
     raise _refused(
         container,
         left[0].key if left else group,
-        f"{len(left)} parameters are not to be found in the buffers of {group} by their weights",
+        f"where it is in the buffers of {group} does not follow from its weights: they are not "
+        "there, or others have the same",
     )
 
 
@@ -250,18 +329,33 @@ def _tried(
     buffers: Mapping[BucketKey, _Buffer],
     masters: Sequence[BucketKey],
     params: Sequence[_Param],
-    choose: Callable[[Container, _Buffer, int, Sequence[_Param]], _Param | None],
+    choose: Callable[[Container, _Buffer, int, Sequence[_Param]], int | None],
 ) -> tuple[list[_Placed] | None, list[_Param]]:
     """Return where the parameters are as ``choose`` finds them, or None, and those not found."""
     left = list(params)
+    skipped: list[_Param] = []
     placed: list[_Placed] = []
     for bucket, start in _starts(buffers, masters, placed):
-        param = choose(container, buffers[bucket], start, left)
-        if param is None:
-            return None, left
-        left.remove(param)
-        placed.append(_Placed(param, bucket, start))
-    return (None if left else placed), left
+        index = choose(container, buffers[bucket], start, left)
+        if index is None:
+            return None, skipped + left
+        placed.append(_Placed(left.pop(index), bucket, start))
+        if choose is _later:
+            skipped += left[:index]
+            del left[:index]
+    return placed, skipped + left
+
+
+def _is_only_way(
+    container: Container,
+    buffers: Mapping[BucketKey, _Buffer],
+    placed: Sequence[_Placed],
+    left: Sequence[_Param],
+) -> bool:
+    """Return whether no parameter that was not placed could be where another one was."""
+    return not any(
+        _holds(container, buffers[one.bucket], one.start, other) for other in left for one in placed
+    )
 
 
 def _starts(
@@ -278,21 +372,22 @@ def _starts(
             position = start + placed[-1].param.num_elements
 
 
-def _expected(
-    container: Container, buffer: _Buffer, start: int, left: Sequence[_Param]
-) -> _Param | None:
-    """Return the next parameter in order of the modules if it begins at ``start``."""
-    return left[0] if left and _holds(container, buffer, start, left[0]) else None
+def _next(container: Container, buffer: _Buffer, start: int, left: Sequence[_Param]) -> int | None:
+    """Return 0 if the next parameter in order of the modules begins at ``start``."""
+    return 0 if left and _holds(container, buffer, start, left[0]) else None
 
 
-def _only(
-    container: Container, buffer: _Buffer, start: int, left: Sequence[_Param]
-) -> _Param | None:
+def _later(container: Container, buffer: _Buffer, start: int, left: Sequence[_Param]) -> int | None:
+    """Return the next in order that begins at ``start``: those before it are not in a buffer."""
+    return next((i for i, p in enumerate(left) if _holds(container, buffer, start, p)), None)
+
+
+def _only(container: Container, buffer: _Buffer, start: int, left: Sequence[_Param]) -> int | None:
     """Return the parameter that begins at ``start`` if there is only one: order does not count.
 
     Ranks that share the saving may write the keys in another order.
     """
-    found = [param for param in left if _holds(container, buffer, start, param)]
+    found = [i for i, param in enumerate(left) if _holds(container, buffer, start, param)]
     return found[0] if len(found) == 1 else None
 
 

@@ -164,12 +164,14 @@ def assigned(
     """
     named: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
     decoupled = any(group.get("is_decoupled_lr") for group in groups)
+    # Without expert-parallel ranks experts are in the groups of all others.
+    apart = any(group.get("is_expert_parallel") for group in groups)
     unsure: list[str] = []
     for fqn, shape in shapes.items():
         fits = [
             group
             for group in named
-            if len(groups) == 1 or _fits(group, fqn, shape, decoupled=decoupled)
+            if len(groups) == 1 or _fits(group, fqn, shape, decoupled=decoupled, apart=apart)
         ]
         if len(fits) == 1:
             fits[0]["params"].append(fqn)
@@ -178,8 +180,10 @@ def assigned(
     return named, unsure
 
 
-def _fits(group: Mapping[str, Any], fqn: str, shape: Sequence[int], *, decoupled: bool) -> bool:
-    is_expert = ".experts." in fqn
+def _fits(
+    group: Mapping[str, Any], fqn: str, shape: Sequence[int], *, decoupled: bool, apart: bool
+) -> bool:
+    is_expert = apart and ".experts." in fqn
     is_plain = fqn.endswith(".bias") or len(shape) == 1
     is_outer = fqn.startswith(("embedding.", "output_layer."))
     return (

@@ -45,6 +45,8 @@ _ITERATION = re.compile(r"\d{1,12}|release")
 _BACKENDS = ("torch_dist",)
 #: Objects of the distributed optimizer that describe the buffers of the run that saved.
 _LAYOUTS = (".per_bucket_numel", ".per_bucket_numel_unpadded", ".param_state_sharding_type")
+#: The whole state of one model-parallel rank, pickled (``dp_zero_gather_scatter``).
+_GATHERED = ".param_state"
 
 
 def recognise(store: Store, directory: str) -> bool:
@@ -183,6 +185,7 @@ class _Reader:
         for key in self.container.blobs:
             if key != _COMMON_KEY:
                 self.objects.setdefault(key_names.object_of(key), []).append(key)
+        self._refuse_gathered()
         self._add_extra_states()
         models = [k for k in self.container.tensors if not key_names.is_optimizer(k)]
         self._add_tensors(models)
@@ -193,6 +196,17 @@ class _Reader:
         self._add_roles(models)
         self.result.layout["layers"] = "local" if self.is_local else "fused"
         return self.result
+
+    def _refuse_gathered(self) -> None:
+        """Refuse state that is no tensor of the checkpoint: without it a run would start anew."""
+        for key in self.objects:
+            if key_names.is_optimizer(key) and key.endswith(_GATHERED):
+                raise UnsupportedVersionError(
+                    f"{self.container.where}: {key} holds the optimizer's state as gathered by one "
+                    "rank (dp_zero_gather_scatter), which cannot be read: load it with the "
+                    "Megatron that saved it and save it with --dist-ckpt-optim-fully-reshardable",
+                    key=key,
+                )
 
     def _add_extra_states(self) -> None:
         """Look at the modules' own states: without Transformer Engine they are all None."""

@@ -109,6 +109,69 @@ def test_buffers_that_do_not_fit_the_weights_are_refused() -> None:
         megatron_core.read(store, "c")
 
 
+def test_parameters_in_no_buffer_were_frozen() -> None:
+    """Megatron's buffers hold what is trained; they must be filled by the rest, in one way."""
+    values = state()
+    names = ("embedding.word_embeddings.weight", "decoder.layers.mlp.linear_fc2.weight")
+    checkpoint = _opened(values, buffers=True, frozen=frozenset(names))
+    found = {
+        name: tensor.bfloat16() if _is_of(name, "embedding.word", "linear_fc2") else tensor
+        for name, tensor in expected(values, local=True).items()
+        if not (_is_of(name, "embedding.word", "linear_fc2") and "exp_avg" in name)
+    }
+    assert unequal(checkpoint, found) == []
+    assert checkpoint.manifest.roles == {
+        "embedding.word_embeddings.weight": "frozen",
+        "decoder.layers.0.mlp.linear_fc2.weight": "frozen",
+        "decoder.layers.1.mlp.linear_fc2.weight": "frozen",
+    }
+    for key, tensor in values["param"].items():
+        if "norm" in key:
+            tensor.fill_(1.0)
+    norms = frozenset({"decoder.layers.mlp.linear_fc1.layer_norm_weight"})
+    with pytest.raises(UnsupportedVersionError, match="others have the same"):
+        _opened(values, buffers=True, frozen=norms)
+
+
+def _is_of(name: str, *parts: str) -> bool:
+    return any(part in name for part in parts)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_last_stage_has_a_copy_of_a_tied_embedding(tp: int) -> None:
+    """Only the first stage writes the weight, but both have it in their buffers."""
+    values = state()
+    for tensors in values.values():
+        del tensors["output_layer.weight"]
+    checkpoint = _opened(values, tp=tp, pp=2, buffers=True)
+    assert unequal(checkpoint, expected(values, local=True)) == []
+    assert checkpoint.manifest.roles == {}
+
+
+def test_experts_have_an_optimizer_of_their_own() -> None:
+    """Its buffers are of other ranks than those of the rest: experts differ, all else does not."""
+    values = state(experts=True)
+    checkpoint = _opened(values, tp=1, buffers=True)
+    assert unequal(checkpoint, expected(values, local=True)) == []
+    experts = [group for group in checkpoint.param_groups if group["is_expert_parallel"]]
+    assert [len(group["params"]) for group in experts] == [4]
+
+
+def test_experts_without_ranks_of_their_own_are_in_the_groups_of_the_rest() -> None:
+    """Megatron calls experts so only where they have ranks; their steps were lost otherwise."""
+    checkpoint = _opened(state(experts=True), tp=1)
+    name = "decoder.layers.1.mlp.experts.experts.linear_fc2.weight"
+    assert name in checkpoint.param_groups[0]["params"]
+    assert loaded(checkpoint, name, "step") == 4.0
+
+
+def test_state_that_one_rank_gathered_is_refused() -> None:
+    """It is a pickle of buffers: weights alone would look whole, and training begin anew."""
+    key = "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"
+    with pytest.raises(UnsupportedVersionError, match="fully-reshardable"):
+        _opened(state(), objects={key: [{"buckets_coalesced": True}]})
+
+
 def test_the_latest_iteration_is_found_and_others_by_name() -> None:
     """Megatron keeps all iterations in one folder, and the number of the last one in a file."""
     store = MemoryStore()
