@@ -16,6 +16,8 @@ from orchestrator.shell.launch import Launched
 
 #: How often a condition is looked at.
 LOOK_S = 0.05
+#: A controller that has died is started again within it; one that is starved answers before.
+ANSWER_S_MAX = 60.0
 
 
 def member(status: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -28,8 +30,7 @@ def member(status: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def signal_rank(run: Launched, rank: int, number: signal.Signals) -> dict[str, Any]:
     """Send ``number`` to the process of ``rank``; return the worker that was hit."""
-    status = run.status() or {"workers": []}
-    victim = member(status, rank)
+    victim = member(_status(run), rank)
     run.note_fault(number.name, victim["worker"])
     os.kill(victim["pid"], number)
     return victim
@@ -38,7 +39,7 @@ def signal_rank(run: Launched, rank: int, number: signal.Signals) -> dict[str, A
 def kill_node_of(run: Launched, rank: int) -> str:
     """Kill the simulated node on which ``rank`` runs, raylet and all; return its id."""
     assert run.cluster is not None, "only simulated nodes can be killed"
-    node = str(member(run.status() or {"workers": []}, rank)["node"])
+    node = str(member(_status(run), rank)["node"])
     run.note_fault("node_kill", node)
     run.cluster.kill_node(node)
     return node
@@ -46,12 +47,17 @@ def kill_node_of(run: Launched, rank: int) -> str:
 
 def kill_keeper_of(run: Launched, rank: int) -> str:
     """Kill the keeper process of the node on which ``rank`` runs; return the node's id."""
-    status = run.status() or {"workers": [], "nodes": []}
+    status = _status(run)
     node = str(member(status, rank)["node"])
     pid = next(view["keeper_pid"] for view in status["nodes"] if view["node"] == node)
     run.note_fault("keeper_kill", node)
     os.kill(pid, signal.SIGKILL)
     return node
+
+
+def _status(run: Launched) -> dict[str, Any]:
+    """Return what the controller says; on a busy machine it may have to be asked again."""
+    return wait_for(run, lambda _: True, timeout_s=ANSWER_S_MAX) or {"workers": [], "nodes": []}
 
 
 def wait_for(

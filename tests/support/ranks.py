@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -89,16 +90,22 @@ class Ranks:
     def results(self, limit_s: float = JOIN_S_MAX) -> list[Any]:
         """Return what each process returned, None for a killed one; raise what one raised."""
         until_s = time.monotonic() + limit_s
-        found: list[Any] = []
-        for rank, (answer, _) in enumerate(self._answers):
-            assert answer.poll(max(0.0, until_s - time.monotonic())), f"rank {rank} does not end"
-            try:
-                good, value = answer.recv()
-            except EOFError:
-                good, value = True, None
-            assert good, f"rank {rank} raised:\n{value}"
-            found.append(value)
-        return found
+        ranks = {answer: rank for rank, (answer, _) in enumerate(self._answers)}
+        found: dict[int, Any] = {}
+        while ranks:
+            # As they come: a rank that raises may be what all others wait for.
+            ready = wait(list(ranks), max(0.0, until_s - time.monotonic()))
+            assert ready, f"ranks {sorted(ranks.values())} do not end"
+            for answer in ready:
+                assert isinstance(answer, Connection)
+                rank = ranks.pop(answer)
+                try:
+                    good, value = answer.recv()
+                except EOFError:
+                    good, value = True, None
+                assert good, f"rank {rank} raised:\n{value}"
+                found[rank] = value
+        return [found[rank] for rank in sorted(found)]
 
     def end(self) -> None:
         """Kill what still runs."""

@@ -45,11 +45,25 @@ def nodes(cluster: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def endless_run(nodes: Any, make_config: Callable[..., RunConfig]) -> Iterator[Launched]:
-    """A run that is stopped once all is seen: it ends not before, however slow the machine is."""
-    run = Launched(make_config(train__steps=100_000), nodes)
-    yield run
-    # If the test has failed, it would keep the next ones from their nodes.
-    run.stop("the test is over")
-    with contextlib.suppress(CapacityError):
-        wait_for(run, lambda _: False, timeout_s=STOP_S_MAX)
+def begin_endless(
+    nodes: Any, make_config: Callable[..., RunConfig]
+) -> Iterator[Callable[..., Launched]]:
+    """Begins a run that is stopped once all is seen: not before, however slow the machine is."""
+    begun: list[Launched] = []
+
+    def begin(**overrides: object) -> Launched:
+        begun.append(Launched(make_config(train__steps=100_000, **overrides), nodes))
+        return begun[-1]
+
+    yield begin
+    for run in begun:
+        # If the test has failed, it would keep the next ones from their nodes.
+        run.stop("the test is over")
+        with contextlib.suppress(CapacityError):
+            wait_for(run, lambda _: False, timeout_s=STOP_S_MAX)
+
+
+@pytest.fixture
+def endless_run(begin_endless: Callable[..., Launched]) -> Launched:
+    """Return such a run of the demo's configuration."""
+    return begin_endless()

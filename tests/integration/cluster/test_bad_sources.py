@@ -6,9 +6,7 @@ import json
 import os
 import signal
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -58,11 +56,10 @@ def _damage(arenas: dict[tuple[int, str, str], Arena]) -> tuple[int, int]:
 
 
 def test_a_version_that_is_damaged_everywhere_gives_way_to_the_one_before(
-    nodes: Any, make_config: Callable[..., RunConfig]
+    endless_run: Launched,
 ) -> None:
     """The attempt that finds it out is nobody's failure, and storage is not needed."""
-    config = make_config(train__steps=25)
-    run = Launched(config, nodes)
+    run, config = endless_run, endless_run.config
     status = wait_for(
         run,
         lambda s: s["step"] >= 5 and s["redundancy"]["node_losses_survived"] == 1,
@@ -84,9 +81,15 @@ def test_a_version_that_is_damaged_everywhere_gives_way_to_the_one_before(
             os.kill(pid, signal.SIGCONT)
     for arena in arenas.values():
         arena.close()
+    assert wait_for(
+        run,
+        lambda s: s["phase"] == "running" and s["attempt"] >= 3 and s["step"] > step,
+        timeout_s=ACT_S_MAX,
+    )
+    run.stop("all is seen")
     summary = run.follow(lambda _: None)
 
-    assert summary["outcome"] == "completed", summary["reason"]
+    assert summary["outcome"] == "stopped", summary["reason"]
     crash, unloadable = summary["incidents"][:2]
     assert (crash["kind"], unloadable["kind"]) == ("crash", "unloadable")
     assert unloadable["guilty"] == []
@@ -95,4 +98,4 @@ def test_a_version_that_is_damaged_everywhere_gives_way_to_the_one_before(
     history = read_history(config.run.directory)
     resumed = next(line["step"] for line in history.lines if line["attempt"] == 3)
     assert resumed <= step
-    history.check_exactly_once(config)
+    history.check_exactly_once(config, summary["steps"])

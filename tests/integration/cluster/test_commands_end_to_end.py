@@ -178,7 +178,13 @@ def test_ray_job_submit_runs_everstep_unchanged(
         def submitted() -> bool:
             assert server.poll() is None, "the head did not start"
             answer = subprocess.run(
-                submit, env=environment, capture_output=True, text=True, check=False, timeout=120
+                # It waits for the end of the job.
+                submit,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=2 * ACT_S_MAX,
             )
             if answer.returncode:
                 # The dashboard comes up some seconds after the head, the job agent later still.
@@ -190,7 +196,7 @@ def test_ray_job_submit_runs_everstep_unchanged(
         _wait(submitted, "the cluster takes the job")
     finally:
         os.killpg(server.pid, signal.SIGTERM)
-        server.wait(30)
+        server.wait(ACT_S_MAX)
 
     summary = json.loads(Path(config.run.directory, "summary.json").read_text())
     assert (summary["outcome"], summary["steps"]) == ("completed", 10)

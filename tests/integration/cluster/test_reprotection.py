@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config import RunConfig
 from orchestrator.shell.faults import kill_node_of, member, wait_for
 from orchestrator.shell.launch import Launched
 from tests.support.history import check_lost_steps, read_history
@@ -25,13 +24,11 @@ def _num_lines(directory: str, attempt: int) -> int:
 
 
 def test_node_lost_right_after_a_growth_costs_one_step(
-    nodes: Any, make_config: Callable[..., RunConfig]
+    nodes: Any, begin_endless: Callable[..., Launched]
 ) -> None:
     """What was there before is on the old node alone, what is new at first on its own node."""
-    config = make_config(
-        train__steps=60, workers__standby_per_node=0, checkpoint__every_steps="auto"
-    )
-    run = Launched(config, nodes)
+    run = begin_endless(workers__standby_per_node=0, checkpoint__every_steps="auto")
+    config = run.config
     started = wait_for(
         run, lambda s: s["phase"] == "running" and s["step"] >= 5, timeout_s=ACT_S_MAX
     )
@@ -54,9 +51,15 @@ def test_node_lost_right_after_a_growth_costs_one_step(
     newcomer = member(grown, 3)["node"]
     assert newcomer != member(started, 3)["node"]
     kill_node_of(run, 3)
+    assert wait_for(
+        run,
+        lambda s: s["phase"] == "running" and s["attempt"] > attempt,
+        timeout_s=ACT_S_MAX,
+    )
+    run.stop("all is seen")
     summary = run.follow(lambda _: None)
 
-    assert summary["outcome"] == "completed", summary["reason"]
+    assert summary["outcome"] == "stopped", summary["reason"]
     losses = [each for each in summary["incidents"] if each["kind"] == "node_loss"]
     assert len(losses) == 2, summary["incidents"]
     history = read_history(directory)
@@ -64,4 +67,4 @@ def test_node_lost_right_after_a_growth_costs_one_step(
     waits_s = [line["waited_s"] for line in history.lines if line["attempt"] == attempt]
     if max(waits_s) < WAIT_S_MAX:
         check_lost_steps(directory, losses[1])
-    history.check_exactly_once(config)
+    history.check_exactly_once(config, summary["steps"])

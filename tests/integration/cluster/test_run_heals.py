@@ -255,7 +255,7 @@ def _stop_a_worker(run: Launched) -> str:
 def _kill_the_controller(run: Launched) -> dict[str, Any]:
     """The workers' attempt must be the same afterwards: they were adopted, not restarted."""
     before = _protected(run, workers=4)
-    os.kill(run.controller_pid(), signal.SIGKILL)
+    os.kill(run.controller_pid(timeout_s=ACT_S_MAX), signal.SIGKILL)
     after = _reach(run, before["step"] + 5)
     assert after["attempt"] == before["attempt"]
     return _protected(run, after["step"], workers=4)
@@ -291,7 +291,9 @@ def test_copies_of_the_model_lose_a_node_and_get_it_back(
     nodes: Any, make_config: Callable[..., RunConfig]
 ) -> None:
     """HSDP: whichever ranks go, one full copy must be left to save, and both must load it."""
-    config = make_config(train__steps=60, train__deterministic=False, parallel__dp_replicate=2)
+    config = make_config(
+        train__steps=COMPARED_STEPS, train__deterministic=False, parallel__dp_replicate=2
+    )
     run = Launched(config, nodes)
     before = _reach(run, 10, workers=4)
 

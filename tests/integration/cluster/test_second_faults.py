@@ -82,7 +82,7 @@ def test_second_process_dies_in_each_phase_of_recovery(endless_run: Launched) ->
     for kind, later in PHASES:
         _break(run, before, kind, later, member(before, 3)["pid"])
         before = _all_train(run, step=before["step"] + 5, attempt=before["attempt"] + 1)
-    _break(run, before, "FenceAttempt", 0, run.controller_pid())
+    _break(run, before, "FenceAttempt", 0, run.controller_pid(timeout_s=ACT_S_MAX))
     _all_train(run, step=before["step"] + 5, attempt=before["attempt"] + 1)
     run.stop("all is seen")
     summary = run.follow(lambda _: None)
