@@ -238,6 +238,7 @@ class _Reader:
                     "--dist-ckpt-optim-fully-reshardable",
                     key=key,
                 )
+        self._refuse_flattened(keys)
         mastered = {name.fqn for name in keys.values() if name.slot == "weight"}
         copies = [key for key in models if key in mastered]
         keys |= {key: TensorKey(key, "weight") for key in models if key not in mastered}
@@ -254,6 +255,20 @@ class _Reader:
         if mastered:
             note = f"{len(mastered)} parameters, fp32 weights among them"
             self.result.items["optimizer.state"] = Item("reshard", note)
+
+    def _refuse_flattened(self, keys: dict[str, TensorKey]) -> None:
+        """Refuse masters of another shape: each rank flattened its share of a fragment."""
+        for key, (fqn, slot) in keys.items():
+            model = self.container.tensors.get(fqn)
+            shape = self.container.tensors[key].shape
+            if slot == "weight" and model is not None and model.shape != shape:
+                raise UnsupportedVersionError(
+                    f"{self.container.where}: {key} is {list(shape)}, {fqn} {list(model.shape)}: "
+                    "ranges of flattened parameters (fully_sharded_model_space) cannot be read: "
+                    "load it with the Megatron that saved it and save it with "
+                    "--dist-ckpt-optim-fully-reshardable",
+                    key=key,
+                )
 
     def _add_buckets(self, models: list[str]) -> None:
         """Replace the weights by those of the flat buffers, and add their states."""
@@ -306,10 +321,12 @@ class _Reader:
         if unsure:
             note += f", which leaves out {len(unsure)} parameters: {', '.join(unsure[:3])}"
         self.result.items["optimizer.param_groups"] = Item("replicate", note)
-        for group in named:
+        # Who is in no group for sure has the step of all groups, if they agree.
+        agreed = named[:1] if len({group.get("step") for group in named}) == 1 else []
+        for group, fqns in [(g, g["params"]) for g in named] + [(g, unsure) for g in agreed]:
             step = group.get("step", steps[0] if steps else None)
             if isinstance(step, int | float):
-                for fqn in group["params"]:
+                for fqn in fqns:
                     if TensorKey(fqn, "step") not in self.result.entries:
                         self.result.put_inline(TensorKey(fqn, "step"), step)
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support import megatron_files
+from tests.support.dcp_files import Chunk, Save, write
 from tests.support.foreign_reading import loaded, shared_fixture, unequal
 from tests.support.megatron_files import expected, state, write_checkpoint
 from ucp_core.checkpoint import Checkpoint
@@ -163,6 +165,36 @@ def test_experts_without_ranks_of_their_own_are_in_the_groups_of_the_rest() -> N
     name = "decoder.layers.1.mlp.experts.experts.linear_fc2.weight"
     assert name in checkpoint.param_groups[0]["params"]
     assert loaded(checkpoint, name, "step") == 4.0
+
+
+def test_who_is_in_no_group_for_sure_has_the_step_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learning rates of their own make more groups than the rule knows of; steps are the same."""
+    twice = [megatron_files.GROUPS[0], {**megatron_files.GROUPS[0], "max_lr": 0.25}]
+    monkeypatch.setattr(megatron_files, "GROUPS", [*twice, megatron_files.GROUPS[1]])
+    checkpoint = _opened(state())
+    assert checkpoint.param_groups[0]["params"] == []
+    assert loaded(checkpoint, "output_layer.weight", "step") == 4.0
+
+
+def test_ranges_of_flattened_parameters_are_refused() -> None:
+    """Their shape is that of a grid of fragments, which would pass for the parameter's."""
+    values = state()
+    store = MemoryStore()
+    save = Save()
+    for slot in megatron_files.SLOTS:
+        flat = values[slot]["output_layer.weight"].reshape(2, 1, -1)
+        chunks = [Chunk(offsets=(i, 0, 0), data=flat[i : i + 1].clone(), rank=i) for i in (0, 1)]
+        save.tensors[f"optimizer.state.{slot}.output_layer.weight"] = (tuple(flat.shape), chunks)
+    weight = values["param"]["output_layer.weight"].bfloat16()
+    save.tensors["output_layer.weight"] = (
+        tuple(weight.shape),
+        [Chunk(offsets=(0, 0), data=weight)],
+    )
+    save.objects["common_state/shard_0_1"] = [{"iteration": 4}]
+    write(store, "c", save)
+    store.write_atomic("c/metadata.json", b'{"sharded_backend": "torch_dist"}', fsync=False)
+    with pytest.raises(UnsupportedVersionError, match="fully-reshardable"):
+        megatron_core.read(store, "c")
 
 
 def test_state_that_one_rank_gathered_is_refused() -> None:
