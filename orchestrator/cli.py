@@ -1,16 +1,19 @@
 """The ``everstep`` command.
 
 Exit codes: 0 success; 1 the run failed or the answer is "no"; 2 bad input (configuration,
-arguments, a run directory that holds no run); 3 no capacity or no cluster.
+arguments, a run directory that holds no run); 3 no capacity or no cluster; 130 and 143 the command
+was ended by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from functools import wraps
+from functools import partial, wraps
 from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
@@ -93,19 +96,23 @@ def run(
     from orchestrator.shell.launch import launch
     from orchestrator.shell.status_document import bounds_document
 
-    launched = launch(settings)
+    directory = settings.run.directory
     console = Console(stderr=as_json)
-    console.print(f"run directory {settings.run.directory}", highlight=False, markup=False)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say(f"run directory {directory}")
+    with _ending(f"no run was seen to begin; `everstep status {directory}` says if one did"):
+        launched = launch(settings, say=say)
     print_bounds(
         bounds_document(settings, limits_from(0.0, patience=settings.patience)),
         settings.patience,
         console,
     )
     if detach:
-        _print({"run_directory": settings.run.directory}, as_json=as_json)
+        _print({"run_directory": directory}, as_json=as_json)
         return
     view = RunView(console, title=settings.run.name, total_steps=settings.train.steps)
-    with view:
+    goes_on = f"the run goes on; the same command follows it, `everstep stop {directory}` ends it"
+    with _ending(goes_on), view:
         summary = launched.follow(view.show)
     if launched.cluster is not None:
         launched.cluster.shutdown()
@@ -294,6 +301,29 @@ def simulate(
     _print(campaign.to_json(), as_json=as_json)
     if campaign.failures:
         raise typer.Exit(1)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextmanager
+def _ending(what_then: str) -> Iterator[None]:
+    """Say what becomes of the run if Ctrl-C or SIGTERM ends the command within the block."""
+
+    def terminate(_number: int, _frame: object) -> NoReturn:
+        raise _Terminated
+
+    # Ray's own handler prints a stack; Python's would end us with nothing cleaned up.
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
+        typer.echo(f"everstep: ended by {number.name}: {what_then}", err=True)
+        raise typer.Exit(128 + number) from error
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _print(document: dict[str, Any], *, as_json: bool) -> None:

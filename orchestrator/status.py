@@ -250,8 +250,8 @@ def contact(url: str) -> dict[str, Any]:
 def _contact(store: Store, path: str, url: str) -> dict[str, Any]:
     if not store.exists(join(path, CONTACT)):
         raise RunNotFoundError(
-            f"{url} holds no run: {CONTACT} is not there; "
-            "name the folder that `everstep run` printed as its run directory",
+            f"{url} holds no run: {CONTACT} is not there; name the folder that `everstep run` "
+            "printed as its run directory, or ask again if that is still starting",
             url=url,
         )
     document: dict[str, Any] = json.loads(store.read(join(path, CONTACT)))

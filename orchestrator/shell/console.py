@@ -31,6 +31,7 @@ class RunView:
         self._title = title
         self._total = total_steps
         self._said: dict[str, Any] = {}
+        self._is_known = False
         self._printed_s = float("-inf")
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -56,8 +57,13 @@ class RunView:
     def show(self, status: dict[str, Any] | None) -> None:
         """Take in one status document; None says that the controller does not answer."""
         if status is None:
-            self._say("controller", "the controller does not answer; training goes on without it")
+            # One that has just started is slow to answer, and nothing is wrong with it.
+            if self._is_known:
+                self._say(
+                    "controller", "the controller does not answer; training goes on without it"
+                )
             return
+        self._is_known = True
         if self._said.pop("controller", None):
             self.say("the controller is back in charge")
         self._progress.update(self._task, completed=status["step"], facts=_facts(status))

@@ -153,8 +153,12 @@ def open_cluster(config: RunConfig) -> HostedCluster | None:
     return cluster
 
 
-def launch(config: RunConfig) -> Launched:
+def launch(config: RunConfig, *, say: Callable[[str], None] = lambda _: None) -> Launched:
     """Start the run in ``config``, let it go on, or attach to it if it goes on already.
+
+    Args:
+        config: Of the run.
+        say: Is told what takes long.
 
     Raises:
         ConfigError: All its steps are done, or it was begun with what cannot be changed now.
@@ -164,16 +168,18 @@ def launch(config: RunConfig) -> Launched:
         require_same(config)
         return Launched(config, None)
     require_continuable(config)
+    if config.cluster.address is None:
+        say(f"starting {config.cluster.local_nodes} simulated nodes on this machine ...")
     cluster = open_cluster(config)
     try:
-        launched = Launched(config, cluster)
+        if cluster is not None:
+            # Before there is a controller: from then on the run does not need this process.
+            cluster.stop_when(Path(config.run.directory) / SUMMARY)
+        return Launched(config, cluster)
     except BaseException:
         if cluster is not None:
             cluster.shutdown()
         raise
-    if cluster is not None:
-        cluster.stop_when(Path(config.run.directory) / SUMMARY)
-    return launched
 
 
 def is_going_on(config: RunConfig) -> bool:

@@ -41,6 +41,9 @@ START_S_MAX = 240.0
 #: Ray gives a node 30 s to start, which on a machine with ten other things to do is too short.
 STARTS_MAX = 3
 
+#: Set in a host that outlives its starter.
+_lives_on = threading.Event()
+
 _RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
 
@@ -106,6 +109,8 @@ class LocalCluster:
 class HostedCluster:
     """A local cluster in a process of its own, spoken to over a unix socket.
 
+    It ends with this process, however that ends, until ``stop_when`` is called.
+
     Args:
         num_nodes: Nodes beside the head.
         cpus_per_node: Workers that fit on each.
@@ -142,7 +147,7 @@ class HostedCluster:
         self._ask("kill_node", node)
 
     def stop_when(self, path: Path) -> None:
-        """Let the cluster live on without this process, and end once ``path`` exists."""
+        """Let the cluster live on without this process, and end once ``path`` is written."""
         self._ask("stop_when", str(path))
 
     def shutdown(self) -> None:
@@ -160,7 +165,7 @@ class HostedCluster:
         self._directory = tempfile.mkdtemp(prefix="everstep-cluster-")
         self._socket_path = str(Path(self._directory) / "control")
         command = [sys.executable, "-m", "orchestrator.shell.local_cluster"]
-        command += [self._socket_path, str(num_nodes), str(cpus_per_node)]
+        command += [self._socket_path, str(num_nodes), str(cpus_per_node), str(os.getpid())]
         with (Path(self._directory) / "log").open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603  our own module
                 command,
@@ -229,7 +234,10 @@ def _perform(cluster: LocalCluster, command: str, argument: str) -> list[Any]:
                 cluster.kill_node(argument)
                 return ["ok", None]
             case "stop_when":
-                threading.Thread(target=_stop_when, args=(Path(argument),), daemon=True).start()
+                _lives_on.set()
+                path = Path(argument)
+                what = (path, _written(path))
+                threading.Thread(target=_stop_when, args=what, daemon=True).start()
                 return ["ok", None]
             case "shutdown":
                 return ["ok", None]
@@ -239,11 +247,28 @@ def _perform(cluster: LocalCluster, command: str, argument: str) -> list[Any]:
         return ["error", repr(error)]
 
 
-def _stop_when(path: Path) -> None:
-    """End this process, and with it the cluster, once ``path`` exists."""
-    while not path.exists():
+def _stop_when(path: Path, before: tuple[int, int] | None) -> None:
+    """End this process, and with it the cluster, once ``path`` is there and not as before."""
+    while _written(path) in (None, before):
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _written(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from the one that replaces it; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _end_with(starter: int) -> None:
+    """End this process when its starter is gone that nobody has told to live without."""
+    while not _lives_on.wait(0.5):
+        if os.getppid() != starter:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
 
 
 def _raise_exit(_signal: int, _frame: Any) -> None:
@@ -252,6 +277,7 @@ def _raise_exit(_signal: int, _frame: Any) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _raise_exit)
+    threading.Thread(target=_end_with, args=(int(sys.argv[4]),), daemon=True).start()
     try:
         serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     except Exception:

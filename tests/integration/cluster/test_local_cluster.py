@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,18 @@ hosted._process.wait()
 print(hosted._process.pid, flush=True)
 input()
 hosted.shutdown()
+"""
+
+_KILLED = """
+import os, signal
+from orchestrator.shell.local_cluster import HostedCluster
+
+class Killed(HostedCluster):
+    def _wait_ready(self, deadline_s):
+        print(self._process.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Killed(num_nodes=0, cpus_per_node=1)
 """
 
 
@@ -50,4 +63,15 @@ def test_nothing_is_left_of_a_cluster_whose_host_died() -> None:
         program.communicate("\n")
 
     assert program.returncode == 0
+    assert eventually(lambda: not _running(host)), _running(host)
+
+
+def test_nothing_is_left_of_a_cluster_whose_starter_was_killed_meanwhile() -> None:
+    """Nobody has its address by then, and it would wait for a command for ever."""
+    program = subprocess.run(
+        [sys.executable, "-c", _KILLED], stdout=subprocess.PIPE, text=True, check=False
+    )
+    host = int(program.stdout)
+
+    assert program.returncode == -signal.SIGKILL
     assert eventually(lambda: not _running(host)), _running(host)

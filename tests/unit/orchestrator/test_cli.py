@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
+import pytest
+import typer
 from typer.testing import CliRunner
 
-from orchestrator.cli import app
+from orchestrator.cli import _ending, app
 from tests.support.run_directories import write_run
 
 
@@ -57,3 +60,20 @@ def test_a_campaign_of_no_histories_is_no_success() -> None:
 
         assert result.exit_code == 2
         assert "violations" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
+)
+def test_who_ends_a_command_is_told_what_becomes_of_the_run(
+    number: signal.Signals, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a word nobody knows whether something goes on in the background."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    with pytest.raises(typer.Exit) as caught, _ending("the run goes on"):
+        signal.raise_signal(number)
+
+    assert caught.value.exit_code == code
+    assert capsys.readouterr().err == f"everstep: ended by {number.name}: the run goes on\n"
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -68,6 +68,28 @@ def test_what_a_library_says_in_brackets_is_printed_as_it_is() -> None:
     assert f"a run  peer_lost: {evidence}" in output.getvalue()
 
 
+def test_a_controller_that_was_never_heard_is_not_said_to_have_gone() -> None:
+    """After a slow start nothing is wrong, and nothing trains yet without it."""
+    output = io.StringIO()
+    status: dict[str, Any] = {
+        "step": 0,
+        "loss": None,
+        "workers": [],
+        "phase": "waiting",
+        "cause": None,
+    }
+    with RunView(Console(file=output, width=200), title="a run", total_steps=5) as view:
+        view.show(None)
+        assert output.getvalue() == ""
+        view.show(status)
+        assert "back in charge" not in output.getvalue()
+        view.show(None)
+        view.show(status)
+
+    assert "the controller does not answer" in output.getvalue()
+    assert "back in charge" in output.getvalue()
+
+
 def test_every_wait_is_told_at_the_start_the_shortest_first() -> None:
     """A bound that is not told is a surprise later; two that are out of order hide each other."""
     config = load("run: {directory: runs/x}\nworkers: {max: 2}\nrecovery: {patience: 6}\n")
