@@ -130,6 +130,8 @@ def _play(place: Place, attempt: int, operation: Callable[[int], None], size: in
         dist.all_reduce(torch.ones(1))
     except AbortedError as error:
         later = error.with_traceback(None)
+    # Leaving closes connections, which whoever does not wait yet would see as a loss.
+    _meet(place, f"attempt-{attempt}", size)
     collectives.leave()
     return {
         "latency_s": [when_s - aborted_s for when_s, _ in caught],
@@ -138,11 +140,16 @@ def _play(place: Place, attempt: int, operation: Callable[[int], None], size: in
     }
 
 
+def _meet(place: Place, where: str, size: int) -> None:
+    """Return once so many ranks have come there."""
+    (place.directory / f"{where}-by-{place.rank}").touch()
+    until(lambda: len(list(place.directory.glob(f"{where}-by-*"))) == size, f"all at {where}")
+
+
 def play_all(place: Place) -> list[Any]:
     results = [_play(place, attempt, *play) for attempt, play in enumerate(PLAYS, start=1)]
     # A process that ends closes its connections, which the others would rightly see as a loss.
-    (place.directory / f"done-{place.rank}").touch()
-    until(lambda: len(list(place.directory.glob("done-*"))) == NUM_RANKS, "the others' end")
+    _meet(place, "end", NUM_RANKS)
     return results
 
 
