@@ -70,9 +70,14 @@ def test_who_ends_a_command_is_told_what_becomes_of_the_run(
 ) -> None:
     """Without a word nobody knows whether something goes on in the background."""
     before = signal.getsignal(signal.SIGTERM)
+    # A shell that has put the tests into the background may have them ignore it.
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    with pytest.raises(typer.Exit) as caught, _ending("the run goes on"):
-        signal.raise_signal(number)
+    try:
+        with pytest.raises(typer.Exit) as caught, _ending("the run goes on"):
+            signal.raise_signal(number)
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
 
     assert caught.value.exit_code == code
     assert capsys.readouterr().err == f"everstep: ended by {number.name}: the run goes on\n"
