@@ -249,6 +249,9 @@ def _steps(text: str) -> tuple[StepRecord, ...]:
             record = _step(document)
             if record.attempt < attempt:
                 continue  # a process of an attempt that was over woke up and wrote
+            if record.attempt > attempt:
+                # It begins behind the commit: what was done above that is lost, redone or not.
+                by_step = {step: found for step, found in by_step.items() if step < record.step}
             attempt = record.attempt
             by_step[record.step] = record
     return tuple(by_step[step] for step in sorted(by_step))

@@ -25,12 +25,15 @@ class History:
     def committed(self) -> list[dict[str, Any]]:
         """Return the line of each step that counts.
 
-        The last one, as earlier ones were redone; but what an attempt writes after a later one
-        wrote does not count: a process that was taken for dead may wake up.
+        The last one, as earlier ones were redone, or lost if the run was stopped before that; but
+        what an attempt writes after a later one wrote does not count: a process that was taken
+        for dead may wake up.
         """
         by_step: dict[int, dict[str, Any]] = {}
         attempt = 0
         for line in self.lines:
+            if line["attempt"] > attempt:
+                by_step = {step: one for step, one in by_step.items() if step < line["step"]}
             if line["attempt"] >= attempt:
                 attempt = line["attempt"]
                 by_step[line["step"]] = line
