@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -201,6 +202,9 @@ def main() -> None:
     parser.add_argument("--peer", type=int, default=0, help="worker faults for Ray Train")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    # Ray Train comes with ray and cannot be imported without this.
+    if arguments.peer and importlib.util.find_spec("pandas") is None:
+        parser.error('--peer needs what Ray Train needs: pip install "ray[train]==2.60.*"')
     result: dict[str, Any] = {}
     _say("warm standbys: kills, stops, controller")
     with running(standby_per_node=1) as bench:
@@ -221,6 +225,7 @@ def main() -> None:
         result["growth_pause"] = spread(pauses)
         _say(json.dumps(result))
         result["kill_shrink"] = _spread(kill_workers(bench, arguments.shrinks, standbys=0))
+    _say(json.dumps(result))
     if arguments.peer:
         result["peer"] = peer(arguments.peer, result)
     print(json.dumps(result) if arguments.json else json.dumps(result, indent=2))
