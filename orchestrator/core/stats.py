@@ -185,7 +185,13 @@ class RunStats:
     def _open_incidents(self) -> list[IncidentStats]:
         return [self.incidents[index] for index in self._open]
 
+    def _settle(self) -> None:
+        """Close the incidents that have ended with a step."""
+        self._open = [i for i in self._open if self.incidents[i].t_first_step_s is None]
+
     def _enter(self, phase: str, at_s: float) -> None:
+        if phase != "training":
+            self._settle()
         if phase != self.phase:
             self.spans.append((self.phase, self._phase_since_s, at_s))
             self.phase, self._phase_since_s = phase, at_s
@@ -298,11 +304,13 @@ class RunStats:
         for incident in self._open_incidents():
             if incident.t_decide_s is None:
                 continue
-            incident.t_load_s = at_s
-            incident.t_reform_s = at_s - record.get("load_s", 0.0)
+            first_step_s = incident.t_first_step_s
+            incident.t_load_s = at_s if first_step_s is None else min(at_s, first_step_s)
+            incident.t_reform_s = incident.t_load_s - record.get("load_s", 0.0)
             _add(incident.sources, sources)
         if self._num_unformed == 0:
             self._enter("training", at_s)
+            self._settle()
 
     def _step_completed(self, record: Mapping[str, Any], at_s: float) -> None:
         step = record["step"]
@@ -313,9 +321,12 @@ class RunStats:
             return
         if self.phase in ("forming", "waiting"):
             self._enter("training", at_s)
+        self._settle()
         for incident in self._open_incidents():
             incident.t_first_step_s = at_s
-        self._open.clear()
+        # Where steps are short, members say that they have formed after the first one is seen.
+        if self._num_unformed == 0:
+            self._settle()
         self._count(step, record["step_s"])
 
     def _count(self, step: int, step_s: float) -> None:

@@ -1,5 +1,6 @@
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -72,6 +73,22 @@ def test_an_incident_has_every_phase_on_the_clock() -> None:
         "skipped": [],
     }
     assert incident.recovery_s == pytest.approx(1.6)
+
+
+def test_members_that_say_late_that_they_have_formed_are_counted_all_the_same() -> None:
+    """Steps are seen in shared memory: short ones before the word of who took them arrives."""
+    *before, formed, first_step = CRASH
+    late = (*START, *before, first_step, replace(formed, at_s=10.1))
+    (incident,) = _stats(late).incidents
+
+    assert incident.sources == {"storage": 1000}
+    assert incident.t_reform_s == pytest.approx(9.6)
+    assert incident.t_load_s == incident.t_first_step_s == 10.0
+    second_step = ev.StepCompleted(at_s=11.0, attempt=2, step=6, step_s=0.5)
+    settled = [
+        _stats(events).num_settled for events in (late[:-1], late, (*late[:-1], second_step))
+    ]
+    assert settled == [0, 1, 1]
 
 
 def test_redone_steps_are_lost_and_do_not_count_as_good() -> None:
