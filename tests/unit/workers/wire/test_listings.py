@@ -2,65 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from tests.support.snapshots import eventually
+from tests.support.wired import SECRET, write
 from ucp_core.errors import StorageError
 from workers.keeper import arena as arena_module
 from workers.keeper import wire
 from workers.keeper.arena import Arena
 from workers.keeper.shelf import Shelf
 from workers.keeper.wire import WireClient, WireServer
-from workers.protocol import Held
 
-SECRET = b"of this run"
 SIZE = 12_345
 #: Only a wait's end takes so long, however busy the machine is.
 LONG_S = 60.0
 
-
-@pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    shelf = Shelf(budget_bytes=1 << 20)
-    yield shelf
-    shelf.drop("w0001")
+_write = partial(write, size=SIZE)
 
 
 @pytest.fixture
-def arena(shelf: Shelf) -> Arena:
-    arena = shelf.reserve("w0001", body_bytes=SIZE)
-    _write(arena, 1)
-    return arena
-
-
-@pytest.fixture
-def server(shelf: Shelf) -> Iterator[WireServer]:
-    server = WireServer(shelf, host="127.0.0.1", secret=SECRET)
-    yield server
-    server.close()
-
-
-def _write(arena: Arena, step: int) -> Held:
-    slot = arena.choose(())
-    arena.begin(slot, attempt=1, step=step, rank=0, world_size=1)
-    arena.body(slot)[:SIZE] = bytes([step]) * SIZE
-    arena.finish(slot, data_bytes=SIZE, record_bytes=0)
-    held = arena.held(slot)
-    assert held is not None
-    return held
-
-
-@pytest.fixture
-def client(server: WireServer) -> Iterator[WireClient]:
-    client = WireClient(server.address, secret=SECRET)
-    yield client
-    client.close()
+def size() -> int:
+    return SIZE
 
 
 def test_a_listing_has_what_the_nodes_own_ranks_wrote(
@@ -257,7 +224,7 @@ def test_nothing_is_waited_for_once_it_is_broken_off(arena: Arena, client: WireC
     news = client.list_arenas(after=-1, timeout_s=0.0).news
     threading.Timer(0.1, client.abort).start()
     begun_s = time.monotonic()
-    failing = functools.partial(client.list_arenas, after=news, timeout_s=LONG_S)
+    failing = partial(client.list_arenas, after=news, timeout_s=LONG_S)
     with pytest.raises(StorageError, match=r"the keeper at 127\.0\.0\.1:\d+ does not answer"):
         failing()
     with pytest.raises(StorageError, match="nothing is asked for any more"):

@@ -7,13 +7,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from functools import partial
 
-import numpy as np
 import pytest
 
 from tests.support.memory_versions import check_loads, make_state, write_version
 from tests.support.snapshots import eventually
+from tests.support.wired import SECRET, write
 from ucp_core.errors import CheckpointCorruptError, StorageError
 from workers.keeper import frames, wire
 from workers.keeper.arena import Arena
@@ -22,40 +22,14 @@ from workers.keeper.shelf import Shelf
 from workers.keeper.wire import CHUNK_BYTES, RemotePart, WireClient, WireServer
 from workers.protocol import Held
 
-SECRET = b"of this run"
 SIZE = 4 * CHUNK_BYTES + 12_345
 
-
-@pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    shelf = Shelf(budget_bytes=1 << 30)
-    yield shelf
-    shelf.drop("w0001")
+_write = partial(write, size=SIZE)
 
 
 @pytest.fixture
-def arena(shelf: Shelf) -> Arena:
-    arena = shelf.reserve("w0001", body_bytes=SIZE)
-    _write(arena, 1)
-    return arena
-
-
-@pytest.fixture
-def server(shelf: Shelf) -> Iterator[WireServer]:
-    server = WireServer(shelf, host="127.0.0.1", secret=SECRET)
-    yield server
-    server.close()
-
-
-def _write(arena: Arena, step: int) -> Held:
-    slot = arena.choose(())
-    arena.begin(slot, attempt=1, step=step, rank=0, world_size=1)
-    body = np.frombuffer(arena.body(slot), np.uint8)[:SIZE]
-    body[:] = np.random.default_rng(step).integers(0, 256, SIZE, np.uint8)
-    arena.finish(slot, data_bytes=SIZE, record_bytes=0)
-    held = arena.held(slot)
-    assert held is not None
-    return held
+def size() -> int:
+    return SIZE
 
 
 def _expected(arena: Arena, held: Held, start: int, stop: int) -> bytes:
