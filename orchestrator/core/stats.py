@@ -378,6 +378,10 @@ class RunStats:
         for incident in self._open_incidents():
             incident.skipped += lines
 
+    def _committed_read(self, record: Mapping[str, Any], _at_s: float) -> None:
+        # Every rank had completed it, also if nobody listened then.
+        self._said_step = max(self._said_step, record["step"])
+
     def _finished(self, record: Mapping[str, Any], at_s: float) -> None:
         # Of an attempt that failed early more steps may be known than were reported.
         self._count(self._reached_step, self._last_duration_s)
@@ -397,6 +401,7 @@ class RunStats:
         "StepCompleted": _step_completed,
         "WorkerLeft": _worker_left,
         "WorkerRaised": _worker_raised,
+        "CommittedRead": _committed_read,
         "FinishRun": _finished,
     }
 

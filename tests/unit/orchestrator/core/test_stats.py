@@ -129,6 +129,24 @@ def test_a_second_fault_before_the_first_step_is_an_incident_of_its_own() -> Non
     assert (first.lost_steps, second.lost_steps) == (2, 0)
 
 
+def test_steps_that_were_done_while_the_controller_was_away_are_counted() -> None:
+    """Nobody heard that the members left: what they have committed tells how far they came."""
+    ended = (
+        ev.ControllerStarted(at_s=20.0, life=2),
+        ev.WorkersSurveyed(
+            at_s=20.1,
+            alive=(("w0001", "a", 0), ("w0002", "b", 0)),
+            slots=((1, "a"), (2, "b")),
+            pending_slots=(),
+        ),
+        ev.CommittedRead(at_s=20.2, attempt=1, step=12, committed_by=1, skipped=()),
+    )
+    stats = _stats((*START, *ended))
+
+    assert stats.outcome == "completed"
+    assert (stats.step, stats.lost_steps) == (12, 0)
+
+
 def test_a_restart_that_disturbs_nobody_is_still_on_record() -> None:
     """No attempt ends, so only the controller's own event tells of it."""
     restart = (
