@@ -37,7 +37,9 @@ ANSWER_S = 2.0
 def read_status(url: str) -> dict[str, Any]:
     """Return the status of the run in ``url``, with ``controller`` "alive", "down" or "over".
 
-    While the controller is down the document is folded from the journal: what was true last.
+    While the controller is down the document is folded from the journal: what was true last. A
+    run that is over has no workers, nodes or capacity any more. Process ids that are not known are
+    null.
     """
     store, path = open_store(url)
     contact = _contact(store, path, url)
@@ -48,6 +50,7 @@ def read_status(url: str) -> dict[str, Any]:
     state, _ = fold(read_segments(store, path), _rules(store, path))
     described = describe(state)
     workers = [] if over else [*described["members"], *described["standbys"]]
+    nodes = [] if over else described["nodes"]
     return {
         "phase": described["phase"],
         "attempt": described["attempt"],
@@ -55,7 +58,7 @@ def read_status(url: str) -> dict[str, Any]:
         "loss": _last_loss(store, join(path, "metrics/rank0.jsonl")),
         "layout": described["layout"],
         "workers": [{"rank": -1, "last_heartbeat_s": None, **worker} for worker in workers],
-        "nodes": [{"raylet_pid": 0, "keeper_pid": 0, **node} for node in described["nodes"]],
+        "nodes": [{"raylet_pid": None, "keeper_pid": None, **node} for node in nodes],
         "pending_capacity": 0 if over else len(described["pending_slots"]),
         "redundancy": _stored_redundancy(store, path, state.lineage),
         "cadence": _configured_cadence(store, path),

@@ -331,7 +331,7 @@ def describe(state: RunState) -> dict[str, Any]:
 
     Keys: ``phase, attempt, step, committed_step, layout, members[{rank, worker, node, pid,
     state}], standbys[{worker, node, pid, state}], nodes[{node, state, slots}], pending_slots,
-    cause{kind, guilty, evidence, at_s} | null, reason``.
+    cause{kind, guilty, evidence, at_s} | null, reason``. A ``pid`` is null before it is known.
     """
     ranks = {number: rank for rank, number in enumerate(state.members)}
     members: list[dict[str, Any]] = []
@@ -340,7 +340,7 @@ def describe(state: RunState) -> dict[str, Any]:
         entry = {
             "worker": worker.name,
             "node": state.nodes[worker.node].name,
-            "pid": worker.pid,
+            "pid": worker.pid or None,
             "state": _worker_state(worker),
         }
         if number in ranks and worker.slot:

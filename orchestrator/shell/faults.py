@@ -50,6 +50,8 @@ def kill_keeper_of(run: Launched, rank: int) -> str:
     status = _status(run)
     node = str(member(status, rank)["node"])
     pid = next(view["keeper_pid"] for view in status["nodes"] if view["node"] == node)
+    if pid is None:
+        raise CapacityError(f"the keeper of node {node} has not said who it is", node=node)
     run.note_fault("keeper_kill", node)
     os.kill(pid, signal.SIGKILL)
     return node

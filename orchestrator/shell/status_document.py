@@ -50,8 +50,9 @@ def status_document(
         "nodes": [
             {
                 "node": view.node,
-                "raylet_pid": view.raylet_pid,
-                "keeper_pid": view.keeper_pid,
+                # Not 0, which to `kill` is its own process group.
+                "raylet_pid": view.raylet_pid or None,
+                "keeper_pid": view.keeper_pid or None,
                 "state": view.state,
                 "slots": known.get(view.node, {}).get("slots", []),
             }

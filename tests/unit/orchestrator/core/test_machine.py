@@ -362,6 +362,17 @@ def test_description_has_what_status_promises() -> None:
     assert document["cause"] is None
 
 
+def test_a_worker_that_only_starts_has_no_process_id() -> None:
+    """0 would be one that `kill` takes: its own process group."""
+    state = _fold(
+        RunState(),
+        ev.ControllerStarted(at_s=0.0, life=1),
+        ev.SlotGranted(at_s=0.0, slot=1, node="a"),
+    )
+
+    assert [worker["pid"] for worker in describe(state)["standbys"]] == [None]
+
+
 def _unloadable(at_s: float, attempt: int, source: Source | None = None) -> list[ev.Event]:
     """Return how both members leave an attempt of which one could not load."""
     return [
