@@ -48,6 +48,9 @@ Look: TypeAlias = Callable[["RunConfig", Collection[str]], Sequence[Problem]]
 
 #: Detection's own default: a step may take this many times the observed p99 of all steps.
 PATIENCE = 3.0
+#: With that patience. Nobody misses a controller before something happens, and who looks into one
+#: may stop it for a moment; only one that a signal has stopped counts, never one that is slow.
+_CONTROLLER_STOPPED_S = 10.0
 
 
 class _Section(BaseModel):
@@ -168,6 +171,11 @@ class RunConfig(_Section):
     def patience(self) -> float:
         """Return how many times the observed p99 a step may take."""
         return self.recovery.patience
+
+    @property
+    def controller_stopped_s(self) -> float:
+        """Return for how long the controller may be stopped by a signal before it is ended."""
+        return _CONTROLLER_STOPPED_S * self.patience / PATIENCE
 
     def worker_resources(self) -> dict[str, float]:
         """Return what one worker needs, in Ray's terms."""

@@ -35,6 +35,7 @@ from orchestrator.shell.bookmark_file import BookmarkFile
 from orchestrator.shell.capacity import Capacity
 from orchestrator.shell.clock import wall_time
 from orchestrator.shell.crew import Crew
+from orchestrator.shell.guard import begin_guard
 from orchestrator.shell.journal_file import JournalFile
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.nodes import Nodes
@@ -199,6 +200,7 @@ class Run:
         """Load what the run can do without until it is in charge, one after the other."""
         if self._life > 1:
             await asyncio.sleep(SURVEY_S)
+        self._guard = begin_guard(self._config.controller_stopped_s)
         self._record.announce(await page.start())
         await asyncio.to_thread(preload)
 

@@ -72,13 +72,14 @@ def bounds_document(config: RunConfig, limits: Limits) -> dict[str, float]:
     """Return the bound of every wait in seconds, from the shortest on.
 
     Args:
-        config: Says those of the controller and of the collectives.
+        config: Says those of the controller, of its guard and of the collectives.
         limits: Those by which hangs are found, as they follow from the steps so far.
     """
     bounds_s = {
         **as_seconds(limits),
         **config.rules().bounds.as_seconds(),
         "collective": config.parallel.collective_timeout_s,
+        "controller_stopped": config.controller_stopped_s,
     }
     return {name: round(bounds_s[name], 3) for name in sorted(bounds_s, key=bounds_s.__getitem__)}
 

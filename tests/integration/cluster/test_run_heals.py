@@ -227,7 +227,8 @@ def test_processes_that_stop_or_die_in_turn_are_replaced_one_by_one(
     """Each has its own way to be missed, and each must leave the run as whole as it was before."""
     run, config = endless_run, endless_run.config
     stopped = _stop_a_worker(run)
-    attempts = [_kill_a_worker(run, after=_kill_the_controller(run))]
+    _end_the_controller(run, signal.SIGSTOP)
+    attempts = [_kill_a_worker(run, after=_end_the_controller(run, signal.SIGKILL))]
     attempts += [_kill_a_worker(run, after=_kill_a_keeper(run))]
     attempts += [_kill_a_keeper_and_a_worker(run)]
     summary = _stop(run)
@@ -252,11 +253,16 @@ def _stop_a_worker(run: Launched) -> str:
     return str(victim["worker"])
 
 
-def _kill_the_controller(run: Launched) -> dict[str, Any]:
-    """The workers' attempt must be the same afterwards: they were adopted, not restarted."""
+def _end_the_controller(run: Launched, number: signal.Signals) -> dict[str, Any]:
+    """The workers' attempt must be the same afterwards: they were adopted, not restarted.
+
+    Ray takes a controller that is only stopped for alive, and starts no other.
+    """
     before = _protected(run, workers=4)
-    os.kill(run.controller_pid(timeout_s=ACT_S_MAX), signal.SIGKILL)
+    pid = run.controller_pid(timeout_s=ACT_S_MAX)
+    os.kill(pid, number)
     after = _reach(run, before["step"] + 5)
+    assert run.controller_pid(timeout_s=ACT_S_MAX) != pid
     assert after["attempt"] == before["attempt"]
     return _protected(run, after["step"], workers=4)
 

@@ -98,8 +98,8 @@ def test_every_wait_is_told_at_the_start_the_shortest_first() -> None:
     output = io.StringIO()
     print_bounds(bounds_s, config.patience, Console(file=output, width=1000))
 
-    waits = {*Limits.__slots__, *Bounds.__slots__}
-    assert bounds_s.keys() == {name.removesuffix("_s") for name in waits} | {"collective"}
+    waits = {*Limits.__slots__, *Bounds.__slots__, "collective", "controller_stopped"}
+    assert bounds_s.keys() == {name.removesuffix("_s") for name in waits}
     assert list(bounds_s.values()) == sorted(bounds_s.values())
     assert "recovery.patience=6" in output.getvalue()
     assert "hang 6 s" in output.getvalue()
