@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import FinishRun, ReportIncident
-from orchestrator.core.state import Phase
+from orchestrator.core.state import Cause, Phase
 from orchestrator.core.turn import Turn
 
 
@@ -15,14 +15,20 @@ def report_incident(turn: Turn) -> None:
     cause = draft.cause
     if cause is None or cause.kind in ("completed", "resume"):
         return
+    for fault in (cause, *draft.also):
+        report(turn, fault, fenced_s=draft.fenced_s)
+
+
+def report(turn: Turn, fault: Cause, *, fenced_s: float) -> None:
+    """Put one fault, or planned change, on record."""
     turn.actions.append(
         ReportIncident(
-            attempt=draft.attempt,
-            incident=cause.kind,
-            guilty=cause.guilty,
-            evidence=cause.evidence,
-            found_s=cause.at_s,
-            fenced_s=draft.fenced_s,
+            attempt=turn.draft.attempt,
+            incident=fault.kind,
+            guilty=fault.guilty,
+            evidence=fault.evidence,
+            found_s=fault.at_s,
+            fenced_s=fenced_s,
         )
     )
 

@@ -40,6 +40,7 @@ def lose_node(turn: Turn, number: int, cause: str) -> None:
     """Drop the node's workers and slots; what trained there ends the attempt."""
     draft = turn.draft
     node = draft.nodes[number]
+    names = [draft.workers[worker].name for worker in node.workers]
     members: list[str] = []
     for worker_number in node.workers:
         worker = draft.workers[worker_number]
@@ -53,9 +54,11 @@ def lose_node(turn: Turn, number: int, cause: str) -> None:
     preempted = draft.nodes[number].draining
     fleet.put_node(turn, number, replace(draft.nodes[number], alive=False))
     recovery.memory_shrank(turn)
+    kind = "preemption" if preempted else "node_loss"
     if members:
-        kind = "preemption" if preempted else "node_loss"
         recovery.fault(turn, kind, tuple(members), f"node {node.name[:8]}: {cause}")
+    elif names:
+        recovery.loss(turn, kind, f"node {node.name[:8]} with {', '.join(names)}: {cause}")
     recovery.proceed(turn)
 
 

@@ -11,7 +11,7 @@ from math import inf
 
 from orchestrator.core import fleet
 from orchestrator.core.actions import FenceAttempt, ReadCommitted
-from orchestrator.core.ending import finish, report_incident
+from orchestrator.core.ending import finish, report, report_incident
 from orchestrator.core.events import CommittedRead
 from orchestrator.core.formation import wait
 from orchestrator.core.state import Cause, Phase, WorkerStatus
@@ -51,7 +51,7 @@ def fault(turn: Turn, kind: str, guilty: tuple[str, ...], evidence: str) -> None
     draft = turn.draft
     cause = draft.cause
     if draft.phase not in (Phase.FENCING, Phase.READING):
-        draft.cause = Cause(kind, guilty, evidence, turn.now_s)
+        draft.cause, draft.also = Cause(kind, guilty, evidence, turn.now_s), ()
         _fence(turn)
     elif cause is None or _WEIGHT[kind] > _WEIGHT[cause.kind]:
         # The fault was found when the first hint of it came.
@@ -61,6 +61,19 @@ def fault(turn: Turn, kind: str, guilty: tuple[str, ...], evidence: str) -> None
         draft.cause = replace(
             cause, guilty=(*cause.guilty, *(g for g in guilty if g not in cause.guilty))
         )
+    elif kind != cause.kind and guilty and _WEIGHT[kind] == _WEIGHT[cause.kind]:
+        new = tuple(name for name in guilty if name not in cause.guilty)
+        draft.also += (Cause(kind, new, evidence, turn.now_s),)
+
+
+def loss(turn: Turn, kind: str, evidence: str) -> None:
+    """Note what was lost while nobody trained; nobody is guilty who was not in an attempt."""
+    draft = turn.draft
+    fault = Cause(kind, (), evidence, turn.now_s)
+    if draft.phase is Phase.WAITING:
+        report(turn, fault, fenced_s=turn.now_s)
+    elif draft.phase in (Phase.FENCING, Phase.READING):
+        draft.also += (fault,)
 
 
 def _fence(turn: Turn) -> None:

@@ -177,6 +177,7 @@ class Draft:
         num_stuck: Failed attempts in a row without a new committed step.
         num_undecided: Undecided hangs in a row without a step between.
         cause: Why the last attempt ended or is ending; None before.
+        also: Faults that were found while it ended and that the cause does not explain.
         stop_reason: Why the user wants the run to stop; "" if not.
         deadline_s: Bound of the phase; infinity if it has none.
         enough_since_s: When ``min_workers`` could first be had; infinity before (first attempt).
@@ -240,6 +241,7 @@ class Draft:
     num_stuck: int = 0
     num_undecided: int = 0
     cause: Cause | None = None
+    also: tuple[Cause, ...] = ()
     stop_reason: str = ""
     deadline_s: float = inf
     enough_since_s: float = inf
