@@ -37,9 +37,9 @@ THREAD_BYTES_MIN = 4 << 20
 #: A gap may be this part of a request: what a store needs large requests for, gaps save.
 _REQUEST_PER_GAP = 32
 #: Between runs of bytes that are cheaper read one by one. From the page cache a read costs 1 us
-#: and 0.06 to 0.12 us for each KiB, wanted or not: read together takes as long as one by one with
-#: gaps of 16 KiB in files just written, 1.4 times with 24 or 32, 2.4 with 96 (EPYC, ext4).
-_RUN_GAP_BYTES_MIN = 20 << 10
+#: and 0.06 to 0.2 us for each KiB, wanted or not: with gaps of 16 KiB, read together takes 1 to 1.7
+#: times as long as one by one (EPYC, Xeon), with 8 KiB up to 1.3 times, with 96 KiB 2.4 (ext4).
+_RUN_GAP_BYTES_MIN = 8 << 10
 #: The largest request of a store whose reads do not go over a network.
 _NEAR_REQUEST_BYTES_MAX = 4 << 20
 _LINE_BYTES = 64

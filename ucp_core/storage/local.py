@@ -27,6 +27,12 @@ _BUFFERS_MAX = 1024
 _SMALL_BYTES = 64 << 10
 _GATHER_BYTES = 1 << 20
 
+#: What is announced to the kernel at once: of more it may leave out what is behind its own window,
+#: which is so large unless somebody changed it. For 1 MiB that is in the page cache already, to
+#: announce it takes 6 us, to read it 200.
+_AHEAD_BYTES = 128 << 10
+_AHEAD_RANGES_MIN = 8
+
 #: Space is reserved in stretches of this size, once a file has become as large: on ext4 writing
 #: takes 30 to 40 % less time then, 20 to 30 % with fsync (256 MB, stretches of 16 to 1024 MB).
 _RESERVE_BYTES = 32 << 20
@@ -74,6 +80,8 @@ class LocalStore:
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
         """Fill the buffers of every range."""
         with _opened(path) as fd:
+            if len(ranges) >= _AHEAD_RANGES_MIN:
+                _read_ahead(fd, ranges)
             for offset_bytes, buffers in ranges:
                 # Most ranges are one buffer that one call fills; what is made for it costs more.
                 if len(buffers) == 1 and os.preadv(fd, buffers, offset_bytes) == len(buffers[0]):
@@ -336,6 +344,18 @@ def _reserve(fd: int, size_bytes: int) -> int:
         # There may be room for what comes, but not for what was to be reserved.
         pass
     return sys.maxsize
+
+
+def _read_ahead(fd: int, ranges: Sequence[ReadRange]) -> None:
+    """Have the kernel begin to read ranges near each other, with what lies between.
+
+    It takes them for random reads, and begins none before the one before is done: rows of 16 KiB
+    took 3 times as long from a disk as all bytes in one piece. Announced, they take as long.
+    """
+    first, last = ranges[0].offset_bytes, ranges[-1].offset_bytes
+    if last - first <= len(ranges) * _AHEAD_BYTES:
+        for start in range(first, last + 1, _AHEAD_BYTES):
+            os.posix_fadvise(fd, start, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def _fill(fd: int, path: str, offset_bytes: int, batch: Sequence[memoryview]) -> None:

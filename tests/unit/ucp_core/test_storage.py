@@ -14,6 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tests.support.store_conformance import StoreConformance
 from ucp_core.errors import StorageError
 from ucp_core.storage import LocalStore, MemoryStore, Store, open_store
+from ucp_core.storage.base import ReadRange
 from ucp_core.storage.fsspec_store import FsspecStore
 
 
@@ -89,6 +90,34 @@ def test_a_forbidden_place_says_what_to_check(tmp_path: Path) -> None:
         LocalStore().write_atomic(str(tmp_path / "file/sub/x"), b"", fsync=False)
     with pytest.raises(StorageError, match="/proc/nothing/x"):
         LocalStore().append("/proc/nothing/x", b"")
+
+
+@pytest.mark.parametrize("step_bytes", [16 << 10, 1 << 20], ids=["near", "far"])
+def test_rows_near_each_other_are_announced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step_bytes: int
+) -> None:
+    """Else the kernel begins no row before the one before is there."""
+    announced: list[tuple[int, int]] = []
+    posix_fadvise = os.posix_fadvise
+
+    def noting(fd: int, offset: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        announced.append((offset, offset + length))
+        posix_fadvise(fd, offset, length, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", noting)
+    path, num_rows = tmp_path / "f", 20
+    data = os.urandom(num_rows * step_bytes)
+    path.write_bytes(data)
+    starts = [7 + number * step_bytes for number in range(num_rows)]
+    rows = [bytearray(5000) for _ in starts]
+    ranges = [ReadRange(a, (memoryview(row),)) for a, row in zip(starts, rows, strict=True)]
+
+    LocalStore().read_ranges(str(path), ranges)
+
+    assert rows == [data[start : start + 5000] for start in starts]
+    assert all(any(a <= s < b for a, b in announced) for s in starts) == (step_bytes < 128 << 10)
+    assert all(b - a <= 128 << 10 for a, b in announced)
 
 
 def test_space_that_was_reserved_and_not_used_is_given_back(tmp_path: Path) -> None:
