@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isinf
 
-from orchestrator.core.state import ACTIVE, Phase, RunState, WorkerStatus
+from orchestrator.core.state import ACTIVE, Phase, RunState, WorkerStatus, worker_name
 
 #: Phases that end by themselves or at their bound.
 _BOUNDED = frozenset({Phase.WAITING, Phase.FORMING, Phase.YIELDING, Phase.FENCING, Phase.READING})
@@ -28,7 +28,7 @@ def _check_attempt(state: RunState) -> None:
     assert set(inside) <= set(state.members), f"{inside} are inside and no members"
     if state.phase in (Phase.FORMING, Phase.RUNNING):
         assert state.num_inside == len(state.members), f"{state.phase} without all members"
-        unformed = sum(not state.workers[member].formed for member in state.members)
+        unformed = sum([not state.workers[member].formed for member in state.members])
         assert unformed == state.num_unformed, f"num_unformed={state.num_unformed} of {unformed}"
         assert state.layout is not None
         assert state.layout.world_size == len(state.members)
@@ -43,27 +43,30 @@ def _check_attempt(state: RunState) -> None:
 
 def _check_workers(state: RunState) -> None:
     used: dict[int, str] = {}
+    starting = 0
     for number, worker in state.workers.items():
-        assert worker.name == f"w{number:04d}", f"{worker.name} is kept as {number}"
+        assert worker.name == worker_name(number), f"{worker.name} is kept as {number}"
         assert number in state.nodes[worker.node].workers, f"{worker.name} is not on its node"
         assert number < state.next_worker, f"{worker.name} was never started"
+        starting += worker.status is WorkerStatus.STARTING
         if worker.slot:
             assert worker.slot not in used, f"{worker.name}, {used[worker.slot]}: one slot"
             used[worker.slot] = worker.name
             assert state.slots[worker.slot].node == worker.node, f"{worker.name}: slot elsewhere"
-    starting = sum(w.status is WorkerStatus.STARTING for w in state.workers.values())
     assert starting == state.num_starting, f"num_starting={state.num_starting} of {starting}"
 
 
 def _check_nodes(state: RunState) -> None:
-    usable = leaving = 0
-    num_slots = sum(slot.node < 0 for slot in state.slots.values())
+    usable = leaving = placed = 0
+    num_pending = sum([slot.node < 0 for slot in state.slots.values()])
+    num_slots = num_pending
     for number, node in state.nodes.items():
+        placed += len(node.slots)
         assert state.node_ids[node.name] == number
         assert node.alive or not (node.slots or node.workers), f"lost {node} has slots or workers"
         for slot in node.slots:
             assert state.slots[slot].node == number, f"slot {slot} is not on {node.name}"
-        ready = sum(state.workers[w].status is WorkerStatus.READY for w in node.workers)
+        ready = sum([state.workers[w].status is WorkerStatus.READY for w in node.workers])
         expected = min(len(node.slots), ready)
         assert node.usable == expected, f"{node.name}: usable={node.usable} of {expected}"
         if node.draining:
@@ -71,8 +74,7 @@ def _check_nodes(state: RunState) -> None:
         else:
             usable += expected
             num_slots += len(node.slots)
-    placed = sum(len(node.slots) for node in state.nodes.values())
-    assert placed == sum(slot.node >= 0 for slot in state.slots.values()), "a slot is on no node"
+    assert placed == len(state.slots) - num_pending, "a slot is on no node"
     assert (usable, leaving, num_slots) == (
         state.num_usable,
         state.num_leaving,

@@ -1,6 +1,6 @@
-"""Typed values as JSON values and back, by the type hints of their dataclasses.
+"""Typed values as JSON values and back, by the type hints of their classes.
 
-Exhaustive by construction: every field of a dataclass is carried, and a hint that nothing is
+Exhaustive by construction: every field is carried, and a hint that nothing is
 known about is refused when the codec is made. What is read is checked against the hints.
 """
 
@@ -45,10 +45,11 @@ def codec(hint: Any) -> Codec:
     raise AssertionError(f"no codec for {hint}")
 
 
-def field_codecs(kind: type) -> dict[str, Codec]:
-    """Return the codec of every field of a dataclass, by name."""
+def field_codecs(kind: Any) -> dict[str, Codec]:
+    """Return the codec of every field of a dataclass or a named tuple, by name."""
     hints = get_type_hints(kind)
-    return {field.name: codec(hints[field.name]) for field in fields(kind)}
+    names = [field.name for field in fields(kind)] if is_dataclass(kind) else kind._fields
+    return {name: codec(hints[name]) for name in names}
 
 
 def _same(value: Any) -> Any:
@@ -138,7 +139,7 @@ def _table(hint: Any) -> Codec:
     )
 
 
-def _dataclass(hint: Any) -> Codec:
+def _record(hint: Any) -> Codec:
     codecs = field_codecs(hint)
 
     def encode(value: Any) -> Any:
@@ -176,5 +177,5 @@ _MAKERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Codec]], ...] = (
         _optional,
     ),
     (lambda hint: isinstance(hint, type) and issubclass(hint, Enum), _enum),
-    (is_dataclass, _dataclass),
+    (lambda hint: is_dataclass(hint) or hasattr(hint, "_fields"), _record),
 )

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 from orchestrator.core import fleet
@@ -57,7 +56,7 @@ def forgive_nodes(turn: Turn) -> None:
     """Avoid no node any more: the run needs every one of them to reach its minimum."""
     for number, node in list(turn.draft.nodes.items()):
         if node.avoid_until_s > turn.now_s:
-            fleet.put_node(turn, number, replace(node, avoid_until_s=turn.now_s, strikes=()))
+            fleet.put_node(turn, number, node._replace(avoid_until_s=turn.now_s, strikes=()))
     renew_pending(turn)
 
 
@@ -165,5 +164,5 @@ def note_failed_start(turn: Turn, number: int, detail: str) -> None:
     fleet.put_node(
         turn,
         number,
-        replace(node, num_failed_starts=node.num_failed_starts + 1, retry_s=turn.now_s + pause_s),
+        node._replace(num_failed_starts=node.num_failed_starts + 1, retry_s=turn.now_s + pause_s),
     )

@@ -6,7 +6,6 @@ Each function costs the size of one node, never of the fleet. What to ask for is
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 from orchestrator.core.actions import KillWorker
@@ -46,7 +45,7 @@ def put_node(turn: Turn, number: int, node: Node) -> None:
     usable = 0
     if node.alive and node.slots:
         workers = draft.workers
-        num_ready = sum(workers[w].status is WorkerStatus.READY for w in node.workers)
+        num_ready = sum([workers[w].status is WorkerStatus.READY for w in node.workers])
         usable = min(len(node.slots), num_ready)
     if before.draining:
         draft.num_leaving -= before.usable
@@ -58,7 +57,9 @@ def put_node(turn: Turn, number: int, node: Node) -> None:
     else:
         draft.num_usable += usable
         draft.num_slots += len(node.slots)
-    draft.nodes = draft.nodes.set(number, replace(node, usable=usable))
+    if node.usable != usable:
+        node = node._replace(usable=usable)
+    draft.nodes = draft.nodes.set(number, node)
     if number not in draft.short:
         draft.short = (*draft.short, number)
 
@@ -89,7 +90,7 @@ def add_worker(turn: Turn, node_number: int) -> str:
     )
     draft.num_starting += 1
     node = draft.nodes[node_number]
-    put_node(turn, node_number, replace(node, workers=(*node.workers, number)))
+    put_node(turn, node_number, node._replace(workers=(*node.workers, number)))
     turn.wake_by(deadline_s)
     return name
 
@@ -103,7 +104,7 @@ def drop_worker(turn: Turn, number: int) -> None:
     draft.num_starting -= worker.status is WorkerStatus.STARTING
     node = draft.nodes[worker.node]
     rest = tuple(w for w in node.workers if w != number)
-    put_node(turn, worker.node, replace(node, workers=rest))
+    put_node(turn, worker.node, node._replace(workers=rest))
 
 
 def kill_worker(turn: Turn, number: int, reason: str) -> None:
@@ -113,7 +114,7 @@ def kill_worker(turn: Turn, number: int, reason: str) -> None:
         return
     deadline_s = turn.now_s + turn.rules.bounds.kill_s
     put_worker(
-        turn, number, replace(worker, status=WorkerStatus.DYING, deadline_s=deadline_s, slot=0)
+        turn, number, worker._replace(status=WorkerStatus.DYING, deadline_s=deadline_s, slot=0)
     )
     turn.wake_by(deadline_s)
     turn.actions.append(KillWorker(worker=worker.name, reason=reason))
@@ -134,10 +135,10 @@ def place_slot(turn: Turn, number: int, node_number: int) -> None:
     draft = turn.draft
     slot = draft.slots[number]
     assert slot.node < 0, f"slot {number} is already on node {slot.node}"
-    draft.slots = draft.slots.set(number, replace(slot, node=node_number))
+    draft.slots = draft.slots.set(number, slot._replace(node=node_number))
     draft.num_slots -= 1
     node = draft.nodes[node_number]
-    put_node(turn, node_number, replace(node, slots=tuple(sorted((*node.slots, number)))))
+    put_node(turn, node_number, node._replace(slots=tuple(sorted((*node.slots, number)))))
 
 
 def drop_slot(turn: Turn, number: int) -> None:
@@ -152,8 +153,8 @@ def drop_slot(turn: Turn, number: int) -> None:
     for worker_id in node.workers:
         worker = draft.workers[worker_id]
         if worker.slot == number:
-            draft.workers = draft.workers.set(worker_id, replace(worker, slot=0))
-    put_node(turn, slot.node, replace(node, slots=tuple(s for s in node.slots if s != number)))
+            draft.workers = draft.workers.set(worker_id, worker._replace(slot=0))
+    put_node(turn, slot.node, node._replace(slots=tuple(s for s in node.slots if s != number)))
 
 
 def free_slots(turn: Turn, node: Node) -> list[int]:
@@ -181,10 +182,10 @@ def strike(turn: Turn, number: int) -> None:
     if others and len(strikes) >= min(others) + rules.strikes_max:
         avoid_until_s = turn.now_s + rules.avoid_s
         turn.wake_by(avoid_until_s)
-    put_node(turn, number, replace(node, strikes=strikes, avoid_until_s=avoid_until_s))
+    put_node(turn, number, node._replace(strikes=strikes, avoid_until_s=avoid_until_s))
 
 
 def revive_node(turn: Turn, number: int) -> None:
     """Note that a node is in the cluster and not draining."""
     node = turn.draft.nodes[number]
-    put_node(turn, number, replace(node, alive=True, leave_by_s=inf))
+    put_node(turn, number, node._replace(alive=True, leave_by_s=inf))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 from orchestrator.core import demand, fleet
@@ -164,7 +163,7 @@ def _bind(turn: Turn, members: list[int]) -> tuple[tuple[str, str, int], ...]:
     for number in [*draft.members, *members]:
         worker = draft.workers.get(number)
         if worker is not None and worker.slot and number not in chosen:
-            draft.workers = draft.workers.set(number, replace(worker, slot=0))
+            draft.workers = draft.workers.set(number, worker._replace(slot=0))
             fleet.put_node(turn, worker.node, draft.nodes[worker.node])
     placed: list[tuple[str, str, int]] = []
     for number in members:
@@ -172,7 +171,7 @@ def _bind(turn: Turn, members: list[int]) -> tuple[tuple[str, str, int], ...]:
         node = draft.nodes[worker.node]
         slot = worker.slot or fleet.free_slots(turn, node)[0]
         draft.workers = draft.workers.set(
-            number, replace(worker, slot=slot, inside=True, formed=False)
+            number, worker._replace(slot=slot, inside=True, formed=False)
         )
         placed.append((worker.name, node.name, slot))
     return tuple(placed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from orchestrator.core import demand, fleet, formation, recovery
 from orchestrator.core.actions import KillWorker, ReleaseSlot
 from orchestrator.core.events import (
@@ -52,7 +50,7 @@ def lose_node(turn: Turn, number: int, cause: str) -> None:
     for slot in node.slots:
         demand.release_slot(turn, slot)
     preempted = draft.nodes[number].draining
-    fleet.put_node(turn, number, replace(draft.nodes[number], alive=False))
+    fleet.put_node(turn, number, draft.nodes[number]._replace(alive=False))
     recovery.memory_shrank(turn)
     kind = "preemption" if preempted else "node_loss"
     if members:
@@ -67,7 +65,7 @@ def node_draining(turn: Turn, event: NodeDraining) -> None:
     number = fleet.find_node(turn, event.node)
     node = turn.draft.nodes[number]
     if node.leave_by_s != event.deadline_s:
-        fleet.put_node(turn, number, replace(node, leave_by_s=event.deadline_s))
+        fleet.put_node(turn, number, node._replace(leave_by_s=event.deadline_s))
         demand.renew_pending(turn)
 
 
@@ -102,8 +100,8 @@ def worker_ready(turn: Turn, event: WorkerReady) -> None:
     draft.num_failed_starts = 0
     node = draft.nodes[worker.node]
     if node.num_failed_starts:
-        fleet.put_node(turn, worker.node, replace(node, num_failed_starts=0))
-    fleet.put_worker(turn, number, replace(worker, status=WorkerStatus.READY, pid=event.pid))
+        fleet.put_node(turn, worker.node, node._replace(num_failed_starts=0))
+    fleet.put_worker(turn, number, worker._replace(status=WorkerStatus.READY, pid=event.pid))
     if draft.phase is Phase.WAITING:
         formation.try_start(turn)
 

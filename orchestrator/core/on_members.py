@@ -34,7 +34,7 @@ def worker_formed(turn: Turn, event: WorkerFormed) -> None:
     draft = turn.draft
     recovery.leave_out(turn, event.damaged)
     number, worker = found
-    draft.workers = draft.workers.set(number, replace(worker, formed=True))
+    draft.workers = draft.workers.set(number, worker._replace(formed=True))
     draft.num_unformed -= 1
     if draft.num_unformed == 0 and draft.phase is Phase.FORMING:
         _run(turn)
@@ -138,7 +138,7 @@ def worker_raised(turn: Turn, event: WorkerRaised) -> None:
 
 def _leave(turn: Turn, number: int, worker: Worker, step: int) -> None:
     draft = turn.draft
-    fleet.put_worker(turn, number, replace(worker, inside=False))
+    fleet.put_worker(turn, number, worker._replace(inside=False))
     step = max(step, 0)
     draft.left_step = step if draft.left_step < 0 else min(draft.left_step, step)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 from orchestrator.core import demand, fleet, formation, recovery, survey
@@ -66,7 +65,7 @@ def _look_at_nodes(turn: Turn) -> None:
     forgiven = False
     for number, node in list(draft.nodes.items()):
         if node.retry_s and node.retry_s <= now_s:
-            fleet.put_node(turn, number, replace(node, retry_s=0.0))
+            fleet.put_node(turn, number, node._replace(retry_s=0.0))
         elif node.retry_s:
             turn.wake_by(node.retry_s)
         if now_s < node.avoid_until_s:

@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import FrozenInstanceError, dataclass, field
 from enum import StrEnum
 from math import inf
-from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from orchestrator.core.table import Table
 from orchestrator.policies.budgets import Fault, UserError
@@ -51,8 +50,7 @@ class WorkerStatus(StrEnum):
     DYING = "dying"
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
+class Worker(NamedTuple):
     """One worker process.
 
     Attributes:
@@ -76,16 +74,14 @@ class Worker:
     pid: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """One reservation. ``node`` is -1 while it is pending; ``avoid`` is what was asked for."""
 
     node: int
     avoid: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """One node.
 
     Attributes:
@@ -136,7 +132,7 @@ class Cause:
     at_s: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Draft:
     """The run state while one event is folded into it. Only ``machine.step`` holds one.
 
@@ -271,26 +267,18 @@ class Draft:
 
     def __eq__(self, other: object) -> bool:
         """Return whether every field is equal, be it frozen or not."""
-        return isinstance(other, Draft) and _FIELDS(self) == _FIELDS(other)
+        return isinstance(other, Draft) and self.__dict__ == other.__dict__
 
     def __hash__(self) -> int:
         """A state holds tables, which are not hashable."""
         raise TypeError("a run state is not hashable")
 
 
-_FIELDS = attrgetter(*Draft.__slots__)
-
-
 class RunState(Draft):
     """The run as a value. ``RunState()`` is the state before the first event."""
 
-    # No slots of its own: an equal memory layout is what lets ``freeze`` retype a draft
-    # instead of copying 50 fields a second time.
-    __slots__ = ()
-
     def __init__(self) -> None:
-        for name, value in zip(Draft.__slots__, _FIELDS(Draft()), strict=True):
-            object.__setattr__(self, name, value)
+        self.__dict__.update(Draft().__dict__)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         """Refuse: a state is a value."""
@@ -299,7 +287,10 @@ class RunState(Draft):
 
 def thaw(state: RunState) -> Draft:
     """Return a draft that starts as ``state``; the state stays as it is."""
-    return Draft(*_FIELDS(state))
+    # Not by the constructor: to pass 60 arguments takes longer than most events.
+    draft = object.__new__(Draft)
+    draft.__dict__.update(state.__dict__)
+    return draft
 
 
 def freeze(draft: Draft) -> RunState:

@@ -7,7 +7,7 @@ given again (all are idempotent), and an attempt that trains undisturbed is left
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from orchestrator.core import demand, fleet, formation, planned, recovery
@@ -174,7 +174,7 @@ def _reconcile_workers(turn: Turn, event: WorkersSurveyed) -> tuple[list[str], l
             is_out = answered and alive[worker.name] != draft.attempt and has_entered
             if worker.inside and is_out:
                 left.append(worker.name)
-                fleet.put_worker(turn, number, replace(worker, inside=False))
+                fleet.put_worker(turn, number, worker._replace(inside=False))
         else:
             # Nobody was there to hear of it in time: the bounds begin anew.
             is_dying = worker.status is WorkerStatus.DYING
@@ -182,7 +182,7 @@ def _reconcile_workers(turn: Turn, event: WorkersSurveyed) -> tuple[list[str], l
             deadline_s = turn.now_s + (
                 bounds.kill_s if is_dying else bounds.start_bound_s(draft.num_failed_starts)
             )
-            fleet.put_worker(turn, number, replace(worker, deadline_s=deadline_s))
+            fleet.put_worker(turn, number, worker._replace(deadline_s=deadline_s))
             turn.wake_by(deadline_s)
             if is_dying:
                 turn.actions.append(

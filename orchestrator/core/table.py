@@ -67,6 +67,8 @@ class Table(Generic[V]):
         chunk = dict(chunks[index])
         grown = self._len + (key not in chunk)
         chunk[key] = value
+        if len(chunks) == 1:
+            return Table((chunk,), grown)
         return Table((*chunks[:index], chunk, *chunks[index + 1 :]), grown)
 
     def without(self, key: int) -> Table[V]:

@@ -8,7 +8,7 @@ inventories that it was made from and about no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -125,6 +125,10 @@ class Protection:
 
 def complete(inventories: Iterable[Inventory], lineage: Lineage) -> list[Version]:
     """Return the versions that count and of which every rank's part can be had, newest first."""
+    return list(_complete(inventories, lineage))
+
+
+def _complete(inventories: Iterable[Inventory], lineage: Lineage) -> Iterator[Version]:
     parts: dict[tuple[int, int], list[Holding]] = {}
     parities: dict[tuple[int, int], list[ParityHolding]] = {}
     for one in inventories:
@@ -147,7 +151,7 @@ def complete(inventories: Iterable[Inventory], lineage: Lineage) -> list[Version
         for step, attempt in sorted(parts.keys() | parities.keys(), reverse=True)
         if counts(step=step, attempt=attempt, lineage=lineage)
     )
-    return [version for version in found if _is_whole(version)]
+    return filter(_is_whole, found)
 
 
 def _is_whole(version: Version) -> bool:
@@ -185,7 +189,7 @@ def newest(
         total_steps: Length of the run. Its last step is only done once it is in storage, so a
             snapshot of it is no place to resume from: nothing would be left to do.
     """
-    held = (v for v in complete(inventories, lineage) if v.step < total_steps)
+    held = (v for v in _complete(inventories, lineage) if v.step < total_steps)
     found = next(held, None)
     step, attempt = stored
     # Of two at the same step the one in memory is faster.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -15,14 +16,16 @@ from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.rules import RunRules
 from orchestrator.policies import quarantine, versions
-from orchestrator.policies.redundancy import RedundancyFacts, plan_redundancy
+from orchestrator.policies.redundancy import RedundancyFacts, RedundancyPlan, plan_redundancy
 from orchestrator.simulation import loading
 from orchestrator.simulation.memory import Memory, Part
 from orchestrator.simulation.saving import Tiers, farewell, save_step
 from orchestrator.simulation.storage import Storage
 from orchestrator.simulation.violations import Monitor
 from orchestrator.simulation.world import SimAttempt, SimNode, SimWorker
+from ucp_core.layout import ParallelLayout
 from workers.protocol import Source
+from workers.snapshot.placement import Preference
 
 
 class SimCluster:
@@ -78,10 +81,12 @@ class SimCluster:
         self.serial += 1
         heapq.heappush(self.queue, (self.now_s + delay_s, self.serial, do, args))
 
-    def run_next(self) -> None:
-        """Let the next scheduled thing happen."""
-        self.now_s, _, do, args = heapq.heappop(self.queue)
-        do(*args)
+    def run_until(self, at_s: float) -> None:
+        """Let what is scheduled until then happen, but stop as soon as the machine hears of it."""
+        queue, pop = self.queue, heapq.heappop
+        while queue and queue[0][0] <= at_s and not self.inbox:
+            self.now_s, _, do, args = pop(queue)
+            do(*args)
 
     def chance(self, probability: float) -> bool:
         """Return True with ``probability``."""
@@ -140,7 +145,7 @@ class SimCluster:
     def give_back_all(self) -> None:
         """Give back what is pending, also what is only on its way to be asked for."""
         self.pending.clear()
-        self.queue = [entry for entry in self.queue if entry[2] != self._requested]
+        self.queue[:] = [entry for entry in self.queue if entry[2] != self._requested]
         heapq.heapify(self.queue)
 
     def place(self) -> None:
@@ -304,15 +309,8 @@ class SimCluster:
 
     def _start_attempt(self, action: act.StartAttempt) -> None:
         self.monitor.attempt_started(self, action)
-        facts = RedundancyFacts(
-            nodes=tuple(node for _, node, _ in action.members),
-            budgets_bytes={},
-            rank_bytes=1,
-            layout=action.layout,
-        )
-        plan = plan_redundancy(
-            facts, tolerance=self.tiers.tolerance, preference=self.tiers.preference
-        )
+        nodes = tuple(node for _, node, _ in action.members)
+        plan = _protection(nodes, action.layout, self.tiers.tolerance, self.tiers.preference)
         given = loading.begin(self, action)
         self.monitor.given(action.attempt, given.sources())
         self.attempts[action.attempt] = SimAttempt(action, plan, given)
@@ -351,7 +349,7 @@ class SimCluster:
 
     def is_damaged(self, node: str, arena: str, part: Part) -> bool:
         """Return whether what is held there is not what was written."""
-        return part.source(node, arena) in self.damaged
+        return bool(self.damaged) and part.source(node, arena) in self.damaged
 
     def present(self, attempt: SimAttempt) -> list[SimWorker] | None:
         """Return the members if all can take part in a collective, else None."""
@@ -467,3 +465,12 @@ class SimCluster:
                 if node.draining_until_s is not None:
                     deadline_s = node.draining_until_s
                     self.post(ev.NodeDraining, 0.01, node=node.name, deadline_s=deadline_s)
+
+
+@lru_cache(maxsize=1024)
+def _protection(
+    nodes: tuple[str, ...], layout: ParallelLayout, tolerance: int, preference: Preference
+) -> RedundancyPlan:
+    """Return the product's plan for ranks on ``nodes``; many histories meet the same."""
+    facts = RedundancyFacts(nodes=nodes, budgets_bytes={}, rank_bytes=1, layout=layout)
+    return plan_redundancy(facts, tolerance=tolerance, preference=preference)

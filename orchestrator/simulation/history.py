@@ -52,6 +52,9 @@ _BOUNDS = Bounds(
 #: Budgets beyond what any seed injects: here every fault must be survived.
 _BUDGETS = BudgetRules(user_max=100, undecided_max=100, stuck_max=300)
 
+#: What the machine learns of sources by.
+_TELLING = (ev.WorkerLeft, ev.WorkerFormed)
+
 _PHASES_FOR_SECOND_FAULT = frozenset({Phase.FENCING, Phase.READING, Phase.FORMING, Phase.YIELDING})
 
 
@@ -91,6 +94,8 @@ class History:
         self.rules, rooms = _draw_rules(rng, tiers)
         self.cluster = SimCluster(rng, self.rules, tiers, self.monitor)
         self.state = RunState()
+        # Of the state; what is in the inbox comes first, so it need not be known before a fold.
+        self.deadline_s = inf
         self.num_events = 0
         self.num_faults = 0
         self.fault_limit = 10_000 if fault_limit is None else fault_limit
@@ -157,9 +162,18 @@ class History:
         )
 
     def _run_to_end(self) -> None:
+        cluster, monitor = self.cluster, self.monitor
         # A controller that dies before the run's last action repeats it in its next life.
-        while self.monitor.outcome is None:
-            self._turn()
+        while monitor.outcome is None:
+            deadline_s = self.deadline_s if cluster.controller_up else inf
+            cluster.run_until(deadline_s)
+            if cluster.inbox:
+                self._take_in()
+            elif cluster.controller_up and deadline_s < inf:
+                cluster.now_s = max(deadline_s, cluster.now_s)
+                self._fold(ev.Ticked(at_s=cluster.now_s))
+            elif not cluster.queue:
+                raise Violation(f"L2: {self.state.phase} waits for nothing")
         self._check_end()
 
     def _reopen(self) -> None:
@@ -179,57 +193,51 @@ class History:
         cluster.num_lives += 1
         cluster.inbox.append(reopening(before, at_s=cluster.now_s, life=cluster.num_lives))
 
-    def _turn(self) -> None:
-        """Let the next thing happen, in the world or at a bound of the machine."""
+    def _take_in(self) -> None:
+        """Let the machine hear what arrived."""
         cluster = self.cluster
-        if cluster.inbox:
-            events, cluster.inbox = cluster.inbox, []
-            for index, event in enumerate(events):
-                self._fold(event)
-                if not cluster.controller_up:
-                    return
-                assert index < EVENTS_MAX
-            return
-        deadline_s = next_deadline_s(self.state) if cluster.controller_up else inf
-        next_s = cluster.queue[0][0] if cluster.queue else inf
-        if next_s < inf and next_s <= deadline_s:
-            cluster.run_next()
-        elif deadline_s < inf:
-            cluster.now_s = max(deadline_s, cluster.now_s)
-            self._fold(ev.Ticked(at_s=cluster.now_s))
-        else:
-            raise Violation(f"L2: {self.state.phase} waits for nothing")
+        events, cluster.inbox = cluster.inbox, []
+        for event in events:
+            self._fold(event)
+            if not cluster.controller_up:
+                return
 
     def _fold(self, event: ev.Event) -> None:
         if isinstance(event, ev.ControllerStarted) and event.life > 1:
             self._restart()
         before = self.state
-        if isinstance(event, ev.WorkerLeft | ev.WorkerFormed):
+        if isinstance(event, _TELLING):
             self.monitor.told(event)
-        self.state, actions = machine.step(before, event, rules=self.rules)
+        state, actions = machine.step(before, event, rules=self.rules)
         self.num_events += 1
-        state, cluster = self.state, self.cluster
         require(self.num_events < EVENTS_MAX, "L2", "the machine goes round in circles")
         if self.observe is not None:
             self.observe(event, state, actions)
+        if state is before:
+            return
+        self.state, self.deadline_s = state, next_deadline_s(state)
         if self.check_always or state.attempt != before.attempt:
             check(state)
-        if self.journal is not None and state is not before:
+        if self.journal is not None:
             self.journal.add(event, state, actions)
         if actions:
-            # A controller may die between two actions of one event.
-            dies = self._may_inject() and cluster.chance(_DEATH)
-            done = self.rng.randint(0, len(actions)) if dies else len(actions)
-            for action in actions[:done]:
-                self._observe_action(action)
-                cluster.perform(action)
-            if dies:
-                self._count_fault()
-                # What else was to be done is covered by the end of the run, which releases all.
-                self.died_at_the_end = state.phase in TERMINAL
-                faults.kill_controller(cluster)
+            self._perform(actions)
         if state.phase is not before.phase:
             self._phase_changed(state)
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        """Have the world do what the machine ordered; the controller may die amid it."""
+        cluster = self.cluster
+        dies = self._may_inject() and cluster.chance(_DEATH)
+        done = self.rng.randint(0, len(actions)) if dies else len(actions)
+        for action in actions[:done]:
+            self._observe_action(action)
+            cluster.perform(action)
+        if dies:
+            self._count_fault()
+            # What else was to be done is covered by the end of the run, which releases all.
+            self.died_at_the_end = self.state.phase in TERMINAL
+            faults.kill_controller(cluster)
 
     def _restart(self) -> None:
         """Let a new life begin with what the journal and its bookmark say, and nothing else."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from random import Random
-from typing import NamedTuple
 from zlib import crc32
 
 from orchestrator.core import bookmark
@@ -27,13 +28,14 @@ _DAMAGE = 0.1
 _TORN = b'{"v":1,"se'
 
 
-class _Turn(NamedTuple):
+@dataclass(frozen=True)
+class _Turn:
     event: Event
     actions: Sequence[Action]
     attempt: int
     seq: int
 
-    @property
+    @cached_property
     def lines(self) -> list[bytes]:
         records = turn_records(self.event, self.actions, attempt=self.attempt)
         return [

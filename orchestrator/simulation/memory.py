@@ -8,7 +8,8 @@ attempt. What can be read is asked of ``policies.versions``, as the shell does.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from orchestrator.policies.versions import complete
 from orchestrator.simulation.world import SimNode, SimWorker
@@ -19,8 +20,7 @@ from workers.protocol import Held, HeldParity, HeldPart, Inventory, Source, held
 NUM_SLOTS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One rank's part of a version."""
 
     step: int
@@ -34,16 +34,21 @@ class Part:
 
     def held(self) -> Held:
         """Return what a keeper says of it."""
-        return Held(
-            slot=0,
-            sequence=2,
-            attempt=self.attempt,
-            step=self.step,
-            rank=self.rank,
-            world_size=self.world_size,
-            data_bytes=1,
-            record_bytes=1,
-        )
+        return _held(self)
+
+
+@lru_cache(maxsize=1024)
+def _held(part: Part) -> Held:
+    return Held(
+        slot=0,
+        sequence=2,
+        attempt=part.attempt,
+        step=part.step,
+        rank=part.rank,
+        world_size=part.world_size,
+        data_bytes=1,
+        record_bytes=1,
+    )
 
 
 class Memory:
@@ -60,22 +65,27 @@ class Memory:
         self._nodes: dict[str, dict[str, list[Part]]] = {}
         self._parities: dict[str, dict[str, list[HeldParity]]] = {}
         self._ranks: dict[tuple[int, int], set[int]] = {}
+        # By node, what its keeper says; made when it is asked and dropped with every change.
+        self._said: dict[str, Inventory] = {}
 
     def write(self, node: str, arena: str, part: Part, lineage: Lineage) -> None:
         """Put a part where the least is lost: over what does not count, else over the oldest."""
+        self._said.pop(node, None)
         parts = self._nodes.setdefault(node, {}).setdefault(arena, [])
         if len(parts) == NUM_SLOTS:
-            is_dead = (
-                index
-                for index, old in enumerate(parts)
-                if old.attempt != part.attempt
-                and not counts(step=old.step, attempt=old.attempt, lineage=lineage)
-            )
-            del parts[next(is_dead, 0)]
+            over = 0
+            for index, old in enumerate(parts):
+                if old.attempt != part.attempt and not counts(
+                    step=old.step, attempt=old.attempt, lineage=lineage
+                ):
+                    over = index
+                    break
+            del parts[over]
         parts.append(part)
 
     def write_parity(self, node: str, parity: HeldParity) -> None:
         """Put a node's parities over the oldest of the attempt."""
+        self._said.pop(node, None)
         kept = self._parities.setdefault(node, {}).setdefault(parity.arena, [])
         kept[:] = [*kept[1 - NUM_SLOTS :], parity]
 
@@ -94,11 +104,13 @@ class Memory:
 
     def lose_node(self, node: str) -> None:
         """Lose all that was held on a node."""
+        self._said.pop(node, None)
         self._nodes.pop(node, None)
         self._parities.pop(node, None)
 
     def lose_keeper(self, node: SimNode) -> None:
         """Lose what only the keeper held: living workers hold their own arenas too."""
+        self._said.pop(node.name, None)
         arenas = self._nodes.get(node.name, {})
         for arena in [arena for arena in arenas if arena.rpartition("/")[2] not in node.workers]:
             del arenas[arena]
@@ -106,31 +118,34 @@ class Memory:
 
     def lose_worker(self, worker: SimWorker) -> None:
         """Lose the arenas of a worker that dies while there is no keeper."""
+        self._said.pop(worker.node.name, None)
         arenas = self._nodes.get(worker.node.name, {})
         for arena in [arena for arena in arenas if arena.rpartition("/")[2] == worker.name]:
             del arenas[arena]
 
     def inventories(self, nodes: Iterable[SimNode], now_s: float) -> list[Inventory]:
         """Return what the keepers that answer say."""
-        return [
-            Inventory(
-                node=node.name,
+        return [self._inventory(node.name) for node in nodes if answers(node, now_s)]
+
+    def _inventory(self, node: str) -> Inventory:
+        said = self._said.get(node)
+        if said is None:
+            said = self._said[node] = Inventory(
+                node=node,
                 host="",
                 port=0,
                 parts=tuple(
                     HeldPart(arena=arena, held=part.held())
-                    for arena, parts in self._nodes.get(node.name, {}).items()
+                    for arena, parts in self._nodes.get(node, {}).items()
                     for part in parts
                 ),
                 parities=tuple(
                     parity
-                    for parities in self._parities.get(node.name, {}).values()
+                    for parities in self._parities.get(node, {}).values()
                     for parity in parities
                 ),
             )
-            for node in nodes
-            if answers(node, now_s)
-        ]
+        return said
 
     def holds(self, version: tuple[int, int], nodes: Iterable[SimNode], now_s: float) -> bool:
         """Return whether a version (step, attempt) could be loaded now."""

@@ -7,14 +7,14 @@ write everything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from orchestrator.core import events as ev
 from orchestrator.simulation.memory import Part, serves
 from orchestrator.simulation.world import SimAttempt, SimWorker
 from workers.keeper.retention import guard_name
-from workers.protocol import HeldParity, Member
+from workers.protocol import HeldParity
 from workers.snapshot.placement import Preference
 
 if TYPE_CHECKING:
@@ -151,15 +151,13 @@ def _finish(
 
 def _keep(cluster: SimCluster, attempt: SimAttempt, worker: SimWorker, part: Part) -> bool:
     """Hold a rank's part, and what it saves for others; return whether the version is whole."""
-    guarded = attempt.plan.guards[part.rank] if attempt.plan.guards is not None else ()
-    arenas = {worker.name: part} | {
-        guard_name(number, worker.name): replace(part, rank=rank)
-        for number, rank in enumerate(guarded)
-    }
-    is_whole = False
-    for arena, one in arenas.items():
-        cluster.memory.write(worker.node.name, arena, one, attempt.lineage)
-        is_whole |= cluster.memory.finished(one, cluster.now_s)
+    memory, node, now_s = cluster.memory, worker.node.name, cluster.now_s
+    memory.write(node, worker.name, part, attempt.lineage)
+    is_whole = memory.finished(part, now_s)
+    for number, rank in enumerate(attempt.plan.guards[part.rank] if attempt.plan.guards else ()):
+        share = part._replace(rank=rank)
+        memory.write(node, guard_name(number, worker.name), share, attempt.lineage)
+        is_whole |= memory.finished(share, now_s)
     return is_whole
 
 
@@ -177,33 +175,19 @@ def _encode(cluster: SimCluster, attempt: SimAttempt, part: Part, keeper: str) -
     """Keep a node's parities of a version, of which all parts of the group are still there."""
     attempt.num_uncopied -= 1
     group = attempt.plan.group_of(keeper)
-    parts = [
-        [
-            (worker, replace(part, rank=rank))
-            for rank, (worker, node, _) in enumerate(attempt.placed)
-            if node == name
-        ]
-        for name in group
-    ]
-    are_there = all(
-        serves(cluster.nodes[name], cluster.now_s)
-        and all(cluster.memory.has(name, worker, one) for worker, one in mine)
-        and not any(cluster.is_damaged(name, worker, one) for worker, one in mine)
-        for name, mine in zip(group, parts, strict=True)
-    )
-    if not are_there:
-        return
+    for rank, (worker, node, _) in enumerate(attempt.placed):
+        if node in group:
+            one = Part(part.step, part.attempt, rank, part.world_size)
+            is_there = serves(cluster.nodes[node], cluster.now_s)
+            is_there = is_there and cluster.memory.has(node, worker, one)
+            if not is_there or cluster.is_damaged(node, worker, one):
+                return
     place = group.index(keeper)
-    for lane in range(max(map(len, parts))):
-        members = tuple(
-            Member(rank=mine[lane][1].rank, data_bytes=1, record_bytes=1)
-            if lane < len(mine)
-            else None
-            for mine in parts
-        )
+    held = part._replace(rank=-1 - place).held()
+    for lane, members in enumerate(attempt.lanes(group)):
         parity = HeldParity(
             arena=f"parity/{lane}.{part.attempt}",
-            held=replace(part, rank=-1 - place).held(),
+            held=held,
             num_parities=attempt.plan.tolerance,
             place=place,
             members=members,

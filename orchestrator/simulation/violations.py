@@ -137,8 +137,11 @@ class Monitor:
         is_valid = at == (0, 0) or self.counts(*at)
         require(is_valid, "S3", f"resumes from {at}, which does not count")
         held = self._held(cluster)
-        in_memory = cluster.memory.holds(at, cluster.nodes.values(), cluster.now_s)
-        damaged = at in commits and commits[at].damaged and not in_memory
+        damaged = (
+            at in commits
+            and commits[at].damaged
+            and not cluster.memory.holds(at, cluster.nodes.values(), cluster.now_s)
+        )
         require(not damaged or at not in self.found_damaged, "S6", f"loads {at} again")
         if damaged:
             self.found_damaged.add(at)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from orchestrator.core.actions import StartAttempt
 from orchestrator.policies.redundancy import RedundancyPlan
 from orchestrator.simulation.loading import Loading
+from workers.protocol import Member
 
 
 class SimNode:
@@ -65,6 +68,7 @@ class SimAttempt:
     """One attempt as it really goes: members step together or not at all."""
 
     __slots__ = (
+        "_lanes",
         "arrived",
         "copiers",
         "durable",
@@ -104,4 +108,21 @@ class SimAttempt:
             node: tuple(name for name in nodes if node in plan.copies_of(name)) for node in nodes
         }
         self.num_uncopied = 0
+        self._lanes: dict[tuple[str, ...], list[tuple[Member | None, ...]]] = {}
         self.storing_until_s = 0.0
+
+    def lanes(self, group: tuple[str, ...]) -> list[tuple[Member | None, ...]]:
+        """Return what goes into a group's parities: of each node its first rank, and so on."""
+        if group not in self._lanes:
+            ranks = [
+                [rank for rank, (_, node, _) in enumerate(self.placed) if node == name]
+                for name in group
+            ]
+            self._lanes[group] = [
+                tuple(
+                    None if rank is None else Member(rank=rank, data_bytes=1, record_bytes=1)
+                    for rank in lane
+                )
+                for lane in zip_longest(*ranks)
+            ]
+        return self._lanes[group]

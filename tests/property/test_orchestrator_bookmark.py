@@ -1,5 +1,5 @@
 import json
-from dataclasses import fields
+from inspect import signature
 from typing import Any, get_args
 from zlib import crc32
 
@@ -24,9 +24,9 @@ PLACE = Place(
 )
 
 
-def _filled(kind: type) -> st.SearchStrategy[Any]:
-    """Return values of a dataclass in which every field is drawn, also those with a default."""
-    return st.builds(kind, **{each.name: ... for each in fields(kind)})
+def _filled(kind: Any) -> st.SearchStrategy[Any]:
+    """Return values of a record in which every field is drawn, also those with a default."""
+    return st.builds(kind, **dict.fromkeys(signature(kind).parameters, ...))
 
 
 def _tables(hint: Any) -> st.SearchStrategy[Any]:

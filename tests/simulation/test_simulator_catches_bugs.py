@@ -43,7 +43,7 @@ def _members_out(turn: Turn) -> None:
     for number in draft.members:
         worker = draft.workers.get(number)
         if worker is not None and worker.inside:
-            fleet.put_worker(turn, number, replace(worker, inside=False))
+            fleet.put_worker(turn, number, worker._replace(inside=False))
 
 
 def _start_before_the_fence_is_answered(turn: Turn) -> None:
