@@ -96,6 +96,8 @@ class History:
         self.state = RunState()
         # Of the state; what is in the inbox comes first, so it need not be known before a fold.
         self.deadline_s = inf
+        # The newest whose invariants were seen to hold.
+        self.passed: RunState | None = None
         self.num_events = 0
         self.num_faults = 0
         self.fault_limit = 10_000 if fault_limit is None else fault_limit
@@ -217,7 +219,8 @@ class History:
             return
         self.state, self.deadline_s = state, next_deadline_s(state)
         if self.check_always or state.attempt != before.attempt:
-            check(state)
+            check(state, self.passed)
+            self.passed = state
         if self.journal is not None:
             self.journal.add(event, state, actions)
         if actions:
