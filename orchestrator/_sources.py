@@ -109,11 +109,18 @@ def override(source: Source, assignments: Sequence[str]) -> None:
                 )
             )
             continue
-        try:
-            value = yaml.safe_load(value_text)
-        except yaml.YAMLError:
-            value = value_text
-        _assign(source, path, value)
+        _assign(source, path, _parsed(value_text))
+
+
+def _parsed(text: str) -> Any:
+    """Return what a value on the command line means: as in YAML, but there are no comments."""
+    plain = text.strip()
+    if "#" in plain and plain[0] not in "'\"[{":
+        return plain
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _assign(source: Source, path: tuple[str, ...], value: Any) -> None:

@@ -151,6 +151,16 @@ def test_overrides_win_over_the_file_and_the_last_one_over_the_first() -> None:
     assert config.model.preset == "tiny"
 
 
+@pytest.mark.parametrize("name", ["run #3", "#3", "a 'b' \"c\"", "%20 ü→", "3 # three"])
+def test_an_override_has_no_comments(name: str) -> None:
+    """What a shell hands over is all meant: a run would go to another directory, in silence."""
+    config = load(LEAST, [f"run.directory=/runs/{name}", f"run.name={name}"])
+
+    assert config.run.directory == f"/runs/{name}"
+    assert config.run.name == name
+    assert load(LEAST, ["run.name='run #3'"]).run.name == "run #3"
+
+
 def test_the_resolved_configuration_reads_back_to_itself() -> None:
     """It is written into the run directory, and the controller gets it as JSON."""
     config = load(LEAST, ["train.betas=[0.8, 0.99]", "data.source=texts/*.txt"])
