@@ -64,6 +64,7 @@ def read_status(url: str) -> dict[str, Any]:
         "cadence": _configured_cadence(store, path),
         "bounds_s": {},
         "loaded": {},
+        "passed_over": [],
         "cause": described["cause"],
         "reason": described["reason"],
         "controller": "over" if over else "down",

@@ -95,6 +95,8 @@ class RunStats:
         num_workers: Workers in it.
         incidents: Oldest first; the last ones may still be open.
         loaded: Bytes that the newest attempt loaded, by kind of source.
+        passed_over: Versions in storage that did not count when it was decided what the newest
+            attempt resumes from, each with the reason.
         lost_steps: Completed steps that had to be redone.
         phase: waiting, forming, training, yielding, recovering or over.
         spans: ``(phase, from_s, to_s)`` of every phase that has ended.
@@ -108,6 +110,7 @@ class RunStats:
     num_workers: int = 0
     incidents: list[IncidentStats] = field(default_factory=list)
     loaded: dict[str, int] = field(default_factory=dict)
+    passed_over: tuple[str, ...] = ()
     lost_steps: int = 0
     phase: str = "waiting"
     spans: list[tuple[str, float, float]] = field(default_factory=list)
@@ -128,6 +131,7 @@ class RunStats:
     _said_by_first: int | None = None
     _said_step: int = 0
     _skipped: list[str] = field(default_factory=list)
+    _unusable: tuple[str, ...] = ()
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take in the next record of the journal; one that is of no concern is passed over."""
@@ -267,6 +271,7 @@ class RunStats:
     def _attempt_started(self, record: Mapping[str, Any], at_s: float) -> None:
         self._enter("forming", at_s)
         self.loaded = {}
+        self.passed_over, self._unusable = self._unusable, ()
         self._skipped = []
         self.attempt = record["attempt"]
         self.layout = str(ParallelLayout.from_json(dict(record["layout"])))
@@ -277,6 +282,7 @@ class RunStats:
         for incident in self._open_incidents():
             incident.t_decide_s = at_s if incident.t_fence_s is not None else None
             incident.layout_after = self.layout
+            incident.skipped += self.passed_over
         if self._open:
             self.incidents[self._open[-1]].lost_steps += num_lost
 
@@ -381,6 +387,8 @@ class RunStats:
     def _committed_read(self, record: Mapping[str, Any], _at_s: float) -> None:
         # Every rank had completed it, also if nobody listened then.
         self._said_step = max(self._said_step, record["step"])
+        # What is in memory is newer than what did not count in storage.
+        self._unusable = () if record.get("source") == "memory" else tuple(record["skipped"])
 
     def _finished(self, record: Mapping[str, Any], at_s: float) -> None:
         # Of an attempt that failed early more steps may be known than were reported.

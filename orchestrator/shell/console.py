@@ -72,6 +72,8 @@ class RunView:
             guilty = f" ({', '.join(cause['guilty'])})" if cause["guilty"] else ""
             self._say("cause", f"{cause['kind']}{guilty}: {cause['evidence']}", key=cause["at_s"])
         if status["phase"] == "running":
+            for line in status["passed_over"]:
+                self._say(f"passed over {line}", f"passed over {line}", key=status["attempt"])
             self._say("attempt", _attempt_line(status), key=status["attempt"])
         now_s = time.monotonic()
         if not self._console.is_terminal and now_s - self._printed_s >= PLAIN_LINE_S:

@@ -49,11 +49,6 @@ class RunRecord:
         self.metrics = RunMetrics(self.registry)
         self._num_written = num_written
 
-    @property
-    def loaded(self) -> dict[str, int]:
-        """Return the bytes that the newest attempt loaded, by kind of source."""
-        return self.stats.loaded
-
     def announce(self, status_url: str) -> None:
         """Write down how to reach this controller."""
         self._write(

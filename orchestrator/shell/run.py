@@ -420,13 +420,17 @@ class Run:
             described=describe(self._state),
             redundancy=self._protection.redundancy(self._state),
             cadence=self._pacing.document(),
-            loaded=self._record.loaded,
+            loaded=self._record.stats.loaded,
             reports=self._observer.reports,
             seen_at_s=self._observer.seen_at_s,
             nodes=self._nodes.views,
             at_s=self._clock.at_s(),
         )
-        return {**document, "bounds_s": bounds_document(self._config, self._observer.limits)}
+        return {
+            **document,
+            "passed_over": list(self._record.stats.passed_over),
+            "bounds_s": bounds_document(self._config, self._observer.limits),
+        }
 
     async def _close(self, page: StatusPage) -> None:
         for task in list(self._background):

@@ -27,7 +27,7 @@ from orchestrator.policies.redundancy import (
 )
 from orchestrator.policies.versions import Holding, ParityHolding, Protection, Version
 from orchestrator.shell.nodes import Nodes, NodeView
-from ucp_core.checkpoint import checkpoint_name, find_committed
+from ucp_core.checkpoint import Found, checkpoint_name, find_committed
 from ucp_core.errors import UcpError
 from ucp_core.layout import ParallelLayout
 from ucp_core.lineage import Lineage
@@ -159,13 +159,8 @@ class Snapshots:
         bad: Sequence[Source] = (),
         held_only: bool = False,
     ) -> Answer | None:
-        looked = asyncio.to_thread(
-            find_committed,
-            self._store,
-            self._checkpoints,
-            lineage=lineage,
-            exclude=frozenset(map(checkpoint_name, quarantine.in_storage(bad))),
-        )
+        excluded = frozenset(map(checkpoint_name, quarantine.in_storage(bad)))
+        looked = asyncio.to_thread(_look, self._store, self._checkpoints, lineage, excluded)
         stored = asyncio.ensure_future(looked)
         stored.add_done_callback(_seen)
 
@@ -187,15 +182,14 @@ class Snapshots:
         if not stored.done():
             return Answer(held)
         try:
-            found = stored.result()
+            found, passed_over = stored.result()
         except UcpError as error:
             log.warning("storage_refused", extra={"error": str(error)})
             return Answer(held) if held is not None else None
         if found is None:
-            return Answer(held)
-        skipped = tuple(f"{name}: {reason}" for name, reason in found.skipped)
+            return Answer(held, skipped=passed_over)
         version = newest(inventories, (found.step, found.attempt))
-        return Answer(version, stored_step=found.step, skipped=skipped)
+        return Answer(version, stored_step=found.step, skipped=passed_over)
 
     def known_parts(self, step: int, attempt: int) -> tuple[MemoryPart, ...]:
         """Return where a version is in memory, as the last answer said; () if it said another."""
@@ -473,3 +467,17 @@ def _seen(future: asyncio.Future[Any]) -> None:
     """Look at the error of an answer that nobody waits for any more."""
     if not future.cancelled():
         future.exception()
+
+
+def _look(
+    store: Store, checkpoints: str, lineage: Lineage, excluded: frozenset[str]
+) -> tuple[Found | None, tuple[str, ...]]:
+    """Return the newest version in storage that counts, and what was passed over, a line each."""
+    found = find_committed(store, checkpoints, lineage=lineage, exclude=excluded)
+    if found is not None:
+        rows = found.skipped
+    else:
+        told = "does not count; if it is damaged, `ucp verify` says where"
+        rows = tuple((name, told) for name in sorted(store.list(checkpoints), reverse=True))
+    # Who could not load from the excluded ones has said why.
+    return found, tuple(f"{name}: {why}" for name, why in rows if name not in excluded)

@@ -68,6 +68,28 @@ def test_what_a_library_says_in_brackets_is_printed_as_it_is() -> None:
     assert f"a run  peer_lost: {evidence}" in output.getvalue()
 
 
+def test_a_version_that_was_passed_over_is_named_once() -> None:
+    """Who resumes from something older than the newest file should know why."""
+    output = io.StringIO()
+    worker = {"rank": 0, "pid": 7}
+    status: dict[str, Any] = {
+        "step": 3,
+        "loss": None,
+        "workers": [worker],
+        "phase": "running",
+        "cause": None,
+        "attempt": 2,
+        "layout": "1 worker",
+        "loaded": {},
+        "passed_over": ["step-00000004: manifest.json is cut short"],
+    }
+    with RunView(Console(file=output, width=200), title="a run", total_steps=5) as view:
+        view.show(status)
+        view.show(status)
+
+    assert output.getvalue().count("passed over step-00000004: manifest.json is cut short") == 1
+
+
 def test_a_controller_that_was_never_heard_is_not_said_to_have_gone() -> None:
     """After a slow start nothing is wrong, and nothing trains yet without it."""
     output = io.StringIO()

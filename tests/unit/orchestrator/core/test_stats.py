@@ -237,6 +237,20 @@ def test_what_could_not_be_loaded_is_told_with_the_recovery_that_met_it() -> Non
     assert unloadable.guilty == ()
 
 
+def test_a_damaged_version_in_storage_is_told_with_the_recovery_that_passed_it_over() -> None:
+    """Nobody tries to load it, so no worker can say that it is damaged."""
+    line = "step-00000004: manifest.json is cut short"
+    read = ev.CommittedRead(
+        at_s=8.8, attempt=1, step=3, committed_by=1, skipped=(line,), source="storage"
+    )
+    in_memory = replace(read, source="memory")
+    stored, held = (_stats((*START, *CRASH[:3], one, one, *CRASH[5:])) for one in (read, in_memory))
+
+    assert [incident.skipped for incident in stored.incidents] == [(line,)]
+    assert [incident.skipped for incident in held.incidents] == [()]
+    assert (stored.passed_over, held.passed_over) == ((line,), ())
+
+
 def _left(worker: str, step: int, *, attempt: int = 1) -> ev.WorkerLeft:
     return ev.WorkerLeft(
         at_s=8.5, attempt=attempt, worker=worker, how="peer_lost", step=step, detail=""

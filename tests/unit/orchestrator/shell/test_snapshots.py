@@ -13,7 +13,7 @@ from orchestrator.shell import snapshots as module
 from orchestrator.shell.nodes import NodeView
 from orchestrator.shell.snapshots import Snapshots
 from tests.support.keeper_handles import LINEAGE, ROOT, Handle, held, version_of, with_keepers
-from ucp_core.checkpoint import checkpoint_name, save_rank
+from ucp_core.checkpoint import MANIFEST_NAME, checkpoint_name, save_rank
 from ucp_core.errors import StorageError
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import MemoryStore, Store
@@ -96,6 +96,31 @@ def test_a_store_that_refuses_is_passed_over_only_for_memory() -> None:
 
     assert with_keepers(Refusing(), _read) == (7, "memory")
     assert with_keepers(Refusing(), without) is None
+
+
+def test_what_is_damaged_in_storage_is_named_also_if_nothing_is_left() -> None:
+    """To begin anew without a word would look as if nothing had ever been trained."""
+    store = MemoryStore()
+    for step in (5, 6):
+        _commit(store, step)
+
+    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+        made._nodes.views["aa"].secret = b""
+        told = []
+        for step in (6, 5):
+            path = f"{ROOT}/{checkpoint_name(step)}/{MANIFEST_NAME}"
+            store.write_atomic(path, store.read(path)[:50], fsync=False)
+            answer = await made.read(LINEAGE, enough_step=-1)
+            assert answer is not None
+            told.append((version_of(answer), [line.split(":")[0] for line in answer.skipped]))
+        again = await made.read(LINEAGE, enough_step=-1, bad=[stored_source(6, 1)])
+        assert again is not None
+        return told, [line.split(":")[0] for line in again.skipped]
+
+    told, but_for_what_is_known = with_keepers(store, act)
+    newest, older = checkpoint_name(6), checkpoint_name(5)
+    assert told == [((5, "storage"), [newest]), (None, [newest, older])]
+    assert but_for_what_is_known == [older]
 
 
 def test_what_is_bad_is_passed_over_in_either_tier() -> None:
