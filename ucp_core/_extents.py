@@ -15,7 +15,7 @@ import numpy as np
 
 from ucp_core.checksums import crc32
 from ucp_core.errors import ChecksumMismatchError
-from ucp_core.storage.base import ReadRange, join
+from ucp_core.storage.base import join
 from ucp_core.transfer import THREAD_BYTES_MIN
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _verify(checkpoint: Checkpoint, places: Sequence[_Place]) -> None:
         value, stop_byte = 0, extent.offset_bytes + extent.num_bytes
         for low in range(extent.offset_bytes, stop_byte, max(1, len(buffer))):
             data = buffer[: stop_byte - low]
-            checkpoint.store.read_ranges(path, [ReadRange(low, (data,))])
+            checkpoint.store.read_ranges(path, [(low, (data,))])
             value = crc32(data, value)
         if value != extent.crc32:
             raise _mismatch(checkpoint.state_map, path, file, extent)

@@ -6,7 +6,7 @@ checksums of their own: those are of whole blocks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ucp_core.boxes import span
 from ucp_core.statemap import DTYPE_BYTES
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ucp_core.plan import Copy, Part
     from ucp_core.statemap import Fragment
 
+#: What a store takes as a ``ReadRange``; plans know no stores.
+_Read: TypeAlias = tuple[int, tuple[memoryview, ...]]
 #: Runs that are handed to a store at once: opening the file costs as much as five of them.
 _RUNS_MAX = 1024
 
@@ -46,9 +48,7 @@ class Rows(NamedTuple):
         """Return how far apart neighbours in the file are; less than nothing if they interleave."""
         return min((dim.source for dim in self.dims), default=self.run_bytes) - self.run_bytes
 
-    def runs(
-        self, source_byte: int, target_byte: int, target: memoryview
-    ) -> Iterator[list[tuple[int, memoryview]]]:
+    def runs(self, source_byte: int, target_byte: int, target: memoryview) -> Iterator[list[_Read]]:
         """Yield what to read from where in the file, in the order of the dims.
 
         Args:
@@ -56,14 +56,15 @@ class Rows(NamedTuple):
             target_byte: Where it goes in the part.
             target: The part's memory.
         """
-        places = [(source_byte, target_byte)]
+        starts, places = [source_byte], [target_byte]
         for dim in self.dims:
-            steps = [(i * dim.source, i * dim.target) for i in range(dim.extent)]
-            places = [(a + da, b + db) for a, b in places for da, db in steps]
+            starts = [low + i * dim.source for low in starts for i in range(dim.extent)]
+            places = [low + i * dim.target for low in places for i in range(dim.extent)]
         size = self.run_bytes
         for low in range(0, len(places), _RUNS_MAX):
-            some = places[low : low + _RUNS_MAX]
-            yield [(start, target[place : place + size]) for start, place in some]
+            some = slice(low, low + _RUNS_MAX)
+            pairs = zip(starts[some], places[some], strict=True)
+            yield [(start, (target[place : place + size],)) for start, place in pairs]
 
 
 def rows_of(fragment: Fragment, box: Box, part: Part) -> Rows:
@@ -81,7 +82,7 @@ def rows_of(fragment: Fragment, box: Box, part: Part) -> Rows:
     return Rows(run_bytes, tuple(reversed(dims)))
 
 
-def runs_of(copy: Copy, part: Part, target: memoryview) -> Iterator[list[tuple[int, memoryview]]]:
+def runs_of(copy: Copy, part: Part, target: memoryview) -> Iterator[list[_Read]]:
     """Yield from where in the file to read what, for a copy whose runs are read one by one."""
     low, _ = span(copy.box, part.box)
     rows = rows_of(copy.fragment, copy.box, part)

@@ -273,7 +273,7 @@ class _Run:
             if copy.run_bytes < 0:
                 continue
             for runs in runs_of(copy, self.plan.parts[copy.part], self.targets[copy.part]):
-                self._read(source, path, [ReadRange(start, (data,)) for start, data in runs])
+                self._read(source, path, runs)
         return [copy for copy in group if copy.run_bytes < 0]
 
     def means(self, means: Sequence[Mean]) -> None:
@@ -299,7 +299,7 @@ class _Run:
         for copy in group:
             batch.add(copy, self.targets[copy.part], source.block_bytes)
         path = join(source.directory, group[0].fragment.file)
-        ranges = [ReadRange(offset, tuple(buffers)) for offset, buffers in batch.ranges]
+        ranges = [(offset, tuple(buffers)) for offset, buffers in batch.ranges]
         self._read(source, path, ranges)
         for check in batch.checks:
             self._verify(check, source.block_bytes, path, group)
@@ -330,7 +330,7 @@ class _Run:
             size = max(self.batch_bytes // source.block_bytes, 1) * source.block_bytes
         for start in range(low, high, max(size, 1)):
             data = target[start + shift : min(start + size, high) + shift]
-            self._read(source, path, [ReadRange(fragment.offset_bytes + start, (data,))])
+            self._read(source, path, [(fragment.offset_bytes + start, (data,))])
             self._verify(_Check(data, fragment, start), source.block_bytes, path, [copy])
 
     def _stream(self, copy: Copy, scratch: _Scratch) -> None:
@@ -353,7 +353,7 @@ class _Run:
         while first < steps.num_steps:
             low = base + held_high - held_low
             data = memory[low : low + min(chunk_bytes, stop - held_high)]
-            self._read(source, path, [ReadRange(fragment.offset_bytes + held_high, (data,))])
+            self._read(source, path, [(fragment.offset_bytes + held_high, (data,))])
             self._verify(_Check(data, fragment, held_high), source.block_bytes, path, [copy])
             held_high += len(data)
             last = steps.num_whole(held_high)
@@ -373,7 +373,7 @@ class _Run:
     def _read(self, source: Source, path: str, ranges: Sequence[ReadRange]) -> None:
         source.store.read_ranges(path, ranges)
         if self.progress is not None:
-            self.progress(sum(len(buffer) for each in ranges for buffer in each.buffers))
+            self.progress(sum(len(buffer) for _, buffers in ranges for buffer in buffers))
 
     def _verify(self, check: _Check, block_bytes: int, path: str, group: Sequence[Copy]) -> None:
         data, fragment = check.data, check.fragment

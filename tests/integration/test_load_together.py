@@ -36,7 +36,7 @@ class _Counting(LocalStore):
         self.read_bytes = 0
 
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
-        self.read_bytes += sum(len(buffer) for r in ranges for buffer in r.buffers)
+        self.read_bytes += sum(len(buffer) for _, buffers in ranges for buffer in buffers)
         super().read_ranges(path, ranges)
 
 

@@ -21,7 +21,7 @@ from tests.support.object_servers import Fault, Proxy, proxied, s3_server
 from tests.support.store_conformance import StoreConformance
 from ucp_core.checkpoint import find_committed, load, materialise, open_checkpoint, verify
 from ucp_core.errors import StorageError
-from ucp_core.storage import ReadRange, Store, join, open_store
+from ucp_core.storage import Store, join, open_store
 from ucp_core.storage._remote import Retries
 from ucp_core.storage.s3_store import S3Store
 
@@ -233,7 +233,7 @@ def test_what_fails_for_a_moment_is_repeated(fault: Fault, bucket: str, proxy: P
 
     store.write_file(path, [b"0123456789"], fsync=False)
     buffer = bytearray(4)
-    store.read_ranges(path, [ReadRange(3, (memoryview(buffer),))])
+    store.read_ranges(path, [(3, (memoryview(buffer),))])
 
     assert bytes(buffer) == b"3456"
     assert store.size(path) == 10
@@ -263,7 +263,7 @@ def test_only_the_range_that_failed_is_read_again(bucket: str, proxy: Proxy) -> 
     proxy.faults = [Fault(method="GET", within="root/f", times=2, status=503)]
     buffers = [bytearray(10) for _ in range(5)]
 
-    ranges = [ReadRange(50 * i, (memoryview(b),)) for i, b in enumerate(buffers)]
+    ranges = [(50 * i, (memoryview(b),)) for i, b in enumerate(buffers)]
     store.read_ranges(path, ranges)
 
     assert [b[0] for b in buffers] == [0, 50, 100, 150, 200]
@@ -279,7 +279,7 @@ def test_ranges_are_read_at_once(bucket: str, proxy: Proxy) -> None:
     proxy.meeting = threading.Barrier(8, timeout=30.0)
     buffers = [bytearray(10) for _ in range(8)]
 
-    ranges = [ReadRange(10 * i, (memoryview(b),)) for i, b in enumerate(buffers)]
+    ranges = [(10 * i, (memoryview(b),)) for i, b in enumerate(buffers)]
     store.read_ranges(path, ranges)
 
     assert b"".join(buffers) == bytes(range(80))

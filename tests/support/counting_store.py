@@ -16,7 +16,7 @@ class CountingStore(MemoryStore):
 
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
         """Read, and note it."""
-        self.reads += [(path, r.offset_bytes, sum(map(len, r.buffers))) for r in ranges]
+        self.reads += [(path, start, sum(map(len, buffers))) for start, buffers in ranges]
         super().read_ranges(path, ranges)
 
     @property

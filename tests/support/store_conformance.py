@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucp_core.errors import StorageError
-from ucp_core.storage import ReadRange, Store, join
+from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,8 +134,8 @@ class StoreConformance(ABC):
         store.read_ranges(
             join(root, "f"),
             [
-                ReadRange(100, (memoryview(one), memoryview(none), memoryview(two))),
-                ReadRange(1, tuple(map(memoryview, many))),
+                (100, (memoryview(one), memoryview(none), memoryview(two))),
+                (1, tuple(map(memoryview, many))),
             ],
         )
 
@@ -151,7 +151,7 @@ class StoreConformance(ABC):
         with pytest.raises(StorageError, match="truncated"):
             store.read_range(join(root, "f"), 3, 3)
         with pytest.raises(StorageError, match="truncated"):
-            store.read_ranges(join(root, "f"), [ReadRange(0, (memoryview(bytearray(6)),))])
+            store.read_ranges(join(root, "f"), [(0, (memoryview(bytearray(6)),))])
 
     def test_a_missing_file_is_named(self, place: tuple[Store, str]) -> None:
         """Callers tell "nothing there" from "storage broken" by ``facts``."""

@@ -17,7 +17,7 @@ from ucp_core.checksums import BLOCK_BYTES, combine, crc32
 from ucp_core.conversion.source_checks import Check, ExtentPlan, Notes, Piece
 from ucp_core.errors import CheckpointCorruptError, StorageError
 from ucp_core.statemap import DTYPE_BYTES, Fragment, StateMap, TensorEntry
-from ucp_core.storage.base import ReadRange, Store, join
+from ucp_core.storage.base import Store, join
 from ucp_core.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Files:
         path = join(self._job.directory, file)
         # Names with @ are served from memory.
         if not self._is_local or file.startswith("@"):
-            self._job.store.read_ranges(path, [ReadRange(offset_bytes, (target,))])
+            self._job.store.read_ranges(path, [(offset_bytes, (target,))])
             return
         fd = self._open.get(file)
         try:
@@ -121,7 +121,7 @@ class Files:
             raise StorageError(f"{path} cannot be read: {error.strerror}", path=path) from error
         if done != len(target):
             # Rare: a signal, the end of the file. The store knows what to do and to say.
-            self._job.store.read_ranges(path, [ReadRange(offset_bytes, (target,))])
+            self._job.store.read_ranges(path, [(offset_bytes, (target,))])
 
     def _opened(self, file: str, path: str) -> int:
         if len(self._open) >= _OPEN_FILES_MAX:

@@ -12,7 +12,7 @@ from ucp_core.conversion.target_files import target_files
 from ucp_core.conversion.work import Item, Job, Worker
 from ucp_core.errors import CheckpointCorruptError, StorageError
 from ucp_core.statemap import Fragment, StateMap, TensorKey
-from ucp_core.storage.base import ReadRange, join
+from ucp_core.storage.base import join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -118,7 +118,7 @@ def _crc32(checkpoint: Checkpoint, path: str, one: _Range) -> int:
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, one.high - one.low)))
     for low in range(one.low, one.high, _CHUNK_BYTES):
         part = buffer[: min(_CHUNK_BYTES, one.high - low)]
-        checkpoint.store.read_ranges(path, [ReadRange(low, (part,))])
+        checkpoint.store.read_ranges(path, [(low, (part,))])
         value = crc32(part, value)
     return value
 

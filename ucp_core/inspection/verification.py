@@ -18,7 +18,7 @@ from ucp_core.errors import (
 from ucp_core.inspection.foreign import foreign_problems, unchecked_bytes
 from ucp_core.manifest import Kind, Problem, from_bytes
 from ucp_core.statemap import prove_entry
-from ucp_core.storage.base import ReadRange, join
+from ucp_core.storage.base import join
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +113,7 @@ def _is_whole(checkpoint: Checkpoint, path: str, num_bytes: int, expected: int) 
     buffer = np.empty(min(num_bytes, _CHUNK_BYTES), dtype=np.uint8).data
     for low in range(0, num_bytes, _CHUNK_BYTES):
         part = buffer[: min(_CHUNK_BYTES, num_bytes - low)]
-        checkpoint.store.read_ranges(path, [ReadRange(low, (part,))])
+        checkpoint.store.read_ranges(path, [(low, (part,))])
         value = crc32(part, value)
     return value == expected
 

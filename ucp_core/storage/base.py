@@ -8,20 +8,16 @@ several threads at once. Sizes and offsets are in bytes.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from contextlib import AbstractContextManager
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-
-
-class ReadRange(NamedTuple):
-    """Read from ``offset_bytes`` on into ``buffers``, one after the other, until all are full."""
-
-    offset_bytes: int
-    buffers: tuple[memoryview, ...]
+#: Read from this byte on into these buffers, one after the other, until all are full. A pair
+#: without names: to make one with names took a twentieth of the time of reading rows one by one.
+ReadRange: TypeAlias = tuple[int, tuple[memoryview, ...]]
 
 
 class Store(Protocol):

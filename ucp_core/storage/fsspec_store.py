@@ -63,8 +63,8 @@ class FsspecStore:
 
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
         """Fill the buffers of every range, by several requests at once."""
-        buffers = (buffer for item in ranges for buffer in item.buffers)
-        spans = [(r.offset_bytes, r.offset_bytes + sum(map(len, r.buffers))) for r in ranges]
+        buffers = (buffer for _, each in ranges for buffer in each)
+        spans = [(start, start + sum(map(len, each))) for start, each in ranges]
         target = memoryview(b"")
         for data in self._fetched(path, spans):
             rest = memoryview(data)

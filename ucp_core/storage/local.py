@@ -56,11 +56,11 @@ _NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSU
 class LocalStore:
     """Files of this machine or of a mounted file system; paths are file paths.
 
-    ``request_bytes`` keeps what was read in the cache until it is verified: 12 % less CPU time
-    than reads of 32 MiB (256 MB from tmpfs, one thread).
+    ``request_bytes`` keeps what was read in the second-level cache until it is verified: 3 to 5 %
+    less CPU time than reads of 2 MiB (a Xeon that has 2 MiB), 12 % less than reads of 32 MiB.
     """
 
-    request_bytes = 2 << 20
+    request_bytes = 1 << 20
 
     def __init__(self) -> None:
         self._durable: set[tuple[str, int]] = set()
@@ -352,7 +352,7 @@ def _read_ahead(fd: int, ranges: Sequence[ReadRange]) -> None:
     It takes them for random reads, and begins none before the one before is done: rows of 16 KiB
     took 3 times as long from a disk as all bytes in one piece. Announced, they take as long.
     """
-    first, last = ranges[0].offset_bytes, ranges[-1].offset_bytes
+    first, last = ranges[0][0], ranges[-1][0]
     if last - first <= len(ranges) * _AHEAD_BYTES:
         for start in range(first, last + 1, _AHEAD_BYTES):
             os.posix_fadvise(fd, start, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)

@@ -43,9 +43,9 @@ class MemoryStore:
 
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
         """Fill the buffers of every range."""
-        for item in ranges:
-            offset_bytes = item.offset_bytes
-            for buffer in item.buffers:
+        for start, buffers in ranges:
+            offset_bytes = start
+            for buffer in buffers:
                 buffer[:] = self.read_range(path, offset_bytes, len(buffer))
                 offset_bytes += len(buffer)
 

@@ -165,7 +165,7 @@ class MemoryTier(RefusingStore):
     def read_range(self, path: str, offset_bytes: int, size_bytes: int) -> bytes:
         """Return exactly ``size_bytes`` from ``offset_bytes``."""
         data = bytearray(size_bytes)
-        self.read_ranges(path, [ReadRange(offset_bytes, (memoryview(data),))])
+        self.read_ranges(path, [(offset_bytes, (memoryview(data),))])
         return bytes(data)
 
     def read(self, path: str) -> bytes:

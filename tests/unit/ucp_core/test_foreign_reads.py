@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -17,6 +18,11 @@ from ucp_core.errors import ChecksumMismatchError
 from ucp_core.manifest import Kind, Manifest
 from ucp_core.statemap import Extent, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.storage import MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ucp_core.storage.base import ReadRange
 
 KEY = TensorKey("w", "weight")
 ROWS, COLUMNS = 64, 65536
@@ -78,11 +84,11 @@ def test_rows_go_straight_to_their_place() -> None:
     seen: list[memoryview] = []
     read_ranges = store.read_ranges
 
-    def noting(path: str, ranges: list[object]) -> None:
-        seen.extend(chain.from_iterable(r.buffers for r in ranges))  # type: ignore[attr-defined]
-        read_ranges(path, ranges)  # type: ignore[arg-type]
+    def noting(path: str, ranges: Sequence[ReadRange]) -> None:
+        seen.extend(chain.from_iterable(buffers for _, buffers in ranges))
+        read_ranges(path, ranges)
 
-    store.read_ranges = noting  # type: ignore[method-assign,assignment]
+    store.read_ranges = noting  # type: ignore[method-assign]
     need = target(made.state_map.entries[KEY], Box((8, 0), (16, COLUMNS)))
     load(made, [need])
 

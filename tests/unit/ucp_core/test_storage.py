@@ -14,7 +14,6 @@ from fsspec.implementations.local import LocalFileSystem
 from tests.support.store_conformance import StoreConformance
 from ucp_core.errors import StorageError
 from ucp_core.storage import LocalStore, MemoryStore, Store, open_store
-from ucp_core.storage.base import ReadRange
 from ucp_core.storage.fsspec_store import FsspecStore
 
 
@@ -111,7 +110,7 @@ def test_rows_near_each_other_are_announced(
     path.write_bytes(data)
     starts = [7 + number * step_bytes for number in range(num_rows)]
     rows = [bytearray(5000) for _ in starts]
-    ranges = [ReadRange(a, (memoryview(row),)) for a, row in zip(starts, rows, strict=True)]
+    ranges = [(a, (memoryview(row),)) for a, row in zip(starts, rows, strict=True)]
 
     LocalStore().read_ranges(str(path), ranges)
 

@@ -29,13 +29,12 @@ class _CountingStore(MemoryStore):
         self.reads: list[tuple[str, int, int]] = []
 
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
-        for item in ranges:
-            size = sum(map(len, item.buffers))
-            self.reads.append((path.rsplit("/", 1)[-1], item.offset_bytes, size))
-            offset = item.offset_bytes
+        for start, buffers in ranges:
+            self.reads.append((path.rsplit("/", 1)[-1], start, sum(map(len, buffers))))
+            offset = start
             # Slices of the file, so that the store itself allocates nothing.
             data = memoryview(self.read(path))
-            for buffer in item.buffers:
+            for buffer in buffers:
                 buffer[:] = data[offset : offset + len(buffer)]
                 offset += len(buffer)
 

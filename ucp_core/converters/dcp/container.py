@@ -19,7 +19,7 @@ from ucp_core.converters.files.pickle_tensors import TensorRef
 from ucp_core.converters.files.torch_reader import EDGE_BYTES, TensorFiles, read_torch_part
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.statemap import Extent, Fragment, TensorEntry, TensorKey
-from ucp_core.storage.base import ReadRange, join
+from ucp_core.storage.base import join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -240,7 +240,7 @@ class _Windows:
         self._starts = [low for low, _ in spans]
         self._data = [bytearray(high - low) for low, high in spans]
         ranges = [
-            ReadRange(start, (memoryview(data),))
+            (start, (memoryview(data),))
             for start, data in zip(self._starts, self._data, strict=True)
         ]
         store.read_ranges(path, ranges)

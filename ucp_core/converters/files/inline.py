@@ -61,9 +61,9 @@ class OverlayStore:
         if data is None:
             self._store.read_ranges(path, ranges)
             return
-        for item in ranges:
-            offset_bytes = item.offset_bytes
-            for buffer in item.buffers:
+        for start, buffers in ranges:
+            offset_bytes = start
+            for buffer in buffers:
                 buffer[:] = _cut(path, data, offset_bytes, len(buffer))
                 offset_bytes += len(buffer)
 

@@ -6,7 +6,7 @@ import pytest
 
 from ucp_core.converters.files.inline import INLINE_NAME, OverlayStore
 from ucp_core.errors import StorageError
-from ucp_core.storage import MemoryStore, ReadRange
+from ucp_core.storage import MemoryStore
 
 
 def _store() -> OverlayStore:
@@ -23,7 +23,7 @@ def test_inline_files_are_read_in_any_directory_and_all_else_below() -> None:
     assert (store.read(path), store.size(path), store.exists(path)) == (b"0123456789", 10, True)
     assert store.read_range(path, 3, 4) == b"3456"
     buffers = (bytearray(2), bytearray(3))
-    store.read_ranges(path, [ReadRange(4, tuple(map(memoryview, buffers)))])
+    store.read_ranges(path, [(4, tuple(map(memoryview, buffers)))])
     assert bytes(buffers[0]) + bytes(buffers[1]) == b"45678"
     assert (store.read("d/a"), store.read("d/@other")) == (b"below", b"real")
     assert store.list("d") == ("@other", "a")
