@@ -25,7 +25,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orchestrator.shell.names import RunNames
 
-#: Pending groups are looked at this often. Ray offers no push that costs no worker process.
+#: Pending groups are looked at this often, and none are while all are placed. Ray offers no push
+#: that costs no worker process.
 POLL_S = 0.2
 
 
@@ -56,6 +57,7 @@ class Capacity:
         self._resources = resources
         self._on_granted = on_granted
         self._slots: dict[int, _Slot] = {}
+        self._asked = asyncio.Event()
         # Groups that are being created: who asked may be gone by the time that they are there.
         self._creations: set[asyncio.Future[PlacementGroup]] = set()
 
@@ -77,6 +79,7 @@ class Capacity:
         if slot in self._slots:
             return
         self._slots[slot] = _Slot(group=None)
+        self._asked.set()
         creation = asyncio.ensure_future(asyncio.to_thread(self._create, slot, tuple(avoid)))
         self._creations.add(creation)
         group = await asyncio.shield(creation)
@@ -103,13 +106,15 @@ class Capacity:
     async def poll_forever(self) -> None:
         """Report grants until cancelled."""
         while True:
-            if self.pending():
-                for number, node in await asyncio.to_thread(self._placed):
-                    entry = self._slots.get(number)
-                    if entry is not None and entry.node is None and entry.group is not None:
-                        entry.gpu_ids = await self._held_gpus(entry.group)
-                        entry.node = node
-                        self._on_granted(number, node)
+            self._asked.clear()
+            if not self.pending():
+                await self._asked.wait()
+            for number, node in await asyncio.to_thread(self._placed):
+                entry = self._slots.get(number)
+                if entry is not None and entry.node is None and entry.group is not None:
+                    entry.gpu_ids = await self._held_gpus(entry.group)
+                    entry.node = node
+                    self._on_granted(number, node)
             await asyncio.sleep(POLL_S)
 
     async def adopt(self) -> None:
