@@ -43,6 +43,8 @@ FAILED: Final = 2
 ABORTED: Final = 4
 _FLAG_BITS: Final = 3
 
+_NO_FILE: Final = (0, 0)
+
 #: What is recorded as an operation; a record holds the index.
 OPS: Final = (
     "",
@@ -276,14 +278,36 @@ def read_attempt(
 ) -> tuple[int, tuple[GroupState, ...]]:
     """Return the attempt of the ring and what ``read_ring`` returns; attempt 0 if there is none."""
     with _mapped(path) as memory:
-        if memory is None:
+        return _attempt_in(memory, time.monotonic_ns() if now_ns is None else now_ns)
+
+
+class RingReader:
+    """The reading end, kept open: it follows the rings at one path from attempt to attempt.
+
+    To map a ring for each look costs more than the look.
+
+    Args:
+        path: The ring's file; need not be there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        self._memory: mmap.mmap | None = None
+        self._file = _NO_FILE
+
+    def attempt(self, *, now_ns: int) -> tuple[int, tuple[GroupState, ...]]:
+        """Return what ``read_attempt`` does."""
+        try:
+            found = os.stat(self._path)  # noqa: PTH116  a Path would cost as much again
+        except FileNotFoundError:
             return 0, ()
-        now_ns = time.monotonic_ns() if now_ns is None else now_ns
-        attempt = _HEADER.unpack_from(memory, 0)[2]
-        if _word(memory, _LEFT_WORD):
-            return attempt, ()
-        states = (_read_group(memory, i, now_ns) for i in range(_word(memory, _NUM_GROUPS_WORD)))
-        return attempt, tuple(state for state in states if state is not None)
+        # The number of a mapped file is no other file's. A ring is whole when it appears, and
+        # never shrinks.
+        if (found.st_dev, found.st_ino) != self._file:
+            if self._memory is not None:
+                self._memory.close()
+            self._memory, self._file = _map(self._path)
+        return _attempt_in(self._memory, now_ns)
 
 
 def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
@@ -324,21 +348,37 @@ def _create(path: Path, size_bytes: int) -> mmap.mmap:
 
 @contextlib.contextmanager
 def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap | None]:
+    memory, _ = _map(path)
+    try:
+        yield memory
+    finally:
+        if memory is not None:
+            memory.close()
+
+
+def _map(path: str | os.PathLike[str]) -> tuple[mmap.mmap | None, tuple[int, int]]:
+    """Return the ring at ``path`` and its file's numbers; None and no file's if there is none."""
     try:
         with Path(path).open("rb") as file:
+            found = os.fstat(file.fileno())
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (FileNotFoundError, ValueError):
         # ValueError: an empty file cannot be mapped.
-        yield None
-        return
-    try:
-        known = len(memory) > _HEADER_BYTES and _HEADER.unpack_from(memory, 0)[:2] == (
-            _MAGIC,
-            _VERSION,
-        )
-        yield memory if known else None
-    finally:
-        memory.close()
+        return None, _NO_FILE
+    if len(memory) > _HEADER_BYTES and _HEADER.unpack_from(memory, 0)[:2] == (_MAGIC, _VERSION):
+        return memory, (found.st_dev, found.st_ino)
+    memory.close()
+    return None, _NO_FILE
+
+
+def _attempt_in(memory: mmap.mmap | None, now_ns: int) -> tuple[int, tuple[GroupState, ...]]:
+    if memory is None:
+        return 0, ()
+    attempt = _HEADER.unpack_from(memory, 0)[2]
+    if _word(memory, _LEFT_WORD):
+        return attempt, ()
+    states = (_read_group(memory, i, now_ns) for i in range(_word(memory, _NUM_GROUPS_WORD)))
+    return attempt, tuple(state for state in states if state is not None)
 
 
 def _read_group(memory: mmap.mmap, index: int, now_ns: int) -> GroupState | None:

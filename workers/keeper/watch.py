@@ -8,8 +8,16 @@ import signal
 import time
 from pathlib import Path
 
-from workers.progress import PageReader, PageView, observe, open_page, process_state, read_page
-from workers.protocol import NodeReport, WorkerPhase
+from workers.collectives.ring import RingReader
+from workers.progress import (
+    PageReader,
+    PageView,
+    open_page,
+    process_state,
+    read_page,
+    report_on,
+)
+from workers.protocol import NodeReport, WorkerPhase, WorkerReport
 
 PAGE_SUFFIX = ".page"
 RING_SUFFIX = ".ring"
@@ -19,8 +27,11 @@ GONE = frozenset("XZ")
 
 #: Trainers that were not seen to move for this long stand still.
 STILL_S = 0.3
-#: New workers are looked for this often; listing a directory costs more than ten looks.
+#: New workers are looked for this often.
 SCAN_S = 0.25
+#: A directory that was listed so long after its last change is not listed again before the next:
+#: of two changes within a tick of the kernel's clock, 10 ms, its time does not show the second.
+SETTLED_S = 0.1
 
 _NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 
@@ -60,7 +71,11 @@ class NodeWatch:
         self._places: list[tuple[int, WorkerPhase, int, int]] = []
         self._moved_s = time.monotonic()
         self._scanned_s = float("-inf")
+        self._pages: list[Path] = []
+        self._changed_ns = -1
+        self._changed_s = self._listed_s = float("-inf")
         self._readers: dict[str, PageReader] = {}
+        self._rings: dict[str, RingReader] = {}
         self._milestones: dict[str, tuple[int, bool, bool]] = {}
 
     def look(self) -> bool:
@@ -99,15 +114,30 @@ class NodeWatch:
         if now_s - self._scanned_s < SCAN_S:
             return
         self._scanned_s = now_s
-        for path in self._pages():
+        self._list_pages()
+
+    def _list_pages(self) -> None:
+        """Find the pages that are there and open new ones, if the directory may have changed."""
+        now_s = time.monotonic()
+        try:
+            changed_ns = self._directory.stat().st_mtime_ns
+        except FileNotFoundError:
+            changed_ns = 0
+        if changed_ns != self._changed_ns:
+            self._changed_ns, self._changed_s = changed_ns, now_s
+        elif self._listed_s - self._changed_s >= SETTLED_S:
+            return
+        self._listed_s = now_s
+        self._pages = sorted(self._directory.glob("*" + PAGE_SUFFIX))
+        for path in self._pages:
             reader = None if path.stem in self._readers else open_page(path)
             if reader is not None:
                 self._readers[path.stem] = reader
+                self._rings[path.stem] = RingReader(path.with_suffix(RING_SUFFIX))
 
     def kill(self, worker: str) -> None:
         """SIGKILL the process of ``worker``, if it is still the one that made the page."""
-        reader = self._readers.get(worker)
-        view = reader.view() if reader is not None else None
+        view = self._view(worker)
         if view is not None and process_state(view.pid)[1] == view.started_ticks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(view.pid, signal.SIGKILL)
@@ -115,15 +145,19 @@ class NodeWatch:
     def report(self) -> NodeReport:
         """Return the state of every trainer on the node, dead ones included."""
         self._seq += 1
+        self._list_pages()
         now_ns = time.monotonic_ns()
-        workers = tuple(
-            observe(path.stem, path, path.with_suffix(RING_SUFFIX), now_ns=now_ns)
-            for path in self._pages()
-        )
+        workers = tuple(self._report_on(path.stem, now_ns) for path in self._pages)
         return NodeReport(node=self._node, seq=self._seq, workers=workers)
 
-    def _pages(self) -> list[Path]:
-        return sorted(self._directory.glob("*" + PAGE_SUFFIX))
+    def _report_on(self, worker: str, now_ns: int) -> WorkerReport:
+        view = self._view(worker)
+        ring = self._rings[worker].attempt(now_ns=now_ns) if view is not None else (0, ())
+        return report_on(worker, view, ring, now_ns=now_ns)
+
+    def _view(self, worker: str) -> PageView | None:
+        reader = self._readers.get(worker)
+        return reader.view() if reader is not None else None
 
 
 def _runs(pid: int, started_ticks: int) -> bool:

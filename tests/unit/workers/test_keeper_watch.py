@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from workers.keeper.watch import NodeWatch, dead_workers, page_path
+from workers.keeper.watch import SETTLED_S, NodeWatch, dead_workers, page_path
 from workers.progress import ProgressPage, process_state
 from workers.protocol import WorkerPhase
 
@@ -79,3 +79,32 @@ def test_only_milestones_are_news(tmp_path: Path) -> None:
 
     assert (appeared, formed, first_step, second_step) == (True, True, True, False)
     assert watch.still_s() < 1.0
+
+
+def test_directory_is_listed_until_its_time_is_past_and_then_when_that_changes(
+    tmp_path: Path,
+) -> None:
+    """Two workers may come within one tick of the clock that dates the directory."""
+    first = ProgressPage.create(page_path(tmp_path, "w0001"), worker="w0001")
+    changed_ns = tmp_path.stat().st_mtime_ns
+    watch = NodeWatch(node="a", directory=tmp_path)
+    assert _reported(watch) == ["w0001"]
+
+    second = ProgressPage.create(page_path(tmp_path, "w0002"), worker="w0002")
+    os.utime(tmp_path, ns=(changed_ns, changed_ns))
+    assert _reported(watch) == ["w0001", "w0002"]
+
+    time.sleep(SETTLED_S)  # the tick is over: from here on nothing can come at that time
+    assert _reported(watch) == ["w0001", "w0002"]
+    third = ProgressPage.create(page_path(tmp_path, "w0003"), worker="w0003")
+    os.utime(tmp_path, ns=(changed_ns, changed_ns))
+    assert _reported(watch) == ["w0001", "w0002"], "it was listed for nothing"
+
+    os.utime(tmp_path)
+    assert _reported(watch) == ["w0001", "w0002", "w0003"]
+    for page in (first, second, third):
+        page.close()
+
+
+def _reported(watch: NodeWatch) -> list[str]:
+    return [row.worker for row in watch.report().workers]

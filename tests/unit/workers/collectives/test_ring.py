@@ -15,6 +15,7 @@ from workers.collectives.ring import (
     NUM_GROUPS_MAX,
     NUM_RECORDS,
     RecordRing,
+    RingReader,
     read_attempt,
     read_records,
     read_ring,
@@ -165,6 +166,33 @@ def test_no_file_and_a_foreign_file_have_no_groups(path: Path) -> None:
     assert read_attempt(path) == (0, ())
     path.write_bytes(os.urandom(4096))
     assert read_attempt(path) == (0, ())
+
+
+def test_open_reader_follows_the_path_from_file_to_file(path: Path) -> None:
+    """A keeper that went on with the ring of an older attempt would see nobody in the new one."""
+    reader = RingReader(path)
+    seen = [reader.attempt(now_ns=0)]
+    for data in (b"", os.urandom(4096)):
+        path.write_bytes(data)
+        seen.append(reader.attempt(now_ns=0))
+    path.unlink()
+
+    for attempt in (3, 4):
+        ring = RecordRing(path, attempt=attempt, num_ranks=4)
+        world = ring.group("world", WORLD)
+        for _ in range(attempt):
+            ring.enter(world, "all_reduce", 64)
+        seen.append(reader.attempt(now_ns=0))
+        assert seen[-1] == read_attempt(path, now_ns=0)
+    ring.enter(world, "all_reduce", 64)
+    seen.append(reader.attempt(now_ns=0))
+    path.unlink()
+    seen.append(reader.attempt(now_ns=0))
+
+    assert [attempt for attempt, _ in seen] == [0, 0, 0, 3, 4, 4, 0]
+    assert [sum(state.entered_seq for state in states) for _, states in seen] == [
+        0, 0, 0, 3, 4, 5, 0,
+    ]  # fmt: skip
 
 
 def test_records_are_the_last_ones_in_order(path: Path) -> None:
