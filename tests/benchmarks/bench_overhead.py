@@ -46,15 +46,11 @@ class Idle:
         return os.getpid()
 
 
-def keeper_pids() -> list[int]:
-    """Return the keepers' processes on this machine."""
-    pids = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                if (entry / "cmdline").read_bytes().startswith(b"ray::Keeper"):
-                    pids.append(int(entry.name))
-    return pids
+def watching(bench: Bench) -> list[int]:
+    """Return the processes of the run's keepers and of its controller."""
+    # By what the run says: this machine may have keepers of other runs.
+    keepers = [row["keeper_pid"] for row in bench.settle()["nodes"]]
+    return [*keepers, bench.run.controller_pid()]
 
 
 @contextlib.contextmanager
@@ -158,8 +154,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = ["snapshot.every_steps=0", f"cluster.local_nodes={arguments.nodes}"]
     with running(standby_per_node=0, more=settings) as bench:
-        bench.settle()
-        watchers = [*keeper_pids(), bench.run.controller_pid()]
+        watchers = watching(bench)
         result = {
             "steps": compare_steps(bench, watchers, arguments.rounds),
             "processor": processor_shares(bench, watchers, arguments.seconds),
