@@ -8,12 +8,13 @@ the run was stopped, has failed, or lost its cluster, it goes on from its last c
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ class Launched:
                 ray.get_actor(self.names.controller, namespace=self.names.namespace)
             except ValueError:
                 return
+            time.sleep(FOLLOW_S)
+
+    def await_contact(self) -> None:
+        """Wait until other commands can find the controller: it is in charge a little earlier."""
+        deadline_s = time.monotonic() + CONTROLLER_START_S
+        path = join(self._path, CONTACT)
+        while self.summary() is None and time.monotonic() < deadline_s:
+            with contextlib.suppress(RayError, TimeoutError):
+                pid = self.controller_pid()
+                if self._store.exists(path) and json.loads(self._store.read(path))["pid"] == pid:
+                    return
             time.sleep(FOLLOW_S)
 
     def _find_or_create(self) -> Any:
@@ -164,6 +176,37 @@ def launch(config: RunConfig, *, say: Callable[[str], None] = lambda _: None) ->
         ConfigError: All its steps are done, or it was begun with what cannot be changed now.
         CapacityError: No cluster answers.
     """
+    with taking_turns(config.run.directory, say=say):
+        return _launch(config, say)
+
+
+@contextlib.contextmanager
+def taking_turns(directory: str, *, say: Callable[[str], None]) -> Iterator[None]:
+    """Let commands begin the run in ``directory`` one after the other.
+
+    Two at once would find no controller, begin one each on a cluster of its own, and both would
+    train into the directory. The kernel ends the turn of a command that is ended. What is no
+    directory of a file system knows no turns.
+    """
+    if "://" in directory:
+        yield
+        return
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    place = os.open(directory, os.O_RDONLY)
+    try:
+        # Some file systems of networks have no locks.
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"another command is beginning the run in {directory}; waiting for it ...")
+                fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(place)
+
+
+def _launch(config: RunConfig, say: Callable[[str], None]) -> Launched:
     if is_going_on(config):
         require_same(config)
         return Launched(config, None)
@@ -175,11 +218,13 @@ def launch(config: RunConfig, *, say: Callable[[str], None] = lambda _: None) ->
         if cluster is not None:
             # Before there is a controller: from then on the run does not need this process.
             cluster.stop_when(Path(config.run.directory) / SUMMARY)
-        return Launched(config, cluster)
+        launched = Launched(config, cluster)
+        launched.await_contact()
     except BaseException:
         if cluster is not None:
             cluster.shutdown()
         raise
+    return launched
 
 
 def is_going_on(config: RunConfig) -> bool:
