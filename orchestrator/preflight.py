@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import uuid
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 
@@ -130,7 +131,22 @@ def _file_problems(config: RunConfig) -> list[Problem]:
     ):
         if value and "://" not in value and not Path(value).is_file():
             problems.append(Problem(path=path, message=f"there is no file {value}"))
+    script = config.run.script
+    if script and Path(script).is_file():
+        problems += _script_problems(Path(script))
     return problems
+
+
+def _script_problems(script: Path) -> list[Problem]:
+    """Return what a worker would raise before it runs the first line."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return [Problem(path="run.script", message=f"{script}:{error.lineno}: {error.msg}")]
+    except (ValueError, OSError) as error:
+        return [Problem(path="run.script", message=f"{script} cannot be read: {error}")]
+    return []
 
 
 def _memory_problems(config: RunConfig) -> list[Problem]:

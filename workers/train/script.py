@@ -49,7 +49,9 @@ def load_task(path: str, arguments: Sequence[str] = ()) -> Task:
     sys.argv[:] = [str(file), *arguments]
     _reading.active = True
     try:
-        exec(compile(source, str(file), "exec"), module.__dict__)  # noqa: S102  the user's script
+        # As Python would run it: what this module imports from the future is not the script's.
+        code = compile(source, str(file), "exec", dont_inherit=True)
+        exec(code, module.__dict__)  # noqa: S102  the user's script
     except _Handed as handed:
         return handed.task
     except SystemExit as left:

@@ -48,6 +48,17 @@ def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
     assert _paths(config) == ["data.source", "run.script", "data.tokenizer"]
 
 
+def test_a_script_that_is_no_python_is_refused_with_its_line(tmp_path: Path) -> None:
+    """The workers would find it out, each of them, when all has been started."""
+    script = tmp_path / "train.py"
+    script.write_text("import math\ndef train(:\n")
+    (problem,) = preflight(_config(tmp_path, f"run.script={script}"))
+    script.write_text("import math\n")
+
+    assert (problem.path, problem.message) == ("run.script", f"{script}:2: invalid syntax")
+    assert preflight(_config(tmp_path, f"run.script={script}")) == []
+
+
 def test_what_the_text_and_what_the_world_refuses_come_at_once(tmp_path: Path) -> None:
     """A typing error that hides an unreadable file makes a user start a run twice."""
     (tmp_path / "file").write_text("", encoding="utf-8")

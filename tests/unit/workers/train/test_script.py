@@ -53,6 +53,15 @@ def test_a_script_gets_its_own_arguments_and_none_of_its_process(
     assert sys.argv == [script, *arguments]
 
 
+def test_annotations_of_a_script_are_what_they_are_alone(script: str) -> None:
+    """Parsers of arguments, and dataclasses, read types from them; here they would be text."""
+    Path(script).write_text(
+        "from workers.api import run\ndef train(session: int): pass\nrun(train)\n"
+    )
+
+    assert load_task(script).__annotations__ == {"session": int}
+
+
 def test_a_script_that_refuses_its_arguments_fails_by_name(script: str) -> None:
     """An exit in the training thread would else look like a process that was killed."""
     with pytest.raises(TaskError, match=r"exited with 2 .* \(run.arguments\): --witdh 512"):
