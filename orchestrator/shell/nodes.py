@@ -31,6 +31,8 @@ KEEPER_RETURN_S = 30.0
 KEEPER_RETRY_S = 0.1
 #: A keeper that lives answers a new controller in 1 to 50 ms.
 MEET_S = 2.0
+#: To remove its files takes a keeper milliseconds; one that stands still must not hold up the end.
+CLEAR_S = 5.0
 #: A node that was declared lost and is there all the same is taken in again after this.
 RETURN_S = 5.0
 #: A raylet's port answers or refuses in microseconds, also across a data center.
@@ -176,11 +178,14 @@ class Nodes:
             with contextlib.suppress(RayError, TimeoutError):
                 await asyncio.wait_for(_kill(view.keeper, worker), PROBE_S)
 
-    def kill_keepers(self) -> None:
-        """End every keeper of the run."""
+    async def end_keepers(self) -> None:
+        """End every keeper of the run; those that can be reached leave nothing behind."""
         for view in self.views.values():
             for task in view.tasks:
                 task.cancel()
+        there = [view for view in self.views.values() if not view.lost.is_set()]
+        await asyncio.gather(*(_clear(view.keeper) for view in there if view.keeper is not None))
+        for view in self.views.values():
             if view.keeper is not None:
                 ray.kill(view.keeper, no_restart=True)
 
@@ -308,6 +313,12 @@ async def _accepts(address: tuple[str, int]) -> bool:
         return False
     writer.close()
     return True
+
+
+async def _clear(keeper: Any) -> None:
+    with contextlib.suppress(RayError, TimeoutError):
+        async with asyncio.timeout(CLEAR_S):
+            await keeper.clear.remote()
 
 
 async def _kill(keeper: Any, worker: str) -> None:

@@ -440,7 +440,7 @@ class Run:
         self._crew.kill_all()
         if self._config.snapshot.every_steps and self._outcome != "completed":
             await self._snapshots.flush(self._state.lineage)
-        self._nodes.kill_keepers()
+        await self._nodes.end_keepers()
         await self._capacity.release_all()
         await self._bookmark.write(self._marked())
         self._record.close()

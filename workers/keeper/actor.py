@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -71,14 +72,15 @@ class Keeper:
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         self._node = ray.get_runtime_context().get_node_id()
         self._controller = controller
-        self._watch = NodeWatch(node=self._node, directory=Path(directory))
+        self._directory = Path(directory)
+        self._watch = NodeWatch(node=self._node, directory=self._directory)
         self._task: asyncio.Task[None] | None = None
         self._memory: NodeMemory | None = None
         self._why_no_memory = ""
         # A thread each: a store that stalls holds up flushes, and nothing else.
         self._orders, self._flushes = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         if run_url and settings is not None:
-            self._open_memory(Path(directory), run_url, Settings.from_json(settings))
+            self._open_memory(run_url, Settings.from_json(settings))
 
     async def hello(self) -> dict[str, Any]:
         """Start reporting if it has not begun; return who this is.
@@ -107,6 +109,13 @@ class Keeper:
         """SIGKILL ``worker``. Ray only asks: a stopped one would not hear it, and wake later."""
         self._watch.kill(worker)
 
+    async def clear(self) -> None:
+        """Leave nothing in the node's shared memory: the run is over, and this keeper with it."""
+        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            # Simulated nodes share it; the last one out takes it along.
+            self._directory.parent.rmdir()
+
     async def held(self) -> Inventory:
         """Return what is held in memory now."""
         if self._memory is None:
@@ -128,14 +137,14 @@ class Keeper:
     async def _call(thread: ThreadPoolExecutor, act: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(thread, act, *arguments)
 
-    def _open_memory(self, directory: Path, run_url: str, settings: Settings) -> None:
+    def _open_memory(self, run_url: str, settings: Settings) -> None:
         if not settings.snapshot.every_steps:
             return
         try:
             self._memory = NodeMemory(
                 node=self._node,
                 host=ray.util.get_node_ip_address(),
-                directory=directory,
+                directory=self._directory,
                 run_url=run_url,
                 settings=settings,
             )

@@ -16,6 +16,8 @@ import pytest
 import yaml
 
 from orchestrator.config import RunConfig
+from orchestrator.shell.launch import run_id
+from orchestrator.shell.names import RunNames
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -65,6 +67,8 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     driver = subprocess.Popen([*EVERSTEP, "run", path, "--json"], stdout=subprocess.DEVNULL)
     directory = config.run.directory
     _wait(lambda: _status(directory)["step"] >= 3, "the run trains")
+    shared = Path(RunNames(run_id(directory)).shared_directory("node")).parent
+    assert shared.is_dir()
 
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
@@ -99,6 +103,7 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     assert Path(directory, manifest).exists()
     assert other.returncode == 2
     assert "train.steps: 7 here, 100000 there" in other.stderr
+    _wait(lambda: not shared.exists(), "a run that is over is in nobody's memory")
     _assert_goes_on(path, directory, summary)
 
 
