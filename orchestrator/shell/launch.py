@@ -8,13 +8,12 @@ the run was stopped, has failed, or lost its cluster, it goes on from its last c
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from orchestrator.shell.controller import OPTIONS, Controller
 from orchestrator.shell.local_cluster import HostedCluster
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.opening import next_life
+from orchestrator.shell.turns import taking_turns
 from ucp_core.storage import join, open_store
 
 #: How often a followed run is looked at.
@@ -176,37 +176,13 @@ def launch(config: RunConfig, *, say: Callable[[str], None] = lambda _: None) ->
         ConfigError: All its steps are done, or it was begun with what cannot be changed now.
         CapacityError: No cluster answers.
     """
-    with taking_turns(config.run.directory, say=say):
-        return _launch(config, say)
+    with taking_turns(config.run.directory, say=say) as require_turn:
+        return _launch(config, say, require_turn)
 
 
-@contextlib.contextmanager
-def taking_turns(directory: str, *, say: Callable[[str], None]) -> Iterator[None]:
-    """Let commands begin the run in ``directory`` one after the other.
-
-    Two at once would find no controller, begin one each on a cluster of its own, and both would
-    train into the directory. The kernel ends the turn of a command that is ended. What is no
-    directory of a file system knows no turns.
-    """
-    if "://" in directory:
-        yield
-        return
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    place = os.open(directory, os.O_RDONLY)
-    try:
-        # Some file systems of networks have no locks.
-        with contextlib.suppress(OSError):
-            try:
-                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                say(f"another command is beginning the run in {directory}; waiting for it ...")
-                fcntl.flock(place, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(place)
-
-
-def _launch(config: RunConfig, say: Callable[[str], None]) -> Launched:
+def _launch(
+    config: RunConfig, say: Callable[[str], None], require_turn: Callable[[], None]
+) -> Launched:
     if is_going_on(config):
         require_same(config)
         return Launched(config, None)
@@ -217,7 +193,8 @@ def _launch(config: RunConfig, say: Callable[[str], None]) -> Launched:
     try:
         if cluster is not None:
             # Before there is a controller: from then on the run does not need this process.
-            cluster.stop_when(Path(config.run.directory) / SUMMARY)
+            cluster.stop_when(join(config.run.directory, SUMMARY))
+        require_turn()
         launched = Launched(config, cluster)
         launched.await_contact()
     except BaseException:

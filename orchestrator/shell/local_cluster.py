@@ -24,6 +24,9 @@ from typing import Any
 
 import ray
 
+from ucp_core.errors import StorageError
+from ucp_core.storage import open_store
+
 #: A simulated machine's death is noticed by Ray after about 4 s instead of 12 s to 62 s; the
 #: run does not wait for it, but a returned node must not meet its own ghost for long.
 SYSTEM_CONFIG = {
@@ -151,9 +154,9 @@ class HostedCluster:
         """Kill ``node`` as a power cut would."""
         self._ask("kill_node", node)
 
-    def stop_when(self, path: Path) -> None:
-        """Let the cluster live on without this process, and end once ``path`` is written."""
-        self._ask("stop_when", str(path))
+    def stop_when(self, url: str) -> None:
+        """Let the cluster live on without this process, and end once ``url`` is written."""
+        self._ask("stop_when", url)
 
     def shutdown(self) -> None:
         """Leave the cluster, stop it and its host."""
@@ -240,8 +243,7 @@ def _perform(cluster: LocalCluster, command: str, argument: str) -> list[Any]:
                 return ["ok", None]
             case "stop_when":
                 _lives_on.set()
-                path = Path(argument)
-                what = (path, _written(path))
+                what = (argument, _written(argument))
                 threading.Thread(target=_stop_when, args=what, daemon=True).start()
                 return ["ok", None]
             case "shutdown":
@@ -252,20 +254,20 @@ def _perform(cluster: LocalCluster, command: str, argument: str) -> list[Any]:
         return ["error", repr(error)]
 
 
-def _stop_when(path: Path, before: tuple[int, int] | None) -> None:
-    """End this process, and with it the cluster, once ``path`` is there and not as before."""
-    while _written(path) in (None, before):
+def _stop_when(url: str, before: bytes | None) -> None:
+    """End this process, and with it the cluster, once ``url`` is there and not as before."""
+    while _written(url) in (None, before):
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _written(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file from the one that replaces it; None if there is none."""
+def _written(url: str) -> bytes | None:
+    """Return what a file has in it; None if there is none, or none that can be read now."""
     try:
-        found = path.stat()
-    except OSError:
+        store, path = open_store(url)
+        return store.read(path) if store.exists(path) else None
+    except StorageError:
         return None
-    return found.st_ino, found.st_mtime_ns
 
 
 def _end_with(starter: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.shell.turns import taking_turns
 from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
 from tests.support.commands import ucp
 from tests.support.crash_scripts import SCRIPTS, Commit, Save, Script
@@ -426,3 +428,65 @@ def test_directories_longer_than_a_page_are_listed_and_deleted(bucket: str) -> N
     assert len(store.sizes(join(root, "d"))) == 1001
     store.delete(join(root, "d"))
     assert not store.exists(join(root, "d"))
+
+
+_BEGINNER = """
+import sys
+from orchestrator.shell.turns import taking_turns
+with taking_turns(sys.argv[1], say=print) as require_turn:
+    print("begun", flush=True)
+    sys.stdin.readline()
+    require_turn()
+"""
+
+
+def test_commands_begin_a_run_in_a_bucket_one_after_the_other(bucket: str) -> None:
+    """No lock of a kernel binds two machines; a file that only one of them can put does."""
+    directory = f"s3://{bucket}/run"
+    command = [sys.executable, "-c", _BEGINNER, directory]
+    waits = threading.Event()
+
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "begun\n"
+
+        def let_go(line: str) -> None:
+            assert line.startswith(f"another command is beginning the run in {directory}; waiting")
+            waits.set()
+            assert first.stdin is not None
+            first.stdin.write("\n")
+            first.stdin.flush()
+
+        try:
+            with taking_turns(directory, say=let_go) as require_turn:
+                assert waits.is_set(), "both have their turn at once"
+                require_turn()
+                assert first.wait(120) == 0
+        finally:
+            first.kill()
+
+
+def test_a_cluster_ends_with_its_run_in_a_bucket(bucket: str) -> None:
+    """Its summary is no file of this machine: simulated nodes stayed for ever."""
+    store, root = open_store(f"s3://{bucket}/run")
+    store.write_atomic(join(root, "summary.json"), b"of the life before", fsync=False)
+    url = f"s3://{bucket}/run/summary.json"
+    program = (
+        "import sys; from orchestrator.shell import local_cluster as l\n"
+        "before = l._written(sys.argv[1]); print('looked', flush=True)\n"
+        "l._stop_when(sys.argv[1], before)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, url], stdout=subprocess.PIPE, text=True
+    ) as host:
+        try:
+            assert host.stdout is not None
+            assert host.stdout.readline() == "looked\n"
+            assert host.poll() is None
+            store.delete(join(root, "summary.json"))
+            store.write_atomic(join(root, "summary.json"), b"of this one", fsync=False)
+            assert host.wait(120) == -signal.SIGTERM
+        finally:
+            host.kill()

@@ -1,8 +1,5 @@
 import json
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli import app
-from orchestrator.shell.launch import taking_turns
 
 
 @pytest.fixture
@@ -53,39 +49,3 @@ def test_a_run_that_is_over_or_whose_cluster_is_gone_cannot_be_stopped(
     assert (gone.exit_code, over.exit_code) == (3, 2)
     assert f"the controller does not answer at {address}" in gone.stderr
     assert "is over: there is nothing to stop" in over.stderr
-
-
-_HOLDER = """
-import signal, sys
-from orchestrator.shell.launch import taking_turns
-with taking_turns(sys.argv[1], say=print):
-    print("begun", flush=True)
-    signal.pause()
-"""
-
-
-def test_of_two_commands_that_begin_a_run_one_waits_for_the_other(tmp_path: Path) -> None:
-    """Both would begin it, on a cluster each, and train into one directory."""
-    directory, said, order = str(tmp_path / "run"), [], []
-
-    with subprocess.Popen(
-        [sys.executable, "-c", _HOLDER, directory], stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "begun\n"
-
-        def say(line: str) -> None:
-            said.append(line)
-            order.append("waits")
-            # Also one that is killed is waited for no longer.
-            holder.kill()
-
-        with taking_turns(directory, say=say):
-            order.append("begins")
-            assert holder.wait(120) == -signal.SIGKILL
-
-    assert order == ["waits", "begins"]
-    assert said == [f"another command is beginning the run in {directory}; waiting for it ..."]
-    with taking_turns(directory, say=said.append):
-        pass
-    assert len(said) == 1, "nobody holds it any more"
