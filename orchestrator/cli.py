@@ -148,25 +148,14 @@ def demo(
 @_edge
 def status(run_dir: RunDirectory, *, as_json: Json = False) -> None:
     """Say where a run is: phase, step, loss, workers, nodes, capacity asked for."""
+    from orchestrator.shell.status_view import print_status
     from orchestrator.status import read_status
 
     document = read_status(run_dir)
     if as_json:
         typer.echo(json.dumps(document))
         return
-    console = Console()
-    for key, value in document.items():
-        if key in {"workers", "nodes"}:
-            console.print(f"{key}:", highlight=False)
-            for row in value:
-                console.print(
-                    "  " + "  ".join(f"{k}={v}" for k, v in row.items()),
-                    highlight=False,
-                    markup=False,
-                    soft_wrap=True,
-                )
-        else:
-            console.print(f"{key}: {value}", highlight=False, markup=False, soft_wrap=True)
+    print_status(document, Console())
 
 
 @app.command(epilog="Example: everstep stop runs/small")

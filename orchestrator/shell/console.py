@@ -59,9 +59,8 @@ class RunView:
         if status is None:
             # One that has just started is slow to answer, and nothing is wrong with it.
             if self._is_known:
-                self._say(
-                    "controller", "the controller does not answer; training goes on without it"
-                )
+                goes_on = "; training goes on without it" if "attempt" in self._said else ""
+                self._say("controller", f"the controller does not answer{goes_on}")
             return
         self._is_known = True
         if self._said.pop("controller", None):

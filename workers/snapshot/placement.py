@@ -362,10 +362,9 @@ def _protect(
                     continue
             worst = max((each.memory_bytes for each in costs.values()), default=0)
             sent = max((each.network_bytes for each in costs.values()), default=0)
-            reason = (
-                f"{state.name}: {mechanism}, survives {tolerance} of {smallest} nodes, "
-                f"{sized(worst)} a node and version, {sized(sent)} sent"
-            )
+            reason = f"{state.name}: {mechanism}, survives {tolerance} of {smallest} nodes"
+            if state.num_bytes:
+                reason += f", {sized(worst)} a node and version, {sized(sent)} sent"
             return Protection(
                 state=state,
                 mechanism=mechanism,

@@ -106,6 +106,7 @@ def test_a_controller_that_was_never_heard_is_not_said_to_have_gone() -> None:
         view.show(status)
         assert "back in charge" not in output.getvalue()
         view.show(None)
+        assert "training goes on" not in output.getvalue()
         view.show(status)
 
     assert "the controller does not answer" in output.getvalue()

@@ -83,6 +83,12 @@ def test_the_line_names_what_did_not_fit() -> None:
     )
 
 
+def test_a_size_that_is_not_known_is_not_said_to_be_nothing() -> None:
+    """Before the first snapshot nobody knows it, and 0 B would be good news."""
+    chosen = _choice(_nodes(4, 1100), replace(UNIQUE, num_bytes=0))
+    assert chosen.reason == "optimizer: partner copy, survives 1 of 4 nodes"
+
+
 def test_a_slow_link_is_spared_where_gradients_are_everywhere() -> None:
     """A plain data-parallel update can be repeated next door; nothing has to be sent for it."""
     nodes = _nodes(4, 1 << 20, link_bytes_per_s=500.0)
