@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 
 from orchestrator.config import RunConfig
@@ -18,6 +17,7 @@ from orchestrator.run_directory import read_run
 from orchestrator.shell.console import RunView
 from orchestrator.shell.faults import kill_node_of, signal_rank, wait_for
 from orchestrator.shell.launch import Launched, open_cluster
+from ucp_core.commands.console import human
 
 #: One act of the story must be over within this.
 ACT_S_MAX = 90.0
@@ -124,7 +124,7 @@ def _print_result(result: DemoResult, directory: str, console: Console) -> None:
             _seconds(incident.detect_s),
             str(incident.lost_steps),
             _seconds(incident.recovery_s),
-            "\n".join(f"{decimal(size)} {name}" for name, size in incident.sources.items()) or "-",
+            "\n".join(f"{human(size)} {name}" for name, size in incident.sources.items()) or "-",
             # What changed stands below what was: a line of 80 columns has no room beside it.
             "\n".join(dict.fromkeys((incident.layout_before, incident.layout_after))),
         )

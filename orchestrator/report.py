@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from orchestrator._charts import Band, Series, chart
 from orchestrator.run_directory import PHASES, Incident, RunRecord, StepRecord, read_run
+from ucp_core.commands.console import human
 from ucp_core.storage import join, open_store
 
 REPORT_NAME = "report.html"
@@ -28,6 +29,7 @@ _TEMPLATES = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
+_TEMPLATES.filters["human"] = human
 
 
 class Verdict(StrEnum):

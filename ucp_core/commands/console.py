@@ -160,16 +160,24 @@ def progress(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], None]
         BarColumn,
         DownloadColumn,
         Progress,
+        ProgressColumn,
+        Task,
         TextColumn,
         TimeRemainingColumn,
-        TransferSpeedColumn,
     )
+
+    class RateColumn(ProgressColumn):
+        """rich's own counts in MB beside a size in MiB."""
+
+        def render(self, task: Task) -> str:
+            speed = task.finished_speed or task.speed
+            return "?" if speed is None else f"{human(int(speed))}/s"
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        RateColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -38,8 +38,8 @@ def test_a_plan_says_what_is_lost_where_it_comes_from_and_who_goes_on() -> None:
 
     assert "lost: bb, w0001" in text
     assert "resumes after step 8 of attempt 1, from memory; 1 steps are redone" in text
-    assert "loads 5.0 MB from local memory" in text
-    assert "part of rank 0: 5.0 MB from local memory of node aa" in text
+    assert "loads 4.8 MiB from local memory" in text
+    assert "part of rank 0: 4.8 MiB from local memory of node aa" in text
     assert "workers: 2 now, then 1 (1 worker)" in text
 
 
