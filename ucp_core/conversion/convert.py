@@ -237,9 +237,16 @@ def _may_fork() -> bool:
     return hasattr(os, "fork") and threading.active_count() == 1
 
 
+def _num_cores() -> int:
+    """Return how many cores this process may use; macOS tells only how many there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _workers(checkpoint: Checkpoint, memory_bytes: int, processes: int | None) -> int:
     """Return how many processes or threads to use: what is asked for, useful, and fits."""
-    wanted = processes or len(os.sched_getaffinity(0))
+    wanted = processes or _num_cores()
     useful = max(1, checkpoint.state_map.num_bytes // _PROCESS_BYTES_MIN)
     per_worker = _WORKER_BYTES
     if is_local(checkpoint.store) and _may_fork():

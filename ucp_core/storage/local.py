@@ -351,7 +351,10 @@ def _read_ahead(fd: int, ranges: Sequence[ReadRange]) -> None:
 
     It takes them for random reads, and begins none before the one before is done: rows of 16 KiB
     took 3 times as long from a disk as all bytes in one piece. Announced, they take as long.
+    macOS has no such call.
     """
+    if not hasattr(os, "posix_fadvise"):
+        return
     first, last = ranges[0][0], ranges[-1][0]
     if last - first <= len(ranges) * _AHEAD_BYTES:
         for start in range(first, last + 1, _AHEAD_BYTES):

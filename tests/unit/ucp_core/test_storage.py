@@ -119,6 +119,22 @@ def test_rows_near_each_other_are_announced(
     assert all(b - a <= 128 << 10 for a, b in announced)
 
 
+def test_rows_are_read_where_nothing_can_be_announced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """macOS has no ``posix_fadvise``; every read of rows near each other failed there."""
+    monkeypatch.delattr(os, "posix_fadvise")
+    path = tmp_path / "f"
+    path.write_bytes(bytes(range(200)))
+    rows = [bytearray(10) for _ in range(10)]
+
+    LocalStore().read_ranges(
+        str(path), [(20 * number, (memoryview(row),)) for number, row in enumerate(rows)]
+    )
+
+    assert rows == [bytes(range(20 * number, 20 * number + 10)) for number in range(10)]
+
+
 def test_space_that_was_reserved_and_not_used_is_given_back(tmp_path: Path) -> None:
     """A reserved tail would be a file that is too long, or a disk that fills for nothing."""
     path, size = tmp_path / "f", (40 << 20) + 3
