@@ -165,7 +165,8 @@ def stop(run_dir: RunDirectory, *, as_json: Json = False) -> None:
     from orchestrator.shell.launch import stop_run
     from orchestrator.status import contact
 
-    stop_run(contact(run_dir), "everstep stop")
+    say = partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True)
+    stop_run(run_dir, contact(run_dir), "everstep stop", say=say)
     _print({"stopping": run_dir}, as_json=as_json)
 
 

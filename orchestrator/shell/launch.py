@@ -20,10 +20,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from orchestrator.config import RunConfig
+from orchestrator.config import RunConfig, load
 from orchestrator.continuing import require_continuable, require_same
 from orchestrator.errors import CapacityError
-from orchestrator.run_directory import CONTACT, SUMMARY
+from orchestrator.run_directory import CONFIG, CONTACT, SUMMARY
 from orchestrator.shell.connect import connect
 from orchestrator.shell.controller import OPTIONS, Controller
 from orchestrator.shell.local_cluster import HostedCluster
@@ -36,6 +36,8 @@ from ucp_core.storage import join, open_store
 FOLLOW_S = 0.25
 #: A new controller must answer within this; it took 1 to 8 s on a busy 2-core machine.
 CONTROLLER_START_S = 90.0
+#: One that is there answers within this; it took 1 to 50 ms.
+ANSWER_S = 3.0
 
 
 def run_id(directory: str) -> str:
@@ -226,15 +228,33 @@ def is_going_on(config: RunConfig) -> bool:
     return True
 
 
-def stop_run(contact: dict[str, Any], reason: str) -> None:
-    """Ask the controller that ``contact`` (its ``controller.json``) names to stop the run.
+def stop_run(url: str, contact: dict[str, Any], reason: str, *, say: Callable[[str], None]) -> None:
+    """Ask the controller of the run in ``url`` to stop it; one that is ended takes no order.
 
-    Raises ``CapacityError`` if it does not answer.
+    Args:
+        url: The run directory.
+        contact: Its ``controller.json``.
+        reason: For the record.
+        say: Is told what takes long.
+
+    Raises:
+        CapacityError: No controller answers, nor does the one that Ray would start after it.
     """
     try:
         connect(contact["ray_address"])
-        controller = ray.get_actor(RunNames("").controller, namespace=contact["namespace"])
-        ray.get(controller.stop.remote(reason), timeout=10.0)
+        controller: Any = ray.get_actor(RunNames("").controller, namespace=contact["namespace"])
+        order: Any = controller.stop.remote(reason)
+        if not ray.wait([order], timeout=ANSWER_S)[0]:
+            store, path = open_store(url)
+            ended_s = load(store.read(join(path, CONFIG)).decode()).controller_stopped_s
+            say(
+                "the controller does not answer yet; if a signal has stopped it, it is ended "
+                f"after {ended_s:g} s and the next one is told. Waiting up to "
+                f"{ended_s + CONTROLLER_START_S:g} s ..."
+            )
+            ray.get(order, timeout=ended_s + CONTROLLER_START_S)
+        else:
+            ray.get(order)
     except (ConnectionError, ValueError, RayError, TimeoutError) as error:
         raise CapacityError(
             f"the controller does not answer at {contact['ray_address']}: {error}",

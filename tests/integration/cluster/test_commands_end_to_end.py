@@ -107,6 +107,29 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     _assert_goes_on(path, directory, summary)
 
 
+def test_stop_is_told_to_the_controller_after_one_that_is_stopped(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """It came to nobody then: the run went on, and the command said that nobody answers."""
+    config = make_config(train__steps=100_000, recovery__patience=6)
+    path, directory = _write(config, tmp_path, nodes.address), config.run.directory
+    begun = _everstep("run", path, "--detach")
+    assert begun.returncode == 0, begun.stderr
+    _wait(lambda: _status(directory)["step"] >= 2, "the run trains")
+    contact = json.loads(Path(directory, "controller.json").read_text())
+
+    os.kill(contact["pid"], signal.SIGSTOP)
+    stopped = _everstep("stop", directory)
+    summary = Path(directory, "summary.json")
+    if stopped.returncode:
+        _everstep("stop", directory)
+    _wait(summary.exists, "the run is over")
+
+    assert stopped.returncode == 0, stopped.stderr
+    assert "it is ended after 20 s and the next one is told" in stopped.stderr
+    assert json.loads(summary.read_text())["outcome"] == "stopped"
+
+
 def _assert_goes_on(path: str, directory: str, stopped: dict[str, Any]) -> None:
     """Run a stopped run again, on half the workers and a little longer: it ends like one run."""
     changed = _everstep("run", path, "train.seed=5")
