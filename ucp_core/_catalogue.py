@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 
 from ucp_core._open import MANIFEST_NAME, Checkpoint, open_checkpoint
 from ucp_core._save import try_commit
-from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    StorageError,
+    UcpError,
+)
 from ucp_core.lineage import counts
 from ucp_core.manifest import from_bytes
 from ucp_core.storage.base import Store, join
@@ -102,6 +107,37 @@ def find_committed(
         # To begin from scratch because a password expired would throw the run away.
         raise refused
     return None
+
+
+def unloadable(
+    store: Store, checkpoints_directory: str, *, lineage: Lineage
+) -> tuple[tuple[int, str], ...]:
+    """Return ``(step, reason)`` of what was committed and counts, where none of it can be loaded.
+
+    To be asked where ``find_committed`` finds nothing: to begin anew beside these is not for a
+    program to choose, for somebody may bring one back. What was never committed, or after its
+    attempt was fenced, is none of them. Newest first; the reason is empty where only loading the
+    bytes shows it.
+
+    Raises:
+        StorageError: The storage refused to show a checkpoint.
+    """
+    found: list[tuple[int, str]] = []
+    for name in step_names(store, checkpoints_directory):
+        reason = ""
+        try:
+            checkpoint = open_checkpoint(store, join(checkpoints_directory, name))
+            if not counts(step=checkpoint.step, attempt=checkpoint.attempt, lineage=lineage):
+                continue
+            _check_files(checkpoint)
+        except CheckpointNotFoundError:
+            continue
+        except StorageError:
+            raise
+        except UcpError as error:
+            reason = str(error)
+        found.append((int(name.removeprefix("step-")), reason))
+    return tuple(found)
 
 
 def step_names(store: Store, checkpoints_directory: str) -> list[str]:

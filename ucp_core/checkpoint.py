@@ -17,6 +17,7 @@ from ucp_core._catalogue import (
     checkpoint_name,
     collect_garbage,
     find_committed,
+    unloadable,
 )
 from ucp_core._extents import verify_extents
 from ucp_core._open import (
@@ -49,6 +50,7 @@ __all__ = [
     "reading",
     "save_rank",
     "try_commit",
+    "unloadable",
     "verify",
     "verify_extents",
 ]

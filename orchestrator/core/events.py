@@ -235,6 +235,8 @@ class CommittedRead:
         skipped: Names of damaged or half-written versions that were passed over.
         number: Of the ``ReadCommitted`` that this answers; 0 is the newest.
         source: "memory", "storage", or "" with ``step`` 0.
+        lost: With ``step`` 0: steps, newest first, that are committed in storage and can be loaded
+            from nowhere, if more is lost with them than the user puts at stake.
     """
 
     at_s: float
@@ -244,6 +246,7 @@ class CommittedRead:
     skipped: tuple[str, ...]
     number: int = 0
     source: str = ""
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -218,6 +218,7 @@ def committed_read(turn: Turn, event: CommittedRead) -> None:
     if draft.known_in_memory:
         read_from = max(read_from, draft.read_memory_from)
     draft.read_seen = number >= read_from
+    draft.lost = event.lost
     proceed(turn)
 
 
@@ -276,8 +277,21 @@ def decide(turn: Turn) -> None:
         if problem:
             finish(turn, "failed", problem)
             return
+    if draft.lost and not draft.known[0]:
+        finish(turn, "failed", _lost(draft.lost))
+        return
+    if is_first_time:
         draft.hold_until_s = turn.now_s + budgets.pause_s(draft.num_stuck)
     wait(turn)
+
+
+def _lost(steps: tuple[int, ...]) -> str:
+    names = ", ".join(f"step-{step:08d}" for step in steps)
+    return (
+        f"none of the committed checkpoints can be loaded ({names}), and memory holds nothing. "
+        "Nothing was deleted: `everstep report` and `ucp verify` say what is wrong with them; put "
+        "a sound copy of one back and run again, or delete checkpoints/ to begin anew"
+    )
 
 
 def _charge(turn: Turn) -> str:

@@ -25,7 +25,8 @@ def reopening(state: RunState, *, at_s: float, life: int) -> RunReopened:
         life=life,
         attempt=state.attempt,
         lineage=state.lineage,
-        bad=state.bad,
+        # A person was asked to put a sound copy back; what was in memory ended with the run.
+        bad=() if state.lost else state.bad,
         next_worker=state.next_worker,
         next_slot=state.next_slot,
         why=why,

@@ -161,6 +161,7 @@ class Draft:
         read_memory_from: Number of the first read after the last loss of a node.
         read_bad_from: Number of the first read that leaves out all that is bad.
         read_seen: Whether the newest answer can be relied on.
+        lost: Steps that are committed in storage and can be loaded from nowhere, newest first.
         bad: Sources that are not to be loaded from any more, of versions that count.
         num_bad_at_start: How many these were when the attempt started.
         unread: Sources that members of the current attempt could not read, and did not prove bad.
@@ -225,6 +226,7 @@ class Draft:
     read_memory_from: int = 0
     read_bad_from: int = 0
     read_seen: bool = False
+    lost: tuple[int, ...] = ()
     bad: tuple[Source, ...] = ()
     num_bad_at_start: int = 0
     unread: tuple[Source, ...] = ()

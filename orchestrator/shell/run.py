@@ -359,6 +359,8 @@ class Run:
         if answer is None:
             return  # the machine asks again
         found = answer.version
+        # The work of one interval is what the user puts at stake: the run goes on without it.
+        is_too_much = max(answer.lost, default=0) > self._config.checkpoint.first_every
         self._post(
             CommittedRead(
                 at_s=self._clock.at_s(),
@@ -368,6 +370,7 @@ class Run:
                 skipped=answer.skipped,
                 number=action.number,
                 source=found.source if found else "",
+                lost=answer.lost if is_too_much else (),
             )
         )
 

@@ -27,7 +27,7 @@ from orchestrator.policies.redundancy import (
 )
 from orchestrator.policies.versions import Holding, ParityHolding, Protection, Version
 from orchestrator.shell.nodes import Nodes, NodeView
-from ucp_core.checkpoint import Found, checkpoint_name, find_committed
+from ucp_core.checkpoint import Found, checkpoint_name, find_committed, unloadable
 from ucp_core.errors import UcpError
 from ucp_core.layout import ParallelLayout
 from ucp_core.lineage import Lineage
@@ -64,16 +64,25 @@ FLUSH_S = 60.0
 
 
 class Answer:
-    """The newest version of both tiers; the newest step in storage, and what was passed over."""
+    """The newest version of both tiers; the newest step in storage, and what was passed over.
 
-    __slots__ = ("skipped", "stored_step", "version")
+    Where there is none, ``lost`` are the steps that are committed in storage, newest first.
+    """
+
+    __slots__ = ("lost", "skipped", "stored_step", "version")
 
     def __init__(
-        self, version: Version | None, *, stored_step: int = 0, skipped: tuple[str, ...] = ()
+        self,
+        version: Version | None,
+        *,
+        stored_step: int = 0,
+        skipped: tuple[str, ...] = (),
+        lost: tuple[int, ...] = (),
     ) -> None:
         self.version = version
         self.stored_step = stored_step
         self.skipped = skipped
+        self.lost = lost
 
 
 class Snapshots:
@@ -182,12 +191,12 @@ class Snapshots:
         if not stored.done():
             return Answer(held)
         try:
-            found, passed_over = stored.result()
+            found, passed_over, lost = stored.result()
         except UcpError as error:
             log.warning("storage_refused", extra={"error": str(error)})
             return Answer(held) if held is not None else None
         if found is None:
-            return Answer(held, skipped=passed_over)
+            return Answer(held, skipped=passed_over, lost=() if held is not None else lost)
         version = newest(inventories, (found.step, found.attempt))
         return Answer(version, stored_step=found.step, skipped=passed_over)
 
@@ -471,13 +480,21 @@ def _seen(future: asyncio.Future[Any]) -> None:
 
 def _look(
     store: Store, checkpoints: str, lineage: Lineage, excluded: frozenset[str]
-) -> tuple[Found | None, tuple[str, ...]]:
-    """Return the newest version in storage that counts, and what was passed over, a line each."""
+) -> tuple[Found | None, tuple[str, ...], tuple[int, ...]]:
+    """Return the newest version in storage that counts, what was passed over, and what is lost.
+
+    What was passed over is a line each; what is lost are steps, where no version can be loaded.
+    """
     found = find_committed(store, checkpoints, lineage=lineage, exclude=excluded)
+    lost: tuple[tuple[int, str], ...] = ()
     if found is not None:
         rows = found.skipped
     else:
+        lost = unloadable(store, checkpoints, lineage=lineage)
+        damaged = {checkpoint_name(step): reason for step, reason in lost}
         told = "does not count; if it is damaged, `ucp verify` says where"
-        rows = tuple((name, told) for name in sorted(store.list(checkpoints), reverse=True))
+        names = sorted(store.list(checkpoints), reverse=True)
+        rows = tuple((name, damaged.get(name) or told) for name in names)
     # Who could not load from the excluded ones has said why.
-    return found, tuple(f"{name}: {why}" for name, why in rows if name not in excluded)
+    lines = tuple(f"{name}: {why}" for name, why in rows if name not in excluded)
+    return found, lines, tuple(step for step, _ in lost)

@@ -2,7 +2,8 @@
 
 The newest checkpoint that can be loaded is gone on from. One that is damaged is passed over, with
 a warning; one that the model does not fit, or that cannot be read now, ends the training: to go
-on without it would throw work away that nothing is wrong with.
+on without it would throw work away that nothing is wrong with. Where none can be loaded that was
+committed, training begins anew only if no more than one interval of checkpoints is lost.
 """
 
 from __future__ import annotations
@@ -14,8 +15,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ucp_core.checkpoint import MANIFEST_NAME, Found, find_committed, open_checkpoint
-from ucp_core.errors import UcpError
+from ucp_core.checkpoint import (
+    MANIFEST_NAME,
+    Found,
+    checkpoint_name,
+    find_committed,
+    unloadable,
+)
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import Store, open_store
 from ucp_core.storage.base import join
@@ -49,7 +55,7 @@ def run_alone(train: Task, settings: Settings, directory: str) -> Outcome:
     passed: dict[str, str] = {}
     while True:
         found = find_committed(store, checkpoints, lineage=(), exclude=frozenset(passed))
-        _pass_over(store, checkpoints, found, passed)
+        _pass_over(store, checkpoints, found, passed, settings.checkpoint.first_every)
         outcome = _attempt(train, settings, store, path, found)
         if not isinstance(outcome, Unloadable):
             return outcome
@@ -60,14 +66,21 @@ def run_alone(train: Task, settings: Settings, directory: str) -> Outcome:
         _warn(name, "; ".join(reasons), passed)
 
 
-def _pass_over(store: Store, checkpoints: str, found: Found | None, passed: dict[str, str]) -> None:
-    """Tell of what is newer than ``found`` and damaged; raise if that is all there is."""
-    skipped = found.skipped if found is not None else _unusable(store, checkpoints)
-    for name, reason in skipped:
+def _pass_over(
+    store: Store, checkpoints: str, found: Found | None, passed: dict[str, str], at_stake: int
+) -> None:
+    """Tell of what is newer than ``found`` and damaged; raise if that is all there is.
+
+    But for what was committed within the first ``at_stake`` steps: the work of one interval is
+    what the user puts at stake, and training begins anew without it.
+    """
+    lost = unloadable(store, checkpoints, lineage=()) if found is None else ()
+    rows = [(checkpoint_name(step), reason) for step, reason in lost]
+    for name, reason in found.skipped if found is not None else rows:
         # A save that was cut short never counted, and nothing is lost with it.
         if name not in passed and store.exists(join(checkpoints, name, MANIFEST_NAME)):
             _warn(name, reason, passed)
-    if found is None and passed:
+    if max((step for step, _ in lost), default=0) > at_stake:
         told = "; ".join(f"{name}: {reason}" for name, reason in passed.items())
         raise StateError(
             f"no checkpoint in {checkpoints} can be loaded ({told}); put a sound copy of one "
@@ -75,20 +88,6 @@ def _pass_over(store: Store, checkpoints: str, found: Found | None, passed: dict
             path=checkpoints,
             passed=dict(passed),
         )
-
-
-def _unusable(store: Store, checkpoints: str) -> list[tuple[str, str]]:
-    """Return ``(name, reason)`` of all that is there, none of which can be used."""
-    told: list[tuple[str, str]] = []
-    for name in sorted(store.list(checkpoints), reverse=True):
-        directory = join(checkpoints, name)
-        reason = f"files are missing or cut short, `ucp verify {directory}` says which"
-        try:
-            open_checkpoint(store, directory)
-        except UcpError as error:
-            reason = str(error)
-        told.append((name, reason))
-    return told
 
 
 def _warn(name: str, reason: str, passed: dict[str, str]) -> None:

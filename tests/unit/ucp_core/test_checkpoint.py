@@ -28,6 +28,7 @@ from ucp_core.checkpoint import (
     open_checkpoint,
     save_rank,
     try_commit,
+    unloadable,
 )
 from ucp_core.errors import (
     CheckpointCorruptError,
@@ -109,6 +110,24 @@ def test_a_commit_counts_unless_a_later_attempt_went_another_way(
     """A fenced process that was slow can commit a step which the run then did differently."""
     for order in itertools.permutations(lineage):
         assert counts(step=step, attempt=attempt, lineage=order) is valid
+
+
+def test_what_is_lost_is_what_was_committed_and_counts() -> None:
+    """Half a save and a commit of a fenced attempt never were part of the run."""
+    store = MemoryStore()
+    for step, attempt in ((3, 2), (4, 2), (5, 2), (7, 1)):
+        save(store, STATE, step=step, attempt=attempt)
+    save(store, STATE, step=8, attempt=2, ranks=[0])
+    store.write_atomic(f"{ROOT}/step-00000003/manifest.json", b"{", fsync=False)
+    part = next(n for n in store.list(f"{ROOT}/step-00000004") if n.endswith(".bin"))
+    store.delete(f"{ROOT}/step-00000004/{part}")
+
+    rows = unloadable(store, ROOT, lineage=[(1, 0), (2, 2)])
+
+    assert [step for step, _ in rows] == [5, 4, 3]
+    assert rows[0][1] == "", "only its bytes can tell"
+    assert rows[1][1] == f"file {part} is missing"
+    assert "manifest.json" in rows[2][1]
 
 
 def test_a_commit_of_a_fenced_attempt_is_skipped_and_then_replaced() -> None:

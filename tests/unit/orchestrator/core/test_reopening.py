@@ -9,6 +9,7 @@ from orchestrator.core.reopening import reopening
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import Phase, RunState
 from orchestrator.core.stats import RunStats
+from workers.protocol import stored_source
 
 RULES = RunRules(run="test", min_workers=1, max_workers=1, total_steps=10)
 STOPPED: tuple[ev.Event, ...] = (
@@ -89,6 +90,26 @@ def test_a_failed_run_has_its_budgets_back() -> None:
 
     assert (state.phase, state.faults, state.raised_before) == (Phase.READING, (), ())
     assert event.why.startswith("it failed: ")
+
+
+def test_a_run_whose_committed_steps_are_all_lost_fails_until_a_person_has_chosen() -> None:
+    """From step 0 it would train over what may be brought back, for days, unasked.
+
+    What is brought back has the name of what was bad, so after that nothing is left out.
+    """
+    stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
+    event = replace(reopening(stopped, at_s=2.7, life=2), bad=(stored_source(20, 1),))
+    read = ev.CommittedRead(
+        at_s=3.0, attempt=1, step=0, committed_by=0, skipped=(), number=1, lost=(20, 10)
+    )
+    failed, actions, second = _journal(RunState(), (event, read), RULES, seq=first.count(b"\n"))
+    again = reopening(failed, at_s=3.7, life=3)
+
+    assert failed.phase is Phase.FAILED
+    assert "(step-00000020, step-00000010)" in failed.reason
+    assert not any(isinstance(action, act.StartAttempt) for action in actions)
+    assert again.bad == ()
+    assert verify([second], RULES)[0] == failed
 
 
 def test_each_opening_is_replayed_under_its_own_settings() -> None:

@@ -113,6 +113,7 @@ def test_what_is_damaged_in_storage_is_named_also_if_nothing_is_left() -> None:
             answer = await made.read(LINEAGE, enough_step=-1)
             assert answer is not None
             told.append((version_of(answer), [line.split(":")[0] for line in answer.skipped]))
+            assert answer.lost == (() if step == 6 else (6, 5))
         again = await made.read(LINEAGE, enough_step=-1, bad=[stored_source(6, 1)])
         assert again is not None
         return told, [line.split(":")[0] for line in again.skipped]

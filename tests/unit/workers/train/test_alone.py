@@ -92,6 +92,23 @@ def test_where_nothing_can_be_loaded_training_does_not_begin_anew(tmp_path: Path
         train(tmp_path, Fit(), steps=2)
 
 
+def test_without_the_first_checkpoint_training_begins_anew_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No more is lost than the interval puts at stake, and nobody may be there to be asked."""
+    train(tmp_path, Fit(), steps=1)
+    damage(tmp_path, 1)
+    again = Fit()
+
+    assert train(tmp_path, again, steps=1) >= 2
+
+    assert again.resumed[-1] == 0
+    assert any("damaged checkpoint step-00000001" in line for line in caplog.messages)
+    after = Fit()
+    train(tmp_path, after, steps=1)
+    assert after.resumed == [1]
+
+
 @pytest.mark.parametrize(
     ("other", "what"),
     [
