@@ -85,7 +85,7 @@ def test_what_is_safe_and_what_is_wrong_has_a_line_each() -> None:
         "in storage: step 90",
         "redundancy: partner copy [of all]",
         "saves: a snapshot each step, a checkpoint every 10 steps; 0.71% of step time, at most 2%",
-        "loaded: 5.0 MB from local memory",
+        "loaded: 4.8 MiB from local memory",
         "passed over: step-00000004: manifest.json is cut short",
         "trouble: storage has been silent for 12 s",
         "last change: crash (w0001): its process died",
