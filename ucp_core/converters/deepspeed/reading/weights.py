@@ -171,7 +171,7 @@ def _add_module(
     module: Mapping[str, Any],
     stand_ins: set[str],
 ) -> None:
-    buffers = frozenset(tree.get("buffer_names") or ())
+    buffers = {*(tree.get("buffer_names") or ()), *_beside_tensors(module, modules.items)}
     shared = {**(first.get("shared_params") or {}), **(tree.get("shared_params") or {})}
     seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     order = modules.order.setdefault(rank.tp if rank.stage == 0 else -1 - rank.stage, [])
@@ -194,6 +194,21 @@ def _tensors(module: Mapping[str, Any], items: dict[str, Item]) -> Iterator[tupl
             yield str(name), value
         else:
             items[f"module.{name}"] = Item("drop", "a module's own state, not a tensor of weights")
+
+
+def _beside_tensors(module: Mapping[str, Any], items: dict[str, Item]) -> Iterator[str]:
+    """Yield the tensors that modules made up for the state, as those of bitsandbytes do.
+
+    DeepSpeed lists them nowhere. ``fc.weight.absmax`` is below ``fc.weight``, which is a tensor and
+    so no module: it is neither a parameter, and not to be trained ever, nor a registered buffer.
+    """
+    for name, value in module.items():
+        parts = str(name).split(".")
+        above = (".".join(parts[:count]) for count in range(1, len(parts)))
+        owner = next((a for a in above if isinstance(module.get(a), TensorRef)), None)
+        if owner is not None and isinstance(value, TensorRef):
+            items[f"module.{name}"] = Item("reshard", f"kept as a buffer beside {owner}")
+            yield str(name)
 
 
 def _owner(

@@ -211,6 +211,29 @@ def test_ties_are_seen_by_their_bytes_where_nothing_names_them(tmp_path: Path) -
     }
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_a_module_keeps_beside_a_weight_is_no_frozen_parameter(
+    tmp_path: Path, stage: int
+) -> None:
+    """Quantised layers add tensors to the state that DeepSpeed does not list as buffers."""
+    folder = native(MODEL, stage=stage, dp=2)
+    module = folder.trees[next(name for name in folder.trees if "model_states" in name)]["module"]
+    absmax = np.arange(3, dtype=np.float32)
+    module["frozen.weight.absmax"] = tensor(absmax)
+    module["frozen.weight.quant_state.nf4"] = tensor(np.arange(5, dtype=np.int64))
+
+    checkpoint = read(folder.write(tmp_path))
+
+    assert checkpoint.manifest.roles == {
+        "frozen.weight": "frozen",
+        "frozen.weight.absmax": "buffer",
+        "frozen.weight.quant_state.nf4": "buffer",
+        "scale": "buffer",
+    }
+    assert np.array_equal(loaded(checkpoint)["frozen.weight.absmax", "weight"], absmax)
+    assert "frozen.weight" in checkpoint.manifest.items["module.frozen.weight.absmax"].note
+
+
 def _two_halves(whole: Array, tp: int) -> list[Array]:
     """Cut gate and up, which are fused, each by itself."""
     gate, up = np.split(whole, 2)
