@@ -178,7 +178,7 @@ class _Reader:
     container: Container
     common: dict[str, Any]
     result: State = field(default_factory=State)
-    is_local: bool = False
+    is_local: bool = True
     objects: dict[str, list[str]] = field(default_factory=dict)
 
     def state(self) -> State:
@@ -212,16 +212,21 @@ class _Reader:
         """Look at the modules' own states: without Transformer Engine they are all None."""
         keys = [key for key in self.objects if key.endswith("._extra_state")]
         found: dict[str, Any] = {}
-        for key in keys:
-            for shard, value in self.container.values(self.objects.pop(key)):
+        for shard in [shard for key in keys for shard in self.objects.pop(key)]:
+            try:
+                ((_, value),) = self.container.values([shard])
                 if not _is_nothing(value):
+                    self.is_local = False
                     found[shard] = self._json(value, shard)
-        self.is_local = not found
+            except ForeignClassError as error:
+                self.is_local = False
+                note = f"scaling of fp8 is made anew: what the module kept is too much: {error}"
+                self.result.items[shard] = Item("drop", note)
         if found:
             self.result.extra["_extra_state"] = found
             note = "kept in extra; scaling of fp8 is made anew where it does not fit"
             self.result.items["_extra_state"] = Item("replicate", note)
-        elif keys:
+        elif keys and self.is_local:
             self.result.items["_extra_state"] = Item("drop", f"{len(keys)} modules have none")
 
     def _add_tensors(self, models: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -66,6 +67,17 @@ def test_what_only_transformer_engine_has_tells_its_names_from_the_local_ones() 
     assert unequal(checkpoint, expected(values, local=False)) == []
     assert checkpoint.manifest.items["_extra_state"].policy == "replicate"
     assert len(checkpoint.extra["_extra_state"]) == 2
+
+
+def test_a_module_s_own_state_that_is_too_large_to_keep_is_left_out_by_name() -> None:
+    """Histories of fp8 that are longer than usual; no weight was to be had for them before."""
+    values = state()
+    shard = "decoder.layers.mlp.linear_fc2._extra_state/shard_0_1"
+    large = torch.zeros(70_000, dtype=torch.uint8)
+    checkpoint = _opened(values, local=False, objects={shard: [large], f"{shard}0": [io.BytesIO()]})
+    assert unequal(checkpoint, expected(values, local=False)) == []
+    assert checkpoint.manifest.items[shard].policy == "drop"
+    assert len(checkpoint.extra["_extra_state"]) == 3
 
 
 def test_newer_megatron_keeps_the_common_state_among_the_items() -> None:
