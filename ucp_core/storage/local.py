@@ -32,6 +32,8 @@ _GATHER_BYTES = 1 << 20
 #: announce it takes 6 us, to read it 200.
 _AHEAD_BYTES = 128 << 10
 _AHEAD_RANGES_MIN = 8
+#: RWF_NOWAIT, which Python has no name for where it was built for an old C library.
+_NOWAIT = 8
 
 #: Space is reserved in stretches of this size, once a file has become as large: on ext4 writing
 #: takes 30 to 40 % less time then, 20 to 30 % with fsync (256 MB, stretches of 16 to 1024 MB).
@@ -80,6 +82,8 @@ class LocalStore:
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
         """Fill the buffers of every range."""
         with _opened(path) as fd:
+            if len(ranges) >= _AHEAD_RANGES_MIN:
+                ranges = ranges[_read_cached(fd, ranges) :]
             if len(ranges) >= _AHEAD_RANGES_MIN:
                 _read_ahead(fd, ranges)
             for offset_bytes, buffers in ranges:
@@ -344,6 +348,21 @@ def _reserve(fd: int, size_bytes: int) -> int:
         # There may be room for what comes, but not for what was to be reserved.
         pass
     return sys.maxsize
+
+
+def _read_cached(fd: int, ranges: Sequence[ReadRange]) -> int:
+    """Fill ranges up to the first that is not in the page cache; return how many are filled.
+
+    To announce rows of 16 KiB that are there takes 5 to 15 % of the time of reading them.
+    """
+    num_filled = 0
+    # What is not there raises, and so does a kernel, file system or C library without the flag.
+    with suppress(OSError, NotImplementedError):
+        for offset_bytes, buffers in ranges:
+            if len(buffers) > 1 or os.preadv(fd, buffers, offset_bytes, _NOWAIT) < len(buffers[0]):
+                break
+            num_filled += 1
+    return num_filled
 
 
 def _read_ahead(fd: int, ranges: Sequence[ReadRange]) -> None:

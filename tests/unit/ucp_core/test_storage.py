@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import fsspec
@@ -91,32 +93,110 @@ def test_a_forbidden_place_says_what_to_check(tmp_path: Path) -> None:
         LocalStore().append("/proc/nothing/x", b"")
 
 
-@pytest.mark.parametrize("step_bytes", [16 << 10, 1 << 20], ids=["near", "far"])
-def test_rows_near_each_other_are_announced(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step_bytes: int
-) -> None:
-    """Else the kernel begins no row before the one before is there."""
-    announced: list[tuple[int, int]] = []
-    posix_fadvise = os.posix_fadvise
+class _Kernel:
+    """Stands for the kernel, of which a test cannot know what is in its page cache."""
 
-    def noting(fd: int, offset: int, length: int, advice: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, refusals: dict[int, Exception | int]
+    ) -> None:
+        """Refuse reads from some offsets that must not wait: an error, or how many bytes come."""
+        self.announced: list[tuple[int, int]] = []
+        self._refusals = refusals
+        self._preadv, self._fadvise = os.preadv, os.posix_fadvise
+        monkeypatch.setattr(os, "preadv", self._read)
+        monkeypatch.setattr(os, "posix_fadvise", self._note)
+
+    def _read(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        if flags:
+            assert flags == os.RWF_NOWAIT
+            refusal = self._refusals.get(offset)
+            if isinstance(refusal, Exception):
+                raise refusal
+            if refusal is not None:
+                return self._preadv(fd, [buffers[0][:refusal]], offset)
+        return self._preadv(fd, buffers, offset)
+
+    def _note(self, fd: int, offset: int, length: int, advice: int) -> None:
         assert advice == os.POSIX_FADV_WILLNEED
-        announced.append((offset, offset + length))
-        posix_fadvise(fd, offset, length, advice)
+        self.announced.append((offset, offset + length))
+        self._fadvise(fd, offset, length, advice)
 
-    monkeypatch.setattr(os, "posix_fadvise", noting)
-    path, num_rows = tmp_path / "f", 20
-    data = os.urandom(num_rows * step_bytes)
+
+_ROW_BYTES, _NUM_ROWS = 5000, 20
+
+
+def _read_rows(path: Path, step_bytes: int) -> list[int]:
+    """Read rows of a new file at once and compare them; return where they begin."""
+    data = os.urandom(_NUM_ROWS * step_bytes)
     path.write_bytes(data)
-    starts = [7 + number * step_bytes for number in range(num_rows)]
-    rows = [bytearray(5000) for _ in starts]
-    ranges = [(a, (memoryview(row),)) for a, row in zip(starts, rows, strict=True)]
+    starts = _row_starts(step_bytes)
+    rows = [bytearray(_ROW_BYTES) for _ in starts]
 
+    ranges = [(a, (memoryview(row),)) for a, row in zip(starts, rows, strict=True)]
     LocalStore().read_ranges(str(path), ranges)
 
-    assert rows == [data[start : start + 5000] for start in starts]
-    assert all(any(a <= s < b for a, b in announced) for s in starts) == (step_bytes < 128 << 10)
-    assert all(b - a <= 128 << 10 for a, b in announced)
+    assert rows == [data[start : start + _ROW_BYTES] for start in starts]
+    return starts
+
+
+def _row_starts(step_bytes: int) -> list[int]:
+    return [7 + number * step_bytes for number in range(_NUM_ROWS)]
+
+
+@pytest.mark.parametrize("step_bytes", [16 << 10, 256 << 10], ids=["near", "far"])
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        BlockingIOError(errno.EAGAIN, "not in the page cache"),
+        OSError(errno.EOPNOTSUPP, "a file system that does not know the flag"),
+        NotImplementedError("a C library that does not know it"),
+        1000,
+    ],
+    ids=["missing", "unsupported", "unknown", "partly"],
+)
+@pytest.mark.parametrize("num_cached", [0, 5])
+def test_rows_near_each_other_are_announced(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    num_cached: int,
+    refusal: Exception | int,
+    step_bytes: int,
+) -> None:
+    """Else the kernel begins no row before the one before is there."""
+    kernel = _Kernel(monkeypatch, {_row_starts(step_bytes)[num_cached]: refusal})
+
+    starts = _read_rows(tmp_path / "f", step_bytes)
+
+    def is_announced(start: int) -> bool:
+        return any(low <= start < high for low, high in kernel.announced)
+
+    is_near = step_bytes < 128 << 10
+    assert [is_announced(s) for s in starts[num_cached:]] == [is_near] * (_NUM_ROWS - num_cached)
+    assert not any(low < starts[num_cached] for low, _ in kernel.announced)
+    assert all(high - low <= 128 << 10 for low, high in kernel.announced)
+
+
+@pytest.mark.parametrize("num_cached", [_NUM_ROWS, _NUM_ROWS - 2], ids=["all", "nearly"])
+def test_rows_that_are_in_the_page_cache_are_not_announced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_cached: int
+) -> None:
+    """To announce what is there takes time and brings nothing."""
+    missing = _row_starts(16 << 10)[num_cached:]
+    kernel = _Kernel(monkeypatch, dict.fromkeys(missing, BlockingIOError()))
+
+    _read_rows(tmp_path / "f", 16 << 10)
+
+    assert kernel.announced == []
+
+
+def test_a_row_behind_the_end_of_a_file_is_told(tmp_path: Path) -> None:
+    """The kernel answers a read that must not wait as it does one behind the end: by less."""
+    path = tmp_path / "f"
+    path.write_bytes(bytes(19 * 16384 + 4999))
+    ranges = [(n * 16384, (memoryview(bytearray(_ROW_BYTES)),)) for n in range(_NUM_ROWS)]
+
+    with pytest.raises(StorageError, match=r"/f ends at byte 316295, 1 bytes early: truncated"):
+        LocalStore().read_ranges(str(path), ranges)
 
 
 def test_rows_are_read_where_nothing_can_be_announced(
