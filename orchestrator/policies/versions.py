@@ -24,6 +24,7 @@ __all__ = [
     "Protection",
     "Version",
     "complete",
+    "lost",
     "newest",
     "protection",
     "without",
@@ -302,3 +303,14 @@ def _survived(fatal: Sequence[Collection[frozenset[str]]], nodes: Collection[str
         for pair in pairs
     )
     return 1 if any(ends) else 2
+
+
+def lost(steps: Sequence[int], lineage: Lineage, *, at_stake_steps: int) -> tuple[int, ...]:
+    """Return ``steps``, which can be loaded from nowhere, if the run must not begin anew for them.
+
+    The work of one interval is what the user puts at stake, and goes on without. How far the run
+    had come is also told by its attempts: once one has resumed from before a version that was
+    damaged, that version counts no more, and is not among ``steps``.
+    """
+    reached = max((*steps, *(resumed for _, resumed in lineage)), default=0)
+    return tuple(steps) if reached > at_stake_steps else ()

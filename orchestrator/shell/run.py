@@ -30,6 +30,7 @@ from orchestrator.core.journal import turn_records
 from orchestrator.core.machine import step
 from orchestrator.core.state import ACTIVE, Phase, WorkerStatus, describe, next_deadline_s
 from orchestrator.core.survey import adopted
+from orchestrator.policies import versions
 from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell.bookmark_file import BookmarkFile
 from orchestrator.shell.capacity import Capacity
@@ -359,8 +360,7 @@ class Run:
         if answer is None:
             return  # the machine asks again
         found = answer.version
-        # The work of one interval is what the user puts at stake: the run goes on without it.
-        is_too_much = max(answer.lost, default=0) > self._config.checkpoint.first_every
+        at_stake_steps = self._config.checkpoint.first_every
         self._post(
             CommittedRead(
                 at_s=self._clock.at_s(),
@@ -370,7 +370,7 @@ class Run:
                 skipped=answer.skipped,
                 number=action.number,
                 source=found.source if found else "",
-                lost=answer.lost if is_too_much else (),
+                lost=versions.lost(answer.lost, action.lineage, at_stake_steps=at_stake_steps),
             )
         )
 

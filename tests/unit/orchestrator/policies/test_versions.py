@@ -5,7 +5,7 @@ import pytest
 
 from orchestrator.errors import ConfigError
 from orchestrator.policies.layout import LayoutRules
-from orchestrator.policies.versions import complete, newest, protection
+from orchestrator.policies.versions import complete, lost, newest, protection
 from orchestrator.policies.whatif import LossFacts, StoredVersion, WorkerPlace, plan_recovery
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, Member
 
@@ -215,3 +215,20 @@ def test_a_beginning_that_fits_two_nodes_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="beginning of 2 nodes"):
         plan_recovery(facts, ["a"])
+
+
+@pytest.mark.parametrize(
+    ("steps", "lineage", "expected"),
+    [
+        ((), [(1, 0), (2, 60)], ()),
+        ((10,), [(1, 0)], ()),
+        ((20, 10), [(1, 0)], (20, 10)),
+        ((10,), [(1, 0), (2, 20), (3, 10)], (10,)),
+    ],
+    ids=["nothing", "first", "two", "resumed_further_on"],
+)
+def test_a_run_begins_anew_only_without_its_first_interval(
+    steps: tuple[int, ...], lineage: list[tuple[int, int]], expected: tuple[int, ...]
+) -> None:
+    """Damage that only loading shows leads from version to version down to the first."""
+    assert lost(steps, lineage, at_stake_steps=10) == expected
