@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ import ray
 from ucp_core.errors import UcpError
 from workers.errors import WorkerError
 from workers.keeper.node_memory import NodeMemory
-from workers.keeper.watch import GONE, STILL_S, NodeWatch
+from workers.keeper.watch import GONE, STILL_S, NodeWatch, clear
 from workers.parent import end_with_parent
 from workers.protocol import Inventory, KeeperOrder, NodeReport
 from workers.train.settings import Settings
@@ -111,10 +110,7 @@ class Keeper:
 
     async def clear(self) -> None:
         """Leave nothing in the node's shared memory: the run is over, and this keeper with it."""
-        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            # Simulated nodes share it; the last one out takes it along.
-            self._directory.parent.rmdir()
+        await asyncio.to_thread(clear, self._directory)
 
     async def held(self) -> Inventory:
         """Return what is held in memory now."""

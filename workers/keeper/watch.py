@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -49,6 +51,41 @@ def dead_workers(directory: Path) -> frozenset[str]:
         for worker, view in views.items()
         if view is not None and not _runs(view.pid, view.started_ticks)
     )
+
+
+def clear(directory: Path) -> None:
+    """Remove the directory of a node whose run is over, and what lost nodes left beside it.
+
+    Simulated nodes share a machine, and who was killed with its node removes nothing. What is of
+    a living process stays: whoever has a page there, or listens at a socket.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for other in directory.parent.iterdir():
+            if not _is_in_use(other):
+                shutil.rmtree(other, ignore_errors=True)
+        # The last one out takes it along.
+        directory.parent.rmdir()
+
+
+def _is_in_use(directory: Path) -> bool:
+    pages = [path.stem for path in directory.glob("*" + PAGE_SUFFIX)]
+    return len(dead_workers(directory)) < len(pages) or any(
+        path.is_socket() and _is_bound(path) for path in directory.iterdir()
+    )
+
+
+def _is_bound(path: Path) -> bool:
+    """Return whether a process has the socket; it does not notice."""
+    # Nobody here has one of this type, so what is bound is found and not connected to.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        try:
+            other.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True
+    return True
 
 
 def ring_path(directory: Path, worker: str) -> Path:

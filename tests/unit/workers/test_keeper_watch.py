@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from workers.keeper.watch import SETTLED_S, NodeWatch, dead_workers, page_path
+import pytest
+
+from workers.keeper.watch import SETTLED_S, NodeWatch, clear, dead_workers, page_path
 from workers.progress import ProgressPage, process_state
 from workers.protocol import WorkerPhase
 
@@ -45,6 +48,45 @@ def test_stopped_worker_is_killed_for_sure(tmp_path: Path) -> None:
         assert worker.wait(120) == -signal.SIGKILL
 
     assert dead_workers(tmp_path) == {"w0001"}
+
+
+def test_what_a_lost_node_left_goes_with_the_run_and_what_lives_stays(tmp_path: Path) -> None:
+    """Who was killed with its node removes nothing; who is only cut off may come back."""
+    run = tmp_path / "everstep-run"
+    mine, lost, living, listening = (run / name for name in ("mine", "lost", "living", "door"))
+    for directory in (mine, lost, living, listening):
+        directory.mkdir(parents=True)
+    (mine / "w0009.ring").write_bytes(b"")
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(page_path(place, "w0001"))], stdout=subprocess.PIPE
+        )
+        for place in (lost, living, listening)
+    ]
+    try:
+        for worker in workers:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == b"ready\n"
+        for index in (0, 2):
+            workers[index].kill()
+            workers[index].wait(120)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+            door.bind(str(listening / "door"))
+            door.listen()
+
+            clear(mine)
+
+            assert sorted(path.name for path in run.iterdir()) == ["door", "living"]
+            assert page_path(living, "w0001").exists()
+            door.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                door.accept()
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+    clear(mine)
+    assert not run.exists()
 
 
 def test_page_of_an_older_process_kills_nobody(tmp_path: Path) -> None:
