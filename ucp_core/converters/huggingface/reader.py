@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from ucp_core._open import Checkpoint
 from ucp_core.boxes import Box
 from ucp_core.checksums import BLOCK_BYTES
-from ucp_core.converters.files.safetensors import LENGTH_BYTES, Header, header_bytes, parse_header
+from ucp_core.converters.files.safetensors import (
+    LENGTH_BYTES,
+    Header,
+    TensorRange,
+    header_bytes,
+    parse_header,
+)
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ucp_core.manifest import Item, Kind, Manifest
 from ucp_core.statemap import Fragment, StateMap, TensorEntry, TensorKey
@@ -42,6 +48,8 @@ _INDEX_BYTES_MAX = 100_000_000
 #: A model's configuration is a few KiB, its tokenizer some MiB.
 _DOCUMENT_BYTES_MAX = 64 << 10
 _THREADS = 8
+#: Where torch's consolidation leaves the files that it made the folder's of.
+_CONSOLIDATED = "sharded"
 _TORCH_NAME = "pytorch_model.bin"
 _TORCH_INDEX = "pytorch_model.bin.index.json"
 #: Of files that may be a state dict by themselves.
@@ -119,6 +127,7 @@ def read(
     config = documents.get("config.json", {})
     if files[0].endswith(SUFFIX):
         entries, metadata = _entries(_shards(store, directory, files, sizes), directory, listed)
+        items |= _scalars_put_right(store, directory, entries)
         held = StateMap(entries=entries, block_bytes=BLOCK_BYTES)
     else:
         # No file of safetensors needs the reader of pickles.
@@ -293,29 +302,21 @@ def _entries(
     metadata: dict[str, str] = {}
     for shard in shards:
         metadata.update(shard.header.metadata)
-        for name, dtype, shape, start_byte, stop_byte in shard.header.tensors:
-            key = TensorKey(name, "weight")
-            if key in entries:
-                other = entries[key].fragments[0].file
+        for tensor in shard.header.tensors:
+            entry = _entry(shard, tensor)
+            if entry.key in entries:
+                other = entries[entry.key].fragments[0].file
                 raise CheckpointCorruptError(
-                    f"{directory}: tensor {name!r} is in {other} and in {shard.file}: two models "
-                    "in one folder, or a file of an older save; remove the wrong one",
+                    f"{directory}: tensor {tensor.name!r} is in {other} and in {shard.file}: two "
+                    "models in one folder, or a file of an older save; remove the wrong one",
                     path=directory,
-                    fqn=name,
+                    fqn=tensor.name,
                     files=[other, shard.file],
                 )
-            fragment = Fragment(
-                Box.full(shape),
-                shard.file,
-                shard.data_byte + start_byte,
-                stop_byte - start_byte,
-                None,
-                (),
-            )
-            entries[key] = TensorEntry(key=key, dtype=dtype, shape=shape, fragments=(fragment,))
+            entries[entry.key] = entry
     for name, file in listed.items():
-        entry = entries.get(TensorKey(name, "weight"))
-        if entry is None or entry.fragments[0].file != file:
+        held = entries.get(TensorKey(name, "weight"))
+        if held is None or held.fragments[0].file != file:
             raise CheckpointCorruptError(
                 f"{join(directory, file)}: tensor {name!r} is not in it, though the index says "
                 "so; the file is from another save",
@@ -323,6 +324,47 @@ def _entries(
                 fqn=name,
             )
     return entries, metadata
+
+
+def _entry(shard: _Shard, tensor: TensorRange) -> TensorEntry:
+    name, dtype, shape, start_byte, stop_byte = tensor
+    begin = shard.data_byte + start_byte
+    fragment = Fragment(Box.full(shape), shard.file, begin, stop_byte - start_byte, None, ())
+    key = TensorKey(name, "weight")
+    return TensorEntry(key=key, dtype=dtype, shape=shape, fragments=(fragment,))
+
+
+def _scalars_put_right(
+    store: Store, directory: str, entries: dict[TensorKey, TensorEntry]
+) -> dict[str, Item]:
+    """Take 0-d tensors from the files that torch consolidated, where these are still there.
+
+    ``HuggingFaceStorageWriter(enable_consolidation=True)`` of torch 2.13 writes all of them as
+    zero, and keeps what it has read in ``sharded``.
+    """
+    scalars = {key for key, entry in entries.items() if not entry.shape}
+    if not scalars:
+        return {}
+    sizes = store.sizes(join(directory, _CONSOLIDATED))
+    sources = {f"{_CONSOLIDATED}/{n}": size for n, size in sizes.items() if n.endswith(SUFFIX)}
+    items: dict[str, Item] = {}
+    for shard in _shards(store, directory, sorted(sources), sources) if sources else ():
+        for tensor in shard.header.tensors:
+            found = _entry(shard, tensor)
+            if found.key not in scalars or found.shape:
+                continue
+            held = entries[found.key]
+            if found.dtype == held.dtype and not any(_bytes(store, directory, held)):
+                entries[found.key] = found
+                note = f"taken from {shard.file}: torch's consolidation writes 0-d tensors as zero"
+                items[tensor.name] = Item("reshard", note)
+    return items
+
+
+def _bytes(store: Store, directory: str, entry: TensorEntry) -> bytes:
+    (fragment,) = entry.fragments
+    path = join(directory, fragment.file)
+    return store.read_range(path, fragment.offset_bytes, fragment.num_bytes)
 
 
 def _ties(
