@@ -328,8 +328,16 @@ def _finish(summary: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(summary))
     else:
-        shown = {k: v for k, v in summary.items() if k not in {"incidents", "phases_s", "reason"}}
-        _print(shown, as_json=False)
+        left_out = {"incidents", "phases_s", "reason"}
+        shown = {k: v for k, v in summary.items() if k not in left_out and v is not None}
+        rounded = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in shown.items()}
+        _print(rounded, as_json=False)
+    if summary["outcome"] == "stopped":
+        typer.echo(
+            f"stopped after step {summary['steps']}: {summary['reason']}; the same command goes "
+            "on from there",
+            err=True,
+        )
     if summary["outcome"] == "failed":
         typer.echo(f"\n{summary['reason']}", err=True)
         raise typer.Exit(1)

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from orchestrator.cli import _ending, app
+from orchestrator.cli import _ending, _finish, app
 from tests.support.run_directories import write_run
 
 
@@ -20,6 +20,32 @@ def test_a_result_is_printed_as_text_and_as_json(tmp_path: Path) -> None:
 
     assert text.stdout == f"report: {tmp_path}/report.html\n"
     assert json.loads(machine.stdout) == {"report": f"{tmp_path}/report.html"}
+
+
+def test_a_run_that_was_stopped_says_how_it_goes_on_and_names_nothing_unknown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What only a completed run has was printed as ``None``."""
+    summary: dict[str, object] = {
+        "weights_digest": None,
+        "outcome": "stopped",
+        "reason": "everstep stop",
+        "steps": 203,
+        "goodput": 0.7814239227056647,
+        "incidents": [],
+        "phases_s": {},
+    }
+
+    _finish(summary, as_json=False)
+    text = capsys.readouterr()
+    _finish(summary, as_json=True)
+    machine = capsys.readouterr()
+
+    assert text.out == "outcome: stopped\nsteps: 203\ngoodput: 0.781424\n"
+    assert (
+        text.err == "stopped after step 203: everstep stop; the same command goes on from there\n"
+    )
+    assert json.loads(machine.out) == summary
 
 
 def test_bad_input_is_exit_code_2_and_one_message_on_stderr(tmp_path: Path) -> None:
