@@ -1,8 +1,9 @@
 """Saving and loading beside raw writes and reads, and beside torch's distributed checkpoint.
 
-One process, warm page cache, no fsync, everything into fresh files; the ways take turns in every
-round, each first in another one, and each removes the files it wrote before, so that all get
-pages that were used already: the first use of one costs a virtual machine several times the write.
+One process, warm page cache, everything into fresh files, with ``--fsync`` all ways or none; the
+ways take turns in every round, each first in another one, and each removes the files it wrote
+before, so that all get pages that were used already: the first use of one costs a virtual machine
+several times the write.
 Loads use as many threads as a program gets by default; ``load_1`` uses one, as the raw read does.
 Speeds and ratios are of the best round, because other work on the machine only ever adds;
 medians stand beside them. ``shrink`` saves with 4 ranks and loads as rank 0 of 3.
@@ -40,8 +41,9 @@ NUM_RANKS = 4
 class Bench:
     """A state of fp32 tensors with two optimizer slots, and the ways to keep it."""
 
-    def __init__(self, megabytes: int, root: Path) -> None:
+    def __init__(self, megabytes: int, root: Path, *, fsync: bool) -> None:
         self.root = root
+        self.fsync = fsync
         self.store = LocalStore()
         tensors_max = max(4, min(64, megabytes // 4))
         rows = max(NUM_RANKS, megabytes * 10**6 // (4 * COLUMNS * len(SLOTS) * tensors_max))
@@ -75,6 +77,8 @@ class Bench:
                 view = array.data.cast("B")
                 for low in range(0, len(view), 1 << 20):
                     file.write(view[low : low + (1 << 20)])
+            if self.fsync:
+                os.fsync(file.fileno())
 
     def raw_read(self) -> None:
         """Read the bytes into place and nothing else, 2 MiB a call."""
@@ -101,7 +105,7 @@ class Bench:
                 extra={},
                 param_groups=[],
                 source={},
-                fsync=False,
+                fsync=self.fsync,
             )
 
     def load(self, threads: int = 2) -> None:
@@ -117,7 +121,8 @@ class Bench:
 
     def dcp_save(self) -> None:
         """Save by torch, also by one process."""
-        dcp.save(self._torch(self.state), checkpoint_id=str(self.root / "dcp"), no_dist=True)
+        writer = dcp.FileSystemWriter(self.root / "dcp", sync_files=self.fsync)
+        dcp.save(self._torch(self.state), storage_writer=writer, no_dist=True)
 
     def dcp_load(self) -> None:
         """Load by torch, in place."""
@@ -137,9 +142,9 @@ class Bench:
         shutil.rmtree(self.root / name, ignore_errors=True)
 
 
-def measure(megabytes: int, rounds: int, root: Path) -> dict[str, Any]:
+def measure(megabytes: int, rounds: int, root: Path, *, fsync: bool) -> dict[str, Any]:
     """Return seconds, GB/s and ratios for one size."""
-    bench = Bench(megabytes, root)
+    bench = Bench(megabytes, root, fsync=fsync)
     ways: list[tuple[str, Callable[[], None]]] = [
         ("raw_write", bench.raw_write),
         ("save", bench.save),
@@ -195,6 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[12, 256])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--fsync", action="store_true", help="all ways write to the disk")
     parser.add_argument("--directory", help="where to write; default: the system's temporary one")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -202,7 +208,9 @@ def main() -> None:
     results = {}
     for megabytes in options.megabytes:
         with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-            results[str(megabytes)] = measure(megabytes, options.rounds, Path(folder) / "bench")
+            results[str(megabytes)] = measure(
+                megabytes, options.rounds, Path(folder) / "bench", fsync=options.fsync
+            )
     if options.json:
         print(json.dumps(results, indent=1))
         return

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -194,3 +195,37 @@ def test_a_saver_writes_what_is_there_when_it_saves() -> None:
     need = empty_tensors(state, held)
     load(open_checkpoint(store, "c"), need)
     assert [bytes(one.data) for one in need] == [bytes(one.data) for one in tensors]
+
+
+def test_a_large_state_is_checksummed_beside_the_write_as_it_is_in_the_file() -> None:
+    """Two threads read it; every block must still be told from one with a flipped bit."""
+    rng = random.Random(2)
+    # Neither ends with a block.
+    tensors = [
+        LocalTensor(
+            fqn=fqn,
+            slot="weight",
+            dtype="U8",
+            shape=(size,),
+            box=Box((0,), (size,)),
+            data=memoryview(rng.randbytes(size)),
+        )
+        for fqn, size in (("a", (12 << 20) + 5), ("b", (7 << 20) - 1))
+    ]
+
+    store, record = saved(saver_of(tensors), tensors, step=4)
+
+    name = "a0002-r00000.bin"
+    data = bytearray(store.read(f"c/{name}"))
+    assert data == b"".join(bytes(one.data) for one in tensors)
+    assert from_bytes(record, where="record").files[name].crc32 == crc32(data)
+    for low in range(0, len(data), BLOCK_BYTES):
+        data[low] ^= 1
+        store.write_file(f"c/{name}", [data], fsync=False)
+        with pytest.raises(ChecksumMismatchError):
+            load(open_checkpoint(store, "c"), [_empty(one) for one in tensors])
+        data[low] ^= 1
+
+
+def _empty(tensor: LocalTensor) -> LocalTensor:
+    return replace(tensor, data=memoryview(bytearray(len(tensor.data))))
