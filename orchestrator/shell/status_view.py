@@ -22,11 +22,7 @@ def print_status(status: Mapping[str, Any], console: Console) -> None:
     ):
         if rows:
             _say(console, "\n".join(("", *_table((columns, *rows)))))
-    facts = list(_facts(status))
-    if facts:
-        _say(console, "")
-    for fact in facts:
-        _say(console, fact)
+    _say(console, "\n".join(("", *_facts(status))))
 
 
 def _say(console: Console, text: str) -> None:
