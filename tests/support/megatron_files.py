@@ -7,6 +7,7 @@ each; ``dp`` data-parallel ranks share the optimizer's flat buffers.
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from itertools import product
 from typing import Any
 
@@ -212,6 +213,7 @@ def write_checkpoint(  # noqa: PLR0913 - what Megatron can be told
     common_file: bool = True,
     objects: dict[str, Any] | None = None,
     frozen: frozenset[str] = frozenset(),
+    arguments: dict[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint; ``buffers``: ``dp_reshardable``, else ``fully_reshardable``."""
     save = Save()
@@ -221,6 +223,8 @@ def write_checkpoint(  # noqa: PLR0913 - what Megatron can be told
         value = [None] if local else [torch.arange(4, dtype=torch.uint8)]
         save.objects[f"decoder.layers.mlp.linear_fc1._extra_state/shard_{layer}_{LAYERS}"] = value
     common: dict[str, Any] = {"iteration": 4, "checkpoint_version": 3.0, "optimizer": {}}
+    if arguments is not None:
+        common["args"] = Namespace(**arguments)
     if buffers:
         _buffers(save, values, (tp, pp, 2), frozen)
     else:

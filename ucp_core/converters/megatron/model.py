@@ -11,6 +11,7 @@ from ucp_core.converters.files.torch_reader import TensorRef
 from ucp_core.converters.shared.optimizer_order import assign, largest_shape, unclear
 from ucp_core.converters.shared.shards import Layouts, Rank, Run, Shards
 from ucp_core.converters.shared.values import Scalars, json_value
+from ucp_core.converters.shared.vocabulary import Vocabulary, tells_padding, vocabulary_of
 from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
 from ucp_core.manifest import Item
 from ucp_core.patterns import Pattern, Replicated, Unique
@@ -324,16 +325,20 @@ def _names_by_decay(
 class _MegatronLayouts:
     degree: int
     rules: Rules
+    vocabulary: Vocabulary
 
     def pattern(
         self, key: TensorKey, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Pattern, int | None]:
-        """Return the pattern of a tensor by the rules of its name."""
+        """Return the pattern of a tensor by the rules of its name, and its rows without padding."""
         if not any(shapes):
             return (Unique() if self.degree == 1 else Replicated("first")), None
-        if self.degree == 1:
-            return Unique(), None
         found = self.rules.match(key.fqn, key.slot)
+        if tells_padding(found):
+            return found, None
+        extent = self.vocabulary.extent(key.fqn, sum(shape[0] for shape in shapes if shape))
+        if self.degree == 1:
+            return Unique(), extent
         if found is None:
             raise PatternError(
                 f"{key.fqn}: no rule says how it is cut over {self.degree} tensor parallel ranks; "
@@ -341,7 +346,7 @@ class _MegatronLayouts:
                 fqn=key.fqn,
                 unknown=f"{key.fqn} {list(shapes[0])}",
             )
-        return found, None
+        return found, extent
 
 
 def pattern_rules(
@@ -364,4 +369,5 @@ def pattern_rules(
         )
     gated = arguments.get("swiglu") or arguments.get("gated_linear_unit")
     family = builtin_rules("megatron-gated" if gated else "megatron")
-    return _MegatronLayouts(degree, family if rules is None else rules.over(family))
+    wanted = family if rules is None else rules.over(family)
+    return _MegatronLayouts(degree, wanted, vocabulary_of(arguments))

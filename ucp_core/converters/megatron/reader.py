@@ -24,6 +24,7 @@ from ucp_core.converters.shared.groups import Groups
 from ucp_core.converters.shared.shards import Rank, Shards
 from ucp_core.converters.shared.torch_files import Files
 from ucp_core.converters.shared.values import Scalars, json_value, refusing_nonsense
+from ucp_core.converters.shared.vocabulary import vocabulary_of
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -97,6 +98,7 @@ def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
     extra, items = _extras(files, first, len(pieces))
     used = {f.file for entry in entries.values() for f in entry.fragments}
     known = {key.fqn for key in entries}
+    items |= vocabulary_of(arguments).item(entries)
     manifest = Manifest(
         kind=Kind.FOREIGN,
         step=_iteration(first, pieces[0].file),

@@ -19,8 +19,9 @@ from ucp_core.converters.dcp.container import Container
 from ucp_core.converters.dcp.directory import metadata_names, read_container
 from ucp_core.converters.dcp.state import BLOCK_BYTES, State, json_value
 from ucp_core.converters.files.inline import INLINE_NAME, OverlayStore
-from ucp_core.converters.files.torch_reader import read_torch_file
+from ucp_core.converters.files.torch_reader import Opaque, read_torch_file
 from ucp_core.converters.megatron_core import flat_buffers, key_names
+from ucp_core.converters.shared.vocabulary import tells_padding, vocabulary_of
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -29,6 +30,8 @@ from ucp_core.errors import (
     UnsupportedVersionError,
 )
 from ucp_core.manifest import Item, Kind, Manifest
+from ucp_core.operators import strip_padding
+from ucp_core.patterns import Cut, place
 from ucp_core.statemap import StateMap, TensorKey
 from ucp_core.storage.base import Store, join
 
@@ -65,17 +68,18 @@ def read(
     Args:
         store: Where.
         directory: Of one iteration, or of all, with Megatron's file that names the latest.
-        rules: Not needed: the metadata say which box every file holds.
+        rules: Of them only where the padding of a vocabulary begins (``unpadded``): the metadata
+            say which box every file holds.
         tag: The folder of an iteration.
 
     Raises:
         CheckpointNotFoundError: There is none.
         CheckpointCorruptError: Files are missing, truncated, damaged, or of different saves.
+        PatternError: A rule says that padding begins behind the end of a tensor.
         UncoveredRegionError: The chunks of a tensor leave a hole or overlap.
         UnsupportedVersionError: The optimizer's state cannot be told apart; says what is missing.
         ForeignClassError: The metadata hold an unknown class or kind of tensor.
     """
-    del rules
     where = _located(store, directory, tag)
     if where is None:
         raise CheckpointNotFoundError(
@@ -91,7 +95,7 @@ def read(
             path=where,
         )
     container = read_container(store, where)
-    reader = _Reader(container, _common(container))
+    reader = _Reader(container, _common(container), rules)
     state = reader.state()
     state_map = StateMap(entries=state.entries, block_bytes=BLOCK_BYTES, extents=state.extents)
     state_map.prove_coverage()
@@ -177,6 +181,7 @@ class _Reader:
 
     container: Container
     common: dict[str, Any]
+    rules: Rules | None = None
     result: State = field(default_factory=State)
     is_local: bool = True
     objects: dict[str, list[str]] = field(default_factory=dict)
@@ -190,6 +195,7 @@ class _Reader:
         models = [k for k in self.container.tensors if not key_names.is_optimizer(k)]
         self._add_tensors(models)
         self._add_buckets(models)
+        self._strip_padding()
         self._add_common()
         self._add_groups()
         self._add_objects()
@@ -295,6 +301,23 @@ class _Reader:
         self.result.items["optimizer.distributed"] = Item("reshard", note)
         note = "copies of the weights that the optimizer has in fp32"
         self.result.items["model"] = Item("drop", note)
+
+    def _strip_padding(self) -> None:
+        """Leave out the rows behind a vocabulary's tokens, in every slot."""
+        arguments = self.common.get("args")
+        values = arguments.state if isinstance(arguments, Opaque) else arguments
+        vocabulary = vocabulary_of(values if isinstance(values, dict) else {})
+        for key, entry in self.result.entries.items():
+            if not entry.shape:
+                continue
+            rule = None if self.rules is None else self.rules.match(key.fqn, key.slot)
+            cut = Cut(unpadded=vocabulary.extent(key.fqn, entry.shape[0]))
+            if tells_padding(rule):
+                cut = Cut(rule.dim, unpadded=rule.unpadded)
+            if cut.unpadded is not None:
+                shape = place(cut, (entry.shape,), name=str(key)).shape
+                self.result.entries[key] = strip_padding(entry, shape)
+        self.result.items |= vocabulary.item(self.result.entries)
 
     def _add_common(self) -> None:
         for key, value in self.common.items():

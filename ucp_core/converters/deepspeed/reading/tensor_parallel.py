@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ucp_core.converters.shared.vocabulary import tells_padding
 from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
 from ucp_core.patterns import (
     Affine,
@@ -208,9 +209,9 @@ class TensorParallelLayouts:
         if not any(shapes):
             return (Unique() if self.degree == 1 else Replicated("first")), None
         extent = self.info.vocabulary_extent(key.fqn)
-        if self.degree == 1:
-            return Unique(), extent
         rule = None if self.rules is None else self.rules.match(key.fqn, key.slot)
+        if self.degree == 1:
+            return (rule, None) if tells_padding(rule) else (Unique(), extent)
         unsupported = self.info.names[_UNSUPPORTED].match(key.fqn)
         if unsupported is not None:
             if rule is not None:

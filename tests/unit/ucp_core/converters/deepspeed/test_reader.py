@@ -23,6 +23,7 @@ from tests.support.deepspeed_folders import (
 )
 from ucp_core.converters.files.torch_writer import Instance
 from ucp_core.errors import CheckpointCorruptError
+from ucp_core.rules import load_rules
 from ucp_core.statemap import TensorKey
 
 #: No size divides by the ranks; a scalar; two groups.
@@ -302,6 +303,17 @@ def test_tensor_and_pipeline_parallel_tensors_are_whole_again(
     assert_equal(loaded(checkpoint), expected)
     names = [set(group["params"]) for group in checkpoint.param_groups]
     assert names == [{p.name for p in model if p.group == g} for g in (0, 1)]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_rule_tells_where_padding_begins(tmp_path: Path, tp: int) -> None:
+    """It is so of one rank as of several, and in every slot."""
+    folder = native([Param("embed.weight", (16, 4), 0)], tp=tp, dp=2)
+    text = "rules: [{match: embed.weight, pattern: {cut: {dim: 0, unpadded: 13}}}]"
+
+    checkpoint = read(folder.write(tmp_path), rules=load_rules(text, "mine.yaml"))
+
+    assert_equal(loaded(checkpoint), {key: v[:13] for key, v in folder.expected.items()})
 
 
 def test_widths_of_fused_parts_are_honoured(tmp_path: Path) -> None:

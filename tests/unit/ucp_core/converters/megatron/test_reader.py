@@ -22,6 +22,7 @@ from tests.support.deepspeed_folders import (
 from ucp_core.converters import recognise
 from ucp_core.converters.files.torch_writer import write_torch_file
 from ucp_core.errors import CheckpointCorruptError, PatternError, UcpError, UnsupportedVersionError
+from ucp_core.rules import load_rules
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore
 
@@ -180,6 +181,48 @@ def test_every_layout_is_whole_again(
     assert TensorKey(EMBEDDING, "step") in checkpoint.state_map.entries
     assert checkpoint.manifest.ties == ({"output_layer.weight": EMBEDDING} if pp > 1 else {})
     assert recognise(LocalStore(), str(tmp_path)) == "megatron"
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
+def test_rows_behind_the_tokens_are_left_out_of_every_slot(
+    tmp_path: Path, tp: int, pp: int, *, distributed: bool
+) -> None:
+    """The embedding, and the copy of it that the last stage has, were padded for these ranks."""
+    made = Megatron(tp=tp, pp=pp, distributed=distributed)
+    for name, tree in made.trees.items():
+        if name.endswith("model_optim_rng.pt"):
+            tree["args"].state.update(
+                vocab_size=7, padded_vocab_size=8, make_vocab_size_divisible_by=8 // tp
+            )
+
+    checkpoint = read(made.write(tmp_path))
+
+    assert_equal(
+        loaded(checkpoint),
+        {key: v[:7] if key[0] == EMBEDDING else v for key, v in made.expected.items()},
+    )
+    assert "7 of 8 rows" in checkpoint.manifest.items["vocabulary"].note
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_rule_tells_where_the_padding_begins(tmp_path: Path, tp: int) -> None:
+    """It counts before the arguments, and of one rank as of several."""
+    made = Megatron(tp=tp)
+    for tree in made.trees.values():
+        tree["args"].state.update(padded_vocab_size=8)
+    path = made.write(tmp_path)
+    assert "keeps all 8 rows" in read(path).manifest.items["vocabulary"].note
+    rule = "rules: [{match: '.*word_embeddings.weight', pattern: {cut: {dim: 0, unpadded: %d}}}]"
+
+    checkpoint = read(path, rules=load_rules(rule % 5, "mine.yaml"))
+
+    assert_equal(
+        loaded(checkpoint),
+        {key: v[:5] if key[0] == EMBEDDING else v for key, v in made.expected.items()},
+    )
+    with pytest.raises(PatternError, match="unpadded is 9"):
+        read(path, rules=load_rules(rule % 9, "mine.yaml"))
 
 
 @pytest.mark.parametrize("distributed", [False, True])

@@ -20,8 +20,10 @@ from ucp_core.converters.megatron_core import reader as megatron_core
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
+    PatternError,
     UnsupportedVersionError,
 )
+from ucp_core.rules import load_rules
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore, MemoryStore
 
@@ -160,6 +162,38 @@ def test_the_last_stage_has_a_copy_of_a_tied_embedding(tp: int) -> None:
     checkpoint = _opened(values, tp=tp, pp=2, buffers=True)
     assert unequal(checkpoint, expected(values, local=True)) == []
     assert checkpoint.manifest.roles == {}
+
+
+@pytest.mark.parametrize("buffers", [False, True], ids=["fully_reshardable", "dp_reshardable"])
+def test_rows_behind_the_tokens_are_left_out_of_every_slot(*, buffers: bool) -> None:
+    """Another number of ranks pads to another multiple, so padding is no state."""
+    values = state()
+    arguments = {"vocab_size": 83, "padded_vocab_size": 96, "make_vocab_size_divisible_by": 16,
+                 "tensor_model_parallel_size": 2}  # fmt: skip
+    checkpoint = _opened(values, buffers=buffers, arguments=arguments)
+    found = {
+        name: tensor[:83] if tensor.shape[:1] == (96,) else tensor
+        for name, tensor in expected(values, local=True).items()
+    }
+    assert unequal(checkpoint, found) == []
+    assert "83 of 96 rows" in checkpoint.manifest.items["vocabulary"].note
+
+
+def test_padding_of_which_nothing_is_known_is_kept_and_said() -> None:
+    """A tokenizer from a file is all that knew the size; a rule can say it."""
+    values = state()
+    arguments = {"vocab_size": None, "padded_vocab_size": 96}
+    checkpoint = _opened(values, arguments=arguments)
+    assert unequal(checkpoint, expected(values, local=True)) == []
+    assert "keeps all 96 rows" in checkpoint.manifest.items["vocabulary"].note
+    store = MemoryStore()
+    write_checkpoint(store, "c", values, arguments=arguments)
+    rule = "rules: [{match: 'embedding.*', pattern: {cut: {dim: 0, unpadded: %d}}}]"
+    told = megatron_core.read(store, "c", rules=load_rules(rule % 90, "mine.yaml"))
+    assert loaded(told, "embedding.word_embeddings.weight", "exp_avg").shape == (90, 8)
+    assert loaded(told, "output_layer.weight").shape == (96, 8)
+    with pytest.raises(PatternError, match="unpadded is 97"):
+        megatron_core.read(store, "c", rules=load_rules(rule % 97, "mine.yaml"))
 
 
 def test_experts_have_an_optimizer_of_their_own() -> None:
