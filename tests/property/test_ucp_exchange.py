@@ -13,7 +13,7 @@ from tests.support.checkpoints import ROOT, State, random_sharding, random_state
 from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
 from ucp_core.converters import open_source
 from ucp_core.converters.dcp import writer as dcp_writer
-from ucp_core.converters.huggingface import reader as huggingface
+from ucp_core.converters.huggingface import recognition as huggingface
 from ucp_core.converters.huggingface import writer as huggingface_writer
 from ucp_core.inspection.diff import diff
 from ucp_core.inspection.elements import Tolerance

@@ -1,7 +1,8 @@
 """Checkpoints of other frameworks, opened as any other: recognised, described, never copied.
 
-A reader is a module ``<format>.reader`` with ``NAME``, ``recognise(store, directory) -> bool`` and
-``read(store, directory, *, rules, tag) -> Checkpoint``. Readers are imported when they are asked.
+A format is a package with two modules: ``recognition`` with ``NAME`` and
+``recognise(store, directory) -> bool``, which imports next to nothing, and ``reader`` with
+``read(store, directory, *, rules, tag) -> Checkpoint``, imported only for what is of its format.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from ucp_core.errors import CheckpointNotFoundError
 from ucp_core.storage.base import Store, join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from ucp_core.rules import Rules
 
 __all__ = ["open_source", "recognise"]
 
 #: Asked in this order: a folder of Megatron-core is also one of torch DCP.
-_READERS = ("deepspeed", "megatron_core", "megatron", "dcp", "huggingface")
+_FORMATS = ("deepspeed", "megatron_core", "megatron", "dcp", "huggingface")
 
 _NATIVE = "everstep"
 
@@ -30,14 +31,12 @@ _NATIVE = "everstep"
 def recognise(store: Store, directory: str) -> str | None:
     """Return the name of the format of ``directory``, or None if none is known.
 
-    ``everstep`` is our own; the others are the ``NAME`` of a reader.
+    ``everstep`` is our own; the others have their ``NAME``.
     """
     if _is_native(store, directory):
         return _NATIVE
-    for reader in _readers():
-        if reader.recognise(store, directory):
-            return str(reader.NAME)
-    return None
+    found = _recognised(store, directory)
+    return None if found is None else found[1]
 
 
 def open_source(
@@ -89,20 +88,25 @@ def _open(store: Store, directory: str, rules: Rules | None, tag: str | None) ->
                 tag=tag,
             )
         return open_checkpoint(store, directory)
-    for reader in _readers():
-        if reader.recognise(store, directory):
-            opened: Checkpoint = reader.read(store, directory, rules=rules, tag=tag)
-            return opened
-    raise CheckpointNotFoundError(
-        f"{directory} is in no known format (everstep, {', '.join(_READERS)}): "
-        "give the folder of one checkpoint, or the one that holds its tags",
-        path=directory,
-    )
+    found = _recognised(store, directory)
+    if found is None:
+        raise CheckpointNotFoundError(
+            f"{directory} is in no known format (everstep, {', '.join(_FORMATS)}): "
+            "give the folder of one checkpoint, or the one that holds its tags",
+            path=directory,
+        )
+    reader: Any = import_module(f"{__name__}.{found[0]}.reader")
+    opened: Checkpoint = reader.read(store, directory, rules=rules, tag=tag)
+    return opened
 
 
-def _readers() -> Iterator[Any]:
-    for name in _READERS:
-        yield import_module(f"ucp_core.converters.{name}.reader")
+def _recognised(store: Store, directory: str) -> tuple[str, str] | None:
+    """Return the package and the ``NAME`` of the format of what other frameworks wrote."""
+    for package in _FORMATS:
+        module: Any = import_module(f"{__name__}.{package}.recognition")
+        if module.recognise(store, directory):
+            return package, module.NAME
+    return None
 
 
 def _is_native(store: Store, directory: str) -> bool:

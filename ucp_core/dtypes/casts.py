@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: Dtypes that ``cast`` takes and gives, by safetensors' names.
-FLOATS = ("F64", "F32", "F16", "BF16")
-
 _NUMPY: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -37,8 +34,8 @@ def cast(data: memoryview, source: str, target: str) -> memoryview:
 
     Args:
         data: Bytes of elements of dtype ``source``.
-        source: One of ``FLOATS``.
-        target: One of ``FLOATS``.
+        source: One of ``ucp_core.dtypes.FLOATS``.
+        target: Another of them.
 
     Returns:
         Bytes of elements of dtype ``target``; ``data`` itself if the dtypes are equal.

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ucp_core.dtypes.casts import FLOATS, cast
+from ucp_core.dtypes import FLOATS
+from ucp_core.dtypes.casts import cast
 from ucp_core.errors import CheckpointCorruptError
 
 

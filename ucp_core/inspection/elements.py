@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ucp_core.dtypes.casts import FLOATS, cast, numpy_dtype
+from ucp_core.dtypes import FLOATS
+from ucp_core.dtypes.casts import cast, numpy_dtype
 from ucp_core.dtypes.floats import decode
 from ucp_core.statemap import DTYPE_BYTES
 

@@ -12,7 +12,8 @@ import numpy as np
 from ucp_core._slabs import check_memory, stream_box
 from ucp_core.boxes import Box
 from ucp_core.checksums import crc32
-from ucp_core.dtypes.casts import FLOATS, numpy_dtype
+from ucp_core.dtypes import FLOATS
+from ucp_core.dtypes.casts import numpy_dtype
 from ucp_core.dtypes.floats import decode
 from ucp_core.errors import UcpError
 from ucp_core.statemap import DTYPE_BYTES, TensorEntry, TensorKey

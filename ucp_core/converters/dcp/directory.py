@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,6 +18,7 @@ from ucp_core.converters.dcp.metadata import (
     expect,
     mapping,
 )
+from ucp_core.converters.dcp.recognition import METADATA_NAME, metadata_names
 from ucp_core.converters.dcp.safetensors import find_safetensors
 from ucp_core.converters.files.pickle_reader import collector_paused
 from ucp_core.converters.files.pickle_tensors import known_dtype
@@ -27,13 +27,10 @@ from ucp_core.errors import CheckpointCorruptError, StorageError
 from ucp_core.storage.base import join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ucp_core.storage.base import Store
 
-METADATA_NAME = ".metadata"
-#: Written by every rank where ranks do not talk (``use_collectives=False``).
-_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _KEY_BYTES_MAX = 4096
 _PATH_PARTS_MAX = 64
 
@@ -77,15 +74,6 @@ def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -
     find_safetensors(container)
     _check_sizes(container)
     return container
-
-
-def metadata_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the metadata files among ``names``: the one of a save, or one of every rank."""
-    found = tuple(names)
-    if METADATA_NAME in found:
-        return (METADATA_NAME,)
-    ranks = {int(m[1]): m[0] for m in map(_RANK_METADATA.fullmatch, found) if m}
-    return tuple(ranks[rank] for rank in sorted(ranks))
 
 
 def _add(container: Container, metadata: Any, prefix: str, path: str) -> None:

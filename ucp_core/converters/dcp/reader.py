@@ -9,11 +9,11 @@ save that every checksum fits.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from ucp_core._open import Checkpoint
-from ucp_core.converters.dcp.directory import metadata_names, read_container
+from ucp_core.converters.dcp.directory import read_container
+from ucp_core.converters.dcp.recognition import NAME, metadata_names, parts_of
 from ucp_core.converters.dcp.safetensors import sharded_container
 from ucp_core.converters.dcp.state import BLOCK_BYTES, state_of, ties_of
 from ucp_core.converters.files.inline import INLINE_NAME, OverlayStore
@@ -24,19 +24,6 @@ from ucp_core.storage.base import Store, join
 
 if TYPE_CHECKING:
     from ucp_core.rules import Rules
-
-NAME = "dcp"
-
-#: Accelerate and the Trainer of transformers keep model and optimizer in folders of their own.
-_PARTS = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")
-
-
-def recognise(store: Store, directory: str) -> bool:
-    """Return whether ``directory`` is a checkpoint of torch DCP, in one of its forms."""
-    names = store.list(directory)
-    if metadata_names(names) or _parts(store, directory, names):
-        return True
-    return any(name.startswith("shard-") and name.endswith(".safetensors") for name in names)
 
 
 def read(
@@ -60,7 +47,7 @@ def read(
     del rules
     where = directory if tag is None else join(directory, tag)
     names = store.list(where)
-    parts = [""] if metadata_names(names) else _parts(store, where, names)
+    parts = [""] if metadata_names(names) else parts_of(store, where, names)
     container = read_container(store, where, parts) if parts else None
     if container is None:
         container = sharded_container(store, where, names)
@@ -99,9 +86,3 @@ def read(
     if state.inline:
         store = OverlayStore(store, {INLINE_NAME: bytes(state.inline)})
     return Checkpoint(store=store, directory=where, manifest=manifest)
-
-
-def _parts(store: Store, directory: str, names: tuple[str, ...]) -> list[str]:
-    """Return Accelerate's folders."""
-    found = [name for name in names if _PARTS.fullmatch(name)]
-    return [name for name in found if metadata_names(store.list(join(directory, name)))]

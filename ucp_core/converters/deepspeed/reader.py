@@ -16,7 +16,6 @@ from ucp_core.converters.deepspeed.reading.extras import Extras
 from ucp_core.converters.deepspeed.reading.file_names import (
     Folder,
     locate,
-    looks_like_deepspeed,
     sort_names,
 )
 from ucp_core.converters.deepspeed.reading.partitions import RankState, read_rank
@@ -32,6 +31,7 @@ from ucp_core.converters.deepspeed.reading.weights import (
     weights_of,
 )
 from ucp_core.converters.deepspeed.reading.zero import Stage, add_zero3, add_zero12, param_shapes
+from ucp_core.converters.deepspeed.recognition import NAME
 from ucp_core.converters.files.torch_reader import Opaque, TensorRef
 from ucp_core.converters.shared.groups import Groups
 from ucp_core.converters.shared.shards import Shards
@@ -47,16 +47,9 @@ if TYPE_CHECKING:
     from ucp_core.rules import Rules
     from ucp_core.storage.base import Store
 
-NAME = "deepspeed"
-
 _ZERO3 = 3
 #: Elements that are compared of masters that look alike.
 _SAMPLE = 256
-
-
-def recognise(store: Store, directory: str) -> bool:
-    """Return whether ``directory`` is a checkpoint of DeepSpeed, or holds some under tags."""
-    return looks_like_deepspeed(store, directory)
 
 
 def read(

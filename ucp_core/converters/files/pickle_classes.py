@@ -8,9 +8,9 @@ of its arguments and never makes more than it was given.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
+from ucp_core.converters.files.pickle_arrays import NumpyArray
 from ucp_core.converters.files.pickle_tensors import (
     TORCH_DTYPES,
     Storage,
@@ -29,7 +29,6 @@ Allow: TypeAlias = "frozenset[str] | Mapping[str, Callable[..., Any]]"
 #: Elements of a tuple that is used as a key, with those of tuples in it: hashing follows a tuple
 #: wherever it leads, and one that contains itself twice at every level never ends.
 _KEY_ELEMENTS_MAX = 64
-_NDIM_MAX = 64
 _NAME_CHARACTERS_MAX = 500
 
 
@@ -275,32 +274,21 @@ def _numpy_frombuffer(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
 
 
 def _numpy_scalar(dtype: Any, data: Any = None) -> Any:
-    return array_of(data, dtype, (), "C").item()
+    return array_of(data, dtype, (), "C").tolist()
 
 
-def array_of(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
+def array_of(data: Any, dtype: Any, shape: Any, order: Any) -> NumpyArray:
     """Return the numpy array that a pickle describes; only of numbers and booleans."""
-    import numpy as np
-
     if type(dtype) is not Opaque or dtype.name != "numpy.dtype":
         msg = "an array without a dtype"
         raise TypeError(msg)
-    code = _kind(dtype.args[0], str)
-    byte_order = _kind(dtype.state[1], str) if type(dtype.state) is tuple else "|"
-    if code[:1] not in "biufc" or not code[1:].isdecimal() or byte_order not in "<>=|":
-        msg = f"a numpy array of dtype {byte_order}{code}"
-        raise TypeError(msg)
-    kind = np.dtype(byte_order + code)
-    extents = tuple(_kind(extent, int) for extent in _kind(shape, tuple))
-    raw = _encode(data, "latin1") if type(data) is str else _kind(data, bytes, bytearray)
-    if len(extents) > _NDIM_MAX or min(extents, default=0) < 0:
-        msg = f"an array of shape {extents[:8]}"
-        raise ValueError(msg)
-    if prod(extents) * kind.itemsize != len(raw):
-        msg = f"{len(raw)} bytes for an array of shape {extents} and dtype {kind}"
-        raise ValueError(msg)
-    flat = np.frombuffer(raw, kind)
-    return flat.reshape(extents, order="F" if order == "F" else "C")
+    return NumpyArray(
+        shape=tuple(_kind(extent, int) for extent in _kind(shape, tuple)),
+        data=_encode(data, "latin1") if type(data) is str else _kind(data, bytes, bytearray),
+        dtype=_kind(dtype.args[0], str),
+        byte_order=_kind(dtype.state[1], str) if type(dtype.state) is tuple else "|",
+        is_fortran=order == "F",
+    )
 
 
 def _plain(*args: Any) -> NoReturn:

@@ -29,7 +29,7 @@ def read_pickle(
     """Return what ``data`` describes, made of plain values and stand-ins.
 
     Containers, numbers, strings and bytes come as themselves, ``OrderedDict`` and ``defaultdict``
-    as ``dict``, ``torch.Size`` as ``tuple``, numpy scalars as Python's, numpy arrays as arrays,
+    as ``dict``, ``torch.Size`` as ``tuple``, numpy scalars as Python's, arrays as ``NumpyArray``,
     classes and dtypes as ``Global``, objects of the allowed foreign classes as ``Opaque``.
 
     Args:

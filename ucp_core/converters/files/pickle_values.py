@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ucp_core.converters.files.pickle_arrays import NumpyArray
 from ucp_core.converters.files.pickle_classes import Global, Opaque
 from ucp_core.converters.files.pickle_tensors import TensorRef
 from ucp_core.errors import ForeignClassError
@@ -70,8 +72,9 @@ class _Plain:
             return self._opaque(value, depth)
         if type(value) is TensorRef and self._tensor is not None:
             return self._tensor(value)
-        if type(value).__module__ == "numpy":
-            self._left -= int(value.size)
+        if type(value) is NumpyArray:
+            # Lists that are empty are values too: an array without elements may have many.
+            self._left -= prod(max(extent, 1) for extent in value.shape)
             return self.convert(value.tolist(), depth + 1) if self._left >= 0 else None
         raise ForeignClassError(f"a {type(value).__name__} cannot be kept as JSON")
 

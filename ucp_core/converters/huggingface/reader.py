@@ -23,23 +23,27 @@ from ucp_core.converters.files.safetensors import (
     header_bytes,
     parse_header,
 )
+from ucp_core.converters.huggingface.recognition import (
+    INDEX_SUFFIX,
+    NAME,
+    SUFFIX,
+    TORCH_INDEX,
+    TORCH_NAME,
+    is_torch_file,
+)
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ucp_core.manifest import Item, Kind, Manifest
 from ucp_core.statemap import Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.storage.base import Store, join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ucp_core.rules import Rules
 
-NAME = "huggingface"
-SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
 #: What ``extra`` keeps the folder's small documents under, and the writer puts beside the weights.
 EXTRA_NAME = "huggingface"
 
-_MANIFEST_NAME = "manifest.json"
 _FILE_NAME = re.compile(r"[^/\\\x00-\x1f]+")
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 #: One request brings the header of most files.
@@ -50,10 +54,6 @@ _DOCUMENT_BYTES_MAX = 64 << 10
 _THREADS = 8
 #: Where torch's consolidation leaves the files that it made the folder's of.
 _CONSOLIDATED = "sharded"
-_TORCH_NAME = "pytorch_model.bin"
-_TORCH_INDEX = "pytorch_model.bin.index.json"
-#: Of files that may be a state dict by themselves.
-_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 _PICKLES = (".pt", ".pth", ".bin", ".pkl")
 _PICKLE_NOTE = "a pickle beside the weights; what it holds of training state is not read"
 _FILE_NOTE = "no tensors of the model; copy it where it is needed"
@@ -68,23 +68,6 @@ class _Shard(NamedTuple):
     file: str
     data_byte: int
     header: Header
-
-
-def recognise(store: Store, directory: str) -> bool:
-    """Return whether ``directory`` is a file of weights or a folder of them, and not our own."""
-    if directory.endswith(SUFFIX) or _is_torch_file(store, directory):
-        return True
-    names = store.list(directory)
-    has_weights = any(n.endswith((SUFFIX, INDEX_SUFFIX)) for n in names) or _has_torch(names)
-    return _MANIFEST_NAME not in names and has_weights
-
-
-def _is_torch_file(store: Store, path: str) -> bool:
-    return path.endswith(_TORCH_SUFFIXES) and store.exists(path)
-
-
-def _has_torch(names: Iterable[str]) -> bool:
-    return not {_TORCH_NAME, _TORCH_INDEX}.isdisjoint(names)
 
 
 def read(
@@ -113,7 +96,7 @@ def read(
             tag=tag,
         )
     listed: Mapping[str, str] = {}
-    if directory.endswith(SUFFIX) or _is_torch_file(store, directory):
+    if directory.endswith(SUFFIX) or is_torch_file(store, directory):
         path = directory
         directory, _, name = path.rpartition("/")
         if not store.exists(path):
@@ -181,12 +164,12 @@ def _files(
         weight_map = _weight_map(store, join(directory, indices[0]), sizes[indices[0]])
         return sorted(set(weight_map.values())), weight_map
     names = sorted(name for name in sizes if name.endswith(SUFFIX))
-    if not names and _TORCH_INDEX in sizes:
-        name = _TORCH_INDEX
+    if not names and TORCH_INDEX in sizes:
+        name = TORCH_INDEX
         weight_map = _weight_map(store, join(directory, name), sizes[name])
         return sorted(set(weight_map.values())), weight_map
-    if not names and _TORCH_NAME in sizes:
-        return [_TORCH_NAME], {}
+    if not names and TORCH_NAME in sizes:
+        return [TORCH_NAME], {}
     if f"model{SUFFIX}" in names:
         return [f"model{SUFFIX}"], {}
     return _family(directory, names), {}
@@ -392,7 +375,7 @@ def _documents(
     documents: dict[str, Any] = {}
     items: dict[str, Item] = {}
     for name, size_bytes in sorted(sizes.items()):
-        if name in files or name.endswith((INDEX_SUFFIX, _TORCH_INDEX)):
+        if name in files or name.endswith((INDEX_SUFFIX, TORCH_INDEX)):
             continue
         if name.endswith(SUFFIX):
             items[name] = Item("drop", "tensors that do not belong to the model")

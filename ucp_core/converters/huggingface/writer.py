@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core._slabs import check_memory, stream
 from ucp_core.converters.files.safetensors import print_header
-from ucp_core.converters.huggingface.reader import EXTRA_NAME, INDEX_SUFFIX, SUFFIX
-from ucp_core.dtypes.casts import FLOATS, cast
+from ucp_core.converters.huggingface.reader import EXTRA_NAME
+from ucp_core.converters.huggingface.recognition import INDEX_SUFFIX, SUFFIX
+from ucp_core.dtypes import FLOATS
+from ucp_core.dtypes.casts import cast
 from ucp_core.errors import UcpError
 from ucp_core.statemap import DTYPE_BYTES, TensorEntry
 from ucp_core.storage.base import Store, join

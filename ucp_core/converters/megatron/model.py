@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.converters.files.torch_reader import TensorRef
+from ucp_core.converters.megatron import flat_buffers
+from ucp_core.converters.shared.evidence import match_masters
 from ucp_core.converters.shared.optimizer_order import assign, largest_shape, unclear
 from ucp_core.converters.shared.shards import Layouts, Rank, Run, Shards
 from ucp_core.converters.shared.values import Scalars, json_value
@@ -203,8 +205,6 @@ def _by_masters(
     masters: Sequence[Sequence[TensorRef]],
 ) -> list[list[str]]:
     """Return the names of each group's parameters, whose weights its masters round to."""
-    from ucp_core.converters.shared.evidence import match_masters
-
     taken: set[str] = set()
     found: list[list[str]] = []
     for index, group in enumerate(masters):
@@ -267,9 +267,6 @@ def _add_distributed(
     hyper: Sequence[Mapping[str, Any]],
 ) -> list[list[str]]:
     """Add the flat buffers of the distributed optimizer; return the names of each group."""
-    # numpy takes 80 ms to import, and no other reader of pickles needs it.
-    from ucp_core.converters.megatron import flat_buffers
-
     assert piece.distributed is not None, "the caller looked"
     files.open([piece.distributed])
     pending: list[tuple[str, list[tuple[str, TensorRef]]]] = []

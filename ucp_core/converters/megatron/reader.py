@@ -20,6 +20,14 @@ from ucp_core.converters.megatron.model import (
     model_of,
     pattern_rules,
 )
+from ucp_core.converters.megatron.recognition import (
+    LATEST,
+    MODEL_FILE,
+    NAME,
+    RANK,
+    is_checkpoint,
+    latest,
+)
 from ucp_core.converters.shared.groups import Groups
 from ucp_core.converters.shared.shards import Rank, Shards
 from ucp_core.converters.shared.torch_files import Files
@@ -40,21 +48,8 @@ if TYPE_CHECKING:
 
     from ucp_core.rules import Rules
 
-NAME = "megatron"
-
-_LATEST = "latest_checkpointed_iteration.txt"
-_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-_MODEL_FILE = "model_optim_rng.pt"
 _DISTRIBUTED_FILE = "distrib_optim.pt"
 _MODEL_KEY = re.compile(r"model\d*")
-_LATEST_BYTES_MAX = 64
-
-
-def recognise(store: Store, directory: str) -> bool:
-    """Return whether ``directory`` is such a checkpoint, or holds the latest one."""
-    return _is_checkpoint(store, directory) or any(
-        _is_checkpoint(store, join(directory, name)) for name in _latest(store, directory)
-    )
 
 
 def read(
@@ -126,41 +121,25 @@ def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
     return Checkpoint(store=scalars.overlay(store), directory=path, manifest=manifest)
 
 
-def _latest(store: Store, directory: str) -> list[str]:
-    """Return the name of the latest iteration's folder, if a file tells it."""
-    path = join(directory, _LATEST)
-    if not store.exists(path) or store.size(path) > _LATEST_BYTES_MAX:
-        return []
-    text = store.read(path).decode("utf-8", "replace").strip()
-    if text == "release":
-        return [text]
-    return [f"iter_{int(text):07d}"] if text.isdecimal() else []
-
-
-def _is_checkpoint(store: Store, directory: str) -> bool:
-    ranks = [name for name in store.list(directory) if _RANK.fullmatch(name)]
-    return any(_MODEL_FILE in store.list(join(directory, name)) for name in ranks[:1])
-
-
 def _located(store: Store, directory: str, tag: str | None) -> str:
-    if tag is None and _is_checkpoint(store, directory):
+    if tag is None and is_checkpoint(store, directory):
         return directory
     if tag is not None and ("/" in tag or tag in {"", ".", ".."}):
         raise CheckpointNotFoundError(f"the tag {tag!r} is not the name of a folder", tag=tag)
-    for name in [tag] if tag is not None else _latest(store, directory):
-        if _is_checkpoint(store, join(directory, name)):
+    for name in [tag] if tag is not None else latest(store, directory):
+        if is_checkpoint(store, join(directory, name)):
             return join(directory, name)
     raise CheckpointNotFoundError(
-        f"{directory} holds no checkpoint of Megatron ({tag or _LATEST})", path=directory
+        f"{directory} holds no checkpoint of Megatron ({tag or LATEST})", path=directory
     )
 
 
 def _opened(store: Store, path: str) -> tuple[Files, list[Piece], Mapping[str, Any]]:
     """Open the files of all ranks; those that are too many are refused."""
-    ranks = [name for name in store.list(path) if _RANK.fullmatch(name)]
+    ranks = [name for name in store.list(path) if RANK.fullmatch(name)]
     files = Files(store, path)
-    files.open(f"{name}/{_MODEL_FILE}" for name in ranks)
-    first = files.trees[f"{ranks[0]}/{_MODEL_FILE}"]
+    files.open(f"{name}/{MODEL_FILE}" for name in ranks)
+    first = files.trees[f"{ranks[0]}/{MODEL_FILE}"]
     arguments = first.get("args")
     values = arguments.state if isinstance(arguments, Opaque) else None
     values = values if isinstance(values, dict) else {}
@@ -172,7 +151,7 @@ def _opened(store: Store, path: str) -> tuple[Files, list[Piece], Mapping[str, A
         )
     tp = values.get("tensor_model_parallel_size")
     pp = values.get("pipeline_model_parallel_size")
-    matches = [match for name in ranks if (match := _RANK.fullmatch(name))]
+    matches = [match for name in ranks if (match := RANK.fullmatch(name))]
     tp = tp if isinstance(tp, int) else 1 + max(int(match[1]) for match in matches)
     pp = pp if isinstance(pp, int) else 1 + max(int(match[2] or 0) for match in matches)
     wanted = {
@@ -198,8 +177,8 @@ def _opened(store: Store, path: str) -> tuple[Files, list[Piece], Mapping[str, A
     pieces = [
         Piece(
             rank=rank,
-            file=f"{name}/{_MODEL_FILE}",
-            tree=files.trees[f"{name}/{_MODEL_FILE}"],
+            file=f"{name}/{MODEL_FILE}",
+            tree=files.trees[f"{name}/{MODEL_FILE}"],
             distributed=f"{name}/{_DISTRIBUTED_FILE}" if distributed else None,
         )
         for name, rank in wanted.items()

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.boxes import Box, flat_range
 from ucp_core.converters.megatron_core.key_names import BucketKey, stack_of
-from ucp_core.dtypes.casts import FLOATS, cast
+from ucp_core.converters.shared.evidence import rounded
+from ucp_core.dtypes import FLOATS
 from ucp_core.errors import UnsupportedVersionError
 from ucp_core.statemap import DTYPE_BYTES, Extent, Fragment, TensorEntry, TensorKey
 from ucp_core.storage.base import join
@@ -403,8 +404,8 @@ def _holds(container: Container, buffer: _Buffer, start: int, param: _Param) -> 
             master = _read(container, buffer.cut(low + skip, low + skip + sample), buffer.entry)
             if len(master) != sample * DTYPE_BYTES[buffer.entry.dtype]:
                 return False
-            rounded = bytes(cast(memoryview(master), buffer.entry.dtype, piece.dtype))
-            if rounded != _weights(container, piece, skip, sample):
+            expected = _weights(container, piece, skip, sample)
+            if rounded(master, buffer.entry.dtype, piece.dtype) != expected:
                 return False
         low += count
     return True

@@ -10,17 +10,17 @@ model-parallel rank (``dp_reshardable``), which say nothing of what is in them; 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucp_core._open import Checkpoint
 from ucp_core.converters.dcp.container import Container
-from ucp_core.converters.dcp.directory import metadata_names, read_container
+from ucp_core.converters.dcp.directory import read_container
 from ucp_core.converters.dcp.state import BLOCK_BYTES, State, json_value
 from ucp_core.converters.files.inline import INLINE_NAME, OverlayStore
 from ucp_core.converters.files.torch_reader import Opaque, read_torch_file
 from ucp_core.converters.megatron_core import flat_buffers, key_names
+from ucp_core.converters.megatron_core.recognition import CONFIG, NAME, TRACKER, located
 from ucp_core.converters.shared.vocabulary import tells_padding, vocabulary_of
 from ucp_core.errors import (
     CheckpointCorruptError,
@@ -38,26 +38,13 @@ from ucp_core.storage.base import Store, join
 if TYPE_CHECKING:
     from ucp_core.rules import Rules
 
-NAME = "megatron-core"
-
-_CONFIG = "metadata.json"
 _COMMON = "common.pt"
 _COMMON_KEY = "common_state/shard_0_1"
-_TRACKER = "latest_checkpointed_iteration.txt"
-_ITERATION = re.compile(r"\d{1,12}|release")
 _BACKENDS = ("torch_dist",)
 #: Objects of the distributed optimizer that describe the buffers of the run that saved.
 _LAYOUTS = (".per_bucket_numel", ".per_bucket_numel_unpadded", ".param_state_sharding_type")
 #: The whole state of one model-parallel rank, pickled (``dp_zero_gather_scatter``).
 _GATHERED = ".param_state"
-
-
-def recognise(store: Store, directory: str) -> bool:
-    """Return whether ``directory`` is a ``torch_dist`` checkpoint, or holds the latest one."""
-    try:
-        return _located(store, directory, None) is not None
-    except CheckpointCorruptError:
-        return False
 
 
 def read(
@@ -80,10 +67,10 @@ def read(
         UnsupportedVersionError: The optimizer's state cannot be told apart; says what is missing.
         ForeignClassError: The metadata hold an unknown class or kind of tensor.
     """
-    where = _located(store, directory, tag)
+    where = located(store, directory, tag)
     if where is None:
         raise CheckpointNotFoundError(
-            f"{directory} has no {_CONFIG} of Megatron-core and no {_TRACKER} that leads to one",
+            f"{directory} has no {CONFIG} of Megatron-core and no {TRACKER} that leads to one",
             path=directory,
         )
     config = _config(store, where)
@@ -120,27 +107,8 @@ def read(
     return Checkpoint(store=store, directory=where, manifest=manifest)
 
 
-def _located(store: Store, directory: str, tag: str | None) -> str | None:
-    """Return the directory of the iteration to read, or None."""
-    where = directory if tag is None else join(directory, tag)
-    names = store.list(where)
-    if _CONFIG in names and metadata_names(names):
-        return where
-    if tag is not None or _TRACKER not in names:
-        return None
-    text = store.read(join(directory, _TRACKER)).decode(errors="replace").strip()
-    if not _ITERATION.fullmatch(text):
-        raise CheckpointCorruptError(
-            f"{join(directory, _TRACKER)} says {text[:40]!r}, which is no iteration",
-            path=join(directory, _TRACKER),
-        )
-    folder = text if text == "release" else f"iter_{int(text):07d}"
-    names = store.list(join(directory, folder))
-    return join(directory, folder) if _CONFIG in names and metadata_names(names) else None
-
-
 def _config(store: Store, where: str) -> dict[str, Any]:
-    path = join(where, _CONFIG)
+    path = join(where, CONFIG)
     try:
         config = json.loads(store.read(path))
     except (ValueError, RecursionError) as error:

@@ -5,9 +5,9 @@ A few elements of both are read. Formats without names for masters are read by i
 
 from __future__ import annotations
 
+import struct
+from math import copysign, inf
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from ucp_core.converters.files.torch_reader import TensorRef
 from ucp_core.statemap import DTYPE_BYTES
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 #: Elements that are compared at either end: two parameters that agree in so many are alike.
 _SAMPLE = 32
+_HALVES = ("F16", "BF16")
 
 
 def is_master_of(
@@ -25,7 +26,9 @@ def is_master_of(
 ) -> bool:
     """Return whether elements from ``start`` on of flat masters are those of ``weight``."""
     count = weight.num_elements
-    if start + count > masters.num_elements or masters.dtype not in ("F32", weight.dtype):
+    if start + count > masters.num_elements:
+        return False
+    if masters.dtype != weight.dtype and (masters.dtype != "F32" or weight.dtype not in _HALVES):
         return False
     if weight.byte_strides is not None or masters.byte_strides is not None:
         return False
@@ -33,7 +36,7 @@ def is_master_of(
     for first in {0, count - size}:
         found = _read(store, directory, masters, start + first, size)
         expected = _read(store, directory, weight, first, size)
-        if (found if masters.dtype == weight.dtype else _rounded(found, weight.dtype)) != expected:
+        if rounded(found, masters.dtype, weight.dtype) != expected:
             return False
     return True
 
@@ -101,14 +104,32 @@ def _read(store: Store, directory: str, ref: TensorRef, first: int, count: int) 
     return store.read_range(join(directory, ref.file), offset, count * itemsize)
 
 
-def _rounded(data: bytes, dtype: str) -> bytes:
-    """Return float32 in another dtype, rounded to the nearest as torch does."""
-    values = np.frombuffer(data, np.float32)
-    if dtype == "F16":
+def rounded(data: bytes, source: str, target: str) -> bytes:
+    """Return a few floats in another dtype, rounded to the nearest as torch does."""
+    if source == target:
+        return data
+    if source != "F32" or target not in _HALVES:
+        from ucp_core.dtypes.casts import cast
+
+        return bytes(cast(memoryview(data), source, target))
+    # Nearly all there are; numpy would take 0.1 s to import.
+    count = len(data) // DTYPE_BYTES[source]
+    if target == "F16":
+        return b"".join(map(_half, struct.unpack(f"<{count}f", data)))
+    return struct.pack(f"<{count}H", *map(_bf16, struct.unpack(f"<{count}I", data)))
+
+
+def _half(value: float) -> bytes:
+    try:
+        return struct.pack("<e", value)
+    except OverflowError:
         # A master above the range of float16 becomes infinite, as it does in torch.
-        with np.errstate(over="ignore"):
-            return values.astype(np.float16).tobytes()
-    if dtype == "BF16":
-        bits = values.view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
-    return data
+        return struct.pack("<e", copysign(inf, value))
+
+
+def _bf16(bits: int) -> int:
+    upper = bits >> 16
+    if bits & 0x7FFFFFFF > 0x7F800000:  # noqa: PLR2004 - not a number, which stays one
+        return upper | 0x40
+    # Half of the last place, less one where that place is even: a tie goes up only if it is odd.
+    return (bits + 0x7FFF + (upper & 1)) >> 16

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -268,18 +266,3 @@ def test_a_tensor_that_numpy_does_not_know_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert ".safetensors" in done.stderr
     assert not (tmp_path / "w.npy").exists()
-
-
-def test_inspect_imports_nothing_large(checkpoint: str) -> None:
-    """Half of the time of ``ucp inspect`` would be imports."""
-    code = (
-        "import sys; sys.argv = ['ucp', 'inspect', sys.argv[1]]\n"
-        "from ucp_core.cli import main\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print(sorted({'torch', 'ray', 'rich', 'fsspec', 'yaml', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, checkpoint], capture_output=True, text=True, check=True
-    )
-
-    assert done.stdout.splitlines()[-1] == "[]"

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp_core.dtypes.casts import FLOATS, cast, numpy_dtype, widen_bf16
+from ucp_core.dtypes import FLOATS
+from ucp_core.dtypes.casts import cast, numpy_dtype, widen_bf16
 
 TORCH = {
     "F64": torch.float64,

@@ -10,6 +10,7 @@ from ucp_core.converters.deepspeed.reading.plain_sources import Source, sources
 from ucp_core.converters.deepspeed.reading.weights import WEIGHT, Modules
 from ucp_core.converters.deepspeed.reading.zero import EXPERT
 from ucp_core.converters.files.torch_reader import TensorRef
+from ucp_core.converters.shared.evidence import match_flat, match_masters
 from ucp_core.converters.shared.optimizer_order import assign, largest_shape, unclear
 from ucp_core.converters.shared.shards import Rank, Run
 from ucp_core.converters.shared.values import Scalars, json_value
@@ -145,9 +146,6 @@ class _Optimizer:
         self, native: Native, params: Sequence[tuple[str, TensorRef]]
     ) -> dict[int, list[str]]:
         """Return the names of each group's parameters, whose weights its masters round to."""
-        # numpy takes 80 ms to import, and ZeRO's files do without.
-        from ucp_core.converters.shared.evidence import match_flat, match_masters
-
         store, directory = native.files.store, native.files.directory
         taken: set[str] = set()
         found: dict[int, list[str]] = {}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.converters.deepspeed.writing.streams import read_scalars
 from ucp_core.converters.files.pickle_writer import TensorData
-from ucp_core.dtypes.casts import FLOATS
+from ucp_core.dtypes import FLOATS
 from ucp_core.errors import UcpError
 from ucp_core.statemap import DTYPE_BYTES, TensorEntry, TensorKey
 

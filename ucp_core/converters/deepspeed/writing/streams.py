@@ -12,7 +12,8 @@ import numpy as np
 
 from ucp_core._slabs import Piece, Slab, SlabReader
 from ucp_core.boxes import Box, flat_range, slabs
-from ucp_core.dtypes.casts import FLOATS, cast
+from ucp_core.dtypes import FLOATS
+from ucp_core.dtypes.casts import cast
 from ucp_core.errors import UcpError
 from ucp_core.statemap import DTYPE_BYTES
 

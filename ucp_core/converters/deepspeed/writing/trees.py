@@ -21,7 +21,7 @@ from ucp_core.converters.deepspeed.writing.partitions import (
 )
 from ucp_core.converters.deepspeed.writing.streams import Range, Shard, everything
 from ucp_core.converters.files.torch_writer import Instance, Named, Size, TensorData
-from ucp_core.dtypes.casts import FLOATS
+from ucp_core.dtypes import FLOATS
 from ucp_core.errors import UcpError
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from tests.support.hostile_pickles import Payload
 from ucp_core.checkpoint import Checkpoint, verify
 from ucp_core.converters import open_source
 from ucp_core.converters.dcp import reader as dcp
+from ucp_core.converters.dcp.recognition import recognise
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -305,7 +306,7 @@ def test_metadata_of_each_rank_are_one_checkpoint() -> None:
         same = Chunk(offsets=(0,), data=torch.ones(3), rank=rank)
         save = Save(tensors={"model.w": ((6, 2), [chunk]), "model.b": ((3,), [same])})
         write(store, "c", save, name=f"__{rank}.metadata")
-    assert dcp.recognise(store, "c")
+    assert recognise(store, "c")
     checkpoint = dcp.read(store, "c")
     assert same_bits(loaded(checkpoint, "model.w"), tensor)
     flags = [
@@ -440,7 +441,7 @@ def test_missing_truncated_and_leftover_files_are_named() -> None:
     items = dcp.read(store, "c").manifest.items
     assert items["__7_0.distcp"].policy == "drop"
     store.delete("c/.metadata")
-    assert not dcp.recognise(store, "c")
+    assert not recognise(store, "c")
     with pytest.raises(CheckpointNotFoundError, match="not finished"):
         dcp.read(store, "c")
 

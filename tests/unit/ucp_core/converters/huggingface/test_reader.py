@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from tests.support.foreign_reading import loaded, same_bits
 from ucp_core.converters import open_source
 from ucp_core.converters.huggingface import reader as huggingface
+from ucp_core.converters.huggingface.recognition import recognise
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore, MemoryStore
@@ -296,6 +297,6 @@ def test_our_own_universal_checkpoint_is_not_taken_for_a_foreign_folder() -> Non
     """It is a safetensors folder too, but has checksums and moments that would be lost."""
     weights = {"model.safetensors": _file({"x": TENSOR}, bytes(8))}
 
-    assert huggingface.recognise(_folder(weights), FOLDER)
-    assert not huggingface.recognise(_folder(weights | {"manifest.json": b"{}"}), FOLDER)
-    assert not huggingface.recognise(_folder({"latest": b"x"}), FOLDER)
+    assert recognise(_folder(weights), FOLDER)
+    assert not recognise(_folder(weights | {"manifest.json": b"{}"}), FOLDER)
+    assert not recognise(_folder({"latest": b"x"}), FOLDER)

@@ -17,6 +17,7 @@ from tests.support.megatron_files import expected, state, write_checkpoint
 from ucp_core.checkpoint import Checkpoint
 from ucp_core.converters import open_source
 from ucp_core.converters.megatron_core import reader as megatron_core
+from ucp_core.converters.megatron_core.recognition import recognise
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -256,12 +257,12 @@ def test_the_latest_iteration_is_found_and_others_by_name() -> None:
     for iteration, seed in ((4, 0), (8, 50)):
         write_checkpoint(store, f"c/iter_{iteration:07d}", state(seed))
     store.write_atomic("c/latest_checkpointed_iteration.txt", b"8\n", fsync=False)
-    assert megatron_core.recognise(store, "c")
+    assert recognise(store, "c")
     assert unequal(megatron_core.read(store, "c"), expected(state(50), local=True)) == []
     older = megatron_core.read(store, "c", tag="iter_0000004")
     assert unequal(older, expected(state(0), local=True)) == []
     store.write_atomic("c/latest_checkpointed_iteration.txt", b"../../etc", fsync=False)
-    assert not megatron_core.recognise(store, "c")
+    assert not recognise(store, "c")
     with pytest.raises(CheckpointCorruptError, match="no iteration"):
         megatron_core.read(store, "c")
 

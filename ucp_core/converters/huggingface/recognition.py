@@ -1,0 +1,37 @@
+"""Recognises Hugging Face folders and single files of weights by their names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ucp_core.storage.base import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+NAME = "huggingface"
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+TORCH_NAME = "pytorch_model.bin"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+#: Of files that may be a state dict by themselves.
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+_MANIFEST_NAME = "manifest.json"
+
+
+def recognise(store: Store, directory: str) -> bool:
+    """Return whether ``directory`` is a file of weights or a folder of them, and not our own."""
+    if directory.endswith(SUFFIX) or is_torch_file(store, directory):
+        return True
+    names = store.list(directory)
+    has_weights = any(n.endswith((SUFFIX, INDEX_SUFFIX)) for n in names) or _has_torch(names)
+    return _MANIFEST_NAME not in names and has_weights
+
+
+def is_torch_file(store: Store, path: str) -> bool:
+    """Return whether ``path`` is a file that torch may have written."""
+    return path.endswith(_TORCH_SUFFIXES) and store.exists(path)
+
+
+def _has_torch(names: Iterable[str]) -> bool:
+    return not {TORCH_NAME, TORCH_INDEX}.isdisjoint(names)
