@@ -20,7 +20,7 @@ __all__ = ["BLOCK_BYTES", "Captured", "Form", "source_of"]
 
 #: A layout that has changed needs parts of blocks, which are read whole: of 1 MiB ones half as much
 #: again as is needed (4 ranks onto 3, 50 MB each), of these a tenth to a third; and one that was
-#: just checksummed is still in the cache.
+#: just copied is still in the cache.
 BLOCK_BYTES: Final = 256 << 10
 #: The record has room for twice the small values of the first snapshot, and for this.
 _RECORD_SPARE_BYTES: Final = 64 << 10

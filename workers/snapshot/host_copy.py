@@ -1,8 +1,10 @@
 """Copies within this machine's memory that are checksummed on their way.
 
-A block is checksummed where it lies, which brings it into the cache, and copied from there. Who
-copies all of it first and checksums the copy later has the memory pass it twice: 1.5 times the
-processor time (measured, 300 MB), in a training that leaves no processor idle.
+A block is copied, and the original, which is in the cache then, is checksummed: so what a copy made
+wrong shows, and it costs no more where the C library has copies go past the cache. The other way
+round takes a tenth longer, as a checksum waits for memory that a copy has fetched ahead. Who
+checksums all of it later has the training wait a fifth less (50 MB), but the memory pass twice:
+a third more processor time, in a training that leaves no processor idle.
 """
 
 from __future__ import annotations
@@ -60,14 +62,14 @@ def copy_checked(
         size = len(source)
         # Most tensors of most models are small: these two calls take as long as one of torch's.
         if size <= block_bytes:
-            found.append([crc32(source)])
             target[:] = source
+            found.append([crc32(source)])
             continue
         blocks: list[int] = []
         for low in range(0, size, block_bytes):
             block = source[low : low + block_bytes]
-            blocks.append(crc32(block))
             target[low : low + block_bytes] = block
+            blocks.append(crc32(block))
         found.append(blocks)
     return found
 
