@@ -32,6 +32,7 @@ OUTER_KEYS: tuple[tuple[str, tuple[int, ...], int | None], ...] = (
     ("decoder.final_layernorm.weight", (HIDDEN,), None),
     ("output_layer.weight", (96, HIDDEN), 0),
 )
+EMBEDDING = "embedding.word_embeddings.weight"
 #: Experts of their own optimizer: two on each of two ranks, over which nothing is replicated.
 EXPERTS = 4
 EXPERT_KEYS: tuple[tuple[str, tuple[int, ...]], ...] = (
@@ -111,16 +112,34 @@ def _layers(key: str) -> list[int | None]:
     return [*range(LAYERS)] if key.startswith("decoder.layers.") else [None]
 
 
-def _put(save: Save, prefix: str, tensors: dict[str, torch.Tensor], tp: int, pp: int) -> None:
+def _experts(key: str, tensor: torch.Tensor, *, grouped: bool) -> list[Chunk]:
+    """Return the chunks of experts: one of each, or the halves of all that a rank has."""
+    count, parts = (2, 2 if "linear_fc1" in key else 1) if grouped else (1, 1)
+    chunks = []
+    for place, expert in product(range(LAYERS), range(0, EXPERTS, count)):
+        row = 0
+        for data in tensor[place : place + 1, expert : expert + count].chunk(parts, 2):
+            at = (place, expert, row, 0)
+            chunks.append(Chunk(offsets=at, data=data.clone(), rank=expert // 2))
+            row += data.shape[2]
+    return chunks
+
+
+def _put(
+    save: Save,
+    prefix: str,
+    tensors: dict[str, torch.Tensor],
+    tp: int,
+    pp: int,
+    *,
+    grouped: bool = False,
+) -> None:
     """Add tensors as Megatron cuts them, by the first rank of each that holds a piece."""
     dims = _dims()
     for key, tensor in tensors.items():
         chunks: list[Chunk] = []
         if ".experts." in key:
-            for place, expert in product(range(LAYERS), range(EXPERTS)):
-                data = tensor[place : place + 1, expert : expert + 1].clone()
-                where = expert // 2
-                chunks.append(Chunk(offsets=(place, expert, 0, 0), data=data, rank=where))
+            chunks = _experts(key, tensor, grouped=grouped)
             save.tensors[prefix + key] = (tuple(tensor.shape), chunks)
             continue
         for layer in _layers(key):
@@ -140,6 +159,8 @@ def _buffers(
     values: dict[str, dict[str, torch.Tensor]],
     shape: tuple[int, int, int],
     frozen: frozenset[str],
+    *,
+    grouped: bool = False,
 ) -> None:
     """Add the flat buffers: the reverse of the modules' order, each parameter at 64 elements.
 
@@ -148,6 +169,7 @@ def _buffers(
         values: All slots.
         shape: Tensor parallel ranks, stages, data-parallel ranks.
         frozen: Keys that are in no buffer.
+        grouped: The experts of a rank are one parameter, transposed.
     """
     tp, pp, dp = shape
     dims = _dims()
@@ -158,47 +180,68 @@ def _buffers(
     has_experts = EXPERT_KEYS[0][0] in values["param"]
     for stage in range(pp):
         own = [(k, i) for k, i in reversed(order) if _stage(k, i, pp) == stage]
-        if "output_layer.weight" not in values["param"] and 0 < stage == pp - 1:
-            own.insert(0, ("embedding.word_embeddings.weight", None))
+        tied = pp > 1 and "output_layer.weight" not in values["param"]
+        if tied and stage == pp - 1:
+            own.insert(0, (EMBEDDING, None))
         own = [(key, layer) for key, layer in own if key in values["param"] and key not in frozen]
         for rank in range(tp):
             group = f"optimizer.distributed.dp_group_idx_{rank + tp * stage}"
             group = f"chained_0.{group}" if has_experts else group
             ranks = [rank + tp * replica + 2 * tp * stage for replica in range(dp)]
             for slot in SLOTS:
-                parts = []
+                # What two stages share has a bucket of its own.
+                buckets: list[list[torch.Tensor]] = [[]]
                 for key, layer in own:
                     tensor = values[slot][key] if layer is None else values[slot][key][layer]
                     pieces = _parts(key, tensor, dims[key], tp)[rank]
-                    parts.append(torch.cat([part.reshape(-1) for _, part in pieces]))
-                _put_buffer(save, f"{group}.", slot, parts, ranks)
+                    if tied and key == EMBEDDING and buckets[-1]:
+                        buckets.append([])
+                    buckets[-1].append(torch.cat([part.reshape(-1) for _, part in pieces]))
+                    if tied and key == EMBEDDING:
+                        buckets.append([])
+                _put_buffers(save, f"{group}.", slot, [b for b in buckets if b], ranks)
             save.objects[f"{group}.per_bucket_numel/shard_0_1"] = [{"a": [1]}]
             save.objects[f"{group}.optimizer/shard_0_1"] = [{"param_groups": GROUPS}]
     for rank in range(2 if has_experts else 0):
         group = f"chained_1.optimizer.distributed.dp_group_idx_{rank}"
-        local = product(range(LAYERS), (2 * rank, 2 * rank + 1), [key for key, _ in EXPERT_KEYS])
-        names = [*local][::-1]
         for slot in SLOTS:
-            parts = [values[slot][key][layer, expert].reshape(-1) for layer, expert, key in names]
-            _put_buffer(save, f"{group}.", slot, parts, [rank])
+            parts = _expert_parts(values[slot], rank, grouped=grouped)
+            _put_buffers(save, f"{group}.", slot, [parts], [rank, rank + 2])
         groups = [{**GROUPS[0], "is_expert_parallel": True}]
         save.objects[f"{group}.optimizer/shard_0_1"] = [{"param_groups": groups}]
 
 
-def _put_buffer(
-    save: Save, prefix: str, slot: str, parts: list[torch.Tensor], ranks: list[int]
+def _expert_parts(
+    tensors: dict[str, torch.Tensor], rank: int, *, grouped: bool
+) -> list[torch.Tensor]:
+    """Return the flat parameters of a rank's experts, the last module first."""
+    keys = [key for key, _ in EXPERT_KEYS]
+    own = slice(2 * rank, 2 * rank + 2)
+    if grouped:
+        names = [*product(range(LAYERS), keys)][::-1]
+        return [tensors[key][layer, own].transpose(-1, -2).reshape(-1) for layer, key in names]
+    apart = [*product(range(LAYERS), (own.start, own.start + 1), keys)][::-1]
+    return [tensors[key][layer, expert].reshape(-1) for layer, expert, key in apart]
+
+
+def _put_buffers(
+    save: Save, prefix: str, slot: str, buckets: list[list[torch.Tensor]], ranks: list[int]
 ) -> None:
-    """Add one flat buffer, shared among ranks."""
-    flat = torch.zeros(0)
-    for part in parts:
-        flat = torch.cat([flat, torch.zeros(-len(flat) % 64), part])
-    chunks = []
-    low = 0
-    for rank, part in zip(ranks, flat.chunk(len(ranks)), strict=True):
-        chunks.append(Chunk(offsets=(low,), data=part.clone(), rank=rank))
-        low += len(part)
-    name = f"{prefix}gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.{slot}"
-    save.tensors[name] = (tuple(flat.shape), chunks)
+    """Add the buckets of a flat buffer, shared among ranks; all but the last end at 64."""
+    for number, parts in enumerate(buckets):
+        flat = torch.zeros(0)
+        for part in parts:
+            flat = torch.cat([flat, torch.zeros(-len(flat) % 64), part])
+        if number + 1 < len(buckets):
+            flat = torch.cat([flat, torch.zeros(-len(flat) % 64)])
+        chunks = []
+        low = 0
+        for rank, part in zip(ranks, flat.chunk(len(ranks)), strict=True):
+            chunks.append(Chunk(offsets=(low,), data=part.clone(), rank=rank))
+            low += len(part)
+        dtypes = "(torch.bfloat16, torch.float32)"
+        name = f"{prefix}gbuf_idx_0.dtype_{dtypes}.bucket_idx_{number}.{slot}"
+        save.tensors[name] = (tuple(flat.shape), chunks)
 
 
 def write_checkpoint(  # noqa: PLR0913 - what Megatron can be told
@@ -214,11 +257,12 @@ def write_checkpoint(  # noqa: PLR0913 - what Megatron can be told
     objects: dict[str, Any] | None = None,
     frozen: frozenset[str] = frozenset(),
     arguments: dict[str, Any] | None = None,
+    grouped: bool = False,
 ) -> None:
     """Write a checkpoint; ``buffers``: ``dp_reshardable``, else ``fully_reshardable``."""
     save = Save()
     models = {key: tensor.bfloat16() for key, tensor in values["param"].items()}
-    _put(save, "", models, tp, pp)
+    _put(save, "", models, tp, pp, grouped=grouped)
     for layer in range(LAYERS):
         value = [None] if local else [torch.arange(4, dtype=torch.uint8)]
         save.objects[f"decoder.layers.mlp.linear_fc1._extra_state/shard_{layer}_{LAYERS}"] = value
@@ -226,10 +270,10 @@ def write_checkpoint(  # noqa: PLR0913 - what Megatron can be told
     if arguments is not None:
         common["args"] = Namespace(**arguments)
     if buffers:
-        _buffers(save, values, (tp, pp, 2), frozen)
+        _buffers(save, values, (tp, pp, 2), frozen, grouped=grouped)
     else:
         for slot in SLOTS:
-            _put(save, f"optimizer.state.{slot}.", values[slot], tp, pp)
+            _put(save, f"optimizer.state.{slot}.", values[slot], tp, pp, grouped=grouped)
         common["optimizer"] = {"optimizer": {"param_groups": GROUPS}}
     save.objects |= objects or {}
     if common_file:

@@ -13,17 +13,23 @@ Source: ``_compute_per_buffer_param_layout`` in ``megatron/core/optimizer/distri
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucp_core.boxes import Box, flat_range
+from ucp_core.boxes import Box, flat_range, reach
+from ucp_core.converters.megatron_core import grouped_experts
+from ucp_core.converters.megatron_core.buffer_weights import (
+    Buffer,
+    Param,
+    Piece,
+    holds,
+    holds_grouped,
+    holds_plain,
+)
 from ucp_core.converters.megatron_core.key_names import BucketKey, stack_of
-from ucp_core.converters.shared.evidence import rounded
 from ucp_core.dtypes import FLOATS
 from ucp_core.errors import UnsupportedVersionError
 from ucp_core.statemap import DTYPE_BYTES, Extent, Fragment, TensorEntry, TensorKey
-from ucp_core.storage.base import join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,8 +39,6 @@ if TYPE_CHECKING:
 _FILE_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 #: Elements at whose multiples parameters begin.
 _ALIGNMENT = 64
-#: Elements compared at either end of a piece.
-_SAMPLE = 64
 #: Experts have an optimizer of their own where their ranks are others than those of the rest.
 _EXPERTS = ".experts."
 _CHAIN = re.compile(r"chained_(\d+)\.")
@@ -43,32 +47,13 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 
 
-class _Piece(NamedTuple):
-    """A chunk of the model's tensor that one rank holds: where its weights are."""
-
-    key: str
-    dtype: str
-    fragment: Fragment
-
-
-class _Param(NamedTuple):
-    """What one rank holds of a parameter: its pieces, one after the other along dim 0."""
-
-    key: str
-    pieces: tuple[_Piece, ...]
-    is_replica: bool
-
-    @property
-    def num_elements(self) -> int:
-        return sum(piece.fragment.box.num_elements for piece in self.pieces)
-
-
 class _Placed(NamedTuple):
-    """A parameter in a buffer: which bucket of it, from which element on."""
+    """A parameter in a buffer: which bucket of it, from which element on, in which order."""
 
-    param: _Param
+    param: Param
     bucket: BucketKey
     start: int
+    is_grouped: bool = False
 
 
 def decoded(
@@ -91,7 +76,7 @@ def decoded(
     model = {key.fqn: entry for key, entry in container.entries(named)[0].items()}
     _check_kinds(container, buckets, model)
     flat, extents = container.entries({key: TensorKey(key, "flat") for key in buckets.values()})
-    buffers = {bucket: _Buffer(flat[TensorKey(key, "flat")]) for bucket, key in buckets.items()}
+    buffers = {bucket: Buffer(flat[TensorKey(key, "flat")]) for bucket, key in buckets.items()}
     fragments: dict[TensorKey, list[Fragment]] = defaultdict(list)
     for chain, weights in _by_chain(buffers, model):
         params = _by_group(container, chain, weights)
@@ -121,32 +106,9 @@ def _check_kinds(
             raise _refused(container, key, f"weights in {entry.dtype} cannot be compared")
 
 
-class _Buffer:
-    """One flat tensor and its chunks by position."""
-
-    def __init__(self, entry: TensorEntry) -> None:
-        self.entry = entry
-        (self.num_elements,) = entry.shape
-        self._starts = [fragment.box.start[0] for fragment in entry.fragments]
-
-    def cut(self, start: int, stop: int) -> list[tuple[int, int, str, int]]:
-        """Return the parts of ``[start, stop)``: bounds, file, and byte of the first element."""
-        parts: list[tuple[int, int, str, int]] = []
-        itemsize = DTYPE_BYTES[self.entry.dtype]
-        index = max(0, bisect_right(self._starts, start) - 1)
-        for fragment in self.entry.fragments[index:]:
-            low, high = max(start, fragment.box.start[0]), min(stop, fragment.box.stop[0])
-            if fragment.box.start[0] >= stop:
-                break
-            if low < high:
-                at = fragment.offset_bytes + (low - fragment.box.start[0]) * itemsize
-                parts.append((low, high, fragment.file, at))
-        return parts
-
-
 def _by_chain(
-    buffers: Mapping[BucketKey, _Buffer], model: Mapping[str, TensorEntry]
-) -> list[tuple[dict[BucketKey, _Buffer], dict[str, TensorEntry]]]:
+    buffers: Mapping[BucketKey, Buffer], model: Mapping[str, TensorEntry]
+) -> list[tuple[dict[BucketKey, Buffer], dict[str, TensorEntry]]]:
     """Return the buffers of each kind of optimizer, and the weights that may be in them.
 
     Of several optimizers the last is that of the experts; a stage without has one, unnumbered.
@@ -168,36 +130,34 @@ def _by_chain(
 
 def _by_group(
     container: Container,
-    buffers: Mapping[BucketKey, _Buffer],
+    buffers: Mapping[BucketKey, Buffer],
     model: Mapping[str, TensorEntry],
-) -> dict[str, list[_Param]]:
+) -> dict[str, list[Param]]:
     """Return the parameters of each model-parallel rank, in order of its modules.
 
     A rank's files hold its buffers and its share of the model; what is the same on every rank of
     a stage is in the files of one of them only.
     """
     groups = _groups(container, buffers)
-    owned: dict[_Name, dict[str, list[_Piece]]] = {}
+    owned: dict[_Name, dict[str, list[Piece]]] = {}
     for name, fragment in _in_order(model):
         rank = _rank(container, fragment.file)
         if rank not in groups:
             raise _refused(container, name.key, f"rank {rank} has written no buffer")
         places = owned.setdefault(name, {})
-        places.setdefault(groups[rank], []).append(
-            _Piece(name.key, model[name.key].dtype, fragment)
-        )
+        places.setdefault(groups[rank], []).append(Piece(name.key, model[name.key].dtype, fragment))
     stages = _stages(set(groups.values()), [set(places) for places in owned.values()])
-    params: dict[str, list[_Param]] = defaultdict(list)
+    params: dict[str, list[Param]] = defaultdict(list)
     for name, places in owned.items():
         stage = stages[next(iter(places))]
         if len(places) == len(stage):
             for group, pieces in places.items():
-                params[group].append(_Param(name.key, tuple(pieces), is_replica=False))
+                params[group].append(Param(name.key, tuple(pieces), is_replica=False))
         elif len(places) == 1:
             ((owner, pieces),) = places.items()
             for group in stage:
                 replica = group != owner
-                params[group].append(_Param(name.key, tuple(pieces), replica))
+                params[group].append(Param(name.key, tuple(pieces), replica))
         else:
             raise _refused(
                 container, name.key, f"{len(places)} of {len(stage)} ranks of its stage hold it"
@@ -207,7 +167,7 @@ def _by_group(
     return params
 
 
-def _groups(container: Container, buffers: Mapping[BucketKey, _Buffer]) -> dict[int, str]:
+def _groups(container: Container, buffers: Mapping[BucketKey, Buffer]) -> dict[int, str]:
     """Return the group of buffers of each rank."""
     groups: dict[int, str] = {}
     for bucket, buffer in buffers.items():
@@ -219,16 +179,16 @@ def _groups(container: Container, buffers: Mapping[BucketKey, _Buffer]) -> dict[
 
 
 def _add_copies(
-    params: dict[str, list[_Param]],
+    params: dict[str, list[Param]],
     stages: Mapping[str, set[str]],
-    places: Mapping[str, Sequence[_Piece]],
+    places: Mapping[str, Sequence[Piece]],
 ) -> None:
     """Add to other stages, behind all that they have, what only the embedding's has written."""
     owners = sorted(places, key=_number)
     for stage in {tuple(sorted(stage, key=_number)) for stage in stages.values()}:
         if len(stage) == len(owners) and not set(stage) & set(owners):
             for group, owner in zip(stage, owners, strict=True):
-                copy = _Param(_EMBEDDING, tuple(places[owner]), is_replica=True)
+                copy = Param(_EMBEDDING, tuple(places[owner]), is_replica=True)
                 params[group].append(copy)
 
 
@@ -301,14 +261,14 @@ def _rank(container: Container, file: str) -> int:
 def _laid_out(
     container: Container,
     group: str,
-    buffers: Mapping[BucketKey, _Buffer],
-    params: Sequence[_Param],
+    buffers: Mapping[BucketKey, Buffer],
+    params: Sequence[Param],
 ) -> list[_Placed]:
     """Return where each parameter of a rank is: in reverse order, checked by length and values."""
     masters = sorted(bucket for bucket in buffers if bucket.slot == "weight")
     if not masters:
         raise _refused(container, group, "there are no fp32 weights in the buffers")
-    left: Sequence[_Param] = params
+    left: Sequence[Param] = params
     for order, choose in (
         (params[::-1], _next),
         (params[::-1], _later),
@@ -316,7 +276,7 @@ def _laid_out(
     ):
         placed, left = _tried(container, buffers, masters, order, choose)
         if placed is not None and _is_only_way(container, buffers, placed, left):
-            return placed
+            return _ordered(container, buffers, placed)
     raise _refused(
         container,
         left[0].key if left else group,
@@ -325,16 +285,33 @@ def _laid_out(
     )
 
 
+def _ordered(
+    container: Container, buffers: Mapping[BucketKey, Buffer], placed: Sequence[_Placed]
+) -> list[_Placed]:
+    """Return what was placed with the order of its elements, which is one for all experts."""
+    apart = [one for one in placed if one.param.may_be_grouped]
+    ways = [
+        way
+        for way in (holds_plain, holds_grouped)
+        if all(way(container, buffers[one.bucket], one.start, one.param) for one in apart)
+    ]
+    if apart and len(ways) != 1:
+        why = "whether its experts are one parameter or several does not follow from their weights"
+        raise _refused(container, apart[0].param.key, why)
+    is_grouped = ways == [holds_grouped]
+    return [one._replace(is_grouped=is_grouped and one in apart) for one in placed]
+
+
 def _tried(
     container: Container,
-    buffers: Mapping[BucketKey, _Buffer],
+    buffers: Mapping[BucketKey, Buffer],
     masters: Sequence[BucketKey],
-    params: Sequence[_Param],
-    choose: Callable[[Container, _Buffer, int, Sequence[_Param]], int | None],
-) -> tuple[list[_Placed] | None, list[_Param]]:
+    params: Sequence[Param],
+    choose: Callable[[Container, Buffer, int, Sequence[Param]], int | None],
+) -> tuple[list[_Placed] | None, list[Param]]:
     """Return where the parameters are as ``choose`` finds them, or None, and those not found."""
     left = list(params)
-    skipped: list[_Param] = []
+    skipped: list[Param] = []
     placed: list[_Placed] = []
     for bucket, start in _starts(buffers, masters, placed):
         index = choose(container, buffers[bucket], start, left)
@@ -349,96 +326,63 @@ def _tried(
 
 def _is_only_way(
     container: Container,
-    buffers: Mapping[BucketKey, _Buffer],
+    buffers: Mapping[BucketKey, Buffer],
     placed: Sequence[_Placed],
-    left: Sequence[_Param],
+    left: Sequence[Param],
 ) -> bool:
     """Return whether no parameter that was not placed could be where another one was."""
     return not any(
-        _holds(container, buffers[one.bucket], one.start, other) for other in left for one in placed
+        holds(container, buffers[one.bucket], one.start, other) for other in left for one in placed
     )
 
 
 def _starts(
-    buffers: Mapping[BucketKey, _Buffer],
+    buffers: Mapping[BucketKey, Buffer],
     masters: Sequence[BucketKey],
     placed: Sequence[_Placed],
 ) -> Iterator[tuple[BucketKey, int]]:
     """Yield where a parameter begins; the caller adds it to ``placed`` before the next one."""
     for bucket in masters:
-        position = 0
-        while position < buffers[bucket].num_elements:
-            start = -(-position // _ALIGNMENT) * _ALIGNMENT
+        start = 0
+        # What follows the last parameter is padding up to the next bucket.
+        while start < buffers[bucket].num_elements:
             yield bucket, start
             position = start + placed[-1].param.num_elements
+            start = -(-position // _ALIGNMENT) * _ALIGNMENT
 
 
-def _next(container: Container, buffer: _Buffer, start: int, left: Sequence[_Param]) -> int | None:
+def _next(container: Container, buffer: Buffer, start: int, left: Sequence[Param]) -> int | None:
     """Return 0 if the next parameter in order of the modules begins at ``start``."""
-    return 0 if left and _holds(container, buffer, start, left[0]) else None
+    return 0 if left and holds(container, buffer, start, left[0]) else None
 
 
-def _later(container: Container, buffer: _Buffer, start: int, left: Sequence[_Param]) -> int | None:
+def _later(container: Container, buffer: Buffer, start: int, left: Sequence[Param]) -> int | None:
     """Return the next in order that begins at ``start``: those before it are not in a buffer."""
-    return next((i for i, p in enumerate(left) if _holds(container, buffer, start, p)), None)
+    return next((i for i, p in enumerate(left) if holds(container, buffer, start, p)), None)
 
 
-def _only(container: Container, buffer: _Buffer, start: int, left: Sequence[_Param]) -> int | None:
+def _only(container: Container, buffer: Buffer, start: int, left: Sequence[Param]) -> int | None:
     """Return the parameter that begins at ``start`` if there is only one: order does not count.
 
     Ranks that share the saving may write the keys in another order.
     """
-    found = [i for i, param in enumerate(left) if _holds(container, buffer, start, param)]
+    found = [i for i, param in enumerate(left) if holds(container, buffer, start, param)]
     return found[0] if len(found) == 1 else None
-
-
-def _holds(container: Container, buffer: _Buffer, start: int, param: _Param) -> bool:
-    """Return whether the buffer has the parameter's weights at both ends of each piece."""
-    if start + param.num_elements > buffer.num_elements:
-        return False
-    low = start
-    for piece in param.pieces:
-        count = piece.fragment.box.num_elements
-        sample = min(_SAMPLE, count)
-        for skip in {0, count - sample}:
-            master = _read(container, buffer.cut(low + skip, low + skip + sample), buffer.entry)
-            if len(master) != sample * DTYPE_BYTES[buffer.entry.dtype]:
-                return False
-            expected = _weights(container, piece, skip, sample)
-            if rounded(master, buffer.entry.dtype, piece.dtype) != expected:
-                return False
-        low += count
-    return True
-
-
-def _read(
-    container: Container, parts: Sequence[tuple[int, int, str, int]], entry: TensorEntry
-) -> bytes:
-    itemsize = DTYPE_BYTES[entry.dtype]
-    return b"".join(
-        container.store.read_range(join(container.directory, file), at, (high - low) * itemsize)
-        for low, high, file, at in parts
-    )
-
-
-def _weights(container: Container, piece: _Piece, skip: int, count: int) -> bytes:
-    fragment, itemsize = piece.fragment, DTYPE_BYTES[piece.dtype]
-    path = join(container.directory, fragment.file)
-    return container.store.read_range(
-        path, fragment.offset_bytes + skip * itemsize, count * itemsize
-    )
 
 
 def _add_fragments(
     fragments: dict[TensorKey, list[Fragment]],
     placed: _Placed,
-    buffers: Mapping[BucketKey, _Buffer],
+    buffers: Mapping[BucketKey, Buffer],
 ) -> None:
     """Add what one parameter has in each slot of its buffer."""
     for bucket, buffer in buffers.items():
         if (bucket.buffer, bucket.bucket) != (placed.bucket.buffer, placed.bucket.bucket):
             continue
         found = fragments[TensorKey(placed.param.key, bucket.slot)]
+        if placed.is_grouped:
+            found += _grouped(placed, buffer)
+            continue
         low = placed.start
         for piece in placed.param.pieces:
             count = piece.fragment.box.num_elements
@@ -450,6 +394,18 @@ def _add_fragments(
                     replica=placed.param.is_replica,
                 )
             low += count
+
+
+def _grouped(placed: _Placed, buffer: Buffer) -> Iterator[Fragment]:
+    """Yield the fragments of experts that are one parameter."""
+    param, low, itemsize = placed.param, placed.start, DTYPE_BYTES[buffer.entry.dtype]
+    for start, stop, file, at in buffer.cut(low, low + param.num_elements):
+        for box, position, steps in grouped_experts.segments(param.boxes, start - low, stop - low):
+            strides = tuple(step * itemsize for step in steps)
+            first, last = reach(box, box, strides, itemsize)
+            offset = at + (low + position - start) * itemsize
+            size = last - first
+            yield Fragment(box, file, offset, size, None, (), param.is_replica, strides)
 
 
 def _boxes(

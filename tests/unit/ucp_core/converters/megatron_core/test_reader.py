@@ -156,7 +156,10 @@ def _is_of(name: str, *parts: str) -> bool:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_last_stage_has_a_copy_of_a_tied_embedding(tp: int) -> None:
-    """Only the first stage writes the weight, but both have it in their buffers."""
+    """Only the first stage writes the weight, but both have it, in a bucket of its own.
+
+    The bucket before ends where the next parameter could begin, not with its last one.
+    """
     values = state()
     for tensors in values.values():
         del tensors["output_layer.weight"]
@@ -197,13 +200,28 @@ def test_padding_of_which_nothing_is_known_is_kept_and_said() -> None:
         megatron_core.read(store, "c", rules=load_rules(rule % 97, "mine.yaml"))
 
 
-def test_experts_have_an_optimizer_of_their_own() -> None:
-    """Its buffers are of other ranks than those of the rest: experts differ, all else does not."""
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_have_an_optimizer_of_their_own(*, grouped: bool) -> None:
+    """Its buffers are of other ranks than those of the rest: experts differ, all else does not.
+
+    Grouped, those of a rank are one parameter, each expert transposed, gate beside up.
+    """
     values = state(experts=True)
-    checkpoint = _opened(values, tp=1, buffers=True)
+    checkpoint = _opened(values, tp=1, buffers=True, grouped=grouped)
     assert unequal(checkpoint, expected(values, local=True)) == []
     experts = [group for group in checkpoint.param_groups if group["is_expert_parallel"]]
     assert [len(group["params"]) for group in experts] == [4]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_whose_weights_tell_no_order_are_refused(*, grouped: bool) -> None:
+    """Moments have none to be compared with: the wrong order would be other experts' elements."""
+    values = state(experts=True)
+    for key, tensor in values["param"].items():
+        if ".experts." in key:
+            tensor.fill_(0.0)
+    with pytest.raises(UnsupportedVersionError, match=r"experts\.linear_fc"):
+        _opened(values, tp=1, buffers=True, grouped=grouped)
 
 
 def test_experts_without_ranks_of_their_own_are_in_the_groups_of_the_rest() -> None:
