@@ -64,7 +64,7 @@ def buffers(tree: Any, where: str) -> list[tuple[str, Mapping[str, TensorRef]]]:
 def find(
     store: Store, directory: str, flat: TensorRef, params: Sequence[tuple[str, TensorRef]]
 ) -> dict[str, int]:
-    """Return where each parameter begins in a buffer.
+    """Return where each parameter begins in a buffer, which the trained ones fill.
 
     Args:
         store: Where.
@@ -73,30 +73,54 @@ def find(
         params: Names and the model's weights, in the model's order.
 
     Raises:
-        PatternError: The masters are not the model's weights where they should be.
+        PatternError: The masters are not the model's weights where they should be, or which of
+            them are trained cannot be told.
     """
     found: dict[str, int] = {}
+    frozen: list[str] = []
     bucket = end = 0
     for name, ref in reversed(params):
         aligned = bucket + -(-(end - bucket) // _ALIGNMENT) * _ALIGNMENT
         for start in (aligned, end):
             if is_master_of(store, directory, flat, start, ref):
+                bucket = bucket if start == aligned else start
+                found[name] = start
+                end = start + ref.num_elements
                 break
         else:
-            raise PatternError(
-                f"{flat.file}: the masters of {name} are not the model's weights in {ref.file}, "
-                f"neither at {aligned} nor at {end}: the files are of two saves, or the buffer is "
-                "of another form; save in torch_dist format",
-                file=flat.file,
-                fqn=name,
-            )
-        bucket = bucket if start == aligned else start
-        found[name] = start
-        end = start + ref.num_elements
+            frozen.append(name)
+    _check_frozen(store, directory, flat, params, found, frozen)
     if end != flat.num_elements:
+        where = f"the parameters end at {end}, the buffer at {flat.num_elements}"
+        if frozen:
+            ref = dict(params)[frozen[0]]
+            where += f", and the masters of {frozen[0]} are not the model's weights in {ref.file}"
         raise PatternError(
-            f"{flat.file}: the parameters end at {end}, the buffer at {flat.num_elements}; save "
-            "in torch_dist format",
+            f"{flat.file}: {where}: the files are of two saves, or the buffer is of another form; "
+            "save in torch_dist format",
             file=flat.file,
+            fqn=frozen[0] if frozen else "",
         )
     return found
+
+
+def _check_frozen(
+    store: Store,
+    directory: str,
+    flat: TensorRef,
+    params: Sequence[tuple[str, TensorRef]],
+    found: Mapping[str, int],
+    frozen: Sequence[str],
+) -> None:
+    """Check that no parameter outside the buffer has the weights of one that is in it."""
+    refs = dict(params)
+    for name in frozen:
+        for other, start in found.items():
+            alike = refs[name].num_elements == refs[other].num_elements
+            if alike and is_master_of(store, directory, flat, start, refs[name]):
+                raise PatternError(
+                    f"{flat.file}: one of {name} and {other}, whose weights are alike, was not "
+                    "trained, and nothing says which; save in torch_dist format",
+                    file=flat.file,
+                    fqn=name,
+                )

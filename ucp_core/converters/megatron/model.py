@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.converters.files.torch_reader import TensorRef
 from ucp_core.converters.megatron import flat_buffers
-from ucp_core.converters.shared.evidence import match_masters
+from ucp_core.converters.shared.evidence import interchangeable, match_masters
 from ucp_core.converters.shared.optimizer_order import assign, largest_shape, unclear
 from ucp_core.converters.shared.shards import Layouts, Rank, Run, Shards
 from ucp_core.converters.shared.values import Scalars, json_value
@@ -216,6 +216,9 @@ def _by_masters(
                 "the file mixes two saves, or was changed",
             )
         found.append([name for name in names if name is not None])
+    alike = interchangeable(files.store, files.directory, params, found)
+    if alike is not None:
+        raise unclear(piece.file, f"{alike[0]} and {alike[1]} have the same weights")
     return found
 
 
@@ -270,6 +273,7 @@ def _add_distributed(
     assert piece.distributed is not None, "the caller looked"
     files.open([piece.distributed])
     pending: list[tuple[str, list[tuple[str, TensorRef]]]] = []
+    trained: set[str] = set()
     for chunk in (c for c in model.chunks if c.rank == piece.rank):
         kinds: dict[str, list[tuple[str, TensorRef]]] = defaultdict(list)
         for name, ref in chunk.params:
@@ -298,14 +302,15 @@ def _add_distributed(
                 shards.add_run(key, piece.rank, ref.dtype, shape, run)
             if step is not None:
                 scalars.add(TensorKey(name, "step"), step)
-    return _names_by_decay(model, piece, hyper)
+        trained |= starts.keys()
+    own = [param for param in model.params(piece.rank) if param[0] in trained]
+    return _names_by_decay(model, own, hyper)
 
 
 def _names_by_decay(
-    model: Model, piece: Piece, hyper: Sequence[Mapping[str, Any]]
+    model: Model, params: Sequence[tuple[str, TensorRef]], hyper: Sequence[Mapping[str, Any]]
 ) -> list[list[str]]:
     """Return the names of each group as Megatron makes them: biases and vectors do not decay."""
-    params = model.params(piece.rank)
     if len(hyper) == 1:
         return [[name for name, _ in params]]
     decays = [group.get("wd_mult") for group in hyper]

@@ -85,6 +85,29 @@ def match_flat(
     return names
 
 
+def interchangeable(
+    store: Store,
+    directory: str,
+    params: Sequence[tuple[str, TensorRef]],
+    groups: Sequence[Sequence[str]],
+) -> tuple[str, str] | None:
+    """Return two parameters with equal weights of which one's masters could be the other's.
+
+    In one group the model's order tells them apart; in two, or where one has no masters, nothing.
+    """
+    group_of = {name: index for index, group in enumerate(groups) for name in group}
+    met: dict[tuple[object, ...], str] = {}
+    for name, ref in params:
+        if ref.byte_strides is not None or not ref.num_elements:
+            continue
+        size = min(ref.num_elements, _SAMPLE)
+        ends = [_read(store, directory, ref, at, size) for at in (0, ref.num_elements - size)]
+        other = met.setdefault((ref.dtype, ref.shape, *ends), name)
+        if group_of.get(name) != group_of.get(other):
+            return other, name
+    return None
+
+
 def _first(
     store: Store,
     directory: str,

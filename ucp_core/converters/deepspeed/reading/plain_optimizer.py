@@ -10,7 +10,7 @@ from ucp_core.converters.deepspeed.reading.plain_sources import Source, sources
 from ucp_core.converters.deepspeed.reading.weights import WEIGHT, Modules
 from ucp_core.converters.deepspeed.reading.zero import EXPERT
 from ucp_core.converters.files.torch_reader import TensorRef
-from ucp_core.converters.shared.evidence import match_flat, match_masters
+from ucp_core.converters.shared.evidence import interchangeable, match_flat, match_masters
 from ucp_core.converters.shared.optimizer_order import assign, largest_shape, unclear
 from ucp_core.converters.shared.shards import Rank, Run
 from ucp_core.converters.shared.values import Scalars, json_value
@@ -162,6 +162,9 @@ class _Optimizer:
                     f"masters of group {index}, after {len(found[index])}, round to no weight of "
                     "the model that is left: the file mixes two saves, or was changed",
                 )
+        alike = interchangeable(store, directory, params, list(found.values()))
+        if alike is not None:
+            raise unclear(self._file, f"{alike[0]} and {alike[1]} have the same weights")
         return found
 
     def names(self) -> list[list[str]]:

@@ -125,6 +125,28 @@ def test_masters_are_known_by_the_weights_they_round_to(tmp_path: Path, *, flat:
     assert checkpoint.manifest.roles == {"layer.x.weight": "frozen"}
 
 
+class _Ones(Param):
+    """A parameter whose weights are ones, as those of norms are at first."""
+
+    def value(self, slot: str) -> Any:
+        return np.ones(self.shape, np.float32) if slot == "weight" else super().value(slot)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("role", ["trained", "frozen"])
+def test_weights_alike_in_two_groups_or_frozen_are_not_guessed(
+    tmp_path: Path, role: str, *, flat: bool
+) -> None:
+    """The first in the model's order would get the moments of the other."""
+    model = [_Ones("a.norm", (4,), role=role), _Ones("b.norm", (4,)), Param("c", (3, 2))]
+    groups = [[model[1], model[2]], *([[model[0]]] if role == "trained" else [])]
+    folder = _with_masters(groups, model, flat=flat)
+    folder.trees["mp_rank_00_model_states.pt"]["module"]["a.norm"] = _half(model[0])
+
+    with pytest.raises(PatternError, match=r"a\.norm and b\.norm have the same weights"):
+        read(folder.write(tmp_path))
+
+
 @pytest.mark.parametrize("flat", [True, False])
 def test_masters_of_another_save_are_refused(tmp_path: Path, *, flat: bool) -> None:
     """By order alone they would be taken."""

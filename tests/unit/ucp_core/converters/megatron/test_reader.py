@@ -61,8 +61,17 @@ def _value(name: str, slot: str, shape: tuple[int, ...]) -> Array:
 class Megatron:
     """A checkpoint before it is written: trees by file."""
 
-    def __init__(self, *, tp: int = 1, pp: int = 1, distributed: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        distributed: bool = False,
+        frozen: tuple[str, ...] = (),
+        norms: float | None = None,
+    ) -> None:
         self.trees: dict[str, Any] = {}
+        self._frozen, self._norms = frozen, norms
         self.expected: dict[tuple[str, str], Array] = {}
         self._tp, self._pp = tp, pp
         for stage in range(pp):
@@ -94,10 +103,13 @@ class Megatron:
         for local, whole, shape, cut in params:
             for slot in ("weight", *SLOTS):
                 value = _value(whole, slot, shape)
+                if slot == "weight" and "norm" in whole and self._norms is not None:
+                    value = np.full(shape, self._norms, np.float32)
                 self.expected[whole, slot] = value
                 shards[local, slot] = cut(value, self._tp)[rank]
             model[local] = tensor(shards[local, "weight"].astype(np.float16))
         model["decoder.layers.0.mlp._extra_state"] = None
+        params = [param for param in params if not param[1].endswith(self._frozen)]
         folder = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if self._pp > 1 else "")
         hyper = [{"lr": 0.1, "wd_mult": wd, "step": 5} for wd in (1.0, 0.0)]
         names = [[p[0] for p in params if (len(p[2]) > 1) == bool(wd)] for wd in (1, 0)]
@@ -223,6 +235,44 @@ def test_a_rule_tells_where_the_padding_begins(tmp_path: Path, tp: int) -> None:
     )
     with pytest.raises(PatternError, match="unpadded is 9"):
         read(path, rules=load_rules(rule % 9, "mine.yaml"))
+
+
+FROZEN = (EMBEDDING, "mlp.linear_fc2.weight")
+
+
+def _frozen(*, distributed: bool, norms: float | None = None) -> Megatron:
+    """Return a checkpoint whose optimizer lacks some parameters; ``norms``: all norms' weights."""
+    made = Megatron(distributed=distributed, frozen=FROZEN, norms=norms)
+    for (name, slot), value in list(made.expected.items()):
+        if name.endswith(FROZEN) and slot == "weight":
+            made.expected[name, slot] = value.astype(np.float16)
+        elif name.endswith(FROZEN):
+            del made.expected[name, slot]
+    return made
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_what_no_optimizer_has_was_frozen(tmp_path: Path, *, distributed: bool) -> None:
+    """Flat buffers hold what is trained and nothing else, and say of neither what it is."""
+    made = _frozen(distributed=distributed)
+
+    checkpoint = read(made.write(tmp_path))
+
+    assert_equal(loaded(checkpoint), made.expected)
+    frozen = {name for name, _ in made.expected if name.endswith(FROZEN)}
+    assert checkpoint.manifest.roles == dict.fromkeys(frozen, "frozen")
+    assert frozen.isdisjoint(checkpoint.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_frozen_parameter_like_a_trained_one_is_no_guess(
+    tmp_path: Path, *, distributed: bool
+) -> None:
+    """Norms begin as ones: the moments of the one would be taken for those of the other."""
+    made = Megatron(distributed=distributed, frozen=("0.input_layernorm.weight",), norms=1.0)
+
+    with pytest.raises(PatternError, match=r"input_layernorm\.weight"):
+        read(made.write(tmp_path))
 
 
 @pytest.mark.parametrize("distributed", [False, True])
