@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple, NoReturn
 
@@ -316,6 +317,8 @@ def worker_name(number: int) -> str:
     return f"w{number:04d}"
 
 
+# Every event names a worker, and a run has few.
+@lru_cache(maxsize=1 << 14)
 def worker_number(name: str) -> int:
     """Return 7 for ``w0007``, and -1 for what no machine has named."""
     return int(name[1:]) if name[:1] == "w" and name[1:].isdecimal() else -1

@@ -22,10 +22,13 @@ from orchestrator.simulation.memory import Memory, Part
 from orchestrator.simulation.saving import Tiers, farewell, save_step
 from orchestrator.simulation.storage import Storage
 from orchestrator.simulation.violations import Monitor
-from orchestrator.simulation.world import SimAttempt, SimNode, SimWorker
+from orchestrator.simulation.world import STEP_S, SimAttempt, SimNode, SimWorker
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Source
 from workers.snapshot.placement import Preference
+
+#: Longer than trainers take to write: what they leave behind is committed by then.
+_COMMIT_S = 0.6 * STEP_S
 
 
 class SimCluster:
@@ -53,7 +56,6 @@ class SimCluster:
         self.damaged: set[Source] = set()
         self.read_s = 0.0
         self.attempts: dict[int, SimAttempt] = {}
-        self.step_s = 0.1
         self.delay_s = rng.choice((0.001, 0.01, 0.1))
         self.loss = rng.choice((0.0, 0.0, 0.02, 0.1))
         self.doubling = rng.choice((0.0, 0.0, 0.05))
@@ -73,6 +75,12 @@ class SimCluster:
             act.SurveyWorkers: self._survey_workers,
             act.FinishRun: self._finish_run,
         }
+
+    def dissolve(self) -> None:
+        """End the world: its parts know each other, which keeps them alive for the collector."""
+        for node in self.nodes.values():
+            node.workers.clear()
+        self.__dict__.clear()
 
     # Time and wires
 
@@ -109,6 +117,10 @@ class SimCluster:
         """Report something that nobody repeats if it is lost."""
         if not (self.loss and self.chance(self.loss)):
             self.post(kind, **values)
+
+    def find(self, kind: type, **values: Any) -> None:
+        """Let the controller come to something by itself, if it is up: at once and once."""
+        self._arrive(self.life, kind, values)
 
     def _arrive(self, life: int, kind: type, values: dict[str, Any]) -> None:
         # Nobody listens while the controller is down, and a new life has new wires.
@@ -345,7 +357,7 @@ class SimCluster:
         self.post(ev.WorkerFormed, attempt=attempt.number, worker=name, damaged=damaged)
         attempt.formed.add(name)
         if len(attempt.formed) == len(attempt.members):
-            self.at(self.step_s, self._step, attempt)
+            self.at(STEP_S, self._step, attempt)
 
     def is_damaged(self, node: str, arena: str, part: Part) -> bool:
         """Return whether what is held there is not what was written."""
@@ -372,15 +384,15 @@ class SimCluster:
         for worker in members:
             worker.completed = step
         self.monitor.stepped(attempt.number, step)
-        self.post_or_lose(ev.StepCompleted, attempt=attempt.number, step=step, step_s=self.step_s)
+        self.post_or_lose(ev.StepCompleted, attempt=attempt.number, step=step, step_s=STEP_S)
         last = step >= self.rules.total_steps
         stored = save_step(self, attempt, members, last=last)
         if last:
-            self.at(0.06, self._leave_together, attempt, "completed", stored)
+            self.at(_COMMIT_S, self._leave_together, attempt, "completed", stored)
         elif attempt.yielding:
-            self.at(0.06, self._leave_together, attempt, "yielded", stored)
+            self.at(_COMMIT_S, self._leave_together, attempt, "yielded", stored)
         else:
-            self.at(self.step_s, self._step, attempt)
+            self.at(STEP_S, self._step, attempt)
 
     def _raise(self, attempt: SimAttempt, members: list[SimWorker], step: int) -> bool:
         """Raise at ``step`` in the ranks that are to; return whether any did."""
@@ -447,14 +459,11 @@ class SimCluster:
         ]
         slots = [(slot, name) for slot, name in self.granted.items() if name]
         # The survey and what happens after it come from one loop, so they keep their order.
-        self._arrive(
-            life,
+        self.find(
             ev.WorkersSurveyed,
-            {
-                "alive": tuple(alive),
-                "slots": tuple(slots),
-                "pending_slots": tuple(self.pending),
-            },
+            alive=tuple(alive),
+            slots=tuple(slots),
+            pending_slots=tuple(self.pending),
         )
         for worker in list(self.workers.values()):
             if worker.ready and not worker.node.cut_off:
@@ -467,7 +476,7 @@ class SimCluster:
                     self.post(ev.NodeDraining, 0.01, node=node.name, deadline_s=deadline_s)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1 << 16)
 def _protection(
     nodes: tuple[str, ...], layout: ParallelLayout, tolerance: int, preference: Preference
 ) -> RedundancyPlan:

@@ -83,8 +83,14 @@ def cut_off(cluster: SimCluster) -> None:
     node.cut_off = True
     cluster.monitor.faulty.update(node.workers)
     cluster.monitor.is_state_gone = True
-    cluster.post(ev.NodeLost, 0.5, node=node.name, cause="silent")
+    cluster.at(0.5 + cluster.wire_s(), _miss, cluster, node)
     cluster.at(3.0 + 2 * cluster.rng.random(), heal_node, cluster, node)
+
+
+def _miss(cluster: SimCluster, node: SimNode) -> None:
+    """The controller counts a silence itself: it does not find one that is over."""
+    if node.cut_off:
+        cluster.find(ev.NodeLost, node=node.name, cause="silent")
 
 
 def heal_node(cluster: SimCluster, node: SimNode) -> None:
@@ -139,6 +145,7 @@ def damage(cluster: SimCluster) -> None:
     commits = cluster.storage.commits
     if commits:
         commits[next(reversed(commits))].damaged = True
+        _strike_soon(cluster)
 
 
 def flip_bits(cluster: SimCluster) -> None:
@@ -155,6 +162,13 @@ def flip_bits(cluster: SimCluster) -> None:
         if sources and cluster.chance(0.6):
             num = rng.choice((1, 1, 2, len(sources)))
             cluster.damaged.update(rng.sample(sources, k=min(num, len(sources))))
+    _strike_soon(cluster)
+
+
+def _strike_soon(cluster: SimCluster) -> None:
+    """Damage shows only where something is loaded: end an attempt behind it, mostly."""
+    if cluster.chance(0.7):
+        cluster.at(0.1 * cluster.rng.random(), crash, cluster)
 
 
 def kill_keeper(cluster: SimCluster) -> None:

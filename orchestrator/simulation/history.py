@@ -20,9 +20,9 @@ from orchestrator.policies.layout import LayoutRules, usable
 from orchestrator.simulation import faults
 from orchestrator.simulation.cluster import SimCluster
 from orchestrator.simulation.journaling import SimJournal
-from orchestrator.simulation.saving import Tiers
+from orchestrator.simulation.saving import COPY_S, Tiers
 from orchestrator.simulation.violations import Monitor, Violation, require
-from orchestrator.simulation.world import SimNode
+from orchestrator.simulation.world import STEP_S, SimNode
 from workers.snapshot.placement import Preference
 
 #: Every wait of the machine is shorter than a minute here, and some follow each other.
@@ -33,8 +33,8 @@ EVENTS_MAX = 20_000
 #: Chance that the controller dies while it performs the actions of one event.
 _DEATH = 0.004
 #: Share of the histories whose training code has a bug, and of those that are stopped.
-_BUG = 0.04
-_STOP = 0.04
+_BUG = 0.05
+_STOP = 0.05
 
 _BOUNDS = Bounds(
     grace_s=1.0,
@@ -49,6 +49,7 @@ _BOUNDS = Bounds(
     drain_lead_s=0.7,
     backoff_s=0.2,
 )
+_GROWTH = GrowthRules(interval_s_min=0.3, gather_s=0.15, pause_guess_s=0.1)
 #: Budgets beyond what any seed injects: here every fault must be survived.
 _BUDGETS = BudgetRules(user_max=100, undecided_max=100, stuck_max=300)
 
@@ -105,8 +106,8 @@ class History:
         # Not all kinds in one history: some bugs need many faults of one kind.
         kinds = rng.sample(faults.FAULTS, k=rng.randint(1, len(faults.FAULTS)))
         self.kinds: tuple[faults.Fault, ...] = tuple(kinds)
-        self.check_always = seed % 8 == 0
-        self.is_replayed = seed % 16 == 0
+        self.check_always = seed % 16 == 0
+        self.is_replayed = seed % 32 == 0
         # To make every life read its journal would take a tenth of the time of all histories.
         self.journal = (
             SimJournal(seed, self.rules, is_thorough=self.is_replayed) if seed % 4 == 0 else None
@@ -119,7 +120,7 @@ class History:
             node = SimNode(f"n{index}", room)
             cluster.nodes[node.name] = node
             cluster.post(ev.NodeJoined, node=node.name)
-        safety_s = 2.0 + self.rules.total_steps * cluster.step_s
+        safety_s = 2.0 + self.rules.total_steps * STEP_S
         self.expected = self._draw_ending()
         for _ in range(rng.choice((0, 1, 2, 3, 4, 6, 12))):
             cluster.at(1.0 + rng.random() * safety_s, self._inject)
@@ -134,7 +135,7 @@ class History:
             cluster.raises_at[rng.randint(1, self.rules.total_steps)] = rng.choice(((0,), (0, 1)))
             return "failed"
         if ending < _BUG + _STOP:
-            at_s = rng.random() * self.rules.total_steps * cluster.step_s
+            at_s = rng.random() * self.rules.total_steps * STEP_S
             cluster.at(at_s, self._stop)
             return "stopped"
         return "completed"
@@ -205,14 +206,15 @@ class History:
                 return
 
     def _fold(self, event: ev.Event) -> None:
-        if isinstance(event, ev.ControllerStarted) and event.life > 1:
-            self._restart()
-        before = self.state
         if isinstance(event, _TELLING):
             self.monitor.told(event)
+        elif isinstance(event, ev.ControllerStarted) and event.life > 1:
+            self._restart()
+        before = self.state
         state, actions = machine.step(before, event, rules=self.rules)
         self.num_events += 1
-        require(self.num_events < EVENTS_MAX, "L2", "the machine goes round in circles")
+        if self.num_events >= EVENTS_MAX:
+            raise Violation("L2: the machine goes round in circles")
         if self.observe is not None:
             self.observe(event, state, actions)
         if state is before:
@@ -343,7 +345,7 @@ def _draw_tiers(rng: Random) -> Tiers:
         store_every=rng.choice((2, 3, 5, 10)),
         tolerance=rng.choice((1, 1, 1, 2, 0)),
         preference=rng.choice((Preference.COPY, Preference.PARITY)),
-        copy_s=rng.choice((0.04, 0.04, 0.25)),
+        copy_s=rng.choice((COPY_S, COPY_S, 2.5 * STEP_S)),
     )
 
 
@@ -361,11 +363,11 @@ def _draw_rules(rng: Random, tiers: Tiers) -> tuple[RunRules, list[int]]:
         min_workers=rng.randint(1, most),
         max_workers=max_workers,
         standby_per_node=rng.randint(0, 1),
-        total_steps=rng.randint(10, 40),
+        total_steps=rng.randint(3, 12),
         checkpoint_every=tiers.commit_every,
         starts_failed_max=1000,
         layout=layout,
-        growth=GrowthRules(interval_s_min=0.5, gather_s=0.3, pause_guess_s=0.2),
+        growth=_GROWTH,
         budgets=_BUDGETS,
         avoid=AvoidRules(strikes_max=rng.choice((2, 3)), window_s=20.0, avoid_s=5.0),
         bounds=_BOUNDS,
@@ -375,4 +377,8 @@ def _draw_rules(rng: Random, tiers: Tiers) -> tuple[RunRules, list[int]]:
 
 def run_history(seed: int, *, fault_limit: int | None = None) -> HistoryResult:
     """Run one history; raise ``Violation`` if a promise was broken."""
-    return History(seed, fault_limit=fault_limit).run()
+    history = History(seed, fault_limit=fault_limit)
+    try:
+        return history.run()
+    finally:
+        history.cluster.dissolve()

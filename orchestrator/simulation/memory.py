@@ -37,7 +37,7 @@ class Part(NamedTuple):
         return _held(self)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1 << 16)
 def _held(part: Part) -> Held:
     return Held(
         slot=0,

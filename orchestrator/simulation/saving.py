@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.core import events as ev
 from orchestrator.simulation.memory import Part, serves
-from orchestrator.simulation.world import SimAttempt, SimWorker
+from orchestrator.simulation.world import STEP_S, SimAttempt, SimWorker
 from workers.keeper.retention import guard_name
 from workers.protocol import HeldParity
 from workers.snapshot.placement import Preference
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from orchestrator.simulation.cluster import SimCluster
 
 #: A write by a trainer, a copy to another node, and a store by a keeper take up to this long.
-_WRITE_S = 0.05
-_COPY_S = 0.04
-_STORE_S = 0.3
-
+_WRITE_S = 0.5 * STEP_S
+COPY_S = 0.4 * STEP_S
+_STORE_S = 3.0 * STEP_S
 
 #: Chance that a member that leaves is in the middle of an update, and so has the state of no step.
 _UPDATING = 0.1
@@ -47,7 +46,7 @@ class Tiers:
     store_every: int
     tolerance: int
     preference: Preference = Preference.COPY
-    copy_s: float = _COPY_S
+    copy_s: float = COPY_S
 
     @property
     def commit_every(self) -> int:
@@ -57,7 +56,7 @@ class Tiers:
     @property
     def loses_one_step(self) -> bool:
         """Return whether a single fault may cost no more than one step."""
-        is_fast = self.copy_s + _WRITE_S < 0.1  # noqa: PLR2004  a step
+        is_fast = self.copy_s + _WRITE_S < STEP_S
         return self.snapshot_every == 1 and self.tolerance > 0 and is_fast
 
 

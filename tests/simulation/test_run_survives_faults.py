@@ -20,8 +20,9 @@ def test_every_promise_holds_in_every_history(first: int) -> None:
     assert not campaign.failures, "\n".join(
         f"{failure.violation}: {failure.command}" for failure in campaign.failures
     )
-    assert campaign.num_faults > CHUNK
-    assert campaign.num_events > 50 * CHUNK
+    assert campaign.num_faults > 3 * CHUNK
+    assert campaign.num_attempts > 1.5 * CHUNK
+    assert campaign.num_events > 40 * CHUNK
 
 
 def test_a_seed_is_one_history_in_every_process() -> None:
