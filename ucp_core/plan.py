@@ -110,6 +110,8 @@ class ReadPlan:
 
         Each list is a run of the plan's order, so that neighbours in a file stay together.
         """
+        if num_lists == 1:
+            return [self.copies] if self.copies else []
         total = sum(map(read_bytes_of, self.copies))
         lists: list[tuple[Copy, ...]] = []
         current: list[Copy] = []

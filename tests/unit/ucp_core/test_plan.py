@@ -89,6 +89,8 @@ def test_work_is_shared_by_bytes() -> None:
 
     assert [sum(c.stop_byte - c.start_byte for c in work) for work in lists] == [1024] * 4
     assert [c for work in lists for c in work] == list(made.copies)
+    assert made.work_lists(1) == [made.copies]
+    assert _plan(Box((3,), (3,)), _map((1024,), Box.full((1024,)))).work_lists(1) == []
 
 
 def test_what_nobody_holds_is_named() -> None:
