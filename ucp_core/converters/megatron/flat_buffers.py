@@ -27,27 +27,36 @@ _FLAT = "param"
 _NUMBERS = ("numel_unpadded",)
 
 
-def buffers(tree: Any, where: str) -> list[tuple[str, Mapping[str, TensorRef]]]:
+def buffers(
+    tree: Any, where: str, place: tuple[int, int] = (0, 1)
+) -> list[tuple[str, Mapping[str, TensorRef]]]:
     """Return every flat buffer: the dtype of its parameters, and its tensors by slot.
+
+    Args:
+        tree: What the file holds.
+        where: The file, for errors.
+        place: Which optimizer, and of how many that are chained.
 
     Raises:
         PatternError: It is of another form.
         CheckpointCorruptError: It is of no form of Megatron's.
     """
     states = tree if isinstance(tree, list) else [tree]
-    if len(states) != 1 or not isinstance(states[0], dict):
+    index, count = place
+    if len(states) != count or not isinstance(states[index], dict):
         raise PatternError(
-            f"{where} is of {len(states)} chained optimizers, whose buffers cannot be told apart; "
-            "save in torch_dist format",
+            f"{where} is of {len(states)} chained optimizers, the model's file of {count}, of "
+            f"which number {index} is looked for; save in torch_dist format",
             file=where,
         )
-    if not states[0].get("buckets_coalesced"):
+    state = states[index]
+    if not state.get("buckets_coalesced"):
         raise PatternError(
             f"{where} is of megatron-core before 0.5; load it there and save again", file=where
         )
     found: list[tuple[str, Mapping[str, TensorRef]]] = []
-    for index in sorted(key for key in states[0] if isinstance(key, int)):
-        for dtypes, slots in states[0][index].items():
+    for index in sorted(key for key in state if isinstance(key, int)):
+        for dtypes, slots in state[index].items():
             first = dtypes[0] if isinstance(dtypes, tuple) else dtypes
             refs = {k: v for k, v in slots.items() if k not in _NUMBERS}
             flat = refs.get(_FLAT)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.converters.files.torch_reader import TensorRef
 from ucp_core.converters.megatron import flat_buffers
+from ucp_core.converters.megatron.experts import global_name, is_expert
 from ucp_core.converters.shared.evidence import interchangeable, match_masters
 from ucp_core.converters.shared.optimizer_order import assign, largest_shape, unclear
 from ucp_core.converters.shared.shards import Layouts, Rank, Run, Shards
@@ -43,12 +44,16 @@ _MASTERS = "fp32_from_fp16_params"
 
 
 class Piece(NamedTuple):
-    """The files of one model-parallel rank; ``distributed`` is None where the model's has all."""
+    """The files of one model-parallel rank; ``distributed`` is None where the model's has all.
+
+    Of several expert parallel ranks ``expert`` is the number.
+    """
 
     rank: Rank
     file: str
     tree: Mapping[str, Any]
     distributed: str | None
+    expert: int = 0
 
 
 @dataclass(slots=True)
@@ -59,11 +64,13 @@ class Chunk:
         rank: Whose.
         number: Of the chunk; above 0 in interleaved pipelines.
         params: Name in the whole model, and where it is.
+        expert: The expert parallel rank.
     """
 
     rank: Rank
     number: int
     params: list[tuple[str, TensorRef]]
+    expert: int = 0
 
 
 @dataclass(slots=True)
@@ -83,6 +90,11 @@ class Model:
     ties: dict[str, str] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
     items: dict[str, Item] = field(default_factory=dict)
+
+    @property
+    def has_expert_ranks(self) -> bool:
+        """Return whether experts are spread over ranks of their own."""
+        return any(chunk.expert for chunk in self.chunks)
 
     def number_layers(self) -> None:
         """Give layers their numbers in the whole model: every chunk counts from 0 on."""
@@ -119,14 +131,16 @@ class Model:
         return owner
 
     def add(self, shards: Shards) -> None:
-        """Add all weights in the model's dtype."""
+        """Add all weights in the model's dtype; what every expert parallel rank has, once."""
         for chunk in self.chunks:
             for name, ref in chunk.params:
-                shards.add_ref(TensorKey(name, WEIGHT), chunk.rank, ref)
+                if chunk.expert == 0 or is_expert(name):
+                    shards.add_ref(TensorKey(name, WEIGHT), chunk.rank, ref)
 
-    def params(self, rank: Rank) -> list[tuple[str, TensorRef]]:
-        """Return the parameters of a rank in its order."""
-        return [param for chunk in self.chunks if chunk.rank == rank for param in chunk.params]
+    def chunks_of(self, piece: Piece) -> list[Chunk]:
+        """Return the parts of the model that a rank's file has."""
+        place = piece.rank, piece.expert
+        return [chunk for chunk in self.chunks if (chunk.rank, chunk.expert) == place]
 
 
 def _shifted(name: str, offset: int) -> str:
@@ -134,18 +148,29 @@ def _shifted(name: str, offset: int) -> str:
     return name if match is None else f"{match[1]}{offset + int(match[2])}{match[3]}"
 
 
-def model_of(piece: Piece) -> list[Chunk]:
+def model_of(piece: Piece, num_local: int | None) -> list[Chunk]:
     """Return the chunks of one rank's file.
+
+    Args:
+        piece: The file.
+        num_local: Experts of each of several expert parallel ranks; None: there is one.
 
     Raises:
         CheckpointCorruptError: It holds no model, or one without tensors.
+        UnsupportedVersionError: Its experts cannot be numbered.
     """
     keys = sorted(
         (int(match[1] or 0), key) for key in piece.tree if (match := _CHUNK.fullmatch(str(key)))
     )
     chunks = [
-        Chunk(piece.rank, number, list(_flattened(piece.tree[key], ""))) for number, key in keys
+        Chunk(piece.rank, number, list(_flattened(piece.tree[key], "")), piece.expert)
+        for number, key in keys
     ]
+    for chunk in chunks if num_local is not None else ():
+        chunk.params = [
+            (global_name(name, piece.expert, num_local or 0, piece.file), ref)
+            for name, ref in chunk.params
+        ]
     if not any(chunk.params for chunk in chunks):
         raise CheckpointCorruptError(f"{piece.file} holds no tensors of a model", file=piece.file)
     return chunks
@@ -160,6 +185,46 @@ def _flattened(tree: Any, prefix: str) -> Iterator[tuple[str, TensorRef]]:
             yield from _flattened(value, f"{prefix}.{key}" if prefix else str(key))
 
 
+class _Part(NamedTuple):
+    """One of the optimizers of a rank, which Megatron chains: that of experts is the second."""
+
+    tree: Any
+    place: tuple[int, int]
+    chunks: list[Chunk]
+
+    @property
+    def params(self) -> list[tuple[str, TensorRef]]:
+        return [param for chunk in self.chunks for param in chunk.params]
+
+
+def _parts(piece: Piece, model: Model) -> list[_Part]:
+    """Return the optimizers of a rank that no other rank repeats."""
+    trees, chunks = piece.tree.get("optimizer"), model.chunks_of(piece)
+    if trees is None:
+        return []
+    trees = trees if isinstance(trees, list) else [trees]
+    if len(trees) == 1 and not model.has_expert_ranks:
+        return [_Part(trees[0], (0, 1), chunks)]
+    if len(trees) != len((False, True)) or not model.has_expert_ranks:
+        raise UnsupportedVersionError(
+            f"{piece.file}: {len(trees)} chained optimizers are not supported in this format; save "
+            "in torch_dist format",
+            file=piece.file,
+        )
+    return [
+        _Part(
+            trees[experts],
+            (int(experts), len(trees)),
+            [
+                replace(c, params=[p for p in c.params if is_expert(p[0]) == experts])
+                for c in chunks
+            ],
+        )
+        for experts in (False, True)
+        if experts or piece.expert == 0
+    ]
+
+
 def add_optimizer(
     files: Files, piece: Piece, model: Model, shards: Shards, scalars: Scalars, groups: Groups
 ) -> None:
@@ -169,33 +234,24 @@ def add_optimizer(
         PatternError: Which state belongs to which parameter cannot be told.
         UnsupportedVersionError: Several optimizers.
     """
-    tree = piece.tree.get("optimizer")
-    if isinstance(tree, list) and len(tree) == 1:
-        tree = tree[0]
-    if tree is None:
-        return
-    if not isinstance(tree, dict):
-        raise UnsupportedVersionError(
-            f"{piece.file}: several chained optimizers are not supported in this format; save in "
-            "torch_dist format",
-            file=piece.file,
-        )
-    inner = tree.get("optimizer", tree)
-    hyper = inner.get("param_groups") if isinstance(inner, dict) else None
-    if not isinstance(hyper, list):
-        raise CheckpointCorruptError(f"{piece.file}: optimizer has no param_groups")
-    if piece.distributed is not None:
-        names = _add_distributed(files, piece, model, shards, scalars, hyper)
-    else:
-        names = _add_numbered(files, piece, model, shards, scalars, tree, inner)
-    values = [
-        json_value({k: v for k, v in g.items() if k != "params"}, files.store, files.directory)
-        for g in hyper
-    ]
-    groups.add(list(zip(values, names, strict=True)))
-    trained = {name for group in names for name in group}
-    if trained:
-        model.frozen |= {name for name, _ in model.params(piece.rank)} - trained
+    for part in _parts(piece, model):
+        tree = part.tree
+        inner = tree.get("optimizer", tree) if isinstance(tree, dict) else None
+        hyper = inner.get("param_groups") if isinstance(inner, dict) else None
+        if inner is None or not isinstance(hyper, list):
+            raise CheckpointCorruptError(f"{piece.file}: optimizer has no param_groups")
+        if piece.distributed is not None:
+            names = _add_distributed(files, piece, part, model, shards, scalars, hyper)
+        else:
+            names = _add_numbered(files, piece, part, shards, scalars, inner)
+        values = [
+            json_value({k: v for k, v in g.items() if k != "params"}, files.store, files.directory)
+            for g in hyper
+        ]
+        groups.add(list(zip(values, names, strict=True)))
+        trained = {name for group in names for name in group}
+        if trained:
+            model.frozen |= {name for name, _ in part.params} - trained
 
 
 def _by_masters(
@@ -225,16 +281,15 @@ def _by_masters(
 def _add_numbered(
     files: Files,
     piece: Piece,
-    model: Model,
+    part: _Part,
     shards: Shards,
     scalars: Scalars,
-    tree: Mapping[str, Any],
     inner: Mapping[str, Any],
 ) -> list[list[str]]:
     """Add an optimizer that numbers its parameters; return the names of each group."""
     hyper, state = inner["param_groups"], inner.get("state") or {}
-    masters = tree.get(_MASTERS) or tree.get("fp32_from_fp16")
-    params = model.params(piece.rank)
+    masters = part.tree.get(_MASTERS) or part.tree.get("fp32_from_fp16")
+    params = part.params
     if masters:
         names = _by_masters(files, piece, params, masters)
     else:
@@ -264,6 +319,7 @@ def _add_numbered(
 def _add_distributed(
     files: Files,
     piece: Piece,
+    part: _Part,
     model: Model,
     shards: Shards,
     scalars: Scalars,
@@ -271,16 +327,17 @@ def _add_distributed(
 ) -> list[list[str]]:
     """Add the flat buffers of the distributed optimizer; return the names of each group."""
     assert piece.distributed is not None, "the caller looked"
-    files.open([piece.distributed])
+    files.open([piece.distributed], kinds=(dict, list))
     pending: list[tuple[str, list[tuple[str, TensorRef]]]] = []
     trained: set[str] = set()
-    for chunk in (c for c in model.chunks if c.rank == piece.rank):
+    for chunk in part.chunks:
         kinds: dict[str, list[tuple[str, TensorRef]]] = defaultdict(list)
         for name, ref in chunk.params:
             kinds[ref.dtype].append((name, ref))
         pending += kinds.items()
     step = next((g["step"] for g in hyper if isinstance(g.get("step"), int | float)), None)
-    for kind, refs in flat_buffers.buffers(files.trees[piece.distributed], piece.distributed):
+    tree = files.trees[piece.distributed]
+    for kind, refs in flat_buffers.buffers(tree, piece.distributed, part.place):
         dtype = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(kind, kind)
         index = next((i for i, (d, _) in enumerate(pending) if d == dtype), None)
         if index is None:
@@ -303,7 +360,7 @@ def _add_distributed(
             if step is not None:
                 scalars.add(TensorKey(name, "step"), step)
         trained |= starts.keys()
-    own = [param for param in model.params(piece.rank) if param[0] in trained]
+    own = [param for param in part.params if param[0] in trained]
     return _names_by_decay(model, own, hyper)
 
 

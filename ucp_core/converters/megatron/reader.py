@@ -67,7 +67,7 @@ def read(
         CheckpointNotFoundError: There is none.
         CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
         PatternError: How a tensor is cut, or which state is whose, cannot be told.
-        UnsupportedVersionError: It has expert parallel ranks, or is too old.
+        UnsupportedVersionError: Its experts cannot be put together, or it is too old.
         ForeignClassError: A pickle holds a class that is not known.
         StorageError: A file cannot be read.
     """
@@ -81,8 +81,9 @@ def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
     tp = 1 + max(piece.rank.tp for piece in pieces)
     shards, scalars, groups = Shards(tp), Scalars(), Groups()
     model = Model(arguments)
+    num_local = _num_local(path, arguments)
     for piece in pieces:
-        model.chunks += model_of(piece)
+        model.chunks += model_of(piece, num_local)
     model.number_layers()
     model.add(shards)
     for piece in pieces:
@@ -143,27 +144,26 @@ def _opened(store: Store, path: str) -> tuple[Files, list[Piece], Mapping[str, A
     arguments = first.get("args")
     values = arguments.state if isinstance(arguments, Opaque) else None
     values = values if isinstance(values, dict) else {}
-    if (values.get("expert_model_parallel_size") or 1) > 1:
-        raise UnsupportedVersionError(
-            f"{path}: expert parallel ranks are not supported in this format; save in torch_dist "
-            "format",
-            path=path,
-        )
     tp = values.get("tensor_model_parallel_size")
     pp = values.get("pipeline_model_parallel_size")
     matches = [match for name in ranks if (match := RANK.fullmatch(name))]
     tp = tp if isinstance(tp, int) else 1 + max(int(match[1]) for match in matches)
     pp = pp if isinstance(pp, int) else 1 + max(int(match[2] or 0) for match in matches)
+    ep = _expert_ranks(values)
     wanted = {
-        f"mp_rank_{t:02d}_{p:03d}" if pp > 1 else f"mp_rank_{t:02d}": Rank(p, t)
+        f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else ""): (
+            Rank(p, t),
+            e,
+        )
+        for e in range(ep)
         for p in range(pp)
         for t in range(tp)
     }
     for name in sorted(set(wanted) ^ set(ranks)):
         what = "lacks" if name in wanted else "has more than the ranks of its arguments:"
         raise CheckpointCorruptError(
-            f"{path} {what} {name} ({tp} tensor parallel ranks in {pp} stage(s)): the checkpoint "
-            "was not copied completely, or is mixed with another one",
+            f"{path} {what} {name} ({tp} tensor parallel ranks in {pp} stage(s), {ep} expert "
+            "parallel rank(s)): the checkpoint was not copied completely, or is mixed with another",
             path=path,
             missing=(name,),
         )
@@ -180,10 +180,41 @@ def _opened(store: Store, path: str) -> tuple[Files, list[Piece], Mapping[str, A
             file=f"{name}/{MODEL_FILE}",
             tree=files.trees[f"{name}/{MODEL_FILE}"],
             distributed=f"{name}/{_DISTRIBUTED_FILE}" if distributed else None,
+            expert=expert,
         )
-        for name, rank in wanted.items()
+        for name, (rank, expert) in wanted.items()
     ]
     return files, pieces, values
+
+
+def _expert_ranks(arguments: Mapping[str, Any]) -> int:
+    ranks = arguments.get("expert_model_parallel_size")
+    return ranks if isinstance(ranks, int) and ranks > 1 else 1
+
+
+def _num_local(path: str, arguments: Mapping[str, Any]) -> int | None:
+    """Return how many experts each of several expert parallel ranks has.
+
+    Raises:
+        UnsupportedVersionError: They are cut otherwise than the rest of the model.
+        CheckpointCorruptError: The arguments do not say how many there are.
+    """
+    ranks, experts = _expert_ranks(arguments), arguments.get("num_experts")
+    tp = arguments.get("tensor_model_parallel_size")
+    own = arguments.get("expert_tensor_parallel_size")
+    if experts is not None and own is not None and own != tp:
+        raise UnsupportedVersionError(
+            f"{path}: experts are cut over {own} ranks, the rest of the model over {tp}, and the "
+            "names of the folders do not tell which has what; save in torch_dist format",
+            path=path,
+        )
+    if ranks == 1:
+        return None
+    if not isinstance(experts, int) or experts % ranks:
+        raise CheckpointCorruptError(
+            f"{path}: args has num_experts {experts!r} for {ranks} expert parallel ranks", path=path
+        )
+    return experts // ranks
 
 
 def _check_agreement(files: Files, first: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.converters.files.torch_reader import TorchFile, read_torch_file
@@ -36,27 +37,31 @@ class Files:
     trees: dict[str, Any] = field(default_factory=dict)
     extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
 
-    def open(self, names: Iterable[str]) -> None:
+    def open(self, names: Iterable[str], *, kinds: tuple[type, ...] = (dict,)) -> None:
         """Read the pickles of more files, in parallel; no tensor is read.
 
+        Args:
+            names: Of the files.
+            kinds: What they may hold.
+
         Raises:
-            CheckpointCorruptError: A file is damaged or not a dict.
+            CheckpointCorruptError: A file is damaged or holds something else.
             ForeignClassError: A class is not known.
             StorageError: A file cannot be read.
         """
         wanted = [name for name in dict.fromkeys(names) if name not in self.trees]
         if len(wanted) <= 1:
-            found = [self._read(name) for name in wanted]
+            found = [self._read(name, kinds) for name in wanted]
         else:
             with ThreadPoolExecutor(min(THREADS_MAX, len(wanted))) as pool:
-                found = list(pool.map(self._read, wanted))
+                found = list(pool.map(self._read, wanted, repeat(kinds)))
         for name, file in zip(wanted, found, strict=True):
             self.trees[name] = file.tree
             self.extents[name] = file.extents
 
-    def _read(self, name: str) -> TorchFile:
+    def _read(self, name: str, kinds: tuple[type, ...]) -> TorchFile:
         file = read_torch_file(self.store, self.directory, name)
-        if not isinstance(file.tree, dict):
+        if not isinstance(file.tree, kinds):
             raise CheckpointCorruptError(
                 f"{self.path(name)} holds a {type(file.tree).__name__}, not a dict: not a rank's "
                 "file of a checkpoint",

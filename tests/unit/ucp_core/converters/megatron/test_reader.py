@@ -27,6 +27,7 @@ from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore
 
 LAYERS = 2
+EXPERTS = 4
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -69,16 +70,18 @@ class Megatron:
         distributed: bool = False,
         frozen: tuple[str, ...] = (),
         norms: float | None = None,
+        ep: int = 1,
     ) -> None:
         self.trees: dict[str, Any] = {}
-        self._frozen, self._norms = frozen, norms
+        self._frozen, self._norms, self._ep = frozen, norms, ep
         self.expected: dict[tuple[str, str], Array] = {}
         self._tp, self._pp = tp, pp
         for stage in range(pp):
             for rank in range(tp):
-                self._add(stage, rank, distributed=distributed)
+                for expert_rank in range(ep):
+                    self._add(stage, rank, expert_rank, distributed=distributed)
 
-    def _params(self, stage: int) -> list[tuple[str, str, tuple[int, ...], Any]]:
+    def _params(self, stage: int, expert_rank: int) -> list[tuple[str, str, tuple[int, ...], Any]]:
         """Return the local name, the name in the model, the shape and the cut of each."""
         found: list[tuple[str, str, tuple[int, ...], Any]] = []
         if stage == 0:
@@ -89,6 +92,12 @@ class Megatron:
                 number = stage * count + layer
                 local, whole = (f"decoder.layers.{n}.{name}" for n in (layer, number))
                 found.append((local, whole, shape, cut))
+            for expert in range(EXPERTS // self._ep if self._ep > 1 else 0):
+                own = expert_rank * (EXPERTS // self._ep) + expert
+                for name in ("linear_fc1.weight", "linear_fc2.weight"):
+                    local = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.{name}"
+                    whole = f"decoder.layers.{number}.mlp.experts.local_experts.{own}.{name}"
+                    found.append((local, whole, *LAYER[f"mlp.{name}"]))
         if stage == self._pp - 1:
             norm = "decoder.final_layernorm.weight"
             found.append((norm, norm, (6,), _all))
@@ -96,8 +105,8 @@ class Megatron:
                 found.append(("output_layer.weight", EMBEDDING, (8, 6), _dim(0)))
         return found
 
-    def _add(self, stage: int, rank: int, *, distributed: bool) -> None:
-        params = self._params(stage)
+    def _add(self, stage: int, rank: int, expert_rank: int, *, distributed: bool) -> None:
+        params = self._params(stage, expert_rank)
         model: dict[str, Any] = {}
         shards: dict[tuple[str, str], Array] = {}
         for local, whole, shape, cut in params:
@@ -111,20 +120,35 @@ class Megatron:
         model["decoder.layers.0.mlp._extra_state"] = None
         params = [param for param in params if not param[1].endswith(self._frozen)]
         folder = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if self._pp > 1 else "")
-        hyper = [{"lr": 0.1, "wd_mult": wd, "step": 5} for wd in (1.0, 0.0)]
-        names = [[p[0] for p in params if (len(p[2]) > 1) == bool(wd)] for wd in (1, 0)]
-        optimizer: dict[str, Any]
+        folder += f"_{expert_rank:03d}" if self._ep > 1 else ""
+        optimizers, flats = [], []
+        for experts in (False, True) if self._ep > 1 else (False,):
+            own = [param for param in params if (".experts." in param[0]) == experts]
+            hyper = [
+                {"lr": 0.1, "wd_mult": wd, "step": 5, "is_expert_parallel": experts}
+                for wd in ((1.0,) if experts else (1.0, 0.0))
+            ]
+            groups = [[p[0] for p in own if (len(p[2]) > 1) == bool(g["wd_mult"])] for g in hyper]
+            if distributed:
+                optimizers.append({"optimizer": {"param_groups": hyper}})
+                # The first of the ranks that repeat a parameter gathers its state.
+                flats.append(self._flat(own, shards) if experts or expert_rank == 0 else None)
+            else:
+                optimizers.append(_numbered(groups, hyper, shards))
+        optimizer = optimizers[0] if self._ep == 1 else optimizers
         if distributed:
-            optimizer = {"optimizer": {"param_groups": hyper}}
-            self.trees[f"{folder}/distrib_optim.pt"] = self._flat(params, shards)
-        else:
-            optimizer = _numbered(names, hyper, shards)
+            self.trees[f"{folder}/distrib_optim.pt"] = flats[0] if self._ep == 1 else flats
         self.trees[f"{folder}/model_optim_rng.pt"] = {
             "args": namespace(
                 tensor_model_parallel_size=self._tp,
                 pipeline_model_parallel_size=self._pp,
                 num_layers=LAYERS,
                 swiglu=True,
+                **(
+                    {"expert_model_parallel_size": self._ep, "num_experts": EXPERTS}
+                    if self._ep > 1
+                    else {}
+                ),
             ),
             "checkpoint_version": 3.0,
             "iteration": 5,
@@ -334,11 +358,58 @@ def test_what_contradicts_itself_is_refused(
         read(made.write(tmp_path))
 
 
-def test_expert_parallel_ranks_are_refused(tmp_path: Path) -> None:
-    """Their folders have one number more."""
-    made = Megatron()
-    tree = made.trees["mp_rank_00/model_optim_rng.pt"]
-    tree["args"] = namespace(expert_model_parallel_size=2)
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
+def test_experts_of_expert_parallel_ranks_have_their_numbers_in_the_model(
+    tmp_path: Path, tp: int, pp: int, *, distributed: bool
+) -> None:
+    """Each rank counts its own from 0 on, and the first alone has the others' flat masters."""
+    made = Megatron(tp=tp, pp=pp, ep=2, distributed=distributed)
 
-    with pytest.raises(UnsupportedVersionError, match="expert"):
+    checkpoint = read(made.write(tmp_path))
+
+    assert_equal(loaded(checkpoint), made.expected)
+    assert [len(group["params"]) for group in checkpoint.param_groups] == [9, 3, 16]
+    assert checkpoint.manifest.roles == {}
+
+
+def _as_one_parameter(tree: dict[str, Any]) -> None:
+    tree["model"]["decoder.layers.0.mlp.experts.weight1"] = tensor(np.ones((6, 40), np.float16))
+
+
+def _as_one_optimizer(tree: dict[str, Any]) -> None:
+    tree["optimizer"] = tree["optimizer"][:1]
+
+
+def _one_expert_more(tree: dict[str, Any]) -> None:
+    name = "decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight"
+    tree["model"][name] = tensor(np.ones((20, 6), np.float16))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (_as_one_parameter, "in one parameter"),
+        (_as_one_optimizer, "chained optimizers"),
+        (_one_expert_more, "is expert 2 of a rank"),
+    ],
+)
+def test_experts_of_another_form_are_refused(
+    tmp_path: Path, spoil: Callable[[dict[str, Any]], None], match: str
+) -> None:
+    """Ranks that count alike would be taken for one."""
+    made = Megatron(ep=2)
+    spoil(made.trees["mp_rank_00_001/model_optim_rng.pt"])
+
+    with pytest.raises(UcpError, match=match):
+        read(made.write(tmp_path))
+
+
+def test_experts_cut_over_other_ranks_than_the_rest_are_refused(tmp_path: Path) -> None:
+    """Names of folders count ranks of tensor parallelism, not those of the experts'."""
+    made = Megatron(tp=2, ep=2)
+    for tree in made.trees.values():
+        tree["args"].state["expert_tensor_parallel_size"] = 1
+
+    with pytest.raises(UnsupportedVersionError, match="cut over 1 ranks"):
         read(made.write(tmp_path))
