@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import NamedTuple
 
 from ucp_core.lineage import Lineage, counts
 from workers.protocol import Held, HeldParity, Inventory, Member
@@ -35,8 +36,7 @@ MEMORY = "memory"
 STORAGE = "storage"
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(NamedTuple):
     """One rank's part of a version in the memory of one keeper.
 
     Attributes:
@@ -59,8 +59,7 @@ class Holding:
         return "/" in self.arena
 
 
-@dataclass(frozen=True, slots=True)
-class ParityHolding:
+class ParityHolding(NamedTuple):
     """One node's parities of a version, in the memory of its keeper.
 
     Attributes:

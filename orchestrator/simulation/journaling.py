@@ -28,7 +28,7 @@ _DAMAGE = 0.1
 _TORN = b'{"v":1,"se'
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Turn:
     event: Event
     actions: Sequence[Action]
