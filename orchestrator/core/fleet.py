@@ -47,12 +47,12 @@ def put_node(turn: Turn, number: int, node: Node) -> None:
         workers = draft.workers
         num_ready = sum([workers[w].status is WorkerStatus.READY for w in node.workers])
         usable = min(len(node.slots), num_ready)
-    if before.draining:
+    if before.leave_by_s != inf:
         draft.num_leaving -= before.usable
     else:
         draft.num_usable -= before.usable
         draft.num_slots -= len(before.slots)
-    if node.draining:
+    if node.leave_by_s != inf:
         draft.num_leaving += usable
     else:
         draft.num_usable += usable

@@ -138,6 +138,8 @@ def memory_shrank(turn: Turn) -> None:
 
 def leave_out(turn: Turn, damaged: tuple[Source, ...], unread: tuple[Source, ...] = ()) -> None:
     """Load no more from what is damaged, nor from what a second attempt could not read."""
+    if not damaged and not unread:
+        return
     draft = turn.draft
     draft.unread += tuple(source for source in unread if source not in draft.unread)
     again = (source for source in unread if source in draft.unread_before)

@@ -80,8 +80,8 @@ class Monitor:
         require(number > self.attempt, "S1", f"attempt {number} follows {self.attempt}")
         names = [name for name, _, _ in action.members]
         slots = [slot for _, _, slot in action.members]
-        require(len({*names}) == len(names), "S1", f"a worker twice in {names}")
-        require(len({*slots}) == len(slots), "S1", f"a slot twice in {slots}")
+        if len({*names}) < len(names) or len({*slots}) < len(slots):
+            raise Violation(f"S1: a worker or a slot twice in {action.members}")
         size = action.layout.world_size
         require(size == len(names), "S3", f"{size} ranks, {len(names)} members")
         require(
@@ -90,7 +90,8 @@ class Monitor:
         for worker in cluster.workers.values():
             gone = worker.name in self.kill_ordered or worker.node.cut_off
             still_in = 0 < worker.attempt < number and not gone
-            require(not still_in, "S1", f"{worker.name} is in {worker.attempt} as {number} begins")
+            if still_in:
+                raise Violation(f"S1: {worker.name} is in {worker.attempt} as {number} begins")
         if self.starts:
             old = cluster.attempts[self.attempt].members
             self.cut_off[self.attempt] = all(name in self.kill_ordered for name in old)
@@ -99,7 +100,8 @@ class Monitor:
         self.starts += unperformed
         self._check_resume(cluster, action)
         self.starts.append((number, action.resume_step))
-        require(list(action.lineage) == self.starts, "S3", f"lineage {action.lineage}")
+        if list(action.lineage) != self.starts:
+            raise Violation(f"S3: lineage {action.lineage}")
         self.last_step = action.resume_step
 
     def told(self, event: WorkerLeft | WorkerFormed) -> None:
@@ -107,6 +109,8 @@ class Monitor:
         if event.attempt != self.attempt:
             return
         unread = event.unread if isinstance(event, WorkerLeft) else ()
+        if not event.damaged and not unread:
+            return
         # Whom it had killed it may have forgotten by now, and then does not listen to.
         is_sure = event.worker not in self.kill_ordered
         for damaged, by in (
@@ -120,9 +124,10 @@ class Monitor:
     def given(self, attempt: int, sources: list[Source]) -> None:
         """Check what an attempt is to load from."""
         for source in sources:
-            require(source not in self.told_damaged, "S6", f"{attempt} loads {source} again")
-            times = len(self.told_unread.get(source, ()))
-            require(times < _UNREAD_MAX, "S6", f"{attempt} tries {source} for ever")
+            if source in self.told_damaged:
+                raise Violation(f"S6: {attempt} loads {source} again")
+            if len(self.told_unread.get(source, ())) >= _UNREAD_MAX:
+                raise Violation(f"S6: {attempt} tries {source} for ever")
 
     def _left_out(self) -> list[Source]:
         """Return what may be left out."""
