@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import Any, Self
 
@@ -58,8 +59,9 @@ class Trainer:
     def __init__(self, worker: str, directory: Path) -> None:
         context = forking()
         self._pipe, theirs = context.Pipe()
+        self._heard = context.Semaphore(0)
         self.process = context.Process(
-            target=_serve, args=(theirs, worker, str(directory)), daemon=True
+            target=_serve, args=(theirs, self._heard, worker, str(directory)), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -71,7 +73,9 @@ class Trainer:
         self._pipe.send(("fence", attempt))
 
     def yield_at_boundary(self, attempt: int, *, durable: bool = True) -> None:
+        """Ask it to leave, and return when it knows."""
         self._pipe.send(("yield durably" if durable else "yield", attempt))
+        assert self._heard.acquire(timeout=ANSWER_S_MAX), "the worker does not listen"
 
     def keep_pace(self, attempt: int, pace: Pace) -> None:
         self._pipe.send(("pace", (attempt, pace)))
@@ -164,8 +168,9 @@ class Run:
 class _Worker:
     """The child's side."""
 
-    def __init__(self, pipe: Connection, worker: str, directory: str) -> None:
+    def __init__(self, pipe: Connection, heard: Semaphore, worker: str, directory: str) -> None:
         self._pipe = pipe
+        self._heard = heard
         self._worker = worker
         self._ring = f"{directory}/{worker}.ring"
         self._page = ProgressPage.create(f"{directory}/{worker}.page", worker=worker)
@@ -195,6 +200,7 @@ class _Worker:
                 if kind == "yield durably":
                     self._durably.add(value)
                 self._yielding.add(value)
+                self._heard.release()
 
     def train_forever(self) -> None:
         while True:
@@ -240,8 +246,8 @@ def _num_entries(directory: str) -> int:
     return sum(1 for _ in Path(directory).iterdir())
 
 
-def _serve(pipe: Connection, worker: str, directory: str) -> None:
+def _serve(pipe: Connection, heard: Semaphore, worker: str, directory: str) -> None:
     torch.set_num_threads(1)
-    child = _Worker(pipe, worker, directory)
+    child = _Worker(pipe, heard, worker, directory)
     threading.Thread(target=child.listen, daemon=True).start()
     child.train_forever()
