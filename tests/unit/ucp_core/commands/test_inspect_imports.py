@@ -20,7 +20,7 @@ from tests.support.training_states import adam_state
 from ucp_core.storage import LocalStore
 
 #: Each takes 50 ms or more; pydantic is not among them, for typer itself needs it.
-LARGE = {"torch", "ray", "rich", "fsspec", "yaml", "numpy"}
+LARGE = {"torch", "ray", "rich", "fsspec", "yaml", "numpy", "pydantic"}
 
 PROBE = """
 import json, sys
