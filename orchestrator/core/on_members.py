@@ -71,8 +71,9 @@ def _run(turn: Turn) -> None:
 def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
     """Note a commit of the current attempt."""
     draft = turn.draft
-    fenced = draft.phase in (Phase.FENCING, Phase.READING)
-    if event.attempt == draft.attempt and (draft.phase in ACTIVE or fenced):
+    # Keepers store on when nobody trains: what lands before the next attempt begins is not lost.
+    is_over = draft.phase in (Phase.FENCING, Phase.READING, Phase.WAITING)
+    if event.attempt == draft.attempt and (draft.phase in ACTIVE or is_over):
         _know(draft, event.step, in_memory=False)
 
 

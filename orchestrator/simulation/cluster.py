@@ -18,7 +18,7 @@ from orchestrator.core.rules import RunRules
 from orchestrator.policies import quarantine, versions
 from orchestrator.policies.redundancy import RedundancyFacts, RedundancyPlan, plan_redundancy
 from orchestrator.simulation import loading
-from orchestrator.simulation.memory import Memory, Part
+from orchestrator.simulation.memory import Memory, Part, serves
 from orchestrator.simulation.saving import Tiers, farewell, save_step
 from orchestrator.simulation.storage import Storage
 from orchestrator.simulation.violations import Monitor
@@ -54,7 +54,6 @@ class SimCluster:
         self.memory = Memory()
         # Sources whose bytes are damaged, which only a load finds out.
         self.damaged: set[Source] = set()
-        self.read_s = 0.0
         self.attempts: dict[int, SimAttempt] = {}
         self.delay_s = rng.choice((0.001, 0.01, 0.1))
         self.loss = rng.choice((0.0, 0.0, 0.02, 0.1))
@@ -300,9 +299,11 @@ class SimCluster:
         self.at(self.wire_s(), self._read, action)
 
     def _read(self, action: act.ReadCommitted) -> None:
-        self.read_s = self.now_s
+        nodes = self.nodes.values()
+        is_partial = any(node.alive and not serves(node, self.now_s) for node in nodes)
+        self.monitor.reading(action.number, self.now_s, is_partial=is_partial)
         found = versions.newest(
-            quarantine.good(self.memory.inventories(self.nodes.values(), self.now_s), action.bad),
+            quarantine.good(self.memory.inventories(nodes, self.now_s), action.bad),
             self.storage.newest(action.lineage, quarantine.in_storage(action.bad)),
             action.lineage,
             total_steps=self.rules.total_steps,

@@ -53,8 +53,8 @@ _GROWTH = GrowthRules(interval_s_min=0.3, gather_s=0.15, pause_guess_s=0.1)
 #: Budgets beyond what any seed injects: here every fault must be survived.
 _BUDGETS = BudgetRules(user_max=100, undecided_max=100, stuck_max=300)
 
-#: What the machine learns of sources by.
-_TELLING = (ev.WorkerLeft, ev.WorkerFormed)
+#: What the machine learns of sources and of versions by.
+_TELLING = (ev.WorkerLeft, ev.WorkerFormed, ev.CommittedRead)
 
 _PHASES_FOR_SECOND_FAULT = frozenset({Phase.FENCING, Phase.READING, Phase.FORMING, Phase.YIELDING})
 

@@ -15,7 +15,7 @@ from orchestrator.core.actions import (
     RequestSlot,
     StartAttempt,
 )
-from orchestrator.core.events import WorkerFormed, WorkerLeft
+from orchestrator.core.events import CommittedRead, WorkerFormed, WorkerLeft
 from orchestrator.policies import quarantine
 from orchestrator.policies.versions import complete
 from workers.protocol import Source, stored_source
@@ -59,6 +59,9 @@ class Monitor:
         self.cut_off: dict[int, bool] = {}
         # What the machine was told of: damaged sources, and who could not read which.
         self.told_damaged: set[Source] = set()
+        # When reads were answered and whether a keeper was away, by number, and the newest heard.
+        self.reads: dict[int, tuple[float, bool]] = {}
+        self.heard = (0.0, False)
         self.told_unread: dict[Source, set[int]] = {}
         # The same, with what it was perhaps told of.
         self.heard_damaged: set[Source] = set()
@@ -104,8 +107,16 @@ class Monitor:
             raise Violation(f"S3: lineage {action.lineage}")
         self.last_step = action.resume_step
 
-    def told(self, event: WorkerLeft | WorkerFormed) -> None:
-        """Note what the machine hears of sources."""
+    def reading(self, number: int, now_s: float, *, is_partial: bool) -> None:
+        """Note when a read was answered, and whether a keeper was being started anew then."""
+        self.reads[number] = (now_s, is_partial)
+
+    def told(self, event: WorkerLeft | WorkerFormed | CommittedRead) -> None:
+        """Note what the machine hears of sources, and of versions."""
+        if isinstance(event, CommittedRead):
+            # Answers may overtake one another.
+            self.heard = max(self.heard, self.reads[event.number])
+            return
         if event.attempt != self.attempt:
             return
         unread = event.unread if isinstance(event, WorkerLeft) else ()
@@ -171,7 +182,7 @@ class Monitor:
     def _held(self, cluster: SimCluster) -> list[tuple[int, int]]:
         """Return what could be loaded from memory now and could be read when that was asked."""
         memory = cluster.memory
-        if memory.grew_s >= cluster.read_s:
+        if memory.grew_s >= self.heard[0]:
             return []
         inventories = memory.inventories(cluster.nodes.values(), cluster.now_s)
         held = complete(quarantine.good(inventories, self._left_out()), self.starts)
@@ -182,8 +193,10 @@ class Monitor:
         self.num_lost_steps += num_lost
         # A bug of the training code is a fault too, and is not among those that were injected.
         is_single = self.num_faults == 1 and not cluster.damaged and not cluster.raises_at
-        if num_lost > 1 and is_single and cluster.tiers.loses_one_step:
-            # Nothing protects an attempt on one node from the loss of that node.
+        _, is_partial = self.heard
+        if num_lost > 1 and is_single and cluster.tiers.loses_one_step and not is_partial:
+            # Nothing protects an attempt on one node from the loss of that node, and nothing a
+            # growth in the second for which a keeper is away: newcomers need what it holds.
             num_nodes = len(cluster.attempts[self.attempt].copiers)
             require(num_nodes == 1, "L3", f"one fault, {num_lost} steps lost")
         if is_single and cluster.tiers.snapshot_every and not self.is_state_gone:
