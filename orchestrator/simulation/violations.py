@@ -199,7 +199,9 @@ class Monitor:
             # growth in the second for which a keeper is away: newcomers need what it holds.
             num_nodes = len(cluster.attempts[self.attempt].copiers)
             require(num_nodes == 1, "L3", f"one fault, {num_lost} steps lost")
-        if is_single and cluster.tiers.snapshot_every and not self.is_state_gone:
+        # The last step is in storage or nowhere: who is fenced while it is written repeats it.
+        is_kept = cluster.tiers.snapshot_every and self.last_step < cluster.rules.total_steps
+        if is_single and is_kept and not self.is_state_gone:
             require(num_lost == 0, "L3", f"all members live, {num_lost} steps lost")
 
     def counts(self, step: int, attempt: int) -> bool:
