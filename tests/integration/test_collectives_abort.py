@@ -63,9 +63,8 @@ def fsdp_forward(world_size: int) -> None:
     assert loss > 0
 
 
-def fsdp_backward(world_size: int) -> None:
-    model, loss = _fsdp(world_size)
-    # The last rank does not take part in the backward pass, see ``_play``.
+def fsdp_backward(_: int) -> None:
+    model, loss = _FORWARDED.pop()
     loss.backward()
     del model
 
@@ -82,6 +81,9 @@ def _fsdp(world_size: int) -> tuple[nn.Module, torch.Tensor]:
     fully_shard(model, mesh=mesh)
     return model, model(torch.ones(4, 16)).square().sum()
 
+
+#: Model and loss of the forward pass before ``fsdp_backward``, in this process.
+_FORWARDED: list[tuple[nn.Module, torch.Tensor]] = []
 
 #: (what is aborted, number of ranks); one attempt each, in this order.
 PLAYS: list[tuple[Callable[[int], None], int]] = [
@@ -103,13 +105,15 @@ def _play(place: Place, attempt: int, operation: Callable[[int], None], size: in
     dist.barrier()
     missing = place.rank == size - 1
     caught: list[tuple[float, BaseException]] = []
+    if operation is fsdp_backward:
+        _FORWARDED.append(_fsdp(size))
+        # For whoever was aborted in the forward pass another one would wait there for ever.
+        _meet(place, f"forward-{attempt}", size)
 
     def call() -> None:
         try:
             if not missing:
                 operation(size)
-            elif operation is fsdp_backward:
-                _fsdp(size)
         except (AbortedError, CollectiveError) as error:
             caught.append((time.monotonic(), error.with_traceback(None)))
 
