@@ -47,6 +47,7 @@ def put_node(turn: Turn, number: int, node: Node) -> None:
         workers = draft.workers
         num_ready = sum([workers[w].status is WorkerStatus.READY for w in node.workers])
         usable = min(len(node.slots), num_ready)
+    # As ``draining``, without the call: nearly every event comes here.
     if before.leave_by_s != inf:
         draft.num_leaving -= before.usable
     else:

@@ -10,7 +10,7 @@ from orchestrator.simulation.loading import Loading
 from workers.protocol import Member
 
 #: Long beside a message and short beside a recovery: half a dozen steps meet as many faults as
-#: many short ones would, in half the time.
+#: many short ones would, in four fifths of the time.
 STEP_S = 0.25
 
 
