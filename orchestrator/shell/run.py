@@ -51,6 +51,7 @@ from orchestrator.shell.status_document import bounds_document, status_document
 from orchestrator.shell.status_page import StatusPage
 from ucp_core.storage import join, open_store
 from workers.protocol import Assignment, MemoryPart, NodeReport
+from workers.rest import Rest
 from workers.snapshot.placement import Preference
 
 log = logging.getLogger(__name__)
@@ -73,13 +74,14 @@ class Run:
         config: The resolved configuration as JSON.
         opening: The life of the controller that opens the run under this configuration.
         controller: Ray handle of the actor around this, given to the keepers.
+        rest: Of the actor's main thread, while the run is quiet.
     """
 
     def __init__(
-        self, *, run_id: str, config: dict[str, Any], opening: int, controller: Any
+        self, *, run_id: str, config: dict[str, Any], opening: int, controller: Any, rest: Rest
     ) -> None:
         self._config = RunConfig.model_validate(config)
-        self._controller = controller
+        self._controller, self._rest = controller, rest
         self._names = RunNames(run_id)
         self._rules = self._config.rules()
         self._store, self._path = open_store(self._config.run.directory)
@@ -246,6 +248,10 @@ class Run:
             os._exit(1)
 
     async def _fold_next(self) -> None:
+        if self._is_quiet():
+            self._rest.begin()
+        else:
+            self._rest.end()
         left_s = next_deadline_s(self._state) - self._clock.at_s()
         try:
             event = await asyncio.wait_for(self._inbox.get(), min(max(left_s, TICK_S), TICK_S_MAX))

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import ray
 
@@ -31,6 +31,7 @@ from workers.keeper.node_memory import NodeMemory
 from workers.keeper.watch import GONE, STILL_S, NodeWatch, clear
 from workers.parent import end_with_parent
 from workers.protocol import Inventory, KeeperOrder, NodeReport
+from workers.rest import Rest
 from workers.train.settings import Settings
 
 T = TypeVar("T")
@@ -56,6 +57,14 @@ class Keeper:
         run_url: The run directory; "" keeps no snapshots.
         settings: ``workers.train.settings.Settings`` as JSON; None keeps no snapshots.
     """
+
+    _rest: Rest
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Ray does this on the main thread, and the rest, as it has coroutines, elsewhere."""
+        keeper = super().__new__(cls)
+        keeper._rest = Rest()
+        return keeper
 
     def __init__(
         self,
@@ -161,7 +170,12 @@ class Keeper:
                 self._controller.observe.remote(report)
                 reported_s = now_s
                 await self._tend(report)
-            await asyncio.sleep(LOOK_STEPPING_S if self._watch.is_stepping() else LOOK_S)
+            if self._watch.is_stepping():
+                self._rest.begin()
+                await asyncio.sleep(LOOK_STEPPING_S)
+            else:
+                self._rest.end()
+                await asyncio.sleep(LOOK_S)
 
     def _report(self) -> NodeReport:
         report = self._watch.report()
