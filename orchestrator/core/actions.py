@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
+from orchestrator.core.values import value
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Source
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class RequestSlot:
     """Reserve room for one worker (a placement group); pending ones are the autoscaler's demand.
 
@@ -20,14 +20,14 @@ class RequestSlot:
     avoid: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class ReleaseSlot:
     """Give the reservation back, granted or pending."""
 
     slot: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class StartWorker:
     """Start a worker process on ``node``; answered by ``WorkerReady`` or ``WorkerExited``."""
 
@@ -35,7 +35,7 @@ class StartWorker:
     node: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class KillWorker:
     """SIGKILL the process of ``worker``; answered by ``WorkerExited``."""
 
@@ -43,7 +43,7 @@ class KillWorker:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class FenceAttempt:
     """Abort ``attempt`` in ``workers``; each answers by ``WorkerLeft`` or ``WorkerExited``.
 
@@ -55,7 +55,7 @@ class FenceAttempt:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class YieldAttempt:
     """Ask ``workers`` to leave ``attempt`` at the next step boundary, with that step committed.
 
@@ -68,7 +68,7 @@ class YieldAttempt:
     durable: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class ReadCommitted:
     """Find out in memory and storage which version to resume from, as ``attempt`` is fenced.
 
@@ -83,7 +83,7 @@ class ReadCommitted:
     bad: tuple[Source, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class StartAttempt:
     """Put ``members`` to work as ``attempt`` from ``resume_step``.
 
@@ -99,7 +99,7 @@ class StartAttempt:
     bad: tuple[Source, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class ReportIncident:
     """Put on record why ``attempt`` ended, now that it is known. The journal is all it needs.
 
@@ -121,14 +121,14 @@ class ReportIncident:
     fenced_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SurveyWorkers:
     """After a controller restart, find out who lives; answered by ``WorkersSurveyed``."""
 
     attempt: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class FinishRun:
     """The run is over: release everything and write the summary.
 

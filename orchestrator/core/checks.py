@@ -64,16 +64,15 @@ def _check_attempt(state: RunState) -> None:
 
 def _check_workers(state: RunState) -> None:
     used: dict[int, str] = {}
-    starting = 0
     for number, worker in state.workers.items():
         assert worker.name == worker_name(number), f"{worker.name} is kept as {number}"
         assert number in state.nodes[worker.node].workers, f"{worker.name} is not on its node"
         assert number < state.next_worker, f"{worker.name} was never started"
-        starting += worker.status is WorkerStatus.STARTING
         if worker.slot:
             assert worker.slot not in used, f"{worker.name}, {used[worker.slot]}: one slot"
             used[worker.slot] = worker.name
             assert state.slots[worker.slot].node == worker.node, f"{worker.name}: slot elsewhere"
+    starting = [worker.status for worker in state.workers.values()].count(WorkerStatus.STARTING)
     assert starting == state.num_starting, f"num_starting={state.num_starting} of {starting}"
 
 
@@ -87,7 +86,7 @@ def _check_nodes(state: RunState) -> None:
         assert node.alive or not (node.slots or node.workers), f"lost {node} has slots or workers"
         for slot in node.slots:
             assert state.slots[slot].node == number, f"slot {slot} is not on {node.name}"
-        ready = sum([state.workers[w].status is WorkerStatus.READY for w in node.workers])
+        ready = [state.workers[w].status for w in node.workers].count(WorkerStatus.READY)
         expected = min(len(node.slots), ready)
         assert node.usable == expected, f"{node.name}: usable={node.usable} of {expected}"
         if node.draining:

@@ -13,6 +13,8 @@ from orchestrator.core.ending import finish
 from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.turn import Turn
 
+_TRAINING = frozenset({Phase.RUNNING, Phase.YIELDING})
+
 
 def settle(turn: Turn) -> None:
     """Ask for missing slots and start missing workers, if this is the moment for it."""
@@ -39,7 +41,7 @@ def may_start_workers(turn: Turn) -> bool:
 
 def _trains(turn: Turn) -> bool:
     draft = turn.draft
-    return draft.stepped and draft.phase in (Phase.RUNNING, Phase.YIELDING)
+    return draft.stepped and draft.phase in _TRAINING
 
 
 def renew_pending(turn: Turn) -> None:
@@ -89,7 +91,7 @@ def release_failing_slots(turn: Turn, number: int) -> None:
     nothing_starts = node.num_failed_starts >= turn.rules.avoid.strikes_max
     if turn.draft.num_usable < turn.rules.min_workers and not nothing_starts:
         return
-    busy = sum(turn.draft.workers[w].status is WorkerStatus.READY for w in node.workers)
+    busy = [turn.draft.workers[w].status for w in node.workers].count(WorkerStatus.READY)
     for slot in fleet.free_slots(turn, node)[: len(node.slots) - busy]:
         release_slot(turn, slot)
 

@@ -6,16 +6,16 @@ The shell makes them, the journal keeps them, ``machine.step`` folds them. Every
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
+from orchestrator.core.values import value
 from workers.protocol import Source
 
 #: What ``WorkersSurveyed`` says of a living worker that did not answer in time.
 UNKNOWN_ATTEMPT = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class ControllerStarted:
     """A controller process began (``life`` counts from 1); from life 2 on the journal was folded.
 
@@ -26,7 +26,7 @@ class ControllerStarted:
     life: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class RunReopened:
     """The user lets a run go on that was over, or whose cluster is gone; perhaps set otherwise.
 
@@ -53,7 +53,7 @@ class RunReopened:
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class WorkersSurveyed:
     """After a controller restart: what was found alive.
 
@@ -70,7 +70,7 @@ class WorkersSurveyed:
     pending_slots: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class NodeJoined:
     """A node with room for workers is in the cluster."""
 
@@ -78,7 +78,7 @@ class NodeJoined:
     node: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class NodeLost:
     """A node is gone or silent beyond its bound; its workers and reservations are gone with it."""
 
@@ -87,7 +87,7 @@ class NodeLost:
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class NodeDraining:
     """The provider takes the node back at ``deadline_s`` (same clock as ``at_s``)."""
 
@@ -96,7 +96,7 @@ class NodeDraining:
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SlotGranted:
     """The reservation ``slot`` was placed on ``node``: one worker can run there."""
 
@@ -105,7 +105,7 @@ class SlotGranted:
     node: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class WorkerReady:
     """A worker process is up, has imported torch and can be assigned; a standby until then."""
 
@@ -115,7 +115,7 @@ class WorkerReady:
     pid: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class WorkerExited:
     """The process of ``worker`` is gone.
 
@@ -131,7 +131,7 @@ class WorkerExited:
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class WorkerFormed:
     """``worker`` has built its mesh and model in ``attempt`` and has loaded its state.
 
@@ -153,7 +153,7 @@ class WorkerFormed:
     skipped: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class StepCompleted:
     """Every rank of ``attempt`` finished ``step``: it is in the history unless it is redone."""
 
@@ -163,7 +163,7 @@ class StepCompleted:
     step_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class CheckpointCommitted:
     """The checkpoint of ``step`` written by ``attempt`` has its manifest."""
 
@@ -172,7 +172,7 @@ class CheckpointCommitted:
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class WorkerLeft:
     """``worker`` has left ``attempt`` and will write nothing more in it; its process lives.
 
@@ -197,7 +197,7 @@ class WorkerLeft:
     skipped: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class WorkerRaised:
     """The training code of ``worker`` raised; the process lives and has left the attempt."""
 
@@ -209,7 +209,7 @@ class WorkerRaised:
     traceback: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class HangFound:
     """Detection reached a verdict on an attempt that makes no progress.
 
@@ -224,7 +224,7 @@ class HangFound:
     evidence: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class CommittedRead:
     """Keepers and storage were asked after ``attempt`` was fenced: the version to resume from.
 
@@ -249,7 +249,7 @@ class CommittedRead:
     lost: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class StopRequested:
     """The user asked the run to stop at the next step boundary."""
 
@@ -257,7 +257,7 @@ class StopRequested:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class FaultInjected:
     """We caused a fault ourselves (tests, ``everstep chaos``). Only the journal wants to know."""
 
@@ -266,7 +266,7 @@ class FaultInjected:
     target: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Ticked:
     """Time passed; deadlines in the state are compared with ``at_s``."""
 

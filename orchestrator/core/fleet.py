@@ -45,7 +45,7 @@ def put_node(turn: Turn, number: int, node: Node) -> None:
     usable = 0
     if node.alive and node.slots:
         workers = draft.workers
-        num_ready = sum([workers[w].status is WorkerStatus.READY for w in node.workers])
+        num_ready = [workers[w].status for w in node.workers].count(WorkerStatus.READY)
         usable = min(len(node.slots), num_ready)
     # As ``draining``, without the call: nearly every event comes here.
     if before.leave_by_s != inf:
@@ -91,7 +91,8 @@ def add_worker(turn: Turn, node_number: int) -> str:
     )
     draft.num_starting += 1
     node = draft.nodes[node_number]
-    put_node(turn, node_number, node._replace(workers=(*node.workers, number)))
+    # Who only starts changes no count of its node's.
+    draft.nodes = draft.nodes.set(node_number, node._replace(workers=(*node.workers, number)))
     turn.wake_by(deadline_s)
     return name
 
@@ -136,7 +137,7 @@ def place_slot(turn: Turn, number: int, node_number: int) -> None:
     draft = turn.draft
     slot = draft.slots[number]
     assert slot.node < 0, f"slot {number} is already on node {slot.node}"
-    draft.slots = draft.slots.set(number, slot._replace(node=node_number))
+    draft.slots = draft.slots.set(number, Slot(node=node_number, avoid=slot.avoid))
     draft.num_slots -= 1
     node = draft.nodes[node_number]
     put_node(turn, node_number, node._replace(slots=tuple(sorted((*node.slots, number)))))

@@ -80,7 +80,7 @@ def _start(turn: Turn) -> None:
     candidates = _candidates(turn)
     choice = layout_policy.choose(len(candidates), turn.rules.layout)
     assert choice is not None, f"{len(candidates)} workers, {draft.num_usable} were counted usable"
-    members = candidates[: choice.layout.world_size]
+    members = candidates[: len(candidates) - choice.num_idle]
     resume_step, resume_attempt = draft.known
     draft.attempt += 1
     draft.lineage = (*draft.lineage, (draft.attempt, resume_step))

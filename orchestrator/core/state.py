@@ -312,12 +312,13 @@ def next_deadline_s(state: RunState) -> float:
     return min(state.deadline_s, state.wake_s)
 
 
+# Every event names a worker, and a run has few.
+@lru_cache(maxsize=1 << 14)
 def worker_name(number: int) -> str:
     """Return ``w0007`` for 7."""
     return f"w{number:04d}"
 
 
-# Every event names a worker, and a run has few.
 @lru_cache(maxsize=1 << 14)
 def worker_number(name: str) -> int:
     """Return 7 for ``w0007``, and -1 for what no machine has named."""

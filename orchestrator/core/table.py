@@ -22,11 +22,10 @@ class Table(Generic[V]):
     ``set`` and ``without`` return a new table and leave the old one as it is.
     """
 
-    __slots__ = ("_chunks", "_len")
+    __slots__ = ("_chunks",)
 
-    def __init__(self, _chunks: tuple[dict[int, V], ...] = (), _len: int = 0) -> None:
+    def __init__(self, _chunks: tuple[dict[int, V], ...] = ()) -> None:
         self._chunks = _chunks
-        self._len = _len
 
     @classmethod
     def of(cls, items: Iterable[tuple[int, V]]) -> Table[V]:
@@ -37,7 +36,7 @@ class Table(Generic[V]):
             index = key >> _CHUNK_BITS
             chunks += ({} for _ in range(index + 1 - len(chunks)))
             chunks[index][key] = value
-        return Table(tuple(chunks), sum(map(len, chunks)))
+        return Table(tuple(chunks))
 
     def get(self, key: int) -> V | None:
         """Return the value of ``key``, or None."""
@@ -55,7 +54,7 @@ class Table(Generic[V]):
 
     def __len__(self) -> int:
         """Return the number of keys."""
-        return self._len
+        return sum(map(len, self._chunks))
 
     def set(self, key: int, value: V) -> Table[V]:
         """Return the table with ``key`` set to ``value``."""
@@ -64,19 +63,17 @@ class Table(Generic[V]):
         chunks = self._chunks
         if index >= len(chunks):
             chunks += tuple({} for _ in range(index + 1 - len(chunks)))
-        chunk = dict(chunks[index])
-        grown = self._len + (key not in chunk)
-        chunk[key] = value
+        chunk = {**chunks[index], key: value}
         if len(chunks) == 1:
-            return Table((chunk,), grown)
-        return Table((*chunks[:index], chunk, *chunks[index + 1 :]), grown)
+            return Table((chunk,))
+        return Table((*chunks[:index], chunk, *chunks[index + 1 :]))
 
     def without(self, key: int) -> Table[V]:
         """Return the table without ``key``, which must be there."""
         index = key >> _CHUNK_BITS
         chunk = dict(self._chunks[index])
         del chunk[key]
-        return Table((*self._chunks[:index], chunk, *self._chunks[index + 1 :]), self._len - 1)
+        return Table((*self._chunks[:index], chunk, *self._chunks[index + 1 :]))
 
     def items(self) -> Iterator[tuple[int, V]]:
         """Iterate over ``(key, value)``."""

@@ -6,9 +6,10 @@ at all where the real thing may do so. It knows the truth; the machine hears onl
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from functools import lru_cache
+from heapq import heapify, heappop, heappush
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -41,7 +42,7 @@ class SimCluster:
         self.monitor = monitor
         self.now_s = 0.0
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self.serial = 0
+        self.serials = count()
         self.life = 0
         self.num_lives = 1
         self.controller_up = True
@@ -85,14 +86,13 @@ class SimCluster:
 
     def at(self, delay_s: float, do: Callable[..., None], *args: Any) -> None:
         """Do something after ``delay_s``."""
-        self.serial += 1
-        heapq.heappush(self.queue, (self.now_s + delay_s, self.serial, do, args))
+        heappush(self.queue, (self.now_s + delay_s, next(self.serials), do, args))
 
     def run_until(self, at_s: float) -> None:
         """Let what is scheduled until then happen, but stop as soon as the machine hears of it."""
-        queue, pop = self.queue, heapq.heappop
-        while queue and queue[0][0] <= at_s and not self.inbox:
-            self.now_s, _, do, args = pop(queue)
+        queue, inbox = self.queue, self.inbox
+        while queue and queue[0][0] <= at_s and not inbox:
+            self.now_s, _, do, args = heappop(queue)
             do(*args)
 
     def chance(self, probability: float) -> bool:
@@ -157,7 +157,7 @@ class SimCluster:
         """Give back what is pending, also what is only on its way to be asked for."""
         self.pending.clear()
         self.queue[:] = [entry for entry in self.queue if entry[2] != self._requested]
-        heapq.heapify(self.queue)
+        heapify(self.queue)
 
     def place(self) -> None:
         """Grant pending reservations where there is room."""
@@ -341,7 +341,7 @@ class SimCluster:
         if len(attempt.arrived) == len(attempt.members):
             for member in attempt.members:
                 self.at(0.05 + 0.1 * self.rng.random(), self._form, member, attempt)
-        elif any(member not in self.workers for member in attempt.members):
+        elif not self.workers.keys() >= set(attempt.members):
             self.at(0.05, self._peer_lost, name, number)
 
     def _form(self, name: str, attempt: SimAttempt) -> None:

@@ -253,14 +253,11 @@ class History:
         self.state = restored
 
     def _observe_action(self, action: Action) -> None:
-        kind = type(action)
-        if kind is KillWorker:
-            assert isinstance(action, KillWorker)
+        if isinstance(action, KillWorker):
             self.monitor.killing(self.cluster, action)
-        elif kind is FenceAttempt:
+        elif isinstance(action, FenceAttempt):
             self.monitor.fence_began_s = self.cluster.now_s
-        elif kind is RequestSlot:
-            assert isinstance(action, RequestSlot)
+        elif isinstance(action, RequestSlot):
             self.monitor.requesting(self.cluster, action)
 
     def _phase_changed(self, state: RunState) -> None:

@@ -58,7 +58,6 @@ class SimJournal:
         self._rng = Random(f"journal {seed}")  # noqa: S311  no secrets here
         self._rules = rules
         self._is_thorough = is_thorough
-        self._basis = Basis(program="simulated", rules=repr(rules))
         self.reopen()
 
     def reopen(self) -> None:
@@ -68,6 +67,10 @@ class SimJournal:
         self._ends: list[int] = []
         self._seq = 0
         self._marked: tuple[int, RunState] | None = None
+
+    @cached_property
+    def _basis(self) -> Basis:
+        return Basis(program="simulated", rules=repr(self._rules))
 
     def add(self, event: Event, state: RunState, actions: Sequence[Action]) -> None:
         """Take in an event, the state after it, and the actions that it led to."""

@@ -109,7 +109,8 @@ class SimAttempt:
         self.plan = plan
         nodes = dict.fromkeys(node for _, node, _ in action.members)
         self.copiers = {
-            node: tuple(name for name in nodes if node in plan.copies_of(name)) for node in nodes
+            node: tuple(name for name in nodes if name in plan.keepers.get(node, ()))
+            for node in nodes
         }
         self.num_uncopied = 0
         self._lanes: dict[tuple[str, ...], list[tuple[Member | None, ...]]] = {}
