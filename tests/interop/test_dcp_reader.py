@@ -12,6 +12,7 @@ from tests.support.foreign_reading import unequal
 from tests.support.forked_commands import ForkedCommands
 from ucp_core.checkpoint import verify
 from ucp_core.converters import open_source
+from ucp_core.errors import UnsupportedVersionError
 from ucp_core.storage import LocalStore
 
 SCRIPT = "tests.support.save_dcp"
@@ -24,7 +25,8 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedCommand
 
 
 @pytest.mark.parametrize(
-    "kind", ["fsdp2", "fsdp2_tp2", "hsdp", "sharded_tensors", "no_collectives"]
+    "kind",
+    ["fsdp1_sharded", "fsdp2", "fsdp2_tp2", "hsdp", "sharded_tensors", "no_collectives"],
 )
 def test_sharded_states_are_read_bit_for_bit(
     commands: ForkedCommands, tmp_path: Path, kind: str
@@ -39,3 +41,16 @@ def test_sharded_states_are_read_bit_for_bit(
     assert checkpoint.step == 3
     assert checkpoint.manifest.roles == {"seen": "buffer"}
     assert verify(checkpoint) == []
+
+
+@pytest.mark.parametrize("kind", ["fsdp1_local", "fsdp1_local_original"])
+def test_flat_parameters_of_the_first_fsdp_are_refused(
+    commands: ForkedCommands, tmp_path: Path, kind: str
+) -> None:
+    """Of what each rank gives under a parameter's own name, torch keeps the part of one rank."""
+    commands.run(SCRIPT, [kind, str(tmp_path / "c")], num_ranks=4)
+
+    with pytest.raises(UnsupportedVersionError, match=r"_flat_param.*SHARDED_STATE_DICT") as raised:
+        open_source(LocalStore(), str(tmp_path / "c"))
+
+    assert raised.value.facts["key"] == "model._flat_param"

@@ -20,7 +20,7 @@ from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shard
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
@@ -28,6 +28,13 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+
+#: How the first FSDP saves, and whether its parameters stay parameters.
+FSDP1 = {
+    "fsdp1_sharded": (StateDictType.SHARDED_STATE_DICT, True),
+    "fsdp1_local": (StateDictType.LOCAL_STATE_DICT, False),
+    "fsdp1_local_original": (StateDictType.LOCAL_STATE_DICT, True),
+}
 
 
 class Model(nn.Module):
@@ -50,6 +57,9 @@ def build(kind: str) -> nn.Module:
     """Return the model, sharded as ``kind`` says, on four ranks."""
     torch.manual_seed(0)
     model: nn.Module = Model()
+    if kind in FSDP1:
+        device, original = torch.device("cpu"), FSDP1[kind][1]
+        return FullyShardedDataParallel(model, device_id=device, use_orig_params=original)
     if kind == "fsdp2_tp2":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -64,7 +74,7 @@ def build(kind: str) -> nn.Module:
 
 
 def as_sharded_tensor(value: Any) -> Any:
-    """Return a tensor as the class by which the first FSDP, which needs a GPU, saves it."""
+    """Return a tensor as the class by which the first FSDP saves it."""
     if not isinstance(value, DTensor):
         return value
     local = value.to_local()
@@ -98,6 +108,10 @@ def main(kind: str, directory: str) -> None:
         weights = {fqn: as_sharded_tensor(value) for fqn, value in weights.items()}
         for slots in states["state"].values():
             slots.update({slot: as_sharded_tensor(value) for slot, value in slots.items()})
+    if kind in FSDP1:
+        with FullyShardedDataParallel.state_dict_type(model, FSDP1[kind][0]):
+            weights = model.state_dict()
+            states = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     state = {"model": weights, "optim": states, "train": {"step": 3}}
     if kind == "no_collectives":
         # Every rank writes its own data and metadata, without a word to the others.

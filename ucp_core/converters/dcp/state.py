@@ -16,7 +16,7 @@ from ucp_core.checksums import crc32
 from ucp_core.converters.dcp.key_names import Names, classify, number_names
 from ucp_core.converters.files.inline import INLINE_NAME
 from ucp_core.converters.files.torch_reader import TensorRef, plain
-from ucp_core.errors import CheckpointCorruptError, ForeignClassError
+from ucp_core.errors import CheckpointCorruptError, ForeignClassError, UnsupportedVersionError
 from ucp_core.manifest import Item
 from ucp_core.statemap import Extent, Fragment, TensorEntry, TensorKey
 from ucp_core.storage.base import join
@@ -40,6 +40,8 @@ _BUFFERS = (
     "freqs_cis",
     "_extra_state",
 )
+#: The last part of a flat parameter's key, since torch 1.13 and before.
+_FLAT = ("_flat_param", "flat_param")
 _INTEGERS = frozenset(("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64"))
 #: As struct calls them, for numpy takes 0.1 s to import, longer than it takes to open a checkpoint.
 _CODES = {
@@ -119,8 +121,10 @@ def state_of(container: Container) -> State:
     Raises:
         CheckpointCorruptError: An item contradicts the metadata, or a name is there twice.
         ForeignClassError: A hyper-parameter is of an unknown class.
+        UnsupportedVersionError: The weights are there as FSDP1 flattens them.
     """
     shapes = {key: item.shape for key, item in container.tensors.items()}
+    _refuse_flat(container)
     names = classify(shapes, container.blobs, container.paths)
     _name_numbers(container, names)
     state = State()
@@ -143,6 +147,26 @@ def state_of(container: Container) -> State:
     _add_items(state, container, names)
     state.step = _step(state, container)
     return state
+
+
+def _refuse_flat(container: Container) -> None:
+    """Refuse FSDP1's ``LOCAL_STATE_DICT``: shapes, order and padding of what it flattened are lost.
+
+    With ``use_orig_params`` the parameters have keys too, under which each rank gives the elements
+    that it holds, as a plain tensor; DCP takes those for copies and keeps one rank's.
+    """
+    flat = [key for key in container.tensors if key.rpartition(".")[2] in _FLAT]
+    if not flat:
+        return
+    raise UnsupportedVersionError(
+        f"{container.where}: {flat[0]} is a flat parameter of FSDP1, saved with LOCAL_STATE_DICT: "
+        "nothing tells which of its elements are which parameter's, and what lies under a "
+        "parameter's own name is one rank's part of it. Save with "
+        "StateDictType.SHARDED_STATE_DICT; this one torch can load first, by its _flat_param keys "
+        "alone, into the same FSDP modules on as many ranks as saved it",
+        key=flat[0],
+        path=container.where,
+    )
 
 
 def _refuse_twice(keys: Mapping[str, TensorKey]) -> None:
