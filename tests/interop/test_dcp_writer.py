@@ -169,6 +169,21 @@ def test_a_tied_name_leads_to_the_same_bytes(tmp_path: Path) -> None:
     assert _bytes(target["lm_head"]) == small_state()[TensorKey("wte", "weight")].data
 
 
+def test_frozen_names_that_lead_to_the_same_bytes_are_tied_again(tmp_path: Path) -> None:
+    """As embedding and head of LoRA's base model; another frozen tensor of equal bytes is not."""
+    state = small_state()
+    state[TensorKey("twin", "weight")] = state[TensorKey("wte", "weight")]
+    del state[TensorKey("wte", "exp_avg")]
+    roles = {"wte": "frozen", "twin": "frozen"}
+    trained = [{"params": ["norm", "head", "step"], "lr": 0.1}]
+    checkpoint = _checkpoint(state, ties={"lm_head": "wte"}, roles=roles, param_groups=trained)
+
+    found = open_source(LocalStore(), _written(checkpoint, tmp_path / "out"))
+
+    assert found.manifest.ties == {"lm_head": "wte"}
+    assert found.manifest.roles == roles
+
+
 def test_extra_values_lie_where_dcp_would_put_them(tmp_path: Path) -> None:
     """A scheduler's state dict is nested, and lists of plain values stay lists."""
     extra = {

@@ -419,6 +419,7 @@ def ties_of(state: State) -> dict[str, str]:
 
     DCP saves tied parameters once under each name, and their optimizer state under one. Evidence
     is torch's own checksum of every chunk; tensors below two dims and of zeros prove nothing.
+    Two frozen ones can be equal without being one, unless their keys lead to the same bytes.
     """
     frozen = [fqn for fqn, role in state.roles.items() if role == "frozen"]
     if not frozen:
@@ -435,9 +436,14 @@ def ties_of(state: State) -> dict[str, str]:
             if identity is not None:
                 owners.setdefault(identity, key.fqn)
     ties: dict[str, str] = {}
+    places: dict[Any, str] = {}
     for fqn in frozen:
-        owner = owners.get(_identity(state.entries[TensorKey(fqn, "weight")], crcs))
-        if owner is not None:
+        entry = state.entries[TensorKey(fqn, "weight")]
+        owner = owners.get(_identity(entry, crcs))
+        if owner is None and entry.num_bytes:
+            place = entry.shape, tuple((f.file, f.offset_bytes) for f in entry.fragments)
+            owner = places.setdefault(place, fqn)
+        if owner is not None and owner != fqn:
             ties[fqn] = owner
     return ties
 

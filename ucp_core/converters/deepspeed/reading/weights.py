@@ -178,6 +178,13 @@ def _add_module(
     for name, ref in _tensors(module, modules.items):
         is_empty = ref.shape == (0,) and name in stand_ins
         owner = _owner(modules, name, ref, shared, seen)
+        if owner is not None and _is_excluded(modules, tree, module, owner):
+            # ``named_parameters`` has a tied one once, so that its other name was left in.
+            if not ref.num_elements:
+                why = f"saved with exclude_frozen_parameters, as {owner} was, with which it is tied"
+                modules.items[f"module.{name}"] = Item("drop", why)
+                continue
+            _add_weight(modules, rank, owner, ref, is_buffer=False)
         if owner is not None:
             modules.ties[name] = owner
             continue
@@ -186,6 +193,17 @@ def _add_module(
         if name not in buffers:
             order.append((name, ref))
         _add_weight(modules, rank, name, ref, is_buffer=name in buffers)
+
+
+def _is_excluded(
+    modules: Modules, tree: Mapping[str, Any], module: Mapping[str, Any], owner: str
+) -> bool:
+    """Return whether a parameter was left out because it is frozen, as LoRA's base model can be.
+
+    From stage 2 on DeepSpeed tells the shapes of frozen parameters unless it leaves them out.
+    """
+    named = owner in module or owner in modules.trained or owner in modules.ties
+    return modules.masters and not named and tree.get("frozen_param_shapes") is None
 
 
 def _tensors(module: Mapping[str, Any], items: dict[str, Item]) -> Iterator[tuple[str, TensorRef]]:

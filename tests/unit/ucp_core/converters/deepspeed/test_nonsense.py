@@ -33,6 +33,8 @@ def test_nonsense_in_a_model_file_is_an_error_of_ours(tmp_path: Path, key: str, 
     tree[key] = value
     if key == "shared_params":
         tree["module"]["head.weight"] = tensor(np.zeros((2, 2), np.float32))
+        # There: so no frozen parameter was left out.
+        tree["frozen_param_shapes"] = {}
 
     with pytest.raises(CheckpointCorruptError):
         read(folder.write(tmp_path))
