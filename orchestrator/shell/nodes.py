@@ -31,6 +31,12 @@ KEEPER_RETURN_S = 30.0
 KEEPER_RETRY_S = 0.1
 #: A keeper that lives answers a new controller in 1 to 50 ms.
 MEET_S = 2.0
+#: How often a keeper is asked whether it is there, and for how long it may say nothing. Ray takes
+#: one that a signal has stopped, or that is stuck, for alive: its trainers would go on for hours
+#: without anything that they do being copied or stored. Among 28 busy processes on two cores one
+#: answered in 2 s.
+KEEPER_ASK_S = 5.0
+KEEPER_SILENT_S = 15.0
 #: To remove its files takes a keeper milliseconds; one that stands still must not hold up the end.
 CLEAR_S = 5.0
 #: A node that was declared lost and is there all the same is taken in again after this.
@@ -214,7 +220,8 @@ class Nodes:
                 directory=self._names.shared_directory(node), controller=controller, **self._boot
             )
         )
-        view.tasks.append(asyncio.get_running_loop().create_task(self._accompany(view)))
+        loop = asyncio.get_running_loop()
+        view.tasks += [loop.create_task(self._accompany(view)), loop.create_task(_revive(view))]
         self._post(NodeJoined(at_s=self._at_s(), node=node))
 
     def _fits(self, total: dict[str, float]) -> bool:
@@ -287,6 +294,22 @@ class Nodes:
         """Forget that a node was lost if it is there after all: it is then found as a new one."""
         if await _accepts(view.raylet_address):
             self.views.pop(view.node, None)
+
+
+async def _revive(view: NodeView) -> None:
+    """Have a keeper that says nothing ended, and so started again: its memory outlives it."""
+    while True:
+        is_there = view.greeted.is_set() and not view.is_returning
+        try:
+            async with asyncio.timeout(KEEPER_SILENT_S if is_there else KEEPER_RETURN_S):
+                await view.keeper.hello.remote()
+        except TimeoutError:
+            # Ray asks it to end, and has its raylet kill it when that is not heard.
+            ray.kill(view.keeper, no_restart=False)
+        except RayError:
+            # The held call has failed as well.
+            pass
+        await asyncio.sleep(KEEPER_ASK_S)
 
 
 async def _is_back(keeper: Any) -> bool:

@@ -121,7 +121,13 @@ def test_every_wait_is_told_at_the_start_the_shortest_first() -> None:
     output = io.StringIO()
     print_bounds(bounds_s, config.patience, Console(file=output, width=1000))
 
-    waits = {*Limits.__slots__, *Bounds.__slots__, "collective", "controller_stopped"}
+    waits = {
+        *Limits.__slots__,
+        *Bounds.__slots__,
+        "collective",
+        "controller_stopped",
+        "keeper_silent",
+    }
     assert bounds_s.keys() == {name.removesuffix("_s") for name in waits}
     assert list(bounds_s.values()) == sorted(bounds_s.values())
     assert "recovery.patience=6" in output.getvalue()
