@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -214,6 +215,27 @@ def test_an_exception_of_the_script_is_told_from_its_frames_on(run: Run) -> None
     frames = [line for line in raised.traceback.splitlines() if line.startswith("  File")]
     assert [frame.rsplit(" ", 1)[1] for frame in frames] == ["train", "faulty"]
     assert isinstance(other, Fenced | PeerLost)
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [("raise SystemExit(4)\n", "raise SystemExit(4)"), ("pass\n", "")],
+    ids=["exits", "ends"],
+)
+def test_a_script_that_never_begins_to_train_is_told_without_our_frames(
+    run: Run, script: str, line: str
+) -> None:
+    """It has hundreds of lines to look for the mistake in already."""
+    path = run.directory / "train.py"
+    path.write_text(script)
+    members = run.begin(Settings(script=str(path)), num_workers=1)
+    raised = members[0].left().outcome
+
+    assert isinstance(raised, Raised)
+    assert str(path) in raised.error
+    frames = re.findall(r'  File "(.*)", line \d+, in .*\n    (.*)', raised.traceback)
+    assert frames == ([(str(path), line)] if line else [])
+    assert raised.traceback.strip()
 
 
 def test_twenty_attempts_leave_nothing_behind(run: Run, text: DataSettings) -> None:

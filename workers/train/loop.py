@@ -17,7 +17,9 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from ucp_core.errors import UcpError
 from workers import collectives
+from workers.errors import WorkerError
 from workers.parallel.mesh import build_mesh
 from workers.parallel.state import HostBuffer
 from workers.protocol import (
@@ -191,11 +193,23 @@ def _is_of_groups(error: BaseException) -> bool:
 
 
 def _user_traceback(error: BaseException) -> str:
-    """Return the traceback from the user's first frame on."""
-    first: TracebackType | None = error.__traceback__
-    while first is not None and _is_ours(first):
-        first = first.tb_next
+    """Return the traceback from the user's first frame on.
+
+    An error in our words says all itself: shown is at most what the user's code did to cause it.
+    """
+    first, cause = _user_frame(error), error.__cause__
+    if first is None and isinstance(error, WorkerError | UcpError):
+        if cause is not None and _user_frame(cause) is not None:
+            return _user_traceback(cause)
+        return "".join(traceback.format_exception_only(error))
     return "".join(traceback.format_exception(type(error), error, first or error.__traceback__))
+
+
+def _user_frame(error: BaseException) -> TracebackType | None:
+    frame: TracebackType | None = error.__traceback__
+    while frame is not None and _is_ours(frame):
+        frame = frame.tb_next
+    return frame
 
 
 def _is_ours(frame: TracebackType) -> bool:
