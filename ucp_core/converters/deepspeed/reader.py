@@ -19,6 +19,7 @@ from ucp_core.converters.deepspeed.reading.file_names import (
     sort_names,
 )
 from ucp_core.converters.deepspeed.reading.partitions import RankState, read_rank
+from ucp_core.converters.deepspeed.reading.swapped import refuse_swapped, refuse_swapped_models
 from ucp_core.converters.deepspeed.reading.tensor_parallel import Info, TensorParallelLayouts
 from ucp_core.converters.deepspeed.reading.topology import Native, open_native
 from ucp_core.converters.deepspeed.reading.weights import (
@@ -127,6 +128,8 @@ def _add_zero(
         for rank, name in native.optim.items()
     }
     _check_steps(native, read)
+    if is_zero3:
+        refuse_swapped_models(native)
     config = native.first.get("ds_config")
     before = bool(config.get("use_data_before_expert_parallelism")) if config else False
     for mp in range(native.tp * native.pp):
@@ -139,6 +142,8 @@ def _add_zero(
         stage = Stage(native.rank(mp), states, shapes, where, data_before_expert=before)
         (add_zero3 if is_zero3 else add_zero12)(stage, shards, scalars)
         files = native.files
+        if is_zero3:
+            refuse_swapped(files.store, files.directory, stage)
         values = [_hyper(group, files.store, files.directory) for group in states[0].groups]
         values += [{}] * (len(stage.names) - len(values))
         names = [*stage.names, *[[]] * (len(values) - len(stage.names))]
