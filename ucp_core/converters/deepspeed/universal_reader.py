@@ -223,6 +223,13 @@ def _add_slot(found: _Folder, name: str, slot: str, local: tuple[int, ...] | Non
             fqn=name,
         )
     if slot == _STEP:
+        if value.num_elements != 1:
+            raise CheckpointCorruptError(
+                f"{join(found.directory, file)} holds {list(value.shape)} numbers, not a step: "
+                "another file was copied over it; use another checkpoint",
+                path=join(found.directory, file),
+                fqn=name,
+            )
         found.scalars.add(key, value._replace(shape=(), strides=()))
         return
     shape = _shape(found, file, value, tree, local)
@@ -316,6 +323,7 @@ def _groups(found: _Folder) -> list[dict[str, Any]]:
         _add_step(found, inner)
     groups = tree.get("param_groups") or inner.get("param_groups") or []
     names = _names_by_group(found, groups, tree if is_zero3 else None)
+    _check_steps(found, names)
     made = Groups()
     values = [
         json_value({k: v for k, v in g.items() if k != "params"}, found.store, found.directory)
@@ -323,6 +331,34 @@ def _groups(found: _Folder) -> list[dict[str, Any]]:
     ]
     made.add(list(zip(values, names, strict=True)))
     return made.result()
+
+
+def _check_steps(found: _Folder, names: list[list[str]]) -> None:
+    """Raise if parameters of one group, which step together, are of different steps."""
+    store = found.scalars.overlay(found.store)
+
+    def step_of(name: str) -> float | None:
+        entry = found.scalars.entries.get(TensorKey(name, _STEP))
+        if entry is None:
+            return None
+        fragment = entry.fragments[0]
+        ref = TensorRef(entry.dtype, (), (), fragment.file, fragment.offset_bytes, None)
+        return number(store, found.directory, ref)
+
+    for group in names:
+        with ThreadPoolExecutor(THREADS_MAX) as pool:
+            steps = dict(zip(group, pool.map(step_of, group), strict=True))
+        known = [(name, step) for name, step in steps.items() if step is not None]
+        for name, step in known:
+            if step != known[0][1]:
+                first = join(found.directory, f"{ZERO}/{known[0][0]}")
+                raise CheckpointCorruptError(
+                    f"{join(found.directory, f'{ZERO}/{name}')} is of step {step:g}, {first} of "
+                    f"step {known[0][1]:g}: the folder mixes two saves; use another checkpoint",
+                    path=join(found.directory, f"{ZERO}/{name}"),
+                    fqn=name,
+                    steps=(step, known[0][1]),
+                )
 
 
 def _add_step(found: _Folder, inner: Mapping[str, Any]) -> None:

@@ -195,3 +195,25 @@ def test_a_projection_that_the_converter_joined_wrongly_is_corrected(tmp_path: P
     for slot in ("weight", *SLOTS):
         q, k, v = zip(*(np.split(half, 3) for half in np.split(param.value(slot), 2)), strict=True)
         assert np.array_equal(found[name, slot], np.concatenate([*q, *k, *v]))
+
+
+def test_parameters_of_two_saves_are_refused(tmp_path: Path) -> None:
+    """A group steps together; each folder of a parameter is sound by itself."""
+    folder = universal(stage=1)
+    step = tensor(np.array(4, np.float32))
+    folder.trees["zero/up.weight/step.pt"] = step
+
+    with pytest.raises(CheckpointCorruptError, match="mixes two saves") as caught:
+        read(_write(folder, tmp_path))
+
+    assert caught.value.facts["fqn"] == "up.weight"
+    assert caught.value.facts["steps"] == (4, 5)
+
+
+def test_a_step_of_many_numbers_is_refused(tmp_path: Path) -> None:
+    """Its first number would be taken for the step."""
+    folder = universal(stage=1)
+    folder.trees["zero/up.weight/step.pt"] = folder.trees["zero/up.weight/exp_avg.pt"]
+
+    with pytest.raises(CheckpointCorruptError, match="not a step"):
+        read(_write(folder, tmp_path))
