@@ -237,6 +237,8 @@ class CommittedRead:
         source: "memory", "storage", or "" with ``step`` 0.
         lost: With ``step`` 0: steps, newest first, that are committed in storage and can be loaded
             from nowhere, if more is lost with them than the user puts at stake.
+        returning: Nodes that could not be asked because their keeper had died alone and was being
+            started again.
     """
 
     at_s: float
@@ -247,6 +249,7 @@ class CommittedRead:
     number: int = 0
     source: str = ""
     lost: tuple[int, ...] = ()
+    returning: tuple[str, ...] = ()
 
 
 @value

@@ -44,6 +44,8 @@ _CLASS = {
 }
 #: Storage that did not answer this often in a row is taken for gone.
 _READS_MAX = 20
+#: Part of ``read_s`` after which keepers are asked again while one of them is being started.
+_READ_AGAIN = 0.1
 
 
 def fault(turn: Turn, kind: str, guilty: tuple[str, ...], evidence: str) -> None:
@@ -221,7 +223,25 @@ def committed_read(turn: Turn, event: CommittedRead) -> None:
         read_from = max(read_from, draft.read_memory_from)
     draft.read_seen = number >= read_from
     draft.lost = event.lost
+    if _may_come_back(turn, event):
+        draft.read_seen = False
+        if draft.phase is Phase.READING and not draft.reads_pending:
+            draft.deadline_s = turn.now_s + _READ_AGAIN * turn.rules.bounds.read_s
+            return
     proceed(turn)
+
+
+def _may_come_back(turn: Turn, event: CommittedRead) -> bool:
+    """Return whether to wait for a keeper that may hold the version that the attempt began from.
+
+    Its workers live and kept that for it, and it is back in about a second, with steps that would
+    be done again without it. Where it is not, the run goes on from what is there.
+    """
+    draft = turn.draft
+    is_older = event.step < draft.known_at_start[0]
+    patience_end_s = draft.fenced_s + turn.rules.bounds.read_s
+    is_early = draft.phase is Phase.FENCING or turn.now_s < patience_end_s
+    return bool(event.returning) and is_older and is_early
 
 
 def fence_bound(turn: Turn) -> None:

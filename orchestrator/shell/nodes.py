@@ -177,6 +177,14 @@ class Nodes:
         if view is not None and not view.is_returning:
             self.lost(node, cause)
 
+    def returning(self) -> set[str]:
+        """Return the nodes whose keepers died alone and are being started again."""
+        return {
+            view.node
+            for view in self.views.values()
+            if view.is_returning and not view.lost.is_set()
+        }
+
     async def kill_worker(self, node: str, worker: str) -> None:
         """Have the keeper of ``node`` SIGKILL ``worker``; returns when it is done, or cannot be."""
         view = self.views.get(node)

@@ -362,9 +362,11 @@ class Run:
         state = self._state
         # Members that left had all completed every version; before that, all that reported.
         newest_step = state.step if state.num_inside else state.left_step
+        returning = self._nodes.returning()
         answer = await self._snapshots.read(action.lineage, enough_step=newest_step, bad=action.bad)
         if answer is None:
             return  # the machine asks again
+        returning |= self._nodes.returning()
         found = answer.version
         at_stake_steps = self._config.checkpoint.first_every
         self._post(
@@ -377,6 +379,7 @@ class Run:
                 number=action.number,
                 source=found.source if found else "",
                 lost=versions.lost(answer.lost, action.lineage, at_stake_steps=at_stake_steps),
+                returning=tuple(sorted(returning)),
             )
         )
 

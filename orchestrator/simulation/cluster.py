@@ -300,8 +300,7 @@ class SimCluster:
 
     def _read(self, action: act.ReadCommitted) -> None:
         nodes = self.nodes.values()
-        is_partial = any(node.alive and not serves(node, self.now_s) for node in nodes)
-        self.monitor.reading(action.number, self.now_s, is_partial=is_partial)
+        self.monitor.reading(action.number, self.now_s)
         found = versions.newest(
             quarantine.good(self.memory.inventories(nodes, self.now_s), action.bad),
             self.storage.newest(action.lineage, quarantine.in_storage(action.bad)),
@@ -316,6 +315,11 @@ class SimCluster:
             skipped=(),
             number=action.number,
             source=found.source if found else "",
+            returning=tuple(
+                node.name
+                for node in nodes
+                if node.alive and not node.cut_off and not serves(node, self.now_s)
+            ),
         )
 
     # An attempt

@@ -59,9 +59,9 @@ class Monitor:
         self.cut_off: dict[int, bool] = {}
         # What the machine was told of: damaged sources, and who could not read which.
         self.told_damaged: set[Source] = set()
-        # When reads were answered and whether a keeper was away, by number, and the newest heard.
-        self.reads: dict[int, tuple[float, bool]] = {}
-        self.heard = (0.0, False)
+        # When reads were answered, by number, and the newest that was heard.
+        self.reads: dict[int, float] = {}
+        self.heard_s = 0.0
         self.told_unread: dict[Source, set[int]] = {}
         # The same, with what it was perhaps told of.
         self.heard_damaged: set[Source] = set()
@@ -107,15 +107,15 @@ class Monitor:
             raise Violation(f"S3: lineage {action.lineage}")
         self.last_step = action.resume_step
 
-    def reading(self, number: int, now_s: float, *, is_partial: bool) -> None:
-        """Note when a read was answered, and whether a keeper was being started anew then."""
-        self.reads[number] = (now_s, is_partial)
+    def reading(self, number: int, now_s: float) -> None:
+        """Note when a read was answered."""
+        self.reads[number] = now_s
 
     def told(self, event: WorkerLeft | WorkerFormed | CommittedRead) -> None:
         """Note what the machine hears of sources, and of versions."""
         if isinstance(event, CommittedRead):
             # Answers may overtake one another.
-            self.heard = max(self.heard, self.reads[event.number])
+            self.heard_s = max(self.heard_s, self.reads[event.number])
             return
         if event.attempt != self.attempt:
             return
@@ -182,7 +182,7 @@ class Monitor:
     def _held(self, cluster: SimCluster) -> list[tuple[int, int]]:
         """Return what could be loaded from memory now and could be read when that was asked."""
         memory = cluster.memory
-        if memory.grew_s >= self.heard[0]:
+        if memory.grew_s >= self.heard_s:
             return []
         inventories = memory.inventories(cluster.nodes.values(), cluster.now_s)
         held = complete(quarantine.good(inventories, self._left_out()), self.starts)
@@ -193,10 +193,8 @@ class Monitor:
         self.num_lost_steps += num_lost
         # A bug of the training code is a fault too, and is not among those that were injected.
         is_single = self.num_faults == 1 and not cluster.damaged and not cluster.raises_at
-        _, is_partial = self.heard
-        if num_lost > 1 and is_single and cluster.tiers.loses_one_step and not is_partial:
-            # Nothing protects an attempt on one node from the loss of that node, and nothing a
-            # growth in the second for which a keeper is away: newcomers need what it holds.
+        if num_lost > 1 and is_single and cluster.tiers.loses_one_step:
+            # Nothing protects an attempt on one node from the loss of that node.
             num_nodes = len(cluster.attempts[self.attempt].copiers)
             require(num_nodes == 1, "L3", f"one fault, {num_lost} steps lost")
         # The last step is in storage or nowhere: who is fenced while it is written repeats it.

@@ -149,6 +149,10 @@ class Bug:
     first_seed: int = 0
 
 
+def _do_not_wait_for_keepers(_turn: Turn, _event: ev.CommittedRead) -> bool:
+    return False
+
+
 BUGS = {
     "starts before the fence is answered": Bug(
         recovery, "proceed", _start_before_the_fence_is_answered, ("S1", "invariant")
@@ -211,6 +215,10 @@ BUGS = {
     ),
     "takes a stale state for that of a newer journal": Bug(
         bookmark, "behind", _take_it_for_the_end, ("L1",)
+    ),
+    # The keeper has to die alone, just before the run grows.
+    "does not wait for a keeper that comes back": Bug(
+        recovery, "_may_come_back", _do_not_wait_for_keepers, ("L3",), first_seed=87000
     ),
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }

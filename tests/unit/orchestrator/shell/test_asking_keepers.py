@@ -39,6 +39,18 @@ def test_a_node_that_is_lost_while_it_is_asked_is_not_waited_for() -> None:
     assert with_keepers(MemoryStore(), act) == ["aa"]
 
 
+def test_a_keeper_is_said_to_return_unless_its_node_is_lost() -> None:
+    """What it holds is waited for, and of a lost node nothing comes back."""
+
+    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+        views = made._nodes.views
+        views["aa"].is_returning = views["bb"].is_returning = True
+        views["bb"].lost.set()
+        return made._nodes.returning()
+
+    assert with_keepers(MemoryStore(), act) == {"aa"}
+
+
 def test_a_keeper_that_did_not_answer_is_asked_again_when_it_was_heard_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
