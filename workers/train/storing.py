@@ -25,7 +25,7 @@ from ucp_core.checkpoint import (
     open_checkpoint,
     save_rank,
 )
-from ucp_core.errors import CheckpointNotFoundError
+from ucp_core.errors import CheckpointNotFoundError, StorageError
 from ucp_core.storage import ReadRange, Store
 from ucp_core.storage.base import Buffer, join
 from workers.collectives import AbortedError, CollectiveError
@@ -162,6 +162,7 @@ class Storing:
 
         What is queued is still written, unless the attempt is fenced.
         """
+        self._tasks.put(self._tell)
         self._tasks.put(None)
         self._thread.join(_CLOSE_S_MAX)
         return not self._thread.is_alive()
@@ -190,12 +191,22 @@ class Storing:
         self._tell()
 
     def _tell(self) -> None:
+        """Write the lines that are not written yet; what cannot be is tried with the next one."""
+        try:
+            self._tell_all()
+        except StorageError as error:
+            log.warning("line_untold", extra={"line": self._untold[0], "error": str(error)})
+
+    def _tell_all(self) -> None:
         while self._untold and not self._is_mute():
-            path, line = self._untold.popleft()
+            path, line = self._untold[0]
             if path not in self._whole:
                 _end_line(self._told, path)
-                self._whole.add(path)
+            # A storage that is full may take half a line.
+            self._whole.discard(path)
             append_json(self._told, path, line)
+            self._whole.add(path)
+            self._untold.popleft()
 
     def _save(self, state: SavedState) -> None:
         if self._fenced():
@@ -203,6 +214,7 @@ class Storing:
         assignment = self._assignment
         checkpoints = join(self._directory, CHECKPOINTS)
         try:
+            self._tell_all()
             save_rank(
                 self._store,
                 join(checkpoints, checkpoint_name(state.step)),

@@ -10,8 +10,10 @@ import pytest
 
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, find_committed
+from ucp_core.errors import StorageError
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import MemoryStore
+from ucp_core.storage.base import Buffer
 from workers.collectives import AbortedError, CollectiveError
 from workers.protocol import Assignment
 from workers.train.settings import CheckpointSettings
@@ -90,6 +92,47 @@ def test_half_a_line_of_a_killed_worker_does_not_spoil_the_next() -> None:
 
     lines = store.read("run/metrics/rank0.jsonl").decode().splitlines()
     assert [json.loads(line)["step"] for line in lines if line.endswith("}")] == [1, 2, 3]
+
+
+class _Filling(MemoryStore):
+    """Takes half of what is appended while it is full."""
+
+    is_full = False
+
+    def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
+        if not self.is_full:
+            super().append(path, data, fsync=fsync)
+            return
+        super().append(path, bytes(data)[: len(bytes(data)) // 2], fsync=fsync)
+        raise StorageError(f"{path} failed: No space left on device", path=path)
+
+
+def test_lines_that_did_not_fit_are_written_once_they_do() -> None:
+    """Training goes on while a disk is full; who counts its steps later must find each."""
+    store = _Filling()
+    writer = storing(store, threading.Event())
+    for step in (1, 2, 3, 4):
+        store.is_full = step in (2, 3)
+        writer.append("metrics/rank0.jsonl", {"step": step})
+        writer.wait_told(20)
+    writer.wait_idle()
+    assert writer.close()
+
+    lines = store.read("run/metrics/rank0.jsonl").decode().splitlines()
+    assert [json.loads(line)["step"] for line in lines if line.endswith("}")] == [1, 2, 3, 4]
+
+
+def test_no_step_is_committed_whose_line_does_not_fit() -> None:
+    store = _Filling()
+    writer = storing(store, threading.Event())
+    store.is_full = True
+    writer.append("metrics/rank0.jsonl", {"step": 1})
+    writer.save(state(1))
+
+    with pytest.raises(StorageError, match="No space left"):
+        writer.wait_committed(1, timeout_s=20)
+    assert writer.close()
+    assert committed_step(store) == 0
 
 
 def test_nothing_is_written_after_the_fence() -> None:
