@@ -57,11 +57,13 @@ class Memory:
     Attributes:
         landed_s: When the last rank's part of a version was written, by (step, attempt).
         grew_s: When something that was there could be read again: a keeper came back.
+        copied_s: When a copy, or a parity, was written.
     """
 
     def __init__(self) -> None:
         self.landed_s: dict[tuple[int, int], float] = {}
         self.grew_s = 0.0
+        self.copied_s: dict[Source, float] = {}
         self._nodes: dict[str, dict[str, list[Part]]] = {}
         self._parities: dict[str, dict[str, list[HeldParity]]] = {}
         self._ranks: dict[tuple[int, int], set[int]] = {}

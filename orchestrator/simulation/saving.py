@@ -14,7 +14,7 @@ from orchestrator.core import events as ev
 from orchestrator.simulation.memory import Part, serves
 from orchestrator.simulation.world import STEP_S, SimAttempt, SimWorker
 from workers.keeper.retention import guard_name
-from workers.protocol import HeldParity
+from workers.protocol import HeldParity, held_source
 from workers.snapshot.placement import Preference
 
 if TYPE_CHECKING:
@@ -192,9 +192,7 @@ def _encode(cluster: SimCluster, attempt: SimAttempt, part: Part, keeper: str) -
             members=members,
         )
         cluster.memory.write_parity(keeper, parity)
-    if any(cluster.nodes[name].cut_off for name in group):
-        # The controller could not reach it where it was.
-        cluster.memory.grew_s = cluster.now_s
+        cluster.memory.copied_s[held_source(keeper, parity.arena, held)] = cluster.now_s
 
 
 def _copy(
@@ -206,11 +204,10 @@ def _copy(
     if is_there and serves(cluster.nodes[copier], now_s):
         arena = f"{node.name}/{worker.name}"
         cluster.memory.write(copier, arena, part, attempt.lineage)
+        copy = part.source(copier, arena)
+        cluster.memory.copied_s[copy] = now_s
         if cluster.is_damaged(node.name, worker.name, part):
-            cluster.damaged.add(part.source(copier, arena))
-        if node.cut_off:
-            # The controller could not reach it where it was.
-            cluster.memory.grew_s = now_s
+            cluster.damaged.add(copy)
 
 
 def _store(cluster: SimCluster, attempt: SimAttempt, worker: SimWorker, part: Part) -> None:

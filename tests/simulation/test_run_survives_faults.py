@@ -25,6 +25,18 @@ def test_every_promise_holds_in_every_history(first: int) -> None:
     assert campaign.num_events > 40 * CHUNK
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(87763, id="a keeper is away when newcomers load"),
+        pytest.param(232651, id="a copy comes after keepers were asked"),
+    ],
+)
+def test_a_history_that_failed_once_holds(seed: int) -> None:
+    """They are too rare to be among those above."""
+    run_history(seed)
+
+
 def test_a_seed_is_one_history_in_every_process() -> None:
     """Sets of strings iterate by PYTHONHASHSEED; no order may be taken from one."""
     command = [sys.executable, "-m", "orchestrator.simulation", "--seed", "24", "--show"]
