@@ -257,6 +257,7 @@ def stop_run(url: str, contact: dict[str, Any], reason: str, *, say: Callable[[s
             ray.get(order)
     except (ConnectionError, ValueError, RayError, TimeoutError) as error:
         raise CapacityError(
-            f"the controller does not answer at {contact['ray_address']}: {error}",
+            f"the controller does not answer at {contact['ray_address']}: {error}. Where its "
+            "cluster is gone nothing trains any more; `everstep run` goes on from what is stored",
             address=contact["ray_address"],
         ) from error
