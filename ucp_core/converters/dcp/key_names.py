@@ -149,6 +149,10 @@ def _prefix(
         for key in tensors:
             path = paths.get(key, (key,))
             votes["".join(f"{part}." for part in path[:-1])] += 1
+        # No optimizer tells the model: its usual name does, however many tensors others have.
+        named = next((prefix for prefix in _PREFIXES if prefix and prefix in votes), None)
+        if named is not None:
+            return named
     if not votes:
         return ""
     most = max(votes.values())

@@ -17,6 +17,8 @@ from ucp_core.converters.files.torch_reader import TensorFiles
 from ucp_core.errors import UcpError
 from ucp_core.storage import MemoryStore
 
+_STATISTICS = [("statistics", "mean"), ("statistics", "deviation")]
+
 
 def test_slots_of_several_parts_end_where_the_parameters_name_ends() -> None:
     """Shampoo keeps factors in lists; cut at the last dot they belong to no parameter."""
@@ -48,6 +50,16 @@ def test_a_second_copy_of_the_weights_is_not_the_model() -> None:
     names = classify(shapes, [], {})
     assert names.weights == {"model.w": "w"}
     assert names.others == ["ema.w"]
+
+
+def test_without_an_optimizer_the_model_is_where_it_usually_is() -> None:
+    """Statistics of it can be more tensors than it has; their names are not the model's."""
+    paths = {f"{top}.{name}": (top, name) for top, name in [("model", "w"), *_STATISTICS]}
+
+    names = classify(dict.fromkeys(paths, (2,)), [], paths)
+
+    assert names.weights == {"model.w": "w"}
+    assert names.others == [f"{top}.{name}" for top, name in _STATISTICS]
 
 
 @pytest.mark.parametrize("checksums", [True, False])
