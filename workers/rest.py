@@ -15,7 +15,7 @@ from typing import Any, Final
 __all__ = ["SLICE_S", "Rest"]
 
 #: How long a call waits at most. Between two slices Ray looks once for signals and for calls.
-SLICE_S: Final = 0.1
+SLICE_S: Final = 0.2
 #: From a slice's end to the signal that begins the next one: Ray gets its turn before.
 _PAUSE_S: Final = 0.001
 
