@@ -19,7 +19,7 @@ from orchestrator.core.rules import RunRules
 from orchestrator.policies import quarantine, versions
 from orchestrator.policies.redundancy import RedundancyFacts, RedundancyPlan, plan_redundancy
 from orchestrator.simulation import loading
-from orchestrator.simulation.memory import Memory, Part, serves
+from orchestrator.simulation.memory import Memory, Part
 from orchestrator.simulation.saving import Tiers, farewell, save_step
 from orchestrator.simulation.storage import Storage
 from orchestrator.simulation.violations import Monitor
@@ -318,7 +318,7 @@ class SimCluster:
             returning=tuple(
                 node.name
                 for node in nodes
-                if node.alive and not node.cut_off and not serves(node, self.now_s)
+                if self.now_s < node.keeper_back_s and node.alive and not node.cut_off
             ),
         )
 

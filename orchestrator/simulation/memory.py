@@ -57,13 +57,13 @@ class Memory:
     Attributes:
         landed_s: When the last rank's part of a version was written, by (step, attempt).
         grew_s: When something that was there could be read again: a keeper came back.
-        copied_s: When a copy, or a parity, was written.
+        copied: When a copy, or a parity, was written, on which node, in which arena, and what.
     """
 
     def __init__(self) -> None:
         self.landed_s: dict[tuple[int, int], float] = {}
         self.grew_s = 0.0
-        self.copied_s: dict[Source, float] = {}
+        self.copied: list[tuple[float, str, str, Part]] = []
         self._nodes: dict[str, dict[str, list[Part]]] = {}
         self._parities: dict[str, dict[str, list[HeldParity]]] = {}
         self._ranks: dict[tuple[int, int], set[int]] = {}
@@ -148,6 +148,14 @@ class Memory:
                 ),
             )
         return said
+
+    def copied_since(self, at_s: float) -> list[Source]:
+        """Return the copies and parities that were written since then."""
+        return [
+            part.source(node, arena)
+            for copied_s, node, arena, part in self.copied
+            if copied_s >= at_s
+        ]
 
     def holds(self, version: tuple[int, int], nodes: Iterable[SimNode], now_s: float) -> bool:
         """Return whether a version (step, attempt) could be loaded now."""

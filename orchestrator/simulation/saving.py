@@ -14,7 +14,7 @@ from orchestrator.core import events as ev
 from orchestrator.simulation.memory import Part, serves
 from orchestrator.simulation.world import STEP_S, SimAttempt, SimWorker
 from workers.keeper.retention import guard_name
-from workers.protocol import HeldParity, held_source
+from workers.protocol import HeldParity
 from workers.snapshot.placement import Preference
 
 if TYPE_CHECKING:
@@ -182,17 +182,17 @@ def _encode(cluster: SimCluster, attempt: SimAttempt, part: Part, keeper: str) -
             if not is_there or cluster.is_damaged(node, worker, one):
                 return
     place = group.index(keeper)
-    held = part._replace(rank=-1 - place).held()
+    block = part._replace(rank=-1 - place)
     for lane, members in enumerate(attempt.lanes(group)):
         parity = HeldParity(
             arena=f"parity/{lane}.{part.attempt}",
-            held=held,
+            held=block.held(),
             num_parities=attempt.plan.tolerance,
             place=place,
             members=members,
         )
         cluster.memory.write_parity(keeper, parity)
-        cluster.memory.copied_s[held_source(keeper, parity.arena, held)] = cluster.now_s
+        cluster.memory.copied.append((cluster.now_s, keeper, parity.arena, block))
 
 
 def _copy(
@@ -204,10 +204,9 @@ def _copy(
     if is_there and serves(cluster.nodes[copier], now_s):
         arena = f"{node.name}/{worker.name}"
         cluster.memory.write(copier, arena, part, attempt.lineage)
-        copy = part.source(copier, arena)
-        cluster.memory.copied_s[copy] = now_s
+        cluster.memory.copied.append((now_s, copier, arena, part))
         if cluster.is_damaged(node.name, worker.name, part):
-            cluster.damaged.add(copy)
+            cluster.damaged.add(part.source(copier, arena))
 
 
 def _store(cluster: SimCluster, attempt: SimAttempt, worker: SimWorker, part: Part) -> None:

@@ -185,8 +185,8 @@ class Monitor:
         if memory.grew_s >= self.heard_s:
             return []
         inventories = memory.inventories(cluster.nodes.values(), cluster.now_s)
-        late = (source for source, copied_s in memory.copied_s.items() if copied_s >= self.heard_s)
-        held = complete(quarantine.good(inventories, [*self._left_out(), *late]), self.starts)
+        left_out = [*self._left_out(), *memory.copied_since(self.heard_s)]
+        held = complete(quarantine.good(inventories, left_out), self.starts)
         return [(v.step, v.attempt) for v in held if v.step < cluster.rules.total_steps]
 
     def _check_lost(self, cluster: SimCluster, num_lost: int) -> None:
