@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ import ray
 
 if TYPE_CHECKING:
     from workers.protocol import NodeReport
+
+log = logging.getLogger(__name__)
 
 OPTIONS = {
     "num_cpus": 0,
@@ -80,5 +83,11 @@ class Controller:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._run.serve())
+        try:
+            self._loop.run_until_complete(self._run.serve())
+        except Exception:
+            # As where the journal cannot be written. A process whose loop has ended would be taken
+            # for a controller for ever: it is ended, so that Ray starts the next one.
+            log.critical("controller_failed", exc_info=True)
+            os._exit(1)
         ray.kill(self._self, no_restart=True)
