@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -29,6 +30,10 @@ OPTIONS = {
     # A report is a call, and Ray's events of it would cost as much again.
     "enable_task_events": False,
 }
+
+#: A controller that cannot go on makes way after this: to begin costs the next one a second of a
+#: core, and where a disk is full it is not the last.
+GIVE_WAY_S = 2.0
 
 
 class Controller:
@@ -89,5 +94,6 @@ class Controller:
             # As where the journal cannot be written. A process whose loop has ended would be taken
             # for a controller for ever: it is ended, so that Ray starts the next one.
             log.critical("controller_failed", exc_info=True)
+            time.sleep(GIVE_WAY_S)
             os._exit(1)
         ray.kill(self._self, no_restart=True)
