@@ -9,6 +9,7 @@ warm standby takes over the slot of a dead worker at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +103,7 @@ class Capacity:
             await self.release(slot)
         for creation in tuple(self._creations):
             await asyncio.to_thread(remove_placement_group, await creation)
+        await asyncio.to_thread(self._remove_unknown)
 
     async def poll_forever(self) -> None:
         """Report grants until cancelled."""
@@ -144,6 +146,12 @@ class Capacity:
             bundle_label_selector=selector,
         )
         return group
+
+    def _remove_unknown(self) -> None:
+        """Remove what a controller that died asked for so late that the next one did not see it."""
+        for row in self._rows():
+            with contextlib.suppress(ValueError):  # it is gone by now
+                remove_placement_group(get_placement_group(row["name"]))
 
     def _rows(self) -> list[dict[str, Any]]:
         rows = placement_group_table().values()

@@ -1,0 +1,49 @@
+"""Placement groups of a run on a real cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from orchestrator.shell.capacity import Capacity
+from orchestrator.shell.names import RunNames
+
+pytestmark = pytest.mark.ray
+
+NAMES = RunNames("run-capacity")
+
+
+def _capacity() -> Capacity:
+    return Capacity(names=NAMES, resources={"CPU": 1.0}, on_granted=lambda _slot, _node: None)
+
+
+def _left() -> list[str]:
+    from ray.util import placement_group_table
+
+    rows = placement_group_table().values()
+    return [
+        row["name"]
+        for row in rows
+        if row["name"].startswith(NAMES.slot_prefix) and row["state"] != "REMOVED"
+    ]
+
+
+def test_a_run_that_is_over_leaves_nothing_that_any_of_its_controllers_asked_for(
+    nodes: Any,
+) -> None:
+    """A group that comes after the next controller has looked is in nobody's books."""
+    assert nodes.nodes()
+
+    async def play() -> list[str]:
+        dead, living = _capacity(), _capacity()
+        await living.adopt()
+        await dead.request(1, ())
+        await living.request(2, ())
+        asked_for = _left()
+        await living.release_all()
+        return asked_for
+
+    assert sorted(asyncio.run(play())) == [NAMES.slot(1), NAMES.slot(2)]
+    assert _left() == []
