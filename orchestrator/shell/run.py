@@ -82,6 +82,7 @@ class Run:
     ) -> None:
         self._config = RunConfig.model_validate(config)
         self._controller, self._rest = controller, rest
+        self._still_nodes: set[str] = set()
         self._names = RunNames(run_id)
         self._rules = self._config.rules()
         self._store, self._path = open_store(self._config.run.directory)
@@ -209,6 +210,8 @@ class Run:
 
     def on_report(self, report: NodeReport) -> None:
         """Take in a keeper's report. On the loop."""
+        (self._still_nodes.add if report.is_still else self._still_nodes.discard)(report.node)
+        self._tend_rest()
         self._observer.on_report(report)
         # What proves anything comes in reports, and whoever stands still is reported often.
         self._observer.judge()
@@ -248,10 +251,7 @@ class Run:
             os._exit(1)
 
     async def _fold_next(self) -> None:
-        if self._is_quiet():
-            self._rest.begin()
-        else:
-            self._rest.end()
+        self._tend_rest()
         left_s = next_deadline_s(self._state) - self._clock.at_s()
         try:
             event = await asyncio.wait_for(self._inbox.get(), min(max(left_s, TICK_S), TICK_S_MAX))
@@ -274,10 +274,22 @@ class Run:
         if self._bookmark.is_due(self._journal.journal_bytes, is_quiet=self._is_quiet()):
             self._spawn(self._bookmark.write(self._marked()))
 
+    def _tend_rest(self) -> None:
+        """Rest while nothing is up. Once something is, keepers will be called as well."""
+        if not self._is_settled():
+            self._still_nodes.clear()
+        elif not self._still_nodes:
+            self._rest.begin()
+            return
+        if self._rest.end():
+            self._nodes.wake_keepers()
+
     def _is_quiet(self) -> bool:
+        return self._is_settled() and self._inbox.empty()
+
+    def _is_settled(self) -> bool:
         state = self._state
-        is_settled = state.phase is Phase.RUNNING and state.surveying_until_s == math.inf
-        return is_settled and self._inbox.empty()
+        return state.phase is Phase.RUNNING and state.surveying_until_s == math.inf
 
     def _marked(self) -> bytes:
         """Return the bookmark of the journal's end, as a document."""

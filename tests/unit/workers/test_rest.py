@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 import threading
 
-from workers.rest import SLICE_S, Rest
+from workers.rest import SLICE_S, Rest, hang_bell, ring
 
 #: The main thread waits 10 ms at a time and handles signals in between, as in an actor of Ray's.
 PROCESS = """
@@ -29,7 +30,7 @@ def play():
         rest.begin()
         after(1)
         answers[name] = after(6)
-        rest.end()
+        answers["rested"] = [rest.end(), rest.end()]
         after(3)
         answers["timer"] = signal.getitimer(signal.ITIMER_REAL)[0]
 
@@ -50,6 +51,7 @@ def test_the_main_thread_rests_from_begin_to_end() -> None:
     assert answers["first_s"] >= 3 * SLICE_S
     assert answers["second_s"] >= 3 * SLICE_S
     assert answers["timer"] == 0.0, "it goes on resting after the end"
+    assert answers["rested"] == [True, False]
 
 
 def test_elsewhere_than_on_the_main_thread_it_does_nothing() -> None:
@@ -61,3 +63,19 @@ def test_elsewhere_than_on_the_main_thread_it_does_nothing() -> None:
 
     made[0].begin()
     made[0].end()
+
+
+def test_a_bell_is_heard_and_nobody_waits_for_one_that_is_gone() -> None:
+    async def play() -> None:
+        rung = asyncio.Event()
+        bell = await hang_bell("127.0.0.1", rung.set)
+        ring([("127.0.0.1", 9), ("no such host", bell.port), ("127.0.0.1", bell.port)])
+        await asyncio.wait_for(rung.wait(), 60.0)
+        bell.close()
+
+    asyncio.run(play())
+
+
+def test_without_an_address_there_is_no_bell() -> None:
+    """Then nobody is rung for, and calls wait for a slice."""
+    assert asyncio.run(hang_bell("203.0.113.1", lambda: None)).port == 0
