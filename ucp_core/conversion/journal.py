@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,10 @@ def _values(data: bytes) -> list[Any]:
     return values
 
 
+#: A child that a conversion was beginning when it was killed has its lock until it first runs.
+LET_GO_S = 2.0
+
+
 class Journal:
     """The journal of a conversion to a local directory; locked while it is open."""
 
@@ -80,13 +85,16 @@ class Journal:
             raise StorageError(
                 f"{self.folder} cannot be written: {error.strerror}", path=str(self.folder)
             ) from error
-        if not self._lock():
-            os.close(self._fd)
-            raise UcpError(
-                f"another process is converting to {directory}: wait for it, or give another "
-                "destination",
-                path=directory,
-            )
+        end_s = time.monotonic() + LET_GO_S
+        while not self._lock():
+            if time.monotonic() >= end_s:
+                os.close(self._fd)
+                raise UcpError(
+                    f"another process is converting to {directory}: wait for it, or give another "
+                    "destination",
+                    path=directory,
+                )
+            time.sleep(LET_GO_S / 100)
         self.results = self._read(identity) if resume else []
         if not self.results:
             self._begin(identity)

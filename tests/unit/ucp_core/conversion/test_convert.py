@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -298,6 +299,22 @@ def test_two_conversions_do_not_write_one_directory(tmp_path: Path) -> None:
         convert_to(source, tmp_path / "out")
     held.close()
     convert_to(source, tmp_path / "out")
+
+
+def test_a_lock_that_a_killed_conversion_left_for_a_moment_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its children have it too, and let go of it as soon as they run."""
+    source = native_source(tmp_path, small_state())
+    convert_to(source, tmp_path / "whole")
+    Journal(str(tmp_path / "out"), "other", resume=True).close()
+    child = os.open(next((tmp_path / "out" / FOLDER).iterdir()), os.O_RDONLY)
+    fcntl.flock(child, fcntl.LOCK_EX)
+    monkeypatch.setattr("ucp_core.conversion.journal.time.sleep", lambda _: os.close(child))
+
+    convert_to(source, tmp_path / "out")
+
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 def test_numpy_is_needed_for_interleaved_tensors_only() -> None:
