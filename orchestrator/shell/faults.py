@@ -30,7 +30,7 @@ def member(status: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def signal_rank(run: Launched, rank: int, number: signal.Signals) -> dict[str, Any]:
     """Send ``number`` to the process of ``rank``; return the worker that was hit."""
-    victim = member(_status(run), rank)
+    victim = member(_status_with(run, rank), rank)
     run.note_fault(number.name, victim["worker"])
     os.kill(victim["pid"], number)
     return victim
@@ -39,7 +39,7 @@ def signal_rank(run: Launched, rank: int, number: signal.Signals) -> dict[str, A
 def kill_node_of(run: Launched, rank: int) -> str:
     """Kill the simulated node on which ``rank`` runs, raylet and all; return its id."""
     assert run.cluster is not None, "only simulated nodes can be killed"
-    node = str(member(_status(run), rank)["node"])
+    node = str(member(_status_with(run, rank), rank)["node"])
     run.note_fault("node_kill", node)
     run.cluster.kill_node(node)
     return node
@@ -47,19 +47,36 @@ def kill_node_of(run: Launched, rank: int) -> str:
 
 def kill_keeper_of(run: Launched, rank: int) -> str:
     """Kill the keeper process of the node on which ``rank`` runs; return the node's id."""
-    status = _status(run)
-    node = str(member(status, rank)["node"])
-    pid = next(view["keeper_pid"] for view in status["nodes"] if view["node"] == node)
-    if pid is None:
-        raise CapacityError(f"the keeper of node {node} has not said who it is", node=node)
+    status = _status_with(run, rank, lambda s: _keeper_of(s, rank)[1] is not None)
+    node, pid = _keeper_of(status, rank)
+    assert pid is not None, "it was waited for"
     run.note_fault("keeper_kill", node)
     os.kill(pid, signal.SIGKILL)
     return node
 
 
-def _status(run: Launched) -> dict[str, Any]:
-    """Return what the controller says; on a busy machine it may have to be asked again."""
-    return wait_for(run, lambda _: True, timeout_s=ANSWER_S_MAX) or {"workers": [], "nodes": []}
+def _keeper_of(status: dict[str, Any], rank: int) -> tuple[str, int | None]:
+    """Return the node of ``rank`` and its keeper's pid, None while that is being started."""
+    node = str(member(status, rank)["node"])
+    pids = (view["keeper_pid"] for view in status["nodes"] if view["node"] == node)
+    return node, next(pids, None)
+
+
+def _status_with(
+    run: Launched, rank: int, condition: Callable[[dict[str, Any]], bool] = lambda _: True
+) -> dict[str, Any]:
+    """Return a status with ``rank`` in it that meets ``condition``.
+
+    What happened before may still be under repair: what the run says of steps is a second old.
+    """
+
+    def has_rank(status: dict[str, Any]) -> bool:
+        return any(worker["rank"] == rank for worker in status["workers"]) and condition(status)
+
+    status = wait_for(run, has_rank, timeout_s=ANSWER_S_MAX)
+    if status is None:
+        raise CapacityError(f"the run ended before anything happened to rank {rank}", rank=rank)
+    return status
 
 
 def wait_for(

@@ -56,7 +56,7 @@ class NodeView:
         rack: What it fails together with; "" if nothing is known.
         state: alive, draining or lost.
         raylet_pid: Process id of the raylet; 0 before the keeper said it.
-        keeper_pid: Likewise of the keeper.
+        keeper_pid: Likewise of the keeper, and while it is being started again.
         lost_s: When it was declared lost, on the run's clock.
         is_returning: Whether its keeper died alone and is being started again.
         keeper: Ray handle of the keeper.
@@ -299,7 +299,7 @@ class Nodes:
                 await view.keeper.hold.remote()
             except RayError as error:
                 # Until it is back nobody asks it, nor is told of it.
-                view.secret = b""
+                view.secret, view.keeper_pid = b"", 0
                 # Where the raylet answers the machine lives: training need not stop for this.
                 view.is_returning = await _accepts(view.raylet_address)
                 if await self.is_gone(view.node) or not await _is_back(view.keeper):
