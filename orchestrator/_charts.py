@@ -20,6 +20,10 @@ WIDTH, HEIGHT = 960.0, 320.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 14.0, 48.0, 44.0
 #: Baseline of the line above the plot, which names the y axis and the curves.
 LEGEND_Y = 16.0
+#: Baselines of the labels of bands, above the plot; the second is for what overlaps in the first.
+LABEL_ROWS_Y = (TOP - 6, TOP - 19)
+#: About the width of a character at 12 px.
+CHARACTER = 6.5
 #: More points than about two per pixel column cannot be seen.
 POINTS_MAX = 1600
 NUM_TICKS = 6
@@ -78,7 +82,7 @@ def chart(
     label = f"{escape(y_label)} over {escape(x_label)}"
     parts = [
         f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" aria-label="{label}">',
-        *(_band(band, scale) for band in bands),
+        *_bands(bands, scale),
         *_axes(scale, x_label, y_label),
         *(_curve(one, scale) for one in series),
         _legend(series),
@@ -146,17 +150,28 @@ def _axes(scale: _Scale, x_label: str, y_label: str) -> list[str]:
     return parts
 
 
-def _band(band: Band, scale: _Scale) -> str:
-    begin, end = scale.x(band.begin), scale.x(band.end)
-    width = max(end - begin, 1.5)
-    # The label sits above the plot; near the right edge it would leave the picture.
-    anchor = "end" if begin > WIDTH - 90 else "mid"
-    return (
-        f'<g class="band"><title>{escape(band.title)}</title>'
-        f'<rect x="{begin:.1f}" y="{TOP}" width="{width:.1f}" height="{HEIGHT - TOP - BOTTOM}"/>'
-        f'<text class="{anchor}" x="{begin + width / 2:.1f}" y="{TOP - 6}">'
-        f"{escape(band.label)}</text></g>"
-    )
+def _bands(bands: Sequence[Band], scale: _Scale) -> list[str]:
+    """Return the bands. A label that has no room in any row is left to the band's title."""
+    taken = [-math.inf] * len(LABEL_ROWS_Y)
+    parts = []
+    for band in sorted(bands, key=lambda band: band.begin):
+        begin, end = scale.x(band.begin), scale.x(band.end)
+        width = max(end - begin, 1.5)
+        middle, size = begin + width / 2, CHARACTER * len(band.label)
+        # Near the right edge a label in the middle would leave the picture.
+        anchor, left = ("end", middle - size) if begin > WIDTH - 90 else ("mid", middle - size / 2)
+        label = ""
+        for row, y in enumerate(LABEL_ROWS_Y):
+            if left > taken[row]:
+                taken[row] = left + size
+                text = escape(band.label)
+                label = f'<text class="{anchor}" x="{middle:.1f}" y="{y}">{text}</text>'
+                break
+        parts.append(
+            f'<g class="band"><title>{escape(band.title)}</title><rect x="{begin:.1f}" y="{TOP}" '
+            f'width="{width:.1f}" height="{HEIGHT - TOP - BOTTOM}"/>{label}</g>'
+        )
+    return parts
 
 
 def _curve(series: Series, scale: _Scale) -> str:
@@ -179,8 +194,8 @@ def _legend(series: Sequence[Series]) -> str:
     """Return the names of the curves, right-aligned above the plot where no curve can be."""
     parts, right = [], WIDTH - RIGHT
     for one in reversed(series):
-        # About 6.5 units a character at 12 px; the rest is the sample of the line.
-        left = right - 6.5 * len(one.label) - 40
+        # Beside the text there is the sample of the line.
+        left = right - CHARACTER * len(one.label) - 40
         parts.append(
             f'<path class="curve {one.css}" d="M{left:.0f} {LEGEND_Y - 4}h26"/>'
             f'<text class="legend" x="{left + 33:.0f}" y="{LEGEND_Y}">{escape(one.label)}</text>'

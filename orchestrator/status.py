@@ -93,7 +93,9 @@ def plan_losses(url: str, lose: Sequence[str]) -> RecoveryPlan:
     if document is None:
         raise CapacityError(
             f"the controller does not answer at {contact['url']}, and what is in memory is known "
-            "to nobody else; it is restarted by itself, ask again",
+            "to nobody else. While the cluster lives it is back within seconds: ask again. If the "
+            "cluster is gone, so is that memory: run the configuration again, and the run goes on "
+            "from storage",
             address=contact["url"],
         )
     rules = _rules(store, path)

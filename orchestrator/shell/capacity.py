@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,9 @@ from orchestrator.shell.names import RunNames
 #: Pending groups are looked at this often, and none are while all are placed. Ray offers no push
 #: that costs no worker process.
 POLL_S = 0.2
+#: What a controller that died asked for can come into force after the next one has looked, where
+#: Ray is slow: for so long it is looked for.
+STRAYS_S = 30.0
 
 
 @dataclass(slots=True)
@@ -61,6 +65,7 @@ class Capacity:
         self._asked = asyncio.Event()
         # Groups that are being created: who asked may be gone by the time that they are there.
         self._creations: set[asyncio.Future[PlacementGroup]] = set()
+        self._strays_until_s = float("-inf")
 
     def pending(self) -> list[int]:
         """Return the slots that are asked for and not placed."""
@@ -103,26 +108,32 @@ class Capacity:
             await self.release(slot)
         for creation in tuple(self._creations):
             await asyncio.to_thread(remove_placement_group, await creation)
-        await asyncio.to_thread(self._remove_unknown)
+        # Also what a controller that died asked for so late that this one has not seen it.
+        await asyncio.to_thread(lambda: self._remove(self._rows()))
 
     async def poll_forever(self) -> None:
-        """Report grants until cancelled."""
+        """Report grants, and give back what nobody asked for, until cancelled."""
         while True:
             self._asked.clear()
-            if not self.pending():
+            if not self.pending() and time.monotonic() >= self._strays_until_s:
                 await self._asked.wait()
-            for number, node in await asyncio.to_thread(self._placed):
+            rows = await asyncio.to_thread(self._rows)
+            for number, node in sorted(_placed(rows)):
                 entry = self._slots.get(number)
                 if entry is not None and entry.node is None and entry.group is not None:
                     entry.gpu_ids = await self._held_gpus(entry.group)
                     entry.node = node
                     self._on_granted(number, node)
+            if time.monotonic() < self._strays_until_s:
+                # What this life asks for it knows before it is there.
+                strays = [number for number in rows if number not in self._slots]
+                await asyncio.to_thread(self._remove, strays)
             await asyncio.sleep(POLL_S)
 
     async def adopt(self) -> None:
         """After a restart of the controller: find the run's groups again by their names."""
-        for row in await asyncio.to_thread(self._rows):
-            number = int(row["name"].removeprefix(self._names.slot_prefix))
+        self._strays_until_s = time.monotonic() + STRAYS_S
+        for number, row in (await asyncio.to_thread(self._rows)).items():
             group = await asyncio.to_thread(get_placement_group, row["name"])
             node = _node_of(row)
             gpu_ids = await self._held_gpus(group) if node else ()
@@ -147,29 +158,31 @@ class Capacity:
         )
         return group
 
-    def _remove_unknown(self) -> None:
-        """Remove what a controller that died asked for so late that the next one did not see it."""
-        for row in self._rows():
+    def _remove(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
             with contextlib.suppress(ValueError):  # it is gone by now
-                remove_placement_group(get_placement_group(row["name"]))
+                remove_placement_group(get_placement_group(self._names.slot(number)))
 
-    def _rows(self) -> list[dict[str, Any]]:
-        rows = placement_group_table().values()
-        mine = [row for row in rows if row["name"].startswith(self._names.slot_prefix)]
-        return [row for row in mine if row["state"] != "REMOVED"]
-
-    def _placed(self) -> list[tuple[int, str]]:
-        placed = []
-        for row in self._rows():
-            node = _node_of(row)
-            if node is not None:
-                placed.append((int(row["name"].removeprefix(self._names.slot_prefix)), node))
-        return sorted(placed)
+    def _rows(self) -> dict[int, dict[str, Any]]:
+        """Return what Ray says of the run's groups, by slot."""
+        prefix = self._names.slot_prefix
+        return {
+            int(row["name"].removeprefix(prefix)): row
+            for row in placement_group_table().values()
+            if row["name"].startswith(prefix) and row["state"] != "REMOVED"
+        }
 
 
 @ray.remote(max_retries=3)
 def _visible_gpus() -> list[int]:
     return [int(number) for number in ray.get_gpu_ids()]
+
+
+def _placed(rows: Mapping[int, dict[str, Any]]) -> Iterator[tuple[int, str]]:
+    for number, row in rows.items():
+        node = _node_of(row)
+        if node is not None:
+            yield number, node
 
 
 def _node_of(row: dict[str, Any]) -> str | None:

@@ -30,6 +30,8 @@ from workers.snapshot.placement import Preference
 
 #: Longer than trainers take to write: what they leave behind is committed by then.
 _COMMIT_S = 0.6 * STEP_S
+#: A controller that was restarted looks that often for reservations that nobody knows.
+_STRAY_S = 0.2
 
 
 class SimCluster:
@@ -51,6 +53,8 @@ class SimCluster:
         self.workers: dict[str, SimWorker] = {}
         self.pending: dict[int, tuple[str, ...]] = {}
         self.granted: dict[int, str] = {}
+        # Asked for or found by the controller's present life.
+        self.known_slots: set[int] = set()
         self.storage = Storage()
         self.memory = Memory()
         # Sources whose bytes are damaged, which only a load finds out.
@@ -133,12 +137,20 @@ class SimCluster:
         self._perform[type(action)](action)
 
     def _request_slot(self, action: act.RequestSlot) -> None:
-        self.at(self.wire_s(), self._requested, action.slot, action.avoid)
+        self.known_slots.add(action.slot)
+        self.at(self.wire_s(), self._requested, action.slot, action.avoid, self.life)
 
-    def _requested(self, slot: int, avoid: tuple[str, ...]) -> None:
+    def _requested(self, slot: int, avoid: tuple[str, ...], life: int) -> None:
         if slot not in self.granted:
             self.pending[slot] = avoid
             self.place()
+        if life != self.life:
+            self.at(_STRAY_S, self._stray, slot)
+
+    def _stray(self, slot: int) -> None:
+        # A dead life asked for it so late that the next one did not find it.
+        if slot not in self.known_slots:
+            self.released(slot)
 
     def _release_slot(self, action: act.ReleaseSlot) -> None:
         self.at(self.wire_s(), self.released, action.slot)
@@ -463,13 +475,10 @@ class SimCluster:
             if not w.node.cut_off and w.node.alive
         ]
         slots = [(slot, name) for slot, name in self.granted.items() if name]
+        pending = tuple(self.pending)
+        self.known_slots = {*(slot for slot, _ in slots), *pending}
         # The survey and what happens after it come from one loop, so they keep their order.
-        self.find(
-            ev.WorkersSurveyed,
-            alive=tuple(alive),
-            slots=tuple(slots),
-            pending_slots=tuple(self.pending),
-        )
+        self.find(ev.WorkersSurveyed, alive=tuple(alive), slots=tuple(slots), pending_slots=pending)
         for worker in list(self.workers.values()):
             if worker.ready and not worker.node.cut_off:
                 self.post(ev.WorkerReady, worker=worker.name, node=worker.node.name, pid=1)

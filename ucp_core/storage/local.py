@@ -100,7 +100,7 @@ class LocalStore:
     ) -> bool:
         """Put ``data`` at ``path`` at once."""
         with _named(path):
-            temporary, fd = _create(path)
+            temporary, fd = create(path)
             try:
                 try:
                     _write_all(fd, [memoryview(data)])
@@ -115,22 +115,22 @@ class LocalStore:
                 _remove(temporary)
                 raise
             if fsync:
-                _sync_directory(path)
+                sync_directory(Path(path).parent)
             return placed
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
         """Write ``chunks`` one after the other and return the size."""
         size_bytes = 0
-        reserved_bytes = _RESERVE_BYTES
         with _named(path):
-            temporary, fd = _create(path)
+            temporary, fd = self._new_file(path, fsync=fsync)
+            reserved_bytes = max(os.fstat(fd).st_size, _RESERVE_BYTES)
             try:
                 try:
                     for batch in _gathered(chunks):
                         size_bytes += _write_all(fd, batch)
                         if size_bytes > reserved_bytes:
                             reserved_bytes = _reserve(fd, size_bytes)
-                    if reserved_bytes > _RESERVE_BYTES:
+                    if os.fstat(fd).st_size != size_bytes:
                         os.ftruncate(fd, size_bytes)
                     if fsync:
                         os.fsync(fd)
@@ -143,8 +143,13 @@ class LocalStore:
                 _remove(temporary)
                 raise
             if fsync:
-                _sync_directory(path)
+                sync_directory(Path(path).parent)
             return size_bytes
+
+    def _new_file(self, path: str, *, fsync: bool) -> tuple[str, int]:
+        """Open a file under a temporary name beside ``path``; what it may hold is written over."""
+        del fsync
+        return create(path)
 
     def _sync_above(self, path: str) -> None:
         """Make the names of all directories above durable, whoever made them.
@@ -161,7 +166,7 @@ class LocalStore:
                 return
             # What this process may not read it has not made either.
             with suppress(PermissionError):
-                _sync_directory(str(directory))
+                sync_directory(directory.parent)
             self._durable.add(known)
 
     def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
@@ -256,7 +261,7 @@ def _flock(fd: int, *, shared: bool) -> bool | None:
     return True
 
 
-def _create(path: str) -> tuple[str, int]:
+def create(path: str) -> tuple[str, int]:
     """Open a new temporary file beside ``path``, so that a rename stays in one file system."""
     directory, name = os.path.split(path)
     temporary = f"{directory or '.'}/{temporary_name(name)}"
@@ -297,9 +302,9 @@ def _remove(path: str) -> None:
         Path(path).unlink()
 
 
-def _sync_directory(path: str) -> None:
-    """Make the name durable: fsync of a file does not cover its directory's entry."""
-    fd = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync_directory(directory: Path) -> None:
+    """Make the names in it durable: fsync of a file does not cover its directory's entry."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -126,7 +126,9 @@ class Keeper:
         self._watch.kill(worker)
 
     async def clear(self) -> None:
-        """Leave nothing in the node's shared memory: the run is over, and this keeper with it."""
+        """Leave nothing in memory, nor on disk what is no checkpoint: the run is over."""
+        if self._memory is not None:
+            await asyncio.to_thread(self._memory.stop_storing)
         await asyncio.to_thread(clear, self._directory)
 
     async def held(self) -> Inventory:

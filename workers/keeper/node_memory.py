@@ -160,12 +160,16 @@ class NodeMemory:
             self._note_refused(owner, "")
         self._shelf.reap(living=living, stored_step=self.stored_step)
 
+    def stop_storing(self) -> None:
+        """Store nothing any more: the run is over. Safe to call again."""
+        self._persister.close()
+
     def close(self) -> None:
         """Serve nobody any more and let go of the memory."""
         self._door.close()
         self._mirrors.stop()
         self._protect(None)
-        self._persister.close()
+        self.stop_storing()
         self._wire.close()
         for name in self._shelf.arenas():
             self._shelf.drop(name)

@@ -23,7 +23,8 @@ from ucp_core.checkpoint import checkpoint_name, collect_garbage, try_commit
 from ucp_core.checksums import crc32
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.manifest import Kind, Manifest, from_bytes
-from ucp_core.storage import Store, join
+from ucp_core.storage import LocalStore, Store, join
+from ucp_core.storage.recycling import RecyclingStore
 from workers.keeper.arena import Arena
 from workers.keeper.priority import be_nice
 from workers.keeper.retention import counts, is_parity
@@ -72,8 +73,11 @@ class Persister:
         pauses_s: Sequence[float] = _PAUSES_S,
     ) -> None:
         self._shelf = shelf
-        self._store = store
         self._checkpoints = join(directory, CHECKPOINTS)
+        # What is not forced to the disk is written to the page cache, old file or new.
+        is_local = isinstance(store, LocalStore)
+        self._recycling = RecyclingStore(self._checkpoints) if is_local and settings.fsync else None
+        self._store = self._recycling or store
         self._settings = settings
         self._on_trouble = on_trouble
         self._pauses_s = tuple(pauses_s)
@@ -127,10 +131,16 @@ class Persister:
         return any(stored)
 
     def close(self) -> None:
-        """Store nothing any more; a store that does not answer is not waited for."""
+        """Store nothing any more, and leave nothing but checkpoints. Safe to call again.
+
+        A store that does not answer is not waited for.
+        """
         self._closing.set()
         self._shelf.tell_pins()
         self._thread.join(_CLOSE_S_MAX)
+        if self._recycling is not None and not self._thread.is_alive():
+            with contextlib.suppress(UcpError):
+                self._recycling.drop_spares()
 
     def _run(self) -> None:
         be_nice(_NICENESS)

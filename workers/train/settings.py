@@ -164,7 +164,8 @@ class CheckpointSettings:
             early; between them snapshots in memory are resumed from.
         keep: Committed checkpoints that are kept; 0 keeps all.
         fsync: Whether files are forced to the disk before the commit. Without it a checkpoint
-            outlives its process but perhaps not its machine.
+            outlives its process but perhaps not its machine. With it, on a local file system,
+            files of checkpoints that are not kept any more are written over, not deleted.
         threads: Readers per worker while loading.
     """
 

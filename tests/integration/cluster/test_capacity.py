@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.shell.capacity import Capacity
 from orchestrator.shell.names import RunNames
+from tests.support.snapshots import eventually
 
 pytestmark = pytest.mark.ray
 
@@ -47,3 +48,28 @@ def test_a_run_that_is_over_leaves_nothing_that_any_of_its_controllers_asked_for
 
     assert sorted(asyncio.run(play())) == [NAMES.slot(1), NAMES.slot(2)]
     assert _left() == []
+
+
+def test_what_a_dead_controller_asked_for_late_is_given_back_while_the_run_goes_on(
+    nodes: Any,
+) -> None:
+    """Else it holds a processor, or has the autoscaler buy a machine, for nothing."""
+    assert nodes.nodes()
+
+    async def play() -> tuple[list[str], list[tuple[int, str]]]:
+        dead, living = _capacity(), _capacity()
+        await living.adopt()
+        polling = asyncio.create_task(living.poll_forever())
+        await dead.request(1, ())
+        await living.request(2, ())
+        assert await asyncio.to_thread(
+            eventually, lambda: _left() == [NAMES.slot(2)] and not living.pending()
+        )
+        polling.cancel()
+        left = _left(), living.granted()
+        await living.release_all()
+        return left
+
+    left, granted = asyncio.run(play())
+    assert left == [NAMES.slot(2)]
+    assert [slot for slot, _ in granted] == [2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator._charts import Series, chart, thin, ticks
+from orchestrator._charts import Band, Series, chart, thin, ticks
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
 from orchestrator.report import Verdict, compare_ends, incident_rows, seconds, write_report
 from orchestrator.run_directory import read_run
@@ -215,6 +215,23 @@ def test_a_loss_that_is_not_a_number_does_not_break_the_picture() -> None:
     drawn = chart([Series(label="run", css="over", points=points)], x_label="step", y_label="loss")
 
     assert "nan" not in drawn.lower()
+
+
+def test_labels_of_incidents_do_not_overlap() -> None:
+    """Ten incidents within a second would be a black bar; those without a label keep a title."""
+    series = [Series(label="run", css="over", points=((0.0, 3.0), (1000.0, 2.0)))]
+    begins = (100.0, 101.0, 102.0, 103.0, 500.0)
+    bands = [
+        Band(begin=begin, end=begin, label=f"#{number}", title=f"incident {number}")
+        for number, begin in enumerate(begins, 8)
+    ]
+
+    drawn = chart(series, x_label="step", y_label="loss", bands=bands)
+
+    found = re.findall(r'<text class="mid" x="([\d.]+)" y="([\d.]+)">#(\d+)<', drawn)
+    assert [number for _, _, number in found] == ["8", "9", "12"]
+    assert len({y for _, y, _ in found[:2]}) == 2
+    assert drawn.count("<title>incident") == 5
 
 
 @pytest.mark.parametrize(

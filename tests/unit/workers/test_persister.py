@@ -23,8 +23,9 @@ from tests.support.snapshots import (
 )
 from ucp_core.checkpoint import load, open_checkpoint
 from ucp_core.errors import StorageError
-from ucp_core.storage import LocalStore, MemoryStore, Store
+from ucp_core.storage import LocalStore, MemoryStore, Store, recycling
 from ucp_core.storage.base import Buffer
+from ucp_core.storage.local import create
 from workers.keeper import persister as persister_module
 from workers.keeper.arena import Arena
 from workers.keeper.door import Door, door_path, open_arena
@@ -53,9 +54,11 @@ def shelf() -> Iterator[Shelf]:
 @pytest.fixture
 def persisting(shelf: Shelf, troubles: Troubles) -> Persisting:
     @contextmanager
-    def persist(store: Store, directory: str = "run", *, keep: int = 0) -> Iterator[Persister]:
+    def persist(
+        store: Store, directory: str = "run", *, keep: int = 0, fsync: bool = False
+    ) -> Iterator[Persister]:
         persister = Persister(
-            shelf, store, directory, CheckpointSettings(keep=keep), troubles.note,
+            shelf, store, directory, CheckpointSettings(keep=keep, fsync=fsync), troubles.note,
             pauses_s=(0.01, 0.01),
         )  # fmt: skip
         yield persister
@@ -278,6 +281,34 @@ def test_old_checkpoints_go_only_when_the_history_is_known(
         _save(shelf, [arena], 3)
         assert eventually(lambda: not store.exists("run/checkpoints/step-00000001/manifest.json"))
     _check_stored(store, 3)
+
+
+def test_files_of_old_checkpoints_are_written_over(
+    shelf: Shelf, persisting: Persisting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turn, as in a ring; at the end there are checkpoints, and nothing else."""
+    made: list[str] = []
+
+    def make(path: str) -> tuple[str, int]:
+        made.append(path)
+        return create(path)
+
+    monkeypatch.setattr(recycling, "create", make)
+    arenas, store = _arenas(shelf), LocalStore()
+    shelf.fence(1, [(1, 0)])
+    checkpoints = tmp_path / "checkpoints"
+    with persisting(store, str(tmp_path), keep=2, fsync=True) as persister:
+        for step in range(1, 13):
+            _save(shelf, arenas, step)
+            assert eventually(partial(_has_stored, persister, step))
+            assert eventually(lambda: not any(arena.pinned() is not None for arena in arenas))
+            _check_stored(store, step, str(tmp_path))
+
+    # Rank 0 has old ones collected before the others are done: two versions and its new part are
+    # there then, and the one before.
+    names = [f"step-{step:08d}" for step in (10, 11, 12)]
+    assert sorted(path.name for path in checkpoints.iterdir()) == names
+    assert len([path for path in made if path.endswith(".bin")]) == 3 * WORLD + 1
 
 
 def test_flush_stores_what_was_not_due(shelf: Shelf, persisting: Persisting) -> None:
