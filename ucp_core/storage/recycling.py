@@ -1,9 +1,9 @@
 """A local store that writes large files over ones that it has deleted.
 
-Forced to the disk, a file of 256 MB that is written over another takes a quarter to two thirds of
-what a new one takes (ext4 on a virtual disk): it has its blocks already, and the file system
-little to note. What is written over has another name by then, so that who looks for a file finds
-all of the old one, or none, or all of the new one.
+Forced to the disk, a file of 256 MB that is written over another took 0.7 of the time of a new one
+(ext4 on a virtual disk, quiet), and a third beside other work: it has its blocks already, and the
+file system little to note. What is written over has another name by then, so that who looks for a
+file finds all of the old one, or none, or all of the new one.
 """
 
 from __future__ import annotations
