@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from orchestrator.core.state import ACTIVE, RunState, WorkerStatus
-from orchestrator.policies import quarantine
+from orchestrator.policies import quarantine, versions
 from orchestrator.policies.reduced import ReducedTime, alert, noted
 from orchestrator.shell.metrics import RunMetrics
 from orchestrator.shell.snapshots import Snapshots
+from workers.protocol import Inventory
 
 #: The inventories are looked at this often: all of them, so not at every report of each.
 LOOK_S = 1.0
@@ -87,8 +89,14 @@ def _redundancy(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
     }
 
 
-def loss_document(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
-    """Return what ``everstep plan`` has to know of the run, as JSON values."""
+def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str, Any]:
+    """Return what ``everstep plan`` has to know of the run, as JSON values.
+
+    Args:
+        inventories: What keepers hold, all of one moment: of what one held a second ago others may
+            hold nothing any more.
+        state: Of the run.
+    """
     members = [n for n in state.members if n in state.workers]
     others = [n for n in state.workers if n not in set(members)]
     workers = [state.workers[number] for number in (*members, *others)]
@@ -127,6 +135,6 @@ def loss_document(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
                     for one in version.parities
                 ],
             }
-            for version in snapshots.complete(state.lineage)
+            for version in versions.complete(inventories, state.lineage)
         ],
     }

@@ -183,7 +183,7 @@ class Run:
         page = StatusPage(
             host=ray.util.get_node_ip_address(),
             status=self._status,
-            losses=lambda: loss_document(self._snapshots, self._state),
+            losses=self._losses,
             registry=self._record.registry,
         )
         if self._life > 1:
@@ -199,6 +199,10 @@ class Run:
         while not self._over.is_set():
             await self._fold_next()
         await self._close(page)
+
+    async def _losses(self) -> dict[str, Any]:
+        self._nodes.wake_keepers()
+        return loss_document(await self._snapshots.inventories(), self._state)
 
     async def _furnish(self, page: StatusPage) -> None:
         """Load what the run can do without until it is in charge, one after the other."""

@@ -418,10 +418,6 @@ class Snapshots:
         """Return how well the run is protected, by the last reports."""
         return versions.protection(self._reported(), lineage)
 
-    def complete(self, lineage: Lineage) -> list[Version]:
-        """Return the versions that are complete in memory, by the last reports, newest first."""
-        return versions.complete(self._reported(), lineage)
-
     def stored_step(self) -> int:
         """Return the newest step that keepers saw in storage."""
         return max((report.stored_step for report in self._living_reports()), default=0)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,7 +21,7 @@ class StatusPage:
     Args:
         host: Address to listen on.
         status: Called per request of ``/status``; returns a JSON document.
-        losses: The same for ``/losses``.
+        losses: The same for ``/losses``; may take as long as keepers take to answer.
         registry: The metrics to expose.
     """
 
@@ -30,7 +30,7 @@ class StatusPage:
         *,
         host: str,
         status: Callable[[], dict[str, Any]],
-        losses: Callable[[], dict[str, Any]],
+        losses: Callable[[], Awaitable[dict[str, Any]]],
         registry: CollectorRegistry,
     ) -> None:
         self._host = host
@@ -65,7 +65,7 @@ class StatusPage:
         return _json(self._status())
 
     async def _get_losses(self, _request: web.Request) -> web.Response:
-        return _json(self._losses())
+        return _json(await self._losses())
 
     async def _get_metrics(self, _request: web.Request) -> web.Response:
         from aiohttp import web
