@@ -10,13 +10,13 @@ from orchestrator.shell.nodes import hung_up, view_of
 
 #: Listens, says something, and then nothing for ever.
 SERVER = """
-import socket, time
+import socket
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
 taken = listener.accept()[0]
 taken.sendall(b"hello" * 1000)
 print("taken", flush=True)
-time.sleep(3600)
+taken.recv(1)
 """
 
 ROW = {
