@@ -256,11 +256,17 @@ NAMES: dict[str, dict[str, Pattern | None]] = {
         "decoder.layers.0.self_attention.q_layernorm.weight": Replicated(),
         "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight": Cut(1),
         "decoder.layers.0.mlp.experts.linear_fc1.weight12": Cut(0),
+        "decoder.layers.0.mlp.experts.experts.linear_fc1.weight": Cut(1),
+        "decoder.layers.0.mlp.experts.experts.linear_fc2.weight": Cut(2),
+        "decoder.layers.0.mlp.experts.linear_fc1.weight": None,
         "output_layer.weight": Cut(0),
     },
     "megatron-gated": {
         "decoder.layers.0.mlp.linear_fc1.weight": Cut(0, ratio=(1, 1)),
         "decoder.layers.0.mlp.linear_fc1.layer_norm_weight": Replicated(),
+        "decoder.layers.0.mlp.experts.linear_fc1.weight12": Cut(0, ratio=(1, 1)),
+        "decoder.layers.0.mlp.experts.experts.linear_fc1.weight": Cut(1, ratio=(1, 1)),
+        "decoder.layers.0.mlp.experts.experts.linear_fc2.weight": Cut(2),
         "decoder.layers.0.mlp.linear_fc2.weight": Cut(1),
     },
     "megatron-deepspeed": {

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.converters.files.torch_reader import TensorRef
 from ucp_core.converters.megatron import flat_buffers
-from ucp_core.converters.megatron.experts import global_name, is_expert
+from ucp_core.converters.megatron.experts import Experts, is_expert, is_fused, is_gated
 from ucp_core.converters.shared.evidence import interchangeable, match_masters
 from ucp_core.converters.shared.optimizer_order import assign, largest_shape, unclear
-from ucp_core.converters.shared.shards import Layouts, Rank, Run, Shards
+from ucp_core.converters.shared.shards import Layouts, Rank, Shards
 from ucp_core.converters.shared.values import Scalars, json_value
 from ucp_core.converters.shared.vocabulary import Vocabulary, tells_padding, vocabulary_of
 from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
@@ -78,18 +78,20 @@ class Model:
     """The whole model.
 
     Attributes:
-        arguments: Megatron's ``args``.
+        experts: What Megatron's ``args`` say of them.
         chunks: Of all ranks.
         ties: Owner by alias.
         frozen: Names that no optimizer has.
         items: What was left out.
+        mastered: Whose weights the optimizer has: rank, expert parallel rank and name.
     """
 
-    arguments: Mapping[str, Any]
+    experts: Experts
     chunks: list[Chunk] = field(default_factory=list)
     ties: dict[str, str] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
     items: dict[str, Item] = field(default_factory=dict)
+    mastered: set[tuple[Rank, int, str]] = field(default_factory=set)
 
     @property
     def has_expert_ranks(self) -> bool:
@@ -107,7 +109,7 @@ class Model:
         for place in sorted(counts):
             first[place] = total
             total += counts[place]
-        num_layers = self.arguments.get("num_layers")
+        num_layers = self.experts.arguments.get("num_layers")
         if isinstance(num_layers, int) and num_layers != total:
             raise CheckpointCorruptError(
                 f"the files hold {total} layers, args says {num_layers}: stages are missing, or "
@@ -124,18 +126,27 @@ class Model:
     def _owner(self, name: str, rank: Rank, stages: int) -> str:
         """Return the embedding's name for the copy that the last of several stages has."""
         owner = _HEADS.get(name)
-        untied = self.arguments.get("untie_embeddings_and_output_weights")
+        untied = self.experts.arguments.get("untie_embeddings_and_output_weights")
         if owner is None or stages == 1 or rank.stage == 0 or untied:
             return name
         self.ties[name] = owner
         return owner
 
     def add(self, shards: Shards) -> None:
-        """Add all weights in the model's dtype; what every expert parallel rank has, once."""
+        """Add the weights without a master; what every expert parallel rank has, once."""
         for chunk in self.chunks:
             for name, ref in chunk.params:
-                if chunk.expert == 0 or is_expert(name):
-                    shards.add_ref(TensorKey(name, WEIGHT), chunk.rank, ref)
+                is_first = chunk.expert == 0 or is_expert(name)
+                if is_first and (chunk.rank, chunk.expert, name) not in self.mastered:
+                    self.put(shards, TensorKey(name, WEIGHT), chunk, ref)
+
+    def put(self, shards: Shards, key: TensorKey, place: Piece | Chunk, ref: TensorRef) -> None:
+        """Add what one rank has of a tensor."""
+        if is_fused(key.fqn):
+            part, first = self.experts.part(key, place.expert, ref)
+            shards.add_rows(key, place.rank, part, first, self.experts.total or 0)
+        else:
+            shards.add_ref(key, place.rank, ref)
 
     def chunks_of(self, piece: Piece) -> list[Chunk]:
         """Return the parts of the model that a rank's file has."""
@@ -148,12 +159,12 @@ def _shifted(name: str, offset: int) -> str:
     return name if match is None else f"{match[1]}{offset + int(match[2])}{match[3]}"
 
 
-def model_of(piece: Piece, num_local: int | None) -> list[Chunk]:
+def model_of(piece: Piece, experts: Experts) -> list[Chunk]:
     """Return the chunks of one rank's file.
 
     Args:
         piece: The file.
-        num_local: Experts of each of several expert parallel ranks; None: there is one.
+        experts: What the arguments say of them.
 
     Raises:
         CheckpointCorruptError: It holds no model, or one without tensors.
@@ -166,10 +177,9 @@ def model_of(piece: Piece, num_local: int | None) -> list[Chunk]:
         Chunk(piece.rank, number, list(_flattened(piece.tree[key], "")), piece.expert)
         for number, key in keys
     ]
-    for chunk in chunks if num_local is not None else ():
+    for chunk in chunks:
         chunk.params = [
-            (global_name(name, piece.expert, num_local or 0, piece.file), ref)
-            for name, ref in chunk.params
+            (experts.global_name(name, piece.expert, piece.file), ref) for name, ref in chunk.params
         ]
     if not any(chunk.params for chunk in chunks):
         raise CheckpointCorruptError(f"{piece.file} holds no tensors of a model", file=piece.file)
@@ -243,7 +253,7 @@ def add_optimizer(
         if piece.distributed is not None:
             names = _add_distributed(files, piece, part, model, shards, scalars, hyper)
         else:
-            names = _add_numbered(files, piece, part, shards, scalars, inner)
+            names = _add_numbered(files, piece, part, model, shards, scalars, inner)
         values = [
             json_value({k: v for k, v in g.items() if k != "params"}, files.store, files.directory)
             for g in hyper
@@ -282,6 +292,7 @@ def _add_numbered(
     files: Files,
     piece: Piece,
     part: _Part,
+    model: Model,
     shards: Shards,
     scalars: Scalars,
     inner: Mapping[str, Any],
@@ -307,10 +318,11 @@ def _add_numbered(
         for place, (name, number) in enumerate(zip(names[index], group["params"], strict=True)):
             if masters:
                 master = masters[index][place]
-                shards.replace_ref(TensorKey(name, WEIGHT), piece.rank, master)
+                model.put(shards, TensorKey(name, WEIGHT), piece, master)
+                model.mastered.add((piece.rank, piece.expert, name))
             for slot, value in {"step": group.get("step"), **state.get(number, {})}.items():
                 if isinstance(value, TensorRef) and value.shape and slot != "step":
-                    shards.add_ref(TensorKey(name, slot), piece.rank, value)
+                    model.put(shards, TensorKey(name, slot), piece, value)
                 elif isinstance(value, TensorRef | int | float):
                     scalars.add(TensorKey(name, slot), value)
     return names
@@ -350,13 +362,15 @@ def _add_distributed(
             files.store, files.directory, refs["param"], list(params.items())
         )
         for name, start in starts.items():
-            shape, count = params[name].shape, params[name].num_elements
-            shards.drop(TensorKey(name, WEIGHT), piece.rank)
+            weight = params[name]
+            model.mastered.add((piece.rank, piece.expert, name))
             for slot, ref in refs.items():
                 key = TensorKey(name, WEIGHT if slot == "param" else slot)
                 offset = ref.offset_bytes + start * DTYPE_BYTES[ref.dtype]
-                run = Run(ref.file, offset, 0, count)
-                shards.add_run(key, piece.rank, ref.dtype, shape, run)
+                part_of = ref._replace(
+                    shape=weight.shape, strides=weight.strides, offset_bytes=offset
+                )
+                model.put(shards, key, piece, part_of)
             if step is not None:
                 scalars.add(TensorKey(name, "step"), step)
         trained |= starts.keys()
@@ -426,7 +440,6 @@ def pattern_rules(
             "give rules for query_key_value with --rules",
             version=version,
         )
-    gated = arguments.get("swiglu") or arguments.get("gated_linear_unit")
-    family = builtin_rules("megatron-gated" if gated else "megatron")
+    family = builtin_rules("megatron-gated" if is_gated(arguments) else "megatron")
     wanted = family if rules is None else rules.over(family)
     return _MegatronLayouts(degree, wanted, vocabulary_of(arguments))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ucp_core._open import Checkpoint
 from ucp_core.checksums import BLOCK_BYTES
 from ucp_core.converters.files.torch_reader import Opaque
+from ucp_core.converters.megatron.experts import Experts
 from ucp_core.converters.megatron.model import (
     Model,
     Piece,
@@ -80,14 +81,13 @@ def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
     files, pieces, arguments = _opened(store, path)
     tp = 1 + max(piece.rank.tp for piece in pieces)
     shards, scalars, groups = Shards(tp), Scalars(), Groups()
-    model = Model(arguments)
-    num_local = _num_local(path, arguments)
+    model = Model(_experts(path, arguments, tp))
     for piece in pieces:
-        model.chunks += model_of(piece, num_local)
+        model.chunks += model_of(piece, model.experts)
     model.number_layers()
-    model.add(shards)
     for piece in pieces:
         add_optimizer(files, piece, model, shards, scalars, groups)
+    model.add(shards)
     layouts = pattern_rules(arguments, rules, tp, files.trees[pieces[0].file])
     entries = {**shards.entries(layouts), **scalars.entries}
     first = files.trees[pieces[0].file]
@@ -192,29 +192,28 @@ def _expert_ranks(arguments: Mapping[str, Any]) -> int:
     return ranks if isinstance(ranks, int) and ranks > 1 else 1
 
 
-def _num_local(path: str, arguments: Mapping[str, Any]) -> int | None:
-    """Return how many experts each of several expert parallel ranks has.
+def _experts(path: str, arguments: Mapping[str, Any], tp: int) -> Experts:
+    """Return what the arguments say of experts.
 
     Raises:
         UnsupportedVersionError: They are cut otherwise than the rest of the model.
         CheckpointCorruptError: The arguments do not say how many there are.
     """
-    ranks, experts = _expert_ranks(arguments), arguments.get("num_experts")
-    tp = arguments.get("tensor_model_parallel_size")
+    ranks, total = _expert_ranks(arguments), arguments.get("num_experts")
     own = arguments.get("expert_tensor_parallel_size")
-    if experts is not None and own is not None and own != tp:
+    if total is not None and ranks > 1 and arguments.get("moe_extended_tp"):
+        own = tp * ranks
+    if total is not None and own is not None and own != tp:
         raise UnsupportedVersionError(
             f"{path}: experts are cut over {own} ranks, the rest of the model over {tp}, and the "
             "names of the folders do not tell which has what; save in torch_dist format",
             path=path,
         )
-    if ranks == 1:
-        return None
-    if not isinstance(experts, int) or experts % ranks:
+    if ranks > 1 and (not isinstance(total, int) or total % ranks):
         raise CheckpointCorruptError(
-            f"{path}: args has num_experts {experts!r} for {ranks} expert parallel ranks", path=path
+            f"{path}: args has num_experts {total!r} for {ranks} expert parallel ranks", path=path
         )
-    return experts // ranks
+    return Experts(arguments, ranks, total if isinstance(total, int) else None, tp)
 
 
 def _check_agreement(files: Files, first: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucp_core.converters.megatron_core import grouped_experts
+from ucp_core.converters.shared import grouped_experts
 from ucp_core.converters.shared.evidence import rounded
 from ucp_core.statemap import DTYPE_BYTES, Fragment, TensorEntry
 from ucp_core.storage.base import join

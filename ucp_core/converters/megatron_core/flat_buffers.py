@@ -17,7 +17,6 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.boxes import Box, flat_range, reach
-from ucp_core.converters.megatron_core import grouped_experts
 from ucp_core.converters.megatron_core.buffer_weights import (
     Buffer,
     Param,
@@ -27,6 +26,7 @@ from ucp_core.converters.megatron_core.buffer_weights import (
     holds_plain,
 )
 from ucp_core.converters.megatron_core.key_names import BucketKey, stack_of
+from ucp_core.converters.shared import grouped_experts
 from ucp_core.dtypes import FLOATS
 from ucp_core.errors import UnsupportedVersionError
 from ucp_core.statemap import DTYPE_BYTES, Extent, Fragment, TensorEntry, TensorKey

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from math import prod
+from operator import add, mul, sub
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ucp_core.boxes import Box
+from ucp_core.boxes import Box, flat_range
 from ucp_core.errors import CheckpointCorruptError, PatternError
 from ucp_core.language.plain import plain
 from ucp_core.operators import extract, strip_padding, union
@@ -49,7 +50,8 @@ class Shard:
         dtype: Of the bytes in the files.
         shape: Of the shard.
         runs: Where its elements are, once flattened.
-        strides: Of a shard that lies in one run, but not C-contiguous: bytes between neighbours.
+        strides: Of a shard whose runs are whole rows, but not C-contiguous: bytes between
+            neighbours.
     """
 
     dtype: str
@@ -125,6 +127,19 @@ class Shards:
         count = prod(ref.shape)
         runs = [Run(ref.file, ref.offset_bytes, 0, count)] if count else []
         self._found[key][rank] = Shard(ref.dtype, ref.shape, runs, ref.byte_strides)
+
+    def add_rows(
+        self, key: TensorKey, rank: Rank, ref: TensorRef, first: int, num_rows: int
+    ) -> None:
+        """Add a part of a shard of ``num_rows`` along dim 0: the rows from ``first`` on.
+
+        Raises:
+            CheckpointCorruptError: Another file gives the shard another dtype or shape.
+        """
+        row = prod(ref.shape[1:])
+        run = Run(ref.file, ref.offset_bytes, first * row, first * row + ref.num_elements)
+        self.add_run(key, rank, ref.dtype, (num_rows, *ref.shape[1:]), run)
+        self._found[key][rank].strides = ref.byte_strides
 
     def replace_ref(self, key: TensorKey, rank: Rank, ref: TensorRef) -> None:
         """Add a whole shard in place of the one that is known."""
@@ -308,18 +323,21 @@ def _fragments(
 def _strided(
     placement: Placement, tp: int, shard: Shard, run: Run, *, replica: bool
 ) -> Iterable[Fragment]:
-    """Yield the fragments of a whole shard that is not C-contiguous in its file."""
+    """Yield the fragments of rows of a shard that are not C-contiguous in their file."""
     strides = shard.strides
     assert strides is not None, "only strided shards come here"
     itemsize = DTYPE_BYTES[shard.dtype]
+    (held,) = flat_range(shard.shape, run.start, run.stop)
     for piece in placement.pieces[tp]:
-        shape = piece.local.shape
-        if piece.local.is_empty:
+        local = piece.local.intersect(held)
+        if local is None:
             continue
-        first = sum(a * s for a, s in zip(piece.local.start, strides, strict=True))
+        shape = local.shape
+        start = tuple(map(add, piece.start, map(sub, local.start, piece.local.start)))
+        first = sum(map(mul, map(sub, local.start, held.start), strides))
         last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         yield Fragment(
-            box=Box(piece.start, tuple(a + n for a, n in zip(piece.start, shape, strict=True))),
+            box=Box(start, tuple(map(add, start, shape))),
             file=run.file,
             offset_bytes=run.offset_bytes + first,
             num_bytes=last + itemsize,

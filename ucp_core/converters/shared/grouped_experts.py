@@ -1,8 +1,8 @@
-"""Experts of a rank that are one parameter (Megatron's ``GroupedMLP``) in a flat buffer. Pure.
+"""Experts of a rank that are one parameter (Megatron's ``GroupedMLP``). Pure.
 
-The model's tensor has each expert as ``[out, in]``, gate above up. The parameter, and so the
-buffer, has them the other way round: ``[experts, in, out]``, gate beside up. Here the last three
-dims of the boxes that a rank holds of the model's tensor are experts, out and in.
+The model's tensor has each expert as ``[out, in]``, gate above up. The parameter, and so a flat
+buffer that holds it, has them the other way round: ``[experts, in, out]``, gate beside up. Here the
+last three dims of the boxes that a rank holds of the model's tensor are experts, out and in.
 
 Source: ``GroupedMLP.sharded_state_dict`` in ``megatron/core/transformer/moe/experts.py``, 0.5 to
 0.16.
@@ -62,6 +62,11 @@ def may_be_grouped(key: str, boxes: Sequence[Box]) -> bool:
     return len({(box.shape[-3], box.shape[-1]) for box in boxes}) == 1
 
 
+def strides(rows: int, width: int) -> tuple[int, int, int]:
+    """Return the parameter's elements between experts, between their rows (out), and columns."""
+    return rows * width, 1, rows
+
+
 def segments(boxes: Sequence[Box], start: int, stop: int) -> Iterator[Segment]:
     """Yield what flat positions ``[start, stop)`` of the parameter are.
 
@@ -87,7 +92,7 @@ def segments(boxes: Sequence[Box], start: int, stop: int) -> Iterator[Segment]:
             yield Segment(
                 box=Box((*lead, *first), (*lead_stop, *last)),
                 position=(expert * width + column) * total + row,
-                strides=(*([experts * width * total] * len(lead)), width * total, 1, total),
+                strides=(*([experts * width * total] * len(lead)), *strides(total, width)),
             )
 
 
