@@ -28,6 +28,7 @@ from ucp_core.conversion.work import Item, Job, Result, is_local
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.storage.base import Store
 from ucp_core.storage.local import LocalStore
+from ucp_core.storage.undoing import tidied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -108,9 +109,8 @@ def convert(  # noqa: PLR0913 - each is an option of the command
         checkpoint, store, directory, memory_bytes=memory_bytes, workers=workers
     )
     small = conversion.small_files()
-    files = _files(conversion, resume=resume)
-    run = _Run(conversion, files, progress)
-    with _kept(files):
+    with tidied(store, directory), _kept(_files(conversion, resume=resume)) as files:
+        run = _Run(conversion, files, progress)
         run.resume()
         with reading(checkpoint):
             run.work(workers, runner)
@@ -141,10 +141,10 @@ def _files(conversion: Conversion, *, resume: bool) -> LocalFiles | StreamedFile
 
 
 @contextmanager
-def _kept(files: LocalFiles | StreamedFiles) -> Iterator[None]:
+def _kept(files: LocalFiles | StreamedFiles) -> Iterator[LocalFiles | StreamedFiles]:
     """Keep what is done if anything fails, so that the next run goes on from there."""
     try:
-        yield
+        yield files
     except CheckpointCorruptError:
         # Nothing of it can be used, whatever is done to the source.
         files.discard()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -87,13 +88,16 @@ class LocalFiles:
     ) -> None:
         self._targets = targets
         self._directory = Path(directory)
-        self._made_directory = not self._directory.exists()
         self._journal = journal.Journal(directory, identity, resume=resume)
         self.paths = [str(self._journal.folder / target.name) for target in targets]
         self._is_open = True
         try:
             self._sound = self._prepare({r.item.target for r in self._journal.results})
         except StorageError:
+            if not self._journal.results:
+                # There is nothing to go on with, and what was reserved may be all that was free.
+                with suppress(StorageError):
+                    self._journal.remove()
             self.close()
             raise
 
@@ -166,10 +170,8 @@ class LocalFiles:
         self._journal.remove()
 
     def discard(self) -> None:
-        """Leave the directory as it was."""
+        """Leave in the directory what was there."""
         self._journal.remove()
-        if self._made_directory and not any(self._directory.iterdir()):
-            self._directory.rmdir()
 
     def close(self) -> None:
         """Let others convert to the directory."""

@@ -24,6 +24,7 @@ from ucp_core.converters.files.torch_writer import (
 from ucp_core.errors import UcpError
 from ucp_core.statemap import TensorEntry, TensorKey
 from ucp_core.storage.base import Store, join
+from ucp_core.storage.undoing import undone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
@@ -133,17 +134,15 @@ def write(  # noqa: PLR0913 - the options of a format
     contents.groups(checkpoint, optimizer, is_flat=flatten_optimizer)
     for name, value in checkpoint.extra.items():
         contents.value((name,), value)
-    writer = _Writer(checkpoint, store, directory, contents, memory_bytes, progress)
-    try:
-        writer.files(fsync=fsync)
-        metadata, _ = pickle_tree(writer.metadata(), allow=_ALLOWED)
-        store.write_atomic(join(directory, _METADATA_NAME), metadata, fsync=fsync)
-    except BaseException:
-        for file in writer.names:
-            store.delete(join(directory, file))
-        raise
-    finally:
-        writer.close()
+    with undone(store, directory) as written:
+        writer = _Writer(checkpoint, store, directory, contents, memory_bytes, progress)
+        try:
+            writer.files(written, fsync=fsync)
+            metadata, _ = pickle_tree(writer.metadata(), allow=_ALLOWED)
+            written.append(join(directory, _METADATA_NAME))
+            store.write_atomic(written[-1], metadata, fsync=fsync)
+        finally:
+            writer.close()
 
 
 @dataclass(slots=True)
@@ -261,15 +260,20 @@ class _Writer:
         self._file_bytes = 0
         self.names: list[str] = []
 
-    def files(self, *, fsync: bool) -> None:
-        """Write the small values and all tensors, in as many files as that takes."""
+    def files(self, written: list[str], *, fsync: bool) -> None:
+        """Write the small values and all tensors, in as many files as that takes.
+
+        Args:
+            written: The path of every file is added to it before that is begun.
+            fsync: Whether every file must survive a loss of power.
+        """
         ahead = next(self._slabs, None)
         while ahead is not None or not self.names:
             self.names.append(f"__0_{len(self.names)}.distcp")
             self._file_bytes = 0
             rest: list[Slab] = []
-            path = join(self._directory, self.names[-1])
-            self._store.write_file(path, self._chunks(ahead, rest), fsync=fsync)
+            written.append(join(self._directory, self.names[-1]))
+            self._store.write_file(written[-1], self._chunks(ahead, rest), fsync=fsync)
             ahead = rest[0] if rest else None
 
     def close(self) -> None:

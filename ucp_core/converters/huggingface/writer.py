@@ -17,6 +17,7 @@ from ucp_core.dtypes.casts import cast
 from ucp_core.errors import UcpError
 from ucp_core.statemap import DTYPE_BYTES, TensorEntry
 from ucp_core.storage.base import Store, join
+from ucp_core.storage.undoing import undone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -93,8 +94,8 @@ def write(  # noqa: PLR0913 - the options of a format
     checkpoint.state_map.prove_coverage()
     documents = _documents(checkpoint, outputs)
     shards = _shards(outputs, shard_bytes)
-    written: list[str] = []
-    try:
+    # Half a model would be taken for a whole one by a tool that looks for no index.
+    with undone(store, directory) as written:
         for name, document in documents.items():
             path = join(directory, name)
             if not store.exists(path):
@@ -104,15 +105,9 @@ def write(  # noqa: PLR0913 - the options of a format
         for number, shard in enumerate(shards, start=1):
             written.append(join(directory, _file_name(number, len(shards))))
             writer.file(written[-1], shard, fsync=fsync)
-    except BaseException:
-        # Half a model would be taken for a whole one by a tool that looks for no index.
-        for path in reversed(written):
-            store.delete(path)
-        raise
-    if len(shards) > 1:
-        store.write_atomic(
-            join(directory, f"model{INDEX_SUFFIX}"), _print(_index(shards)), fsync=fsync
-        )
+        if len(shards) > 1:
+            written.append(join(directory, f"model{INDEX_SUFFIX}"))
+            store.write_atomic(written[-1], _print(_index(shards)), fsync=fsync)
 
 
 def _dtype(dtype: str | None) -> str | None:

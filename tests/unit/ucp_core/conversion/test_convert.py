@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -288,6 +289,20 @@ def test_a_destination_that_cannot_be_written_is_one_error(tmp_path: Path) -> No
 
     with pytest.raises(StorageError, match="out"):
         convert_to(native_source(tmp_path, small_state()), tmp_path / "out")
+
+
+def test_a_conversion_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+    """It finds out while it reserves the space; what it has reserved may be all that is free."""
+    source = native_source(tmp_path, large_state(2))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(StorageError, match="cannot be written: File too large"):
+            convert_to(source, tmp_path / "home" / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert not (tmp_path / "home").exists()
 
 
 def test_two_conversions_do_not_write_one_directory(tmp_path: Path) -> None:

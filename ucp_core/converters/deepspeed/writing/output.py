@@ -12,6 +12,7 @@ from ucp_core.converters.deepspeed.writing.trees import DEEPSPEED_NAMES
 from ucp_core.converters.files.torch_writer import TensorData, write_torch_file
 from ucp_core.errors import UcpError
 from ucp_core.storage.base import join
+from ucp_core.storage.undoing import undone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -65,18 +66,17 @@ class Output:
         if self._progress is not None:
             self._total_bytes = sum(_num_bytes(tree) for _, tree in files())
         folder = join(self._directory, self._tag)
-        try:
+        with undone(self._store, self._directory) as written:
+            # A folder without its latest is still loaded where a user names its tag.
+            written.append(folder)
             for name, tree in files():
                 counted = self._counted(tree, {}) if self._progress is not None else tree
                 path = join(folder, name)
                 write_torch_file(
                     self._store, path, counted, allow=DEEPSPEED_NAMES, fsync=self._fsync
                 )
-            self._store.write_atomic(join(self._directory, latest), self._tag.encode(), fsync=True)
-        except BaseException:
-            # A folder without its latest is still loaded where a user names its tag.
-            self._store.delete(folder)
-            raise
+            written.append(join(self._directory, latest))
+            self._store.write_atomic(written[-1], self._tag.encode(), fsync=True)
 
     def _counted(self, tree: Any, known: dict[int, TensorData]) -> Any:
         """Return the tree with tensors that report what was written of them."""
