@@ -17,7 +17,7 @@ import psutil
 from orchestrator.config import Problem, RunConfig
 from orchestrator.policies.layout import LayoutRules, choose
 from ucp_core.errors import UcpError
-from ucp_core.storage import join, open_store
+from ucp_core.storage import LocalStore, Store, join, open_store
 from workers.data.text import find_source
 from workers.errors import WorkerError
 from workers.models.shape import ModelShape, num_parameters
@@ -33,7 +33,7 @@ STATE_BYTES = 4 + 4 + 4 + 4
 def preflight(config: RunConfig, doubtful: Collection[str] = ()) -> list[Problem]:
     """Return what would fail: nothing is started, and nothing is left behind.
 
-    Writes and deletes one small file in the run directory.
+    Writes and deletes one small file in the run directory, or above it if it is not there.
 
     Args:
         config: What is well formed of a configuration.
@@ -97,7 +97,7 @@ def _storage_problems(config: RunConfig) -> list[Problem]:
     url = config.run.directory
     try:
         store, path = open_store(url)
-        probe = join(path, f"write-test-{uuid.uuid4().hex[:8]}")
+        probe = join(_there(store, path), f"write-test-{uuid.uuid4().hex[:8]}")
         store.write_atomic(probe, b"everstep", fsync=False)
         try:
             if store.read(probe) != b"everstep":
@@ -107,6 +107,17 @@ def _storage_problems(config: RunConfig) -> list[Problem]:
     except (UcpError, OSError) as error:
         return [_storage_problem(url, str(error))]
     return []
+
+
+def _there(store: Store, path: str) -> str:
+    """Return the directory, or the one above it that is there, in which it would be made.
+
+    It is not made here: to remove it again could take it from another command, which begins a run
+    in it and has locked it.
+    """
+    while isinstance(store, LocalStore) and not store.exists(path):
+        path = str(Path(path).parent)
+    return path
 
 
 def _storage_problem(url: str, why: str) -> Problem:

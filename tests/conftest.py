@@ -45,6 +45,9 @@ MARKER_BY_FOLDER = {
     "chaos": "chaos",
 }
 
+#: The folders that were there when pytest started, where it was started.
+_FOLDERS = pytest.StashKey[set[str]]()
+
 #: What one process runs from beginning to end, and begins first: it takes longest.
 TOGETHER = "tests/integration/cluster/"
 
@@ -87,6 +90,28 @@ def pytest_runtest_makereport(
             lines = path.read_text(errors="replace").splitlines()[-_JOURNAL_LINES:]
             report.sections.append((str(path), "\n".join(line[:_LINE_CHARS] for line in lines)))
     return report
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_FOLDERS] = _empty_folders(session.config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if a test was given a bare name as a path and has made a folder of that name.
+
+    Only empty ones count: whoever works in the same directory leaves something in his.
+    """
+    before = session.config.stash[_FOLDERS]
+    left = _empty_folders(session.config) - before
+    if left and not hasattr(session.config, "workerinput"):
+        print(f"\nleft behind where pytest was started: {', '.join(sorted(left))}")  # noqa: T201
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _empty_folders(config: pytest.Config) -> set[str]:
+    found = [path for path in config.invocation_params.dir.iterdir() if path.name[0] != "."]
+    return {path.name for path in found if path.is_dir() and not any(path.iterdir())}
 
 
 def _has_gpu() -> bool:

@@ -19,11 +19,15 @@ def _paths(config: RunConfig) -> list[str]:
 
 
 def test_a_good_configuration_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The check writes a file: a second start must find the directory as it was."""
-    config = _config(tmp_path)
+    """The check writes a file: whoever mistyped the directory must not find it made."""
+    config = _config(tmp_path / "home")
 
     assert preflight(config) == []
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert list(tmp_path.iterdir()) == []
+
+    (tmp_path / "home" / "run").mkdir(parents=True)
+    assert preflight(config) == []
+    assert [path.name for path in tmp_path.rglob("*")] == ["home", "run"]
 
 
 def test_storage_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
