@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from orchestrator.config import RunConfig
+from workers.environment import TUNABLE, VARIABLE
 
 __all__ = ["Finding", "Level", "NodeFacts", "diagnose"]
 
@@ -63,6 +64,7 @@ class NodeFacts:
         shared_memory_bytes: Free in /dev/shm.
         open_files: How many one process may have.
         resources: What Ray has to give there now, by its names.
+        copies_past_caches: Whether large copies of Ray's processes there go past the caches.
         storage_problem: Why it cannot use the run directory; "" if it can, or none was named.
         unreachable: Nodes to which it could open no connection.
     """
@@ -73,6 +75,7 @@ class NodeFacts:
     shared_memory_bytes: int
     open_files: int
     resources: dict[str, float]
+    copies_past_caches: bool = True
     storage_problem: str = ""
     unreachable: tuple[str, ...] = ()
 
@@ -136,6 +139,13 @@ def _between(nodes: Sequence[NodeFacts]) -> list[Finding]:
             lambda f: f"{f.clock_ahead_s:+.1f} s" if abs(f.clock_ahead_s) > CLOCK_S_MAX else "",
             good=f"they agree within {CLOCK_S_MAX:g} s",
             advice="let NTP set them: times of incidents compare machines",
+        ),
+        _each(
+            nodes,
+            "copies",
+            lambda facts: "" if facts.copies_past_caches else "blocks go through the caches",
+            good="large ones go past the caches",
+            advice=f"start Ray with {VARIABLE}={TUNABLE}: training waits less for snapshots",
         ),
     ]
 

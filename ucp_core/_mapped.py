@@ -1,8 +1,8 @@
 """Takes what a plan asks for out of files that this process has in its memory already.
 
 Nothing is read to anywhere: what is needed of a block is copied to where it belongs, which brings
-it into the cache, and is verified there, so that what was verified is what is used. Of a block
-that is needed in part, the original is verified: the bytes around cost their checksum, and no copy.
+the block into the cache, and then the block is verified: the copy may have gone past the caches.
+What is written over between the two is found by ``Mapped.confirm``.
 """
 
 from __future__ import annotations
@@ -100,14 +100,9 @@ def _take(copy: Copy, data: memoryview, low: int, block_bytes: int, target: memo
     shift, index = low - copy.start_byte, low // block_bytes
     for start in range(0, len(data), piece_bytes):
         piece = data[start : start + piece_bytes]
-        first, last = shift + start, shift + start + len(piece)
-        if first >= 0 and last <= num_bytes:
-            taken = target[first:last]
-            _copy(taken, piece)
-            _verify(copy, taken, index + start // block_bytes, block_bytes)
-            continue
+        first = shift + start
         wanted = piece[max(-first, 0) : num_bytes - first]
-        _copy(target[max(first, 0) : last], wanted)
+        _copy(target[max(first, 0) : first + len(piece)], wanted)
         _verify(copy, piece, index + start // block_bytes, block_bytes)
 
 

@@ -29,6 +29,7 @@ from orchestrator.shell.clock import wall_time
 from orchestrator.shell.connect import connect
 from ucp_core.errors import UcpError
 from ucp_core.storage import join, open_store
+from workers.environment import copies_past_caches
 
 __all__ = ["examine"]
 
@@ -105,6 +106,7 @@ def facts_of(node: str) -> NodeFacts:
         shared_memory_bytes=shutil.disk_usage("/dev/shm").free,  # noqa: S108 - no file is made
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         resources={},
+        copies_past_caches=copies_past_caches(os.environ),
     )
 
 

@@ -26,6 +26,7 @@ import ray
 
 from ucp_core.errors import StorageError
 from ucp_core.storage import open_store
+from workers.environment import tuned
 
 #: A simulated machine's death is noticed by Ray after about 4 s instead of 12 s to 62 s; the
 #: run does not wait for it, but a returned node must not meet its own ghost for long.
@@ -55,6 +56,11 @@ _lives_on = threading.Event()
 _RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
 
+def _environment() -> dict[str, str]:
+    """Return what this process adds for the nodes that it starts, which their workers inherit."""
+    return {**_RAY_ENVIRONMENT, **tuned(os.environ)}
+
+
 class LocalCluster:
     """Simulated nodes in this process's care.
 
@@ -64,7 +70,7 @@ class LocalCluster:
     """
 
     def __init__(self, *, num_nodes: int, cpus_per_node: int) -> None:
-        os.environ.update(_RAY_ENVIRONMENT)
+        os.environ.update(_environment())
         from ray.cluster_utils import Cluster
 
         self._cpus = cpus_per_node
@@ -181,7 +187,7 @@ class HostedCluster:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, **_RAY_ENVIRONMENT},
+                env={**os.environ, **_environment()},
             )
 
     def _kill(self) -> None:

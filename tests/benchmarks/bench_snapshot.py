@@ -1,14 +1,12 @@
 """Snapshots beside plain copies of the same bytes: how fast a state gets into keeper's memory.
 
-    python -m tests.benchmarks.bench_snapshot [--megabytes 3 50 300] [--writers 1 2 4] [--rounds 15]
+    python -m tests.benchmarks.bench_snapshot [--megabytes 3 50 300] [--writers 1 2 4] [--plain]
 
 A process holds a keeper's memory; every writer is a process with the part of a decoder's weights
 and Adam moments that one of four FSDP workers has. In turn all writers at once
 
 - ``copy``: copy the bytes into the next slot of their arena, by one call of memcpy (numpy's);
-- ``tensors``: the same by a call for each tensor. Nobody's state is one piece of memory, and the C
-  library writes past the caches from some size on (``ld.so --list-tunables``:
-  ``x86_non_temporal_threshold``), which whole states have, and few tensors;
+- ``tensors``: the same by a call for each tensor: nobody's state is one piece of memory;
 - ``snapshot``: take a snapshot as the training does. The tensors are copied into the next slot and
   checksummed, another thread writes the record and tells the keeper; the next one begins when
   that is done. In a training the second part runs beside the next step.
@@ -19,6 +17,10 @@ compares processor time, all threads together. Each is the median over rounds of
 a round; ``ms_each`` is the median of what the slowest writer takes. A round repeats small states
 until about as many bytes are copied as of a large one; those stay in the caches, where a copy
 takes next to nothing, so for them look at ``processor_ms_each``.
+
+All processes, those that copy too, have the environment that everstep gives to nodes it starts: see
+``workers.environment``. With ``--plain`` they have not; what copies takes there is what they take
+anywhere else.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from tests.benchmarks.common import load_average, paired
 from tests.benchmarks.decoder_parts import NUM_WORKERS, DecoderPart, assignment
 from tests.support.node_memory import NodeProcess
 from tests.support.ranks import Place, running
+from workers.environment import tuned
 from workers.keeper.door import door_path, open_arena
 from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
 from workers.train.settings import Settings, SnapshotSettings
@@ -220,8 +223,11 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[3, 50, 300])
     parser.add_argument("--writers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--plain", action="store_true", help="copies as nobody has tuned them")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not options.plain:
+        os.environ.update(tuned(os.environ))
     for megabytes in options.megabytes:
         for writers in options.writers:
             found = measure(megabytes, writers, options.rounds)

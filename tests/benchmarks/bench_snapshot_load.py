@@ -1,6 +1,6 @@
 """Snapshots loaded by three ranks where four took them, beside copies, streams, and DCP.
 
-    python -m tests.benchmarks.bench_snapshot_load [--megabytes 3 50 300] [--rounds 9]
+    python -m tests.benchmarks.bench_snapshot_load [--megabytes 3 50 300] [--rounds 9] [--plain]
 
 One process holds the memory of a keeper, in which the versions of four FSDP workers are: weights
 and Adam moments of a decoder. Each of three ranks loads its third, as a worker does after a
@@ -17,7 +17,8 @@ belongs. All ways fill the same tensors, which were written before.
 ``alone`` is one rank with one thread, while the others wait; ``together`` is all ranks at once,
 with two threads each as in a run (a copy and a stream each have one), and lasts as long as the
 slowest. The ways take turns; ratios are medians over rounds of the ratio within a round, wall and
-processor time (of the loading processes only). Small states are repeated within a round.
+processor time (of the loading processes only). Small states are repeated within a round. For
+``--plain`` see ``bench_snapshot``.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from tests.benchmarks.decoder_parts import NUM_WORKERS, DecoderPart, assignment
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.ranks import Place, running
 from ucp_core.checkpoint import Checkpoint, RankSaver, load
+from workers.environment import tuned
 from workers.keeper.door import door_path, open_arena, reserve
 from workers.protocol import MemoryPart
 from workers.snapshot.arena_store import ArenaStore
@@ -341,8 +343,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[3, 50, 300])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--plain", action="store_true", help="copies as nobody has tuned them")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not options.plain:
+        os.environ.update(tuned(os.environ))
     for megabytes in options.megabytes:
         with tempfile.TemporaryDirectory() as folder, keeper(Path(folder)) as node:
             found = measure(megabytes, options.rounds, Path(folder), node)

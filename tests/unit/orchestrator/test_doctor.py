@@ -49,6 +49,7 @@ def test_nothing_is_wrong_with_a_good_cluster() -> None:
         ("shared memory", Level.WARN, {"shared_memory_bytes": 5 << 20}, "b: 5 MiB are free"),
         ("open files", Level.WARN, {"open_files": 1024}, "b: 1024 a process"),
         ("clocks", Level.WARN, {"clock_ahead_s": -3.0}, "b: -3.0 s"),
+        ("copies", Level.WARN, {"copies_past_caches": False}, "b: blocks go through the caches"),
     ],
 )
 def test_a_node_with_a_problem_is_named_and_no_other(
