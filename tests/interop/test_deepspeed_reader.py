@@ -34,6 +34,10 @@ CASES: dict[str, dict[str, Any]] = {
     "zero0-experts": {"stage": 0, "model": "experts"},
     "zero0-experts-bf16": {"stage": 0, "model": "experts", "dtype": "bf16"},
     "zero0-experts-one-group": {"stage": 0, "model": "experts", "unsplit": True},
+    # Without a step of any length, so that frozen and trained parameters stay alike.
+    "zero0-twins-flat": {"stage": 0, "model": "twins", "dtype": "fp16", "fused": True, "lr": 0.0},
+    "zero0-twins-fp16": {"stage": 0, "model": "twins", "dtype": "fp16", "named": True, "lr": 0.0},
+    "zero0-twins": {"stage": 0, "model": "twins", "named": True},
     "zero1": {"stage": 1},
     "zero1-dp3": {"stage": 1, "world_size": 3},
     "zero1-one-group": {"stage": 1, "groups": 1},

@@ -155,10 +155,26 @@ def _held(name: str, weight: torch.Tensor, slots: dict[str, Any]) -> dict[str, t
 
 def _held_by_fp16_optimizer(optimizer: Any, name: str, parameter: Any) -> dict[str, torch.Tensor]:
     """Return the master and the slots of a parameter in half precision without ZeRO."""
+    if hasattr(optimizer, "fp32_groups_flat"):
+        return _held_by_flat_optimizer(optimizer, name, parameter)
     for models, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
         for model, master in zip(models, masters, strict=True):
             if model is parameter:
                 return _held(name, master, optimizer.optimizer.state[master])
+    msg = f"no master of {name}"
+    raise ValueError(msg)
+
+
+def _held_by_flat_optimizer(optimizer: Any, name: str, parameter: Any) -> dict[str, torch.Tensor]:
+    for models, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+        start = 0
+        for model in models:
+            part = slice(start, start + model.numel())
+            start = part.stop
+            if model is parameter:
+                state = optimizer.optimizer.state[flat].items()
+                slots = {k: v[part].view_as(model) for k, v in state if k in SLOTS["adam"]}
+                return _held(name, flat[part].view_as(model), slots)
     msg = f"no master of {name}"
     raise ValueError(msg)
 

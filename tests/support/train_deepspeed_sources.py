@@ -39,6 +39,8 @@ from tests.support.deepspeed_models import (
     state_of,
 )
 
+_FUSED_ADAM = deepspeed.runtime.engine.FusedAdam
+
 
 class Experts(nn.Module):
     """With a layer of experts, of which every rank of a pair has two of four."""
@@ -77,6 +79,27 @@ class Sequence(nn.Module):
         return mean_loss(self.head(hidden + joined), labels)
 
 
+class Twins(nn.Module):
+    """Of layers that begin alike, the first ones frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        for layer in self.layers[1:]:
+            layer.load_state_dict(self.layers[0].state_dict())
+        for part in (self.norms[0], self.layers[0]):
+            part.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            hidden = hidden + torch.relu(layer(norm(hidden)))
+        return mean_loss(self.head(hidden), labels)
+
+
 def _attended(*heads: Any) -> torch.Tensor:
     query, key, value = (part.transpose(1, 2) for part in heads[:3])
     attend = nn.functional.scaled_dot_product_attention
@@ -110,7 +133,7 @@ def model_of(case: dict[str, Any]) -> nn.Module:
         return module
     if case.get("model") == "parallel":
         return Parallel(biased=case.get("biased", True), inner=case.get("inner", 10))
-    kinds: dict[str, type[nn.Module]] = {"experts": Experts, "sequence": Sequence}
+    kinds: dict[str, type[nn.Module]] = {"experts": Experts, "sequence": Sequence, "twins": Twins}
     return kinds.get(case.get("model", "whole"), Whole)()
 
 
@@ -122,9 +145,12 @@ def groups_of(model: nn.Module, case: dict[str, Any]) -> list[dict[str, Any]]:
         return found
     if case.get("groups", 2) == 1 or case.get("unsplit", False):
         return [{"params": [p for _, p in trained], "weight_decay": 0.1}]
+    cut = [[(n, p) for n, p in trained if (p.ndim > 1) == matrices] for matrices in (True, False)]
+    parts: list[list[Any]] = [[pair if case.get("named") else pair[1] for pair in c] for c in cut]
+    lr = case.get("lr", 0.01)
     return [
-        {"params": [p for _, p in trained if p.ndim > 1], "weight_decay": 0.1, "lr": 0.01},
-        {"params": [p for _, p in trained if p.ndim == 1], "weight_decay": 0.0, "lr": 0.004},
+        {"params": parts[0], "weight_decay": 0.1, "lr": lr},
+        {"params": parts[1], "weight_decay": 0.0, "lr": 0.4 * lr},
     ]
 
 
@@ -140,6 +166,8 @@ def build(case: dict[str, Any]) -> Any:
     ranks = sequence_ranks(case)
     # It can on a CPU too, if slowly, and what it saves is the same.
     get_accelerator().is_fp16_supported = lambda: True
+    # This one alone gets flat masters; it has to be compiled, and what it saves is the same.
+    deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW if case.get("fused") else _FUSED_ADAM
     model = model_of(case)
     groups = groups_of(model, case)
     optimizer = optimizer_of(groups, case.get("optimizer", "adam"))

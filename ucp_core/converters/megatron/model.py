@@ -41,6 +41,7 @@ _HEADS = {
 #: Since then the rows of a fused projection are grouped by head.
 _GROUPED_VERSION = 2.0
 _MASTERS = "fp32_from_fp16_params"
+_REMEDY = "save in torch_dist format"
 
 
 class Piece(NamedTuple):
@@ -280,11 +281,13 @@ def _by_masters(
                 piece.file,
                 f"master {names.index(None)} of group {index} rounds to no weight of the model: "
                 "the file mixes two saves, or was changed",
+                _REMEDY,
             )
         found.append([name for name in names if name is not None])
     alike = interchangeable(files.store, files.directory, params, found)
     if alike is not None:
-        raise unclear(piece.file, f"{alike[0]} and {alike[1]} have the same weights")
+        why = f"{alike[0]} and {alike[1]} have the same weights, and one of them was not trained"
+        raise unclear(piece.file, f"{why}, or is in another group", _REMEDY)
     return found
 
 
@@ -305,7 +308,7 @@ def _add_numbered(
         names = _by_masters(files, piece, params, masters)
     else:
         wanted = [[largest_shape(state.get(n, {})) for n in g["params"]] for g in hyper]
-        by_group = assign(wanted, [(name, ref.shape) for name, ref in params], piece.file)
+        by_group = assign(wanted, [(name, ref.shape) for name, ref in params], piece.file, _REMEDY)
         names = [by_group.get(index, []) for index in range(len(hyper))]
     for index, group in enumerate(hyper):
         if len(names[index]) != len(group["params"]):

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
+#: What to do about it where the optimizer could keep names, and where it could not.
+NAME_THEM = (
+    "make the optimizer of the trained ones of model.named_parameters(), whose names it keeps "
+    "(torch 2.6 or later), or save with one that is distributed (ZeRO stage 1)"
+)
+DISTRIBUTE_IT = "save with an optimizer that is distributed (ZeRO stage 1)"
+
 
 def largest_shape(state: Mapping[str, Any]) -> Shape | None:
     """Return the shape of the largest slot of a parameter's state; None if it has none.
@@ -31,7 +38,10 @@ def largest_shape(state: Mapping[str, Any]) -> Shape | None:
 
 
 def assign(
-    wanted: Sequence[Sequence[Shape | None]], params: Sequence[tuple[str, Shape]], file: str
+    wanted: Sequence[Sequence[Shape | None]],
+    params: Sequence[tuple[str, Shape]],
+    file: str,
+    remedy: str = DISTRIBUTE_IT,
 ) -> dict[int, list[str]]:
     """Return the names of every group's parameters, in order.
 
@@ -44,6 +54,7 @@ def assign(
         wanted: By group, the shape of each parameter as its state tells it, or None.
         params: Names and shapes in the model's order.
         file: For errors.
+        remedy: What to do where it cannot be told, for errors.
 
     Raises:
         PatternError: It cannot be told.
@@ -62,7 +73,7 @@ def assign(
                 )
         return {0: [name for name, _ in params]}
     try:
-        return _by_shape(wanted, params, file)
+        return _by_shape(wanted, params, file, remedy)
     except PatternError:
         found = _by_order(wanted, params)
         if found is None:
@@ -114,7 +125,10 @@ def _is_moved(group: Sequence[Shape | None], params: Sequence[tuple[str, Shape]]
 
 
 def _by_shape(
-    wanted: Sequence[Sequence[Shape | None]], params: Sequence[tuple[str, Shape]], file: str
+    wanted: Sequence[Sequence[Shape | None]],
+    params: Sequence[tuple[str, Shape]],
+    file: str,
+    remedy: str,
 ) -> dict[int, list[str]]:
     names: dict[Shape | None, list[str]] = defaultdict(list)
     for name, shape in params:
@@ -124,18 +138,19 @@ def _by_shape(
         for other in group:
             places[other].append(index)
     if None in places:
-        raise unclear(file, "some have no state that would tell their shape")
+        raise unclear(file, "some have no state that would tell their shape", remedy)
     for kind, groups in places.items():
         if len(set(groups)) > 1:
-            raise unclear(file, f"parameters of shape {kind} are in several groups")
+            raise unclear(file, f"parameters of shape {kind} are in several groups", remedy)
         if len(groups) != len(names[kind]):
             raise unclear(
                 file,
                 f"the model has {len(names[kind])} of shape {kind}, the optimizer {len(groups)}",
+                remedy,
             )
     left = {shape: iter(names[shape]) for shape in places}
     found = {index: [next(left[other]) for other in group] for index, group in enumerate(wanted)}
-    _check_order(wanted, found, params, file)
+    _check_order(wanted, found, params, file, remedy)
     return found
 
 
@@ -144,6 +159,7 @@ def _check_order(
     found: Mapping[int, Sequence[str]],
     params: Sequence[tuple[str, Shape]],
     file: str,
+    remedy: str,
 ) -> None:
     """Raise if a group is not in the model's order, and has several parameters of one shape."""
     place = {name: number for number, (name, _) in enumerate(params)}
@@ -154,14 +170,15 @@ def _check_order(
                 file,
                 f"the parameters of group {index} are in another order than the model's, and "
                 f"{times} of them are of shape {shape}",
+                remedy,
             )
 
 
-def unclear(file: str, why: str) -> PatternError:
+def unclear(file: str, why: str, remedy: str = DISTRIBUTE_IT) -> PatternError:
     """Return the error that parameters and state cannot be matched."""
     return PatternError(
-        f"{file}: the optimizer keeps no names, and which state belongs to which parameter cannot "
-        f"be told: {why}; save with an optimizer that is distributed (ZeRO stage 1)",
+        f"{file}: the optimizer does not say which state belongs to which parameter, and that "
+        f"cannot be told: {why}; {remedy}",
         file=file,
         why=why,
     )

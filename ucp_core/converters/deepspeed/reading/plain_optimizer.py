@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ucp_core.converters.deepspeed.reading.plain_names import NAMES, names_by_storage
 from ucp_core.converters.deepspeed.reading.plain_pipeline import FLAT, INNER, LISTS
 from ucp_core.converters.deepspeed.reading.plain_sources import Source, sources
 from ucp_core.converters.deepspeed.reading.weights import WEIGHT, Modules
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from ucp_core.converters.deepspeed.reading.extras import Extras
     from ucp_core.converters.deepspeed.reading.topology import Native
     from ucp_core.converters.shared.groups import Groups
+
+
+#: Of a group's keys, those that say which parameters it has.
+_NUMBERED = ("params", NAMES)
 
 
 def add_plain(
@@ -53,7 +59,7 @@ def add_plain(
         modules.roles |= {name: "frozen" for name, _ in source.params if name not in trained}
         store, directory = native.files.store, native.files.directory
         values = [
-            json_value({k: v for k, v in g.items() if k != "params"}, store, directory)
+            json_value({k: v for k, v in g.items() if k not in _NUMBERED}, store, directory)
             for g in optimizer.groups
         ]
         groups.add(list(zip(values, optimizer.names(), strict=True)))
@@ -69,6 +75,7 @@ class _Optimizer:
     """
 
     def __init__(self, native: Native, source: Source) -> None:
+        self._remedy = source.remedy
         self._tree = tree = source.tree
         self._file = file = source.file
         params, names = source.params, source.names
@@ -80,23 +87,35 @@ class _Optimizer:
         self._shapes = {name: ref.shape for name, ref in params}
         self.is_unnamed = False
         if FLAT in tree or LISTS in tree:
-            self._names = self._by_masters(native, params)
-        elif names is not None:
-            self._names = {i: list(group) for i, group in enumerate(self._told(names))}
+            self._names = self._by_masters(native, params, names or source.told)
+        elif names is not None or source.told is not None:
+            told = self._told(names or source.told or ())
+            self._names = {i: list(group) for i, group in enumerate(told)}
         else:
             self._names = self._by_shapes_if_any()
 
     def _told(self, names: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
-        """Return the names that ``param_shapes`` gives, which DeepSpeed itself leaves out here."""
+        """Return the names that the file gives: DeepSpeed leaves out ``param_shapes`` here."""
         counts = [len(group) for group in names], [len(g["params"]) for g in self.groups]
         strange = [name for group in names for name in group if name not in self._shapes]
         if counts[0] != counts[1] or strange:
             raise CheckpointCorruptError(
-                f"{self._file}: param_shapes names groups of {counts[0]} parameters, the optimizer "
+                f"{self._file}: groups of {counts[0]} parameters have names, the optimizer "
                 f"has groups of {counts[1]}"
                 + (f", and the model has no {strange[0]}" if strange else ""),
                 file=self._file,
             )
+        numbers = chain.from_iterable(group["params"] for group in self.groups)
+        for name, number in zip(chain.from_iterable(names), numbers, strict=True):
+            shape = largest_shape(self._state.get(number, {}))
+            # Factored state is smaller than its parameter, never larger.
+            if shape is not None and prod(shape) > prod(self._shapes[name]):
+                raise CheckpointCorruptError(
+                    f"{self._file}: {name} is {list(self._shapes[name])}, but the state of the "
+                    f"parameter of this name is {list(shape)}",
+                    file=self._file,
+                    fqn=name,
+                )
         return names
 
     def _by_shapes_if_any(self) -> dict[int, list[str]]:
@@ -132,7 +151,7 @@ class _Optimizer:
                 for index in indices
             ]
             try:
-                names = assign(wanted, params, self._file)
+                names = assign(wanted, params, self._file, self._remedy)
             except PatternError:
                 if not kind:
                     raise
@@ -143,28 +162,54 @@ class _Optimizer:
         return found
 
     def _by_masters(
-        self, native: Native, params: Sequence[tuple[str, TensorRef]]
+        self,
+        native: Native,
+        params: Sequence[tuple[str, TensorRef]],
+        told: Sequence[Sequence[str]] | None,
     ) -> dict[int, list[str]]:
         """Return the names of each group's parameters, whose weights its masters round to."""
         store, directory = native.files.store, native.files.directory
+        if FLAT in self._tree:
+            stored = names_by_storage(store, directory, self._tree[FLAT], params)
+            if stored is not None:
+                return stored
+        candidates = [params for _ in self.groups]
+        refs = dict(params)
+        is_told = told and len(told) == len(self.groups) and refs.keys() >= set(chain(*told))
+        if told and is_told:
+            candidates = [[(name, refs[name]) for name in group] for group in told]
         taken: set[str] = set()
         found: dict[int, list[str]] = {}
         for index in range(len(self.groups)):
-            names: Sequence[str | None] | None
+            matched: Sequence[str | None] | None
             if FLAT in self._tree:
-                names = match_flat(store, directory, self._tree[FLAT][index], params, taken)
+                flat = self._tree[FLAT][index]
+                matched = match_flat(store, directory, flat, candidates[index], taken)
             else:
-                names = match_masters(store, directory, self._tree[LISTS][index], params, taken)
-            found[index] = [name for name in names or () if name is not None]
-            if names is None or None in names:
+                masters = self._tree[LISTS][index]
+                matched = match_masters(store, directory, masters, candidates[index], taken)
+            found[index] = [name for name in matched or () if name is not None]
+            if matched is None or None in matched:
                 raise unclear(
                     self._file,
                     f"masters of group {index}, after {len(found[index])}, round to no weight of "
                     "the model that is left: the file mixes two saves, or was changed",
+                    self._remedy,
                 )
-        alike = interchangeable(store, directory, params, list(found.values()))
-        if alike is not None:
-            raise unclear(self._file, f"{alike[0]} and {alike[1]} have the same weights")
+        checks = [(params, list(found.values()))]
+        if is_told:
+            # What another group has cannot be meant.
+            checks = [(candidates[index], [names]) for index, names in found.items()]
+        for held, groups in checks:
+            alike = interchangeable(store, directory, held, groups)
+            if alike is None:
+                continue
+            raise unclear(
+                self._file,
+                f"{alike[0]} and {alike[1]} have the same weights, and one of them was not "
+                "trained, or is in another group",
+                self._remedy,
+            )
         return found
 
     def names(self) -> list[list[str]]:

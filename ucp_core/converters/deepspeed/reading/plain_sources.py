@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ucp_core.converters.deepspeed.reading.plain_names import told_names
 from ucp_core.converters.deepspeed.reading.topology import Native
 from ucp_core.converters.deepspeed.reading.weights import Modules
 from ucp_core.converters.deepspeed.reading.zero import EXPERT, param_shapes
 from ucp_core.converters.files.torch_reader import TensorRef
-from ucp_core.converters.shared.optimizer_order import unclear
+from ucp_core.converters.shared.optimizer_order import DISTRIBUTE_IT, NAME_THEM, unclear
 from ucp_core.converters.shared.shards import Rank
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 
@@ -28,7 +29,9 @@ class Source(NamedTuple):
         tree: What it saved.
         rank: Whose shards it has; a pipeline's weights are all read as of its first stage.
         params: What it can number, in the model's order.
-        names: By group, where the file tells them.
+        names: By group, where the file tells those of all that are trained.
+        told: By group, where the optimizer tells what it was made of, frozen ones too.
+        remedy: What to do where the names cannot be told.
     """
 
     file: str
@@ -36,6 +39,8 @@ class Source(NamedTuple):
     rank: Rank
     params: Params
     names: list[list[str]] | None
+    told: list[list[str]] | None = None
+    remedy: str = DISTRIBUTE_IT
 
 
 def sources(native: Native, modules: Modules) -> Iterator[Source]:
@@ -57,10 +62,13 @@ def sources(native: Native, modules: Modules) -> Iterator[Source]:
         names = None if shapes is None else [list(group) for group in shapes]
         tp = native.rank(mp).tp
         if modules.pipeline is not None:
+            # The names of a stage are not those of the whole.
             params: Params = modules.pipeline.params.get(mp, [])
-        else:
-            params = modules.order.get(tp, [])
-        yield Source(file, _checked(tree, file), Rank(0, tp), params, names)
+            yield Source(file, _checked(tree, file), Rank(0, tp), params, names)
+            continue
+        params = modules.order.get(tp, [])
+        told = told_names(_checked(tree, file), params)
+        yield Source(file, tree, Rank(0, tp), params, names, told, NAME_THEM)
 
 
 def _checked(tree: Any, file: str) -> Mapping[str, Any]:

@@ -1,0 +1,238 @@
+"""Optimizers without ZeRO: what tells a trained parameter from a frozen one with its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.deepspeed_folders import SLOTS, assert_equal, loaded, read
+from ucp_core.errors import CheckpointCorruptError, PatternError
+
+#: Name, shape, group; None: frozen. In half precision all of a shape are alike.
+MODEL: tuple[tuple[str, tuple[int, ...], int | None], ...] = (
+    ("a.norm", (4,), None),
+    ("a.weight", (4, 4), None),
+    ("b.norm", (4,), 1),
+    ("b.weight", (4, 4), 0),
+    ("c.weight", (4, 4), 0),
+    ("c.norm", (4,), 1),
+    ("d.norm", (4,), None),
+)
+FROZEN = {name: "frozen" for name, _, group in MODEL if group is None}
+GROUPS = [[name for name, _, group in MODEL if group == number] for number in (0, 1)]
+ORDERS = {
+    "in order": GROUPS,
+    "reversed": [group[::-1] for group in GROUPS],
+    "alike": [["b.weight", "b.norm"], ["c.weight", "c.norm"]],
+}
+SHAPES = {name: shape for name, shape, _ in MODEL}
+
+
+def _value(name: str, slot: str) -> torch.Tensor:
+    shape = SHAPES[name]
+    if slot == "weight":
+        # The difference is lost in half precision.
+        whole = torch.linspace(1, 2, int(np.prod(shape))).half().float().reshape(shape)
+        return whole + 1e-5 * list(SHAPES).index(name)
+    seed = [*f"{name}/{slot}".encode()]
+    return torch.from_numpy(np.random.default_rng(seed).random(shape, np.float32))
+
+
+def _tree(kind: str, groups: list[list[str]]) -> dict[str, Any]:
+    """Return a model file as DeepSpeed 0.19.8 has it: ``flat`` or ``lists`` of masters, or none."""
+    module = {name: _value(name, "weight") for name, *_ in MODEL}
+    order = [name for group in groups for name in group]
+    state: dict[int, Any] = {
+        number: {slot: _value(name, slot) for slot in SLOTS} for number, name in enumerate(order)
+    }
+    hyper: list[dict[str, Any]] = [{"lr": 0.1, "params": list(map(order.index, g))} for g in groups]
+    optimizer: dict[str, Any] = {"state": state, "param_groups": hyper}
+    if kind != "none":
+        module = {name: tensor.half() for name, tensor in module.items()}
+        masters: Any = [[_value(name, "weight") for name in group] for group in groups]
+        optimizer = {"optimizer_state_dict": optimizer, "fp32_groups": masters}
+    if kind == "flat":
+        for number, group in enumerate(groups):
+            flat = torch.cat([module[name].flatten() for name in group])
+            parts = flat.split([module[name].numel() for name in group])
+            module |= {n: p.view(SHAPES[n]) for n, p in zip(group, parts, strict=True)}
+            joined = {s: torch.cat([_value(n, s).flatten() for n in group]) for s in SLOTS}
+            state[number] = joined
+            hyper[number]["params"] = [number]
+        del optimizer["fp32_groups"]
+        flats = [torch.cat([t.flatten() for t in group]) for group in masters]
+        optimizer["fp32_groups_flat"] = flats
+        optimizer["optimizer_state_dict"]["state"] = {i: state[i] for i in range(len(groups))}
+    return {
+        "module": module,
+        "buffer_names": [],
+        "optimizer": optimizer,
+        **dict.fromkeys(("param_shapes", "frozen_param_shapes", "frozen_param_fragments")),
+        "shared_params": {},
+        "global_steps": 3,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": "0.19.8",
+    }
+
+
+def _write(path: Path, tree: dict[str, Any]) -> Path:
+    torch.save(tree, path / "mp_rank_00_model_states.pt")
+    return path
+
+
+def _hyper(tree: dict[str, Any]) -> list[dict[str, Any]]:
+    optimizer = tree["optimizer"]
+    found: list[dict[str, Any]] = optimizer.get("optimizer_state_dict", optimizer)["param_groups"]
+    return found
+
+
+def _check(path: Path, groups: list[list[str]]) -> None:
+    """Raise unless everything is whose it is."""
+    checkpoint = read(path)
+    trained = [name for group in groups for name in group]
+    expected = {(n, slot): _value(n, slot).numpy() for n in trained for slot in ("weight", *SLOTS)}
+    found = loaded(checkpoint)
+    assert_equal({key: value for key, value in found.items() if key[0] in trained}, expected)
+    assert {key for key in found if key[0] not in trained} == {(n, "weight") for n in FROZEN}
+    assert checkpoint.manifest.roles == FROZEN
+    assert checkpoint.param_groups == [{"params": group, "lr": 0.1} for group in groups]
+
+
+@pytest.mark.parametrize("order", ["in order", "reversed"])
+def test_what_lies_together_in_the_models_file_is_a_group(tmp_path: Path, order: str) -> None:
+    """The flat masters came from there, in this order; frozen ones were left where they were."""
+    _check(_write(tmp_path, _tree("flat", ORDERS[order])), ORDERS[order])
+
+
+def test_storages_of_groups_that_are_alike_are_not_guessed(tmp_path: Path) -> None:
+    """Each has the masters of both."""
+    with pytest.raises(PatternError, match="same weights"):
+        read(_write(tmp_path, _tree("flat", ORDERS["alike"])))
+
+
+def test_storages_that_hold_one_parameter_each_tell_nothing(tmp_path: Path) -> None:
+    """Whoever copied the weights one by one before saving has the values left, which are alike."""
+    tree = _tree("flat", GROUPS)
+    tree["module"] = {name: tensor.clone() for name, tensor in tree["module"].items()}
+
+    with pytest.raises(PatternError, match=r"same weights.*named_parameters"):
+        read(_write(tmp_path, tree))
+
+
+def test_frozen_parameters_that_lie_together_too_are_not_guessed(tmp_path: Path) -> None:
+    """As the weights of a recurrent layer do; these have the masters of a group, in its order."""
+    tree = _tree("flat", GROUPS)
+    pair = torch.cat([tree["module"][name] for name in ("a.norm", "d.norm")])
+    tree["module"] |= {"a.norm": pair[:4], "d.norm": pair[4:]}
+
+    with pytest.raises(PatternError, match="same weights"):
+        read(_write(tmp_path, tree))
+
+
+def test_a_part_of_a_storage_is_no_group(tmp_path: Path) -> None:
+    """A frozen parameter that lies where trained ones do is of no form of DeepSpeed's."""
+    tree = _tree("flat", GROUPS)
+    three = torch.cat([tree["module"][name] for name in ("b.norm", "c.norm", "a.norm")])
+    tree["module"] |= {"b.norm": three[:4], "c.norm": three[4:8], "a.norm": three[8:]}
+
+    with pytest.raises(PatternError, match="same weights"):
+        read(_write(tmp_path, tree))
+
+
+@pytest.mark.parametrize("kind", ["none", "lists", "flat"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_optimizer_of_named_parameters_keeps_their_names(
+    tmp_path: Path, kind: str, order: str
+) -> None:
+    """Torch 2.6 and later; without them orders would be taken for one another, or refused."""
+    groups = ORDERS[order]
+    tree = _tree(kind, groups)
+    tree["module"] = {name: tensor.clone() for name, tensor in tree["module"].items()}
+    for group, names in zip(_hyper(tree), groups, strict=True):
+        group["param_names"] = names
+
+    _check(_write(tmp_path, tree), groups)
+
+
+@pytest.mark.parametrize("kind", ["none", "lists", "flat"])
+def test_shapes_by_name_tell_the_masters_too(tmp_path: Path, kind: str) -> None:
+    """DeepSpeed leaves them out here, and who writes this form may not."""
+    groups = ORDERS["alike"]
+    tree = _tree(kind, groups)
+    tree["param_shapes"] = [{name: torch.Size(SHAPES[name]) for name in g} for g in groups]
+
+    _check(_write(tmp_path, tree), groups)
+
+
+def test_names_of_frozen_parameters_are_among_those_of_a_group(tmp_path: Path) -> None:
+    """DeepSpeed leaves out their masters, but not their names: values tell, or nothing does."""
+    tree = _tree("lists", GROUPS)
+    tree["module"]["a.weight"] *= 2
+    for group, names in zip(_hyper(tree), GROUPS, strict=True):
+        group["param_names"] = ["a.weight", *names] if "b.weight" in names else names
+
+    _check(_write(tmp_path, tree), GROUPS)
+
+    tree["module"]["a.weight"] /= 2
+    with pytest.raises(PatternError, match=r"a\.weight and c\.weight have the same weights"):
+        read(_write(tmp_path, tree))
+
+
+@pytest.mark.parametrize("kind", ["none", "lists"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda names: [f"module.{name}" for name in names], lambda names: [names[0] for _ in names]],
+    ids=["of another model", "twice"],
+)
+def test_names_that_are_not_the_models_tell_nothing(
+    tmp_path: Path, kind: str, change: Callable[[list[str]], list[str]]
+) -> None:
+    """They were given by the user's code, before DeepSpeed had the model."""
+    tree = _tree(kind, GROUPS)
+    for group, names in zip(_hyper(tree), GROUPS, strict=True):
+        group["param_names"] = change(names)
+
+    with pytest.raises(PatternError, match="cannot be told"):
+        read(_write(tmp_path, tree))
+
+
+@pytest.mark.parametrize(
+    ("groups", "match"),
+    [
+        ([["b.weight"], ["b.norm", "c.norm"]], r"groups of \[1, 2\] parameters have names"),
+        ([["b.weight", "d.norm"], ["b.norm", "c.norm"]], r"d\.norm is \[4\].* is \[4, 4\]"),
+    ],
+    ids=["too few", "of another shape"],
+)
+def test_names_that_contradict_the_state_are_refused(
+    tmp_path: Path, groups: list[list[str]], match: str
+) -> None:
+    """The file was put together of two."""
+    tree = _tree("none", GROUPS)
+    for group, names in zip(_hyper(tree), groups, strict=True):
+        group["param_names"] = names
+
+    with pytest.raises(CheckpointCorruptError, match=match):
+        read(_write(tmp_path, tree))
+
+
+@pytest.mark.parametrize("kind", ["lists", "flat"])
+def test_masters_of_other_parameters_than_the_names_say_are_refused(
+    tmp_path: Path, kind: str
+) -> None:
+    """Names are proven by the weights where there are masters."""
+    tree = _tree(kind, GROUPS)
+    tree["module"] = {name: tensor.clone() for name, tensor in tree["module"].items()}
+    tree["module"]["c.weight"] += 1
+    for group, names in zip(_hyper(tree), GROUPS, strict=True):
+        group["param_names"] = names
+
+    with pytest.raises(PatternError, match="mixes two saves"):
+        read(_write(tmp_path, tree))
