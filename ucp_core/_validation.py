@@ -21,7 +21,7 @@ CRC_MAX = (1 << 32) - 1
 _FILE_NAME = re.compile(r"(?:extra/)?[A-Za-z0-9_%][A-Za-z0-9_.%-]*")
 _FILE_NAME_MAX = 240
 #: What a tensor can be beside a trained parameter.
-ROLES = ("frozen", "buffer")
+ROLES = ("frozen", "buffer", "extra")
 #: What can become of an item of a foreign checkpoint.
 POLICIES = ("reshard", "replicate", "reseed", "drop")
 #: Damage can nest deeper than ``repr`` can go.

@@ -153,6 +153,7 @@ def _facts(opened: Checkpoint, url: str) -> dict[str, Any]:
         "ties": dict(manifest.ties),
         "frozen": sorted(n for n, role in manifest.roles.items() if role == "frozen"),
         "buffers": sorted(n for n, role in manifest.roles.items() if role == "buffer"),
+        "extra_tensors": sorted(n for n, role in manifest.roles.items() if role == "extra"),
         "extra": sorted(manifest.extra),
         "source": dict(manifest.source),
     }

@@ -96,7 +96,8 @@ class Manifest:
         world_size: Ranks that saved; 0 in a universal manifest.
         rank: The rank of a record; -1 in a manifest.
         ties: Aliases of a tensor: other name to the name that has an entry.
-        roles: ``frozen`` or ``buffer`` by fqn, for tensors that are no trained parameters.
+        roles: ``frozen``, ``buffer`` or ``extra`` by fqn, for tensors that are no trained
+            parameters.
         items: What became of everything else that a foreign checkpoint held.
         patterns: How the shards of several ranks made up a tensor, in the text form of
             ``RULES.md``; kept in universal manifests, of what was read from shards.

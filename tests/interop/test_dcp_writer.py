@@ -201,6 +201,27 @@ def test_extra_values_lie_where_dcp_would_put_them(tmp_path: Path) -> None:
     assert target == {"train": {"step": 4}, "seed": 3}
 
 
+def test_a_tensor_outside_the_model_keeps_its_key(tmp_path: Path) -> None:
+    """A run that keeps an average of its weights looks for it where it saved it."""
+    weights = {"up.weight": torch.randn(4, 3), "up.bias": torch.randn(4)}
+    average = {name: value / 3 for name, value in weights.items()}
+    dcp.save({"model": weights, "ema": average}, checkpoint_id=tmp_path / "in", no_dist=True)
+    source = open_source(LocalStore(), str(tmp_path / "in"))
+    materialise(source, LocalStore(), str(tmp_path / "universal"), memory_bytes=MEMORY)
+    universal = open_checkpoint(LocalStore(), str(tmp_path / "universal"))
+
+    for name, checkpoint in {"direct": source, "by universal": universal}.items():
+        found: dict[str, Any] = {
+            key: {name: torch.zeros_like(value) for name, value in weights.items()}
+            for key in ("model", "ema")
+        }
+        dcp.load(found, checkpoint_id=_written(checkpoint, tmp_path / name), no_dist=True)
+
+        for key, value in weights.items():
+            assert torch.equal(found["model"][key], value)
+            assert torch.equal(found["ema"][key], average[key])
+
+
 @pytest.mark.parametrize("name", ["__3_0.distcp", ".metadata"])
 def test_a_destination_in_use_is_refused(name: str) -> None:
     """Old metadata with new data loads without an error, with wrong values."""

@@ -285,13 +285,9 @@ def _tied_layers(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
 
 
 def _exported(opened: Checkpoint, destination: str, to: str) -> dict[str, Any]:
-    from ucp_core.converters.export import left_behind
+    from ucp_core.converters.export import exported, left_behind
 
-    entries = [
-        entry
-        for key, entry in opened.state_map.entries.items()
-        if to != "huggingface" or key.slot == "weight"
-    ]
+    entries = exported(opened, format=to)
     return {
         "destination": destination,
         "format": to,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ucp_core._open import Checkpoint
+    from ucp_core.statemap import TensorEntry
     from ucp_core.storage.base import Store
 
 
@@ -53,6 +54,8 @@ _WRITERS = {
 }
 #: Formats that have no place for anything but weights.
 _WEIGHTS_ONLY = frozenset({"huggingface"})
+#: Formats of which every tensor is one of the model or its optimizer.
+_MODEL_ONLY = frozenset({"deepspeed", "deepspeed-universal"})
 #: Whether every file must survive a loss of power before the commit.
 _COMMON = frozenset({"fsync"})
 #: Names of the formats.
@@ -97,8 +100,22 @@ def export(
         write(checkpoint, store, directory, memory_bytes=memory_bytes, progress=progress, **options)
 
 
+def exported(checkpoint: Checkpoint, *, format: str) -> list[TensorEntry]:  # noqa: A002 - as above
+    """Return the tensors of the checkpoint that the format has a place for."""
+    roles = checkpoint.manifest.roles
+    return [
+        entry
+        for key, entry in checkpoint.state_map.entries.items()
+        if (key.slot == "weight" or format not in _WEIGHTS_ONLY)
+        and (roles.get(key.fqn) != "extra" or format not in _MODEL_ONLY)
+    ]
+
+
 def left_behind(checkpoint: Checkpoint, *, format: str) -> list[str]:  # noqa: A002 - as above
     """Return what of the checkpoint the format has no place for, for people."""
+    roles = checkpoint.manifest.roles
+    if format in _MODEL_ONLY:
+        return [f"tensor {fqn}" for fqn in sorted(roles) if roles[fqn] == "extra"]
     if format not in _WEIGHTS_ONLY:
         return []
     slots = sorted({key.slot for key in checkpoint.state_map.entries} - {"weight"})

@@ -141,7 +141,7 @@ def state_of(container: Container) -> State:
     _add_groups(state, container, names)
     _add_others(state, container, names, small)
     for key in loose:
-        state.roles[key] = "buffer"
+        state.roles[key] = "extra"
         state.items[key] = Item("reshard", "outside the model: kept under its own key")
     _add_roles(state, names)
     _add_items(state, container, names)

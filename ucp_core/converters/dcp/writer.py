@@ -101,6 +101,7 @@ def write(  # noqa: PLR0913 - the options of a format
     """Write the whole state to ``directory``, for ``torch.distributed.checkpoint.load``.
 
     Weights are ``<model>.<fqn>``, tied names too. Slots are ``<optimizer>.state.<fqn>.<slot>``.
+    A tensor of the role ``extra``, which is no part of the model, has its name as its key.
     Every value of ``extra`` is at the top, under its name, as DCP itself flattens it.
 
     Args:
@@ -163,7 +164,9 @@ class _Contents:
         """Name every tensor; the weight of tied ones once more for each alias."""
         for key in sorted(checkpoint.state_map.entries):
             path: _Path
-            if key.slot == "weight":
+            if checkpoint.manifest.roles.get(key.fqn) == "extra":
+                path = (key.fqn,)
+            elif key.slot == "weight":
                 path = (model, key.fqn) if model else (key.fqn,)
             else:
                 path = (optimizer, "state", key.fqn, key.slot)

@@ -121,6 +121,7 @@ class Model:
 def describe(checkpoint: Checkpoint) -> Model:
     """Return the state of ``checkpoint``, checked to be one that DeepSpeed can hold.
 
+    Tensors of the role ``extra``, which are no part of the model, are left out.
     A parameter without a slot that others of its group have gets zeros there, which is what
     DeepSpeed itself holds for a parameter that never had a gradient.
 
@@ -131,14 +132,16 @@ def describe(checkpoint: Checkpoint) -> Model:
     """
     state_map, manifest = checkpoint.state_map, checkpoint.manifest
     state_map.prove_coverage()
-    entries = state_map.entries
+    roles = manifest.roles
+    # The module that loads it would refuse a name that it does not have.
+    entries = {k: e for k, e in state_map.entries.items() if roles.get(k.fqn) != "extra"}
     weights = [key.fqn for key in sorted(entries) if key.slot == _WEIGHT]
     shapes = {name: entries[TensorKey(name, _WEIGHT)].shape for name in weights}
     _check_names(entries, manifest.ties, shapes)
     named = [_names(index, group, checkpoint) for index, group in enumerate(manifest.param_groups)]
     _check_once(named, shapes)
     grouped = {name for names in named for name in names}
-    rest = [name for name in weights if name not in grouped and name not in manifest.roles]
+    rest = [name for name in weights if name not in grouped and name not in roles]
     if grouped and rest:
         raise UcpError(
             f"{rest[0]} is in no group of the optimizer and is neither frozen nor a buffer: "
@@ -154,7 +157,6 @@ def describe(checkpoint: Checkpoint) -> Model:
         kept = tuple(name for name in names if name not in empty)
         hyper = {key: value for key, value in group.items() if key != "params"}
         groups.append(_group(checkpoint, kept, hyper, scalar_slots))
-    roles = manifest.roles
     frozen = [name for name in weights if roles.get(name) == "frozen" or name in empty]
     return Model(
         entries=entries,
