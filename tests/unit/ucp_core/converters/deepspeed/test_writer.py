@@ -19,7 +19,6 @@ from tests.support.torch_files import load_torch_file
 from tests.support.training_states import Array, TrainingState, adam_state, random_shapes
 from ucp_core.checkpoint import Checkpoint
 from ucp_core.converters.deepspeed.writer import write
-from ucp_core.converters.export import left_behind
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.patterns import Cut, Replicated
 from ucp_core.rules import Rule, Rules
@@ -420,19 +419,6 @@ def test_a_target_that_cannot_be_is_refused(
     """A typing error must not cost a conversion of hours."""
     with pytest.raises(UcpError, match=problem):
         _written(adam_state({"a": (3, 2)}), tmp_path, **target)
-
-
-def test_a_tensor_outside_the_model_is_left_out_and_told(tmp_path: Path) -> None:
-    """DeepSpeed's module refuses to load a checkpoint with a name that it does not have."""
-    state = adam_state({"a": (3, 2)})
-    state = replace(state, weights=state.weights | {"ema.a": state.weights["a"] / 3})
-    source = _source(state, tmp_path)
-    source = replace(source, manifest=replace(source.manifest, roles={"ema.a": "extra"}))
-
-    write(source, LocalStore(), str(tmp_path / "out"), memory_bytes=MEMORY_BYTES, dp=2)
-
-    assert list(_load(next((tmp_path / "out").rglob("mp_rank_00_*")))["module"]) == ["a"]
-    assert left_behind(source, format="deepspeed") == ["tensor ema.a"]
 
 
 def test_a_destination_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.support.training_states import TrainingState, adam_state
 from ucp_core.converters import open_source
 from ucp_core.converters.deepspeed import universal_writer as deepspeed_universal_writer
 from ucp_core.converters.deepspeed import writer as deepspeed_writer
+from ucp_core.converters.export import left_behind
 from ucp_core.errors import UcpError
 from ucp_core.inspection.diff import diff
 from ucp_core.patterns import Cut, Replicated
@@ -199,6 +201,20 @@ def test_a_tie_to_nothing_is_refused() -> None:
 
     with pytest.raises(UcpError, match="head is tied to gone"):
         _files(state, stage=1)
+
+
+def test_a_tensor_outside_the_model_is_left_out_and_told() -> None:
+    """DeepSpeed's module refuses to load a checkpoint with a name that it does not have."""
+    state = adam_state({"a": (3, 2)})
+    state.weights["ema.a"] = state.weights["a"] / 3
+    store = MemoryStore()
+    source = state.save(store, "source")
+    source = replace(source, manifest=replace(source.manifest, roles={"ema.a": "extra"}))
+
+    deepspeed_writer.write(source, store, "out", memory_bytes=32 << 20)
+
+    assert {key.fqn for key in open_source(store, "out").state_map.entries} == {"a"}
+    assert left_behind(source, format="deepspeed") == ["tensor ema.a"]
 
 
 def test_stage_0_says_whose_the_optimizers_numbers_are() -> None:
