@@ -408,6 +408,9 @@ DEFAULT: dict[str, Callable[..., Any]] = {
     "builtins.tuple": _size,
     "builtins.dict": _dict,
     "builtins.int": _int,
+    # Names of protocol 2, which torch writes, for int and str.
+    "builtins.long": _int,
+    "builtins.unicode": _plain,
     "builtins.float": _float,
     "builtins.complex": _complex,
     "builtins.bytes": _bytes,

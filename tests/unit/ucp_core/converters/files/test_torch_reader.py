@@ -223,6 +223,8 @@ def test_plain_values_come_as_themselves() -> None:
         "sets": [{1, 2}, frozenset({"a"})],
         "ordered": collections.OrderedDict([("a", 1)]),
         "default": collections.defaultdict(list, {"a": [1]}),
+        "tallied": collections.defaultdict(int, {"a": 1}),
+        "named": collections.defaultdict(str, {"a": "b"}),
         "counted": collections.Counter("aab"),
         "queue": collections.deque([1, 2]),
         "size": torch.Size([2, 3]),
