@@ -79,7 +79,9 @@ def write(  # noqa: PLR0913 - the signature of every writer
     model = describe(checkpoint)
     if not model.groups:
         raise UcpError(
-            "the source has no groups of an optimizer, which DeepSpeed's universal load needs"
+            "the source has no groups of an optimizer, as where it has weights only, and "
+            "DeepSpeed's universal load needs them: give the native form at stage 0 "
+            "(--format deepspeed --stage 0), and load it with load_optimizer_states=False"
         )
     _check(model)
     tags = {name: _tags(model, name, rules) for name in model.parameters}

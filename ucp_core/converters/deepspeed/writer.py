@@ -158,8 +158,9 @@ def _check_groups(model: Model, wanted: Target) -> None:
     """Raise unless the stage can hold the optimizer's groups."""
     if not model.groups and wanted.stage > 0:
         raise UcpError(
-            "the source has no groups of an optimizer, which DeepSpeed's ZeRO stages need: write "
-            "stage 0 and load it with load_optimizer_states=False"
+            "the source has no groups of an optimizer, as where it has weights only, and "
+            f"DeepSpeed needs them at stage {wanted.stage}: give stage 0 (--stage 0), and load it "
+            "with load_optimizer_states=False"
         )
     if wanted.stage in _WHOLE_MOMENTUM and any(g.hyper.get("use_muon") for g in model.groups):
         raise UcpError(

@@ -48,3 +48,20 @@ def test_a_list_that_is_none_is_a_mistake_of_usage(
     assert done.returncode == 2
     assert target[-2] in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["deepspeed", "deepspeed-universal"])
+def test_weights_alone_are_refused_with_what_works(source: str, tmp_path: Path, to: str) -> None:
+    """The stage that nobody asked for needs an optimizer; whoever has none is told what to give."""
+    weights, out = str(tmp_path / "hf"), tmp_path / "out"
+    ucp("export", source, weights, "--format", "huggingface")
+
+    refused = ucp("export", weights, str(out), "--format", to)
+
+    assert refused.returncode == 1
+    assert refused.stderr.count("\n") == 1
+    assert "--stage 0" in refused.stderr
+    assert not out.exists()
+    done = ucp("export", weights, str(out), "--format", "deepspeed", "--stage", "0")
+    assert done.returncode == 0, done.stderr
+    assert ucp("diff", weights, str(out), "--slots", "weight").returncode == 0
