@@ -251,6 +251,13 @@ def add_optimizer(
         hyper = inner.get("param_groups") if isinstance(inner, dict) else None
         if inner is None or not isinstance(hyper, list):
             raise CheckpointCorruptError(f"{piece.file}: optimizer has no param_groups")
+        if piece.distributed is None and any("params" not in group for group in hyper):
+            raise CheckpointCorruptError(
+                f"{piece.file}: the optimizer numbers no parameters: its state is in a file of its "
+                "own (distrib_optim.pt), which no folder of a rank has: bring the files back or "
+                "use another checkpoint",
+                file=piece.file,
+            )
         if piece.distributed is not None:
             names = _add_distributed(files, piece, part, model, shards, scalars, hyper)
         else:

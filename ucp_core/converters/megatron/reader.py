@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core._open import Checkpoint
 from ucp_core.checksums import BLOCK_BYTES
-from ucp_core.converters.files.torch_reader import Opaque
+from ucp_core.converters.megatron.agreement import arguments_of, check_agreement
 from ucp_core.converters.megatron.experts import Experts
 from ucp_core.converters.megatron.model import (
     Model,
@@ -141,9 +141,7 @@ def _opened(store: Store, path: str) -> tuple[Files, list[Piece], Mapping[str, A
     files = Files(store, path)
     files.open(f"{name}/{MODEL_FILE}" for name in ranks)
     first = files.trees[f"{ranks[0]}/{MODEL_FILE}"]
-    arguments = first.get("args")
-    values = arguments.state if isinstance(arguments, Opaque) else None
-    values = values if isinstance(values, dict) else {}
+    values = arguments_of(first)
     tp = values.get("tensor_model_parallel_size")
     pp = values.get("pipeline_model_parallel_size")
     matches = [match for name in ranks if (match := RANK.fullmatch(name))]
@@ -167,7 +165,6 @@ def _opened(store: Store, path: str) -> tuple[Files, list[Piece], Mapping[str, A
             path=path,
             missing=(name,),
         )
-    _check_agreement(files, first)
     distributed = [n for n in wanted if _DISTRIBUTED_FILE in store.list(join(path, n))]
     if distributed and len(distributed) != len(wanted):
         missing = min(set(wanted) - set(distributed))
@@ -184,6 +181,7 @@ def _opened(store: Store, path: str) -> tuple[Files, list[Piece], Mapping[str, A
         )
         for name, (rank, expert) in wanted.items()
     ]
+    check_agreement(path, pieces)
     return files, pieces, values
 
 
@@ -214,18 +212,6 @@ def _experts(path: str, arguments: Mapping[str, Any], tp: int) -> Experts:
             f"{path}: args has num_experts {total!r} for {ranks} expert parallel ranks", path=path
         )
     return Experts(arguments, ranks, total if isinstance(total, int) else None, tp)
-
-
-def _check_agreement(files: Files, first: Mapping[str, Any]) -> None:
-    for name, tree in files.trees.items():
-        for key in ("iteration", "checkpoint_version"):
-            if tree.get(key) != first.get(key):
-                raise CheckpointCorruptError(
-                    f"{files.path(name)} has {key} {tree.get(key)!r}, another file "
-                    f"{first.get(key)!r}: the folder mixes two saves",
-                    path=files.path(name),
-                    key=key,
-                )
 
 
 def _iteration(first: Mapping[str, Any], file: str) -> int:

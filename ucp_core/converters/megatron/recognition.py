@@ -34,4 +34,4 @@ def latest(store: Store, directory: str) -> list[str]:
 def is_checkpoint(store: Store, directory: str) -> bool:
     """Return whether ``directory`` itself holds a folder of a rank with its file."""
     ranks = [name for name in store.list(directory) if RANK.fullmatch(name)]
-    return any(MODEL_FILE in store.list(join(directory, name)) for name in ranks[:1])
+    return any(MODEL_FILE in store.list(join(directory, name)) for name in ranks)
