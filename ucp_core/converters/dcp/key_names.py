@@ -150,9 +150,12 @@ def _prefix(
             path = paths.get(key, (key,))
             votes["".join(f"{part}." for part in path[:-1])] += 1
         # No optimizer tells the model: its usual name does, however many tensors others have.
-        named = next((prefix for prefix in _PREFIXES if prefix and prefix in votes), None)
-        if named is not None:
-            return named
+        usual = [prefix for prefix in _PREFIXES if prefix]
+        named = [prefix for prefix in usual if prefix in votes]
+        # Several models may be in a dict of that name; each alone is not the model.
+        named += [prefix for prefix in usual if any(vote.startswith(prefix) for vote in votes)]
+        if named:
+            return named[0]
     if not votes:
         return ""
     most = max(votes.values())

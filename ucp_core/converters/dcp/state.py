@@ -22,7 +22,7 @@ from ucp_core.statemap import Extent, Fragment, TensorEntry, TensorKey
 from ucp_core.storage.base import join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from ucp_core.converters.dcp.container import Container
 
@@ -32,10 +32,9 @@ BLOCK_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 10
 _STEPS = ("step", "global_step", "global_steps", "iteration", "steps", "num_steps", "steps_run")
 _RANDOM = re.compile(r".*(?:rng|random|generator).*", re.IGNORECASE)
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _BUFFERS = (
-    "running_mean",
-    "running_var",
-    "num_batches_tracked",
+    *_STATISTICS,
     "inv_freq",
     "freqs_cis",
     "_extra_state",
@@ -261,7 +260,7 @@ def _numbers_by_group(container: Container, names: Names) -> list[list[int]]:
 
 
 def _in_model_order(container: Container, names: Names) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the model's tensors by fqn, in the order that the model has them.
+    """Return the shapes of what can be trained by fqn, in the order that the model has it.
 
     Ranks that hold the same tensors share the work of writing them, so the order of what was
     written is not the model's. That of the nested state is.
@@ -278,7 +277,15 @@ def _in_model_order(container: Container, names: Names) -> dict[str, tuple[int, 
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
             path=container.where,
         )
-    return {names.weights[key]: container.tensors[key].shape for key in (*told, *rest)}
+    shapes = {names.weights[key]: container.tensors[key].shape for key in (*told, *rest)}
+    return {fqn: shape for fqn, shape in shapes.items() if not _is_statistic(fqn, shapes)}
+
+
+def _is_statistic(fqn: str, known: Collection[str]) -> bool:
+    """Return whether it is one of the three buffers of torch's batch normalisation."""
+    layer, _, name = fqn.rpartition(".")
+    prefix = f"{layer}." if layer else ""
+    return name in _STATISTICS and all(f"{prefix}{other}" in known for other in _STATISTICS)
 
 
 def _add_values(state: State, container: Container, names: Names) -> None:

@@ -52,6 +52,17 @@ def test_a_second_copy_of_the_weights_is_not_the_model() -> None:
     assert names.others == ["ema.w"]
 
 
+def test_two_models_in_one_are_the_model() -> None:
+    """Whose optimizer has no usual form; the larger one alone would lose its place."""
+    parts = [("model", "maker", "w"), ("model", "judge", "w"), ("model", "judge", "b")]
+    paths = {".".join(path): path for path in parts}
+
+    names = classify(dict.fromkeys(paths, (2,)), [], paths)
+
+    assert names.weights == {f"model.{name}": name for name in ("maker.w", "judge.w", "judge.b")}
+    assert names.others == []
+
+
 def test_without_an_optimizer_the_model_is_where_it_usually_is() -> None:
     """Statistics of it can be more tensors than it has; their names are not the model's."""
     paths = {f"{top}.{name}": (top, name) for top, name in [("model", "w"), *_STATISTICS]}

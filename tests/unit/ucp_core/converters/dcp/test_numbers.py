@@ -66,6 +66,23 @@ def test_groups_of_shapes_of_their_own_are_named(tmp_path: Path) -> None:
     assert checkpoint.manifest.roles == {"seen": "buffer", "fixed": "frozen"}
 
 
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_statistics_of_batches_are_not_taken_for_parameters(
+    tmp_path: Path, num_groups: int
+) -> None:
+    """They have the shape of the biases beside them, in every model that sees images."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    params = list(model.parameters())
+    groups = [[p for p in params if p.ndim == ndim] for ndim in (1, 2)]
+    made = _trained(model, groups if num_groups == 2 else [params])
+
+    checkpoint = _saved(model, made, tmp_path)
+
+    _assert_moments(checkpoint, model, made)
+    assert checkpoint.manifest.roles["1.running_mean"] == "buffer"
+
+
 @pytest.mark.parametrize("kind", ["groups of one shape", "a buffer of that shape"])
 def test_what_could_be_anothers_is_refused(tmp_path: Path, kind: str) -> None:
     """By number alone, the moments of the last layers would be those of the first."""
