@@ -17,12 +17,13 @@ import numpy as np
 
 from ucp_core._mapped import DamagedBlockError, mapped_file, take
 from ucp_core._rows import runs_of
+from ucp_core._scratch import LINE_BYTES, Scratch
 from ucp_core.checksums import crc32
 from ucp_core.dtypes.floats import decode, encode
 from ucp_core.errors import ChecksumMismatchError
 from ucp_core.plan import GAP_BYTES_MAX, read_bytes_of, readable
 from ucp_core.statemap import DTYPE_BYTES, Fragment
-from ucp_core.storage.base import ReadRange, Store, join
+from ucp_core.storage.base import ReadRange, Store, ask_ahead, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,8 +43,6 @@ _REQUEST_PER_GAP = 32
 _RUN_GAP_BYTES_MIN = 8 << 10
 #: The largest request of a store whose reads do not go over a network.
 _NEAR_REQUEST_BYTES_MAX = 4 << 20
-_LINE_BYTES = 64
-_HUGE_BYTES = 2 << 20
 
 
 class Source(NamedTuple):
@@ -76,49 +75,6 @@ class _Move(NamedTuple):
     start_byte: int
 
 
-class _Scratch:
-    """Memory that a thread uses batch after batch: fresh pages cost 10 times the copy."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._memory = _fresh(size_bytes)
-        self._used_bytes = 0
-        self._unwanted = memoryview(b"")
-
-    def reset(self) -> None:
-        """Take everything back, which nobody may use any more."""
-        self._used_bytes = 0
-
-    def take(self, size_bytes: int) -> memoryview:
-        """Return memory that is aligned for every dtype; more than there is, is made."""
-        low = -(-self._used_bytes // 8) * 8
-        if low + size_bytes > len(self._memory):
-            made = _fresh(size_bytes)
-            if not self._used_bytes:
-                self._memory, self._used_bytes = made, size_bytes
-            return made
-        self._used_bytes = low + size_bytes
-        return self._memory[low : self._used_bytes]
-
-    def unwanted(self, size_bytes: int) -> memoryview:
-        """Return memory for bytes that nobody looks at; it is the same every time."""
-        if len(self._unwanted) < size_bytes:
-            self._unwanted = _fresh(size_bytes)
-        return self._unwanted[:size_bytes]
-
-
-def _fresh(size_bytes: int) -> memoryview:
-    """Return memory that begins at a huge page if it is as large, else at a line of the cache.
-
-    malloc's begins 16 bytes later, where the kernel takes 7 % longer to read to. numpy asks for
-    huge pages from 4 MiB on: the first touch of 2 MiB takes 0.1 to 0.3 ms then, else 0.4 to 4 ms
-    in a virtual machine, and reading so much 0.1 ms. Not zeroed: every byte is read over.
-    """
-    alignment = _HUGE_BYTES if size_bytes >= _HUGE_BYTES else _LINE_BYTES
-    memory = np.empty(size_bytes + alignment, dtype=np.uint8)
-    low = -memory.ctypes.data % alignment
-    return memory.data[low : low + size_bytes]
-
-
 def gap_bytes_max(store: Store) -> int:
     """Return how far apart two reads may be that are cheaper as one."""
     return max(GAP_BYTES_MAX, store.request_bytes // _REQUEST_PER_GAP)
@@ -132,14 +88,21 @@ def run_gap_bytes_min(store: Store) -> int:
 
 @dataclass(slots=True)
 class _Batch:
-    """What is read from one file in one call."""
+    """What is read from one file in one call, for the copies of a group."""
 
-    scratch: _Scratch
+    group: Sequence[Copy]
+    source: Source
+    scratch: Scratch
     gap_bytes: int
     ranges: list[tuple[int, list[memoryview]]] = field(default_factory=list)
     checks: list[_Check] = field(default_factory=list)
     moves: list[_Move] = field(default_factory=list)
     stop_byte: int = -1
+
+    @property
+    def path(self) -> str:
+        """Return which file."""
+        return join(self.source.directory, self.group[0].fragment.file)
 
     def read(self, offset_bytes: int, data: memoryview) -> None:
         """Add ``data`` to be filled from ``offset_bytes``, in one range with its neighbour."""
@@ -235,16 +198,28 @@ class _Run:
         """Read, verify and place ``copies``."""
         left = [self._by_runs(group) for group in _files(copies) if not self._take(group)]
         size_bytes = sum(copy.stop_byte - copy.start_byte for group in left for copy in group)
-        scratch = _Scratch(min(self.batch_bytes, size_bytes))
+        scratch, spare = (Scratch(min(self.batch_bytes, size_bytes)) for _ in range(2))
+        asked: _Batch | None = None
         for group in chain.from_iterable(_batches(each, self.batch_bytes) for each in left):
             scratch.reset()
             first = group[0]
             if first.stop_byte - first.start_byte <= self.batch_bytes:
-                self._batch(group, scratch)
-            elif first.target_byte < 0:
+                batch = self._batch(group, scratch)
+                if self._ask(batch):
+                    # It is on its way while the one before is verified.
+                    self._finish(asked)
+                    asked, scratch, spare = batch, spare, scratch
+                else:
+                    self._finish(batch)
+                continue
+            # What is asked for is read in that order.
+            self._finish(asked)
+            asked = None
+            if first.target_byte < 0:
                 self._stream(first, scratch)
             else:
                 self._fill(first, scratch)
+        self._finish(asked)
 
     def _take(self, group: Sequence[Copy]) -> bool:
         """Take copies out of a file that is in memory; return whether it is."""
@@ -293,20 +268,31 @@ class _Run:
             view = view_of(self.plan.parts[mean.part], self.targets[mean.part], mean.box)
             view[...] = value.view(view.dtype).reshape(view.shape)
 
-    def _batch(self, group: Sequence[Copy], scratch: _Scratch) -> None:
+    def _batch(self, group: Sequence[Copy], scratch: Scratch) -> _Batch:
         source = self.sources[group[0].source]
-        batch = _Batch(scratch, gap_bytes_max(source.store))
+        batch = _Batch(group, source, scratch, gap_bytes_max(source.store))
         for copy in group:
             batch.add(copy, self.targets[copy.part], source.block_bytes)
-        path = join(source.directory, group[0].fragment.file)
+        return batch
+
+    def _ask(self, batch: _Batch) -> bool:
+        """Have the store fetch what is read next; return whether it is one that has ``ahead``."""
+        sizes = [(offset, sum(map(len, buffers))) for offset, buffers in batch.ranges]
+        return ask_ahead(batch.source.store, batch.path, sizes)
+
+    def _finish(self, batch: _Batch | None) -> None:
+        """Read a batch, if there is one; verify it and put it where it belongs."""
+        if batch is None:
+            return
+        path, block_bytes = batch.path, batch.source.block_bytes
         ranges = [(offset, tuple(buffers)) for offset, buffers in batch.ranges]
-        self._read(source, path, ranges)
+        self._read(batch.source, path, ranges)
         for check in batch.checks:
-            self._verify(check, source.block_bytes, path, group)
+            self._verify(check, block_bytes, path, batch.group)
         for move in batch.moves:
             self._move(move)
 
-    def _fill(self, copy: Copy, scratch: _Scratch) -> None:
+    def _fill(self, copy: Copy, scratch: Scratch) -> None:
         """Read a copy that is larger than a batch straight to its target.
 
         Without checksums at once, else as much at a time as is still in the cache when it is
@@ -323,17 +309,20 @@ class _Run:
             if first < last
         ]
         if cut:
-            self._batch(cut, scratch)
+            self._finish(self._batch(cut, scratch))
         path, target = join(source.directory, fragment.file), self.targets[copy.part]
         size = high - low
         if fragment.crc32 is not None:
             size = max(self.batch_bytes // source.block_bytes, 1) * source.block_bytes
-        for start in range(low, high, max(size, 1)):
+        starts = range(low, high, max(size, 1))
+        sizes = [(fragment.offset_bytes + start, min(size, high - start)) for start in starts]
+        ask_ahead(source.store, path, sizes)
+        for start in starts:
             data = target[start + shift : min(start + size, high) + shift]
             self._read(source, path, [(fragment.offset_bytes + start, (data,))])
             self._verify(_Check(data, fragment, start), source.block_bytes, path, [copy])
 
-    def _stream(self, copy: Copy, scratch: _Scratch) -> None:
+    def _stream(self, copy: Copy, scratch: Scratch) -> None:
         """Gather a copy that is larger than a batch through one that fits the cache.
 
         Goes along the dim with the longest stride; what is read of a step that is not whole yet
@@ -348,8 +337,8 @@ class _Run:
         held_low, stop = readable(copy, source.block_bytes)
         held_high = held_low
         # Bytes keep their place within a line of the cache, so that elements stay aligned.
-        memory = scratch.take(_LINE_BYTES + steps.reach_bytes + chunk_bytes)
-        base, first = held_low % _LINE_BYTES, 0
+        memory = scratch.take(LINE_BYTES + steps.reach_bytes + chunk_bytes)
+        base, first = held_low % LINE_BYTES, 0
         while first < steps.num_steps:
             low = base + held_high - held_low
             data = memory[low : low + min(chunk_bytes, stop - held_high)]
@@ -364,10 +353,10 @@ class _Run:
             keep = steps.start_byte(first)
             if keep >= held_high:
                 held_low = held_high = max(held_high, keep // unit * unit)
-                base = held_low % _LINE_BYTES
+                base = held_low % LINE_BYTES
             else:
                 rest = memory[base + keep - held_low : base + held_high - held_low]
-                base, held_low = keep % _LINE_BYTES, keep
+                base, held_low = keep % LINE_BYTES, keep
                 memory[base : base + len(rest)] = rest
 
     def _read(self, source: Source, path: str, ranges: Sequence[ReadRange]) -> None:

@@ -35,9 +35,11 @@ from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, load, save_rank
 from workers.keeper.arena import Arena
 from workers.keeper.door import Door, door_path, notify
+from workers.keeper.listing import Listing
 from workers.keeper.mirror import Mirrors
 from workers.keeper.shelf import Shelf
-from workers.keeper.wire import Listing, RemotePart, WireClient, WireServer
+from workers.keeper.wire import WireServer
+from workers.keeper.wire_client import RemotePart, WireClient
 from workers.protocol import Peer
 from workers.snapshot.arena_store import ArenaStore
 from workers.snapshot.tier import Part, open_version

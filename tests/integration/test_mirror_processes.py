@@ -19,7 +19,8 @@ from tests.support.memory_versions import (
 from tests.support.snapshots import eventually
 from workers.keeper.arena import Arena
 from workers.keeper.door import notify, open_arena, reserve
-from workers.keeper.wire import RemotePart, WireClient, copy_name
+from workers.keeper.listing import copy_name
+from workers.keeper.wire_client import RemotePart, WireClient
 from workers.snapshot.tier import LocalPart, Part
 
 NODES = ("nodeaaaaaaaaaaaa", "nodebbbbbbbbbbbb")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.soak import Attempt, SoakTrainer, Usage, usage_of
-from workers.keeper.wire import is_copy
+from workers.keeper.listing import is_copy
 from workers.protocol import GroupPlace, KeeperOrder, ParityGroup
 from workers.train.settings import CheckpointSettings, Settings, SnapshotSettings
 

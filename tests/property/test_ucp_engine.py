@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +21,7 @@ from ucp_core.checkpoint import Checkpoint, LocalTensor, load
 from ucp_core.dtypes.floats import decode, encode
 from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
 from ucp_core.statemap import StateMap
-from ucp_core.storage import MemoryStore
+from ucp_core.storage import MemoryStore, ReadRange
 
 SEEDS = st.integers(0, 2**32)
 
@@ -31,9 +33,28 @@ class _MappedStore(MemoryStore):
         return Mapped(memoryview(self.read(path)), lambda _: None)
 
 
+class _AskedStore(MemoryStore):
+    """Files that are far away: what is asked for ahead is read next, by the same thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: defaultdict[int, deque[tuple[str, int, int]]] = defaultdict(deque)
+
+    def ahead(self, path: str, ranges: Sequence[tuple[int, int]]) -> None:
+        asked = self.asked[threading.get_ident()]
+        asked += [(path, offset_bytes, size_bytes) for offset_bytes, size_bytes in ranges]
+
+    def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
+        asked = self.asked[threading.get_ident()]
+        for offset_bytes, buffers in ranges:
+            if asked:
+                assert asked.popleft() == (path, offset_bytes, sum(map(len, buffers)))
+        super().read_ranges(path, ranges)
+
+
 def _made(seed: int) -> tuple[random.Random, Foreign]:
     rng = random.Random(seed)
-    store = rng.choice((MemoryStore, _MappedStore))()
+    store = rng.choice((MemoryStore, _MappedStore, _AskedStore))()
     # Small requests make small tensors meet every case of large ones.
     store.request_bytes = rng.choice((32, 256, 1 << 20))
     return rng, random_foreign(rng, store, block_bytes=rng.choice((8, 64, 1 << 20)))
@@ -66,6 +87,9 @@ def test_any_box_of_any_foreign_map_is_what_numpy_cuts(seed: int) -> None:
         load(made.checkpoint, need, threads=rng.choice((1, 3)))
 
     _assert_equal(made, need)
+    store = made.checkpoint.store
+    if isinstance(store, _AskedStore):
+        assert not any(store.asked.values()), "asked for, and never read"
 
 
 @settings(deadline=None, max_examples=150)

@@ -29,8 +29,8 @@ from ucp_core.lineage import Lineage
 from ucp_core.storage import local
 from workers.keeper import wire
 from workers.keeper.arena import NUM_SLOTS, PAGE_BYTES, Arena
+from workers.keeper.listing import is_copy
 from workers.keeper.node_memory import NodeMemory
-from workers.keeper.wire import is_copy
 from workers.protocol import MemoryPart
 
 #: A small state has many chunks then.

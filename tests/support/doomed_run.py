@@ -15,8 +15,8 @@ from tests.support.snapshots import eventually
 from tests.support.soak import COLUMNS, ROWS, STORED_EVERY, Attempt, weights
 from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint, LocalTensor, load
+from workers.keeper.listing import is_copy
 from workers.keeper.vault import Vault
-from workers.keeper.wire import is_copy
 from workers.protocol import KeeperOrder, MemoryPart
 from workers.snapshot.sources import MemorySources
 from workers.train.settings import CheckpointSettings, Settings, SnapshotSettings

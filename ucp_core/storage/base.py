@@ -99,6 +99,23 @@ class Store(Protocol):
         """
 
 
+def ask_ahead(store: Store, path: str, ranges: Sequence[tuple[int, int]]) -> bool:
+    """Tell a store what this thread reads next, if it is one that has ``ahead``.
+
+    Args:
+        store: Where it will be read.
+        path: Which file.
+        ranges: Where each range begins and its size, in the order in which they will be read.
+
+    Returns:
+        Whether it is such a store.
+    """
+    ahead = getattr(store, "ahead", None)
+    if ahead is not None:
+        ahead(path, ranges)
+    return ahead is not None
+
+
 def join(*parts: str) -> str:
     """Return the parts as one path."""
     return "/".join([parts[0].rstrip("/"), *(p.strip("/") for p in parts[1:])]).rstrip("/")

@@ -11,7 +11,7 @@ from typing import Final
 from ucp_core.errors import StorageError
 from workers.errors import ArenaError
 from workers.keeper.priority import be_nice
-from workers.keeper.wire import WireClient
+from workers.keeper.wire_client import WireClient
 
 __all__ = ["POLL_S", "Following"]
 

@@ -19,9 +19,10 @@ from ucp_core.errors import StorageError
 from workers.errors import ArenaError
 from workers.keeper.arena import Arena
 from workers.keeper.following import POLL_S, Following
+from workers.keeper.listing import Listed, copy_name
 from workers.keeper.retention import counts
 from workers.keeper.shelf import Shelf
-from workers.keeper.wire import Listed, WireClient, copy_name
+from workers.keeper.wire_client import WireClient
 from workers.protocol import Held, Peer
 
 __all__ = ["Mirror", "Mirrors", "wanted"]

@@ -25,9 +25,10 @@ from ucp_core.errors import StorageError
 from workers.errors import ArenaError, ParityError
 from workers.keeper.arena import Arena
 from workers.keeper.following import POLL_S, Following
+from workers.keeper.listing import Listed, is_copy
 from workers.keeper.retention import is_parity
 from workers.keeper.shelf import Shelf
-from workers.keeper.wire import Listed, RemotePart, WireClient, is_copy
+from workers.keeper.wire_client import RemotePart, WireClient
 from workers.protocol import Held, Member, ParityGroup
 from workers.snapshot.parity_part import write
 from workers.snapshot.parity_record import ParityRecord, complete_draft, slot_bytes

@@ -29,19 +29,14 @@ version it has ``copied``.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hmac
 import os
 import socket
 import threading
 import time
-import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final
 
 from ucp_core.checksums import crc32
-from ucp_core.errors import StorageError
 from workers.keeper.arena import NUM_SLOTS, Arena
 from workers.keeper.attendance import Attendance
 from workers.keeper.frames import (
@@ -49,9 +44,6 @@ from workers.keeper.frames import (
     CHUNK,
     SIZE,
     RateLimit,
-    behind,
-    fields_of,
-    first,
     fit_buffers,
     has_hung_up,
     held_of,
@@ -60,34 +52,24 @@ from workers.keeper.frames import (
     proof,
     receive,
     receive_json,
-    receive_views,
     send,
     send_json,
 )
-from workers.keeper.listing import Listed, Listing, agree, copy_name, is_copy, listing_of
+from workers.keeper.listing import Listed, Listing, agree, is_copy
 from workers.keeper.priority import be_nice
 from workers.keeper.shelf import Shelf
 from workers.protocol import Held
 
-__all__ = [
-    "CHUNK_BYTES",
-    "Listed",
-    "Listing",
-    "RemotePart",
-    "WireClient",
-    "WireServer",
-    "copy_name",
-    "is_copy",
-]
+__all__ = ["CHUNK_BYTES", "LISTING_BYTES_MAX", "STALL_S", "WireServer"]
 
 #: With 1 MiB a checksum finds the bytes in the cache still, but both ends are woken more often: a
 #: copy takes a tenth more processor time, and bytes without checksums a third more.
 CHUNK_BYTES: Final = 4 << 20
 _REQUEST_BYTES_MAX: Final = 64 << 10
 #: Three versions of some thousands of arenas.
-_LISTING_BYTES_MAX: Final = 1 << 20
+LISTING_BYTES_MAX: Final = 1 << 20
 #: A peer that neither sends nor takes for so long is given up; the caller has other sources.
-_STALL_S: Final = 5.0
+STALL_S: Final = 5.0
 #: A peer that lists is at rest no longer between two requests: ranks wait for it.
 _FOLLOW_STALL_S: Final = 2.0
 #: While there is no news, how often the server looks whether the peer is still there.
@@ -96,8 +78,6 @@ _POLL_S_MAX: Final = 2.0
 #: For so long what a rank finished is kept back for the others of its node. They finish within 1 ms
 #: of each other, and a listing costs both ends 0.3 ms of processor time.
 _TOGETHER_S: Final = 0.003
-#: How often a range is asked for again, from where it broke off.
-_TRIES: Final = 3
 
 
 class _Refused(Exception):  # noqa: N818  an answer, not a failure
@@ -165,7 +145,7 @@ class WireServer:
                 keep_alive(connection)
                 fit_buffers(connection)
                 follows: bool | None = None
-                limit_waits(connection, sending_s=_STALL_S, receiving_s=_STALL_S)
+                limit_waits(connection, sending_s=STALL_S, receiving_s=STALL_S)
                 challenge = os.urandom(CHALLENGE_BYTES)
                 send(connection, challenge)
                 if not hmac.compare_digest(
@@ -177,7 +157,7 @@ class WireServer:
                         follows = self._attendance.follows(connection)
                         # Others are idle between two loads and close themselves.
                         receiving_s = _FOLLOW_STALL_S if follows else None
-                        limit_waits(connection, sending_s=_STALL_S, receiving_s=receiving_s)
+                        limit_waits(connection, sending_s=STALL_S, receiving_s=receiving_s)
                     request = receive_json(connection, size_bytes_max=_REQUEST_BYTES_MAX)
                     self._answer(connection, request)
         finally:
@@ -264,233 +244,3 @@ class WireServer:
         # In one packet with what follows.
         send(connection, CHUNK.pack(len(data), value), socket.MSG_MORE)
         send(connection, data)
-
-
-class WireClient:
-    """Asks one peer's keeper; safe to call from several threads, each has its own connection.
-
-    Args:
-        address: Where the peer's ``WireServer`` listens.
-        secret: Of that keeper.
-    """
-
-    def __init__(self, address: tuple[str, int], *, secret: bytes) -> None:
-        self._address = address
-        self._secret = secret
-        self._local = threading.local()
-        self._lock = threading.Lock()
-        #: Weak: a thread that ended takes its connection along.
-        self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        self._is_aborted = False
-
-    def read(
-        self,
-        arena: str,
-        held: Held,
-        offset_bytes: int,
-        targets: Sequence[memoryview],
-        *,
-        is_bare: bool = False,
-    ) -> None:
-        """Fill ``targets``, one after the other, from ``offset_bytes`` of the slot's body on.
-
-        A connection that breaks is made anew, and the range goes on where it broke off.
-
-        Args:
-            arena: Name of the peer's arena.
-            held: Which version in it.
-            offset_bytes: Where to begin.
-            targets: Writable.
-            is_bare: Whether the caller verifies the bytes, by what it has of them end to end.
-
-        Raises:
-            StorageError: The peer refuses (then ``facts["refused"]``), cannot be reached, or
-                sends damaged bytes.
-        """
-        left = [memoryview(target).cast("B") for target in targets if len(target)]
-        for number in range(_TRIES):
-            try:
-                for taken in self._stream(arena, held, offset_bytes, left, is_bare=is_bare):
-                    offset_bytes += taken
-                    left = behind(left, taken)
-            except _Refused as refusal:
-                raise self._error(held, str(refusal), refused=True) from None
-            except OSError as error:
-                self._hang_up()
-                if number == _TRIES - 1 or self._is_aborted:
-                    why = f"{type(error).__name__}: {error}"
-                    raise self._error(held, why, refused=False) from error
-            else:
-                return
-
-    def list_arenas(
-        self,
-        *,
-        after: int,
-        timeout_s: float,
-        without: Collection[str] = (),
-        copied: Mapping[str, Held] = MappingProxyType({}),
-    ) -> Listing:
-        """Return what the peer's ranks have written, once its news differ from ``after``.
-
-        Args:
-            after: The last listing's ``news``; -1 for an answer at once.
-            timeout_s: Below the time after which a silent peer is given up (5 s).
-            without: Arenas that are not going to be copied: nobody shall wait for that.
-            copied: What was copied since the last listing, or need not be, with all before it.
-
-        Raises:
-            StorageError: The peer cannot be reached, or answers nonsense.
-        """
-        request = {
-            "list": True,
-            "after": after,
-            "timeout_s": timeout_s,
-            "without": sorted(without),
-            "copied": {name: fields_of(held) for name, held in copied.items()},
-        }
-        try:
-            connection = self._connection()
-            send_json(connection, request)
-            answer = receive_json(connection, size_bytes_max=_LISTING_BYTES_MAX)
-            return listing_of(answer)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            self._hang_up()
-            raise self._unreachable(error) from error
-
-    def note_copied(self, arena: str, held: Held) -> None:
-        """Tell the peer that this version was copied, or need not be, with all before it.
-
-        Raises:
-            StorageError: The peer cannot be reached.
-        """
-        try:
-            send_json(self._connection(), {"copied": {arena: fields_of(held)}})
-        except OSError as error:
-            self._hang_up()
-            raise self._unreachable(error) from error
-
-    def close(self) -> None:
-        """Close this thread's connection."""
-        self._hang_up()
-
-    def abort(self) -> None:
-        """Break off what any thread is waiting for here; every later call fails."""
-        with self._lock:
-            self._is_aborted = True
-            for connection in self._open:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-
-    def _stream(
-        self,
-        arena: str,
-        held: Held,
-        offset_bytes: int,
-        targets: list[memoryview],
-        *,
-        is_bare: bool,
-    ) -> Iterator[int]:
-        """Receive chunk by chunk; yield the size of each that is in place, verified if not bare."""
-        size_bytes = sum(map(len, targets))
-        if not size_bytes:
-            return
-        connection = self._connection()
-        request = {
-            "arena": arena,
-            "held": fields_of(held),
-            "offset_bytes": offset_bytes,
-            "size_bytes": size_bytes,
-            "bare": is_bare,
-        }
-        send_json(connection, request)
-        done = 0
-        while done < size_bytes:
-            size, value = CHUNK.unpack(receive(connection, CHUNK.size))
-            if size == 0:
-                (length,) = SIZE.unpack(receive(connection, SIZE.size))
-                raise _Refused(receive(connection, min(length, 4096)).decode(errors="replace"))
-            if size > min(CHUNK_BYTES, size_bytes - done):
-                raise OSError(f"a chunk of {size} bytes was not asked for")
-            views = list(first(behind(targets, done), size))
-            receive_views(connection, views)
-            if (
-                not is_bare
-                and functools.reduce(lambda old, view: crc32(view, old), views, 0) != value
-            ):
-                raise OSError("a chunk was damaged on its way")
-            done += size
-            yield size
-
-    def _connection(self) -> socket.socket:
-        held: socket.socket | None = getattr(self._local, "connection", None)
-        if held is None:
-            held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            # Known before it is connected: whoever fails from here on hangs up, or aborts.
-            self._local.connection = held
-            with self._lock:
-                if self._is_aborted:
-                    raise ConnectionAbortedError("nothing is asked for any more")
-                self._open.add(held)
-            limit_waits(held, sending_s=_STALL_S, receiving_s=_STALL_S)
-            keep_alive(held)
-            held.connect(self._address)
-            fit_buffers(held)
-            challenge = receive(held, CHALLENGE_BYTES)
-            send(held, proof(self._secret, challenge))
-        return held
-
-    def _hang_up(self) -> None:
-        held: socket.socket | None = getattr(self._local, "connection", None)
-        self._local.connection = None
-        if held is not None:
-            with self._lock:
-                self._open.discard(held)
-                held.close()
-
-    def _error(self, held: Held, why: str, *, refused: bool) -> StorageError:
-        host, port = self._address
-        return StorageError(
-            f"the snapshot of rank {held.rank} after step {held.step} cannot be had from "
-            f"{host}:{port}: {why}; use another source",
-            rank=held.rank,
-            step=held.step,
-            refused=refused,
-        )
-
-    def _unreachable(self, error: Exception) -> StorageError:
-        host, port = self._address
-        return StorageError(
-            f"the keeper at {host}:{port} does not answer: {type(error).__name__}: {error}",
-            host=host,
-            port=port,
-            refused=False,
-        )
-
-
-class RemotePart:
-    """One rank's part of a version in a peer's memory; see ``workers.snapshot.tier.Part``.
-
-    Args:
-        client: Of the peer.
-        arena: Name of its arena.
-        held: The part.
-        is_bare: Whether all that is read is verified by the record of the part: by a load.
-    """
-
-    def __init__(
-        self, client: WireClient, arena: str, held: Held, *, is_bare: bool = False
-    ) -> None:
-        self._client = client
-        self._is_bare = is_bare
-        self._arena = arena
-        self._held = held
-
-    @property
-    def held(self) -> Held:
-        """Return what the slot said when the part was found."""
-        return self._held
-
-    def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
-        """Read over the network."""
-        self._client.read(self._arena, self._held, offset_bytes, targets, is_bare=self._is_bare)

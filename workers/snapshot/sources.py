@@ -26,12 +26,12 @@ from ucp_core.errors import (
 from workers.errors import ArenaError, ParityError
 from workers.keeper.arena import Arena
 from workers.keeper.door import door_path, open_arena
-from workers.keeper.wire import RemotePart, WireClient
+from workers.keeper.wire_client import RemotePart, WireClient
 from workers.protocol import Held, MemoryPart, Source, held_source
 from workers.snapshot.blame import damaged
 from workers.snapshot.parity_part import lost_parts
 from workers.snapshot.parity_record import read_record
-from workers.snapshot.tier import LocalPart, MemoryTier, Part, mapped_part, open_version
+from workers.snapshot.tier import LocalPart, MemoryTier, Part, ask_part, mapped_part, open_version
 
 __all__ = ["LOCAL_MEMORY", "PARITY", "PEER_MEMORY", "MemorySources"]
 
@@ -257,6 +257,9 @@ class _Watched:
             self.is_lost = True
             raise
         self.sizes_bytes.append(sum(map(len, targets)))
+
+    def ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
+        ask_part(self.part, ranges)
 
     def mapped(self) -> Mapped | None:
         found = mapped_part(self.part)

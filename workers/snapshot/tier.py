@@ -27,7 +27,7 @@ from ucp_core.storage.refusing import RefusingStore
 from workers.keeper.arena import Arena
 from workers.protocol import Held
 
-__all__ = ["LocalPart", "MemoryTier", "Part", "mapped_part", "open_version"]
+__all__ = ["LocalPart", "MemoryTier", "Part", "ask_part", "mapped_part", "open_version"]
 
 
 class Part(Protocol):
@@ -49,6 +49,13 @@ def mapped_part(part: Part) -> Mapped | None:
     """Return the data of a part, if it is of a kind that has ``mapped`` and is in memory here."""
     find: Callable[[], Mapped | None] | None = getattr(part, "mapped", None)
     return None if find is None else find()
+
+
+def ask_part(part: Part, ranges: Sequence[tuple[int, int]]) -> None:
+    """Tell a part what is filled next, if it is of a kind that has ``ahead``: see ``transfer``."""
+    ask: Callable[[Sequence[tuple[int, int]]], None] | None = getattr(part, "ahead", None)
+    if ask is not None:
+        ask(ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +164,10 @@ class MemoryTier(RefusingStore):
                     path=path,
                 )
             part.fill(offset_bytes, buffers)
+
+    def ahead(self, path: str, ranges: Sequence[tuple[int, int]]) -> None:
+        """Have a peer send what this thread reads next, before it is read."""
+        ask_part(self._part(path), ranges)
 
     def mapped(self, path: str) -> Mapped | None:
         """Return the bytes of a file that is in memory of this process."""

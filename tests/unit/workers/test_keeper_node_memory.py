@@ -18,7 +18,7 @@ from workers.errors import ArenaError
 from workers.keeper.arena import Arena
 from workers.keeper.door import door_path, notify, reserve
 from workers.keeper.node_memory import NodeMemory, budget_bytes
-from workers.keeper.wire import RemotePart, WireClient
+from workers.keeper.wire_client import RemotePart, WireClient
 from workers.protocol import GroupPlace, Inventory, KeeperOrder, ParityGroup, Peer
 from workers.snapshot.tier import open_version
 from workers.train.settings import CheckpointSettings, Settings, SnapshotSettings

@@ -20,7 +20,8 @@ from workers.keeper import wire
 from workers.keeper.arena import NUM_SLOTS, Arena
 from workers.keeper.mirror import Mirror, Mirrors, wanted
 from workers.keeper.shelf import Shelf
-from workers.keeper.wire import RemotePart, WireClient, WireServer
+from workers.keeper.wire import WireServer
+from workers.keeper.wire_client import RemotePart, WireClient
 from workers.protocol import Held, Peer
 
 SECRET = b"of the peer"
@@ -146,7 +147,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let peers wait for news and for each other so long that it shows."""
     monkeypatch.setattr(mirror_module, "POLL_S", LONG_S)
     monkeypatch.setattr(wire, "_POLL_S_MAX", LONG_S)
-    monkeypatch.setattr(wire, "_STALL_S", 2 * LONG_S)
+    monkeypatch.setattr(wire, "STALL_S", 2 * LONG_S)
     monkeypatch.setattr(wire, "_FOLLOW_STALL_S", 2 * LONG_S)
     monkeypatch.setattr(arena_module, "_ATTENDED_NS", int(2e9 * LONG_S))
 

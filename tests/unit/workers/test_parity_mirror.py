@@ -16,10 +16,12 @@ from workers.errors import ParityError
 from workers.keeper import arena as arena_module
 from workers.keeper import parity_mirror, wire
 from workers.keeper.arena import Arena
+from workers.keeper.listing import is_copy
 from workers.keeper.parity_mirror import ParityMirror, parity_name
 from workers.keeper.retention import is_parity
 from workers.keeper.shelf import Shelf
-from workers.keeper.wire import RemotePart, WireClient, WireServer, is_copy
+from workers.keeper.wire import WireServer
+from workers.keeper.wire_client import RemotePart, WireClient
 from workers.protocol import GroupPlace, ParityGroup, Peer
 from workers.snapshot.parity_part import lost_parts
 from workers.snapshot.tier import Part
@@ -145,7 +147,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let peers wait for news and for each other so long that it shows; before any node is."""
     monkeypatch.setattr(parity_mirror, "POLL_S", LONG_S * len(RANKS))
     monkeypatch.setattr(wire, "_POLL_S_MAX", LONG_S)
-    monkeypatch.setattr(wire, "_STALL_S", 8 * LONG_S)
+    monkeypatch.setattr(wire, "STALL_S", 8 * LONG_S)
     monkeypatch.setattr(wire, "_FOLLOW_STALL_S", 8 * LONG_S)
     monkeypatch.setattr(arena_module, "_ATTENDED_NS", int(8e9 * LONG_S))
 

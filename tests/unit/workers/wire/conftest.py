@@ -9,7 +9,8 @@ import pytest
 from tests.support.wired import SECRET, write
 from workers.keeper.arena import Arena
 from workers.keeper.shelf import Shelf
-from workers.keeper.wire import WireClient, WireServer
+from workers.keeper.wire import WireServer
+from workers.keeper.wire_client import WireClient
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from workers.keeper import arena as arena_module
 from workers.keeper import wire
 from workers.keeper.arena import Arena
 from workers.keeper.shelf import Shelf
-from workers.keeper.wire import WireClient, WireServer
+from workers.keeper.wire import WireServer
+from workers.keeper.wire_client import WireClient
 
 SIZE = 12_345
 #: Only a wait's end takes so long, however busy the machine is.
@@ -46,7 +47,7 @@ def test_a_listing_has_what_the_nodes_own_ranks_wrote(
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every wait be so long that its end cannot be taken for an answer on a busy machine."""
     monkeypatch.setattr(wire, "_POLL_S_MAX", LONG_S)
-    monkeypatch.setattr(wire, "_STALL_S", 2 * LONG_S)
+    monkeypatch.setattr(wire, "STALL_S", 2 * LONG_S)
     monkeypatch.setattr(wire, "_FOLLOW_STALL_S", 2 * LONG_S)
     monkeypatch.setattr(arena_module, "_ATTENDED_NS", int(2e9 * LONG_S))
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.support.memory_versions import check_loads, make_state, write_version
 from tests.support.snapshots import eventually
 from tests.support.wired import SECRET, write
+from ucp_core.checksums import crc32
 from ucp_core.errors import CheckpointCorruptError, StorageError
 from workers.keeper import frames, wire
 from workers.keeper.arena import Arena
 from workers.keeper.frames import CHALLENGE_BYTES
 from workers.keeper.shelf import Shelf
-from workers.keeper.wire import CHUNK_BYTES, RemotePart, WireClient, WireServer
+from workers.keeper.wire import CHUNK_BYTES, WireServer
+from workers.keeper.wire_client import RemotePart, WireClient
 from workers.protocol import Held
 
 SIZE = 4 * CHUNK_BYTES + 12_345
@@ -30,6 +36,41 @@ _write = partial(write, size=SIZE)
 @pytest.fixture
 def size() -> int:
     return SIZE
+
+
+_FIELDS = [field.name for field in dataclasses.fields(Held)]
+
+
+class _HeldBack:
+    """A peer that answers three requests at once, and none before it has all of them."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listener.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            with connection:
+                connection.sendall(bytes(CHALLENGE_BYTES))
+                frames.receive(connection, 32)
+                asked = [frames.receive_json(connection, size_bytes_max=1000) for _ in range(3)]
+                for request in asked:
+                    data = bytes([request["offset_bytes"]]) * request["size_bytes"]
+                    connection.sendall(frames.CHUNK.pack(len(data), crc32(data)) + data)
+
+
+@pytest.fixture
+def held_back() -> Iterator[_HeldBack]:
+    peer = _HeldBack()
+    yield peer
+    peer.close()
 
 
 def _expected(arena: Arena, held: Held, start: int, stop: int) -> bytes:
@@ -63,6 +104,87 @@ def test_ranges_arrive_in_the_buffers_they_are_for(
 
     assert b"".join(targets) == _expected(arena, held, start, start + sum(cuts))
     client.close()
+
+
+def _read(client: WireClient, held: Held, start: int, size_bytes: int) -> bytes:
+    target = bytearray(size_bytes)
+    client.read("w0001", held, start, [memoryview(target)])
+    return bytes(target)
+
+
+def test_what_is_asked_for_ahead_is_sent_without_being_asked_again(held_back: _HeldBack) -> None:
+    """A round trip for each range would leave a fast network idle half of the time."""
+    client = WireClient(held_back.address, secret=SECRET)
+    held = Held(**dict.fromkeys(_FIELDS, 1))
+    client.ask("w0001", held, [(0, 5), (9, 3), (2, 4)])
+
+    found = [_read(client, held, start, size) for start, size in [(0, 5), (9, 3), (2, 4)]]
+    assert found == [bytes([0]) * 5, bytes([9]) * 3, bytes([2]) * 4]
+    client.close()
+
+
+@given(
+    calls=st.lists(
+        st.tuples(
+            st.booleans(),
+            st.lists(st.tuples(st.integers(0, 50), st.integers(0, 40)), min_size=1, max_size=70),
+        ),
+        max_size=12,
+    ),
+)
+@settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_who_asks_for_one_thing_and_reads_another_gets_what_he_reads(
+    server: WireServer, arena: Arena, calls: list[tuple[bool, list[tuple[int, int]]]]
+) -> None:
+    """A load that ends early leaves on the connection what nobody wants any more."""
+    (held,) = arena.versions()
+    client = WireClient(server.address, secret=SECRET)
+    for is_ahead, ranges in calls:
+        if is_ahead:
+            client.ask("w0001", held, ranges)
+        read = ranges[: 1 + len(ranges) // 2] if is_ahead else ranges
+        for start, size in read:
+            assert _read(client, held, start, size) == _expected(arena, held, start, start + size)
+        assert client.list_arenas(after=-1, timeout_s=0.0).arenas.keys() == {"w0001"}
+    client.close()
+
+
+def test_what_was_asked_for_ahead_is_refused_like_anything_else(
+    server: WireServer, arena: Arena
+) -> None:
+    """The refusals of the others are still on their way when the first is told."""
+    (held,) = arena.versions()
+    client = WireClient(server.address, secret=SECRET)
+    for step in (2, 3, 4):
+        _write(arena, step)
+    newest = arena.versions()[-1]
+    client.ask("w0001", held, [(0, 10), (10, 10), (20, 10)])
+    with pytest.raises(StorageError, match="after step 1 was overwritten; use another source"):
+        _read(client, held, 0, 10)
+
+    assert _read(client, newest, 10, 10) == _expected(arena, newest, 10, 20)
+    client.close()
+
+
+def test_what_was_asked_for_ahead_goes_on_where_a_connection_broke_off(
+    server: WireServer, arena: Arena
+) -> None:
+    """Nothing that was on its way then arrives: it is asked for once more."""
+    (held,) = arena.versions()
+    bridge = _Bridge(server.address, spare_bytes=CHUNK_BYTES, faults=1, flip=False)
+    client = WireClient(bridge.address, secret=SECRET)
+    half = CHUNK_BYTES // 2
+    ranges = [(start, half) for start in range(0, 4 * half, half)]
+    client.ask("w0001", held, ranges)
+
+    found = b"".join(_read(client, held, start, size) for start, size in ranges)
+    assert found == _expected(arena, held, 0, 4 * half)
+    client.close()
+    bridge.close()
 
 
 @pytest.mark.parametrize(("near_s", "is_near"), [(10.0, True), (0.0, False)])
@@ -262,14 +384,14 @@ def test_a_silent_peer_is_given_up_on_either_side(
     server: WireServer, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that is stopped keeps its connections, and says nothing."""
-    monkeypatch.setattr(wire, "_STALL_S", 0.2)
+    monkeypatch.setattr(wire, "STALL_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         client = WireClient(deaf.getsockname(), secret=SECRET)
         with pytest.raises(StorageError, match="TimeoutError: the peer sends nothing"):
             client.list_arenas(after=-1, timeout_s=0.0)
 
     # As long as it takes to say who one is on a busy machine, too.
-    monkeypatch.setattr(wire, "_STALL_S", 2.0)
+    monkeypatch.setattr(wire, "STALL_S", 2.0)
     with socket.create_connection(server.address) as greedy:
         assert eventually(lambda: bool(server._open))
         greedy.sendall(frames.proof(SECRET, frames.receive(greedy, frames.CHALLENGE_BYTES)))
