@@ -11,13 +11,17 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.converters.files.torch_reader import Opaque
+from ucp_core.converters.files.torch_reader import Opaque, TensorRef
+from ucp_core.converters.megatron.experts import is_expert
+from ucp_core.converters.shared.copies import refuse_equal
 from ucp_core.errors import CheckpointCorruptError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ucp_core.converters.megatron.model import Piece
+    from ucp_core.statemap import TensorKey
+    from ucp_core.storage.base import Store
 
 _SAME = ("iteration", "checkpoint_version")
 #: Arguments that make the shapes of what all ranks have.
@@ -73,6 +77,29 @@ def check_agreement(path: str, pieces: Sequence[Piece]) -> None:
             path=f"{path}/{lacking[0]}",
         )
     _check_writers(path, pieces)
+
+
+def check_copies(
+    store: Store,
+    path: str,
+    moments: Iterable[Sequence[tuple[TensorKey, TensorRef]]],
+    shared: Callable[[TensorKey], bool],
+) -> None:
+    """Check that no two ranks have the same moments of what each has another part of.
+
+    Args:
+        store: Where.
+        path: The folder.
+        moments: By rank: slots, and where they are.
+        shared: Whether several ranks have the same of a slot.
+
+    Raises:
+        CheckpointCorruptError: One rank's file was copied over another's.
+    """
+    ranks = [[(key, ref) for key, ref in found if not shared(key)] for found in moments]
+    for experts in (False, True):
+        held = [[ref for key, ref in own if is_expert(key.fqn) == experts] for own in ranks]
+        refuse_equal(store, path, held, "moments")
 
 
 def _shapes_told(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,12 @@ from ucp_core.converters.files.torch_reader import TensorRef
 from ucp_core.converters.megatron import flat_buffers
 from ucp_core.converters.megatron.experts import Experts, is_expert, is_fused, is_gated
 from ucp_core.converters.shared.evidence import interchangeable, match_masters
-from ucp_core.converters.shared.optimizer_order import assign, largest_shape, unclear
+from ucp_core.converters.shared.optimizer_order import (
+    assign,
+    check_numbers,
+    largest_shape,
+    unclear,
+)
 from ucp_core.converters.shared.shards import Layouts, Rank, Shards
 from ucp_core.converters.shared.values import Scalars, json_value
 from ucp_core.converters.shared.vocabulary import Vocabulary, tells_padding, vocabulary_of
@@ -85,6 +90,7 @@ class Model:
         frozen: Names that no optimizer has.
         items: What was left out.
         mastered: Whose weights the optimizer has: rank, expert parallel rank and name.
+        moments: By rank and expert parallel rank, the slots that are no weights.
     """
 
     experts: Experts
@@ -93,6 +99,9 @@ class Model:
     frozen: set[str] = field(default_factory=set)
     items: dict[str, Item] = field(default_factory=dict)
     mastered: set[tuple[Rank, int, str]] = field(default_factory=set)
+    moments: dict[tuple[Rank, int], list[tuple[TensorKey, TensorRef]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
     @property
     def has_expert_ranks(self) -> bool:
@@ -143,6 +152,8 @@ class Model:
 
     def put(self, shards: Shards, key: TensorKey, place: Piece | Chunk, ref: TensorRef) -> None:
         """Add what one rank has of a tensor."""
+        if key.slot != WEIGHT:
+            self.moments[place.rank, place.expert].append((key, ref))
         if is_fused(key.fqn):
             part, first = self.experts.part(key, place.expert, ref)
             shards.add_rows(key, place.rank, part, first, self.experts.total or 0)
@@ -309,6 +320,7 @@ def _add_numbered(
 ) -> list[list[str]]:
     """Add an optimizer that numbers its parameters; return the names of each group."""
     hyper, state = inner["param_groups"], inner.get("state") or {}
+    check_numbers(hyper, None, piece.file)
     masters = part.tree.get(_MASTERS) or part.tree.get("fp32_from_fp16")
     params = part.params
     if masters:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core._open import Checkpoint
 from ucp_core.checksums import BLOCK_BYTES
-from ucp_core.converters.megatron.agreement import arguments_of, check_agreement
+from ucp_core.converters.megatron.agreement import arguments_of, check_agreement, check_copies
 from ucp_core.converters.megatron.experts import Experts
 from ucp_core.converters.megatron.model import (
     Model,
@@ -90,6 +90,13 @@ def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
     model.add(shards)
     layouts = pattern_rules(arguments, rules, tp, files.trees[pieces[0].file])
     entries = {**shards.entries(layouts), **scalars.entries}
+    tied = set(model.ties.values())
+    check_copies(
+        store,
+        path,
+        model.moments.values(),
+        lambda key: key.fqn in tied or "replicated" in shards.patterns.get(key, ()),
+    )
     first = files.trees[pieces[0].file]
     extra, items = _extras(files, first, len(pieces))
     used = {f.file for entry in entries.values() for f in entry.fragments}

@@ -37,6 +37,37 @@ def largest_shape(state: Mapping[str, Any]) -> Shape | None:
     return None if best is None else best.shape
 
 
+def check_numbers(
+    groups: Sequence[Mapping[str, Any]], masters: Sequence[Any] | None, file: str
+) -> None:
+    """Check that no parameter is numbered twice, and that each has a master if any has.
+
+    Args:
+        groups: Of the optimizer.
+        masters: By group, its masters, where there are any.
+        file: For errors.
+
+    Raises:
+        CheckpointCorruptError: The file was put together of two, or changed.
+    """
+    numbers = Counter(number for group in groups for number in group["params"])
+    twice = [number for number, times in numbers.items() if times > 1]
+    if twice:
+        raise CheckpointCorruptError(
+            f"{file}: the optimizer has parameter {twice[0]} more than once: the file was changed, "
+            "or put together of two; use another checkpoint",
+            file=file,
+        )
+    counts = [len(group["params"]) for group in groups]
+    if masters is not None and list(map(len, masters)) != counts:
+        raise CheckpointCorruptError(
+            f"{file}: the optimizer's groups have {counts} parameters, but "
+            f"{list(map(len, masters))} masters: the file was changed, or put together of two; use "
+            "another checkpoint",
+            file=file,
+        )
+
+
 def assign(
     wanted: Sequence[Sequence[Shape | None]],
     params: Sequence[tuple[str, Shape]],

@@ -8,11 +8,9 @@ zeros of padding, or parameters that were initialised to ones.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from ucp_core.errors import CheckpointCorruptError
-from ucp_core.statemap import DTYPE_BYTES
-from ucp_core.storage.base import join
+from ucp_core.converters.shared.copies import refuse_equal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -20,14 +18,6 @@ if TYPE_CHECKING:
     from ucp_core.converters.deepspeed.reading.partitions import RankState
     from ucp_core.converters.files.torch_reader import TensorRef
     from ucp_core.storage.base import Store
-
-#: What is looked at of a tensor, at its start, in the middle and at its end.
-_SAMPLE_BYTES = 64 << 10
-#: So many different numbers at most may be the same on two ranks without being a copy: what layers
-#: begin with, and padding. Better one copy unnoticed than a sound checkpoint refused.
-_NUMBERS_MAX = 16
-
-_Prints: TypeAlias = tuple[tuple[object, ...], ...]
 
 
 def refuse_copied(store: Store, directory: str, states: Sequence[RankState]) -> None:
@@ -45,7 +35,7 @@ def refuse_copied(store: Store, directory: str, states: Sequence[RankState]) -> 
         CheckpointCorruptError: Two are equal, and more than a few numbers over and over.
     """
     held = [list(_tensors(state)) for state in states]
-    _refuse_equal(store, directory, held, "masters and optimizer state")
+    refuse_equal(store, directory, held, "masters and optimizer state")
 
 
 def refuse_copied_frozen(
@@ -63,28 +53,7 @@ def refuse_copied_frozen(
     Raises:
         CheckpointCorruptError: As above.
     """
-    _refuse_equal(store, directory, pieces, "pieces of frozen parameters")
-
-
-def _refuse_equal(
-    store: Store, directory: str, held: Iterable[Sequence[TensorRef]], what: str
-) -> None:
-    seen: dict[_Prints, str] = {}
-    for found in held:
-        refs = [ref for ref in found if ref.num_elements]
-        if not refs or any(ref.extent is None for ref in refs):
-            continue
-        first = seen.setdefault(tuple(map(_print, refs)), refs[0].file)
-        if first == refs[0].file or all(_is_plain(store, directory, ref) for ref in refs):
-            continue
-        path = join(directory, refs[0].file)
-        raise CheckpointCorruptError(
-            f"{path} holds the same {what} as {first}, but ranks hold different parts: one of them "
-            "was copied over the other; bring the right one back or use another checkpoint",
-            path=path,
-            file=refs[0].file,
-            same_as=first,
-        )
+    refuse_equal(store, directory, pieces, "pieces of frozen parameters")
 
 
 def _tensors(state: RankState) -> Iterator[TensorRef]:
@@ -92,23 +61,3 @@ def _tensors(state: RankState) -> Iterator[TensorRef]:
         yield part.weight
         for _, ref in sorted(part.slots.items()):
             yield ref
-
-
-def _print(ref: TensorRef) -> tuple[object, ...]:
-    extent = ref.extent
-    assert extent is not None, f"{ref.file} has no checksums"
-    start = ref.offset_bytes - extent.offset_bytes
-    return ref.dtype, ref.shape, start, extent.num_bytes, extent.crc32
-
-
-def _is_plain(store: Store, directory: str, ref: TensorRef) -> bool:
-    """Return whether what is looked at of a flat tensor is a few numbers over and over."""
-    itemsize = DTYPE_BYTES[ref.dtype]
-    path, size = join(directory, ref.file), _SAMPLE_BYTES // itemsize
-    lows = sorted({0, max(ref.num_elements - size, 0) // 2, max(ref.num_elements - size, 0)})
-    found: set[bytes] = set()
-    for low in lows:
-        count = min(size, ref.num_elements - low)
-        data = store.read_range(path, ref.offset_bytes + low * itemsize, count * itemsize)
-        found |= {data[at : at + itemsize] for at in range(0, len(data), itemsize)}
-    return len(found) <= _NUMBERS_MAX

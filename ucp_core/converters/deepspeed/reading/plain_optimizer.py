@@ -13,7 +13,12 @@ from ucp_core.converters.deepspeed.reading.weights import WEIGHT, Modules
 from ucp_core.converters.deepspeed.reading.zero import EXPERT
 from ucp_core.converters.files.torch_reader import TensorRef
 from ucp_core.converters.shared.evidence import interchangeable, match_flat, match_masters
-from ucp_core.converters.shared.optimizer_order import assign, largest_shape, unclear
+from ucp_core.converters.shared.optimizer_order import (
+    assign,
+    check_numbers,
+    largest_shape,
+    unclear,
+)
 from ucp_core.converters.shared.shards import Rank, Run
 from ucp_core.converters.shared.values import Scalars, json_value
 from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
@@ -85,6 +90,10 @@ class _Optimizer:
         self.groups: list[Mapping[str, Any]] = inner["param_groups"]
         self._state: Mapping[Any, Any] = inner.get("state") or {}
         self._shapes = {name: ref.shape for name, ref in params}
+        # A group of flat masters has one parameter: the flat one.
+        flats = tree.get(FLAT)
+        masters = tree.get(LISTS) if flats is None else [[flat] for flat in flats]
+        check_numbers(self.groups, masters, file)
         self.is_unnamed = False
         if FLAT in tree or LISTS in tree:
             self._names = self._by_masters(native, params, names or source.told)

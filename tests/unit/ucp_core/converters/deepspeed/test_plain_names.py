@@ -236,3 +236,23 @@ def test_masters_of_other_parameters_than_the_names_say_are_refused(
 
     with pytest.raises(PatternError, match="mixes two saves"):
         read(_write(tmp_path, tree))
+
+
+@pytest.mark.parametrize("kind", ["none", "lists"])
+def test_a_parameter_that_is_numbered_twice_is_refused(tmp_path: Path, kind: str) -> None:
+    """It would have given its moments to another one."""
+    tree = _tree(kind, GROUPS)
+    _hyper(tree)[0]["params"] = [0, 0]
+
+    with pytest.raises(CheckpointCorruptError, match="parameter 0 more than once"):
+        read(_write(tmp_path, tree))
+
+
+@pytest.mark.parametrize(("kind", "key"), [("lists", "fp32_groups"), ("flat", "fp32_groups_flat")])
+def test_masters_of_a_group_that_are_missing_are_told(tmp_path: Path, kind: str, key: str) -> None:
+    """The file was put together of two."""
+    tree = _tree(kind, GROUPS)
+    tree["optimizer"][key].pop()
+
+    with pytest.raises(CheckpointCorruptError, match=r"have \[\d, \d\] parameters, but \[\d\]"):
+        read(_write(tmp_path, tree))

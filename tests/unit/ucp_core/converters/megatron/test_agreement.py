@@ -6,9 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.support.deepspeed_folders import assert_equal, loaded, read
+from tests.support.deepspeed_folders import assert_equal, loaded, read, tensor
 from tests.support.megatron_folders import Megatron
 from ucp_core.errors import CheckpointCorruptError, StorageError
 
@@ -130,3 +131,59 @@ def test_the_missing_file_of_the_first_rank_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(StorageError, match="mp_rank_00/model_optim_rng"):
         read(path.parent)
+
+
+def _copied(made: Megatron, one: str, other: str) -> None:
+    """Give a rank all files of another."""
+    source, target = (name.split("/")[0] for name in (one, other))
+    for name in [name for name in made.trees if name.startswith(f"{target}/")]:
+        made.trees[name] = made.trees[name.replace(target, source)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=_id)
+@pytest.mark.parametrize("distributed", [False, True])
+def test_moments_that_two_ranks_have_are_of_one_file(
+    tmp_path: Path, layout: dict[str, Any], *, distributed: bool
+) -> None:
+    """Also where nothing says which process wrote it, as in files of other tools."""
+    made = Megatron(distributed=distributed, **layout)
+    models = _models(made)
+    # The first expert parallel rank has state of the rest, too, in the same file.
+    _copied(made, models[-2], models[-1])
+
+    with pytest.raises(CheckpointCorruptError, match=r"holds the same moments.*copied over"):
+        read(made.write(tmp_path))
+
+
+def test_moments_that_are_all_alike_are_of_any_file(tmp_path: Path) -> None:
+    """As those of a run are that has made no step yet."""
+    made = Megatron(ep=2)
+    models = _models(made)
+    _copied(made, models[0], models[-1])
+    for optimizer in made.trees[models[0]]["optimizer"]:
+        for state in optimizer["optimizer"]["state"].values():
+            for slot, value in state.items():
+                state[slot] = tensor(np.zeros(value.shape, np.float32))
+
+    assert len(loaded(read(made.write(tmp_path)))) == len(made.expected)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_what_all_ranks_have_is_no_copy(tmp_path: Path, *, distributed: bool) -> None:
+    """Norms alone are trained: ranks that cut the rest have the same moments of them."""
+    rest = ("embeddings.weight", "proj.weight", "qkv.weight", "fc1.weight", "fc2.weight")
+    made = Megatron(tp=2, distributed=distributed, frozen=rest)
+
+    assert {key[0] for key in loaded(read(made.write(tmp_path))) if key[1] == "exp_avg"} == {
+        name for name, _ in made.expected if "norm" in name
+    }
+
+
+def test_a_parameter_that_is_numbered_twice_is_refused(tmp_path: Path) -> None:
+    """It would have given its moments to another one."""
+    made = Megatron()
+    tree = made.trees["mp_rank_00/model_optim_rng.pt"]["optimizer"]["optimizer"]
+    tree["param_groups"][0]["params"][1] = tree["param_groups"][0]["params"][0]
+
+    with pytest.raises(CheckpointCorruptError, match="parameter 0 more than once"):
+        read(made.write(tmp_path))
