@@ -71,11 +71,12 @@ class Megatron:
         norms: The weights of all norms; None: random ones.
         ep: Expert parallel ranks.
         gated: The first linear is a gate and an up projection.
+        dense: The first layers without experts.
         expert: Module of each expert, where there are several ranks of them; empty: all that a rank
             has are one parameter, also where it is the only one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the axes of a layout
         self,
         *,
         tp: int = 1,
@@ -86,10 +87,11 @@ class Megatron:
         ep: int = 1,
         gated: bool = True,
         expert: str = "experts.local_experts.{}",
+        dense: int = 0,
     ) -> None:
         self.trees: dict[str, Any] = {}
         self._frozen, self._norms, self._ep = frozen, norms, ep
-        self._gated, self._expert = gated, expert
+        self._gated, self._expert, self._dense = gated, expert, dense
         self.expected: dict[tuple[str, str], Array] = {}
         self._tp, self._pp = tp, pp
         for stage in range(pp):
@@ -106,7 +108,8 @@ class Megatron:
         for layer in range(count):
             number = stage * count + layer
             ends = [(name, name, *kind) for name, kind in self._layer().items()]
-            for local, whole, shape, cut in [*ends, *self._experts(expert_rank)]:
+            own = self._experts(expert_rank) if number >= self._dense else []
+            for local, whole, shape, cut in [*ends, *own]:
                 names = f"decoder.layers.{layer}.{local}", f"decoder.layers.{number}.{whole}"
                 found.append((*names, shape, cut))
         if stage == self._pp - 1:
@@ -152,7 +155,8 @@ class Megatron:
         folder = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if self._pp > 1 else "")
         folder += f"_{expert_rank:03d}" if self._ep > 1 else ""
         optimizers, flats = [], []
-        for experts in (False, True) if self._ep > 1 else (False,):
+        is_chained = self._ep > 1 and any("experts." in param[0] for param in params)
+        for experts in (False, True) if is_chained else (False,):
             own = [p for p in params if self._ep == 1 or ("experts." in p[0]) == experts]
             hyper = [
                 {"lr": 0.1, "wd_mult": wd, "step": 5, "is_expert_parallel": experts}
@@ -165,9 +169,9 @@ class Megatron:
                 flats.append(self._flat(own, shards) if experts or expert_rank == 0 else None)
             else:
                 optimizers.append(_numbered(groups, hyper, shards))
-        optimizer = optimizers[0] if self._ep == 1 else optimizers
-        if distributed:
-            self.trees[f"{folder}/distrib_optim.pt"] = flats[0] if self._ep == 1 else flats
+        optimizer = optimizers if is_chained else optimizers[0]
+        if distributed and any(flats):
+            self.trees[f"{folder}/distrib_optim.pt"] = flats if is_chained else flats[0]
         self.trees[f"{folder}/model_optim_rng.pt"] = {
             "args": namespace(
                 tensor_model_parallel_size=self._tp,

@@ -198,6 +198,12 @@ def model_of(piece: Piece, experts: Experts) -> list[Chunk]:
     return chunks
 
 
+def has_experts(tree: Mapping[str, Any]) -> bool:
+    """Return whether a rank's file has parameters of experts."""
+    keys = [key for key in tree if _CHUNK.fullmatch(str(key))]
+    return any(is_expert(name) for key in keys for name, _ in _flattened(tree[key], ""))
+
+
 def _flattened(tree: Any, prefix: str) -> Iterator[tuple[str, TensorRef]]:
     if isinstance(tree, TensorRef):
         if not prefix.endswith("_extra_state"):
@@ -225,9 +231,11 @@ def _parts(piece: Piece, model: Model) -> list[_Part]:
     if trees is None:
         return []
     trees = trees if isinstance(trees, list) else [trees]
-    if len(trees) == 1 and not model.has_expert_ranks:
-        return [_Part(trees[0], (0, 1), chunks)]
-    if len(trees) != len((False, True)) or not model.has_expert_ranks:
+    # A stage without experts has one optimizer where others chain two.
+    is_chained = model.has_expert_ranks and has_experts(piece.tree)
+    if len(trees) == 1 and not is_chained:
+        return [_Part(trees[0], (0, 1), chunks)] if piece.expert == 0 else []
+    if len(trees) != len((False, True)) or not is_chained:
         raise UnsupportedVersionError(
             f"{piece.file}: {len(trees)} chained optimizers are not supported in this format; save "
             "in torch_dist format",

@@ -18,6 +18,7 @@ from ucp_core.converters.megatron.model import (
     Model,
     Piece,
     add_optimizer,
+    has_experts,
     model_of,
     pattern_rules,
 )
@@ -172,18 +173,20 @@ def _opened(store: Store, path: str) -> tuple[Files, list[Piece], Mapping[str, A
             path=path,
             missing=(name,),
         )
-    distributed = [n for n in wanted if _DISTRIBUTED_FILE in store.list(join(path, n))]
-    if distributed and len(distributed) != len(wanted):
-        missing = min(set(wanted) - set(distributed))
-        raise CheckpointCorruptError(
-            f"{path}/{missing} lacks {_DISTRIBUTED_FILE}, which other ranks have", path=path
-        )
+    distributed = {n for n in wanted if _DISTRIBUTED_FILE in store.list(join(path, n))}
+    for name, (_, expert) in sorted(wanted.items()) if distributed else ():
+        # Of what expert parallel ranks repeat, the first one gathers the state.
+        is_needed = expert == 0 or has_experts(files.trees[f"{name}/{MODEL_FILE}"])
+        if is_needed and name not in distributed:
+            raise CheckpointCorruptError(
+                f"{path}/{name} lacks {_DISTRIBUTED_FILE}, which other ranks have", path=path
+            )
     pieces = [
         Piece(
             rank=rank,
             file=f"{name}/{MODEL_FILE}",
             tree=files.trees[f"{name}/{MODEL_FILE}"],
-            distributed=f"{name}/{_DISTRIBUTED_FILE}" if distributed else None,
+            distributed=f"{name}/{_DISTRIBUTED_FILE}" if name in distributed else None,
             expert=expert,
         )
         for name, (rank, expert) in wanted.items()

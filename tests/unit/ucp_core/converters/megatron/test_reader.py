@@ -209,6 +209,30 @@ def test_a_quick_geglu_is_a_gate_and_an_up_projection(tmp_path: Path) -> None:
     assert_equal(loaded(read(made.write(tmp_path))), made.expected)
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("expert", ["experts.local_experts.{}", ""], ids=["apart", "fused"])
+def test_a_stage_without_experts_has_one_optimizer(
+    tmp_path: Path, expert: str, *, distributed: bool
+) -> None:
+    """Where the first layers are dense; other expert parallel ranks save none of its buffers."""
+    made = Megatron(tp=2, pp=2, ep=2, dense=1, expert=expert, distributed=distributed)
+
+    checkpoint = read(made.write(tmp_path))
+
+    assert_equal(loaded(checkpoint), made.expected)
+    assert checkpoint.manifest.roles == {}
+
+
+@pytest.mark.parametrize("place", ["000_000", "001_000", "001_001"])
+def test_its_buffers_are_missed_where_they_should_be(tmp_path: Path, place: str) -> None:
+    """Of the first of the ranks that repeat it, and of all that have experts."""
+    made = Megatron(pp=2, ep=2, dense=1, distributed=True)
+    del made.trees[f"mp_rank_00_{place}/distrib_optim.pt"]
+
+    with pytest.raises(CheckpointCorruptError, match=f"mp_rank_00_{place} lacks distrib_optim"):
+        read(made.write(tmp_path))
+
+
 def _in_another_form(tree: dict[str, Any]) -> None:
     name = "decoder.layers.0.mlp.experts.linear_fc1.weight"
     tree["model"][name] = tensor(np.ones((2, 20, 6), np.float16))
