@@ -222,6 +222,32 @@ def test_a_tensor_outside_the_model_keeps_its_key(tmp_path: Path) -> None:
             assert torch.equal(found["ema"][key], average[key])
 
 
+def test_tensors_and_bytes_among_small_values_are_such_again(tmp_path: Path) -> None:
+    """A run that goes on gives its generators a tensor, and its data loader bytes to unpickle."""
+
+    def state(fill: int) -> dict[str, Any]:
+        return {
+            "model": {"w": torch.full((2, 2), float(fill))},
+            "rng": torch.full((5056,), fill, dtype=torch.uint8),
+            "loader": {"dp_rank_0": bytes([fill, 255]), "world_size": fill},
+            "lists": [{"bytes": [bytes([fill])]}, torch.full((3,), fill, dtype=torch.uint8)],
+        }
+
+    dcp.save(state(7), checkpoint_id=tmp_path / "in", no_dist=True)
+    found = state(0)
+    dcp.load(
+        found,
+        checkpoint_id=_written(open_source(LocalStore(), str(tmp_path / "in")), tmp_path / "out"),
+        no_dist=True,
+    )
+
+    told = state(7)
+    assert torch.equal(found["rng"], told["rng"])
+    assert found["loader"] == told["loader"]
+    assert found["lists"][0] == told["lists"][0]
+    assert torch.equal(found["lists"][1], told["lists"][1])
+
+
 @pytest.mark.parametrize("name", ["__3_0.distcp", ".metadata"])
 def test_a_destination_in_use_is_refused(name: str) -> None:
     """Old metadata with new data loads without an error, with wrong values."""

@@ -186,18 +186,19 @@ def _is_small(container: Container, key: str) -> bool:
 
 
 def _number(container: Container, key: str) -> Any:
-    """Return a small tensor as a number, or as the base64 of its bytes."""
+    """Return a small tensor as a number, or with the base64 of its bytes."""
     entries, _ = container.entries({key: TensorKey(key, "weight")})
     return read_small(container, entries[TensorKey(key, "weight")])
 
 
 def read_small(container: Container, entry: TensorEntry) -> Any:
-    """Return the value of a tensor of one fragment: a number, or the base64 of its bytes."""
+    """Return the value of a tensor of one fragment: a number, or with the base64 of its bytes."""
     (fragment,) = entry.fragments
     path = join(container.directory, fragment.file)
     data = container.store.read_range(path, fragment.offset_bytes, fragment.num_bytes)
     if entry.shape:
-        return {"base64": b64encode(data).decode()}
+        encoded = b64encode(data).decode()
+        return {"dtype": entry.dtype, "shape": list(entry.shape), "base64": encoded}
     return plain(_decoded(data, entry.dtype))
 
 

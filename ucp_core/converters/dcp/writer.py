@@ -21,6 +21,7 @@ from ucp_core.converters.files.torch_writer import (
     TensorData,
     torch_file_chunks,
 )
+from ucp_core.converters.shared.restored import restored
 from ucp_core.errors import UcpError
 from ucp_core.statemap import TensorEntry, TensorKey
 from ucp_core.storage.base import Store, join
@@ -63,6 +64,8 @@ _DTYPES = {
     "F64": "float64",
     "C64": "complex64",
 }
+#: A tensor of bytes, as the state of a generator, is read as a small value; others are tensors.
+_SMALL = frozenset({"U8"})
 _CLASSES = (
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
@@ -134,7 +137,7 @@ def write(  # noqa: PLR0913 - the options of a format
     contents.tensors(checkpoint, model, optimizer)
     contents.groups(checkpoint, optimizer, is_flat=flatten_optimizer)
     for name, value in checkpoint.extra.items():
-        contents.value((name,), value)
+        contents.value((name,), restored(value, _SMALL))
     with undone(store, directory) as written:
         writer = _Writer(checkpoint, store, directory, contents, memory_bytes, progress)
         try:
@@ -154,11 +157,13 @@ class _Contents:
         paths: The path in the nested state dict of every key.
         keys: The keys of each tensor; several where names are tied.
         values: Small values by key.
+        small: Small values that are tensors, by key.
     """
 
     paths: dict[str, _Path] = field(default_factory=dict)
     keys: dict[TensorKey, list[str]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    small: dict[str, TensorData] = field(default_factory=dict)
 
     def tensors(self, checkpoint: Checkpoint, model: str, optimizer: str) -> None:
         """Name every tensor; the weight of tied ones once more for each alias."""
@@ -196,6 +201,8 @@ class _Contents:
         elif isinstance(value, list) and not _is_terminal(value):
             for index, inner in enumerate(value):
                 self.value((*path, index), inner)
+        elif isinstance(value, TensorData):
+            self.small[self._key(path)] = value
         else:
             self.values[self._key(path)] = value
 
@@ -213,7 +220,8 @@ class _Contents:
 
 def _is_terminal(values: list[Any]) -> bool:
     return not any(
-        isinstance(value, dict) or (isinstance(value, list) and not _is_terminal(value))
+        isinstance(value, dict | TensorData)
+        or (isinstance(value, list) and not _is_terminal(value))
         for value in values
     )
 
@@ -254,6 +262,7 @@ class _Writer:
         self._done_bytes = 0
         self._tensors = {k: _Tensor(checkpoint.state_map.entries[k]) for k in contents.keys}
         self._values: dict[str, Instance] = {}
+        self._small_tensors: dict[str, _Tensor] = {}
         self._slabs = stream(
             checkpoint,
             [tensor.entry for tensor in self._tensors.values()],
@@ -302,9 +311,14 @@ class _Writer:
                 return
 
     def _small(self) -> Iterator[Buffer]:
-        """Yield the values, and a chunk of nothing for each empty tensor, as DCP has it."""
+        """Yield small values, and a chunk of nothing for each empty tensor, as DCP has it."""
         for key, value in self._contents.values.items():
             self._values[key] = yield from self._blob(value)
+        for key, value in self._contents.small.items():
+            name = TensorKey(key, "weight")
+            entry = TensorEntry(key=name, dtype=value.dtype, shape=value.shape, fragments=())
+            tensor = _Tensor(entry, [Box.full(value.shape)], [(yield from self._blob(value))])
+            self._small_tensors[key] = tensor
         for tensor in self._tensors.values():
             box = Box.full(tensor.entry.shape)
             if box.is_empty:
@@ -326,10 +340,12 @@ class _Writer:
         """Return the document; only when all files are written."""
         described: dict[str, Instance] = {}
         places: dict[Instance, Instance] = {}
-        for key, tensor in self._tensors.items():
+        named = [(self._contents.keys[key], tensor) for key, tensor in self._tensors.items()]
+        named += [([key], tensor) for key, tensor in self._small_tensors.items()]
+        for names, tensor in named:
             document = _describe(tensor)
             # The keys of tied names lead to the same bytes.
-            for name in self._contents.keys[key]:
+            for name in names:
                 described[name] = document
                 for number, (box, place) in enumerate(
                     zip(tensor.boxes, tensor.places, strict=True)

@@ -5,13 +5,12 @@ Read by the writers of both forms, before they write anything.
 
 from __future__ import annotations
 
-from base64 import b64decode
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.converters.deepspeed.writing.streams import read_scalars
-from ucp_core.converters.files.pickle_writer import TensorData
+from ucp_core.converters.shared.restored import restored
 from ucp_core.dtypes import FLOATS
 from ucp_core.errors import UcpError
 from ucp_core.statemap import DTYPE_BYTES, TensorEntry, TensorKey
@@ -314,21 +313,6 @@ def _precision(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
 
 def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def restored(value: Any) -> Any:
-    """Return a value of ``extra`` with tensors and bytes as such, which JSON has in base64."""
-    if isinstance(value, list):
-        return [restored(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"base64"}:
-        return b64decode(value["base64"])
-    if value.keys() == {"dtype", "shape", "base64"} and value["dtype"] in DTYPE_BYTES:
-        return TensorData.of_bytes(
-            value["dtype"], tuple(value["shape"]), b64decode(value["base64"])
-        )
-    return {key: restored(item) for key, item in value.items()}
 
 
 def _scaler(value: Any) -> Mapping[str, Any] | None:

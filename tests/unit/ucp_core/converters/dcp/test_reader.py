@@ -213,7 +213,7 @@ def test_everything_else_is_kept_and_has_a_policy(tmp_path: Path) -> None:
     assert extra["lr_scheduler"]["_last_lr"] == [0.1, 0.2]
     assert set(extra["dataloader"]["dp_rank_0"]) == {"base64"}
     assert items["rng"].policy == "reseed"
-    assert set(extra["rng"]) == {"base64"}
+    assert set(extra["rng"]) == {"dtype", "shape", "base64"}
     assert items["note"].policy == "replicate"
     assert same_bits(loaded(checkpoint, "average.inner.0.weight"), torch.ones(4, 3))
     assert same_bits(loaded(checkpoint, "lists.0"), torch.ones(2))
