@@ -182,7 +182,7 @@ def _is_small(container: Container, key: str) -> bool:
     item = container.tensors[key]
     if item.dtype not in _CODES or len(item.chunks) != 1:
         return False
-    return not item.shape or (item.dtype == "U8" and item.shape[0] <= _SMALL_BYTES)
+    return not item.shape or (item.dtype == "U8" and prod(item.shape) <= _SMALL_BYTES)
 
 
 def _number(container: Container, key: str) -> Any:

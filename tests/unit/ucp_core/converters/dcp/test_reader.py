@@ -205,6 +205,7 @@ def test_everything_else_is_kept_and_has_a_policy(tmp_path: Path) -> None:
             "note": "x",
             "average": {"inner.0.weight": torch.ones(4, 3)},
             "lists": [torch.ones(2), {"a": 1}],
+            "images": torch.ones(2, 40_000, dtype=torch.uint8),
         },
         tmp_path / "c",
     )
@@ -217,6 +218,7 @@ def test_everything_else_is_kept_and_has_a_policy(tmp_path: Path) -> None:
     assert items["note"].policy == "replicate"
     assert same_bits(loaded(checkpoint, "average.inner.0.weight"), torch.ones(4, 3))
     assert same_bits(loaded(checkpoint, "lists.0"), torch.ones(2))
+    assert same_bits(loaded(checkpoint, "images"), torch.ones(2, 40_000, dtype=torch.uint8))
     assert checkpoint.manifest.roles["average.inner.0.weight"] == "extra"
     accounted = {*items, "model", "optimizer.state", "optimizer.param_groups"}
     assert {"lr_scheduler.last_epoch", "dataloader.world_size", "lists.1.a"} <= accounted
