@@ -160,7 +160,8 @@ def execute(
         threads: At most so many read at once; small plans use fewer.
         batch_bytes: Copies are read together up to so many bytes. A thread holds that, what one
             step along the outermost dim of a gathered copy reaches over, and a block at either
-            end, in scratch memory; three times a slab in fp64 where there are means.
+            end, in scratch memory; twice that from a store that is asked ahead, three times a slab
+            in fp64 where there are means.
         progress: Called with the size of every read that is done, by the thread that did it.
 
     Raises:
@@ -198,8 +199,8 @@ class _Run:
         """Read, verify and place ``copies``."""
         left = [self._by_runs(group) for group in _files(copies) if not self._take(group)]
         size_bytes = sum(copy.stop_byte - copy.start_byte for group in left for copy in group)
-        scratch, spare = (Scratch(min(self.batch_bytes, size_bytes)) for _ in range(2))
-        asked: _Batch | None = None
+        scratch_bytes = min(self.batch_bytes, size_bytes)
+        scratch, asked, spare = Scratch(scratch_bytes), None, None
         for group in chain.from_iterable(_batches(each, self.batch_bytes) for each in left):
             scratch.reset()
             first = group[0]
@@ -208,7 +209,7 @@ class _Run:
                 if self._ask(batch):
                     # It is on its way while the one before is verified.
                     self._finish(asked)
-                    asked, scratch, spare = batch, spare, scratch
+                    asked, scratch, spare = batch, spare or Scratch(scratch_bytes), scratch
                 else:
                     self._finish(batch)
                 continue
