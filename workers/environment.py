@@ -6,8 +6,8 @@ over, and drives out of the caches what the next step needs. A setting of the li
 from blocks of ours on; it reads it when a process starts, so whoever starts Ray has to give it.
 
 Measured (Xeon, 260 MB of last cache; 50 and 300 MB each of 1 and of 4 workers,
-``tests.benchmarks.bench_snapshot`` and ``bench_snapshot_load``): training waits for a snapshot 0.55
-to 0.85 as long, and loads from the own node's memory take 0.7 to 0.9 of the time.
+``tests.benchmarks.bench_snapshot`` and ``bench_snapshot_load``): training waits for a snapshot 0.6
+to 0.8 as long, and loads from the own node's memory take 0.8 to 0.9 of the time.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ from tests.support.node_memory import NodeProcess
 from tests.support.ranks import Place, running
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
+from workers.environment import tuned
 from workers.models.decoder import Decoder, mean_loss
 from workers.parallel.shares import replicas_of
 from workers.progress import ProgressPage
@@ -260,6 +261,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["snapshots", "copies", "peers"])
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.update(tuned(os.environ))
     runs: dict[str, tuple[tuple[str, ...], Callable[[Job, Path], dict[str, Any]]]] = {
         "snapshots": (("none", "snapshots"), functools.partial(run_ours, copies=False)),
         "copies": (("none", "snapshots"), functools.partial(run_ours, copies=True)),
