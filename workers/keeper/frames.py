@@ -24,6 +24,7 @@ __all__ = [
     "CHUNK",
     "SIZE",
     "RateLimit",
+    "Refused",
     "behind",
     "fields_of",
     "first",
@@ -209,6 +210,10 @@ def first(views: Sequence[memoryview], size_bytes: int) -> Iterator[memoryview]:
         part = view[:size_bytes]
         size_bytes -= len(part)
         yield part
+
+
+class Refused(Exception):  # noqa: N818  an answer, not a failure
+    """The other side says why not."""
 
 
 class RateLimit:

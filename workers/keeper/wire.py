@@ -44,6 +44,7 @@ from workers.keeper.frames import (
     CHUNK,
     SIZE,
     RateLimit,
+    Refused,
     fit_buffers,
     has_hung_up,
     held_of,
@@ -78,10 +79,6 @@ _POLL_S_MAX: Final = 2.0
 #: For so long what a rank finished is kept back for the others of its node. They finish within 1 ms
 #: of each other, and a listing costs both ends 0.3 ms of processor time.
 _TOGETHER_S: Final = 0.003
-
-
-class _Refused(Exception):  # noqa: N818  an answer, not a failure
-    """The other side says why not."""
 
 
 class WireServer:
@@ -216,16 +213,16 @@ class WireServer:
                 data = arena.body(held.slot)[low:high]
                 self._send_chunk(connection, arena, held, data, is_bare=is_bare)
                 self._attendance.renew()
-        except _Refused as refusal:
+        except Refused as refusal:
             words = str(refusal).encode()
             send(connection, CHUNK.pack(0, 0) + SIZE.pack(len(words)) + words)
 
     def _arena(self, name: str, held: Held, start: int, stop: int) -> Arena:
         arena = self._shelf.find(name)
         if arena is None:
-            raise _Refused(f"no snapshot of {name} is held here")
+            raise Refused(f"no snapshot of {name} is held here")
         if not (0 <= held.slot < NUM_SLOTS and 0 <= start <= stop <= arena.body_bytes):
-            raise _Refused(f"a slot of {name} has {arena.body_bytes} bytes, of {NUM_SLOTS}")
+            raise Refused(f"a slot of {name} has {arena.body_bytes} bytes, of {NUM_SLOTS}")
         return arena
 
     def _send_chunk(
@@ -240,7 +237,7 @@ class WireServer:
         self._limit.wait(len(data))
         value = 0 if is_bare else crc32(data)
         if arena.held(held.slot) != held:
-            raise _Refused(f"the snapshot after step {held.step} was overwritten")
+            raise Refused(f"the snapshot after step {held.step} was overwritten")
         # In one packet with what follows.
         send(connection, CHUNK.pack(len(data), value), socket.MSG_MORE)
         send(connection, data)

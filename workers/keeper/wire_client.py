@@ -19,6 +19,7 @@ from workers.keeper.frames import (
     CHALLENGE_BYTES,
     CHUNK,
     SIZE,
+    Refused,
     behind,
     fields_of,
     first,
@@ -51,10 +52,6 @@ class _Range(NamedTuple):
     offset_bytes: int
     size_bytes: int
     is_bare: bool
-
-
-class _Refused(Exception):  # noqa: N818  an answer, not a failure
-    """The other side says why not."""
 
 
 class WireClient:
@@ -104,7 +101,7 @@ class WireClient:
                 for taken in self._stream(arena, held, offset_bytes, left, is_bare=is_bare):
                     offset_bytes += taken
                     left = behind(left, taken)
-            except _Refused as refusal:
+            except Refused as refusal:
                 if self._asked:
                     self._hang_up()
                 raise self._error(held, str(refusal), refused=True) from None
@@ -226,7 +223,7 @@ class WireClient:
             size, value = CHUNK.unpack(receive(connection, CHUNK.size))
             if size == 0:
                 (length,) = SIZE.unpack(receive(connection, SIZE.size))
-                raise _Refused(receive(connection, min(length, 4096)).decode(errors="replace"))
+                raise Refused(receive(connection, min(length, 4096)).decode(errors="replace"))
             if size > min(wire.CHUNK_BYTES, size_bytes - done):
                 raise OSError(f"a chunk of {size} bytes was not asked for")
             views = list(first(behind(targets, done), size))
