@@ -28,12 +28,14 @@ from ucp_core.errors import StorageError
 from ucp_core.storage import open_store
 from workers.environment import tuned
 
-#: A simulated machine's death is noticed by Ray after about 4 s instead of 12 s to 62 s; the
-#: run does not wait for it, but a returned node must not meet its own ghost for long.
+#: A simulated machine's death is noticed by Ray after about 3 s instead of 12 s to 62 s; the
+#: run does not wait for it, but a returned node must not meet its own ghost for long. A killed
+#: raylet refuses the check at once, so one that does not answer is only slow: it writes its log
+#: with the disk that tests and trainers fill, and was given up there with 3 s a check.
 SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 3000,
+    "health_check_timeout_ms": 30_000,
     "health_check_failure_threshold": 3,
     # What only Ray's dashboard shows, which is not started here: statistics of event loops, states
     # of tasks, metrics. All processes share this machine, and an idle one takes an eighth less.
