@@ -73,22 +73,30 @@ class _Sorted:
         )
         self._fragments = [fragment for _, fragment in found]
         self._firsts = [first for first, _ in found]
-        lasts = (position(f.box, shape, f.box.num_elements - 1) for f in self._fragments)
+        self._sizes = [fragment.box.num_elements for fragment in self._fragments]
+        self._lasts = [
+            position(fragment.box, shape, size - 1)
+            for fragment, size in zip(self._fragments, self._sizes, strict=True)
+        ]
         # No fragment before index i ends behind ``_reach[i]``: what to search from the left.
-        self._reach = list(accumulate(lasts, max))
+        self._reach = list(accumulate(self._lasts, max))
 
     def runs(self, start: int, stop: int) -> list[Run]:
         low = bisect_left(self._reach, start)
         high = bisect_right(self._firsts, stop - 1)
         found: list[Run] = []
-        for fragment in self._fragments[low:high]:
-            first = count_before(fragment.box, self._shape, start)
-            count = count_before(fragment.box, self._shape, stop) - first
-            if count <= 0:
-                continue
-            begin = position(fragment.box, self._shape, first)
-            end = position(fragment.box, self._shape, first + count - 1) + 1
-            target = begin - start if end - begin == count else -1
+        for number in range(low, high):
+            fragment = self._fragments[number]
+            first, count = 0, self._sizes[number]
+            begin, last = self._firsts[number], self._lasts[number]
+            if begin < start or last >= stop:
+                first = count_before(fragment.box, self._shape, start)
+                count = count_before(fragment.box, self._shape, stop) - first
+                if count <= 0:
+                    continue
+                begin = position(fragment.box, self._shape, first)
+                last = position(fragment.box, self._shape, first + count - 1)
+            target = begin - start if last + 1 - begin == count else -1
             found.append(Run(fragment, first, count, target))
         return found
 

@@ -344,7 +344,7 @@ class _Index:
         self._replicas = [fragment for fragment in fragments if fragment.replica]
         self._dim = -1
         if ndim and len(primary) >= _SEARCH_FRAGMENTS_MIN:
-            dim = self._dim = sweep_dim(primary, ndim)
+            dim = self._dim = sweep_dim([fragment.box for fragment in primary], ndim)
             primary.sort(key=lambda f: f.box.start[dim])
             self._starts = [f.box.start[dim] for f in primary]
             self._extent_max = max(f.box.stop[dim] - f.box.start[dim] for f in primary)

@@ -110,6 +110,8 @@ def measure(command: list[str]) -> dict[str, float]:
     before, io = resource.getrusage(resource.RUSAGE_CHILDREN), _io()
     begun = time.perf_counter()
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    # What is installed keeps its byte code; ours, in a working copy, is compiled by the first way.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
     ) as process:

@@ -65,7 +65,8 @@ class Conversion:
         _check_destination(checkpoint, store, directory)
         checkpoint.state_map.prove_coverage()
         files = tuple(sorted(_file_ends(checkpoint.state_map)))
-        self.identity = _identity(checkpoint, _check_files(checkpoint))
+        self._found = _check_files(checkpoint)
+        self.identity = _identity(checkpoint, self._found)
         self.job = _job(checkpoint, files, store, memory_bytes, workers)
         _check_contents(store, directory, self.job.targets)
         self.items = tuple(_items(self.job))
@@ -107,7 +108,7 @@ class Conversion:
             CheckpointCorruptError: The source's files changed meanwhile.
         """
         self.collector.finish()
-        if self.identity != _identity(self.checkpoint, _check_files(self.checkpoint)):
+        if _check_files(self.checkpoint) != self._found:
             raise CheckpointCorruptError(
                 f"files of {self.checkpoint.directory} changed while they were converted: "
                 "convert again when nobody writes there",
@@ -252,7 +253,8 @@ def _identity(checkpoint: Checkpoint, files: Sequence[tuple[str, int, int]]) -> 
     """Return a name of what is converted: another source, or another cut of it, has another."""
     digest = hashlib.sha256(repr((checkpoint.directory, _ITEM_BYTES_MAX, files)).encode())
     for key, entry in sorted(checkpoint.state_map.entries.items()):
-        facts = [fragment._replace(blocks=()) for fragment in entry.fragments]
+        # Plain tuples, which Python prints in a quarter of the time; without the many checksums.
+        facts = [(*f.box, *f[1:5], *f[6:]) for f in entry.fragments]
         digest.update(repr((key, entry.dtype, entry.shape, entry.copies, facts)).encode())
     for file, extents in sorted(checkpoint.state_map.extents.items()):
         digest.update(repr((file, extents)).encode())

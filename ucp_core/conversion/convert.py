@@ -264,14 +264,12 @@ def _workers(checkpoint: Checkpoint, memory_bytes: int, processes: int | None) -
 
 def _is_scattered(checkpoint: Checkpoint) -> bool:
     """Return whether elements have to be put in place one by one, or averaged."""
-    for entry in checkpoint.state_map.entries.values():
-        whole = Box.full(entry.shape)
-        if not is_plain(entry) or not all(
-            fragment.box.is_empty or is_contiguous(fragment.box, whole)
-            for fragment in entry.fragments
-        ):
-            return True
-    return False
+    entries = checkpoint.state_map.entries.values()
+    # Layers and slots are cut alike.
+    cuts = {(entry.shape, tuple([f.box for f in entry.fragments])) for entry in entries}
+    return not all(map(is_plain, entries)) or not all(
+        box.is_empty or is_contiguous(box, Box.full(shape)) for shape, boxes in cuts for box in boxes
+    )
 
 
 def _resident_bytes() -> int:

@@ -181,6 +181,7 @@ class Collector:
         self._state_map = state_map
         self._files = files
         self._pending: dict[Check, list[Piece]] = {}
+        self._left_bytes: dict[Check, int] = {}
 
     def add(self, pieces: Iterable[Piece]) -> None:
         """Take the pieces of one item.
@@ -189,10 +190,13 @@ class Collector:
             ChecksumMismatchError: A range is complete and wrong; names file, bytes, tensors.
         """
         for piece in pieces:
-            found = self._pending.setdefault(piece.check, [])
-            found.append(piece)
-            if sum(one.num_bytes for one in found) >= piece.check.num_bytes:
-                self._close(piece.check)
+            check = piece.check
+            self._pending.setdefault(check, []).append(piece)
+            left_bytes = self._left_bytes.pop(check, check.num_bytes) - piece.num_bytes
+            if left_bytes > 0:
+                self._left_bytes[check] = left_bytes
+            else:
+                self._close(check)
 
     def _close(self, check: Check) -> None:
         value = 0
