@@ -268,7 +268,9 @@ def _is_scattered(checkpoint: Checkpoint) -> bool:
     # Layers and slots are cut alike.
     cuts = {(entry.shape, tuple([f.box for f in entry.fragments])) for entry in entries}
     return not all(map(is_plain, entries)) or not all(
-        box.is_empty or is_contiguous(box, Box.full(shape)) for shape, boxes in cuts for box in boxes
+        box.is_empty or is_contiguous(box, Box.full(shape))
+        for shape, boxes in cuts
+        for box in boxes
     )
 
 
