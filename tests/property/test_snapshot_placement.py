@@ -143,7 +143,6 @@ STATES = st.lists(
         name=st.just("any"),
         kind=st.sampled_from(StateClass),
         num_bytes=st.integers(1, 1000),
-        gradient_bytes=st.sampled_from([0, 100]),
     ),
     min_size=1,
     max_size=3,

@@ -8,6 +8,19 @@ to travel. A claim of tolerance is for nodes; it holds for racks where ``shared_
 
 Source: the protections of REFT (arXiv 2310.12670), with two parities, unequal parts and any
 number of nodes; partner copies of GEMINI (SOSP 2023); XOR sets of SCR.
+
+REFT's third, optimizer recomputation, was measured and left out: replicas would save the state
+after every K-th step only, and after the others their gradients, a third of AdamW's bytes. As
+replicas send each other nothing, copying is all that this spares, and it spares less of it than a
+snapshot after each third step. Of 300 MB on two replicas training waits 51 ms a step for snapshots
+of every step; 22 ms with gradients and K = 8, in 1.9 times the memory; 26 and 17 ms for snapshots
+of every second and third. It is better for the one or two steps more that these may lose, and only
+if no replica can leave its own state (``workers.snapshot.farewell``). Those are trained again;
+it has up to seven updates to make again, each 28 ms to load gradients and 106 ms to update, where
+the state itself loads in 66 ms. A keeper that made them at once would need twice the processor
+time of a snapshot. And no checksum says that what was made again is right: fused AdamW and SGD
+give other bits where tensors are cut otherwise, Muon needs whole matrices, and what a script does
+to weights between updates is in no gradient. ``tests.benchmarks.bench_recomputation``, 2026-11-23.
 """
 
 from __future__ import annotations
@@ -66,7 +79,6 @@ class Mechanism(StrEnum):
     DOUBLE_PARITY = "double parity"
     PARTNER_COPY = "partner copy"
     RING_PARITY = "ring parity"
-    RECOMPUTATION = "optimizer recomputation"
 
 
 PARITIES = frozenset({Mechanism.REPLICA_PARITY, Mechanism.DOUBLE_PARITY, Mechanism.RING_PARITY})
@@ -110,16 +122,12 @@ class State:
         kind: Whether ``nodes`` hold equal copies of it, or each rank a part of its own.
         num_bytes: Replicated: of the whole. Unique: of the largest rank.
         nodes: That hold it; all if empty.
-        gradient_bytes: What updates it, of as much state as ``num_bytes``, if every node of a
-            group sees that anyway (all-reduced gradients) and the same update elsewhere gives
-            the same bits; otherwise 0.
     """
 
     name: str
     kind: StateClass
     num_bytes: int
     nodes: tuple[str, ...] = ()
-    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,8 +404,7 @@ def _candidates(
             parities.append(Mechanism.REPLICA_PARITY if replicated else Mechanism.RING_PARITY)
     if preference is Preference.PARITY:
         return parities or copies
-    found = copies if preference is Preference.COPY else [*copies, *parities]
-    return [*found, Mechanism.RECOMPUTATION] if state.gradient_bytes else found
+    return copies if preference is Preference.COPY else [*copies, *parities]
 
 
 def _costs(
@@ -433,16 +440,13 @@ def _cost_of_replica(
     rules: PlacementRules,
 ) -> Cost:
     """Return a node's cost of a state that all ``size`` nodes of the group hold."""
-    copies = (num_kept + 1) * -(-state.num_bytes // size)
     if mechanism in PARITIES:
         num_data = size - tolerance
         block = -(-state.num_bytes // (size * num_data))
         # On the host every block that goes into a parity is copied there first.
         copied = size if rules.parity_on_device else (tolerance + 1) * num_data
         return Cost(memory_bytes=size * block, d2h_bytes=copied * block)
-    if mechanism is Mechanism.RECOMPUTATION:
-        gradients = (num_kept + 1) * -(-state.gradient_bytes // size)
-        return Cost(memory_bytes=copies, d2h_bytes=gradients)
+    copies = (num_kept + 1) * -(-state.num_bytes // size)
     return Cost(memory_bytes=copies, d2h_bytes=copies)
 
 
@@ -461,9 +465,6 @@ def _cost_of_part(
         block = -(-state.num_bytes * max(num_ranks) // (len(num_ranks) - tolerance))
         return Cost(network_bytes=sent, memory_bytes=own + tolerance * block, d2h_bytes=own)
     memory = own + state.num_bytes * kept_ranks
-    if mechanism is Mechanism.RECOMPUTATION:
-        gradients = state.gradient_bytes * kept_ranks
-        return Cost(memory_bytes=memory, d2h_bytes=own + gradients)
     return Cost(network_bytes=sent, memory_bytes=memory, d2h_bytes=own)
 
 

@@ -89,24 +89,20 @@ def test_a_size_that_is_not_known_is_not_said_to_be_nothing() -> None:
     assert chosen.reason == "optimizer: partner copy, survives 1 of 4 nodes"
 
 
-def test_a_slow_link_is_spared_where_gradients_are_everywhere() -> None:
-    """A plain data-parallel update can be repeated next door; nothing has to be sent for it."""
-    nodes = _nodes(4, 1 << 20, link_bytes_per_s=500.0)
-    refused = _choice(nodes, UNIQUE)
+def test_a_link_that_is_too_slow_is_named() -> None:
+    """A copy that arrives after the next version was taken protects nothing for long."""
+    refused = _choice(_nodes(4, 1 << 20, link_bytes_per_s=500.0), UNIQUE)
     assert refused.mechanism is Mechanism.NONE
     assert "partner copy for 1 keeps the link of n0 busy 1.2 s of 1 s" in refused.reason
 
-    chosen = _choice(nodes, replace(UNIQUE, gradient_bytes=200))
-    assert chosen.mechanism is Mechanism.RECOMPUTATION
-    assert chosen.costs["n0"] == Cost(memory_bytes=1200, d2h_bytes=800)
 
-
-def test_slow_device_copies_leave_replicas_to_recomputation() -> None:
-    """Copies twice of 1/n cost more than the gradients that would bring them up to date."""
+def test_slow_device_copies_leave_replicas_to_a_parity_of_the_device() -> None:
+    """Copies take 600 B off each device in a second, and of a parity made there only 400."""
     nodes = [replace(node, d2h_bytes_per_s=500.0) for node in _nodes(4, 1 << 20)]
-    chosen = _choice(nodes, replace(REPLICATED, gradient_bytes=400))
-    assert chosen.mechanism is Mechanism.RECOMPUTATION
-    assert chosen.costs["n0"] == Cost(memory_bytes=600, d2h_bytes=200)
+    chosen = _choice(nodes, REPLICATED, replace(RULES, parity_on_device=True))
+    assert (chosen.mechanism, chosen.costs["n0"].d2h_bytes) == (Mechanism.REPLICA_PARITY, 400)
+    assert "redundant copy for 1 copies 1.2 s of 1 s on n0" in chosen.reason
+    assert _choice(nodes, REPLICATED).tolerance == 0
 
 
 def test_parity_on_the_device_copies_less_from_it() -> None:
