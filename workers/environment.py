@@ -20,9 +20,10 @@ __all__ = ["TUNABLE", "VARIABLE", "copies_past_caches", "tuned"]
 
 VARIABLE: Final = "GLIBC_TUNABLES"
 _NAME: Final = "glibc.cpu.x86_non_temporal_threshold"
-#: Half a block of a snapshot (``workers.snapshot.form.BLOCK_BYTES``), since the last one of a tensor
-#: is shorter: of 50 MB a quarter lies in such, and training waits a tenth less than from whole
-#: blocks on. From 64 or 32 KiB on it is the same; a step of the small preset takes as long as ever.
+#: Half a block of a snapshot (``workers.snapshot.form.BLOCK_BYTES``), since the last one of a
+#: tensor is shorter: of 50 MB a quarter lies in such, and training waits a tenth less than from
+#: whole blocks on. From 64 or 32 KiB on it is the same; a step of the small preset takes as long
+#: either way.
 TUNABLE: Final = f"{_NAME}=0x20000"
 
 
