@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core._rows import rows_of
@@ -24,7 +25,7 @@ from ucp_core.statemap import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     from ucp_core._table import Slot, Table
 
@@ -33,6 +34,12 @@ _SEARCH_FRAGMENTS_MIN = 16
 #: Bytes between elements up to which one longer read is cheaper: 3 us to read 64 KiB from the
 #: page cache, as long as it takes to plan and begin another read.
 GAP_BYTES_MAX = 64 << 10
+#: What tensors that are cut alike have in common, but for whether there are checksums.
+_CUT = itemgetter(*map(Fragment._fields.index, ("box", "num_bytes", "replica", "strides")))
+#: Boxes whose copies are kept for tensors that are cut alike.
+_KNOWN_MAX = 256
+#: Of more fragments, to find out whether another tensor is cut alike costs more than to search.
+_ALIKE_FRAGMENTS_MAX = 64
 #: A mean is made of so many elements at a time: their sums in fp64 stay in the cache.
 _MEAN_ELEMENTS_MAX = 1 << 18
 
@@ -191,6 +198,7 @@ class _Planner:
         self._limits = limits
         self._key: TensorKey | None = None
         self._indices: dict[int, list[_Index]] = {}
+        self._known: dict[Hashable, list[tuple[int, Copy]]] = {}
 
     def plan(self, need: Sequence[Part]) -> ReadPlan:
         """Return how to get every part."""
@@ -202,7 +210,8 @@ class _Planner:
         if table is not None:
             wanted = self._from_table(wanted, table, copies)
         for number, part in wanted:
-            self._part(number, part, copies, means)
+            if not self._like_another(number, part, copies):
+                self._part(number, part, copies, means)
         read_bytes = self._read_bytes(copies) + sum(map(read_bytes_of, means))
         return _plan_of(need, copies, means, needed_bytes, read_bytes)
 
@@ -236,6 +245,28 @@ class _Planner:
             if left:
                 raise _uncovered(part, left[0], f"box {left[0]} is in no file")
         return unknown
+
+    def _like_another(self, number: int, part: Part, copies: list[Copy]) -> bool:
+        """Cover a part as one before it whose tensor is cut alike; return whether it could be."""
+        entry = self._have[0].entries.get(part.key) if len(self._have) == 1 else None
+        if entry is None or entry.copies > 1 or len(entry.fragments) > _ALIKE_FRAGMENTS_MAX:
+            return False
+        _check_same(part, entry)
+        fragments = entry.fragments
+        is_checked = tuple([fragment.crc32 is not None for fragment in fragments])
+        cut = part.dtype, part.shape, part.box, tuple(map(_CUT, fragments)), is_checked
+        known = self._known.get(cut)
+        if known is None:
+            own: list[Copy] = []
+            self._part(number, part, own, [])
+            copies += own
+            places = {fragment: place for place, fragment in enumerate(fragments)}
+            if len(self._known) == _KNOWN_MAX:
+                self._known.clear()
+            self._known[cut] = [(places[copy.fragment], copy) for copy in own]
+        else:
+            copies += [Copy(number, 0, fragments[place], *copy[3:]) for place, copy in known]
+        return True
 
     def _part(self, number: int, part: Part, copies: list[Copy], means: list[Mean]) -> None:
         """Cover the part's box with fragments, each element by the first map that has it."""

@@ -150,3 +150,40 @@ def test_runs_far_apart_are_one_copy_and_only_they_are_counted() -> None:
     assert [len(copies) for copies in made.work_lists(2)] == [1, 1]
     assert all(copy.run_bytes < 0 for copy in nearer.copies)
     assert nearer.read_bytes > 3 * nearer.needed_bytes
+
+
+def test_parts_of_tensors_that_are_cut_alike_are_planned_as_each_alone() -> None:
+    """Every layer has its own bytes, and its own checksums or none."""
+    shape = (8, 4)
+    whole = Box.full(shape)
+    entries = {}
+    for number, (parts, checksum) in enumerate([(4, 0), (4, 0), (2, 0), (4, None), (4, 0)]):
+        key = TensorKey(f"layer{number}", "weight")
+        fragments = tuple(
+            Fragment(box, f"r{number}-{rank}", 100 * number, 128 // parts, checksum, ())
+            for rank, box in enumerate(whole.split(0, parts))
+        )
+        entries[key] = TensorEntry(key=key, dtype="F32", shape=shape, fragments=fragments)
+    have = [StateMap(entries=entries, block_bytes=16)]
+    boxes = [Box((1, 0), (7, 4)), Box((0, 1), (8, 3))]
+    need = [Part(key, "F32", shape, box) for box in boxes for key in entries]
+
+    together = plan(need, have, span_bytes_max=64, gap_bytes_max=4)
+    alone = [plan([part], have, span_bytes_max=64, gap_bytes_max=4) for part in need]
+
+    copies = [copy._replace(part=n) for n, made in enumerate(alone) for copy in made.copies]
+    assert sorted(together.copies, key=repr) == sorted(copies, key=repr)
+    assert together.read_bytes == sum(made.read_bytes for made in alone)
+
+
+def test_one_tensor_of_another_dtype_is_refused_behind_others_that_are_cut_alike() -> None:
+    """What is known of a layer must not let the next one pass."""
+    entries = {TensorKey(name, "weight"): _map((8,), Box.full((8,))).entries[KEY] for name in "ab"}
+    parts = [Part(key, "F32", (8,), Box.full((8,))) for key in entries]
+
+    with pytest.raises(CheckpointCorruptError, match=r"b \(weight\): the checkpoint has F32"):
+        plan(
+            [parts[0], parts[1]._replace(dtype="I32")],
+            [StateMap(entries=entries, block_bytes=64)],
+            span_bytes_max=64,
+        )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from ucp_core.boxes import Box, flat_range
-from ucp_core.errors import UncoveredRegionError
+from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
 from ucp_core.statemap import Fragment, StateMap, TensorEntry, TensorKey, prove_entry
 
 KEY = TensorKey("wte", "weight")
@@ -62,6 +64,31 @@ def test_what_has_no_hole_passes(shape: tuple[int, ...]) -> None:
     else:
         with pytest.raises(UncoveredRegionError):
             prove_entry(_entry(shape))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"box": Box((3,), (4,)), "num_bytes": 4},
+        {"num_bytes": 4},
+        {"replica": True},
+        {"strides": (8,)},
+        {"copy": 1},
+    ],
+    ids=["box", "num_bytes", "replica", "strides", "copy"],
+)
+def test_a_tensor_that_is_cut_otherwise_than_those_before_is_looked_at(
+    change: dict[str, Any],
+) -> None:
+    """Layers are alike but for one: what is proven of the others says nothing of it."""
+    good = _entry((4,), *Box.full((4,)).split(0, 2))
+    first, second = good.fragments
+    bad = replace(good, key=TensorKey("z", "weight"), fragments=(first, second._replace(**change)))
+    layers = {TensorKey(f"layer{number}", "weight"): good for number in range(3)}
+
+    StateMap(entries=layers, block_bytes=1).prove_coverage()
+    with pytest.raises(CheckpointCorruptError, match=r"^z \(weight\): "):
+        StateMap(entries={**layers, bad.key: bad}, block_bytes=1).prove_coverage()
 
 
 def test_the_proof_looks_at_fragments_and_not_at_elements() -> None:
