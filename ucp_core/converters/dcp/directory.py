@@ -137,9 +137,8 @@ def _add_tensor(
     known = {chunk.box for chunk in item.chunks}
     for chunk in value.chunks:
         place = expect(chunk, ChunkMetadata)
-        stop = tuple(a + b for a, b in zip(place.offsets, place.sizes, strict=True))
-        box = Box(place.offsets, stop)
-        if len(stop) != len(value.shape):
+        box = _box(place.offsets, place.sizes)
+        if len(box.start) != len(value.shape):
             msg = f"{key} has {len(value.shape)} dims, its box {box}"
             raise ValueError(msg)
         blob = places.get((key, place.offsets))
@@ -151,6 +150,12 @@ def _add_tensor(
             _missing(key, box, path)
         item.chunks.append(Chunk(box, blob, box in known))
         known.add(box)
+
+
+@lru_cache(maxsize=1024)
+def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+    """Return a box, of which many tensors have the same."""
+    return Box(offsets, tuple(a + b for a, b in zip(offsets, sizes, strict=True)))
 
 
 def _missing(key: str, box: Box | None, path: str) -> NoReturn:

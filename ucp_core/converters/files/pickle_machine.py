@@ -33,7 +33,6 @@ _DEPTH_MAX = 1 << 20
 _COPIED_MIN = 1 << 16
 _SIZED = frozenset((list, tuple, dict, set, frozenset, str, bytes))
 
-_UINT16 = struct.Struct("<H").unpack_from
 _INT32 = struct.Struct("<i").unpack_from
 _UINT32 = struct.Struct("<I").unpack_from
 _UINT64 = struct.Struct("<Q").unpack_from
@@ -104,14 +103,20 @@ class _Machine:
             while True:
                 code = data[pos]
                 pos += 1
-                # Half of all opcodes are these three; a call for each took a third of the time.
-                if code == _MEMOIZE:
-                    memo[len(memo)] = stack[-1]
-                elif code == _LONG_BINGET:
+                # Half of all opcodes are these five; a call for each took a third of the time.
+                if code == _LONG_BINGET:
                     stack.append(memo[_UINT32(data, pos)[0]])
                     pos += 4
                 elif code == _BINGET:
                     stack.append(memo[data[pos]])
+                    pos += 1
+                elif code == _MEMOIZE:
+                    memo[len(memo)] = stack[-1]
+                elif code == _BININT2:
+                    stack.append(data[pos] + (data[pos + 1] << 8))
+                    pos += 2
+                elif code == _BININT1:
+                    stack.append(data[pos])
                     pos += 1
                 elif code == _STOP:
                     (value,) = stack
@@ -215,14 +220,6 @@ class _Machine:
         self.stack.append(_INT32(self.data, self.pos)[0])
         self.pos += 4
 
-    def op_binint1(self) -> None:
-        self.stack.append(self.data[self.pos])
-        self.pos += 1
-
-    def op_binint2(self) -> None:
-        self.stack.append(_UINT16(self.data, self.pos)[0])
-        self.pos += 2
-
     def op_long1(self) -> None:
         self.stack.append(int.from_bytes(self._take(self._byte()), "little", signed=True))
 
@@ -264,15 +261,16 @@ class _Machine:
         self.stack.append([])
 
     def op_empty_tuple(self) -> None:
-        low = self.pos
+        stack, memo, low = self.stack, self.memo, self.pos
         if self.data[low : low + len(_NEW_OBJECT)] != _NEW_OBJECT:
-            self.stack.append(())
+            stack.append(())
             return
         self.pos = low + len(_NEW_OBJECT)
-        self.stack[-1] = self.memo[len(self.memo)] = self._made(self.stack[-1], ())
         state: dict[Any, Any] = {}
-        self.memo[len(self.memo)] = state
-        self.stack.append(state)
+        count = len(memo)
+        stack[-1] = memo[count] = _expect(stack[-1], Global).make()
+        memo[count + 1] = state
+        stack.append(state)
         self.op_mark()
 
     def op_empty_dict(self) -> None:
@@ -291,16 +289,18 @@ class _Machine:
         self.stack[-1] = (self.stack[-1],)
 
     def op_tuple2(self) -> None:
-        last = self.stack.pop()
-        low, pair = self.pos, (self.stack[-1], last)
+        stack, memo, low = self.stack, self.memo, self.pos
+        last = stack.pop()
+        pair = (stack[-1], last)
         if self.data[low : low + len(_CALL_WITH)] != _CALL_WITH:
-            self.stack[-1] = pair
+            stack[-1] = pair
             return
         self.pos = low + len(_CALL_WITH)
-        self.stack.pop()
-        self.memo[len(self.memo)] = pair
-        self.memo[len(self.memo)] = (pair,)
-        self.stack[-1] = self.memo[len(self.memo)] = self._made(self.stack[-1], (pair,))
+        stack.pop()
+        count = len(memo)
+        memo[count], memo[count + 1] = pair, (pair,)
+        # Without a look at ``copied``: a copy of a pair is no longer than these opcodes.
+        stack[-1] = memo[count + 2] = _expect(stack[-1], Global).make(pair)
 
     def op_tuple3(self) -> None:
         self.stack[-3:] = [(self.stack[-3], self.stack[-2], self.stack[-1])]
@@ -439,7 +439,7 @@ def _filled(target: Any, items: list[Any]) -> dict[Any, Any]:
 #: shape.
 _NEW_OBJECT = b"\x81\x94}\x94("
 _CALL_WITH = b"\x94\x85\x94R\x94"
-_STOP, _MEMOIZE, _BINGET, _LONG_BINGET = b".\x94hj"
+_STOP, _MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _BININT2 = b".\x94hjKM"
 _CODES: dict[bytes, Callable[[_Machine], None]] = {
     b"\x80": _Machine.op_proto,
     b"\x95": _Machine.op_frame,
@@ -453,8 +453,6 @@ _CODES: dict[bytes, Callable[[_Machine], None]] = {
     b"\x88": _Machine.op_true,
     b"\x89": _Machine.op_false,
     b"J": _Machine.op_binint,
-    b"K": _Machine.op_binint1,
-    b"M": _Machine.op_binint2,
     b"\x8a": _Machine.op_long1,
     b"\x8b": _Machine.op_long4,
     b"G": _Machine.op_binfloat,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, NoReturn
 
+from ucp_core.boxes import is_packed
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError
 from ucp_core.statemap import DTYPE_BYTES, Extent
 
 _NDIM_MAX = 64
 _INT_MAX = 1 << 60
 _SEQUENCES = (tuple, list)
+#: Layers and ranks repeat: most tensors are of few shapes.
+_is_packed = lru_cache(maxsize=64)(is_packed)
 
 #: torch dtypes by safetensors' names; None: it has none.
 TORCH_DTYPES = {
@@ -77,12 +81,9 @@ class TensorRef(NamedTuple):
     @property
     def byte_strides(self) -> tuple[int, ...] | None:
         """Return the strides in bytes, or None where the elements are C-contiguous."""
-        expected = 1
-        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if extent != 1 and stride != expected and 0 not in self.shape:
-                return tuple(s * DTYPE_BYTES[self.dtype] for s in self.strides)
-            expected *= extent
-        return None
+        if 0 in self.shape or _is_packed(self.shape, self.strides, 1):
+            return None
+        return tuple(stride * DTYPE_BYTES[self.dtype] for stride in self.strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ class StorageRef:
         return Extent(self.offset_bytes, self.num_bytes, self.crc32)
 
 
+@lru_cache(maxsize=64)
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Return the elements from the first to behind the last."""
     if 0 in shape:
