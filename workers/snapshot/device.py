@@ -2,7 +2,9 @@
 
 What lies in the memory of this machine ``workers.snapshot.host_copy`` copies, but for what is not
 contiguous there. On CUDA a copy goes over a stream of its own into memory that the
-driver knows, so that the training thread waits for nothing; the optimizer's kernels do.
+driver knows, so that the training thread waits for nothing; the optimizer's kernels do. For all of
+it, not for a part each: optimizers update every parameter in one call (foreach, fused), so the
+first update would wait for the last part anyway.
 """
 
 from __future__ import annotations
