@@ -1,0 +1,140 @@
+"""Whether processes grow: memory, descriptors and threads over many snapshots and recoveries.
+
+    python -m tests.benchmarks.bench_growth [--recoveries 50] [--steps 10]
+
+Two workers train on two nodes, whose keepers copy each other's snapshots, one after every step.
+After some steps one worker is killed, and another takes its place: the survivor and the new one
+load from the keepers' memory and train on. Looked at after each recovery, once its steps are taken:
+the survivor, which goes through all of them, and the keepers, which let go of what dead workers
+had. Every list has the medians over a fifth of the recoveries each, the first without the start.
+``rss_mib`` is resident memory, shared included.
+
+The survivor keeps a group whose peer died until its collectives' timeout and 5 s have passed, as
+gloo would wait for that, so threads and descriptors grow for as long, and then no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tests.support.attempts import lines, settings, wait_for_steps, write_texts
+from tests.support.node_memory import NodeProcess, newest
+from tests.support.trainers import Run, Trainer
+from workers.protocol import KeeperOrder
+from workers.train.settings import CheckpointSettings, Settings, SnapshotSettings
+
+NODES = ("node-a", "node-b")
+NEVER = 10**9
+_MIB = 1 << 20
+_HELD_S_MAX = 60.0
+
+
+def look(pid: int) -> dict[str, float]:
+    """Return what a process has now."""
+    process = Path(f"/proc/{pid}")
+    pages = int((process / "statm").read_text(encoding="ascii").split()[1])
+    return {
+        "rss_mib": pages * 4096 / _MIB,
+        "fds": len(list((process / "fd").iterdir())),
+        "threads": len(list((process / "task").iterdir())),
+    }
+
+
+def tell(nodes: list[NodeProcess], run: Run, resume_step: int, living: list[str]) -> None:
+    """Tell the keepers of the next attempt, and who is alive."""
+    attempt = len(run.lineage) + 1
+    lineage = (*run.lineage, (attempt, resume_step))
+    peers = {node.node: node.peer() for node in nodes}
+    for node in nodes:
+        others = tuple(peer for name, peer in peers.items() if name != node.node)
+        node.order(KeeperOrder(attempt=attempt, lineage=lineage, copies_of=others))
+        node.tend(living)
+
+
+def wait_held(nodes: list[NodeProcess], attempt: int) -> None:
+    """Return once the keepers hold a whole version of the attempt."""
+    end_s = time.monotonic() + _HELD_S_MAX
+    while newest(nodes)[0][1] != attempt:
+        assert time.monotonic() < end_s, "no snapshot of the attempt is whole"
+        time.sleep(0.01)
+
+
+def measure(root: Path, recoveries: int, steps: int) -> dict[str, Any]:
+    """Kill and recover; return what every process had at first and at last."""
+    base = settings(write_texts(root), steps=NEVER)
+    chosen = Settings(
+        model=base.model,
+        data=base.data,
+        train=base.train,
+        checkpoint=CheckpointSettings(every_steps=NEVER, keep=0),
+        snapshot=SnapshotSettings(tolerance=1),
+    )
+    (root / "run").mkdir()
+    seen: dict[str, list[dict[str, float]]] = {}
+    nodes = [NodeProcess(name, root / name, root / "run", chosen) for name in NODES]
+    try:
+        with Run(root / "run", nodes=[(node.node, node.directory) for node in nodes]) as run:
+            for number in range(recoveries + 1):
+                resume, memory = newest(nodes) if number else ((0, 0), ())
+                # Worker 0 lives through all; beside it trains a new one each time.
+                tell(nodes, run, resume[0], ["w0000", f"w{number + 1:04d}"])
+                while len(run.trainers) < number + 2:
+                    run.trainers.append(Trainer(f"w{len(run.trainers):04d}", run.directory))
+                before = len(lines(run)) if number else 0
+                members = run.begin(
+                    chosen,
+                    num_workers=2,
+                    resume=resume,
+                    memory=memory,
+                    members=(0, number + 1),
+                )
+                wait_for_steps(run, before + steps)
+                wait_held(nodes, number + 1)
+                for name, pid in (
+                    ("survivor", run.trainers[0].process.pid or 0),
+                    *((node.node, node.pid) for node in nodes),
+                ):
+                    seen.setdefault(name, []).append(look(pid))
+                members[1].process.kill()
+                members[0].fence(number + 1)
+                members[0].left()
+                members[1].process.join()
+            num_steps = len(lines(run))
+    finally:
+        for node in nodes:
+            node.kill()
+    return {
+        "recoveries": recoveries,
+        "steps": num_steps,
+        "processes": {
+            name: {what: fifths([one[what] for one in found[1:]]) for what in found[0]}
+            for name, found in seen.items()
+        },
+    }
+
+
+def fifths(values: list[float]) -> list[float]:
+    """Return the median of each fifth."""
+    bounds = [round(len(values) * part / 5) for part in range(6)]
+    return [round(statistics.median(values[low:high]), 1) for low, high in pairwise(bounds)]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recoveries", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=10, help="After each recovery, at least.")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as root:
+        print(json.dumps(measure(Path(root), options.recoveries, options.steps)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
