@@ -2,7 +2,8 @@
 
 Pure. Where data-parallel replicas on other nodes hold the same state, workers save each other's
 shares from their own memory and nothing is sent; or, with three nodes or more, a parity of them,
-which takes 1/(n-1) of the memory of a copy. Otherwise keepers protect each other over the network.
+which takes 1/(n-1) of the memory of a copy. Otherwise keepers protect each other over the network:
+so the link is used only where replicas cannot do without, and if it is slow, snapshots are fewer.
 What a node has for snapshots and how large they are decides, by the rules of
 ``workers.snapshot.placement``: copies while memory allows, since they are read and need not be
 computed, else parity over groups of nodes.
@@ -24,8 +25,6 @@ from workers.snapshot.placement import (
     Node,
     PlacementRules,
     Preference,
-    State,
-    StateClass,
     place,
     sized,
 )
@@ -139,10 +138,8 @@ def _over_network(facts: RedundancyFacts, tolerance: int, preference: Preference
         )
         for name in dict.fromkeys(facts.nodes)
     ]
-    state = State(name="snapshots", kind=StateClass.UNIQUE, num_bytes=facts.rank_bytes)
     rules = PlacementRules(tolerance=tolerance, preference=preference)
-    placement = place(nodes, [state], rules)
-    (found,) = placement.protections
+    found = place(nodes, facts.rank_bytes, rules)
     smallest = min(map(len, found.groups))
     if preference is Preference.AUTO and not facts.rank_bytes and smallest > tolerance + 1:
         reason = "copies or parity: decided when the first snapshot shows its size"
@@ -153,7 +150,7 @@ def _over_network(facts: RedundancyFacts, tolerance: int, preference: Preference
         groups=found.groups if found.tolerance else (),
         reason=found.reason,
         keepers={} if found.mechanism in PARITIES else found.keepers,
-        shared_racks=placement.shared_racks,
+        shared_racks=found.shared_racks,
     )
 
 

@@ -19,9 +19,6 @@ from workers.snapshot.placement import (
     Node,
     Placement,
     PlacementRules,
-    Protection,
-    State,
-    StateClass,
     holdings,
     level,
     place,
@@ -137,46 +134,34 @@ def test_copies_are_on_other_nodes_and_in_as_many_domains_as_there_are(
         assert set(num_kept) == {wanted}
 
 
-STATES = st.lists(
-    st.builds(
-        State,
-        name=st.just("any"),
-        kind=st.sampled_from(StateClass),
-        num_bytes=st.integers(1, 1000),
-    ),
-    min_size=1,
-    max_size=3,
-)
+RANK_BYTES = st.integers(1, 1000)
 
 
-def _readable(each: Protection, lost: set[str]) -> bool:
-    """Return whether a state can be read, from the list of what is held and nothing else."""
-    kept = holdings(each)
-    readable = []
-    for group in each.groups:
+def _readable(placement: Placement, lost: set[str]) -> bool:
+    """Return whether all can be read, from the list of what is held and nothing else."""
+    kept = holdings(placement)
+    for group in placement.groups:
         own = [one for one in kept if one.node in group]
-        whole = True
         for at, node in enumerate(group):
-            if each.tolerance and own[0].parity is not None:
+            if placement.tolerance and own[0].parity is not None:
                 stripe = [one for one in own if one.stripe == at]
                 members = set(stripe[0].of)
                 alive = sum(one.node not in lost for one in stripe)
-                whole &= len(members & lost) <= alive
-            else:
-                keepers = {node, *(one.node for one in own if one.of == (node,))}
-                whole &= bool(keepers - lost)
-        readable.append(whole)
-    return any(readable) if each.state.kind is StateClass.REPLICATED else all(readable)
+                if len(members & lost) > alive:
+                    return False
+            elif not {node, *(one.node for one in own if one.of == (node,))} - lost:
+                return False
+    return True
 
 
 def _check_claims(placement: Placement, nodes: list[Node]) -> None:
     names = [node.name for node in nodes]
     claimed = level(placement)
-    assert claimed >= min(each.tolerance for each in placement.protections)
+    assert claimed >= placement.tolerance
     for count in range(min(claimed + 2, len(names) + 1)):
         outcomes = set()
         for lost in combinations(names, count):
-            readable = all(_readable(each, set(lost)) for each in placement.protections)
+            readable = _readable(placement, set(lost))
             assert survives(placement, lost) == readable, lost
             outcomes.add(readable)
         if count <= claimed:
@@ -188,41 +173,45 @@ def _check_claims(placement: Placement, nodes: list[Node]) -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(
-    RACKS, STATES, st.integers(0, 2), st.integers(3, 8), st.lists(st.integers(0, 9000), min_size=8)
+    RACKS,
+    RANK_BYTES,
+    st.integers(0, 2),
+    st.integers(3, 8),
+    st.lists(st.integers(0, 9000), min_size=8),
 )
 def test_every_claimed_tolerance_is_true_and_none_is_too_small(
-    racks: list[int], states: list[State], tolerance: int, group_max: int, headroom: list[int]
+    racks: list[int], rank_bytes: int, tolerance: int, group_max: int, headroom: list[int]
 ) -> None:
-    """Over all states, mechanisms, group sizes and every set of lost nodes."""
+    """Over all sizes, mechanisms, group sizes and every set of lost nodes."""
     nodes = [
         Node(name=name, rack=rack, num_ranks=1 + index % 2, headroom_bytes=headroom[index])
         for index, (name, rack) in enumerate(_domains(racks).items())
     ]
     rules = PlacementRules(tolerance=tolerance, group_max=group_max, num_slots=1)
-    placement = place(nodes, states, rules)
+    placement = place(nodes, rank_bytes, rules)
     _check_claims(placement, nodes)
 
     if not placement.shared_racks:
-        least = min(each.tolerance for each in placement.protections)
-        for lost in combinations(sorted({node.rack for node in nodes}), least):
+        racks_named = sorted({node.rack for node in nodes})
+        for lost in combinations(racks_named, placement.tolerance):
             assert survives(placement, [node.name for node in nodes if node.rack in lost])
 
 
 @settings(deadline=None, max_examples=60)
-@given(STATES, st.integers(1, 2), st.lists(st.booleans(), min_size=1, max_size=6))
+@given(RANK_BYTES, st.integers(1, 2), st.lists(st.booleans(), min_size=1, max_size=6))
 def test_claims_stay_true_while_nodes_come_and_go(
-    states: list[State], tolerance: int, changes: list[bool]
+    rank_bytes: int, tolerance: int, changes: list[bool]
 ) -> None:
     """Groups that grew or lost a member are not those that were formed."""
     nodes = [Node(name=f"n{index}", headroom_bytes=4000) for index in range(5)]
     rules = PlacementRules(tolerance=tolerance, group_max=4, num_slots=1)
-    placement = place(nodes, states, rules)
+    placement = place(nodes, rank_bytes, rules)
     for number, joins in enumerate(changes):
         if joins:
             nodes = [*nodes, Node(name=f"j{number}", headroom_bytes=4000)]
         elif len(nodes) > 1:
             nodes = nodes[1:]
-        fresh = place(nodes, states, rules)
-        placement = place(nodes, states, rules, placement)
+        fresh = place(nodes, rank_bytes, rules)
+        placement = place(nodes, rank_bytes, rules, placement)
         _check_claims(placement, nodes)
-        assert level(placement) >= min(each.tolerance for each in fresh.protections)
+        assert level(placement) >= fresh.tolerance
