@@ -66,6 +66,10 @@ __all__ = ["CHUNK_BYTES", "LISTING_BYTES_MAX", "STALL_S", "WireServer"]
 #: With 1 MiB a checksum finds the bytes in the cache still, but both ends are woken more often: a
 #: copy takes a tenth more processor time, and bytes without checksums a third more.
 CHUNK_BYTES: Final = 4 << 20
+#: Where there is a limit, what goes out in so long, but not less than so much, is a chunk: ranks
+#: wait for nobody to whom nothing went for 2 s, and many may share the limit.
+_CHUNK_S: Final = 0.05
+_CHUNK_BYTES_MIN: Final = 64 << 10
 _REQUEST_BYTES_MAX: Final = 64 << 10
 #: Three versions of some thousands of arenas.
 LISTING_BYTES_MAX: Final = 1 << 20
@@ -105,6 +109,8 @@ class WireServer:
         self._niceness = niceness
         self._secret = secret
         self._limit = RateLimit(bytes_per_s)
+        slow_bytes = max(int(bytes_per_s * _CHUNK_S), _CHUNK_BYTES_MIN)
+        self._chunk_bytes = min(CHUNK_BYTES, slow_bytes) if bytes_per_s else CHUNK_BYTES
         self._attendance = Attendance(shelf)
         self._listener = socket.create_server((host, 0), backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -208,8 +214,8 @@ class WireServer:
         is_bare = bool(request.get("bare"))
         try:
             arena = self._arena(name, held, start, start + size_bytes)
-            for low in range(start, start + size_bytes, CHUNK_BYTES):
-                high = min(low + CHUNK_BYTES, start + size_bytes)
+            for low in range(start, start + size_bytes, self._chunk_bytes):
+                high = min(low + self._chunk_bytes, start + size_bytes)
                 data = arena.body(held.slot)[low:high]
                 self._send_chunk(connection, arena, held, data, is_bare=is_bare)
                 self._attendance.renew()

@@ -380,6 +380,22 @@ def test_a_rate_limit_is_kept(shelf: Shelf, arena: Arena) -> None:
     server.close()
 
 
+def test_who_sends_slowly_is_not_silent_for_long(shelf: Shelf, arena: Arena) -> None:
+    """A peer that hears nothing for 5 s gives up, and ranks wait for none that takes nothing.
+
+    At 1 MiB a second a chunk of 4 MiB was sent after 4 s without a word, to one peer alone.
+    """
+    (held,) = arena.versions()
+    server = WireServer(shelf, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE)
+    client = WireClient(server.address, secret=SECRET)
+    target = memoryview(bytearray(SIZE))
+    sizes = list(client._stream("w0001", held, 0, [target], is_bare=False))
+    assert bytes(target) == _expected(arena, held, 0, SIZE)
+    assert max(sizes) <= SIZE / 10, "a tenth of what may go out in a second"
+    client.close()
+    server.close()
+
+
 def test_a_silent_peer_is_given_up_on_either_side(
     server: WireServer, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
