@@ -219,6 +219,7 @@ def _configured_cadence(store: Store, path: str) -> dict[str, Any]:
     config = _config(store, path)
     return {
         "snapshot_steps": config.snapshot.first_every,
+        "snapshot_taken_steps": None,
         "checkpoint_steps": config.checkpoint.first_every,
         "step_s": None,
         "snapshot_stall_s": None,

@@ -27,6 +27,7 @@ __all__ = [
     "overhead_share",
     "rate_per_s",
     "settled",
+    "taken_steps",
     "uncovered_rate_per_s",
 ]
 
@@ -257,6 +258,24 @@ def over_budget(share: float, rules: CadenceRules, *, steps: tuple[int, int]) ->
         f"meant for it: raise snapshot.every_steps (now {steps[0]}) or checkpoint.every_steps "
         f"(now {steps[1]}), or set them to auto"
     )
+
+
+def taken_steps(step_s: float, snapshot: Tier, *, every: int) -> int:
+    """Return the steps between two snapshots that are taken in fact.
+
+    What is under way still when the next one is due, or not copied by peers, has that one skipped:
+    a slow link stretches the interval, and nothing queues.
+
+    Args:
+        step_s: A step, without what is saved.
+        snapshot: As measured.
+        every: Steps between two that are due; 0 if there are none.
+    """
+    if not every or not step_s:
+        return every
+    # It is looked at once a step, near its end.
+    busy_steps = round((snapshot.busy_s - snapshot.stall_s) / step_s)
+    return every * max(1, math.ceil(busy_steps / every))
 
 
 def settled(kept_steps: int, found_steps: int) -> int:

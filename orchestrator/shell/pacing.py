@@ -19,6 +19,7 @@ from orchestrator.policies.cadence import (
     decide,
     over_budget,
     settled,
+    taken_steps,
 )
 from orchestrator.policies.redundancy import RedundancyPlan
 from orchestrator.shell.crew import Crew
@@ -84,7 +85,8 @@ class Pacing:
         """Return what the status document says of it: measured, and beside the budget."""
         costs = self._costs
         return {
-            "snapshot_steps": self._kept.snapshot_steps if self._has_snapshots else 0,
+            "snapshot_steps": self._steps[0],
+            "snapshot_taken_steps": self._taken_steps(costs) if costs is not None else None,
             "checkpoint_steps": self._kept.checkpoint_steps,
             "step_s": costs.step_s if costs is not None else None,
             "snapshot_stall_s": costs.snapshot_stall_s if costs is not None else None,
@@ -103,6 +105,9 @@ class Pacing:
     def _share(self, costs: SaveCosts) -> float:
         stalls_s = costs.snapshot_stall_s, costs.checkpoint_stall_s
         return cost_share(costs.step_s, *stalls_s, steps=self._steps)
+
+    def _taken_steps(self, costs: SaveCosts) -> int:
+        return taken_steps(costs.step_s, _in_memory(costs), every=self._steps[0])
 
     async def keep_forever(self, state: Callable[[], RunState]) -> None:
         """Ask and tell rank 0 of whatever attempt trains."""
@@ -147,10 +152,9 @@ class Pacing:
             for incident in self._stats.incidents
             if incident.kind in _NODE_FAULTS | _PROCESS_FAULTS and "storage" in incident.sources
         ]
-        snapshot = Tier(stall_s=costs.snapshot_stall_s, busy_s=costs.snapshot_busy_s)
         return CadenceFacts(
             step_s=costs.step_s,
-            snapshot=snapshot if self._has_snapshots else None,
+            snapshot=_in_memory(costs) if self._has_snapshots else None,
             persist=Tier(stall_s=costs.checkpoint_stall_s, busy_s=costs.checkpoint_busy_s),
             observed_s=self._stats.wall_s,
             num_process_faults=sum(kind in _PROCESS_FAULTS for kind in kinds),
@@ -173,3 +177,7 @@ class Pacing:
         if told != before:
             self._told = told
             log.info("pace_changed", extra={"pace": repr(told), "reason": found.reason})
+
+
+def _in_memory(costs: SaveCosts) -> Tier:
+    return Tier(stall_s=costs.snapshot_stall_s, busy_s=costs.snapshot_busy_s)

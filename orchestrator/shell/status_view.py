@@ -114,10 +114,16 @@ def _stored(redundancy: Mapping[str, Any]) -> str:
 
 
 def _cadence(cadence: Mapping[str, Any]) -> str:
+    due, taken = cadence["snapshot_steps"], cadence["snapshot_taken_steps"]
+    is_slow = taken is not None and taken > due
+    late = f" (in fact {_every(taken)}: sooner none is complete and copied)" if is_slow else ""
     parts = [
-        f"{what} {_every(cadence[key])}"
-        for what, key in (("a snapshot", "snapshot_steps"), ("a checkpoint", "checkpoint_steps"))
-        if cadence[key]
+        f"{what} {_every(steps)}{note}"
+        for what, steps, note in (
+            ("a snapshot", due, late),
+            ("a checkpoint", cadence["checkpoint_steps"], ""),
+        )
+        if steps
     ]
     share = cadence["cost_share"]
     cost = (

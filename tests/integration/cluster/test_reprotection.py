@@ -68,3 +68,35 @@ def test_node_lost_right_after_a_growth_costs_one_step(
     if max(waits_s) < WAIT_S_MAX:
         check_lost_steps(directory, losses[1])
     history.check_exactly_once(config, summary["steps"])
+
+
+def test_on_a_slow_link_snapshots_are_fewer_and_outlive_a_node_still(
+    begin_endless: Callable[..., Launched],
+) -> None:
+    """To refuse copies for it would leave the run to what is in storage, which here is nothing."""
+    run = begin_endless(
+        workers__standby_per_node=0, snapshot__send_mib_per_s=1, checkpoint__every_steps=50_000
+    )
+    seen = wait_for(
+        run,
+        lambda s: (
+            (s["cadence"]["snapshot_taken_steps"] or 0) > s["cadence"]["snapshot_steps"]
+            and s["redundancy"]["node_losses_survived"] == 1
+        ),
+        timeout_s=ACT_S_MAX,
+    )
+    assert seen is not None
+    assert "partner copy, survives 1 of 2 nodes" in seen["redundancy"]["reason"]
+    kill_node_of(run, 3)
+    assert wait_for(
+        run,
+        lambda s: s["phase"] == "running" and s["attempt"] > seen["attempt"],
+        timeout_s=ACT_S_MAX,
+    )
+    run.stop("all is seen")
+    summary = run.follow(lambda _: None)
+
+    assert summary["outcome"] == "stopped", summary["reason"]
+    (loss,) = [each for each in summary["incidents"] if each["kind"] == "node_loss"]
+    assert loss["sources"], "it began anew"
+    assert set(loss["sources"]) <= {"local memory", "peer memory"}

@@ -20,6 +20,7 @@ from orchestrator.policies.cadence import (
     overhead_share,
     rate_per_s,
     settled,
+    taken_steps,
     uncovered_rate_per_s,
 )
 
@@ -195,6 +196,30 @@ def test_a_store_that_stalls_nobody_is_not_kept_busy_all_the_time() -> None:
 def test_an_interval_changes_only_if_that_is_worth_it(kept: int, found: int, then: int) -> None:
     """Measured costs vary; a line in the log for each would hide the changes that matter."""
     assert settled(kept, found) == then
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "every", "then"),
+    [
+        (0.0, 1, 1),
+        (0.6, 1, 1),
+        (1.1, 1, 2),
+        (2.6, 1, 5),
+        (2.6, 4, 8),
+        (1.6, 4, 4),
+        (2.6, 0, 0),
+    ],
+)
+def test_a_snapshot_is_taken_once_the_one_before_is_copied(
+    busy_s: float, every: int, then: int
+) -> None:
+    """Steps of 0.5 s: that of step 1, which peers had in step 6, was in the way of four."""
+    assert taken_steps(0.5, Tier(stall_s=0.1, busy_s=busy_s), every=every) == then
+
+
+def test_before_a_step_was_measured_snapshots_are_taken_as_they_are_due() -> None:
+    """Nothing is known to be in their way."""
+    assert taken_steps(0.0, Tier(stall_s=0.0, busy_s=0.0), every=3) == 3
 
 
 def test_intervals_that_were_asked_for_are_measured_against_the_budget() -> None:

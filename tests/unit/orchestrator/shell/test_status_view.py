@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from orchestrator.shell.status_view import print_status
@@ -44,6 +45,7 @@ def _status(**changes: Any) -> dict[str, Any]:
         },
         "cadence": {
             "snapshot_steps": 1,
+            "snapshot_taken_steps": 1,
             "checkpoint_steps": 10,
             "cost_share": 0.00714,
             "cost_share_max": 0.02,
@@ -91,6 +93,22 @@ def test_what_is_safe_and_what_is_wrong_has_a_line_each() -> None:
         "last change: crash (w0001): its process died",
         "bounds of waits: beat 0.1 s, hang 5.221 s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("due", "taken", "line"),
+    [
+        (1, 5, "a snapshot each step (in fact every 5 steps: sooner none is complete and copied)"),
+        (2, 2, "a snapshot every 2 steps, a checkpoint"),
+        (2, None, "a snapshot every 2 steps, a checkpoint"),
+        (0, 0, "saves: a checkpoint"),
+    ],
+)
+def test_a_link_that_stretches_the_interval_is_told(due: int, taken: int | None, line: str) -> None:
+    """Who reads "each step" while four of five are skipped expects to lose less than he may."""
+    status = _status()
+    status["cadence"] |= {"snapshot_steps": due, "snapshot_taken_steps": taken}
+    assert line in " ".join(_lines(status))
 
 
 def test_a_run_without_controller_says_so_and_what_is_not_there_has_no_line() -> None:
