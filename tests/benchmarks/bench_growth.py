@@ -1,6 +1,6 @@
 """Whether processes grow: memory, descriptors and threads over many snapshots and recoveries.
 
-    python -m tests.benchmarks.bench_growth [--recoveries 50] [--steps 10]
+    python -m tests.benchmarks.bench_growth [--recoveries 150] [--steps 10]
 
 Two workers train on two nodes, whose keepers copy each other's snapshots, one after every step.
 After some steps one worker is killed, and another takes its place: the survivor and the new one
@@ -10,7 +10,8 @@ had. Every list has the medians over a fifth of the recoveries each, the first w
 ``rss_mib`` is resident memory, shared included.
 
 The survivor keeps a group whose peer died until its collectives' timeout and 5 s have passed, as
-gloo would wait for that, so threads and descriptors grow for as long, and then no more.
+gloo would wait for that: threads and descriptors grow for the first minute, in which a recovery
+follows the other here, and then no more.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def fifths(values: list[float]) -> list[float]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recoveries", type=int, default=50)
+    parser.add_argument("--recoveries", type=int, default=150)
     parser.add_argument("--steps", type=int, default=10, help="After each recovery, at least.")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
