@@ -166,7 +166,11 @@ def _tiles(run: RunRecord, other: RunRecord | None) -> list[Tile]:
             name="steps",
             note=f"in {num_attempts} attempt{'' if num_attempts == 1 else 's'}",
         ),
-        Tile(value=f"{len(run.incidents)}", name="incidents", note=f"{lost} steps lost"),
+        Tile(
+            value=f"{len(run.incidents)}",
+            name="incidents",
+            note=f"{lost} step{'' if lost == 1 else 's'} lost",
+        ),
         Tile(
             value=seconds(max(recoveries, default=None)),
             name="longest recovery",
