@@ -18,15 +18,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tests.support.attempts import lines, settings, wait_for_steps, write_texts
 from tests.support.node_memory import NodeProcess, newest
+from tests.support.snapshots import eventually
 from tests.support.trainers import Run, Trainer
 from workers.protocol import KeeperOrder
 from workers.train.settings import CheckpointSettings, Settings, SnapshotSettings
@@ -34,7 +35,6 @@ from workers.train.settings import CheckpointSettings, Settings, SnapshotSetting
 NODES = ("node-a", "node-b")
 NEVER = 10**9
 _MIB = 1 << 20
-_HELD_S_MAX = 60.0
 
 
 def look(pid: int) -> dict[str, float]:
@@ -42,7 +42,7 @@ def look(pid: int) -> dict[str, float]:
     process = Path(f"/proc/{pid}")
     pages = int((process / "statm").read_text(encoding="ascii").split()[1])
     return {
-        "rss_mib": pages * 4096 / _MIB,
+        "rss_mib": pages * os.sysconf("SC_PAGE_SIZE") / _MIB,
         "fds": len(list((process / "fd").iterdir())),
         "threads": len(list((process / "task").iterdir())),
     }
@@ -59,14 +59,6 @@ def tell(nodes: list[NodeProcess], run: Run, resume_step: int, living: list[str]
         node.tend(living)
 
 
-def wait_held(nodes: list[NodeProcess], attempt: int) -> None:
-    """Return once the keepers hold a whole version of the attempt."""
-    end_s = time.monotonic() + _HELD_S_MAX
-    while newest(nodes)[0][1] != attempt:
-        assert time.monotonic() < end_s, "no snapshot of the attempt is whole"
-        time.sleep(0.01)
-
-
 def measure(root: Path, recoveries: int, steps: int) -> dict[str, Any]:
     """Kill and recover; return what every process had at first and at last."""
     base = settings(write_texts(root), steps=NEVER)
@@ -80,6 +72,10 @@ def measure(root: Path, recoveries: int, steps: int) -> dict[str, Any]:
     (root / "run").mkdir()
     seen: dict[str, list[dict[str, float]]] = {}
     nodes = [NodeProcess(name, root / name, root / "run", chosen) for name in NODES]
+
+    def is_held() -> bool:
+        return newest(nodes)[0][1] == len(run.lineage)
+
     try:
         with Run(root / "run", nodes=[(node.node, node.directory) for node in nodes]) as run:
             for number in range(recoveries + 1):
@@ -97,7 +93,7 @@ def measure(root: Path, recoveries: int, steps: int) -> dict[str, Any]:
                     members=(0, number + 1),
                 )
                 wait_for_steps(run, before + steps)
-                wait_held(nodes, number + 1)
+                assert eventually(is_held), "no snapshot of the attempt is whole"
                 for name, pid in (
                     ("survivor", run.trainers[0].process.pid or 0),
                     *((node.node, node.pid) for node in nodes),
