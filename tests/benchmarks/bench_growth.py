@@ -8,10 +8,6 @@ load from the keepers' memory and train on. Looked at after each recovery, once 
 the survivor, which goes through all of them, and the keepers, which let go of what dead workers
 had. Every list has the medians over a fifth of the recoveries each, the first without the start.
 ``rss_mib`` is resident memory, shared included.
-
-The survivor keeps a group whose peer died until its collectives' timeout and 5 s have passed, as
-gloo would wait for that: threads and descriptors grow for the first minute, in which a recovery
-follows the other here, and then no more.
 """
 
 from __future__ import annotations

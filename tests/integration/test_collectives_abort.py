@@ -304,6 +304,78 @@ def test_survivors_of_a_killed_peer_form_again(tmp_path: Path) -> None:
         assert 0.5 <= in_vain_s < 60.0
 
 
+def _held() -> list[int]:
+    """Return how many descriptors and threads this process has."""
+    return [sum(1 for _ in Path("/proc/self", kind).iterdir()) for kind in ("fd", "task")]
+
+
+def outlive_many(place: Place) -> list[list[int]]:
+    """Lose one peer after the other while rank 0 waits for it; return what rank 0 holds."""
+    seen = []
+    if place.rank == 0:
+        # What a process keeps anyway.
+        collectives.form(**place.formation(1, 1))
+        collectives.leave()
+        seen.append(_held())
+    for attempt in range(2, 2 + NUM_RANKS - 1):
+        if place.rank == 0:
+            collectives.form(**place.formation(attempt, 2, timeout_s=600.0))
+            with contextlib.suppress(AbortedError, CollectiveError):
+                while True:
+                    dist.all_reduce(torch.ones(1000))
+            collectives.abort(attempt)
+            collectives.leave()
+            seen.append(_held())
+        elif place.rank == attempt - 1:
+            collectives.form(**place.formation(attempt, 2, timeout_s=600.0) | {"rank": 1})
+            dist.all_reduce(torch.ones(1000))
+            os.kill(os.getpid(), signal.SIGKILL)
+    if place.rank == 0:
+        until(lambda: all(map(int.__le__, _held(), seen[0])), "the groups of the lost peers")
+        seen.append(_held())
+    return seen
+
+
+def test_groups_of_killed_peers_are_let_go_of_long_before_their_timeout(tmp_path: Path) -> None:
+    """A run on spot nodes may lose many within a timeout."""
+    with running(outlive_many, NUM_RANKS, tmp_path) as ranks:
+        seen = ranks.results()[0]
+
+    assert len(seen) == NUM_RANKS + 1
+    assert seen[-1] <= seen[0]
+
+
+def forget_late(place: Place) -> list[float]:
+    """Leave an attempt amid a collective, and forget its group afterwards; return both times."""
+    collectives.form(**place.formation(1, 2))
+    took_s = []
+    if place.rank == 0:
+        world = dist.group.WORLD
+        work = dist.all_reduce(torch.ones(1000), async_op=True)
+        threading.Timer(0.2, collectives.abort, (1,)).start()
+        with contextlib.suppress(AbortedError):
+            work.wait()
+        begun_s = time.monotonic()
+        del work
+        collectives.leave()
+        took_s.append(time.monotonic() - begun_s)
+        begun_s = time.monotonic()
+        del world
+        took_s.append(time.monotonic() - begun_s)
+    # The peer has the group meanwhile, as one that hangs would.
+    _meet(place, "end", 2)
+    return took_s
+
+
+def test_nobody_waits_for_a_group_whose_peer_hangs(tmp_path: Path) -> None:
+    """Whoever drops the last reference to it waits in gloo until the timeout."""
+    with running(forget_late, 2, tmp_path) as ranks:
+        took_s = ranks.results()[0]
+
+    assert len(took_s) == 2
+    assert max(took_s) < ABORT_S_MAX
+
+
 def reform_often(place: Place) -> list[tuple[int, ...]]:
     seen = []
     for attempt in range(1, 31):

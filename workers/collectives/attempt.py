@@ -1,9 +1,11 @@
 """Forming, aborting and leaving an attempt's process groups.
 
 ``form`` and ``leave`` are called by the training thread, in turn; ``abort`` by anybody, at any
-time, for any attempt. After an abort the transport may still hold buffers and threads: what
-it holds goes to a graveyard until the groups' timeout has passed, because gloo's destructor
-joins threads that may sleep until then.
+time, for any attempt. After an abort the transport may still hold buffers and threads. gloo's
+destructor joins those threads, which sleep until their operation fails: at once when the peer that
+they wait for is gone or lets go of the group too, or else at the timeout. So a helper thread drops
+the groups. Those that somebody still refers to go to a graveyard until the timeout has passed, or
+whoever forgets them last would sleep in the destructor.
 """
 
 from __future__ import annotations
@@ -168,7 +170,7 @@ class Attempt:
             self._groups.append(group)
         return group
 
-    def leave(self) -> Any:
+    def leave(self) -> list[Remains]:
         """Close the records and let go of the groups; return what an abort left in flight."""
         self._left.set()
         self.ring.close()
@@ -177,14 +179,37 @@ class Attempt:
         in_flight = self.aborted.is_set() or self.ring.num_in_flight() > 0
         # Whoever still holds a group of this attempt can do nothing with it any more.
         self.aborted.set()
-        held = [group.release() for group in groups]
-        buried, self._buried = self._buried, []
-        return (held, buried) if in_flight else None
+        remains = [Remains(group.release(), of=group) for group in groups]
+        remains.append(Remains(self._buried))
+        self._buried = []
+        return remains if in_flight else []
 
     def _settle(self) -> None:
         while not self._left.wait(_SETTLE_S):
             while self._on_device and self._on_device[0].settle():
                 self._on_device.popleft()
+
+
+class Remains:
+    """What is left of a group that the transport may still be at work for.
+
+    Args:
+        held: The last references to it, but for those of the group itself.
+        of: The group, if there is one.
+    """
+
+    def __init__(self, held: list[Any], *, of: RecordedGroup | None = None) -> None:
+        self._held = held
+        self._group = weakref.ref(of) if of is not None else lambda: None
+
+    @property
+    def are_referred_to(self) -> bool:
+        """Return whether somebody still has the group, which holds them too."""
+        return self._group() is not None
+
+    def drop(self) -> None:
+        """Let go of them, which may take until the timeout; torch releases the GIL for it."""
+        self._held.clear()
 
 
 class _Process:
@@ -194,7 +219,7 @@ class _Process:
         self.lock = threading.Lock()
         self.current: Attempt | None = None
         self.aborted: set[int] = set()
-        self.graves: list[tuple[float, Any]] = []
+        self.graves: list[tuple[float, Remains]] = []
         self.excepthook: Any = None
         self.frozen = False
 
@@ -315,12 +340,15 @@ def leave() -> None:
     # init_process_group puts a hook around the last one, each time anew.
     sys.excepthook = _process.excepthook
     _clear_caches()
-    held = current.leave()
-    if held is not None:
-        deadline_s = time.monotonic() + current.timeout.total_seconds() + _GRAVE_SLACK_S
-        _process.graves.append((deadline_s, held))
+    remains = current.leave()
     # Cycles of modules and hooks hold groups, and with them sockets and threads.
     gc.collect()
+    deadline_s = time.monotonic() + current.timeout.total_seconds() + _GRAVE_SLACK_S
+    for each in remains:
+        if each.are_referred_to:
+            _process.graves.append((deadline_s, each))
+        else:
+            helpers.submit(each.drop)
 
 
 def _count_groups_anew() -> None:

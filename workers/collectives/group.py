@@ -123,9 +123,9 @@ class RecordedGroup(dist.ProcessGroup):
         for _, backend in self._backends.values():
             backend.set_timeout(timeout)
 
-    def release(self) -> tuple[Any, ...]:
+    def release(self) -> list[Any]:
         """Let go of the inner group; return what must outlive it if work is in flight."""
-        held = (self._inner, self._backends)
+        held = [self._inner, self._backends]
         self._inner, self._backends = None, {}
         return held
 
