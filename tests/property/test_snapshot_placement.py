@@ -8,22 +8,9 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.snapshot.groups import (
-    Groups,
-    adjust_groups,
-    form_groups,
-    partners,
-    shared_domains,
-)
-from workers.snapshot.placement import (
-    Node,
-    Placement,
-    PlacementRules,
-    holdings,
-    level,
-    place,
-    survives,
-)
+from tests.support.placements import is_readable
+from workers.snapshot.groups import form_groups, partners, shared_domains
+from workers.snapshot.placement import Node, PlacementRules, place
 
 RACKS = st.lists(st.integers(0, 4), min_size=1, max_size=8)
 
@@ -69,53 +56,6 @@ def test_members_share_a_domain_only_if_every_partition_does(
         assert shared_domains(groups, domains) == ()
 
 
-@settings(deadline=None, max_examples=200)
-@given(
-    st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 4)), max_size=25),
-    st.integers(1, 3),
-)
-def test_groups_stay_as_good_as_new_over_any_changes(
-    changes: list[tuple[bool, int, int]], size_min: int
-) -> None:
-    """Small repairs add up: after a day of them every group could hold one rack twice."""
-    domains = _domains([0, 1, 2, 3])
-    groups: Groups = form_groups(domains, size_min=size_min, size_max=5)
-    for number, (joins, pick, rack) in enumerate(changes):
-        if joins:
-            domains[f"j{number}"] = f"r{rack}"
-        elif domains:
-            del domains[sorted(domains)[pick % len(domains)]]
-        groups = adjust_groups(groups, domains, size_min=size_min, size_max=5)
-        anew = form_groups(domains, size_min=size_min, size_max=5)
-
-        assert sorted(node for group in groups for node in group) == sorted(domains)
-        assert len(shared_domains(groups, domains)) <= len(shared_domains(anew, domains))
-        if domains:
-            assert min(map(len, groups)) >= min(size_min, len(domains))
-            assert max(map(len, groups)) <= max(5, *map(len, anew))
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.integers(4, 40), st.integers(1, 3), st.integers(0, 100))
-def test_one_node_that_leaves_or_joins_changes_one_group(
-    num_nodes: int, size_min: int, pick: int
-) -> None:
-    """Every changed group computes its redundancy anew, and is less protected until it has."""
-    domains = {f"n{index:02}": f"n{index:02}" for index in range(num_nodes)}
-    limits = {"size_min": size_min, "size_max": 8}
-    groups = form_groups(domains, **limits)
-    gone = sorted(domains)[pick % num_nodes]
-    (left,) = [group for group in groups if gone in group]
-    del domains[gone]
-    after = adjust_groups(groups, domains, **limits)
-    if len(left) > size_min:
-        assert set(groups) - set(after) == {left}
-
-    domains["late"] = "late"
-    joined = adjust_groups(after, domains, **limits)
-    assert len(set(after) - set(joined)) == 1
-
-
 @given(RACKS, st.integers(0, 3))
 def test_copies_are_on_other_nodes_and_in_as_many_domains_as_there_are(
     racks: list[int], copies: int
@@ -137,40 +77,6 @@ def test_copies_are_on_other_nodes_and_in_as_many_domains_as_there_are(
 RANK_BYTES = st.integers(1, 1000)
 
 
-def _readable(placement: Placement, lost: set[str]) -> bool:
-    """Return whether all can be read, from the list of what is held and nothing else."""
-    kept = holdings(placement)
-    for group in placement.groups:
-        own = [one for one in kept if one.node in group]
-        for at, node in enumerate(group):
-            if placement.tolerance and own[0].parity is not None:
-                stripe = [one for one in own if one.stripe == at]
-                members = set(stripe[0].of)
-                alive = sum(one.node not in lost for one in stripe)
-                if len(members & lost) > alive:
-                    return False
-            elif not {node, *(one.node for one in own if one.of == (node,))} - lost:
-                return False
-    return True
-
-
-def _check_claims(placement: Placement, nodes: list[Node]) -> None:
-    names = [node.name for node in nodes]
-    claimed = level(placement)
-    assert claimed >= placement.tolerance
-    for count in range(min(claimed + 2, len(names) + 1)):
-        outcomes = set()
-        for lost in combinations(names, count):
-            readable = _readable(placement, set(lost))
-            assert survives(placement, lost) == readable, lost
-            outcomes.add(readable)
-        if count <= claimed:
-            assert outcomes == {True}
-    if claimed < len(names):
-        # No less is claimed than is true, either.
-        assert False in outcomes
-
-
 @settings(deadline=None, max_examples=150)
 @given(
     RACKS,
@@ -189,29 +95,14 @@ def test_every_claimed_tolerance_is_true_and_none_is_too_small(
     ]
     rules = PlacementRules(tolerance=tolerance, group_max=group_max, num_slots=1)
     placement = place(nodes, rank_bytes, rules)
-    _check_claims(placement, nodes)
-
+    names = [node.name for node in nodes]
+    for count in range(placement.tolerance + 1):
+        assert all(is_readable(placement, lost) for lost in combinations(names, count))
+    # No less is claimed than is true, either.
+    assert not all(
+        is_readable(placement, lost) for lost in combinations(names, placement.tolerance + 1)
+    )
     if not placement.shared_racks:
         racks_named = sorted({node.rack for node in nodes})
         for lost in combinations(racks_named, placement.tolerance):
-            assert survives(placement, [node.name for node in nodes if node.rack in lost])
-
-
-@settings(deadline=None, max_examples=60)
-@given(RANK_BYTES, st.integers(1, 2), st.lists(st.booleans(), min_size=1, max_size=6))
-def test_claims_stay_true_while_nodes_come_and_go(
-    rank_bytes: int, tolerance: int, changes: list[bool]
-) -> None:
-    """Groups that grew or lost a member are not those that were formed."""
-    nodes = [Node(name=f"n{index}", headroom_bytes=4000) for index in range(5)]
-    rules = PlacementRules(tolerance=tolerance, group_max=4, num_slots=1)
-    placement = place(nodes, rank_bytes, rules)
-    for number, joins in enumerate(changes):
-        if joins:
-            nodes = [*nodes, Node(name=f"j{number}", headroom_bytes=4000)]
-        elif len(nodes) > 1:
-            nodes = nodes[1:]
-        fresh = place(nodes, rank_bytes, rules)
-        placement = place(nodes, rank_bytes, rules, placement)
-        _check_claims(placement, nodes)
-        assert level(placement) >= fresh.tolerance
+            assert is_readable(placement, [node.name for node in nodes if node.rack in lost])

@@ -1,8 +1,7 @@
 """Which nodes protect each other: groups whose members do not fail together.
 
 Pure. A failure domain is a rack, or the node itself where none is named. Nodes come and go, in
-any number: groups differ in size by one at most when they are formed, and later only those
-change that must.
+any number: every attempt has groups of its own, which differ in size by one at most.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import TypeAlias
 
 __all__ = [
     "Groups",
-    "adjust_groups",
     "form_groups",
     "parity_places",
     "partners",
@@ -42,40 +40,6 @@ def form_groups(domains: Mapping[str, str], *, size_min: int, size_max: int) -> 
     num_groups = min(wanted, max(1, len(domains) // size_min))
     dealt = sorted(domains, key=lambda node: (-counts[domains[node]], domains[node], node))
     return tuple(tuple(dealt[first::num_groups]) for first in range(num_groups))
-
-
-def adjust_groups(
-    before: Groups, domains: Mapping[str, str], *, size_min: int, size_max: int
-) -> Groups:
-    """Return groups for the nodes that there are now, with as little change as can be.
-
-    A group that lost a member stays as it is if it is large enough, a newcomer joins the
-    smallest group that it shares no domain with. All are formed anew only if some would share a
-    domain that could be kept apart, or be too small.
-
-    Args:
-        before: The groups until now.
-        domains: The domain of every node now.
-        size_min: As for ``form_groups``.
-        size_max: As for ``form_groups``.
-    """
-    anew = form_groups(domains, size_min=size_min, size_max=size_max)
-    groups = [[node for node in group if node in domains] for group in before]
-    groups = [group for group in groups if group]
-    groups, homeless = _dissolve(groups, size_min)
-    known = {node for group in groups for node in group}
-    homeless += sorted(node for node in domains if node not in known and node not in homeless)
-    for node in homeless:
-        groups = _join(groups, node, domains, size_min)
-    adjusted: list[tuple[str, ...]] = []
-    for group in groups:
-        if len(group) > size_max:
-            members = {node: domains[node] for node in group}
-            adjusted += form_groups(members, size_min=size_min, size_max=size_max)
-        else:
-            adjusted.append(tuple(group))
-    worse = _faults(tuple(adjusted), domains, size_min) > _faults(anew, domains, size_min)
-    return anew if worse else tuple(adjusted)
 
 
 def shared_domains(groups: Groups, domains: Mapping[str, str]) -> tuple[str, ...]:
@@ -121,55 +85,3 @@ def partners(groups: Groups, domains: Mapping[str, str], copies: int) -> dict[st
 def parity_places(stripe: int, *, num_nodes: int, num_parities: int) -> tuple[int, ...]:
     """Return the places in a group of the nodes that keep the parities of a stripe."""
     return tuple((stripe + which) % num_nodes for which in range(num_parities))
-
-
-def _faults(groups: Groups, domains: Mapping[str, str], size_min: int) -> tuple[int, int]:
-    """Return how many groups are too small, and how many domains are shared."""
-    small = sum(len(group) < size_min for group in groups)
-    return small, len(shared_domains(groups, domains))
-
-
-def _dissolve(groups: list[list[str]], size_min: int) -> tuple[list[list[str]], list[str]]:
-    """Return the groups that are large enough, and the nodes of the others."""
-    kept = [group for group in groups if len(group) >= size_min]
-    return kept, [node for group in groups if len(group) < size_min for node in group]
-
-
-def _join(
-    groups: list[list[str]], node: str, domains: Mapping[str, str], size_min: int
-) -> list[list[str]]:
-    if not groups:
-        return [[node]]
-    domain = domains[node]
-    sizes = [
-        # Too small a group comes first, whatever else; then who shares no domain.
-        (len(group) >= size_min, domain in {domains[other] for other in group}, len(group), index)
-        for index, group in enumerate(groups)
-    ]
-    _, shares, _, index = min(sizes)
-    if shares and (founded := _found(groups, node, domains, size_min)) is not None:
-        return founded
-    return [[*group, node] if index == at else group for at, group in enumerate(groups)]
-
-
-def _found(
-    groups: list[list[str]], node: str, domains: Mapping[str, str], size_min: int
-) -> list[list[str]] | None:
-    """Return the groups and one more around ``node``, of nodes that large groups can spare."""
-    new = [node]
-    left = [list(group) for group in groups]
-    while len(new) < size_min:
-        taken = {domains[member] for member in new}
-        spare = [
-            (-len(group), index, member)
-            for index, group in enumerate(left)
-            if len(group) > size_min
-            for member in reversed(group)
-            if domains[member] not in taken
-        ]
-        if not spare:
-            return None
-        _, index, member = min(spare, key=lambda each: each[:2])
-        left[index].remove(member)
-        new.append(member)
-    return [*left, new]

@@ -31,15 +31,13 @@ to weights between updates is in no gradient. ``tests.benchmarks.bench_recomputa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from workers.snapshot.groups import (
     Groups,
-    adjust_groups,
     form_groups,
-    parity_places,
     partners,
     shared_domains,
 )
@@ -47,18 +45,13 @@ from workers.snapshot.groups import (
 __all__ = [
     "PARITIES",
     "Cost",
-    "Holding",
     "Mechanism",
     "Node",
     "Placement",
     "PlacementRules",
     "Preference",
-    "changed_groups",
-    "holdings",
-    "level",
     "place",
     "sized",
-    "survives",
 ]
 
 #: Double parity has at most so many members and two parities (``workers.snapshot.parity``).
@@ -157,26 +150,7 @@ class Placement:
     shared_racks: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """Something that a node keeps for its group.
-
-    Attributes:
-        node: Who keeps it.
-        parity: None for a copy; 0 for parity P and 1 for Q of a stripe.
-        stripe: Of the parity, as in ``Stripes``; for a copy whose it is, by place in the group.
-        of: The nodes whose bytes went into it, by member of the parity.
-    """
-
-    node: str
-    parity: int | None
-    stripe: int
-    of: tuple[str, ...]
-
-
-def place(
-    nodes: Sequence[Node], rank_bytes: int, rules: PlacementRules, before: Placement | None = None
-) -> Placement:
+def place(nodes: Sequence[Node], rank_bytes: int, rules: PlacementRules) -> Placement:
     """Return how snapshots are to be protected.
 
     Tolerance is lowered where it cannot be had, and the reason says so.
@@ -185,65 +159,10 @@ def place(
         nodes: All nodes of the run.
         rank_bytes: The largest rank's part of a version; 0 if that is not known yet.
         rules: What is asked for.
-        before: The placement until now; its groups change as little as can be.
     """
     known = {node.name: node for node in sorted(nodes, key=lambda node: node.name)}
-    domains = _domains(known)
     sizes = {"size_min": rules.tolerance + 1, "size_max": rules.group_max}
-    placement = _protect(rank_bytes, form_groups(domains, **sizes), known, rules)
-    if before is None:
-        return placement
-    groups = adjust_groups(before.groups, domains, **sizes)
-    adjusted = _protect(rank_bytes, groups, known, rules)
-    # Staying together is worth some memory, but no tolerance.
-    return adjusted if adjusted.tolerance >= placement.tolerance else placement
-
-
-def survives(placement: Placement, lost_nodes: Collection[str]) -> bool:
-    """Return whether the newest version can be read without ``lost_nodes``."""
-    return level(placement, lost_nodes) >= 0
-
-
-def level(placement: Placement, lost_nodes: Collection[str] = ()) -> int:
-    """Return how many nodes, whichever, can be lost on top of ``lost_nodes``; -1 if lost by now."""
-    lost = frozenset(lost_nodes)
-    return min((_group_level(placement, group, lost) for group in placement.groups), default=-1)
-
-
-def holdings(placement: Placement) -> tuple[Holding, ...]:
-    """Return what each node keeps beside its own snapshots."""
-    found = []
-    for group in placement.groups:
-        size = len(group)
-        for at in range(size):
-            if placement.mechanism in PARITIES:
-                places = parity_places(at, num_nodes=size, num_parities=placement.tolerance)
-                of = tuple(node for number, node in enumerate(group) if number not in places)
-                found += [
-                    Holding(node=group[place], parity=which, stripe=at, of=of)
-                    for which, place in enumerate(places)
-                ]
-            else:
-                found += [
-                    Holding(node=keeper, parity=None, stripe=at, of=(group[at],))
-                    for keeper in placement.keepers[group[at]]
-                ]
-    return tuple(found)
-
-
-def changed_groups(before: Placement, after: Placement) -> Groups:
-    """Return the groups whose redundancy must be made anew."""
-    is_alike = (before.mechanism, before.tolerance) == (after.mechanism, after.tolerance)
-    return tuple(group for group in after.groups if not is_alike or group not in before.groups)
-
-
-def _group_level(placement: Placement, group: tuple[str, ...], lost: frozenset[str]) -> int:
-    if placement.mechanism in PARITIES:
-        return max(-1, placement.tolerance - sum(node in lost for node in group))
-    # Each part lies on its node and, as a copy, on others of the group.
-    return min(
-        sum(holder not in lost for holder in (node, *placement.keepers[node])) - 1 for node in group
-    )
+    return _protect(rank_bytes, form_groups(_domains(known), **sizes), known, rules)
 
 
 def _domains(nodes: Mapping[str, Node]) -> dict[str, str]:

@@ -7,17 +7,13 @@ from itertools import combinations
 
 import pytest
 
-from workers.snapshot.groups import adjust_groups, shared_domains
+from tests.support.placements import is_readable
 from workers.snapshot.placement import (
     Cost,
     Mechanism,
     Node,
     PlacementRules,
-    changed_groups,
-    holdings,
-    level,
     place,
-    survives,
 )
 
 RANK_BYTES = 600
@@ -102,19 +98,6 @@ def test_the_only_node_of_another_rack_keeps_what_both_others_have() -> None:
     assert chosen.shared_racks == ()
 
 
-def test_who_holds_what_is_listed_in_the_order_of_the_stripes() -> None:
-    """A keeper acts on this list; P of stripe i lies on node i, Q on the next."""
-    rules = replace(RULES, tolerance=2)
-    chosen = place(_nodes(4, 1799), RANK_BYTES, rules)
-    first = [(one.node, one.parity, one.of) for one in holdings(chosen) if one.stripe == 3]
-    assert first == [("n3", 0, ("n1", "n2")), ("n0", 1, ("n1", "n2"))]
-
-    chosen = place(_nodes(3, 9999), RANK_BYTES, RULES)
-    assert [(one.node, one.of) for one in holdings(chosen)] == [
-        ("n1", ("n0",)), ("n2", ("n1",)), ("n0", ("n2",)),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("group_max", "tolerance", "headroom_bytes", "num_lost", "share"),
     [
@@ -133,38 +116,5 @@ def test_random_losses_are_survived_as_often_as_combinatorics_say(
     rules = replace(RULES, tolerance=tolerance, group_max=group_max)
     placement = place(_nodes(16, headroom_bytes), RANK_BYTES, rules)
     names = sorted(placement.costs)
-    outcomes = [survives(placement, lost) for lost in combinations(names, num_lost)]
+    outcomes = [is_readable(placement, lost) for lost in combinations(names, num_lost)]
     assert sum(outcomes) / len(outcomes) == pytest.approx(share, abs=5e-4)
-
-
-def test_only_groups_that_changed_are_protected_anew() -> None:
-    """Re-protection competes with training; what is whole is left alone."""
-    nodes = _nodes(16, 1 << 20)
-    before = place(nodes, RANK_BYTES, RULES)
-    (group,) = [group for group in before.groups if "n5" in group]
-    left = [node for node in nodes if node.name != "n5"]
-    after = place(left, RANK_BYTES, RULES, before)
-    rest = tuple(name for name in group if name != "n5")
-    assert changed_groups(before, after) == (rest,)
-    assert level(after) == level(before)
-
-
-def test_tolerance_is_not_given_up_for_staying_together() -> None:
-    """The two that are left of a group have no memory for each other, as part of three they do."""
-    nodes = _nodes(8, 900)
-    rules = replace(RULES, group_max=4)
-    before = place(nodes, RANK_BYTES, rules)
-    left = [node for node in nodes if node.name not in {"n0", "n2"}]
-    after = place(left, RANK_BYTES, rules, before)
-    assert (after.mechanism, after.tolerance) == (Mechanism.RING_PARITY, 1)
-    assert sorted(map(len, after.groups)) == [3, 3]
-
-
-def test_a_newcomer_of_a_rack_that_every_group_has_founds_one() -> None:
-    """Forming all groups anew for it would cost every node its redundancy for a while."""
-    before = (("a0", "b0", "c0"), ("a1", "b1", "c1"), ("a2", "b2", "c2"))
-    nodes = {name for group in before for name in group} | {"a3"}
-    domains = {name: name[0] for name in nodes}
-    after = adjust_groups(before, domains, size_min=2, size_max=4)
-    assert shared_domains(after, domains) == ()
-    assert len(set(before) - set(after)) == 1
