@@ -328,19 +328,3 @@ def _facts(run: RunRecord, other: RunRecord | None) -> list[tuple[str, str, str]
         return "\N{EN DASH}" if found is None else f"{found}"
 
     return [(label, value(run, name), value(other, name)) for label, name in names]
-
-
-def incident_rows(incidents: Sequence[Incident]) -> list[dict[str, str]]:
-    """Return the table of incidents as text, one mapping of column to cell a row."""
-    return [
-        {
-            "what": incident.kind,
-            "who": incident.who,
-            "detected in": seconds(incident.detect_s),
-            "lost steps": str(incident.lost_steps),
-            "back in": seconds(incident.recovery_s),
-            "before": incident.layout_before,
-            "after": incident.layout_after,
-        }
-        for incident in incidents
-    ]

@@ -1,6 +1,11 @@
-"""What parity costs beside a copy of the same bytes: encode, fold in streams, rebuild.
+"""What parity costs beside a copy of the same bytes: made, and used to bring back what is lost.
 
     python -m tests.benchmarks.bench_parity [--members 4] [--mib 32] [--repeat 7]
+
+- ``replica``: one parity, as a data-parallel replica makes it of the state that it has anyway;
+- ``one``, ``two``: one and two parities, as a keeper makes them of what comes from other nodes,
+  window by window of each member;
+- ``rebuild_*``: one or two members brought back, by the first parity or by what is left.
 
 Every kernel and the copy run in turn, in one process on one core, and the best of each is taken:
 on a busy machine the ratios hold and the rates do not. Rates are bytes of members per second;
@@ -16,17 +21,22 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from workers.keeper.wire import CHUNK_BYTES
 from workers.snapshot import parity
-from workers.snapshot.parity import P, Q
-from workers.snapshot.stripes import Stripes, save_state
+from workers.snapshot.parity import BLOCK_BYTES, P, Q
+from workers.snapshot.replica_parity import fold, folds
+from workers.snapshot.stripes import Stripes
 
 #: Issue of this part: at least so much of a copy's speed.
-TARGETS = {"encode_one": 0.60, "encode_two": 0.25}
+TARGETS = {"replica": 0.60, "one": 0.60, "two": 0.25}
+
+
+#: A keeper takes so much at once of what comes.
+WINDOW_BYTES = 8 * BLOCK_BYTES
 
 
 def measure(num_members: int, num_bytes: int, repeat: int) -> dict[str, dict[str, float]]:
@@ -41,28 +51,35 @@ def measure(num_members: int, num_bytes: int, repeat: int) -> dict[str, dict[str
     members = [rng.integers(0, 256, num_bytes, dtype=np.uint8) for _ in range(num_members)]
     size = parity.parity_bytes([num_bytes])
     parities = [np.zeros(size, np.uint8) for _ in range(2)]
+    spare = [np.zeros(size, np.uint8) for _ in range(2)]
     targets = [np.zeros(num_bytes, np.uint8) for _ in range(2)]
     copies = [np.zeros(num_bytes, np.uint8) for _ in range(num_members)]
     rest = dict(enumerate(members[2:], 2))
-    stripes = Stripes.of_state(num_bytes, num_nodes=num_members, num_parities=1)
-    own = [np.zeros(stripes.block_bytes, np.uint8)]
+    stripes = Stripes.of_parts([num_bytes] * num_members, num_parities=1)
+    # Of every other member the block that the first one's parity is of.
+    others = {place: [member] for place, member in enumerate(members) if place}
+    num_folded = len(others) * stripes.block_bytes
 
     def copy() -> None:
         for source, target in zip(members, copies, strict=True):
             np.copyto(target, source)
 
-    def fold() -> None:
-        for index, member in enumerate(members):
-            for low in range(0, num_bytes, CHUNK_BYTES):
-                parity.add(parities, index, member[low : low + CHUNK_BYTES], low)
+    def replica() -> None:
+        for (low, high), sources in folds(stripes, 0, others):
+            fold(spare[0][low:high], sources)
 
+    def add(into: Sequence[NDArray[np.uint8]]) -> None:
+        for index, member in enumerate(members):
+            for low in range(0, num_bytes, WINDOW_BYTES):
+                parity.add(into, index, member[low : low + WINDOW_BYTES], low)
+
+    add(parities)
     every = num_members * num_bytes
-    inputs = stripes.num_data * stripes.block_bytes
     kernels: dict[str, tuple[Callable[[], None], int]] = {
         "copy": (copy, every),
-        "encode_one": (lambda: parity.encode(members, parities[:1]), every),
-        "encode_two": (lambda: parity.encode(members, parities), every),
-        "fold_two": (fold, every),
+        "replica": (replica, num_folded),
+        "one": (lambda: add(spare[:1]), every),
+        "two": (lambda: add(spare), every),
         "rebuild_one": (
             lambda: parity.rebuild({1: members[1]} | rest, {P: parities[P]}, [0], targets[:1]),
             every,
@@ -72,7 +89,6 @@ def measure(num_members: int, num_bytes: int, repeat: int) -> dict[str, dict[str
             lambda: parity.rebuild({1: members[1]} | rest, {Q: parities[Q]}, [0], targets[:1]),
             every,
         ),
-        "own_parity_of_replica": (lambda: save_state(stripes, 0, members[0], own), inputs),
     }
     best_s = dict.fromkeys(kernels, float("inf"))
     for _ in range(repeat):
@@ -80,6 +96,7 @@ def measure(num_members: int, num_bytes: int, repeat: int) -> dict[str, dict[str
             started_s = time.perf_counter()
             kernel()
             best_s[name] = min(best_s[name], time.perf_counter() - started_s)
+    assert np.array_equal(targets[0], members[0]), "what was brought back is not what was lost"
     rates = {name: num / best_s[name] / 1e9 for name, (_, num) in kernels.items()}
     return {
         name: {"gb_per_s": round(rate, 2), "of_copy": round(rate / rates["copy"], 3)}

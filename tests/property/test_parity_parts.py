@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.memory_versions import check_loads, make_state, write_version
+from tests.support.stripes import rebuild_shares
 from ucp_core.errors import UcpError
 from workers.errors import ParityError
 from workers.keeper.arena import Arena
@@ -21,7 +22,7 @@ from workers.snapshot.parity import BLOCK_BYTES
 from workers.snapshot.parity_part import Group, write
 from workers.snapshot.parity_record import ParityRecord, slot_bytes
 from workers.snapshot.replica_parity import fold, folds
-from workers.snapshot.stripes import Stripes, rebuild_shares
+from workers.snapshot.stripes import Stripes
 from workers.snapshot.tier import LocalPart, Part
 
 ATTEMPT, STEP = 3, 17

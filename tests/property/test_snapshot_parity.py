@@ -29,8 +29,9 @@ def _members(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
 
 def _encoded(members: list[np.ndarray], num: int = 2) -> list[np.ndarray]:
     size = parity.parity_bytes([len(member) for member in members])
-    out = [np.full(size, 0xEE, np.uint8) for _ in range(num)]
-    parity.encode(members, out)
+    out = [np.zeros(size, np.uint8) for _ in range(num)]
+    for index, member in enumerate(members):
+        parity.add(out, index, member)
     return out
 
 
@@ -84,9 +85,9 @@ def test_every_double_loss_is_rebuilt_in_groups_of_every_size(num_members: int) 
         for index, target in zip(missing, targets, strict=True):
             assert np.array_equal(target, members[index]), lost
         whole = present | dict(zip(missing, targets, strict=True))
-        renewed = {which: np.empty_like(encoded[which]) for which in (P, Q) if which not in left}
-        if renewed:
-            parity.encode([whole[index] for index in range(num_members)], renewed)
+        renewed = {which: np.zeros_like(encoded[which]) for which in (P, Q) if which not in left}
+        for index, member in whole.items() if renewed else ():
+            parity.add(renewed, index, member)
         for which, again in renewed.items():
             assert np.array_equal(again, encoded[which]), lost
 
@@ -170,12 +171,12 @@ def test_what_does_not_fit_is_refused_and_not_cut() -> None:
     """A member longer than its parity would be protected only in part, and nobody would know."""
     p, q = np.zeros(64, np.uint8), np.zeros(128, np.uint8)
     with pytest.raises(ParityError, match="member 1 has 65 bytes, its parity 64"):
-        parity.encode([bytes(64), bytes(65)], [p])
+        parity.add([p], 1, bytes(65))
     with pytest.raises(ParityError, match="member 15: double parity has members 0 to 14"):
         parity.add([p, np.zeros(64, np.uint8)], 15, bytes(1))
     with pytest.raises(ParityError, match="of one length"):
-        parity.encode([bytes(64)], [p, q])
+        parity.add([p, q], 0, bytes(64))
     with pytest.raises(ParityError, match="take parity_bytes"):
-        parity.encode([bytes(60)], [np.zeros(60, np.uint8)])
+        parity.add([np.zeros(60, np.uint8)], 0, bytes(60))
     with pytest.raises(ParityError, match="begins at -1"):
         parity.add([p], 0, bytes(1), -1)

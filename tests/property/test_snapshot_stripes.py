@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.stripes import rebuild_shares
 from workers.errors import ParityError
 from workers.snapshot import parity
-from workers.snapshot.stripes import Stripes, rebuild_shares, restore_state, save_state
+from workers.snapshot.stripes import Stripes
 
 
 def _bytes(length: int, seed: int = 0) -> np.ndarray:
@@ -25,44 +26,6 @@ def _blocks(stripes: Stripes) -> list[np.ndarray]:
 def _losses(num_nodes: int, num_parities: int) -> list[tuple[int, ...]]:
     counts = range(num_parities + 1)
     return [lost for count in counts for lost in combinations(range(num_nodes), count)]
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(2, 9), st.integers(1, 2), st.one_of(st.integers(0, 300), st.just(12_345)))
-def test_a_replicated_state_survives_every_loss_without_any_traffic(
-    num_nodes: int, num_parities: int, length: int
-) -> None:
-    """Odd groups, a state shorter than the group, and one that fills no block are usual."""
-    num_nodes = max(num_nodes, num_parities + 1)
-    state = _bytes(length, num_nodes)
-    stripes = Stripes.of_state(length, num_nodes=num_nodes, num_parities=num_parities)
-    shares, parities = {}, {}
-    for node in range(num_nodes):
-        start, stop = stripes.share(node, length)
-        shares[node] = state[start:stop].copy()
-        parities[node] = _blocks(stripes)
-        save_state(stripes, node, state.copy(), parities[node])
-
-    for lost in _losses(num_nodes, num_parities):
-        left = [node for node in range(num_nodes) if node not in lost]
-        target = np.full(length, 0x55, np.uint8)
-        restore_state(
-            stripes,
-            {node: shares[node] for node in left},
-            {node: parities[node] for node in left},
-            target,
-        )
-        assert np.array_equal(target, state), lost
-
-        # A newcomer takes the lost node's share, and needs no more than that.
-        again = {node: np.full(len(shares[node]), 0x55, np.uint8) for node in lost}
-        rebuild_shares(
-            stripes,
-            {node: shares[node] for node in left},
-            {node: parities[node] for node in left},
-            again,
-        )
-        assert all(np.array_equal(again[node], shares[node]) for node in lost), lost
 
 
 @settings(deadline=None, max_examples=60)
@@ -102,7 +65,8 @@ def test_unequal_parts_survive_every_loss(lengths: list[int], num_parities: int)
 def test_a_node_stores_one_part_in_n_less_the_losses(num_nodes: int, num_parities: int) -> None:
     """S / (n - m), parity included: with n = 4 and one loss a third, not the half of a pair."""
     length = 1 << 20
-    stripes = Stripes.of_state(length, num_nodes=num_nodes, num_parities=num_parities)
+    lengths = [-(-length // num_nodes)] * num_nodes
+    stripes = Stripes.of_parts(lengths, num_parities=num_parities)
     stored = num_nodes * stripes.block_bytes
     assert length / (num_nodes - num_parities) <= stored < length / (num_nodes - num_parities) + 999
     assert [len(stripes.parities_of(node)) for node in range(num_nodes)] == (
@@ -112,17 +76,14 @@ def test_a_node_stores_one_part_in_n_less_the_losses(num_nodes: int, num_paritie
 
 def test_one_loss_more_is_refused() -> None:
     """There is no such thing as a state of which most is right."""
-    stripes = Stripes.of_state(1000, num_nodes=3, num_parities=1)
-    state = _bytes(1000)
-    start, stop = stripes.share(1, 1000)
-    parities = {1: _blocks(stripes)}
-    save_state(stripes, 1, state, parities[1])
+    stripes = Stripes.of_parts([500, 500, 500], num_parities=1)
+    targets = {node: np.empty(500, np.uint8) for node in (0, 2)}
     with pytest.raises(ParityError, match="are lost and"):
-        restore_state(stripes, {1: state[start:stop]}, parities, np.empty(1000, np.uint8))
+        rebuild_shares(stripes, {1: _bytes(500)}, {1: _blocks(stripes)}, targets)
 
 
 @pytest.mark.parametrize(("num_nodes", "num_parities"), [(1, 1), (2, 2), (5, 3), (18, 2)])
 def test_groups_that_cannot_be_protected_are_refused(num_nodes: int, num_parities: int) -> None:
     """A group of 18 with two parities has 16 members, and the powers repeat after 15."""
     with pytest.raises(ParityError, match=f"group of {num_nodes} nodes"):
-        Stripes.of_state(1000, num_nodes=num_nodes, num_parities=num_parities)
+        Stripes.of_parts([1000] * num_nodes, num_parities=num_parities)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from workers.errors import ParityError
 
-__all__ = ["BLOCK_BYTES", "GROUP_MAX", "P", "Q", "add", "encode", "parity_bytes", "rebuild"]
+__all__ = ["BLOCK_BYTES", "GROUP_MAX", "P", "Q", "add", "parity_bytes", "rebuild"]
 
 #: Names of the two parities: keys of a mapping, places in a sequence.
 P: Final = 0
@@ -51,30 +51,6 @@ def parity_bytes(lengths: Sequence[int]) -> int:
     return -(-max(lengths, default=0) // _GRAIN_BYTES) * _GRAIN_BYTES
 
 
-def encode(data: Sequence[Buffer], parity: Parities) -> None:
-    """Compute the parity of ``data`` into ``parity``, whatever that held before.
-
-    Args:
-        data: The members in order; an empty one is a member that holds nothing.
-        parity: Writable, ``parity_bytes`` long each: P, P and Q, or ``{Q: ...}`` to renew that one.
-
-    Raises:
-        ParityError: Too many members, or lengths that do not fit.
-    """
-    targets, size = _parities(parity)
-    sources = [_array(member) for member in data]
-    for index, source in enumerate(sources):
-        _check_member(targets, size, index, len(source))
-    for start, stop in _blocks(0, size, size):
-        first = sources[0][start:stop] if sources else np.empty(0, np.uint8)
-        for target in targets.values():
-            # Member 0 has the factor one in either parity.
-            target[start : start + len(first)] = first
-            target[start + len(first) : stop] = 0
-        for index, source in enumerate(sources[1:], 1):
-            _fold(targets, start, stop, index, source[start:stop], start)
-
-
 def add(parity: Parities, index: int, data: Buffer, offset_bytes: int = 0) -> None:
     """Fold a piece of member ``index`` into parity that began as zeros.
 
@@ -82,7 +58,7 @@ def add(parity: Parities, index: int, data: Buffer, offset_bytes: int = 0) -> No
     adding it again, so adding the XOR of old and new updates a parity.
 
     Args:
-        parity: Writable; see ``encode``.
+        parity: Writable, ``parity_bytes`` long each: P, P and Q, or ``{Q: ...}`` for that one.
         index: Which member of the group.
         data: The piece.
         offset_bytes: Where in the member it lies.
@@ -110,7 +86,7 @@ def rebuild(
 ) -> None:
     """Bring back lost members from all others and as many parities as members are lost.
 
-    A lost parity is not rebuilt but encoded again. Windows of all arguments that begin at a
+    A lost parity is not rebuilt but made again. Windows of all arguments that begin at a
     multiple of ``BLOCK_BYTES``, and end at one or at the end, rebuild the same window.
 
     Args:

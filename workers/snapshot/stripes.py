@@ -4,10 +4,10 @@ A group of n nodes has n stripes. Stripe i keeps its parities on nodes i and, wi
 and one data block on each of the others, so every node holds n - m data blocks, its *share*, and
 m parities, and any m lost nodes cost a stripe at most m of its blocks.
 
-State that all n nodes hold anyway, as data-parallel replicas do, is cut into the n shares, and a
-node computes its parities from its own replica: no byte crosses the network while saving. State
-of which every node has its own part takes that part as its share, and the blocks travel to the
-nodes that hold their parity.
+Of state that all n nodes hold anyway, as data-parallel replicas do, each saves a share, and
+computes its parities from its own replica: no byte crosses the network while saving. State of
+which every node has its own part takes that part as its share, and the blocks travel to the nodes
+that hold their parity.
 
 Source: RAIM5 of REFT (arXiv 2310.12670) for the former, SCR's XOR scheme for the latter; both
 with one parity only and equal parts.
@@ -15,16 +15,14 @@ with one parity only and equal parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from workers.errors import ParityError
 from workers.snapshot.groups import parity_places
-from workers.snapshot.parity import GROUP_MAX, Buffer, encode, parity_bytes, rebuild
+from workers.snapshot.parity import GROUP_MAX, parity_bytes
 
-__all__ = ["Piece", "Stripes", "rebuild_shares", "restore_state", "save_state"]
+__all__ = ["Piece", "Stripes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +74,6 @@ class Stripes:
             )
 
     @classmethod
-    def of_state(cls, num_bytes: int, *, num_nodes: int, num_parities: int) -> Stripes:
-        """Return the stripes of a state of ``num_bytes`` that every node holds as a whole."""
-        blocks = num_nodes * max(num_nodes - num_parities, 1)
-        block_bytes = parity_bytes([-(-num_bytes // blocks)])
-        return cls(num_nodes=num_nodes, num_parities=num_parities, block_bytes=block_bytes)
-
-    @classmethod
     def of_parts(cls, lengths: Sequence[int], *, num_parities: int) -> Stripes:
         """Return the stripes of parts of ``lengths``, one per node."""
         blocks = max(len(lengths) - num_parities, 1)
@@ -123,106 +114,3 @@ class Stripes:
                     holders=self.holders(stripe),
                 )
             start += self.block_bytes
-
-    def share(self, node: int, num_bytes: int) -> tuple[int, int]:
-        """Return where the share of a node begins and ends in a state of ``num_bytes``."""
-        share_bytes = self.num_data * self.block_bytes
-        return min(node * share_bytes, num_bytes), min((node + 1) * share_bytes, num_bytes)
-
-
-def save_state(stripes: Stripes, node: int, state: Buffer, parities: Sequence[Buffer]) -> None:
-    """Compute a node's parities from its own replica; the share it stores is a range of that.
-
-    Args:
-        stripes: ``Stripes.of_state`` of the state.
-        node: This one.
-        state: The whole state, flat.
-        parities: Writable, ``stripes.block_bytes`` each.
-    """
-    view = _flat(state)
-    for which, (stripe, target) in enumerate(zip(stripes.parities_of(node), parities, strict=True)):
-        encode([_block(stripes, view, stripe, i) for i in range(stripes.num_data)], {which: target})
-
-
-def restore_state(
-    stripes: Stripes,
-    shares: Mapping[int, Buffer],
-    parities: Mapping[int, Sequence[Buffer]],
-    target: Buffer,
-) -> None:
-    """Fill ``target`` with the state from what the nodes that are left have stored.
-
-    Args:
-        stripes: ``Stripes.of_state`` of the state.
-        shares: By node that is left.
-        parities: By node that is left, as ``save_state`` filled them.
-        target: Writable, as long as the state.
-
-    Raises:
-        ParityError: Too many nodes are lost.
-    """
-    view = _flat(target)
-    for node, share in shares.items():
-        start, stop = stripes.share(node, len(view))
-        view[start:stop] = _flat(share)
-    _rebuild(stripes, set(shares), parities, lambda stripe, i: _block(stripes, view, stripe, i))
-
-
-def rebuild_shares(
-    stripes: Stripes,
-    shares: Mapping[int, Buffer],
-    parities: Mapping[int, Sequence[Buffer]],
-    targets: Mapping[int, Buffer],
-) -> None:
-    """Bring back the lost nodes' own parts, or their shares of a replicated state.
-
-    Args:
-        stripes: ``Stripes.of_parts`` of the parts, or ``Stripes.of_state`` of the state.
-        shares: The parts that are left, by node.
-        parities: What is left of them, by node.
-        targets: Writable, for every lost node, as long as its part.
-
-    Raises:
-        ParityError: Too many nodes are lost.
-    """
-    views = {node: _flat(part) for node, part in (*shares.items(), *targets.items())}
-    table = {
-        (piece.stripe, piece.index): view[piece.start : piece.stop]
-        for node, view in views.items()
-        for piece in stripes.pieces(node, len(view))
-    }
-    empty = memoryview(bytearray())
-    _rebuild(stripes, set(shares), parities, lambda stripe, i: table.get((stripe, i), empty))
-
-
-def _rebuild(
-    stripes: Stripes,
-    alive: set[int],
-    parities: Mapping[int, Sequence[Buffer]],
-    find: Callable[[int, int], memoryview],
-) -> None:
-    for stripe in range(stripes.num_nodes):
-        members = stripes.members(stripe)
-        missing = [index for index, node in enumerate(members) if node not in alive]
-        present = {index: find(stripe, index) for index in range(stripes.num_data)}
-        left = {
-            which: parities[node][which]
-            for which, node in enumerate(stripes.holders(stripe))
-            if node in parities
-        }
-        rebuild(present, left, missing, [present[index] for index in missing])
-
-
-def _block(stripes: Stripes, state: memoryview, stripe: int, index: int) -> memoryview:
-    """Return a data block of a state: a part of the share of the node that stores it."""
-    node = stripes.members(stripe)[index]
-    before = sum(node not in stripes.holders(earlier) for earlier in range(stripe))
-    start, stop = stripes.share(node, len(state))
-    low = min(start + before * stripes.block_bytes, stop)
-    return state[low : min(low + stripes.block_bytes, stop)]
-
-
-def _flat(buffer: Buffer) -> memoryview:
-    if isinstance(buffer, np.ndarray):
-        buffer = buffer.reshape(-1)
-    return memoryview(buffer).cast("B")
