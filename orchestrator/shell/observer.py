@@ -21,7 +21,7 @@ _NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOAD
 
 
 class Observer:
-    """Keeps the last report of every worker and folds all of them into the detector.
+    """Keeps the last report of every worker of a node and folds all of them into the detector.
 
     Args:
         post: Where events go.
@@ -56,6 +56,7 @@ class Observer:
         self._judged = False
         self.reports: dict[str, WorkerReport] = {}
         self.seen_at_s: dict[str, float] = {}
+        self._listed: dict[str, frozenset[str]] = {}
 
     def begin(self, attempt: int, members: tuple[str, ...], resume_step: int) -> None:
         """Watch ``attempt`` from now on; what older ones still say is only shown."""
@@ -73,6 +74,10 @@ class Observer:
         """Take in one keeper's report."""
         at_s = self._at_s()
         self._detector = observe(self._detector, report, at_s)
+        listed = frozenset(row.worker for row in report.workers)
+        for worker in self._listed.get(report.node, frozenset()) - listed:
+            del self.reports[worker], self.seen_at_s[worker]
+        self._listed[report.node] = listed
         for row in report.workers:
             self.reports[row.worker] = row
             self.seen_at_s[row.worker] = at_s

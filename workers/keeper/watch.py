@@ -34,6 +34,9 @@ SCAN_S = 0.25
 #: A directory that was listed so long after its last change is not listed again before the next:
 #: of two changes within a tick of the kernel's clock, 10 ms, its time does not show the second.
 SETTLED_S = 0.1
+#: A worker whose process is gone is reported on for so long: by then whoever judges its attempt has
+#: heard. Kept for longer, every death would cost memory, and time of every look and report.
+FORGET_S = 60.0
 
 _NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 
@@ -99,11 +102,13 @@ class NodeWatch:
     Args:
         node: Ray node id.
         directory: Where the node's workers of one run keep their pages and rings.
+        forget_s: For how long the dead are reported on; then their files go.
     """
 
-    def __init__(self, *, node: str, directory: Path) -> None:
+    def __init__(self, *, node: str, directory: Path, forget_s: float = FORGET_S) -> None:
         self._node = node
         self._directory = directory
+        self._forget_s = forget_s
         self._seq = 0
         self._places: list[tuple[int, WorkerPhase, int, int]] = []
         self._moved_s = time.monotonic()
@@ -114,6 +119,7 @@ class NodeWatch:
         self._readers: dict[str, PageReader] = {}
         self._rings: dict[str, RingReader] = {}
         self._milestones: dict[str, tuple[int, bool, bool]] = {}
+        self._gone_at_s: dict[str, float] = {}
 
     def look(self) -> bool:
         """Return whether a trainer passed a milestone since the last look.
@@ -180,12 +186,24 @@ class NodeWatch:
                 os.kill(view.pid, signal.SIGKILL)
 
     def report(self) -> NodeReport:
-        """Return the state of every trainer on the node, dead ones included."""
+        """Return the state of every trainer on the node, those that died lately included."""
         self._seq += 1
         self._list_pages()
         now_ns = time.monotonic_ns()
         workers = tuple(self._report_on(path.stem, now_ns) for path in self._pages)
+        self._forget({row.worker for row in workers if row.os_state in GONE})
         return NodeReport(node=self._node, seq=self._seq, workers=workers)
+
+    def _forget(self, gone: set[str]) -> None:
+        """Remove the files of those that have been gone for long."""
+        now_s = time.monotonic()
+        self._gone_at_s = {worker: self._gone_at_s.get(worker, now_s) for worker in gone}
+        for worker, gone_at_s in self._gone_at_s.items():
+            if now_s - gone_at_s >= self._forget_s:
+                self._readers.pop(worker, None)
+                self._rings.pop(worker, None)
+                page_path(self._directory, worker).unlink(missing_ok=True)
+                ring_path(self._directory, worker).unlink(missing_ok=True)
 
     def _report_on(self, worker: str, now_ns: int) -> WorkerReport:
         view = self._view(worker)

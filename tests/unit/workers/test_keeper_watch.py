@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.keeper.watch import SETTLED_S, NodeWatch, clear, dead_workers, page_path
+from workers.keeper.watch import SETTLED_S, NodeWatch, clear, dead_workers, page_path, ring_path
 from workers.progress import ProgressPage, process_state
 from workers.protocol import WorkerPhase
 
@@ -48,6 +48,29 @@ def test_stopped_worker_is_killed_for_sure(tmp_path: Path) -> None:
         assert worker.wait(120) == -signal.SIGKILL
 
     assert dead_workers(tmp_path) == {"w0001"}
+
+
+def test_the_dead_are_reported_on_and_then_forgotten(tmp_path: Path) -> None:
+    """A worker that crashes every minute for a week would leave ten thousand pages to look at."""
+    living = ProgressPage.create(page_path(tmp_path, "w0002"), worker="w0002")
+    command = [sys.executable, "-c", WORKER, str(page_path(tmp_path, "w0001"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        ring_path(tmp_path, "w0001").touch()
+        patient = NodeWatch(node="a", directory=tmp_path, forget_s=3600.0)
+        watch = NodeWatch(node="a", directory=tmp_path, forget_s=0.0)
+        assert _reported(watch) == ["w0001", "w0002"]
+        worker.kill()
+        worker.wait(120)
+    assert [_reported(patient), _reported(patient)] == [["w0001", "w0002"]] * 2
+
+    assert _reported(watch) == ["w0001", "w0002"], "its end is worth a report"
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["w0002.page"]
+    assert _reported(watch) == ["w0002"]
+    assert _reported(patient) == ["w0002"]
+    living.close()
 
 
 def test_what_a_lost_node_left_goes_with_the_run_and_what_lives_stays(tmp_path: Path) -> None:
