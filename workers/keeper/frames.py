@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from workers.protocol import Held
@@ -124,16 +124,38 @@ def receive_views(connection: socket.socket, views: Sequence[memoryview]) -> Non
         left = behind(left, count)
 
 
-def send(connection: socket.socket, data: bytes | memoryview, flags: int = 0) -> None:
+def send(
+    connection: socket.socket,
+    data: bytes | memoryview,
+    flags: int = 0,
+    *,
+    stall_s: float = 0.0,
+    moved: Callable[[], object] = lambda: None,
+) -> None:
     """Send all of ``data``.
+
+    Args:
+        connection: Where to; see ``limit_waits``.
+        data: What.
+        flags: Of ``socket.send``.
+        stall_s: The peer may take nothing for so long, if that is longer than the limit.
+        moved: Called whenever some of it went: at least as often as the limit, on a slow link too.
 
     Raises:
         OSError: The connection broke, or the peer takes nothing for too long.
     """
-    try:
-        connection.sendall(data, flags)
-    except BlockingIOError as error:
-        raise TimeoutError("the peer takes nothing") from error
+    left = memoryview(data)
+    moved_s = time.monotonic()
+    while left:
+        try:
+            num_sent = connection.send(left, flags)
+        except BlockingIOError as error:
+            if time.monotonic() - moved_s >= stall_s:
+                raise TimeoutError("the peer takes nothing") from error
+            continue
+        left = left[num_sent:]
+        moved_s = time.monotonic()
+        moved()
 
 
 def limit_waits(

@@ -75,6 +75,8 @@ _REQUEST_BYTES_MAX: Final = 64 << 10
 LISTING_BYTES_MAX: Final = 1 << 20
 #: A peer that neither sends nor takes for so long is given up; the caller has other sources.
 STALL_S: Final = 5.0
+#: While a peer takes some of a chunk in so long, the ranks know that it is there.
+_SIGN_S: Final = 1.0
 #: A peer that lists is at rest no longer between two requests: ranks wait for it.
 _FOLLOW_STALL_S: Final = 2.0
 #: While there is no news, how often the server looks whether the peer is still there.
@@ -148,7 +150,7 @@ class WireServer:
                 keep_alive(connection)
                 fit_buffers(connection)
                 follows: bool | None = None
-                limit_waits(connection, sending_s=STALL_S, receiving_s=STALL_S)
+                limit_waits(connection, sending_s=_SIGN_S, receiving_s=STALL_S)
                 challenge = os.urandom(CHALLENGE_BYTES)
                 send(connection, challenge)
                 if not hmac.compare_digest(
@@ -160,7 +162,7 @@ class WireServer:
                         follows = self._attendance.follows(connection)
                         # Others are idle between two loads and close themselves.
                         receiving_s = _FOLLOW_STALL_S if follows else None
-                        limit_waits(connection, sending_s=STALL_S, receiving_s=receiving_s)
+                        limit_waits(connection, sending_s=_SIGN_S, receiving_s=receiving_s)
                     request = receive_json(connection, size_bytes_max=_REQUEST_BYTES_MAX)
                     self._answer(connection, request)
         finally:
@@ -218,10 +220,9 @@ class WireServer:
                 high = min(low + self._chunk_bytes, start + size_bytes)
                 data = arena.body(held.slot)[low:high]
                 self._send_chunk(connection, arena, held, data, is_bare=is_bare)
-                self._attendance.renew()
         except Refused as refusal:
             words = str(refusal).encode()
-            send(connection, CHUNK.pack(0, 0) + SIZE.pack(len(words)) + words)
+            self._send(connection, CHUNK.pack(0, 0) + SIZE.pack(len(words)) + words)
 
     def _arena(self, name: str, held: Held, start: int, stop: int) -> Arena:
         arena = self._shelf.find(name)
@@ -245,5 +246,8 @@ class WireServer:
         if arena.held(held.slot) != held:
             raise Refused(f"the snapshot after step {held.step} was overwritten")
         # In one packet with what follows.
-        send(connection, CHUNK.pack(len(data), value), socket.MSG_MORE)
-        send(connection, data)
+        self._send(connection, CHUNK.pack(len(data), value), socket.MSG_MORE)
+        self._send(connection, data)
+
+    def _send(self, connection: socket.socket, data: bytes | memoryview, flags: int = 0) -> None:
+        send(connection, data, flags, stall_s=STALL_S, moved=self._attendance.renew)

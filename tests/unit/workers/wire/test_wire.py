@@ -20,6 +20,7 @@ from tests.support.snapshots import eventually
 from tests.support.wired import SECRET, write
 from ucp_core.checksums import crc32
 from ucp_core.errors import CheckpointCorruptError, StorageError
+from workers.keeper import arena as arena_module
 from workers.keeper import frames, wire
 from workers.keeper.arena import Arena
 from workers.keeper.frames import CHALLENGE_BYTES
@@ -394,6 +395,26 @@ def test_who_sends_slowly_is_not_silent_for_long(shelf: Shelf, arena: Arena) -> 
     assert max(sizes) <= SIZE / 10, "a tenth of what may go out in a second"
     client.close()
     server.close()
+
+
+def test_a_follower_on_a_slow_link_is_there_though_a_chunk_takes_long(
+    server: WireServer, arena: Arena
+) -> None:
+    """Ranks go on without whoever gives no sign for 2 s, and the copy under way is for nothing."""
+
+    def attended_until_ns() -> int:
+        return int(arena._words[arena_module._ATTENDED])
+
+    with socket.create_connection(server.address) as slow:
+        slow.sendall(frames.proof(SECRET, frames.receive(slow, frames.CHALLENGE_BYTES)))
+        frames.send_json(slow, {"list": True, "after": -1, "timeout_s": 0.0, "without": []})
+        frames.receive_json(slow, size_bytes_max=wire.LISTING_BYTES_MAX)
+        listed_ns = attended_until_ns()
+        held = frames.fields_of(arena.versions()[0])
+        range_ = {"offset_bytes": 0, "size_bytes": SIZE}
+        frames.send_json(slow, {"arena": "w0001", "held": held} | range_)
+
+        assert eventually(lambda: attended_until_ns() > listed_ns)
 
 
 def test_a_silent_peer_is_given_up_on_either_side(
