@@ -4,7 +4,7 @@
 rank is never named, and what cannot be decided is said to be undecided.
 """
 
-from orchestrator.detection.detector import Detector, observe
+from orchestrator.detection.detector import Detector, observe, without_silent
 from orchestrator.detection.timeouts import PATIENCE, Limits, as_seconds, limits_from
 from orchestrator.detection.verdict import Judgement, NodeSilent, Verdict, judge
 
@@ -19,4 +19,5 @@ __all__ = [
     "judge",
     "limits_from",
     "observe",
+    "without_silent",
 ]

@@ -7,7 +7,7 @@ happened meanwhile proves nothing; only fresh reports count. Pure: time comes in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 from types import MappingProxyType
@@ -129,6 +129,19 @@ def observe(state: Detector, report: NodeReport, at_s: float) -> Detector:
         steps_s=tuple(steps_s[-NUM_STEPS_KEPT:]),
         counted=counted,
     )
+
+
+def without_silent(state: Detector, members: Collection[str], silent_s: float) -> Detector:
+    """Return ``state`` without the nodes that said nothing for long and that have no member.
+
+    Nodes that are gone would otherwise be kept, and looked through, for as long as the run lasts.
+    """
+    kept = {
+        name: node
+        for name, node in state.nodes.items()
+        if state.silent_s(name) < silent_s or not node.workers.keys().isdisjoint(members)
+    }
+    return replace(state, nodes=MappingProxyType(kept))
 
 
 def _forget_stillness(state: Detector) -> Detector:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from orchestrator.core.events import Event, HangFound, StepCompleted
 from orchestrator.detection import (
@@ -13,9 +13,13 @@ from orchestrator.detection import (
     judge,
     limits_from,
     observe,
+    without_silent,
 )
 from workers.protocol import NodeReport, WorkerPhase, WorkerReport
 from workers.train.settings import ParallelSettings
+
+#: A node that is lost and has said nothing for so long is not remembered beyond an attempt's start.
+FORGET_S = 60.0
 
 _NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 
@@ -65,6 +69,9 @@ class Observer:
         self._formed = set()
         self._step = resume_step
         self._judged = False
+        self._detector = without_silent(self._detector, members, FORGET_S)
+        for node in self._listed.keys() - self._detector.nodes.keys():
+            self._forget(self._listed.pop(node))
 
     def end(self) -> None:
         """The attempt is over: its silence means nothing."""
@@ -75,8 +82,7 @@ class Observer:
         at_s = self._at_s()
         self._detector = observe(self._detector, report, at_s)
         listed = frozenset(row.worker for row in report.workers)
-        for worker in self._listed.get(report.node, frozenset()) - listed:
-            del self.reports[worker], self.seen_at_s[worker]
+        self._forget(self._listed.get(report.node, frozenset()) - listed)
         self._listed[report.node] = listed
         for row in report.workers:
             self.reports[row.worker] = row
@@ -118,6 +124,10 @@ class Observer:
                     evidence=verdict.evidence,
                 )
             )
+
+    def _forget(self, workers: Iterable[str]) -> None:
+        for worker in workers:
+            del self.reports[worker], self.seen_at_s[worker]
 
     def _note_formed(self, row: WorkerReport, at_s: float) -> None:
         mine = row.attempt == self._attempt and row.worker in self._members

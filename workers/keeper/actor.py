@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -35,6 +36,8 @@ from workers.rest import Bell, Rest, hang_bell
 from workers.train.settings import Settings
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 #: How often the pages are looked at: nobody waits for what is seen, it is the resolution of
 #: incidents' times. A look costs about 20 us a worker. While all do steps, nothing is timed.
@@ -105,6 +108,7 @@ class Keeper:
         here = ray.util.get_node_ip_address()
         if self._task is None or self._bell is None:
             self._task = asyncio.create_task(self._report_forever())
+            self._task.add_done_callback(self._ended)
             self._bell = asyncio.create_task(hang_bell(here, self._wake))
         host, port = self._memory.address if self._memory else ("", 0)
         return {
@@ -204,6 +208,13 @@ class Keeper:
             stored_step=self._memory.stored_step,
             troubles=self._memory.troubles(),
         )
+
+    @staticmethod
+    def _ended(task: asyncio.Task[None]) -> None:
+        """Reports that end are a bug of ours: say so, and have Ray start another keeper."""
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("reports_failed", exc_info=task.exception())
+            os._exit(1)
 
     async def _tend(self, report: NodeReport) -> None:
         if self._memory is not None:

@@ -26,6 +26,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -57,6 +58,8 @@ _PACKET_BYTES: Final = 4096
 _RESERVE_S: Final = 120.0
 #: For anything else, at either end: a keeper that is starved is not waited for.
 _ANSWER_S: Final = 5.0
+#: Where a process may open no more files, it is tried again after this.
+_ACCEPT_S: Final = 0.1
 
 
 def door_path(directory: Path) -> Path:
@@ -109,7 +112,11 @@ class Door:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
+                if self._closed:
+                    return
+                # No descriptor is left, or no memory: whoever comes is let in once there is.
+                time.sleep(_ACCEPT_S)
+                continue
             # Not here: one guest that is stopped in the middle must not keep the others waiting.
             threading.Thread(
                 target=self._receive_guest, args=(connection,), name="door-guest", daemon=True
@@ -186,14 +193,25 @@ class Lease:
         keeper the memory lives as long as this process.
         """
         try:
-            status = self._path.stat()
-            keeper = (status.st_ino, status.st_ctime_ns)
+            keeper = self._keeper()
             if self._known.get(arena_name) != keeper:
                 adopt(self._path, arena_name, arena)
                 self._known[arena_name] = keeper
         except (OSError, ArenaError):
             return False
         return True
+
+    def holds(self, arena_name: str) -> bool:
+        """Return whether the keeper is there and was handed the arena; any thread may ask."""
+        try:
+            return self._known.get(arena_name) == self._keeper()
+        except OSError:
+            return False
+
+    def _keeper(self) -> tuple[int, int]:
+        """Return what tells one keeper from the next: its socket."""
+        status = self._path.stat()
+        return status.st_ino, status.st_ctime_ns
 
     def forget(self, arena_name: str) -> None:
         """Hand an arena over no more."""

@@ -156,8 +156,10 @@ class NodeMemory:
         Args:
             living: Workers of this node whose process is there.
         """
-        for owner in [each for each in self._refused if each.rpartition("/")[2] not in living]:
-            self._note_refused(owner, "")
+        # Threads of the door note others meanwhile.
+        for owner in list(self._refused):
+            if owner.rpartition("/")[2] not in living:
+                self._note_refused(owner, "")
         self._shelf.reap(living=living, stored_step=self.stored_step)
 
     def stop_storing(self) -> None:

@@ -23,6 +23,9 @@ from workers.protocol import NodeReport, WorkerPhase, WorkerReport
 
 PAGE_SUFFIX = ".page"
 RING_SUFFIX = ".ring"
+#: What is left of a dead worker once nobody reports on it: whoever takes its place goes on in the
+#: memory that it had, however late, and although its keeper was restarted meanwhile.
+GONE_SUFFIX = ".gone"
 
 #: The kernel's letters for a process that will not run again.
 GONE = frozenset("XZ")
@@ -49,11 +52,12 @@ def page_path(directory: Path, worker: str) -> Path:
 def dead_workers(directory: Path) -> frozenset[str]:
     """Return the workers of ``directory`` that were there and whose process is gone."""
     views = {path.stem: read_page(path) for path in directory.glob("*" + PAGE_SUFFIX)}
-    return frozenset(
+    dead = {
         worker
         for worker, view in views.items()
         if view is not None and not _runs(view.pid, view.started_ticks)
-    )
+    }
+    return frozenset(dead.union(path.stem for path in directory.glob("*" + GONE_SUFFIX)))
 
 
 def clear(directory: Path) -> None:
@@ -72,8 +76,8 @@ def clear(directory: Path) -> None:
 
 
 def _is_in_use(directory: Path) -> bool:
-    pages = [path.stem for path in directory.glob("*" + PAGE_SUFFIX)]
-    return len(dead_workers(directory)) < len(pages) or any(
+    pages = {path.stem for path in directory.glob("*" + PAGE_SUFFIX)}
+    return bool(pages - dead_workers(directory)) or any(
         path.is_socket() and _is_bound(path) for path in directory.iterdir()
     )
 
@@ -102,7 +106,7 @@ class NodeWatch:
     Args:
         node: Ray node id.
         directory: Where the node's workers of one run keep their pages and rings.
-        forget_s: For how long the dead are reported on; then their files go.
+        forget_s: For how long the dead are reported on.
     """
 
     def __init__(self, *, node: str, directory: Path, forget_s: float = FORGET_S) -> None:
@@ -195,15 +199,17 @@ class NodeWatch:
         return NodeReport(node=self._node, seq=self._seq, workers=workers)
 
     def _forget(self, gone: set[str]) -> None:
-        """Remove the files of those that have been gone for long."""
+        """Remove the files of those that have been gone for long; an empty one stays."""
         now_s = time.monotonic()
         self._gone_at_s = {worker: self._gone_at_s.get(worker, now_s) for worker in gone}
         for worker, gone_at_s in self._gone_at_s.items():
             if now_s - gone_at_s >= self._forget_s:
                 self._readers.pop(worker, None)
                 self._rings.pop(worker, None)
-                page_path(self._directory, worker).unlink(missing_ok=True)
                 ring_path(self._directory, worker).unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    page = page_path(self._directory, worker)
+                    os.truncate(page.rename(page.with_suffix(GONE_SUFFIX)), 0)
 
     def _report_on(self, worker: str, now_ns: int) -> WorkerReport:
         view = self._view(worker)

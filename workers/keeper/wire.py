@@ -66,10 +66,10 @@ __all__ = ["CHUNK_BYTES", "LISTING_BYTES_MAX", "STALL_S", "WireServer"]
 #: With 1 MiB a checksum finds the bytes in the cache still, but both ends are woken more often: a
 #: copy takes a tenth more processor time, and bytes without checksums a third more.
 CHUNK_BYTES: Final = 4 << 20
-#: Where there is a limit, what goes out in so long, but not less than so much, is a chunk: ranks
-#: wait for nobody to whom nothing went for 2 s, and many may share the limit.
+#: Where there is a limit, a chunk for everybody goes out in so long, but it is not less than so
+#: much: ranks wait for nobody to whom nothing went for 2 s, and who hears nothing for 5 s gives up.
 _CHUNK_S: Final = 0.05
-_CHUNK_BYTES_MIN: Final = 64 << 10
+_CHUNK_BYTES_MIN: Final = 4 << 10
 _REQUEST_BYTES_MAX: Final = 64 << 10
 #: Three versions of some thousands of arenas.
 LISTING_BYTES_MAX: Final = 1 << 20
@@ -77,6 +77,8 @@ LISTING_BYTES_MAX: Final = 1 << 20
 STALL_S: Final = 5.0
 #: While a peer takes some of a chunk in so long, the ranks know that it is there.
 _SIGN_S: Final = 1.0
+#: Where a process may open no more files, it is tried again after this.
+_ACCEPT_S: Final = 0.1
 #: A peer that lists is at rest no longer between two requests: ranks wait for it.
 _FOLLOW_STALL_S: Final = 2.0
 #: While there is no news, how often the server looks whether the peer is still there.
@@ -111,9 +113,9 @@ class WireServer:
         self._niceness = niceness
         self._secret = secret
         self._limit = RateLimit(bytes_per_s)
-        slow_bytes = max(int(bytes_per_s * _CHUNK_S), _CHUNK_BYTES_MIN)
-        self._chunk_bytes = min(CHUNK_BYTES, slow_bytes) if bytes_per_s else CHUNK_BYTES
+        self._bytes_per_s = bytes_per_s
         self._attendance = Attendance(shelf)
+        self._closed = False
         self._listener = socket.create_server((host, 0), backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._open: set[socket.socket] = set()
@@ -124,6 +126,7 @@ class WireServer:
 
     def close(self) -> None:
         """Serve nobody any more; what is under way breaks off."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -137,7 +140,11 @@ class WireServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
+                if self._closed:
+                    return
+                # No descriptor is left, or no memory: whoever comes is served once there is.
+                time.sleep(_ACCEPT_S)
+                continue
             self._open.add(connection)
             threading.Thread(
                 target=self._serve, args=(connection,), name="wire-peer", daemon=True
@@ -216,13 +223,21 @@ class WireServer:
         is_bare = bool(request.get("bare"))
         try:
             arena = self._arena(name, held, start, start + size_bytes)
-            for low in range(start, start + size_bytes, self._chunk_bytes):
-                high = min(low + self._chunk_bytes, start + size_bytes)
+            chunk_bytes = self._chunk_bytes()
+            for low in range(start, start + size_bytes, chunk_bytes):
+                high = min(low + chunk_bytes, start + size_bytes)
                 data = arena.body(held.slot)[low:high]
                 self._send_chunk(connection, arena, held, data, is_bare=is_bare)
         except Refused as refusal:
             words = str(refusal).encode()
             self._send(connection, CHUNK.pack(0, 0) + SIZE.pack(len(words)) + words)
+
+    def _chunk_bytes(self) -> int:
+        """Return what is sent at once over each of the connections that there are now."""
+        if not self._bytes_per_s:
+            return CHUNK_BYTES
+        shared_bytes = self._bytes_per_s * _CHUNK_S / max(len(self._open), 1)
+        return min(CHUNK_BYTES, max(int(shared_bytes), _CHUNK_BYTES_MIN))
 
     def _arena(self, name: str, held: Held, start: int, stop: int) -> Arena:
         arena = self._shelf.find(name)

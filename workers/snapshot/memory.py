@@ -87,6 +87,11 @@ class SnapshotMemory:
             return False
         return self._lease.ensure(self.name, self._arena) and notify(self._door, self.name)
 
+    def is_told(self) -> bool:
+        """Return whether the keeper of now has been told of the memory; any thread may ask."""
+        mine = self._arena is None or self._lease.holds(self.name)
+        return mine and all(memory.is_told() for memory in list(self._beside.values()))
+
     def successor(self) -> SnapshotMemory:
         """Return other memory of the same worker, where a thread still holds this."""
         other = SnapshotMemory(self._directory, self.worker)

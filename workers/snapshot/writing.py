@@ -40,6 +40,8 @@ _COPIED_LOOK_S: Final = 0.005
 _CLOSE_S_MAX: Final = 5.0
 #: A keeper that is away for longer protects nothing: the state goes to storage then.
 _KEEPER_S_MAX: Final = 30.0
+#: How often it is looked whether the keeper is another one, at most.
+_KEEPER_LOOK_S: Final = 1.0
 #: What was refused, or failed, is tried again after this: a keeper that died is back in a second.
 _RETRY_S: Final = 2.0
 
@@ -84,7 +86,7 @@ class SnapshotWriter:
         self._why_not = ""
         self._broken_until_s = float("-inf")
         self._is_left = False
-        self._heard_s = time.monotonic()
+        self._heard_s = self._looked_s = time.monotonic()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._idle = threading.Event()
@@ -132,6 +134,19 @@ class SnapshotWriter:
         # A keeper that was restarted does not know of this memory, nor that nobody copies it.
         self._put(self._tell)
         return True
+
+    def look_after(self) -> None:
+        """Have a keeper that was restarted get the memory, though no snapshot is due for long.
+
+        For the end of a step that took none. The keeper holds nothing before, and what is in the
+        memory of a worker alone dies with it.
+        """
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _KEEPER_LOOK_S or not self._idle.is_set():
+            return
+        self._looked_s = now_s
+        if self.is_ready and not self._memory.is_told():
+            self._put(self._tell)
 
     def is_pinned(self) -> bool:
         """Return whether a snapshot waits for the keeper to store it."""

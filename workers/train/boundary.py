@@ -177,6 +177,8 @@ class Boundary:
         if is_taken and self._writer is not None:
             self._writer.complete(pin=due.pin)
             self._meter.snapshot(taking_s, snapshot_s, is_pinned=due.pin)
+        elif self._writer is not None:
+            self._writer.look_after()
         if due.storage:
             self._store()
         if is_taken and wait is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from workers.errors import ArenaError
 from workers.keeper.arena import Arena
 from workers.keeper.door import door_path, notify, reserve
 from workers.keeper.node_memory import NodeMemory, budget_bytes
+from workers.keeper.watch import NodeWatch, page_path
 from workers.keeper.wire_client import RemotePart, WireClient
 from workers.protocol import GroupPlace, Inventory, KeeperOrder, ParityGroup, Peer
 from workers.snapshot.tier import open_version
@@ -109,6 +112,27 @@ def test_what_a_lost_node_held_is_loaded_from_the_copies(
     client.close()
     mine.close()
     theirs.close()
+
+
+def test_memory_of_a_worker_that_died_long_ago_is_handed_on(
+    open_memory: Callable[..., NodeMemory], tmp_path: Path
+) -> None:
+    """Whoever takes its place may need minutes to start; nobody reports on the dead then."""
+    memory, directory = open_memory("a" * 16), tmp_path / ("a" * 16)
+    script = "import sys; from workers.progress import ProgressPage as P; P.create(*sys.argv[1:2], "
+    page = str(page_path(directory, "w0001"))
+    command = [sys.executable, "-c", script + "worker='w0001')", page]
+    subprocess.run(command, check=True)
+    lost = _trainer(directory, "w0001", world=2)
+    snapshot(lost, 3, rank=0, world=2)
+    watch = NodeWatch(node="a", directory=directory, forget_s=0.0)
+    assert [row.os_state for row in watch.report().workers] == ["X"]
+    assert watch.report().workers == ()
+
+    heir = _trainer(directory, "w0002", world=2)
+    assert _held(memory.inventory()) == {("w0002.1", 1, 3)}
+    lost.close()
+    heir.close()
 
 
 def test_a_group_keeps_parities_until_the_next_order(

@@ -67,7 +67,9 @@ def test_the_dead_are_reported_on_and_then_forgotten(tmp_path: Path) -> None:
 
     assert _reported(watch) == ["w0001", "w0002"], "its end is worth a report"
 
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["w0002.page"]
+    left = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert left == {"w0001.gone": 0, "w0002.page": left["w0002.page"]}
+    assert dead_workers(tmp_path) == {"w0001"}, "its memory is still to be inherited"
     assert _reported(watch) == ["w0002"]
     assert _reported(patient) == ["w0002"]
     living.close()

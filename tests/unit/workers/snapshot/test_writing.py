@@ -261,6 +261,25 @@ def test_a_restarted_keeper_is_told_though_a_dead_peer_holds_all_snapshots_back(
     assert node.steps() == [1]
 
 
+def test_a_restarted_keeper_is_handed_the_memory_though_no_snapshot_is_due(
+    rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until one is, in minutes perhaps, what is there would die with its worker."""
+    entries = state()
+    assert rank.ready(entries)
+    assert rank.take(1, entries)
+    assert rank.writer.wait(1)
+    rank.writer.look_after()
+    assert rank.writer.wait(1), "the keeper has it"
+    node.restart()
+    assert node.shelf.arenas() == {}
+    monkeypatch.setattr(writing, "_KEEPER_LOOK_S", 0.0)
+
+    rank.writer.look_after()
+    assert rank.writer.wait(1)
+    assert node.steps() == [1]
+
+
 def test_what_was_captured_can_be_stored_from_where_it_lies(rank: Rank) -> None:
     """The last step goes to storage too; a second copy of it would take as much memory again."""
     entries = state()

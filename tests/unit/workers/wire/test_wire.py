@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import socket
 import threading
@@ -395,6 +396,45 @@ def test_who_sends_slowly_is_not_silent_for_long(shelf: Shelf, arena: Arena) -> 
     assert max(sizes) <= SIZE / 10, "a tenth of what may go out in a second"
     client.close()
     server.close()
+
+
+def test_who_shares_a_limit_with_many_is_not_kept_waiting_for_long(
+    shelf: Shelf, arena: Arena
+) -> None:
+    """A hundred workers that load at once would each hear nothing for longer than they wait."""
+    (held,) = arena.versions()
+    server = WireServer(shelf, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE)
+    others = [socket.create_connection(server.address) for _ in range(9)]
+    assert eventually(lambda: len(server._open) == 9)
+    client = WireClient(server.address, secret=SECRET)
+    target = memoryview(bytearray(SIZE))
+    sizes = list(client._stream("w0001", held, 0, [target], is_bare=False))
+    assert max(sizes) <= SIZE / 100, "a tenth of what may go out in a tenth of a second"
+    for other in others:
+        other.close()
+    client.close()
+    server.close()
+
+
+def test_whoever_comes_while_no_file_can_be_opened_is_served_afterwards(
+    server: WireServer, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many may load at once, from a keeper that may open few files."""
+    accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "too many open files")]
+
+    def fail_once(listener: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    (held,) = arena.versions()
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
+    # The server waits for the first one already.
+    for _ in range(2):
+        client = WireClient(server.address, secret=SECRET)
+        client.read("w0001", held, 0, [memoryview(bytearray(10))])
+        client.close()
+    assert not failures
 
 
 def test_a_follower_on_a_slow_link_is_there_though_a_chunk_takes_long(

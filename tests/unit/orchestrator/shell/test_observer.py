@@ -1,0 +1,50 @@
+"""Of whom the observer knows something: what reports say now, and no more."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.detection import PATIENCE
+from orchestrator.shell import observer as observer_module
+from orchestrator.shell.observer import Observer
+from tests.support.histories import ATTEMPT, calm
+from workers.protocol import NodeReport
+from workers.train.settings import ParallelSettings
+
+
+def _report(node: str, *workers: str) -> NodeReport:
+    rows = tuple(calm(worker, rank) for rank, worker in enumerate(workers))
+    return NodeReport(node=node, seq=1, workers=rows)
+
+
+def test_workers_and_nodes_that_are_gone_are_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run that loses one every minute for weeks would look through all of them each second."""
+    now_s = [100.0]
+    observer = Observer(
+        post=lambda _: None,
+        at_s=lambda: now_s[0],
+        on_formed=lambda *_: None,
+        node_silent=lambda *_: None,
+        patience=PATIENCE,
+        parallel=ParallelSettings(),
+    )
+    observer.begin(ATTEMPT, ("w0", "w1", "w2"), 0)
+    observer.on_report(_report("n0", "w0", "w1"))
+    observer.on_report(_report("n1", "w2"))
+    assert set(observer.reports) == set(observer.seen_at_s) == {"w0", "w1", "w2"}
+
+    observer.on_report(_report("n0", "w0"))
+    assert set(observer.reports) == set(observer.seen_at_s) == {"w0", "w2"}
+
+    monkeypatch.setattr(observer_module, "FORGET_S", 1.0)
+    for _ in range(3):
+        now_s[0] += 0.5
+        observer.on_report(_report("n0", "w0"))
+    observer.begin(ATTEMPT + 1, ("w0", "w2"), 7)
+    assert set(observer.reports) == {"w0", "w2"}, "a member, though its node is silent"
+    observer.begin(ATTEMPT + 2, ("w0",), 7)
+    assert set(observer.reports) == set(observer.seen_at_s) == {"w0"}
+    observer.on_report(_report("n1", "w2"))
+    assert set(observer.reports) == {"w0", "w2"}, "it is back"
