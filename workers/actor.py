@@ -23,8 +23,9 @@ import ray
 from workers.parent import end_with_parent
 from workers.protocol import Assignment, Fenced, Formed, Outcome, Pace, SaveCosts
 
-#: It reserves nothing, because a slot does that; a dead one is replaced and not restarted.
-OPTIONS = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 64}
+#: It reserves nothing, because a slot does that; a dead one is replaced and not restarted. Calls
+#: are coroutines, and every controller that dies leaves some of those behind that it held.
+OPTIONS = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000}
 
 
 class Worker:

@@ -232,13 +232,15 @@ def committed_read(turn: Turn, event: CommittedRead) -> None:
 
 
 def _may_come_back(turn: Turn, event: CommittedRead) -> bool:
-    """Return whether to wait for a keeper that may hold the version that the attempt began from.
+    """Return whether to wait for a keeper that may hold a much newer version.
 
-    Its workers live and kept that for it, and it is back in about a second, with steps that would
-    be done again without it. Where it is not, the run goes on from what is there.
+    It is back in about a second: with what the attempt began from, which workers that live kept for
+    it; or with all that memory had, if they or a vault kept that, while storage has less. Where it
+    is not, the run goes on from what is there.
     """
     draft = turn.draft
-    is_older = event.step < draft.known_at_start[0]
+    is_stored = event.source != "memory" and event.step < draft.step
+    is_older = is_stored or event.step < draft.known_at_start[0]
     patience_end_s = draft.fenced_s + turn.rules.bounds.read_s
     is_early = draft.phase is Phase.FENCING or turn.now_s < patience_end_s
     return bool(event.returning) and is_older and is_early

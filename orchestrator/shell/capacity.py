@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -33,6 +35,11 @@ POLL_S = 0.2
 #: What a controller that died asked for can come into force after the next one has looked, where
 #: Ray is slow: for so long it is looked for.
 STRAYS_S = 30.0
+#: A slot that has not said by then which GPUs it has is asked again: Ray starts a process in it for
+#: that, which takes seconds, and for ever where its node is gone and there is no other.
+GPU_S_MAX = 30.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -121,9 +128,11 @@ class Capacity:
             for number, node in sorted(_placed(rows)):
                 entry = self._slots.get(number)
                 if entry is not None and entry.node is None and entry.group is not None:
-                    entry.gpu_ids = await self._held_gpus(entry.group)
-                    entry.node = node
-                    self._on_granted(number, node)
+                    gpu_ids = await self._held_gpus(entry.group)
+                    # Meanwhile it may have been given back, or lost its node.
+                    if gpu_ids is not None and self._slots.get(number) is entry:
+                        entry.gpu_ids, entry.node = gpu_ids, node
+                        self._on_granted(number, node)
             if time.monotonic() < self._strays_until_s:
                 # What this life asks for it knows before it is there.
                 strays = [number for number in rows if number not in self._slots]
@@ -133,20 +142,37 @@ class Capacity:
     async def adopt(self) -> None:
         """After a restart of the controller: find the run's groups again by their names."""
         self._strays_until_s = time.monotonic() + STRAYS_S
-        for number, row in (await asyncio.to_thread(self._rows)).items():
-            group = await asyncio.to_thread(get_placement_group, row["name"])
-            node = _node_of(row)
-            gpu_ids = await self._held_gpus(group) if node else ()
-            self._slots[number] = _Slot(group=group, node=node, gpu_ids=gpu_ids)
+        rows = await asyncio.to_thread(self._rows)
+        await asyncio.gather(*(self._adopt(number, row) for number, row in rows.items()))
 
-    async def _held_gpus(self, group: PlacementGroup) -> tuple[int, ...]:
-        """Ask inside the group: its GPUs stay the same for as long as it is placed."""
+    async def _adopt(self, number: int, row: dict[str, Any]) -> None:
+        group = await asyncio.to_thread(get_placement_group, row["name"])
+        node = _node_of(row)
+        gpu_ids = await self._held_gpus(group) if node else ()
+        # One that does not say what it has is granted once it does.
+        is_there = node is not None and gpu_ids is not None
+        self._slots[number] = _Slot(
+            group=group, node=node if is_there else None, gpu_ids=gpu_ids or ()
+        )
+
+    async def _held_gpus(self, group: PlacementGroup) -> tuple[int, ...] | None:
+        """Ask inside the group: its GPUs stay the same for as long as it is placed.
+
+        None if it does not answer: it was given back meanwhile, or its node is lost.
+        """
         num_gpus = self._resources.get("GPU", 0)
         if not num_gpus:
             return ()
         inside = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         probe = _visible_gpus.options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=inside)
-        return tuple(await probe.remote())
+        asked = probe.remote()
+        try:
+            return tuple(await asyncio.wait_for(asked, GPU_S_MAX))
+        except (RayError, TimeoutError) as error:
+            log.warning("no_gpu_ids", extra={"group": group.id.hex(), "reason": str(error)})
+            with contextlib.suppress(RayError, ValueError):
+                ray.cancel(asked)
+            return None
 
     def _create(self, slot: int, avoid: tuple[str, ...]) -> PlacementGroup:
         selector = [{"ray.io/node-id": f"!in({','.join(avoid)})"}] if avoid else None

@@ -142,8 +142,8 @@ class Crew:
 
     def attend(self, worker: str, attempt: int) -> None:
         """Hold the call that returns how ``worker`` left ``attempt``; one per attempt."""
-        member = self._members[worker]
-        if attempt in member.attended:
+        member = self._members.get(worker)
+        if member is None or attempt in member.attended:
             return
         member.attended.add(attempt)
         self._spawn(self._attend(worker, member.handle.attend.remote(attempt)))
@@ -242,10 +242,10 @@ class Crew:
     def note_formed(self, worker: str, attempt: int, at_s: float) -> None:
         """Post that ``worker`` has formed, with what it says that it took."""
         if worker in self._members:
-            self._spawn(self._note_formed(worker, attempt, at_s))
+            handle = self._members[worker].handle
+            self._spawn(self._note_formed(worker, handle, attempt, at_s))
 
-    async def _note_formed(self, worker: str, attempt: int, at_s: float) -> None:
-        handle = self._members[worker].handle
+    async def _note_formed(self, worker: str, handle: Any, attempt: int, at_s: float) -> None:
         try:
             formed: Formed | None = await handle.formed.remote(attempt)
         except RayError:
@@ -285,7 +285,7 @@ class Crew:
             self._spawn(self._accompany(worker))
             return (worker, node, UNKNOWN_ATTEMPT)
         except RayError:
-            del self._members[worker]
+            self._members.pop(worker, None)
             return None
         member.pid = hello["pid"]
         # It may have got ready while nobody listened.
@@ -330,6 +330,8 @@ class Crew:
             if member.gone:
                 return
             member.gone = True
+            # Who waits for it has it; a handle for each that ever was would add up.
+            del self._members[worker]
         self._post(WorkerExited(at_s=self._at_s(), worker=worker, cause=cause, detail=detail))
 
 

@@ -112,6 +112,7 @@ class Nodes:
         at_s: The run's clock.
         post: Where events go.
         on_keeper: Called when a keeper is there, at first or again.
+        is_known: Whether the run takes a node for alive.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Nodes:
         at_s: Callable[[], float],
         post: Callable[[Event], None],
         on_keeper: Callable[[], None],
+        is_known: Callable[[str], bool],
     ) -> None:
         self._names = names
         self._resources = resources
@@ -132,6 +134,7 @@ class Nodes:
         self._at_s = at_s
         self._post = post
         self._on_keeper = on_keeper
+        self._is_known = is_known
         self._draining: set[str] = set()
         self._looks: set[asyncio.Task[Any]] = set()
         self.views: dict[str, NodeView] = {}
@@ -218,6 +221,9 @@ class Nodes:
     def _compare(self, row: dict[str, Any], controller: Any) -> None:
         node = row["NodeID"]
         if not row["Alive"]:
+            if node not in self.views and self._is_known(node):
+                # It went while no controller looked.
+                self._post(NodeLost(at_s=self._at_s(), node=node, cause="Ray declared it dead"))
             self.lost(node, "Ray declared it dead")
             return
         view = self.views.get(node)
@@ -265,7 +271,10 @@ class Nodes:
         One that does not answer at all is not decided here.
         """
         view = self.views.get(node)
-        if view is None or view.lost.is_set():
+        if view is None:
+            # A controller that was restarted has not seen any yet.
+            return self._met.is_set()
+        if view.lost.is_set():
             return True
         try:
             opened = asyncio.open_connection(*view.raylet_address)
@@ -307,6 +316,8 @@ class Nodes:
                 # Until it is back nobody asks it, nor is told of it.
                 view.secret, view.keeper_pid = b"", 0
                 # Where the raylet answers the machine lives: training need not stop for this.
+                # Whoever asks before that is known had better wait.
+                view.is_returning = True
                 view.is_returning = await _accepts(view.raylet_address)
                 if await self.is_gone(view.node) or not await _is_back(view.keeper):
                     self.lost(view.node, f"its keeper is unreachable: {type(error).__name__}")

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 5.0
 #: After a node is lost the run stepped again within 1 to 5 s, and the first step is copied at once.
 REPROTECT_S = 10.0
-_NODE_FAULTS = frozenset({"node_loss"})
+_NODE_FAULTS = frozenset({"node_loss", "preemption"})
 _PROCESS_FAULTS = frozenset({"crash", "hang", "exception"})
 
 

@@ -136,6 +136,7 @@ class Run:
             at_s=at_s,
             post=post,
             on_keeper=self._order_soon,
+            is_known=self._has_node,
         )
         snapshot = self._config.snapshot
         self._snapshots = Snapshots(
@@ -238,6 +239,10 @@ class Run:
 
     def _post(self, event: Event) -> None:
         self._inbox.put_nowait(event)
+
+    def _has_node(self, name: str) -> bool:
+        """Return whether a node of that name is there, as far as the run knows."""
+        return any(node.alive and node.name == name for node in self._state.nodes.values())
 
     def _granted(self, slot: int, node: str) -> None:
         self._post(SlotGranted(at_s=self._clock.at_s(), slot=slot, node=node))

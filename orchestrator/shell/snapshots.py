@@ -306,6 +306,8 @@ class Snapshots:
             begins: Whether its workers are told by ``plan`` what they save for each other.
             bad: What is to be held no longer.
         """
+        there = {view.node for view in self._views()}
+        self._known = {node: one for node, one in self._known.items() if node in there}
         self._decide(attempt, nodes, layout, begins=begins)
         peers = {
             view.node: Peer(node=view.node, host=view.host, port=view.port, secret=view.secret)

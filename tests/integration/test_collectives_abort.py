@@ -103,6 +103,8 @@ def _play(place: Place, attempt: int, operation: Callable[[int], None], size: in
         return None
     collectives.form(**place.formation(attempt, size))
     dist.barrier()
+    collectives.check()
+    checked: dict[str, Any] = {}
     missing = place.rank == size - 1
     caught: list[tuple[float, BaseException]] = []
     if operation is fsdp_backward:
@@ -134,6 +136,10 @@ def _play(place: Place, attempt: int, operation: Callable[[int], None], size: in
         dist.all_reduce(torch.ones(1))
     except AbortedError as error:
         later = error.with_traceback(None)
+    try:
+        collectives.check()
+    except AbortedError as error:
+        checked = error.facts
     # Leaving closes connections, which whoever does not wait yet would see as a loss.
     _meet(place, f"attempt-{attempt}", size)
     collectives.leave()
@@ -141,6 +147,7 @@ def _play(place: Place, attempt: int, operation: Callable[[int], None], size: in
         "latency_s": [when_s - aborted_s for when_s, _ in caught],
         "errors": [error for _, error in caught],
         "later": later,
+        "checked": checked,
     }
 
 
@@ -183,6 +190,7 @@ def test_calls_after_an_abort_raise_at_once(played: list[Any], index: int) -> No
         later = played[rank][index]["later"]
         assert isinstance(later, AbortedError)
         assert later.facts == {"attempt": index + 1, "op": "all_reduce"}
+        assert played[rank][index]["checked"] == {"attempt": index + 1, "op": "check"}
 
 
 def wait_for_a_missing_peer(place: Place) -> dict[str, Any]:

@@ -78,6 +78,7 @@ def with_keepers(
             at_s=lambda: 0.0,
             post=lambda _: None,
             on_keeper=lambda: None,
+            is_known=lambda _: True,
         )
         nodes._met.set()
         for node, handle in handles.items():

@@ -11,13 +11,14 @@ from workers.collectives.errors import AbortedError, CollectiveError, GroupError
 from workers.collectives.ring import read_ring
 
 if TYPE_CHECKING:
-    from workers.collectives.attempt import abort, form, leave, set_timeout
+    from workers.collectives.attempt import abort, check, form, leave, set_timeout
 
 __all__ = [
     "AbortedError",
     "CollectiveError",
     "GroupError",
     "abort",
+    "check",
     "form",
     "leave",
     "read_ring",
@@ -27,7 +28,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # A keeper reads rings and never trains: it need not pay 2 s and 200 MB for torch.
-    if name in {"abort", "form", "leave", "set_timeout"}:
+    if name in {"abort", "check", "form", "leave", "set_timeout"}:
         from workers.collectives import attempt
 
         return getattr(attempt, name)

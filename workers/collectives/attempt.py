@@ -315,6 +315,25 @@ def abort(attempt: int) -> int:
     return current.abort()
 
 
+def check() -> None:
+    """Raise if the attempt was aborted.
+
+    To be called once the host has what a collective on a device has left: an abort ends those by
+    force, and what they leave then is anything. Before the device is let go, ``abort`` says so.
+
+    Raises:
+        AbortedError: It was.
+    """
+    current = _process.current
+    if current is not None and current.aborted.is_set():
+        raise AbortedError(
+            f"attempt {current.number} was aborted; what its collectives have left counts for "
+            "nothing",
+            attempt=current.number,
+            op="check",
+        )
+
+
 def set_timeout(timeout_s: float) -> None:
     """Have later collectives of the attempt fail by themselves after ``timeout_s``.
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -51,7 +52,17 @@ STILL_PERIOD_S = 0.1
 #: Who was called or rung for stays up so long: what has happened makes for more calls.
 AWAKE_S = 2.0
 
-OPTIONS = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 8, "enable_task_events": False}
+#: The process may open no more files, or has no more memory, for a moment.
+_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
+OPTIONS = {
+    "num_cpus": 0,
+    "max_restarts": -1,
+    # Calls are coroutines, and every controller that dies leaves the one behind that it held: a
+    # keeper of which all are held would be deaf.
+    "max_concurrency": 10_000,
+    "enable_task_events": False,
+}
 
 
 class Keeper:
@@ -90,7 +101,7 @@ class Keeper:
         self._watch = NodeWatch(node=self._node, directory=self._directory)
         self._task: asyncio.Task[None] | None = None
         self._bell: asyncio.Task[Bell] | None = None
-        self._awake_until_s = float("-inf")
+        self._awake_until_s = self._reported_s = float("-inf")
         self._memory: NodeMemory | None = None
         self._why_no_memory = ""
         # A thread each: a store that stalls holds up flushes, and nothing else.
@@ -174,24 +185,33 @@ class Keeper:
             self._why_no_memory = f"no snapshots are kept on this node: {error}"
 
     async def _report_forever(self) -> None:
-        reported_s = float("-inf")
         while True:
             now_s = time.monotonic()
-            has_news = self._watch.look()
-            period_s = MOVING_PERIOD_S if self._watch.still_s() < STILL_S else STILL_PERIOD_S
-            if has_news or now_s - reported_s >= period_s:
-                report = self._report()
-                # Fire and forget: while the controller is down the report is lost, and the
-                # next one says the same and more.
-                self._controller.observe.remote(report)
-                reported_s = now_s
-                await self._tend(report)
+            try:
+                await self._look(now_s)
+            except OSError as error:
+                if error.errno not in _SHORT:
+                    raise
+                # What others have copied to here must not go for want of a descriptor.
+                log.warning("no_report", extra={"reason": str(error)})
             is_stepping = self._watch.is_stepping()
             if is_stepping and now_s >= self._awake_until_s:
                 self._rest.begin()
             else:
                 self._rest.end()
             await asyncio.sleep(LOOK_STEPPING_S if is_stepping else LOOK_S)
+
+    async def _look(self, now_s: float) -> None:
+        """Look at the pages, and report if it is time or there is news."""
+        has_news = self._watch.look()
+        period_s = MOVING_PERIOD_S if self._watch.still_s() < STILL_S else STILL_PERIOD_S
+        if has_news or now_s - self._reported_s >= period_s:
+            report = self._report()
+            # Fire and forget: while the controller is down the report is lost, and the next one
+            # says the same and more.
+            self._controller.observe.remote(report)
+            self._reported_s = now_s
+            await self._tend(report)
 
     def _wake(self) -> None:
         self._awake_until_s = time.monotonic() + AWAKE_S

@@ -65,6 +65,8 @@ def register(arena: Arena) -> None:
         body = torch.frombuffer(arena.body(slot), dtype=torch.uint8)
         error = torch.cuda.cudart().cudaHostRegister(body.data_ptr(), body.numel(), 0)
         if int(error) != 0:
+            # Or the next try would fail of those that are known already.
+            unregister(arena, num_slots=slot)
             raise ArenaError(
                 f"CUDA does not take {body.numel()} bytes of snapshot memory as pinned: error "
                 f"{int(error)}; raise the limit of locked memory (ulimit -l)",
@@ -72,8 +74,8 @@ def register(arena: Arena) -> None:
             )
 
 
-def unregister(arena: Arena) -> None:
-    """Take back what ``register`` did, before the memory is let go of."""
-    for slot in range(NUM_SLOTS):
+def unregister(arena: Arena, *, num_slots: int = NUM_SLOTS) -> None:
+    """Take back what ``register`` did, before the memory is let go of; of the first slots only."""
+    for slot in range(num_slots):
         body = torch.frombuffer(arena.body(slot), dtype=torch.uint8)
         torch.cuda.cudart().cudaHostUnregister(body.data_ptr())

@@ -10,6 +10,7 @@ Source: the redundant copies of REFT (arXiv 2310.12670).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ __all__ = ["Guards"]
 
 #: Memory that was refused is asked for again: what older attempts left may be gone by then.
 _REFUSED_S: Final = 10.0
+
+log = logging.getLogger(__name__)
 
 
 class Guards:
@@ -142,8 +145,8 @@ class Guards:
                     attempt=self._assignment.attempt,
                     for_cuda=self._for_cuda,
                 )
-            except ArenaError:
-                # The keeper says it, with what can be done.
+            except ArenaError as error:
+                log.info("no_guard", extra={"rank": share.rank, "reason": str(error)})
                 share.refused_until_s = time.monotonic() + _REFUSED_S
                 continue
             share.form.lay_out(arena)

@@ -14,6 +14,7 @@ Source: RAIM5 of REFT (arXiv 2310.12670), over shares that differ in size.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -41,6 +42,8 @@ __all__ = ["ReplicaParity", "fold", "folds"]
 _REFUSED_S: Final = 2.0
 #: XORed at once where more than two are: what one makes is still in the cache for the next.
 _WINDOW_BYTES: Final = 256 << 10
+
+log = logging.getLogger(__name__)
 
 _Bytes = npt.NDArray[np.uint8]
 #: Where bytes lie in a block, and their number.
@@ -175,8 +178,8 @@ class ReplicaParity:
             self._arena = self._beside.ensure(
                 self._body_bytes, attempt=self._assignment.attempt, for_cuda=self._for_cuda
             )
-        except ArenaError:
-            # The keeper says it, with what can be done.
+        except ArenaError as error:
+            log.info("no_parity", extra={"reason": str(error)})
             self._refused_until_s = time.monotonic() + _REFUSED_S
 
     def leave(self) -> None:

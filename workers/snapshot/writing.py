@@ -86,7 +86,8 @@ class SnapshotWriter:
         self._why_not = ""
         self._broken_until_s = float("-inf")
         self._is_left = False
-        self._heard_s = self._looked_s = time.monotonic()
+        self._away_since_s = float("inf")
+        self._looked_s = time.monotonic()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._idle = threading.Event()
@@ -299,9 +300,17 @@ class SnapshotWriter:
         """
         self._tasks.put(None)
         self._thread.join(_CLOSE_S_MAX)
-        self._copy.wait()
         self._is_left = self._thread.is_alive()
+        try:
+            self._copy.wait()
+        except Exception as error:  # noqa: BLE001  a device that failed is no news by now
+            log.warning("copy_lost", extra={"reason": str(error)})
         return not self._is_left
+
+    def leave(self) -> None:
+        """Let go of the memory, which somebody else still reads; for after ``close``."""
+        self._for_others.leave()
+        self._memory.leave()
 
     def _prepare(self, state: Captured) -> None:
         form = Form(state, self._assignment)
@@ -340,8 +349,7 @@ class SnapshotWriter:
             finally:
                 self._idle.set()
         if self._is_left:
-            self._for_others.leave()
-            self._memory.leave()
+            self.leave()
 
     def _complete(self, copied: _Copied, *, pin: bool) -> None:
         assert self._arena is not None
@@ -381,8 +389,10 @@ class SnapshotWriter:
         """Tell the keeper. One that died is back in a second; the memory is whole meanwhile."""
         now_s = time.monotonic()
         if self._memory.tell():
-            self._heard_s = now_s
-        elif now_s - self._heard_s > _KEEPER_S_MAX:
+            self._away_since_s = float("inf")
+            return
+        self._away_since_s = min(self._away_since_s, now_s)
+        if now_s - self._away_since_s > _KEEPER_S_MAX:
             raise ArenaError(f"the keeper of this node is away for {_KEEPER_S_MAX:.0f} s")
 
 

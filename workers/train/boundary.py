@@ -255,6 +255,11 @@ class Boundary:
         self._live = self._state = None
         return self._writer is None or self._writer.close()
 
+    def leave_memory(self) -> None:
+        """Let go of the memory of snapshots, from which a write goes on; for after ``close``."""
+        if self._writer is not None:
+            self._writer.leave()
+
     def finish(self, step: int, *, loss: float, validation_loss: float, parts: Parts) -> None:
         """Write down how the run ended. Every rank calls it."""
         digest = weights_digest(parts)

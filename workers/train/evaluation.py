@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.train.agreement import on_host
 from workers.train.parts import Parts
 from workers.train.quotas import Schedule
 
@@ -41,8 +42,8 @@ def mean_over_samples(
                 sums[0, one.micro_batch] = loss.double() * tokens
                 sums[1, one.micro_batch] = tokens
     dist.all_reduce(sums)
-    losses, tokens_each = sums.tolist()
-    return math.fsum(losses) / math.fsum(tokens_each)
+    found = on_host(sums.reshape(-1))
+    return math.fsum(found[:num_micro_batches]) / math.fsum(found[num_micro_batches:])
 
 
 def weights_digest(parts: Parts) -> str:

@@ -149,7 +149,10 @@ class _Attempt:
         if self._session is not None:
             if self._session.device.type == "cuda":
                 # Whatever the device waits for from peers would hold the copy up.
-                collectives.abort(self._assignment.attempt)
+                try:
+                    collectives.abort(self._assignment.attempt)
+                except Exception as error:  # noqa: BLE001  a device that failed, for one
+                    log.warning("not_aborted", extra={"reason": str(error)})
             self._session.farewell()
 
     def _close(self) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from workers.snapshot.writing import Captured, SnapshotWriter
+from workers.train.agreement import on_host
 
 __all__ = ["Protecting"]
 
@@ -62,7 +63,7 @@ class Protecting:
         node = int.from_bytes(digest[:8], "little") >> 2
         said = torch.tensor([int(mine), node, -node], device=self._device)
         dist.all_reduce(said, op=dist.ReduceOp.MIN)
-        all_ready, least, most = said.tolist()
+        all_ready, least, most = on_host(said)
         self._has_peers = self._is_copied and least != -most
         self.waited_s += time.monotonic() - begun_s
         return bool(all_ready)

@@ -308,8 +308,11 @@ class Session:
         """Let go of the model and end writing; return whether all memory is free again."""
         self._model = self._build = self._initialise = self._parts = None
         self._pieces = ()
-        # Both, whatever the first says.
-        return all([self._boundary.close(), self._storing.close()])
+        is_closed, is_written = self._boundary.close(), self._storing.close()
+        if is_closed and not is_written:
+            # Nobody takes snapshots there any more: it goes once the write is over.
+            self._boundary.leave_memory()
+        return is_closed and is_written
 
     def _allow_for(self, step_s: float) -> None:
         """Have collectives wait for longer than it takes to find out who hangs."""

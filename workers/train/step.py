@@ -24,6 +24,7 @@ from workers.errors import TaskError
 from workers.parallel.norm import row_squares, scale_gradients, sum_of_squares
 from workers.parallel.spread import fsdp_modules
 from workers.protocol import WorkerPhase
+from workers.train.agreement import on_host
 from workers.train.context import Progress
 from workers.train.due import Signals
 from workers.train.parts import Parts
@@ -205,10 +206,11 @@ class Step:
         counts = torch.tensor(said, dtype=torch.float64, device=parts.device)
         numbers = torch.cat((counts, losses, squares))
         dist.all_reduce(numbers)
-        head = numbers[: len(said) + num_places].tolist()
+        square = numbers[len(said) + num_places :].sum()
+        *head, squared = on_host(torch.cat((numbers[: len(said) + num_places], square.reshape(1))))
         self.tokens, self.agreed = int(head[0]), Signals.from_sums(head[1 : len(said)])
         self.loss = math.fsum(head[len(said) :]) / max(1, self.tokens)
-        return float(numbers[len(head) :].sum())
+        return squared
 
     def _update(self, square: float) -> None:
         parts, train = self._parts, self._train

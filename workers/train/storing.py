@@ -25,7 +25,7 @@ from ucp_core.checkpoint import (
     open_checkpoint,
     save_rank,
 )
-from ucp_core.errors import CheckpointNotFoundError, StorageError
+from ucp_core.errors import CheckpointNotFoundError, StorageError, UcpError
 from ucp_core.storage import ReadRange, Store
 from ucp_core.storage.base import Buffer, join
 from workers.collectives import AbortedError, CollectiveError
@@ -231,12 +231,16 @@ class Storing:
         finally:
             self._idle.set()
         if assignment.rank == 0 and self._settings.keep:
-            collect_garbage(
-                self._store,
-                checkpoints,
-                keep=self._settings.keep,
-                lineage=assignment.lineage,
-            )
+            try:
+                collect_garbage(
+                    self._store,
+                    checkpoints,
+                    keep=self._settings.keep,
+                    lineage=assignment.lineage,
+                )
+            except UcpError as error:
+                # What was written is committed all the same; the next one tries again.
+                log.warning("not_collected", extra={"reason": str(error)})
 
 
 def append_json(store: Store, path: str, line: Mapping[str, Any]) -> None:

@@ -86,6 +86,16 @@ class _Trainer:
         return self._process.stdout.readline().strip()
 
 
+class _Controllers:
+    """Hold calls of a keeper until they are killed, as one after the other may do in a long run."""
+
+    def hold(self, keeper: Any, num_calls: int) -> None:
+        import ray
+
+        self._held = [keeper.hold.remote() for _ in range(num_calls)]
+        ray.get(keeper.hello.remote())
+
+
 class _Keeper:
     """The keeper of one node as the controller has it."""
 
@@ -233,6 +243,17 @@ def test_a_killed_keeper_is_handed_the_memory_again_and_stores_what_was_pinned(
     assert eventually(lambda: keeper.stored_step() == 2)
     trainer.kill()
     assert keeper.versions() == expected
+
+
+def test_a_keeper_answers_however_many_controllers_have_died(keeper: _Keeper) -> None:
+    """Ray goes on with the calls of a caller that is gone, and admits so many at once."""
+    import ray
+
+    controllers: Any = ray.remote(_Controllers).options(num_cpus=0).remote()
+    ray.get(controllers.hold.remote(keeper.actor, 200), timeout=90.0)
+    ray.kill(controllers)
+
+    assert keeper.versions() == []
 
 
 @pytest.mark.parametrize("keeper", [True], indirect=True)

@@ -221,6 +221,32 @@ def test_lost_node_is_computed_from_the_parities_of_its_group(
     read_history(config.run.directory).check_exactly_once(config)
 
 
+def test_with_a_vault_a_keeper_and_a_worker_die_together_and_nothing_is_copied(
+    nodes: Any, make_config: Callable[..., RunConfig]
+) -> None:
+    """Storage has nothing yet, and the keeper that gets all of it back is away for a second."""
+    config = make_config(
+        train__steps=COMPARED_STEPS,
+        train__deterministic=False,
+        snapshot__vault=True,
+        snapshot__tolerance=0,
+        checkpoint__every_steps=50_000,
+    )
+    run = Launched(config, nodes)
+    before = _reach(run, 10, workers=4)
+
+    kill_keeper_of(run, 1)
+    signal_rank(run, 1, signal.SIGKILL)
+    _reach(run, before["step"] + 1, attempt=before["attempt"] + 1)
+    summary = _finish(run)
+
+    assert summary["incidents"][0]["kind"] == "crash"
+    assert set(summary["incidents"][0]["sources"]) <= {"local memory", "peer memory"}
+    # One of them for each second until the worker was killed.
+    assert summary["incidents"][0]["lost_steps"] <= 2
+    read_history(config.run.directory).check_exactly_once(config)
+
+
 def test_processes_that_stop_or_die_in_turn_are_replaced_one_by_one(
     endless_run: Launched,
 ) -> None:

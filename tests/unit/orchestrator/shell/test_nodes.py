@@ -3,10 +3,13 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from orchestrator.shell.nodes import hung_up, view_of
+from orchestrator.core.events import Event, NodeLost
+from orchestrator.shell.names import RunNames
+from orchestrator.shell.nodes import Nodes, hung_up, view_of
 
 #: Listens, says something, and then nothing for ever.
 SERVER = """
@@ -53,3 +56,33 @@ def test_a_process_that_is_killed_hangs_up() -> None:
     command = [sys.executable, "-c", SERVER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert not asyncio.run(play(server))
+
+
+def _nodes(post: Callable[[Event], None], known: set[str]) -> Nodes:
+    return Nodes(
+        names=RunNames("test"),
+        resources={},
+        rack_label="",
+        boot={},
+        at_s=lambda: 1.0,
+        post=post,
+        on_keeper=lambda: None,
+        is_known=known.__contains__,
+    )
+
+
+def test_a_node_that_was_not_seen_yet_is_not_taken_for_lost() -> None:
+    """A worker that dies while a controller restarts would have all others of its node killed."""
+    nodes = _nodes(lambda _: None, set())
+    assert not asyncio.run(nodes.is_gone("a1b2"))
+    nodes._met.set()
+    assert asyncio.run(nodes.is_gone("a1b2"))
+
+
+def test_a_node_that_went_while_no_controller_looked_is_reported() -> None:
+    """Its workers would be taken for the guilty, and it for alive as long as the run lasts."""
+    posted: list[Event] = []
+    nodes = _nodes(posted.append, {"a1b2"})
+    for node in ("a1b2", "c3d4"):
+        nodes._compare({"NodeID": node, "Alive": False}, None)
+    assert posted == [NodeLost(at_s=1.0, node="a1b2", cause="Ray declared it dead")]

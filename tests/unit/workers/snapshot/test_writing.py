@@ -261,6 +261,37 @@ def test_a_restarted_keeper_is_told_though_a_dead_peer_holds_all_snapshots_back(
     assert node.steps() == [1]
 
 
+def test_a_device_that_failed_does_not_keep_a_writer_from_closing(rank: Rank) -> None:
+    """What the attempt ended with would be lost, and be told as an error of the snapshot."""
+
+    class Failed:
+        def synchronize(self) -> None:
+            raise RuntimeError("device-side assert triggered")
+
+    assert rank.ready(state())
+    rank.writer._copy._event = Failed()
+    assert rank.writer.close()
+
+
+def test_a_keeper_is_away_from_when_it_is_missed_and_not_since_the_last_word(
+    rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots may be minutes apart, and it is back in a second."""
+    entries = state()
+    assert rank.ready(entries)
+    assert rank.take(1, entries)
+    assert rank.writer.wait(1)
+    monkeypatch.setattr(writing, "_KEEPER_S_MAX", 0.0)
+    node.close()
+    assert rank.take(2, entries)
+    assert rank.writer.wait(2)
+    assert not rank.writer.is_broken
+
+    assert rank.take(3, entries)
+    assert eventually(lambda: rank.writer.is_broken)
+    node.start()
+
+
 def test_a_restarted_keeper_is_handed_the_memory_though_no_snapshot_is_due(
     rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -208,6 +208,26 @@ def test_only_the_newest_are_kept() -> None:
     assert store.list(f"run/{CHECKPOINTS}") == ("step-00000004", "step-00000005")
 
 
+class _Undeletable(MemoryStore):
+    """A bucket that one may write to and not delete from."""
+
+    def delete(self, path: str) -> None:
+        raise StorageError(f"{path} cannot be deleted", path=path)
+
+
+def test_what_cannot_be_collected_does_not_stop_the_training() -> None:
+    """The checkpoints are committed; that old ones stay costs room, and no step."""
+    store, fenced = _Undeletable(), threading.Event()
+    background = storing(store, fenced, keep=1)
+    for step in (1, 2, 3):
+        background.save(state(step))
+        background.wait_committed(step, timeout_s=10)
+    background.wait_told(10)
+    background.wait_idle()
+    assert committed_step(store) == 3
+    assert background.close()
+
+
 def test_a_storage_that_refuses_stops_the_training() -> None:
     """Steps that can never be committed are not worth taking."""
     store, fenced = MemoryStore(), threading.Event()
