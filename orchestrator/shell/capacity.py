@@ -37,7 +37,7 @@ POLL_S = 0.2
 STRAYS_S = 30.0
 #: A slot that has not said by then which GPUs it has is asked again: Ray starts a process in it for
 #: that, which takes seconds, and for ever where its node is gone and there is no other.
-GPU_S_MAX = 30.0
+GPU_S_MAX = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class Capacity:
         self._asked = asyncio.Event()
         # Groups that are being created: who asked may be gone by the time that they are there.
         self._creations: set[asyncio.Future[PlacementGroup]] = set()
+        self._grants: dict[int, asyncio.Future[None]] = {}
         self._strays_until_s = float("-inf")
 
     def pending(self) -> list[int]:
@@ -127,17 +128,28 @@ class Capacity:
             rows = await asyncio.to_thread(self._rows)
             for number, node in sorted(_placed(rows)):
                 entry = self._slots.get(number)
-                if entry is not None and entry.node is None and entry.group is not None:
-                    gpu_ids = await self._held_gpus(entry.group)
-                    # Meanwhile it may have been given back, or lost its node.
-                    if gpu_ids is not None and self._slots.get(number) is entry:
-                        entry.gpu_ids, entry.node = gpu_ids, node
-                        self._on_granted(number, node)
+                is_new = entry is not None and entry.node is None and entry.group is not None
+                if is_new and number not in self._grants:
+                    # One that does not say which GPUs it has must not keep the others waiting.
+                    self._grants[number] = asyncio.ensure_future(self._grant(number, node))
+            for number in [number for number, grant in self._grants.items() if grant.done()]:
+                self._grants.pop(number).result()
             if time.monotonic() < self._strays_until_s:
                 # What this life asks for it knows before it is there.
                 strays = [number for number in rows if number not in self._slots]
                 await asyncio.to_thread(self._remove, strays)
             await asyncio.sleep(POLL_S)
+
+    async def _grant(self, number: int, node: str) -> None:
+        entry = self._slots[number]
+        assert entry.group is not None
+        gpu_ids = await self._held_gpus(entry.group)
+        if gpu_ids is None or self._slots.get(number) is not entry:
+            return
+        if gpu_ids and dict(_placed(await asyncio.to_thread(self._rows))).get(number) != node:
+            return  # it lost that node meanwhile
+        entry.gpu_ids, entry.node = gpu_ids, node
+        self._on_granted(number, node)
 
     async def adopt(self) -> None:
         """After a restart of the controller: find the run's groups again by their names."""
@@ -149,7 +161,7 @@ class Capacity:
         group = await asyncio.to_thread(get_placement_group, row["name"])
         node = _node_of(row)
         gpu_ids = await self._held_gpus(group) if node else ()
-        # One that does not say what it has is granted once it does.
+        # One that does not say what it has is as good as lost: it is given back and asked for anew.
         is_there = node is not None and gpu_ids is not None
         self._slots[number] = _Slot(
             group=group, node=node if is_there else None, gpu_ids=gpu_ids or ()

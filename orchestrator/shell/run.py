@@ -388,6 +388,7 @@ class Run:
         if answer is None:
             return  # the machine asks again
         returning |= self._nodes.returning()
+        returning = {node for node in returning if self._may_bring_back(node)}
         found = answer.version
         at_stake_steps = self._config.checkpoint.first_every
         self._post(
@@ -403,6 +404,12 @@ class Run:
                 returning=tuple(sorted(returning)),
             )
         )
+
+    def _may_bring_back(self, node: str) -> bool:
+        """Return whether a keeper that died alone will have memory again once it is back."""
+        state, snapshot = self._state, self._config.snapshot
+        lives = any(state.nodes[worker.node].name == node for worker in state.workers.values())
+        return bool(snapshot.every_steps) and (snapshot.vault or lives)
 
     def _order_soon(self) -> None:
         """Tell keepers what to do: one that came back forgot it, others hold what is bad."""

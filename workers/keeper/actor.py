@@ -52,9 +52,6 @@ STILL_PERIOD_S = 0.1
 #: Who was called or rung for stays up so long: what has happened makes for more calls.
 AWAKE_S = 2.0
 
-#: The process may open no more files, or has no more memory, for a moment.
-_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-
 OPTIONS = {
     "num_cpus": 0,
     "max_restarts": -1,
@@ -189,8 +186,8 @@ class Keeper:
             now_s = time.monotonic()
             try:
                 await self._look(now_s)
-            except OSError as error:
-                if error.errno not in _SHORT:
+            except (OSError, RuntimeError) as error:
+                if not _is_short(error):
                     raise
                 # What others have copied to here must not go for want of a descriptor.
                 log.warning("no_report", extra={"reason": str(error)})
@@ -241,3 +238,10 @@ class Keeper:
             living = {each.worker for each in report.workers if each.os_state not in GONE}
             # In a thread: to free a large arena takes a while.
             await asyncio.to_thread(self._memory.tend, living)
+
+
+def _is_short(error: OSError | RuntimeError) -> bool:
+    """Return whether a process may have no more files, memory or threads for a moment."""
+    if isinstance(error, OSError):
+        return error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+    return "start new thread" in str(error)

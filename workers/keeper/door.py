@@ -117,10 +117,14 @@ class Door:
                 # No descriptor is left, or no memory: whoever comes is let in once there is.
                 time.sleep(_ACCEPT_S)
                 continue
-            # Not here: one guest that is stopped in the middle must not keep the others waiting.
-            threading.Thread(
-                target=self._receive_guest, args=(connection,), name="door-guest", daemon=True
-            ).start()
+            try:
+                # Not here: one guest that is stopped in the middle must not keep others waiting.
+                threading.Thread(
+                    target=self._receive_guest, args=(connection,), name="door-guest", daemon=True
+                ).start()
+            except RuntimeError:
+                # No thread is left. It asks again.
+                connection.close()
 
     def _receive_guest(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):

@@ -174,13 +174,14 @@ class NodeWatch:
             self._changed_ns, self._changed_s = changed_ns, now_s
         elif self._listed_s - self._changed_s >= SETTLED_S:
             return
-        self._listed_s = now_s
-        self._pages = sorted(self._directory.glob("*" + PAGE_SUFFIX))
-        for path in self._pages:
+        pages = sorted(self._directory.glob("*" + PAGE_SUFFIX))
+        for path in pages:
             reader = None if path.stem in self._readers else open_page(path)
             if reader is not None:
                 self._readers[path.stem] = reader
                 self._rings[path.stem] = RingReader(path.with_suffix(RING_SUFFIX))
+        # Last: where no file can be opened for a moment, it is tried again.
+        self._pages, self._listed_s = pages, now_s
 
     def kill(self, worker: str) -> None:
         """SIGKILL the process of ``worker``, if it is still the one that made the page."""
@@ -195,7 +196,7 @@ class NodeWatch:
         self._list_pages()
         now_ns = time.monotonic_ns()
         workers = tuple(self._report_on(path.stem, now_ns) for path in self._pages)
-        self._forget({row.worker for row in workers if row.os_state in GONE})
+        self._forget({row.worker for row in workers if row.pid and row.os_state in GONE})
         return NodeReport(node=self._node, seq=self._seq, workers=workers)
 
     def _forget(self, gone: set[str]) -> None:

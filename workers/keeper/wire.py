@@ -146,9 +146,14 @@ class WireServer:
                 time.sleep(_ACCEPT_S)
                 continue
             self._open.add(connection)
-            threading.Thread(
-                target=self._serve, args=(connection,), name="wire-peer", daemon=True
-            ).start()
+            try:
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="wire-peer", daemon=True
+                ).start()
+            except RuntimeError:
+                # No thread is left. It asks again, or elsewhere.
+                self._open.discard(connection)
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         be_nice(self._niceness)

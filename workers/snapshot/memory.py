@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from workers.errors import ArenaError
 from workers.keeper.arena import Arena
 from workers.keeper.door import Lease, door_path, leave_arena, notify, reserve
 from workers.snapshot.device import register, unregister
 
-__all__ = ["SnapshotMemory"]
+__all__ = ["HandOver", "SnapshotMemory"]
+
+#: A keeper is back in about a second, in 12 where many are started at once; recovery waits for it.
+_HAND_OVER_S_MAX: Final = 30.0
+_AGAIN_S: Final = 0.05
 
 
 class SnapshotMemory:
@@ -87,6 +94,11 @@ class SnapshotMemory:
             return False
         return self._lease.ensure(self.name, self._arena) and notify(self._door, self.name)
 
+    @property
+    def is_reserved(self) -> bool:
+        """Return whether there is memory."""
+        return self._arena is not None
+
     def is_told(self) -> bool:
         """Return whether the keeper of now has been told of the memory; any thread may ask."""
         mine = self._arena is None or self._lease.holds(self.name)
@@ -120,3 +132,28 @@ class SnapshotMemory:
             unregister(arena)
             self._is_registered = False
         arena.close()
+
+
+class HandOver:
+    """Offers memory, between two attempts, to a keeper that is away, until it is back.
+
+    What the next attempt resumes from is looked for at keepers, perhaps before this worker does
+    anything else. ``end`` it before the memory is used again.
+    """
+
+    def __init__(self, memory: SnapshotMemory) -> None:
+        self._memory = memory
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hand-over", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Offer it no more."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        end_s = time.monotonic() + _HAND_OVER_S_MAX
+        while self._memory.is_reserved and not self._memory.tell():
+            if self._over.wait(_AGAIN_S) or time.monotonic() > end_s:
+                return

@@ -33,7 +33,7 @@ from workers.protocol import (
     WorkerPhase,
     Yielded,
 )
-from workers.snapshot.writing import SnapshotMemory
+from workers.snapshot.memory import HandOver, SnapshotMemory
 from workers.train.boundary import YieldSignal
 from workers.train.context import WorkerContext
 from workers.train.lm import train_language_model
@@ -57,6 +57,7 @@ class _Process:
 
     buffer = HostBuffer()
     memory: SnapshotMemory | None = None
+    hand_over: HandOver | None = None
 
 
 def run_attempt(
@@ -73,6 +74,9 @@ def run_attempt(
         task: What to train; None for the settings' script, or the built-in training.
     """
     context.page.enter(WorkerPhase.FORMING)
+    if _Process.hand_over is not None:
+        _Process.hand_over.end()
+        _Process.hand_over = None
     try:
         return _Attempt(assignment, context).run(task)
     finally:
@@ -162,9 +166,10 @@ class _Attempt:
             _Process.buffer = HostBuffer()
             if _Process.memory is not None:
                 _Process.memory = _Process.memory.successor()
-        if _Process.memory is not None:
-            # Keepers are asked next what they hold; one that was restarted knows of nothing.
-            _Process.memory.tell()
+        # Keepers are asked next what they hold; one that was restarted knows of nothing, and one
+        # that is being restarted is waited for.
+        if _Process.memory is not None and not _Process.memory.tell():
+            _Process.hand_over = HandOver(_Process.memory)
 
 
 def _memory(context: WorkerContext) -> SnapshotMemory | None:

@@ -16,6 +16,7 @@ from ucp_core.errors import ChecksumMismatchError
 from workers.keeper.door import door_path
 from workers.parallel.state import StateEntry
 from workers.snapshot import writing
+from workers.snapshot.memory import HandOver
 from workers.snapshot.writing import BLOCK_BYTES, SnapshotMemory
 
 
@@ -229,6 +230,25 @@ def test_a_restarted_keeper_is_handed_the_memory_with_the_next_snapshot(
     assert node.steps() == [1, 2]
 
 
+def test_a_keeper_that_is_back_after_an_attempt_has_ended_is_handed_the_memory(
+    rank: Rank, node: Node
+) -> None:
+    """It died with the attempt, and recovery waits for what only the workers have now."""
+    entries = state()
+    assert rank.ready(entries)
+    assert rank.take(1, entries)
+    assert rank.writer.wait(1)
+    node.close()
+    assert rank.writer.close()
+    assert not rank.memory.tell()
+    hand_over = HandOver(rank.memory)
+    node.start()
+
+    assert eventually(lambda: bool(node.shelf.arenas()))
+    assert node.steps() == [1]
+    hand_over.end()
+
+
 def test_a_restarted_keeper_is_handed_the_memory_when_an_attempt_ends(
     rank: Rank, node: Node
 ) -> None:
@@ -300,11 +320,13 @@ def test_a_restarted_keeper_is_handed_the_memory_though_no_snapshot_is_due(
     assert rank.ready(entries)
     assert rank.take(1, entries)
     assert rank.writer.wait(1)
+    monkeypatch.setattr(writing, "_KEEPER_LOOK_S", 0.0)
     rank.writer.look_after()
-    assert rank.writer.wait(1), "the keeper has it"
+    assert not rank.writer.is_behind(), "the keeper has it"
+    assert rank.memory.is_told()
     node.restart()
     assert node.shelf.arenas() == {}
-    monkeypatch.setattr(writing, "_KEEPER_LOOK_S", 0.0)
+    assert not rank.memory.is_told()
 
     rank.writer.look_after()
     assert rank.writer.wait(1)
