@@ -237,8 +237,8 @@ class CommittedRead:
         source: "memory", "storage", or "" with ``step`` 0.
         lost: With ``step`` 0: steps, newest first, that are committed in storage and can be loaded
             from nowhere, if more is lost with them than the user puts at stake.
-        returning: Nodes that could not be asked because their keeper had died alone and was being
-            started again.
+        returning: Nodes that live and whose keepers did not answer, though they may have memory
+            that is worth a wait: they had died and were being started again, or are late.
     """
 
     at_s: float

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,7 +111,7 @@ class Nodes:
         boot: Keyword arguments of ``workers.keeper.actor.Keeper`` that are equal for all keepers.
         at_s: The run's clock.
         post: Where events go.
-        on_keeper: Called when a keeper is there, at first or again.
+        on_keeper: Called with the node when a keeper is there, at first or again.
         is_known: Whether the run takes a node for alive.
     """
 
@@ -124,7 +124,7 @@ class Nodes:
         boot: dict[str, Any],
         at_s: Callable[[], float],
         post: Callable[[Event], None],
-        on_keeper: Callable[[], None],
+        on_keeper: Callable[[str], None],
         is_known: Callable[[str], bool],
     ) -> None:
         self._names = names
@@ -188,12 +188,17 @@ class Nodes:
         if view is not None and not view.is_returning:
             self.lost(node, cause)
 
-    def returning(self) -> set[str]:
-        """Return the nodes whose keepers died alone and are being started again."""
+    async def outlived(self, nodes: Iterable[str]) -> set[str]:
+        """Return those of ``nodes`` that live, though their keepers were not heard.
+
+        Of a machine that is there the raylet takes connections.
+        """
+        views = [self.views[node] for node in nodes if node in self.views]
+        there = await asyncio.gather(*(_accepts(view.raylet_address) for view in views))
         return {
             view.node
-            for view in self.views.values()
-            if view.is_returning and not view.lost.is_set()
+            for view, accepts in zip(views, there, strict=True)
+            if accepts and view.greeted.is_set() and not view.lost.is_set()
         }
 
     def wake_keepers(self) -> None:
@@ -310,7 +315,7 @@ class Nodes:
                 view.secret = hello["secret"]
                 view.is_returning = False
                 view.greeted.set()
-                self._on_keeper()
+                self._on_keeper(view.node)
                 await view.keeper.hold.remote()
             except RayError as error:
                 # Until it is back nobody asks it, nor is told of it.

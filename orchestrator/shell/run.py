@@ -135,7 +135,7 @@ class Run:
             boot=boot,
             at_s=at_s,
             post=post,
-            on_keeper=self._order_soon,
+            on_keeper=self._on_keeper,
             is_known=self._has_node,
         )
         snapshot = self._config.snapshot
@@ -383,12 +383,10 @@ class Run:
         state = self._state
         # Members that left had all completed every version; before that, all that reported.
         newest_step = state.step if state.num_inside else state.left_step
-        returning = self._nodes.returning()
         answer = await self._snapshots.read(action.lineage, enough_step=newest_step, bad=action.bad)
         if answer is None:
             return  # the machine asks again
-        returning |= self._nodes.returning()
-        returning = {node for node in returning if self._may_bring_back(node)}
+        returning = await self._nodes.outlived(filter(self._may_bring_back, answer.unheard))
         found = answer.version
         at_stake_steps = self._config.checkpoint.first_every
         self._post(
@@ -410,6 +408,10 @@ class Run:
         state, snapshot = self._state, self._config.snapshot
         lives = any(state.nodes[worker.node].name == node for worker in state.workers.values())
         return bool(snapshot.every_steps) and (snapshot.vault or lives)
+
+    def _on_keeper(self, node: str) -> None:
+        self._snapshots.on_keeper(node)
+        self._order_soon()
 
     def _order_soon(self) -> None:
         """Tell keepers what to do: one that came back forgot it, others hold what is bad."""

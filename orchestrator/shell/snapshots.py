@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import sys
 from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.exceptions import RayError
@@ -63,26 +64,19 @@ STORAGE_S = 5.0
 FLUSH_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
 class Answer:
     """The newest version of both tiers; the newest step in storage, and what was passed over.
 
     Where there is none, ``lost`` are the steps that are committed in storage, newest first.
+    ``unheard`` are the nodes that are not known to be lost, and whose keepers did not answer.
     """
 
-    __slots__ = ("lost", "skipped", "stored_step", "version")
-
-    def __init__(
-        self,
-        version: Version | None,
-        *,
-        stored_step: int = 0,
-        skipped: tuple[str, ...] = (),
-        lost: tuple[int, ...] = (),
-    ) -> None:
-        self.version = version
-        self.stored_step = stored_step
-        self.skipped = skipped
-        self.lost = lost
+    version: Version | None
+    stored_step: int = 0
+    skipped: tuple[str, ...] = ()
+    lost: tuple[int, ...] = ()
+    unheard: frozenset[str] = frozenset()
 
 
 class Snapshots:
@@ -137,10 +131,14 @@ class Snapshots:
     def on_report(self, report: NodeReport) -> None:
         """Keep the last report of every keeper."""
         self._reports[report.node] = report
-        self._silent.discard(report.node)
-        self._hopeless.discard(report.node)
+        self.on_keeper(report.node)
         if report.inventory is not None:
             self._known[report.node] = report.inventory
+
+    def on_keeper(self, node: str) -> None:
+        """Ask a keeper again that is there, at first or again."""
+        self._silent.discard(node)
+        self._hopeless.discard(node)
 
     async def read(
         self, lineage: Lineage, *, enough_step: int, bad: Sequence[Source] = ()
@@ -184,21 +182,24 @@ class Snapshots:
             return held.step if held is not None else 0
 
         inventories = await self._patient_inventories(step)
+        heard = {one.node for one in inventories}
+        unheard = frozenset(view.node for view in self._views() if view.node not in heard)
+        answer = functools.partial(Answer, unheard=unheard)
         held = newest(inventories, (0, 0))
         if held is None or not 0 <= enough_step <= held.step:
             # With nothing in memory there is nothing else to go on from.
             await asyncio.wait([stored], timeout=STORAGE_S if held is not None else None)
         if not stored.done():
-            return Answer(held)
+            return answer(held)
         try:
             found, passed_over, lost = stored.result()
         except UcpError as error:
             log.warning("storage_refused", extra={"error": str(error)})
-            return Answer(held) if held is not None else None
+            return answer(held) if held is not None else None
         if found is None:
-            return Answer(held, skipped=passed_over, lost=() if held is not None else lost)
+            return answer(held, skipped=passed_over, lost=() if held is not None else lost)
         version = newest(inventories, (found.step, found.attempt))
-        return Answer(version, stored_step=found.step, skipped=passed_over)
+        return answer(version, stored_step=found.step, skipped=passed_over)
 
     def known_parts(self, step: int, attempt: int) -> tuple[MemoryPart, ...]:
         """Return where a version is in memory, as the last answer said; () if it said another."""

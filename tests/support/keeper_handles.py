@@ -77,7 +77,7 @@ def with_keepers(
             boot={},
             at_s=lambda: 0.0,
             post=lambda _: None,
-            on_keeper=lambda: None,
+            on_keeper=lambda _: None,
             is_known=lambda _: True,
         )
         nodes._met.set()

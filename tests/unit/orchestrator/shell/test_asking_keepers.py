@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from orchestrator.shell import snapshots as module
 from orchestrator.shell.snapshots import Snapshots
@@ -39,16 +41,49 @@ def test_a_node_that_is_lost_while_it_is_asked_is_not_waited_for() -> None:
     assert with_keepers(MemoryStore(), act) == ["aa"]
 
 
-def test_a_keeper_is_said_to_return_unless_its_node_is_lost() -> None:
-    """What it holds is waited for, and of a lost node nothing comes back."""
+class Ended(Handle):
+    """A keeper whose process is being started again."""
+
+    async def _held(self) -> Inventory:
+        raise ActorUnavailableError("it ended", None)
+
+
+@pytest.mark.parametrize("kind", [Handle, Ended])
+def test_who_did_not_answer_is_said_and_asked_again_once_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Handle]
+) -> None:
+    """Back at once or not: what only it holds was not looked at."""
+    monkeypatch.setattr(module, "ASK_S", 0.05)
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        made._nodes.views["bb"].keeper = kind("bb", (), 1)
+        made._nodes.views["bb"].keeper.is_silent = True
+        answers = [await made.read(LINEAGE, enough_step=-1)]
+        made._nodes.views["bb"].keeper = handles["bb"]
+        answers.append(await made.read(LINEAGE, enough_step=-1))
+        made.on_keeper("bb")
+        answers.append(await made.read(LINEAGE, enough_step=-1))
+        return [(version_of(one), one.unheard) for one in answers if one is not None]
+
+    assert with_keepers(MemoryStore(), act) == [
+        (None, {"bb"}), (None, {"bb"}), ((7, "memory"), frozenset()),
+    ]  # fmt: skip
+
+
+def test_nodes_outlive_their_keepers_while_their_raylets_take_connections() -> None:
+    """What a keeper holds is waited for, and of a lost node nothing comes back."""
 
     async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
         views = made._nodes.views
-        views["aa"].is_returning = views["bb"].is_returning = True
-        views["bb"].lost.set()
-        return made._nodes.returning()
+        with socket.create_server(("127.0.0.1", 0)) as raylet:
+            for view in views.values():
+                view.raylet_address = raylet.getsockname()
+                view.greeted.set()
+            views["bb"].lost.set()
+            found = [await made._nodes.outlived(["aa", "bb", "cc"])]
+        return [*found, await made._nodes.outlived(["aa"])]
 
-    assert with_keepers(MemoryStore(), act) == {"aa"}
+    assert with_keepers(MemoryStore(), act) == [{"aa"}, set()]
 
 
 def test_a_keeper_that_did_not_answer_is_asked_again_when_it_was_heard_of(

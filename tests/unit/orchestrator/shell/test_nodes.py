@@ -66,7 +66,7 @@ def _nodes(post: Callable[[Event], None], known: set[str]) -> Nodes:
         boot={},
         at_s=lambda: 1.0,
         post=post,
-        on_keeper=lambda: None,
+        on_keeper=lambda _: None,
         is_known=known.__contains__,
     )
 
