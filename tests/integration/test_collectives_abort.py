@@ -12,6 +12,7 @@ import pickle
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -384,6 +385,36 @@ def test_nobody_waits_for_a_group_whose_peer_hangs(tmp_path: Path) -> None:
 
     assert len(took_s) == 2
     assert max(took_s) < ABORT_S_MAX
+
+
+def hide(place: Place) -> bool:
+    """Leave an attempt amid a collective, its group in a cycle that only C++ holds, for another."""
+    collectives.form(**place.formation(1, 2))
+    is_gone = False
+    if place.rank == 0:
+        work = dist.all_reduce(torch.ones(1000), async_op=True)
+        threading.Timer(0.2, collectives.abort, (1,)).start()
+        with contextlib.suppress(AbortedError):
+            work.wait()
+        del work
+        group = weakref.ref(dist.group.WORLD)
+        inner: list[Any] = [group()]
+        inner.append(inner)
+        hooked = torch.ones(1, requires_grad=True) * 2
+        hooked.register_hook(inner.append)
+        outer: list[Any] = [hooked * 3]
+        outer.append(outer)
+        del inner, hooked, outer
+        collectives.leave()
+        is_gone = group() is None
+    _meet(place, "end", 2)
+    return is_gone
+
+
+def test_a_group_in_a_cycle_behind_another_is_let_go_of_at_once(tmp_path: Path) -> None:
+    """As FSDP's hooks have it now and then, depending on where in a step a peer was lost."""
+    with running(hide, 2, tmp_path) as ranks:
+        assert ranks.results()[0]
 
 
 def reform_often(place: Place) -> list[tuple[int, ...]]:

@@ -362,6 +362,9 @@ def leave() -> None:
     remains = current.leave()
     # Cycles of modules and hooks hold groups, and with them sockets and threads.
     gc.collect()
+    if any(each.are_referred_to for each in remains):
+        # So may what C++ held for a cycle, as autograd does for hooks: only the next one sees it.
+        gc.collect()
     deadline_s = time.monotonic() + current.timeout.total_seconds() + _GRAVE_SLACK_S
     for each in remains:
         if each.are_referred_to:
