@@ -268,7 +268,6 @@ def outlive_a_peer(place: Place) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     timer = threading.Timer(1.0, collectives.abort, (1,))
     timer.start()
-    seen = None
     start_s = time.monotonic()
     try:
         while True:
@@ -356,18 +355,21 @@ def test_groups_of_killed_peers_are_let_go_of_long_before_their_timeout(tmp_path
     assert seen[-1] <= seen[0]
 
 
+def _abort_amid_a_collective() -> None:
+    work = dist.all_reduce(torch.ones(1000), async_op=True)
+    threading.Timer(0.2, collectives.abort, (1,)).start()
+    with contextlib.suppress(AbortedError):
+        work.wait()
+
+
 def forget_late(place: Place) -> list[float]:
     """Leave an attempt amid a collective, and forget its group afterwards; return both times."""
     collectives.form(**place.formation(1, 2))
     took_s = []
     if place.rank == 0:
         world = dist.group.WORLD
-        work = dist.all_reduce(torch.ones(1000), async_op=True)
-        threading.Timer(0.2, collectives.abort, (1,)).start()
-        with contextlib.suppress(AbortedError):
-            work.wait()
         begun_s = time.monotonic()
-        del work
+        _abort_amid_a_collective()
         collectives.leave()
         took_s.append(time.monotonic() - begun_s)
         begun_s = time.monotonic()
@@ -392,11 +394,7 @@ def hide(place: Place) -> bool:
     collectives.form(**place.formation(1, 2))
     is_gone = False
     if place.rank == 0:
-        work = dist.all_reduce(torch.ones(1000), async_op=True)
-        threading.Timer(0.2, collectives.abort, (1,)).start()
-        with contextlib.suppress(AbortedError):
-            work.wait()
-        del work
+        _abort_amid_a_collective()
         group = weakref.ref(dist.group.WORLD)
         inner: list[Any] = [group()]
         inner.append(inner)
