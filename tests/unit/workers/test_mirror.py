@@ -453,9 +453,9 @@ def test_no_thread_and_no_connection_is_left(
         _wait_for_copy(ours, number + 1)
         mirrors.stop()
         server.close()
-    # The copy's own memory, and its mapping.
-    after = before[0], before[1] + 1
-    assert eventually(lambda: (threading.active_count(), _num_files()) == after)
+    # The copy's own memory. What tests before this one had may have gone meanwhile.
+    assert eventually(lambda: threading.active_count() <= before[0])
+    assert eventually(lambda: _num_files() <= before[1] + 1)
     assert not troubles
 
 
