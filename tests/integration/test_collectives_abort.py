@@ -126,8 +126,8 @@ def _play(place: Place, attempt: int, operation: Callable[[int], None], size: in
         thread.join()
     else:
         until(
-            lambda: any(group.waiting_s > 0.05 for group in read_ring(place.ring_path)),
-            f"waiting in {operation.__name__}",
+            lambda: any(group.waiting_s > 1.0 for group in read_ring(place.ring_path)),
+            f"waiting in {operation.__name__} for longer than those need who only are late",
         )
     aborted_s = time.monotonic()
     collectives.abort(attempt)
