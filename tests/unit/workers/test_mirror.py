@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -444,7 +446,7 @@ def test_no_thread_and_no_connection_is_left(
     theirs: Shelf, ours: Shelf, troubles: list[str]
 ) -> None:
     """Fifty orders, fifty mirrors: a run has many attempts."""
-    before = threading.active_count(), _num_files()
+    threads, files = set(threading.enumerate()), _files()
     for number in range(50):
         server = WireServer(theirs, host="127.0.0.1", secret=SECRET)
         mirrors = Mirrors(ours, troubles.append)
@@ -453,11 +455,17 @@ def test_no_thread_and_no_connection_is_left(
         _wait_for_copy(ours, number + 1)
         mirrors.stop()
         server.close()
-    # The copy's own memory. What tests before this one had may have gone meanwhile.
-    assert eventually(lambda: threading.active_count() <= before[0])
-    assert eventually(lambda: _num_files() <= before[1] + 1)
+    # By identity: what tests before this one had may go meanwhile, and must hide nothing.
+    assert eventually(lambda: threads.issuperset(threading.enumerate()))
+    # The copy's own memory.
+    assert eventually(lambda: len(_files() - files) <= 1), _files() - files
     assert not troubles
 
 
-def _num_files() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  counts itself each time
+def _files() -> set[str]:
+    """Return what is open; sockets have a number each."""
+    found = set()
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.add(f"{one.name} {one.readlink()}")
+    return found
