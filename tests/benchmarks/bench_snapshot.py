@@ -7,8 +7,8 @@ and Adam moments that one of four FSDP workers has. In turn all writers at once
 
 - ``copy``: copy the bytes into the next slot of their arena, by one call of memcpy (numpy's);
 - ``tensors``: the same by a call for each tensor: nobody's state is one piece of memory;
-- ``snapshot``: take a snapshot as the training does. The tensors are copied into the next slot and
-  checksummed, another thread writes the record and tells the keeper; the next one begins when
+- ``snapshot``: take a snapshot as the training does. The tensors are copied into the next slot,
+  another thread checksums them, writes the record and tells the keeper; the next one begins when
   that is done. In a training the second part runs beside the next step.
 
 ``stall`` is the speed of the first part of a snapshot, for which the training thread waits,

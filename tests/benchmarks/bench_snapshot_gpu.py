@@ -26,8 +26,9 @@ from tests.benchmarks.common import load_average, paired
 from tests.benchmarks.steps import Job
 from tests.support.node_memory import NodeProcess
 from workers.models.shape import PRESETS, num_parameters
+from workers.snapshot.credits import Credits
 from workers.snapshot.device import DeviceCopy
-from workers.snapshot.writing import SnapshotMemory
+from workers.snapshot.writing import BLOCK_BYTES, SnapshotMemory
 from workers.train.settings import Settings
 
 #: Issue of this part: of a pinned copy's speed, and of a step.
@@ -51,10 +52,10 @@ def measure_copies(device: torch.device, folder: Path, *, num_bytes: int, rounds
         seconds: dict[str, list[float]] = {"pinned": [], "slot": []}
         for _ in range(rounds + 1):
             for name, target in (("pinned", pinned), ("slot", slot)):
-                copy = DeviceCopy()
+                copy = DeviceCopy(Credits(folder / "node-a"), BLOCK_BYTES)
                 begun_s = time.perf_counter()
                 copy.begin(list(target.split(TENSOR_BYTES)), sources)
-                copy.wait()
+                copy.run(())
                 seconds[name].append(time.perf_counter() - begun_s)
         del slot
     finally:

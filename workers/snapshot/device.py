@@ -1,81 +1,222 @@
-"""From a device into a slot: beside the computation, and done before the next update.
+"""From a device into a slot: in buckets, beside the computation, and done before the next update.
 
-What lies in the memory of this machine ``workers.snapshot.host_copy`` copies, but for what is not
-contiguous there. On CUDA a copy goes over a stream of its own into memory that the
-driver knows, so that the training thread waits for nothing; the optimizer's kernels do. For all of
-it, not for a part each: optimizers update every parameter in one call (foreach, fused), so the
-first update would wait for the last part anyway.
+After an update the state stands still until the next one. Meanwhile it leaves in buckets over a
+queue of its own, and each is checksummed while the next ones are on their way. Few are under way
+at once, and those only for as long as the rank holds one of the node's credits: whatever else
+wants the bus waits for a bucket and not for a state. What is left when the update comes leaves at
+once, and the device puts the update off until it is through; the training thread waits for nothing.
+
+Buckets follow each other as fast as that. Forward and backward passes do not release them: the
+processor has asked for all of a pass long before the device gets there, and the sooner a snapshot
+is whole the less is lost. Nor are updates released one by one: optimizers make them in one call.
+
+What lies in the memory of this machine was copied already, and is only checksummed here.
+
+Source: the device level of REFT's hierarchical snapshots (arXiv 2310.12670).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from workers.errors import ArenaError
-from workers.keeper.arena import NUM_SLOTS, Arena
+from ucp_core.checksums import crc32
+from workers.snapshot.credits import Credits
+from workers.snapshot.cuda import CudaLane, Lane, Mark
 
-__all__ = ["DeviceCopy", "register", "unregister"]
+__all__ = ["BUCKET_BYTES", "IN_FLIGHT_MAX", "DeviceCopy", "Piece", "cut"]
+
+#: Two thirds of a millisecond of a bus of 50 GB/s.
+BUCKET_BYTES: Final = 32 << 20
+#: One is copied while the other waits for it.
+IN_FLIGHT_MAX: Final = 2
+#: So many buckets leave on one credit, some 10 ms; then it is another rank's turn.
+_TURN: Final = 16
+
+
+class Piece(NamedTuple):
+    """Bytes of one of several tensors."""
+
+    tensor: int
+    low: int
+    high: int
+
+
+def cut(
+    sizes_bytes: Sequence[int], *, bucket_bytes: int, block_bytes: int
+) -> list[tuple[Piece, ...]]:
+    """Cut tensors into buckets, in order; a tensor only where a block of it begins.
+
+    Args:
+        sizes_bytes: Of each tensor.
+        bucket_bytes: The most of a bucket; a multiple of ``block_bytes``.
+        block_bytes: Of the checksums.
+    """
+    buckets: list[tuple[Piece, ...]] = []
+    bucket: list[Piece] = []
+    room = bucket_bytes
+    for index, size in enumerate(sizes_bytes):
+        low = 0
+        while low < size:
+            fits = size - low if size - low <= room else room // block_bytes * block_bytes
+            if fits:
+                bucket.append(Piece(index, low, low + fits))
+                low += fits
+                room -= fits
+            if low < size:
+                buckets.append(tuple(bucket))
+                bucket, room = [], bucket_bytes
+    return [one for one in (*buckets, tuple(bucket)) if one]
+
+
+class _There:
+    """The mark of what was copied at once."""
+
+    def wait(self) -> None:
+        """Return."""
+
+
+_THERE: Final = _There()
 
 
 class DeviceCopy:
-    """Copies of a state off its device, one at a time."""
+    """Copies of a state off its device, one at a time.
 
-    def __init__(self) -> None:
-        self._stream: Any = None
-        self._event: Any = None
+    The training thread calls ``begin`` and ``hold_update``, another one ``run``.
 
-    def begin(self, targets: list[Tensor], sources: list[Tensor]) -> None:
-        """Copy; on CUDA begin to."""
-        if not sources:
-            return
-        with torch.no_grad():
-            if not any(source.is_cuda for source in sources):
-                torch._foreach_copy_(targets, sources)
+    Args:
+        node: Its credits.
+        block_bytes: Of the checksums.
+        lane: How to copy; None for a CUDA stream where something is on such a device, and
+            otherwise at once.
+    """
+
+    def __init__(self, node: Credits, block_bytes: int, lane: Lane | None = None) -> None:
+        self._credits = node
+        self._block_bytes = block_bytes
+        self._lane = lane
+        self._lock = threading.Lock()
+        self._flat: list[tuple[Tensor, Tensor]] = []
+        self._todo: deque[tuple[Piece, ...]] = deque()
+        self._under_way: deque[tuple[tuple[Piece, ...], Mark]] = deque()
+        self._begun: Mark | None = None
+        self._last: Mark | None = None
+
+    def begin(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Note what is to be copied, as it is once the device has done what it was asked so far.
+
+        Args:
+            targets: Contiguous, in memory of this machine.
+            sources: Of the same shapes.
+        """
+        with self._lock:
+            self._todo.clear()
+            self._under_way.clear()
+            self._begun = self._last = None
+            if not sources:
                 return
-            if self._stream is None:
-                self._stream = torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                for target, source in zip(targets, sources, strict=True):
-                    target.copy_(source, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(self._stream)
+            lane = self._lane_of(sources)
+            if lane is None:
+                with torch.no_grad():
+                    torch._foreach_copy_(list(targets), list(sources))
+                return
+            self._flat = [_flat(*pair) for pair in zip(targets, sources, strict=True)]
+            sizes = [target.numel() * target.element_size() for target, _ in self._flat]
+            self._todo.extend(self._cut(sizes))
+            self._begun = lane.mark()
 
     def hold_update(self) -> None:
         """Have what the training thread asks of the device from now on run after the copy."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        with self._lock:
+            self._queue(len(self._todo))
+            if self._last is not None and self._lane is not None:
+                self._lane.hold(self._last)
+
+    def run(self, data: Sequence[memoryview]) -> list[list[int]]:
+        """Copy what ``begin`` noted; return, when all is there, the crc32 of every block.
+
+        Args:
+            data: The memory of the first targets; or other memory, if ``begin`` noted nothing.
+        """
+        if self._begun is None:
+            self._under_way.extend((bucket, _THERE) for bucket in self._cut(map(len, data)))
+        found: list[list[int]] = [[] for _ in data]
+        while self._todo or self._under_way:
+            with self._credits.one():
+                self._turn(data, found)
+        return found
+
+    def _turn(self, data: Sequence[memoryview], found: list[list[int]]) -> None:
+        for left in range(_TURN, 0, -1):
+            with self._lock:
+                self._queue(min(IN_FLIGHT_MAX, left) - len(self._under_way))
+                if not self._under_way:
+                    return
+                bucket, mark = self._under_way[0]
+            mark.wait()
+            with self._lock:
+                self._under_way.popleft()
+            for index, low, high in bucket:
+                if index < len(data):
+                    starts = range(low, high, self._block_bytes)
+                    found[index] += [
+                        crc32(data[index][start : min(start + self._block_bytes, high)])
+                        for start in starts
+                    ]
 
     def wait(self) -> None:
         """Return when the copy is there; any thread may."""
-        if self._event is not None:
-            self._event.synchronize()
+        with self._lock:
+            self._queue(len(self._todo))
+            last = self._last
+        if last is not None:
+            last.wait()
+
+    def end(self) -> None:
+        """Copy no more; return when nothing is under way. For after the last ``run``."""
+        with self._lock:
+            self._todo.clear()
+            last = self._last
+        if last is not None:
+            last.wait()
+
+    def _queue(self, num: int) -> None:
+        """Ask for so many more buckets."""
+        for _ in range(min(num, len(self._todo))):
+            assert self._lane is not None
+            assert self._begun is not None
+            bucket = self._todo.popleft()
+            pairs = [_part(self._flat[index], low, high) for index, low, high in bucket]
+            self._last = self._lane.copy([pair for pair in pairs if pair], self._begun)
+            self._under_way.append((bucket, self._last))
+
+    def _cut(self, sizes_bytes: Iterable[int]) -> list[tuple[Piece, ...]]:
+        return cut(list(sizes_bytes), bucket_bytes=BUCKET_BYTES, block_bytes=self._block_bytes)
+
+    def _lane_of(self, sources: Sequence[Tensor]) -> Lane | None:
+        if self._lane is None:
+            device = next((source.device for source in sources if source.is_cuda), None)
+            if device is not None:
+                self._lane = CudaLane(device)
+        return self._lane
 
 
-def register(arena: Arena) -> None:
-    """Make the slots known to the CUDA driver: copies into them run at the full speed of the bus.
-
-    Raises:
-        ArenaError: The driver refuses.
-    """
-    for slot in range(NUM_SLOTS):
-        body = torch.frombuffer(arena.body(slot), dtype=torch.uint8)
-        error = torch.cuda.cudart().cudaHostRegister(body.data_ptr(), body.numel(), 0)
-        if int(error) != 0:
-            # Or the next try would fail of those that are known already.
-            unregister(arena, num_slots=slot)
-            raise ArenaError(
-                f"CUDA does not take {body.numel()} bytes of snapshot memory as pinned: error "
-                f"{int(error)}; raise the limit of locked memory (ulimit -l)",
-                body_bytes=body.numel(),
-            )
+def _flat(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both as bytes; as they are if the bytes of the source do not lie side by side."""
+    source = source.detach()
+    if not source.is_contiguous():
+        return target, source
+    return target.reshape(-1).view(torch.uint8), source.reshape(-1).view(torch.uint8)
 
 
-def unregister(arena: Arena, *, num_slots: int = NUM_SLOTS) -> None:
-    """Take back what ``register`` did, before the memory is let go of; of the first slots only."""
-    for slot in range(num_slots):
-        body = torch.frombuffer(arena.body(slot), dtype=torch.uint8)
-        torch.cuda.cudart().cudaHostUnregister(body.data_ptr())
+def _part(pair: tuple[Tensor, Tensor], low: int, high: int) -> tuple[Tensor, Tensor] | None:
+    """Return some bytes of a pair; all of one that cannot be cut, with its first."""
+    target, source = pair
+    if not source.is_contiguous():
+        return None if low else pair
+    return target[low:high], source[low:high]

@@ -14,13 +14,12 @@ from ucp_core.checkpoint import LocalTensor, RankSaver
 from workers.keeper.arena import NUM_SLOTS, Arena
 from workers.parallel.state import StateEntry
 from workers.protocol import Assignment
-from workers.snapshot.host_copy import HostTensors, copy_checked
+from workers.snapshot.host_copy import HostTensors
 
 __all__ = ["BLOCK_BYTES", "Captured", "Form", "source_of"]
 
 #: A layout that has changed needs parts of blocks, which are read whole: of 1 MiB ones half as much
-#: again as is needed (4 ranks onto 3, 50 MB each), of these a tenth to a third; and one that was
-#: just copied is still in the cache.
+#: again as is needed (4 ranks onto 3, 50 MB each), of these a tenth to a third.
 BLOCK_BYTES: Final = 256 << 10
 #: The record has room for twice the small values of the first snapshot, and for this.
 _RECORD_SPARE_BYTES: Final = 64 << 10
@@ -95,13 +94,9 @@ class Form:
         """
         return self._host.views()
 
-    def copy_checked(self, slot: int) -> list[list[int]] | None:
-        """Copy all of it into the slot; return the crc32 of every block.
-
-        Returns None, and copies nothing, if that is for ``DeviceCopy`` to do.
-        """
-        sources = self._host.views()
-        return None if sources is None else copy_checked(sources, self.data[slot], BLOCK_BYTES)
+    def copy(self, slot: int) -> bool:
+        """Copy all of it into the slot, unless that is for ``DeviceCopy`` to do; say which."""
+        return self._host.copy_to(self.data[slot])
 
     def lay_out(self, arena: Arena) -> None:
         """Find the place of every tensor in every slot."""

@@ -98,8 +98,7 @@ class Guards:
                 rank=share.rank,
                 world_size=self._assignment.layout.world_size,
             )
-            share.blocks = share.form.copy_checked(share.slot)
-            if share.blocks is None:
+            if not share.form.copy(share.slot):
                 targets += share.form.views[share.slot]
                 sources += share.form.sources
         return targets, sources
@@ -123,7 +122,6 @@ class Guards:
                     extra=state.extra,
                     param_groups=state.param_groups,
                     fsync=False,
-                    blocks=share.blocks,
                 )
 
     def leave(self) -> None:
@@ -162,5 +160,4 @@ class _Share:
     form: Form
     arena: Arena | None = None
     slot: int = -1
-    blocks: list[list[int]] | None = None
     refused_until_s: float = float("-inf")

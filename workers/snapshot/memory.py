@@ -12,7 +12,7 @@ from typing import Final
 from workers.errors import ArenaError
 from workers.keeper.arena import Arena
 from workers.keeper.door import Lease, door_path, leave_arena, notify, reserve
-from workers.snapshot.device import register, unregister
+from workers.snapshot.cuda import register, unregister
 
 __all__ = ["HandOver", "SnapshotMemory"]
 
@@ -29,12 +29,13 @@ class SnapshotMemory:
         worker: Worker id, or what a name for memory beside makes of it.
 
     Attributes:
+        directory: The same.
         worker: The same.
     """
 
     def __init__(self, directory: Path, worker: str) -> None:
         self._door = door_path(directory)
-        self._directory = directory
+        self.directory = directory
         self.worker = worker
         self._generation = 0
         self._arena: Arena | None = None
@@ -61,7 +62,7 @@ class SnapshotMemory:
                 memory.give_up()
         for name in names:
             if name not in self._beside:
-                self._beside[name] = SnapshotMemory(self._directory, name)
+                self._beside[name] = SnapshotMemory(self.directory, name)
         return [self._beside[name] for name in names]
 
     def ensure(self, body_bytes: int, *, attempt: int, for_cuda: bool) -> Arena:
@@ -106,7 +107,7 @@ class SnapshotMemory:
 
     def successor(self) -> SnapshotMemory:
         """Return other memory of the same worker, where a thread still holds this."""
-        other = SnapshotMemory(self._directory, self.worker)
+        other = SnapshotMemory(self.directory, self.worker)
         other._generation = self._generation
         other._beside = {name: memory.successor() for name, memory in self._beside.items()}
         return other

@@ -1,10 +1,9 @@
 """Snapshots: the state after a step goes straight into a slot of memory that the keeper holds too.
 
-The training thread chooses the slot and copies, with the checksums on the way. A thread of its
-own writes the record behind it, which completes the slot; what comes from a device it checksums
-first. Nothing here waits for another process, and nothing here fails the training: memory that
-cannot be had, or a snapshot that cannot be completed, is said once, and until it can the state
-goes to storage as it would without a keeper.
+The training thread chooses the slot and copies. A thread of its own checksums the copy, and writes
+the record behind it, which completes the slot. Nothing here waits for another process, and nothing
+here fails the training: memory that cannot be had, or a snapshot that cannot be completed, is said
+once, and until it can the state goes to storage as it would without a keeper.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from workers.keeper.arena import NUM_SLOTS, Arena
 from workers.parallel.state import StateEntry
 from workers.protocol import Assignment
 from workers.snapshot.arena_store import ArenaStore
+from workers.snapshot.credits import Credits
 from workers.snapshot.device import DeviceCopy
 from workers.snapshot.farewell import FAREWELL_S_MAX, Footing, is_quick
 from workers.snapshot.form import BLOCK_BYTES, Captured, Form, source_of
@@ -73,7 +73,7 @@ class SnapshotWriter:
         self._assignment = assignment
         self._fenced = fenced
         self._told = told
-        self._copy = DeviceCopy()
+        self._copy = DeviceCopy(Credits(memory.directory), BLOCK_BYTES)
         self._for_others: Guards | ReplicaParity = (
             ReplicaParity(memory, assignment) if assignment.parity else Guards(memory, assignment)
         )
@@ -187,13 +187,13 @@ class SnapshotWriter:
             rank=assignment.rank,
             world_size=assignment.layout.world_size,
         )
-        blocks = self._form.copy_checked(slot)
+        is_copied = self._form.copy(slot)
         targets, sources = self._for_others.capture(state.step, kept)
-        if blocks is None:
-            targets += self._form.views[slot]
-            sources += self._form.sources
+        if not is_copied:
+            targets = [*self._form.views[slot], *targets]
+            sources = [*self._form.sources, *sources]
         self._copy.begin(targets, sources)
-        self._captured = _Copied(slot, state, blocks, begun_s)
+        self._captured = _Copied(slot, state, begun_s)
 
     def complete(self, *, pin: bool) -> None:
         """Have what was captured completed, in the background.
@@ -302,7 +302,7 @@ class SnapshotWriter:
         self._thread.join(_CLOSE_S_MAX)
         self._is_left = self._thread.is_alive()
         try:
-            self._copy.wait()
+            self._copy.end()
         except Exception as error:  # noqa: BLE001  a device that failed is no news by now
             log.warning("copy_lost", extra={"reason": str(error)})
         return not self._is_left
@@ -354,7 +354,7 @@ class SnapshotWriter:
     def _complete(self, copied: _Copied, *, pin: bool) -> None:
         assert self._arena is not None
         assert self._form is not None
-        self._copy.wait()
+        blocks = self._copy.run(self._form.data[copied.slot])
         # A version that counts has the lines of its steps.
         self._told()
         slot, state = copied.slot, copied.state
@@ -370,7 +370,7 @@ class SnapshotWriter:
                 extra=state.extra,
                 param_groups=state.param_groups,
                 fsync=False,
-                blocks=copied.blocks,
+                blocks=blocks,
             )
         if pin:
             # Behind the record: who finds it pinned finds it whole.
@@ -402,9 +402,8 @@ class _FencedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """What was captured, where, and when; the crc32 of its blocks, if they are known already."""
+    """What was captured, where, and when."""
 
     slot: int
     state: Captured
-    blocks: list[list[int]] | None
     begun_s: float

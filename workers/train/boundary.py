@@ -122,6 +122,9 @@ class Boundary:
             )
         if writer is None or not writer.is_ready:
             return replace(said, no_memory=True)
+        if self._device.type == "cuda":
+            # This thread is ahead of the device, and a copy has until the device is here, too.
+            torch.cuda.current_stream(self._device).synchronize()
         behind, storage_busy = writer.is_behind(), writer.is_pinned()
         # What is to be stored is pinned once it is complete.
         self._meter.look(

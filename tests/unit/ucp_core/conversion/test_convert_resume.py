@@ -104,7 +104,9 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
             process.kill()
         if not (out / "manifest.json").exists():
             convert_to(source, out)
-        assert {n: d for n, d in files_of(out).items() if FOLDER not in n} == expected
+        # A hidden file beside the manifest is left by who is killed between its two names.
+        found = {n: d for n, d in files_of(out).items() if not n.startswith(".tmp-")}
+        assert found == expected
 
 
 def test_what_the_journal_says_is_not_believed(tmp_path: Path) -> None:

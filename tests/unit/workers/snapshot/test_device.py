@@ -1,53 +1,163 @@
-"""What is done with the CUDA driver, against one that keeps books; copies need a device."""
+"""Copies off a device: what they hold, how many are under way, and what waits for them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from tests.support.snapshot_rank import Node
-from workers.errors import ArenaError
-from workers.keeper.arena import NUM_SLOTS
-from workers.snapshot.device import register, unregister
+from tests.support.simulated_device import WAIT_S_MAX, SimulatedDevice
+from workers.snapshot import device as device_module
+from workers.snapshot.credits import Credits
+from workers.snapshot.device import IN_FLIGHT_MAX, DeviceCopy, Piece, cut
 
-
-class _Driver:
-    """Takes so many ranges as pinned, and none twice, as the real one."""
-
-    def __init__(self, num_free: int) -> None:
-        self.num_free = num_free
-        self.pinned: set[int] = set()
-
-    def cudaHostRegister(self, address: int, _num_bytes: int, _flags: int) -> int:  # noqa: N802
-        if address in self.pinned:
-            return 712
-        if len(self.pinned) == self.num_free:
-            return 2
-        self.pinned.add(address)
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        self.pinned.remove(address)
-        return 0
+BLOCK_BYTES = 64
+BUCKET_BYTES = 256
+SEEDS = range(20)
 
 
-def test_memory_that_was_pinned_in_part_can_be_pinned_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "BUCKET_BYTES", BUCKET_BYTES)
+    monkeypatch.setattr(device_module, "_TURN", 3)
+
+
+@contextmanager
+def running(seed: int, *, computes_first: bool = False) -> Iterator[SimulatedDevice]:
+    device = SimulatedDevice(seed, computes_first=computes_first)
+    try:
+        yield device
+    finally:
+        device.end()
+
+
+def tensors() -> tuple[list[Tensor], list[Tensor], list[memoryview]]:
+    """Return targets and sources, one of which does not lie side by side; memory of the targets."""
+    sources = [
+        torch.arange(400, dtype=torch.float32),
+        torch.randn(20, 30).t(),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.arange(5, dtype=torch.float64),
+    ]
+    targets = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
+    data = [_memory(target) for target in targets]
+    return targets, sources, data
+
+
+def _memory(target: Tensor) -> memoryview:
+    array: Any = target.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def checksums(data: memoryview) -> list[int]:
+    return [crc32(data[low : low + BLOCK_BYTES]) for low in range(0, len(data), BLOCK_BYTES)]
+
+
+@given(
+    st.lists(st.integers(min_value=0, max_value=5000), max_size=12),
+    st.integers(min_value=1, max_value=8),
+)
+def test_buckets_have_every_byte_once_in_order_and_cut_at_blocks(
+    sizes: list[int], blocks_each: int
 ) -> None:
-    """Memory is short for a moment; the worker would never take a snapshot again."""
-    driver, node = _Driver(num_free=1), Node(tmp_path)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    arena = node.shelf.reserve("w0001.1", body_bytes=8192)
-    with pytest.raises(ArenaError, match="error 2; raise the limit of locked memory"):
-        register(arena)
-    assert driver.pinned == set()
+    """A block that two buckets shared would be checksummed before all of it is there."""
+    bucket_bytes = blocks_each * BLOCK_BYTES
+    buckets = cut(sizes, bucket_bytes=bucket_bytes, block_bytes=BLOCK_BYTES)
+    pieces = [piece for bucket in buckets for piece in bucket]
+    assert all(sum(p.high - p.low for p in bucket) <= bucket_bytes for bucket in buckets)
+    assert all(bucket for bucket in buckets)
+    assert all(p.low % BLOCK_BYTES == 0 and p.low < p.high for p in pieces)
+    for index, size in enumerate(sizes):
+        mine = [p for p in pieces if p.tensor == index]
+        edges = [0, *(p.high for p in mine)]
+        assert [p.low for p in mine] == edges[:-1]
+        assert edges[-1] == size
+    assert [p.tensor for p in pieces] == sorted(p.tensor for p in pieces)
 
-    driver.num_free = NUM_SLOTS
-    register(arena)
-    assert len(driver.pinned) == NUM_SLOTS
-    unregister(arena)
-    assert driver.pinned == set()
-    node.shelf.drop("w0001.1")
-    node.close()
+
+def test_small_tensors_share_a_bucket() -> None:
+    """A bucket for each would ask the device as often as there are tensors."""
+    assert cut([64, 10, 100], bucket_bytes=256, block_bytes=64) == [
+        (Piece(0, 0, 64), Piece(1, 0, 10), Piece(2, 0, 100))
+    ]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_copy_has_the_state_of_its_time_whatever_the_device_does_first(
+    seed: int, tmp_path: Path
+) -> None:
+    """Updates are asked for while it is under way, and those before it may not be done yet."""
+    targets, sources, data = tensors()
+    with running(seed) as device:
+        copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device)
+        for _ in range(3):
+            device.compute(lambda: [source.add_(1) for source in sources])
+            updated = device.compute(lambda: None)
+            copy.begin(targets, sources)
+            with ThreadPoolExecutor(1) as other:
+                checked = other.submit(copy.run, data[:3])
+                updated.wait()
+                expected = [source.clone() for source in sources]
+                copy.hold_update()
+                device.compute(lambda: [source.mul_(-3) for source in sources])
+                assert checked.result(WAIT_S_MAX) == [checksums(view) for view in data[:3]]
+            assert all(map(torch.equal, targets, expected))
+
+
+@settings(deadline=None)
+@given(seed=st.integers(min_value=0, max_value=2**32))
+def test_few_are_under_way_until_an_update_comes(
+    seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whatever else wants the bus waits behind all that are."""
+    targets, sources, data = tensors()
+    with running(seed) as device:
+        copy = DeviceCopy(Credits(tmp_path_factory.getbasetemp(), 1), BLOCK_BYTES, device)
+        copy.begin(targets, sources)
+        copy.run(data)
+        assert device.num_copies_max <= IN_FLIGHT_MAX
+        assert all(map(torch.equal, targets, sources))
+        assert device.bytes_copied == sum(map(len, data))
+
+
+def test_an_update_waits_for_a_copy_that_nobody_has_begun(tmp_path: Path) -> None:
+    """The other thread may not have come to it, and every credit may be another rank's."""
+    targets, sources, data = tensors()
+    with running(0, computes_first=True) as device:
+        copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device)
+        copy.begin(targets, sources)
+        expected = [source.clone() for source in sources]
+        copy.hold_update()
+        device.compute(lambda: [source.zero_() for source in sources]).wait()
+        assert copy.run(data) == [checksums(view) for view in data]
+        assert all(map(torch.equal, targets, expected))
+
+
+def test_a_copy_that_is_ended_leaves_nothing_under_way(tmp_path: Path) -> None:
+    """The memory is let go of after that."""
+    targets, sources, data = tensors()
+    with running(0) as device:
+        copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device)
+        copy.begin(targets, sources)
+        copy.end()
+        assert device.bytes_copied == 0
+        assert copy.run(data) == [[] for _ in data]
+        assert device.bytes_copied == 0
+
+
+def test_what_is_in_this_machines_memory_is_copied_at_once(tmp_path: Path) -> None:
+    """Nothing puts an update off there."""
+    targets, sources, data = tensors()
+    copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES)
+    copy.begin(targets, sources)
+    assert all(map(torch.equal, targets, sources))
+    assert copy.run(data) == [checksums(view) for view in data]

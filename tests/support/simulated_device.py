@@ -1,0 +1,106 @@
+"""A device with a queue for computation and one for copies, worked off as chance has it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from workers.snapshot.cuda import Mark
+
+WAIT_S_MAX = 20.0
+
+
+@dataclass(eq=False)
+class Task:
+    """What the device was asked for; a mark of the place behind it."""
+
+    run: Callable[[], object]
+    after: tuple[Mark, ...] = ()
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self) -> None:
+        assert self.done.wait(WAIT_S_MAX), "the device never came there"
+
+    @property
+    def may_run(self) -> bool:
+        return all(isinstance(mark, Task) and mark.done.is_set() for mark in self.after)
+
+
+class SimulatedDevice:
+    """Runs one task at a time; which queue's, a seed says. A ``workers.snapshot.cuda.Lane``.
+
+    Attributes:
+        num_copies_max: The most copies that were under way at once.
+        bytes_copied: By all copies.
+    """
+
+    def __init__(self, seed: int, *, computes_first: bool = False) -> None:
+        self._random = random.Random(seed)
+        self._computes_first = computes_first
+        self._changed = threading.Condition()
+        self._computation: deque[Task] = deque()
+        self._copies: deque[Task] = deque()
+        self._held: tuple[Mark, ...] = ()
+        self._ends = False
+        self.num_copies_max = self.bytes_copied = 0
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def compute(self, run: Callable[[], object]) -> Task:
+        """Ask for a computation, behind those before and what ``hold`` named."""
+        with self._changed:
+            task = Task(run, self._held)
+            self._held = ()
+            self._computation.append(task)
+            self._changed.notify()
+            return task
+
+    def mark(self) -> Mark:
+        return self.compute(lambda: None)
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark) -> Mark:
+        def run() -> None:
+            for target, source in pairs:
+                target.copy_(source)
+                self.bytes_copied += target.numel() * target.element_size()
+
+        with self._changed:
+            task = Task(run, (after,))
+            self._copies.append(task)
+            self.num_copies_max = max(self.num_copies_max, len(self._copies))
+            self._changed.notify()
+            return task
+
+    def hold(self, mark: Mark) -> None:
+        self._held = (*self._held, mark)
+
+    def end(self) -> None:
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+        self._thread.join(WAIT_S_MAX)
+
+    def _work(self) -> None:
+        while (found := self._next()) is not None:
+            queue, task = found
+            task.run()
+            with self._changed:
+                queue.popleft()
+            task.done.set()
+
+    def _next(self) -> tuple[deque[Task], Task] | None:
+        with self._changed:
+            while True:
+                queues = (self._computation, self._copies)
+                ready = [queue for queue in queues if queue and queue[0].may_run]
+                if ready:
+                    queue = ready[0] if self._computes_first else self._random.choice(ready)
+                    return queue, queue[0]
+                if self._ends:
+                    return None
+                self._changed.wait()

@@ -1,0 +1,75 @@
+"""Credits: how many ranks of a node may move their snapshots at the same time.
+
+Eight devices that copy at once fill the memory bus of a machine, which all that trains there needs
+too. So a rank moves a snapshot only while it holds one of few credits. They are locks of files in
+the keeper's directory: the kernel takes back what a killed process held. They are advice: who gets
+none for a while goes on without, since a stopped rank keeps its own.
+
+Source: the node level of REFT's hierarchical snapshots (arXiv 2310.12670).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+__all__ = ["Credits"]
+
+#: Four copies at once take what four pinned buses give, and leave memory to the rest.
+_NUM_MAX: Final = 4
+_FOLDER: Final = "credits"
+#: A turn takes some 10 ms. No snapshot is held up for longer than this by a rank that is stopped.
+_PATIENCE_S: Final = 0.1
+_AGAIN_S: Final = 0.002
+
+
+class Credits:
+    """The credits of one node, as one rank uses them.
+
+    Args:
+        directory: Of the node's keeper; the same for all of its ranks.
+        num: How many there are; None for as many as suit this machine.
+    """
+
+    def __init__(self, directory: Path, num: int | None = None) -> None:
+        self._folder = directory / _FOLDER
+        self._num = num or min(_NUM_MAX, max(1, (os.cpu_count() or 1) // 2))
+
+    @contextmanager
+    def one(self, patience_s: float = _PATIENCE_S) -> Iterator[bool]:
+        """Hold a credit; say whether there was one to be had within ``patience_s``."""
+        fd = self._take(time.monotonic() + patience_s)
+        try:
+            yield fd is not None
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def _take(self, until_s: float) -> int | None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            while True:
+                for number in range(self._num):
+                    fd = os.open(self._folder / str(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+                    if _locked(fd):
+                        return fd
+                    os.close(fd)
+                if time.monotonic() >= until_s:
+                    return None
+                time.sleep(_AGAIN_S)
+        except OSError:
+            # A full disk, or no more descriptors: no reason to take no snapshots.
+            return None
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
