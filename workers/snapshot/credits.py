@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Credits"]
+__all__ = ["PATIENCE_S", "Credits"]
 
 #: Four copies at once take what four pinned buses give, and leave memory to the rest.
 _NUM_MAX: Final = 4
 _FOLDER: Final = "credits"
-#: A turn takes some 10 ms. No snapshot is held up for longer than this by a rank that is stopped.
-_PATIENCE_S: Final = 0.1
+#: A turn takes some 10 ms. A rank that is stopped holds up nobody's snapshot for longer than this.
+PATIENCE_S: Final = 0.1
 _AGAIN_S: Final = 0.002
 
 
@@ -41,7 +41,7 @@ class Credits:
         self._num = num or min(_NUM_MAX, max(1, (os.cpu_count() or 1) // 2))
 
     @contextmanager
-    def one(self, patience_s: float = _PATIENCE_S) -> Iterator[bool]:
+    def one(self, patience_s: float = PATIENCE_S) -> Iterator[bool]:
         """Hold a credit; say whether there was one to be had within ``patience_s``."""
         fd = self._take(time.monotonic() + patience_s)
         try:
@@ -52,7 +52,7 @@ class Credits:
 
     def _take(self, until_s: float) -> int | None:
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(exist_ok=True)
             while True:
                 for number in range(self._num):
                     fd = os.open(self._folder / str(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)

@@ -17,16 +17,17 @@ Source: the device level of REFT's hierarchical snapshots (arXiv 2310.12670).
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ucp_core.checksums import crc32
-from workers.snapshot.credits import Credits
+from workers.snapshot.credits import PATIENCE_S, Credits
 from workers.snapshot.cuda import CudaLane, Lane, Mark
 
 __all__ = ["BUCKET_BYTES", "IN_FLIGHT_MAX", "DeviceCopy", "Piece", "cut"]
@@ -74,16 +75,6 @@ def cut(
     return [one for one in (*buckets, tuple(bucket)) if one]
 
 
-class _There:
-    """The mark of what was copied at once."""
-
-    def wait(self) -> None:
-        """Return."""
-
-
-_THERE: Final = _There()
-
-
 class DeviceCopy:
     """Copies of a state off its device, one at a time.
 
@@ -97,7 +88,7 @@ class DeviceCopy:
     """
 
     def __init__(self, node: Credits, block_bytes: int, lane: Lane | None = None) -> None:
-        self._credits = node
+        self._node = node
         self._block_bytes = block_bytes
         self._lane = lane
         self._lock = threading.Lock()
@@ -106,18 +97,23 @@ class DeviceCopy:
         self._under_way: deque[tuple[tuple[Piece, ...], Mark]] = deque()
         self._begun: Mark | None = None
         self._last: Mark | None = None
+        self._num_checked = 0
 
-    def begin(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    def begin(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor], *, num_checked: int
+    ) -> None:
         """Note what is to be copied, as it is once the device has done what it was asked so far.
 
         Args:
             targets: Contiguous, in memory of this machine.
             sources: Of the same shapes.
+            num_checked: So many of the first of them ``run`` is to checksum.
         """
         with self._lock:
             self._todo.clear()
             self._under_way.clear()
             self._begun = self._last = None
+            self._num_checked = 0
             if not sources:
                 return
             lane = self._lane_of(sources)
@@ -129,6 +125,7 @@ class DeviceCopy:
             sizes = [target.numel() * target.element_size() for target, _ in self._flat]
             self._todo.extend(self._cut(sizes))
             self._begun = lane.mark()
+            self._num_checked = num_checked
 
     def hold_update(self) -> None:
         """Have what the training thread asks of the device from now on run after the copy."""
@@ -141,33 +138,48 @@ class DeviceCopy:
         """Copy what ``begin`` noted; return, when all is there, the crc32 of every block.
 
         Args:
-            data: The memory of the first targets; or other memory, if ``begin`` noted nothing.
+            data: The memory of the targets that are checksummed; or other memory, if none are.
         """
-        if self._begun is None:
-            self._under_way.extend((bucket, _THERE) for bucket in self._cut(map(len, data)))
         found: list[list[int]] = [[] for _ in data]
-        while self._todo or self._under_way:
-            with self._credits.one():
-                self._turn(data, found)
+        if self._begun is not None:
+            self._in_turns(lambda: self._next(data, found))
+        if not self._num_checked:
+            buckets = iter(self._cut(map(len, data)))
+            self._in_turns(lambda: self._check(next(buckets, ()), data, found))
         return found
 
-    def _turn(self, data: Sequence[memoryview], found: list[list[int]]) -> None:
-        for left in range(_TURN, 0, -1):
-            with self._lock:
-                self._queue(min(IN_FLIGHT_MAX, left) - len(self._under_way))
-                if not self._under_way:
-                    return
-                bucket, mark = self._under_way[0]
-            mark.wait()
-            with self._lock:
-                self._under_way.popleft()
-            for index, low, high in bucket:
-                if index < len(data):
-                    starts = range(low, high, self._block_bytes)
-                    found[index] += [
-                        crc32(data[index][start : min(start + self._block_bytes, high)])
-                        for start in starts
-                    ]
+    def _in_turns(self, go_on: Callable[[], bool]) -> None:
+        """Call it for as long as it says so, on a credit of the node each turn."""
+        goes_on, patience_s = True, PATIENCE_S
+        while goes_on:
+            with self._node.one(patience_s) as has_one:
+                goes_on = all(go_on() for _ in range(_TURN))
+            if not has_one:
+                # Whoever keeps it may be stopped: one wait is enough.
+                patience_s = 0.0
+
+    def _next(self, data: Sequence[memoryview], found: list[list[int]]) -> bool:
+        """Wait for the next bucket while others follow; return whether there was one."""
+        with self._lock:
+            self._queue(IN_FLIGHT_MAX - len(self._under_way))
+            if not self._under_way:
+                return False
+            bucket, mark = self._under_way[0]
+        mark.wait()
+        with self._lock:
+            self._under_way.popleft()
+        self._check([piece for piece in bucket if piece.tensor < self._num_checked], data, found)
+        return True
+
+    def _check(
+        self, pieces: Sequence[Piece], data: Sequence[memoryview], found: list[list[int]]
+    ) -> bool:
+        """Checksum pieces; return whether there were any."""
+        for tensor, low, high in pieces:
+            starts = range(low, high, self._block_bytes)
+            edges = itertools.pairwise((*starts, high))
+            found[tensor] += [crc32(data[tensor][start:stop]) for start, stop in edges]
+        return bool(pieces)
 
     def wait(self) -> None:
         """Return when the copy is there; any thread may."""

@@ -189,10 +189,10 @@ class SnapshotWriter:
         )
         is_copied = self._form.copy(slot)
         targets, sources = self._for_others.capture(state.step, kept)
-        if not is_copied:
+        mine = [] if is_copied else self._form.sources
+        if mine:
             targets = [*self._form.views[slot], *targets]
-            sources = [*self._form.sources, *sources]
-        self._copy.begin(targets, sources)
+        self._copy.begin(targets, [*mine, *sources], num_checked=len(mine))
         self._captured = _Copied(slot, state, begun_s)
 
     def complete(self, *, pin: bool) -> None:

@@ -102,7 +102,7 @@ def test_a_copy_has_the_state_of_its_time_whatever_the_device_does_first(
         for _ in range(3):
             device.compute(lambda: [source.add_(1) for source in sources])
             updated = device.compute(lambda: None)
-            copy.begin(targets, sources)
+            copy.begin(targets, sources, num_checked=3)
             with ThreadPoolExecutor(1) as other:
                 checked = other.submit(copy.run, data[:3])
                 updated.wait()
@@ -122,7 +122,7 @@ def test_few_are_under_way_until_an_update_comes(
     targets, sources, data = tensors()
     with running(seed) as device:
         copy = DeviceCopy(Credits(tmp_path_factory.getbasetemp(), 1), BLOCK_BYTES, device)
-        copy.begin(targets, sources)
+        copy.begin(targets, sources, num_checked=len(data))
         copy.run(data)
         assert device.num_copies_max <= IN_FLIGHT_MAX
         assert all(map(torch.equal, targets, sources))
@@ -134,7 +134,7 @@ def test_an_update_waits_for_a_copy_that_nobody_has_begun(tmp_path: Path) -> Non
     targets, sources, data = tensors()
     with running(0, computes_first=True) as device:
         copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device)
-        copy.begin(targets, sources)
+        copy.begin(targets, sources, num_checked=len(data))
         expected = [source.clone() for source in sources]
         copy.hold_update()
         device.compute(lambda: [source.zero_() for source in sources]).wait()
@@ -147,7 +147,7 @@ def test_a_copy_that_is_ended_leaves_nothing_under_way(tmp_path: Path) -> None:
     targets, sources, data = tensors()
     with running(0) as device:
         copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device)
-        copy.begin(targets, sources)
+        copy.begin(targets, sources, num_checked=len(data))
         copy.end()
         assert device.bytes_copied == 0
         assert copy.run(data) == [[] for _ in data]
@@ -158,6 +158,17 @@ def test_what_is_in_this_machines_memory_is_copied_at_once(tmp_path: Path) -> No
     """Nothing puts an update off there."""
     targets, sources, data = tensors()
     copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES)
-    copy.begin(targets, sources)
+    copy.begin(targets, sources, num_checked=len(data))
     assert all(map(torch.equal, targets, sources))
     assert copy.run(data) == [checksums(view) for view in data]
+
+
+def test_what_was_copied_already_is_checksummed_beside_what_is_on_a_device(tmp_path: Path) -> None:
+    """The optimizer's part of a state may be kept off the device, and a peer's share not."""
+    targets, sources, _ = tensors()
+    other = memoryview(bytes(range(256)) * 3)
+    with running(0) as device:
+        copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device)
+        copy.begin(targets, sources, num_checked=0)
+        assert copy.run([other]) == [checksums(other)]
+        assert all(map(torch.equal, targets, sources))
