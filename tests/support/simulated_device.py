@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from workers.snapshot.cuda import Mark
@@ -36,6 +37,8 @@ class SimulatedDevice:
 
     Attributes:
         num_copies_max: The most copies that were under way at once.
+        num_asked: How many copies were asked for.
+        fails_at: Which of them is refused.
         bytes_copied: By all copies.
     """
 
@@ -47,7 +50,7 @@ class SimulatedDevice:
         self._copies: deque[Task] = deque()
         self._held: tuple[Mark, ...] = ()
         self._ends = False
-        self.num_copies_max = self.bytes_copied = 0
+        self.num_copies_max = self.num_asked = self.fails_at = self.bytes_copied = 0
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -63,14 +66,18 @@ class SimulatedDevice:
     def mark(self) -> Mark:
         return self.compute(lambda: None)
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark) -> Mark:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark | None) -> Mark:
+        self.num_asked += 1
+        if self.num_asked == self.fails_at:
+            raise torch.OutOfMemoryError("no memory")
+
         def run() -> None:
             for target, source in pairs:
                 target.copy_(source)
                 self.bytes_copied += target.numel() * target.element_size()
 
         with self._changed:
-            task = Task(run, (after,))
+            task = Task(run, () if after is None else (after,))
             self._copies.append(task)
             self.num_copies_max = max(self.num_copies_max, len(self._copies))
             self._changed.notify()

@@ -83,8 +83,10 @@ class Door:
         self._shelf = shelf
         self._on_refused = on_refused
         self._closed = False
-        self._notices = _bound(_notice_path(path), socket.SOCK_DGRAM)
+        # First: trainers tell keepers apart by it. One that took notices behind the door of the one
+        # before would pass for that one, and be handed nothing.
         self._listener = _bound(path, socket.SOCK_SEQPACKET)
+        self._notices = _bound(_notice_path(path), socket.SOCK_DGRAM)
         self._listener.listen(64)
         self._threads = [
             threading.Thread(target=self._serve, name="door", daemon=True),

@@ -48,6 +48,8 @@ class Credits:
             yield fd is not None
         finally:
             if fd is not None:
+                # A process that was forked meanwhile has the file open, too.
+                fcntl.flock(fd, fcntl.LOCK_UN)
                 os.close(fd)
 
     def _take(self, until_s: float) -> int | None:

@@ -27,8 +27,8 @@ class Lane(Protocol):
     def mark(self) -> Mark:
         """Return the place behind all that training has asked for."""
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark) -> Mark:
-        """Ask for copies into the first of each pair; they begin behind ``after``, and in turn.
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark | None) -> Mark:
+        """Ask for copies into the first of each pair, behind ``after`` and all copies before.
 
         Any thread may, one at a time.
 
@@ -55,12 +55,13 @@ class CudaLane:
         """Return the place behind all that this thread has asked for."""
         return _Event(torch.cuda.current_stream(self._device))
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark) -> Mark:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark | None) -> Mark:
         """Ask for copies; see ``Lane``."""
-        assert isinstance(after, _Event)
         # Which device is the current one is a matter of each thread.
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            self._stream.wait_event(after.event)
+            if after is not None:
+                assert isinstance(after, _Event)
+                self._stream.wait_event(after.event)
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             return _Event(self._stream)

@@ -21,6 +21,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Final, NamedTuple
 
 import torch
@@ -95,8 +96,9 @@ class DeviceCopy:
         self._flat: list[tuple[Tensor, Tensor]] = []
         self._todo: deque[tuple[Piece, ...]] = deque()
         self._under_way: deque[tuple[tuple[Piece, ...], Mark]] = deque()
-        self._begun: Mark | None = None
+        self._after: Mark | None = None
         self._last: Mark | None = None
+        self._failed: Exception | None = None
         self._num_checked = 0
 
     def begin(
@@ -112,7 +114,8 @@ class DeviceCopy:
         with self._lock:
             self._todo.clear()
             self._under_way.clear()
-            self._begun = self._last = None
+            self._flat = []
+            self._after = self._last = self._failed = None
             self._num_checked = 0
             if not sources:
                 return
@@ -124,7 +127,7 @@ class DeviceCopy:
             self._flat = [_flat(*pair) for pair in zip(targets, sources, strict=True)]
             sizes = [target.numel() * target.element_size() for target, _ in self._flat]
             self._todo.extend(self._cut(sizes))
-            self._begun = lane.mark()
+            self._after = lane.mark()
             self._num_checked = num_checked
 
     def hold_update(self) -> None:
@@ -134,41 +137,62 @@ class DeviceCopy:
             if self._last is not None and self._lane is not None:
                 self._lane.hold(self._last)
 
-    def run(self, data: Sequence[memoryview]) -> list[list[int]]:
+    def run(self, data: Sequence[memoryview], *, hurries: bool = False) -> list[list[int]]:
         """Copy what ``begin`` noted; return, when all is there, the crc32 of every block.
 
         Args:
             data: The memory of the targets that are checksummed; or other memory, if none are.
+            hurries: Whether to wait for no credit.
+
+        Raises:
+            Exception: The device failed, or has no memory for what copying takes.
+            RuntimeError: The copy was ended before.
         """
         found: list[list[int]] = [[] for _ in data]
-        if self._begun is not None:
-            self._in_turns(lambda: self._next(data, found))
-        if not self._num_checked:
-            buckets = iter(self._cut(map(len, data)))
-            self._in_turns(lambda: self._check(next(buckets, ()), data, found))
+        # Whoever comes again finds all of it in place.
+        num_checked, self._num_checked = self._num_checked, 0
+        patience_s = 0.0 if hurries else PATIENCE_S
+        num_left = len(self._todo) + len(self._under_way)
+        mine = data[:num_checked]
+        self._in_turns(lambda left: self._next(left, mine, found), num_left, patience_s)
+        with self._lock:
+            self._flat = []
+            self._raise_failed()
+        if not num_checked:
+            buckets = self._cut(map(len, data))
+            rest = iter(buckets)
+            self._in_turns(
+                lambda _: self._check(next(rest, ()), data, found), len(buckets), patience_s
+            )
         return found
 
-    def _in_turns(self, go_on: Callable[[], bool]) -> None:
-        """Call it for as long as it says so, on a credit of the node each turn."""
-        goes_on, patience_s = True, PATIENCE_S
+    def _in_turns(self, go_on: Callable[[int], bool], num_buckets: int, patience_s: float) -> None:
+        """Call it for as long as it says so, with what is left of a turn; on credits of the node.
+
+        A single bucket takes less time than to wait for others.
+        """
+        goes_on = num_buckets > 0
         while goes_on:
-            with self._node.one(patience_s) as has_one:
-                goes_on = all(go_on() for _ in range(_TURN))
+            credit = self._node.one(patience_s) if num_buckets > 1 else nullcontext(True)
+            with credit as has_one:
+                goes_on = all(go_on(left) for left in range(_TURN, 0, -1))
             if not has_one:
                 # Whoever keeps it may be stopped: one wait is enough.
                 patience_s = 0.0
 
-    def _next(self, data: Sequence[memoryview], found: list[list[int]]) -> bool:
+    def _next(self, left: int, data: Sequence[memoryview], found: list[list[int]]) -> bool:
         """Wait for the next bucket while others follow; return whether there was one."""
         with self._lock:
-            self._queue(IN_FLIGHT_MAX - len(self._under_way))
+            self._queue(min(IN_FLIGHT_MAX, left) - len(self._under_way))
             if not self._under_way:
                 return False
             bucket, mark = self._under_way[0]
         mark.wait()
         with self._lock:
             self._under_way.popleft()
-        self._check([piece for piece in bucket if piece.tensor < self._num_checked], data, found)
+            # To checksum one takes longer than to copy the next.
+            self._queue(min(IN_FLIGHT_MAX, left - 1) - len(self._under_way))
+        self._check([piece for piece in bucket if piece.tensor < len(data)], data, found)
         return True
 
     def _check(
@@ -182,30 +206,43 @@ class DeviceCopy:
         return bool(pieces)
 
     def wait(self) -> None:
-        """Return when the copy is there; any thread may."""
+        """Return when the copy is there; any thread may. Raises what ``run`` raises."""
         with self._lock:
             self._queue(len(self._todo))
+            self._raise_failed()
             last = self._last
         if last is not None:
             last.wait()
 
     def end(self) -> None:
-        """Copy no more; return when nothing is under way. For after the last ``run``."""
+        """Copy no more; return when nothing is under way."""
         with self._lock:
+            if self._todo:
+                self._failed = RuntimeError("the copy was ended before it was whole")
             self._todo.clear()
+            self._flat = []
             last = self._last
         if last is not None:
             last.wait()
 
     def _queue(self, num: int) -> None:
-        """Ask for so many more buckets."""
+        """Ask for so many more buckets; what fails, whoever wants the copy is told."""
         for _ in range(min(num, len(self._todo))):
             assert self._lane is not None
-            assert self._begun is not None
             bucket = self._todo.popleft()
-            pairs = [_part(self._flat[index], low, high) for index, low, high in bucket]
-            self._last = self._lane.copy([pair for pair in pairs if pair], self._begun)
+            pairs = [_part(self._flat[tensor], low, high) for tensor, low, high in bucket]
+            try:
+                self._last = self._lane.copy([pair for pair in pairs if pair], self._after)
+            except Exception as error:  # noqa: BLE001  the training thread goes on
+                self._failed = error
+                self._todo.clear()
+                return
+            self._after = None
             self._under_way.append((bucket, self._last))
+
+    def _raise_failed(self) -> None:
+        if self._failed is not None:
+            raise self._failed
 
     def _cut(self, sizes_bytes: Iterable[int]) -> list[tuple[Piece, ...]]:
         return cut(list(sizes_bytes), bucket_bytes=BUCKET_BYTES, block_bytes=self._block_bytes)

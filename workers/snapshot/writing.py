@@ -314,7 +314,8 @@ class SnapshotWriter:
 
     def _prepare(self, state: Captured) -> None:
         form = Form(state, self._assignment)
-        for_cuda = any(entry.tensor.is_cuda for entry in state.entries)
+        shares = (state.entries, *(entries for _, entries in state.guarded))
+        for_cuda = any(entry.tensor.is_cuda for entries in shares for entry in entries)
         arena = self._memory.ensure(
             form.body_bytes, attempt=self._assignment.attempt, for_cuda=for_cuda
         )
@@ -354,7 +355,8 @@ class SnapshotWriter:
     def _complete(self, copied: _Copied, *, pin: bool) -> None:
         assert self._arena is not None
         assert self._form is not None
-        blocks = self._copy.run(self._form.data[copied.slot])
+        hurries = time.monotonic() < self._late_until_s
+        blocks = self._copy.run(self._form.data[copied.slot], hurries=hurries)
         # A version that counts has the lines of its steps.
         self._told()
         slot, state = copied.slot, copied.state

@@ -122,10 +122,12 @@ class Boundary:
             )
         if writer is None or not writer.is_ready:
             return replace(said, no_memory=True)
-        if self._device.type == "cuda":
+        behind = writer.is_behind()
+        if behind and self._device.type == "cuda":
             # This thread is ahead of the device, and a copy has until the device is here, too.
             torch.cuda.current_stream(self._device).synchronize()
-        behind, storage_busy = writer.is_behind(), writer.is_pinned()
+            behind = writer.is_behind()
+        storage_busy = writer.is_pinned()
         # What is to be stored is pinned once it is complete.
         self._meter.look(
             time.monotonic(), is_snapshot_busy=behind, is_checkpoint_busy=behind or storage_busy

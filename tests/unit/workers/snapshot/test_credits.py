@@ -9,6 +9,8 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
+
 from tests.support.snapshots import eventually
 from workers.snapshot.credits import Credits
 
@@ -42,20 +44,39 @@ def test_a_killed_process_gives_its_credit_back_and_a_stopped_one_is_not_waited_
     process.start()
     assert pipe.recv()
     assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
     mine = Credits(tmp_path, 1)
-    begun_s = time.monotonic()
-    with mine.one(0.05) as has:
-        assert not has
-        assert time.monotonic() - begun_s >= 0.05
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        begun_s = time.monotonic()
+        with mine.one(0.05) as has:
+            assert not has
+            assert time.monotonic() - begun_s >= 0.05
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
 
     def is_back() -> bool:
         with mine.one(0.0) as has:
             return has
 
     assert eventually(is_back)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_process_that_is_forked_meanwhile_keeps_no_credit(tmp_path: Path) -> None:
+    """Those that load a script's data live as long as the training."""
+    mine = Credits(tmp_path, 1)
+    with mine.one() as has:
+        assert has
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+    try:
+        with mine.one(0.0) as has:
+            assert has
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_a_directory_that_cannot_be_written_gives_no_credit_and_no_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from tests.support.simulated_device import WAIT_S_MAX, SimulatedDevice
 from workers.snapshot import device as device_module
-from workers.snapshot.credits import Credits
+from workers.snapshot.credits import PATIENCE_S, Credits
 from workers.snapshot.device import IN_FLIGHT_MAX, DeviceCopy, Piece, cut
 
 BLOCK_BYTES = 64
@@ -150,7 +151,8 @@ def test_a_copy_that_is_ended_leaves_nothing_under_way(tmp_path: Path) -> None:
         copy.begin(targets, sources, num_checked=len(data))
         copy.end()
         assert device.bytes_copied == 0
-        assert copy.run(data) == [[] for _ in data]
+        with pytest.raises(RuntimeError, match="ended before it was whole"):
+            copy.run(data)
         assert device.bytes_copied == 0
 
 
@@ -172,3 +174,57 @@ def test_what_was_copied_already_is_checksummed_beside_what_is_on_a_device(tmp_p
         copy.begin(targets, sources, num_checked=0)
         assert copy.run([other]) == [checksums(other)]
         assert all(map(torch.equal, targets, sources))
+
+
+def test_who_comes_again_gets_the_checksums_again(tmp_path: Path) -> None:
+    """A fence kept what was copied from being completed; the farewell completes it."""
+    targets, sources, data = tensors()
+    with running(0) as device:
+        copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device)
+        copy.begin(targets, sources, num_checked=len(data))
+        first = copy.run(data)
+        assert copy.run(data) == first == [checksums(view) for view in data]
+
+
+@pytest.mark.parametrize("fails_at", [1, 4])
+def test_a_copy_that_failed_is_never_taken_for_whole(fails_at: int, tmp_path: Path) -> None:
+    """What does not lie side by side takes memory of the device; the training goes on without."""
+    targets, sources, data = tensors()
+    with running(0) as device:
+        device.fails_at = fails_at
+        copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device)
+        copy.begin(targets, sources, num_checked=len(data))
+        copy.hold_update()
+        device.compute(lambda: None).wait()
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                copy.run(data)
+            with pytest.raises(torch.OutOfMemoryError):
+                copy.wait()
+        device.fails_at = 0
+        copy.begin(targets, sources, num_checked=len(data))
+        assert copy.run(data) == [checksums(view) for view in data]
+
+
+@pytest.mark.parametrize("where", ["here", "device"])
+def test_a_credit_is_waited_for_and_not_for_ever(where: str, tmp_path: Path) -> None:
+    """Another rank of the node has it, for as long as this one waits and longer."""
+    targets, sources, data = tensors()
+    with running(0) as device, Credits(tmp_path, 1).one() as has_one:
+        assert has_one
+        copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device if where == "device" else None)
+        begun_s = time.monotonic()
+        copy.begin(targets, sources, num_checked=len(data))
+        assert copy.run(data) == [checksums(view) for view in data]
+        assert time.monotonic() - begun_s >= PATIENCE_S
+
+
+def test_a_single_bucket_needs_no_credit(tmp_path: Path) -> None:
+    """It takes less time than to wait for others."""
+    data = memoryview(bytes(BUCKET_BYTES))
+    copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES)
+    copy.begin([], [], num_checked=0)
+    assert copy.run([data]) == [checksums(data)]
+    assert not (tmp_path / "credits").exists()
+    assert len(copy.run([data, data])) == 2
+    assert (tmp_path / "credits").exists()

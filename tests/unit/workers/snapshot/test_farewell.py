@@ -7,10 +7,12 @@ import itertools
 import pytest
 import torch
 
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.snapshot_rank import Node, Rank, captured, loaded, state
 from workers.protocol import Held
-from workers.snapshot import farewell, writing
+from workers.snapshot import device, farewell, form, writing
 from workers.snapshot.farewell import Footing, is_quick
+from workers.snapshot.form import BLOCK_BYTES
 
 
 @pytest.fixture
@@ -139,6 +141,33 @@ def test_a_snapshot_that_the_fence_met_under_way_is_completed(rank: Rank, node: 
     assert rank.writer.farewell(captured(5, entries), Footing(1, (0, 0)))
     assert node.steps() == [5]
     assert rank.writer.farewell(captured(5, entries), Footing(1, (0, 0)))
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("seed", range(8))
+def test_what_came_off_a_device_before_the_fence_is_completed(
+    rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Its weights may have changed since; what is completed is the copy, with its checksums."""
+    monkeypatch.setattr(device, "BUCKET_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(form.Form, "copy", lambda *_: False)
+    entries = state(num_rows=40_000)
+    assert rank.ready(entries)
+    before = {(one.fqn, one.slot): one.tensor.clone() for one in entries}
+    simulated = SimulatedDevice(seed)
+    rank.writer._copy._lane = simulated
+    rank.may_tell.clear()
+    assert rank.take(5, entries)
+    rank.writer.hold_update()
+    simulated.compute(lambda: [one.tensor.add_(1) for one in entries])
+    rank.fenced.set()
+    rank.may_tell.set()
+    assert not rank.writer.wait(5)
+
+    assert rank.writer.farewell(captured(5, entries), Footing(1, (0, 0)))
+    held = loaded(node.arena(), entries)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())
+    simulated.end()
 
 
 def test_what_is_late_is_refused(rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from tests.support.snapshot_rank import Node, Rank, captured, loaded, state
 from tests.support.snapshots import eventually
 from ucp_core.boxes import Box
 from ucp_core.errors import ChecksumMismatchError
+from workers.keeper import door
 from workers.keeper.door import door_path
 from workers.parallel.state import StateEntry
 from workers.snapshot import writing
@@ -203,7 +204,8 @@ def test_memory_that_was_refused_is_had_once_there_is_some(tmp_path: Path) -> No
     assert not rank.ready(entries)
     node.restart(budget_bytes=64 << 20)
 
-    assert eventually(lambda: rank.ready(entries))
+    assert eventually(lambda: not rank.writer.is_broken)
+    assert rank.ready(entries)
     assert rank.take(1, entries)
     assert rank.writer.wait(1)
     assert node.steps() == [1]
@@ -244,6 +246,30 @@ def test_a_keeper_that_is_back_after_an_attempt_has_ended_is_handed_the_memory(
     assert eventually(lambda: bool(node.shelf.arenas()))
     assert node.steps() == [1]
     hand_over.end()
+
+
+def test_a_keeper_that_is_half_back_is_not_taken_for_one_that_has_the_memory(
+    rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes notices, and the door is still that of the one before: nothing would be handed."""
+    entries = state()
+    assert rank.ready(entries)
+    assert rank.take(1, entries)
+    assert rank.writer.wait(1)
+    node.close()
+    told: list[bool] = []
+    bind = door._bound
+
+    def bound(path: Path, kind: socket.SocketKind) -> socket.socket:
+        made = bind(path, kind)
+        told.append(rank.memory.tell())
+        return made
+
+    monkeypatch.setattr(door, "_bound", bound)
+    node.start()
+    assert told == [False, False]
+    assert rank.memory.tell()
+    assert node.steps() == [1]
 
 
 def test_a_restarted_keeper_is_handed_the_memory_when_an_attempt_ends(
