@@ -14,11 +14,11 @@ belongs. All ways fill the same tensors, which were written before.
 - ``peer``: over loopback from the keeper's wire, as a worker of another node loads.
 - ``stream``: as many bytes over one TCP connection, sendall there and recv_into here.
 
-``alone`` is one rank with one thread, while the others wait; ``together`` is all ranks at once,
-with two threads each as in a run (a copy and a stream each have one), and lasts as long as the
-slowest. The ways take turns; ratios are medians over rounds of the ratio within a round, wall and
-processor time (of the loading processes only). Small states are repeated within a round. For
-``--plain`` see ``bench_snapshot``.
+``together`` is all ranks at once, with two threads each as in a run (a copy and a stream each have
+one), and lasts as long as the slowest; ``alone`` is one rank while the others wait, and
+``one_thread`` the same with one thread. The ways take turns; ratios are medians over rounds of the
+ratio within a round, wall and processor time (of the loading processes only). Small states are
+repeated within a round. For ``--plain`` see ``bench_snapshot``.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ RATIOS: Final = (
     ("local", "dcp"),
     ("peer", "dcp"),
 )
+#: Readers of a rank.
+MODES: Final = {"together": 2, "alone": 2, "one_thread": 1}
 ROUND_BYTES: Final = 40_000_000
 RECORD_BYTES_MAX: Final = 1 << 20
 _SIZE: Final = struct.Struct("<Q")
@@ -148,6 +150,7 @@ class Loader:
         self, place: Place, megabytes: int, places: Sequence[MemoryPart], stream_port: int
     ) -> None:
         self.directory = place.directory
+        self.is_alone = False
         self.places = places
         self.part = DecoderPart(megabytes, place.rank, NUM_LOADERS)
         self.num_bytes = self.part.block.nbytes
@@ -202,8 +205,8 @@ class Loader:
 
     def dcp(self, threads: int) -> None:
         """Load by torch."""
-        alone = threads == 1
-        dcp.load(self.dtensors, checkpoint_id=str(self.directory / "dcp"), no_dist=alone)
+        del threads
+        dcp.load(self.dtensors, checkpoint_id=str(self.directory / "dcp"), no_dist=self.is_alone)
 
     def stream(self, _threads: int) -> None:
         """Receive as many bytes."""
@@ -235,14 +238,15 @@ def load_rank(
     repeats = max(1, ROUND_BYTES // loader.num_bytes)
     ways: list[tuple[str, str, int]] = [
         (mode, way, threads)
-        for mode, threads in (("together", 2), ("alone", 1))
+        for mode, threads in MODES.items()
         for way in ("copy", "tensors", "local", "mapped", "dcp", "stream", "peer")
     ]
     taken: dict[str, list[tuple[float, float, float]]] = {}
     for number in range(rounds + 1):
         for mode, name, threads in ways if number % 2 else reversed(ways):
             dist.barrier()
-            if mode == "alone" and place.rank:
+            loader.is_alone = mode != "together"
+            if loader.is_alone and place.rank:
                 continue
             way: Callable[[int], None] = getattr(loader, name)
             used_s, begun_s = time.process_time(), time.perf_counter()
@@ -263,7 +267,8 @@ def load_rank(
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Return times and ratios by mode."""
     found: dict[str, Any] = {}
-    for mode, ranks in (("together", results), ("alone", results[:1])):
+    for mode in MODES:
+        ranks = results if mode == "together" else results[:1]
         wall_s: dict[str, list[float]] = {}
         used_s: dict[str, list[float]] = {}
         for key in results[0]["taken"]:
