@@ -38,6 +38,12 @@ STRAYS_S = 30.0
 #: A slot that has not said by then which GPUs it has is asked again: Ray starts a process in it for
 #: that, which takes seconds, and for ever where its node is gone and there is no other.
 GPU_S_MAX = 60.0
+#: What is given back while Ray places it is looked at this often, and waited for so long: a node
+#: that does not answer must not keep a run from its end.
+BUSY_POLL_S = 0.02
+BUSY_S_MAX = 30.0
+#: Ray's words for a group that waits for room, which nothing is put aside for.
+WAITING = frozenset({"NO_RESOURCES", "INFEASIBLE", "FAILED_TO_COMMIT_RESOURCES"})
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +106,7 @@ class Capacity:
         self._creations.discard(creation)
         entry = self._slots.get(slot)
         if entry is None:  # released while it was being created
-            await asyncio.to_thread(remove_placement_group, group)
+            await self._give_back([slot])
         else:
             entry.group = group
 
@@ -108,16 +114,15 @@ class Capacity:
         """Give ``slot`` back. Ray kills what runs *inside* the group; our workers do not."""
         entry = self._slots.pop(slot, None)
         if entry is not None and entry.group is not None:
-            await asyncio.to_thread(remove_placement_group, entry.group)
+            await self._give_back([slot])
 
     async def release_all(self) -> None:
         """Give every slot back, also one that is only being asked for."""
-        for slot in sorted(self._slots):
-            await self.release(slot)
+        self._slots.clear()
         for creation in tuple(self._creations):
-            await asyncio.to_thread(remove_placement_group, await creation)
+            await creation
         # Also what a controller that died asked for so late that this one has not seen it.
-        await asyncio.to_thread(lambda: self._remove(self._rows()))
+        await self._give_back(await asyncio.to_thread(self._rows))
 
     async def poll_forever(self) -> None:
         """Report grants, and give back what nobody asked for, until cancelled."""
@@ -136,8 +141,9 @@ class Capacity:
                 self._grants.pop(number).result()
             if time.monotonic() < self._strays_until_s:
                 # What this life asks for it knows before it is there.
-                strays = [number for number in rows if number not in self._slots]
-                await asyncio.to_thread(self._remove, strays)
+                strays = rows.keys() - self._slots.keys()
+                settled = [number for number in strays if not _is_being_placed(rows[number])]
+                await asyncio.to_thread(self._remove, settled)
             await asyncio.sleep(POLL_S)
 
     async def _grant(self, number: int, node: str) -> None:
@@ -196,6 +202,26 @@ class Capacity:
         )
         return group
 
+    async def _give_back(self, numbers: Iterable[int]) -> None:
+        """Remove the groups of ``numbers``, each once Ray is not busy placing it.
+
+        Ray 2.60 forgets what a node has put aside for a group that is removed meanwhile: nobody
+        gets that processor or GPU until the node restarts (ray-project/ray, issue 64693).
+        """
+        left = set(numbers)
+        until_s = time.monotonic() + BUSY_S_MAX
+        while left:
+            rows = await asyncio.to_thread(self._rows)
+            left &= rows.keys()
+            is_late = time.monotonic() >= until_s
+            free = [number for number in left if is_late or not _is_being_placed(rows[number])]
+            # First what waits for room: Ray would begin to place it where another has left.
+            free.sort(key=lambda number: rows[number]["state"] == "CREATED")
+            await asyncio.to_thread(self._remove, free)
+            left.difference_update(free)
+            if left:
+                await asyncio.sleep(BUSY_POLL_S)
+
     def _remove(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             with contextlib.suppress(ValueError):  # it is gone by now
@@ -221,6 +247,10 @@ def _placed(rows: Mapping[int, dict[str, Any]]) -> Iterator[tuple[int, str]]:
         node = _node_of(row)
         if node is not None:
             yield number, node
+
+
+def _is_being_placed(row: dict[str, Any]) -> bool:
+    return row["state"] != "CREATED" and row["stats"]["scheduling_state"] not in WAITING
 
 
 def _node_of(row: dict[str, Any]) -> str | None:
