@@ -89,6 +89,27 @@ def plan_losses(url: str, lose: Sequence[str]) -> RecoveryPlan:
         raise RunNotFoundError(
             f"the run in {url} is over: there is nothing to recover; see `everstep report`", url=url
         )
+    lineage = [(attempt, step) for attempt, step in _losses(contact)["lineage"]]
+    # Before memory: what is stored meanwhile is in memory, too, and nearer.
+    stored = _stored(store, path, lineage)
+    document = _losses(contact)
+    rules = _rules(store, path)
+    facts = LossFacts(
+        step=document["step"],
+        num_members=document["num_members"],
+        slots=document["slots"],
+        workers=tuple(WorkerPlace(**worker) for worker in document["workers"]),
+        held=tuple(_version(version) for version in document["versions"]),
+        stored=stored,
+        min_workers=rules.min_workers,
+        max_workers=rules.max_workers,
+        layout=rules.layout,
+    )
+    return plan_recovery(facts, lose)
+
+
+def _losses(contact: dict[str, Any]) -> dict[str, Any]:
+    """Return what a run would have left; raise ``CapacityError`` if its controller is silent."""
     document = _ask(contact, "losses")
     if document is None:
         raise CapacityError(
@@ -98,20 +119,7 @@ def plan_losses(url: str, lose: Sequence[str]) -> RecoveryPlan:
             "from storage",
             address=contact["url"],
         )
-    rules = _rules(store, path)
-    lineage = [(attempt, step) for attempt, step in document["lineage"]]
-    facts = LossFacts(
-        step=document["step"],
-        num_members=document["num_members"],
-        slots=document["slots"],
-        workers=tuple(WorkerPlace(**worker) for worker in document["workers"]),
-        held=tuple(_version(version) for version in document["versions"]),
-        stored=_stored(store, path, lineage),
-        min_workers=rules.min_workers,
-        max_workers=rules.max_workers,
-        layout=rules.layout,
-    )
-    return plan_recovery(facts, lose)
+    return document
 
 
 def _version(document: dict[str, Any]) -> Version:

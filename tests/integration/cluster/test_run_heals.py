@@ -168,7 +168,8 @@ def test_lost_node_shrinks_the_run_and_its_return_grows_it(
     nodes: Any, make_config: Callable[..., RunConfig], undisturbed_digest: Any
 ) -> None:
     """Raylet and all: Ray needs 12 s and more to notice, the run must not."""
-    config = make_config(train__steps=COMPARED_STEPS)
+    # What is stored already and not copied yet would come from there.
+    config = make_config(train__steps=COMPARED_STEPS, checkpoint__every_steps=50_000)
     run = Launched(config, nodes)
     before = _reach(run, 10, workers=4)
     before = _protected(run, before["step"])
@@ -201,6 +202,7 @@ def test_lost_node_is_computed_from_the_parities_of_its_group(
         workers__max=3,
         workers__standby_per_node=0,
         snapshot__mechanism="parity",
+        checkpoint__every_steps=50_000,
     )
     run = Launched(config, nodes)
     before = _reach(run, 5, workers=3)
@@ -328,7 +330,10 @@ def test_copies_of_the_model_lose_a_node_and_get_it_back(
 ) -> None:
     """HSDP: whichever ranks go, one full copy must be left to save, and both must load it."""
     config = make_config(
-        train__steps=COMPARED_STEPS, train__deterministic=False, parallel__dp_replicate=2
+        train__steps=COMPARED_STEPS,
+        train__deterministic=False,
+        parallel__dp_replicate=2,
+        checkpoint__every_steps=50_000,
     )
     run = Launched(config, nodes)
     before = _reach(run, 10, workers=4)

@@ -1,14 +1,24 @@
 """What is said of a run whose controller does not answer, or is not complete yet."""
 
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
 
 from orchestrator.core.state import RunState, describe
-from orchestrator.run_directory import CONFIG, CONTACT, SUMMARY
+from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, SUMMARY
 from orchestrator.shell.nodes import NodeView
+from orchestrator.shell.protection import loss_document
 from orchestrator.shell.status_document import status_document
-from orchestrator.status import read_status
+from orchestrator.shell.status_page import StatusPage
+from orchestrator.status import plan_losses, read_status
+from tests.support.checkpoints import save, small_state
 from tests.support.journals import NUM_WORKERS, Journaled, config_at
+from tests.support.keeper_handles import held
+from ucp_core.storage import join
+from workers.protocol import HeldPart, Inventory
 
 #: Where nothing listens: the port is reserved.
 _NOBODY = {"url": "http://127.0.0.1:1", "ray_address": "127.0.0.1:1", "namespace": "x", "pid": 1}
@@ -61,3 +71,36 @@ def test_a_run_that_is_over_has_nobody_and_nothing_any_more(tmp_path: Path) -> N
 
     assert document["controller"] == "over"
     assert (document["workers"], document["nodes"], document["pending_capacity"]) == ([], [], 0)
+
+
+def test_what_is_stored_while_memory_is_asked_is_in_memory_too(tmp_path: Path) -> None:
+    """Storage that was looked at later had a newer step, and seemed to be all that is left."""
+    run = _run_in(tmp_path)
+    nodes = [node.name for node in run.state.nodes.values()][:2]
+    asked: list[int] = []
+
+    async def losses() -> dict[str, Any]:
+        step = 19 + len(asked)
+        asked.append(step)
+        parts = tuple(HeldPart(arena=f"w{rank}.1", held=held(step, rank)) for rank in (0, 1))
+        document = loss_document(
+            [Inventory(node=node, host="h", port=7, parts=parts) for node in nodes], run.state
+        )
+        if step == 19:
+            save(run.store, small_state(), step=20, root=join(run.path, CHECKPOINTS))
+        return document
+
+    async def ask() -> Any:
+        page = StatusPage(
+            host="127.0.0.1", status=dict, losses=losses, registry=CollectorRegistry()
+        )
+        contact = {**_NOBODY, "url": await page.start()}
+        (tmp_path / CONTACT).write_text(json.dumps(contact))
+        try:
+            return await asyncio.to_thread(plan_losses, str(tmp_path), [nodes[1]])
+        finally:
+            await page.stop()
+
+    plan = asyncio.run(ask())
+
+    assert (plan.source, plan.step) == ("memory", 20)
