@@ -78,7 +78,7 @@ def test_what_a_dead_controller_asked_for_late_is_given_back_while_the_run_goes_
 def test_slots_that_are_given_back_while_they_are_placed_leave_their_processors_to_others(
     nodes: Any,
 ) -> None:
-    """Ray forgets what a node has put aside for them, one time in ten: no run ever gets it then."""
+    """Ray can forget what a node has put aside for them: no run ever gets it then."""
     assert nodes.nodes()
     import ray
 
@@ -87,10 +87,7 @@ def test_slots_that_are_given_back_while_they_are_placed_leave_their_processors_
     async def play() -> None:
         capacity = _capacity()
         for slot in range(100):
-            asking = asyncio.create_task(capacity.request(slot, ()))
-            await asyncio.sleep(0)
-            await capacity.release(slot)
-            await asking
+            await asyncio.gather(capacity.request(slot, ()), capacity.release(slot))
 
     asyncio.run(play())
     assert _left() == []

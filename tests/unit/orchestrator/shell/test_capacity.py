@@ -1,4 +1,4 @@
-"""What a run's capacity costs while nothing of it is asked for."""
+"""What a run's capacity costs while nothing of it is asked for, and how it is given back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
+import pytest
+
+from orchestrator.shell import capacity as module
 from orchestrator.shell.capacity import Capacity
 from orchestrator.shell.names import RunNames
 
@@ -49,3 +52,41 @@ def test_nothing_wakes_while_all_slots_are_placed() -> None:
         loop.close()
 
     assert loop.num_timers == 0
+
+
+def test_slots_are_given_back_while_ray_does_not_place_them_those_that_wait_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What Ray has put aside for one that it is placing would be lost."""
+    names = RunNames("r")
+    done, waits = ("CREATED", "FINISHED"), ("PENDING", "NO_RESOURCES")
+    moments = [
+        {1: done, 2: ("PENDING", "QUEUED"), 3: waits},
+        {1: done, 2: ("PENDING", "QUEUED"), 3: waits},
+        {2: ("PREPARED", "QUEUED")},
+        {2: done},
+    ]
+    looks: list[int] = []
+    removed: list[tuple[int, str]] = []
+
+    def table() -> dict[str, Any]:
+        looks.append(len(looks))
+        return {
+            str(slot): {
+                "name": names.slot(slot),
+                "state": state,
+                "stats": {"scheduling_state": scheduling},
+            }
+            for slot, (state, scheduling) in moments[looks[-1]].items()
+        }
+
+    monkeypatch.setattr(module, "placement_group_table", table)
+    monkeypatch.setattr(module, "get_placement_group", lambda name: name)
+    monkeypatch.setattr(
+        module, "remove_placement_group", lambda name: removed.append((looks[-1], name))
+    )
+    given = Capacity(names=names, resources={"CPU": 1.0}, on_granted=lambda _slot, _node: None)
+
+    asyncio.run(given.release_all())
+
+    assert removed == [(1, names.slot(3)), (1, names.slot(1)), (3, names.slot(2))]
