@@ -5,9 +5,9 @@
 ``copy`` takes the same tensors in turn off the device into pinned memory of torch's own, and into
 a slot of a keeper's memory that the driver was told of; ``of_pinned`` compares the two speeds.
 ``steps`` trains a decoder on the device in turn without snapshots and with one after every step,
-as ``bench_snapshot_steps`` does: weights, gradients and both moments of the preset 1b take 20 GB
-there, and its three snapshots 45 GB of memory. Without a CUDA device it says so and measures
-nothing.
+as ``bench_snapshot_steps`` does; its buckets leave with the passes of the step, in ``at_once`` as
+fast as they can. Weights, gradients and both moments of the preset 1b take 20 GB there, and its
+three snapshots 45 GB of memory. Without a CUDA device it says so and measures nothing.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main() -> None:
         global_batch=options.batch,
         rounds=options.rounds,
         block=options.block,
-        ways=("none", "snapshots"),
+        ways=("none", "snapshots", "at_once"),
     )
     filled_gb = num_parameters(shape) * BYTES_A_PARAMETER / 1e9
     with tempfile.TemporaryDirectory() as folder:

@@ -51,6 +51,8 @@ from workers.models.decoder import Decoder, mean_loss
 from workers.parallel.shares import replicas_of
 from workers.progress import ProgressPage
 from workers.protocol import Assignment, Completed, KeeperOrder
+from workers.snapshot import device as device_module
+from workers.snapshot.device import SPREAD
 from workers.train.context import WorkerContext
 from workers.train.due import Cadence
 from workers.train.lm import adamw
@@ -139,18 +141,24 @@ def train(
 
 
 def task(session: Session, *, job: Job, meter: Meter) -> None:
-    """Train; take a snapshot after each step of the blocks in which they are taken."""
+    """Train; take a snapshot after each step of the blocks in which they are taken.
+
+    In those of ``at_once`` they leave a device as fast as they can, and not with its passes.
+    """
+    device_copy: Any = device_module
     model = session.model(lambda: Decoder(job.shape))
     session.optimizer(lambda parameters: adamw(parameters, session.settings.train))
     device = next(model.parameters()).device
     cadences = {
         way: Cadence(snapshot_every=every, storage_every=NEVER, last_step=job.num_steps)
-        for way, every in {"none": NEVER, "snapshots": 1}.items()
+        for way, every in {"none": NEVER, "snapshots": 1, "at_once": 1}.items()
     }
     for step in session.steps(NUM_SAMPLES):
         meter.tick()
         # As if it had been asked for in the settings; all ranks do so before the same step.
-        session._boundary._cadence = cadences[job.way(step.number)]
+        way = job.way(step.number)
+        session._boundary._cadence = cadences[way]
+        device_copy.SPREAD = 0.0 if way == "at_once" else SPREAD
         for samples in step.micro_batches():
             inputs, targets = (
                 tokens.to(device) for tokens in batch(samples.tolist(), job.shape.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from orchestrator.policies.quarantine import on_node
-from tests.support import train_late_state
+from tests.support import copying_lane, train_late_state
 from tests.support.attempts import (
     WAIT_S_MAX,
     finish,
@@ -40,7 +41,13 @@ from workers.protocol import (
     Yielded,
     held_source,
 )
-from workers.train.settings import CheckpointSettings, DataSettings, Settings, SnapshotSettings
+from workers.train.settings import (
+    CheckpointSettings,
+    DataSettings,
+    ModelSettings,
+    Settings,
+    SnapshotSettings,
+)
 
 NODES = ("node-a", "node-b")
 
@@ -183,6 +190,40 @@ def test_growing_and_shrinking_through_memory_changes_no_bit(
     assert kinds == {"local memory", "peer memory"} if num_nodes > 1 else {"local memory"}
     assert result(run)["weights_digest"] == undisturbed
     assert [line["step"] for line in lines(run)] == list(range(1, 13))
+
+
+def test_a_state_that_leaves_beside_the_next_step_is_that_of_its_own(
+    run: Run, text: DataSettings, make_nodes: MakeNodes
+) -> None:
+    """It leaves in shares, with the passes of the model; and workers are killed meanwhile."""
+    chosen = rarely_stored(text, deterministic=True, steps=30, global_batch=32)
+    chosen = replace(chosen, model=ModelSettings(preset="small"))
+    finish(run, chosen, num_workers=2)
+    undisturbed = result(run)["weights_digest"]
+    reset(run)
+    (node,) = make_nodes(chosen)
+    for trainer in run.trainers:
+        trainer.close()
+    run.trainers.clear()
+    run.begin_with = functools.partial(copying_lane.install, run.directory)
+    resume = (0, 0)
+    memory: tuple[MemoryPart, ...] = ()
+    for num_steps in (4, 10):
+        members = run.begin(chosen, num_workers=2, resume=resume, memory=memory)
+        wait_for_steps(run, num_steps)
+        for member in members:
+            member.process.kill()
+            member.process.join()
+        run.trainers.clear()
+        resume, memory = newest([node])
+    left = run.train(chosen, num_workers=2, resume=resume, memory=memory)
+
+    assert all(isinstance(one.outcome, Completed) for one in left), left
+    assert result(run)["weights_digest"] == undisturbed
+    shares = copying_lane.releases(run.directory)
+    assert len(shares) == 6
+    # Before there was a step to count passes of, all of it left at once.
+    assert all(max(of_rank) > 4 for of_rank in shares), shares
 
 
 def test_whatever_moment_trainers_are_killed_at_memory_holds_a_whole_version(

@@ -40,6 +40,7 @@ class SimulatedDevice:
         num_asked: How many copies were asked for.
         fails_at: Which of them is refused.
         bytes_copied: By all copies.
+        history: "copy" for each one done, in order, beside what computations put there.
     """
 
     def __init__(self, seed: int, *, computes_first: bool = False) -> None:
@@ -50,6 +51,7 @@ class SimulatedDevice:
         self._copies: deque[Task] = deque()
         self._held: tuple[Mark, ...] = ()
         self._ends = False
+        self.history: list[str] = []
         self.num_copies_max = self.num_asked = self.fails_at = self.bytes_copied = 0
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -72,6 +74,7 @@ class SimulatedDevice:
             raise torch.OutOfMemoryError("no memory")
 
         def run() -> None:
+            self.history.append("copy")
             for target, source in pairs:
                 target.copy_(source)
                 self.bytes_copied += target.numel() * target.element_size()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Semaphore
@@ -56,12 +56,14 @@ class Left:
 class Trainer:
     """The parent's handle of one worker process."""
 
-    def __init__(self, worker: str, directory: Path) -> None:
+    def __init__(
+        self, worker: str, directory: Path, begin: Callable[[], object] | None = None
+    ) -> None:
         context = forking()
         self._pipe, theirs = context.Pipe()
         self._heard = context.Semaphore(0)
         self.process = context.Process(
-            target=_serve, args=(theirs, self._heard, worker, str(directory)), daemon=True
+            target=_serve, args=(theirs, self._heard, worker, str(directory), begin), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -96,7 +98,8 @@ class Trainer:
 class Run:
     """Trainers on one run directory; ``attempt`` starts the next attempt on some of them.
 
-    They take turns on ``nodes``, each a name and where its keeper is.
+    They take turns on ``nodes``, each a name and where its keeper is. ``begin_with`` is what
+    new ones call first.
     """
 
     directory: Path
@@ -104,6 +107,7 @@ class Run:
     trainers: list[Trainer] = field(default_factory=list)
     lineage: tuple[tuple[int, int], ...] = ()
     store: Any = None
+    begin_with: Callable[[], object] | None = None
 
     def __enter__(self) -> Self:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -131,7 +135,8 @@ class Run:
         keeps parities.
         """
         while len(self.trainers) < num_workers:
-            self.trainers.append(Trainer(f"w{len(self.trainers):04d}", self.directory))
+            worker = f"w{len(self.trainers):04d}"
+            self.trainers.append(Trainer(worker, self.directory, self.begin_with))
         attempt = len(self.lineage) + 1
         self.lineage = (*self.lineage, (attempt, resume[0]))
         numbers = members or range(num_workers)
@@ -246,8 +251,16 @@ def _num_entries(directory: str) -> int:
     return sum(1 for _ in Path(directory).iterdir())
 
 
-def _serve(pipe: Connection, heard: Semaphore, worker: str, directory: str) -> None:
+def _serve(
+    pipe: Connection,
+    heard: Semaphore,
+    worker: str,
+    directory: str,
+    begin: Callable[[], object] | None,
+) -> None:
     torch.set_num_threads(1)
+    if begin is not None:
+        begin()
     child = _Worker(pipe, heard, worker, directory)
     threading.Thread(target=child.listen, daemon=True).start()
     child.train_forever()

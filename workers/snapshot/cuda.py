@@ -11,7 +11,7 @@ from torch import Tensor
 from workers.errors import ArenaError
 from workers.keeper.arena import NUM_SLOTS, Arena
 
-__all__ = ["CudaLane", "Lane", "Mark", "register", "unregister"]
+__all__ = ["CudaLane", "Lane", "Mark", "is_recording_graph", "register", "unregister"]
 
 
 class Mark(Protocol):
@@ -83,6 +83,11 @@ class _Event:
     def wait(self) -> None:
         """Return when the stream has come there."""
         self.event.synchronize()
+
+
+def is_recording_graph() -> bool:
+    """Return whether this thread records a CUDA graph: what it asks for now is done later."""
+    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
 def register(arena: Arena) -> None:

@@ -6,9 +6,11 @@ at once, and those only for as long as the rank holds one of the node's credits:
 wants the bus waits for a bucket and not for a state. What is left when the update comes leaves at
 once, and the device puts the update off until it is through; the training thread waits for nothing.
 
-Buckets follow each other as fast as that. Forward and backward passes do not release them: the
-processor has asked for all of a pass long before the device gets there, and the sooner a snapshot
-is whole the less is lost. Nor are updates released one by one: optimizers make them in one call.
+What releases them is the step itself. The first few leave behind the update; the others in shares,
+each behind a pass of the model's blocks (``workers.snapshot.passes``), so that they are spread over
+the first half of the step, by the passes of the step before. The device keeps to that and not the
+processor, which has asked for all of a pass long before the device gets there. A model that tells
+of no passes has them follow each other as fast as they can; so does whoever waits for a snapshot.
 
 What lies in the memory of this machine was copied already, and is only checksummed here, by credits
 too. The thread is not made nice: put off with the interpreter's lock, it would put training off.
@@ -18,6 +20,7 @@ Source: the device level of REFT's hierarchical snapshots (arXiv 2310.12670).
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -31,12 +34,17 @@ from ucp_core.checksums import crc32
 from workers.snapshot.credits import PATIENCE_S, Credits
 from workers.snapshot.cuda import CudaLane, Lane, Mark
 
-__all__ = ["BUCKET_BYTES", "IN_FLIGHT_MAX", "DeviceCopy", "Piece", "cut"]
+__all__ = ["BUCKET_BYTES", "IN_FLIGHT_MAX", "SPREAD", "DeviceCopy", "Piece", "cut"]
 
 #: Two thirds of a millisecond of a bus of 50 GB/s.
 BUCKET_BYTES: Final = 32 << 20
 #: One is copied while the other waits for it.
 IN_FLIGHT_MAX: Final = 2
+#: Of the passes of a step: the forward ones, if it has one micro-batch. The sooner a snapshot is
+#: whole, the less is lost.
+SPREAD: Final = 0.5
+#: A block takes less; the training may be doing something else.
+_PASS_S_MAX: Final = 0.25
 #: So many buckets leave on one credit, some 10 ms; then it is another rank's turn.
 _TURN: Final = 16
 
@@ -76,10 +84,17 @@ def cut(
     return [one for one in (*buckets, tuple(bucket)) if one]
 
 
+class _Gate(NamedTuple):
+    """The first so many buckets may leave once the device is at the mark."""
+
+    num_buckets: int
+    mark: Mark
+
+
 class DeviceCopy:
     """Copies of a state off its device, one at a time.
 
-    The training thread calls ``begin`` and ``hold_update``, another one ``run``.
+    The training thread calls ``begin``, ``passed`` and ``hold_update``, another one ``run``.
 
     Args:
         node: Its credits.
@@ -93,10 +108,13 @@ class DeviceCopy:
         self._block_bytes = block_bytes
         self._lane = lane
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._flat: list[tuple[Tensor, Tensor]] = []
         self._todo: deque[tuple[Piece, ...]] = deque()
         self._under_way: deque[tuple[tuple[Piece, ...], Mark]] = deque()
-        self._after: Mark | None = None
+        self._gates: deque[_Gate] = deque()
+        self._num_buckets = self._num_released = self._num_reached = self._num_queued = 0
+        self._num_passed = self._passes_a_step = 0
         self._last: Mark | None = None
         self._failed: Exception | None = None
         self._num_checked = 0
@@ -116,9 +134,11 @@ class DeviceCopy:
         with self._lock:
             self._todo.clear()
             self._under_way.clear()
+            self._gates.clear()
             self._flat = []
-            self._after = self._last = self._failed = None
-            self._num_checked = 0
+            self._last = self._failed = None
+            self._num_checked = self._num_buckets = 0
+            self._num_released = self._num_reached = self._num_queued = 0
             if not sources:
                 return
             lane = self._lane_of(sources)
@@ -129,13 +149,27 @@ class DeviceCopy:
             self._flat = [_flat(*pair) for pair in zip(targets, sources, strict=True)]
             sizes = [target.numel() * target.element_size() for target, _ in self._flat]
             self._todo.extend(self._cut(sizes))
-            self._after = lane.mark()
             self._num_checked = num_checked
+            self._num_buckets = len(self._todo)
+            self._release(lane)
+
+    def passed(self) -> None:
+        """Be told that the device was asked for one more pass of a step; any thread may tell."""
+        with self._lock:
+            self._num_passed += 1
+            if self._todo and self._lane is not None:
+                self._release(self._lane)
+
+    def hurry(self) -> None:
+        """Wait for no more passes: somebody waits for the copy."""
+        with self._lock:
+            self._release_all()
 
     def hold_update(self) -> None:
         """Have what the training thread asks of the device from now on run after the copy."""
         with self._lock:
-            self._queue(len(self._todo))
+            self._passes_a_step, self._num_passed = self._num_passed, 0
+            self._queue_all()
             if self._last is not None and self._lane is not None:
                 self._lane.hold(self._last)
 
@@ -154,38 +188,65 @@ class DeviceCopy:
         # Whoever comes again finds all of it in place.
         num_checked, self._num_checked = self._num_checked, 0
         patience_s = 0.0 if hurries else PATIENCE_S
-        num_left = len(self._todo) + len(self._under_way)
+        if hurries:
+            self.hurry()
         mine = data[:num_checked]
-        self._in_turns(lambda left: self._next(left, mine, found), num_left, patience_s)
+        self._in_turns(
+            self._has_next,
+            lambda left: self._next(left, mine, found),
+            patience_s=patience_s if self._num_buckets > 1 else None,
+        )
         with self._lock:
             self._flat = []
             self._raise_failed()
         if not num_checked:
-            buckets = self._cut(map(len, data))
-            rest = iter(buckets)
+            rest = deque(self._cut(map(len, data)))
             self._in_turns(
-                lambda _: self._check(next(rest, ()), data, found), len(buckets), patience_s
+                lambda: bool(rest),
+                lambda _: bool(rest) and self._check(rest.popleft(), data, found),
+                patience_s=patience_s if len(rest) > 1 else None,
             )
         return found
 
-    def _in_turns(self, go_on: Callable[[int], bool], num_buckets: int, patience_s: float) -> None:
-        """Call it for as long as it says so, with what is left of a turn; on credits of the node.
+    def _in_turns(
+        self,
+        has_next: Callable[[], bool],
+        go_on: Callable[[int], bool],
+        *,
+        patience_s: float | None,
+    ) -> None:
+        """While there is a next one, call ``go_on`` with what is left of a turn until it says no.
 
-        A single bucket takes less time than to wait for others.
+        Each turn takes a credit of the node, and waits for it as long as that; None takes none, as
+        for a single bucket: it takes less time than to wait for others.
         """
-        goes_on = num_buckets > 0
-        while goes_on:
-            credit = self._node.one(patience_s) if num_buckets > 1 else nullcontext(True)
+        while has_next():
+            credit = nullcontext(True) if patience_s is None else self._node.one(patience_s)
             with credit as has_one:
-                goes_on = all(go_on(left) for left in range(_TURN, 0, -1))
+                all(go_on(left) for left in range(_TURN, 0, -1))
             if not has_one:
                 # Whoever keeps it may be stopped: one wait is enough.
                 patience_s = 0.0
 
+    def _has_next(self) -> bool:
+        """Return whether there is a bucket, once it may leave; no credit is held meanwhile."""
+        with self._lock:
+            if not self._changed.wait_for(self._is_released, _PASS_S_MAX):
+                self._release_all()
+            gate = None if self._under_way else self._gate()
+        if gate is not None:
+            gate.mark.wait()
+        with self._lock:
+            self._num_reached = self._num_released if gate is None else gate.num_buckets
+            return bool(self._under_way or self._todo)
+
+    def _is_released(self) -> bool:
+        return bool(self._under_way) or not self._todo or self._num_queued < self._num_released
+
     def _next(self, left: int, data: Sequence[memoryview], found: list[list[int]]) -> bool:
         """Wait for the next bucket while others follow; return whether there was one."""
         with self._lock:
-            self._queue(min(IN_FLIGHT_MAX, left) - len(self._under_way))
+            self._queue_few(left)
             if not self._under_way:
                 return False
             bucket, mark = self._under_way[0]
@@ -193,7 +254,7 @@ class DeviceCopy:
         with self._lock:
             self._under_way.popleft()
             # To checksum one takes longer than to copy the next.
-            self._queue(min(IN_FLIGHT_MAX, left - 1) - len(self._under_way))
+            self._queue_few(left - 1)
         self._check([piece for piece in bucket if piece.tensor < len(data)], data, found)
         return True
 
@@ -211,7 +272,7 @@ class DeviceCopy:
     def wait(self) -> None:
         """Return when the copy is there; any thread may. Raises what ``run`` raises."""
         with self._lock:
-            self._queue(len(self._todo))
+            self._queue_all()
             self._raise_failed()
             last = self._last
         if last is not None:
@@ -224,9 +285,40 @@ class DeviceCopy:
                 self._failed = RuntimeError("the copy was ended before it was whole")
             self._todo.clear()
             self._flat = []
+            self._changed.notify_all()
             last = self._last
         if last is not None:
             last.wait()
+
+    def _release(self, lane: Lane) -> None:
+        """Release what may leave behind all that the device was asked so far."""
+        num, passes = self._num_buckets, self._passes_a_step * SPREAD
+        if passes:
+            share = math.ceil(num * self._num_passed / passes)
+            num = min(num, max(IN_FLIGHT_MAX, share))
+        if num > self._num_released:
+            self._gates.append(_Gate(num, lane.mark()))
+            self._num_released = num
+            self._changed.notify_all()
+
+    def _release_all(self) -> None:
+        self._num_released = self._num_buckets
+        self._changed.notify_all()
+
+    def _gate(self) -> _Gate | None:
+        """Return that of the next bucket; None if nothing but the one before holds it."""
+        while self._gates and self._gates[0].num_buckets <= self._num_queued:
+            self._gates.popleft()
+        return self._gates[0] if self._gates else None
+
+    def _queue_all(self) -> None:
+        self._release_all()
+        self._queue(len(self._todo))
+
+    def _queue_few(self, left: int) -> None:
+        """Have as many under way as may be, of those that are left of a turn."""
+        num = min(IN_FLIGHT_MAX, left) - len(self._under_way)
+        self._queue(min(num, self._num_reached - self._num_queued))
 
     def _queue(self, num: int) -> None:
         """Ask for so many more buckets; what fails, whoever wants the copy is told."""
@@ -234,13 +326,15 @@ class DeviceCopy:
             assert self._lane is not None
             bucket = self._todo.popleft()
             pairs = [_part(self._flat[tensor], low, high) for tensor, low, high in bucket]
+            gate = self._gate()
+            after = None if gate is None else gate.mark
             try:
-                self._last = self._lane.copy([pair for pair in pairs if pair], self._after)
+                self._last = self._lane.copy([pair for pair in pairs if pair], after)
             except Exception as error:  # noqa: BLE001  the training thread goes on
                 self._failed = error
                 self._todo.clear()
                 return
-            self._after = None
+            self._num_queued += 1
             self._under_way.append((bucket, self._last))
 
     def _raise_failed(self) -> None:

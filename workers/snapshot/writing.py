@@ -153,6 +153,10 @@ class SnapshotWriter:
         """Return whether a snapshot waits for the keeper to store it."""
         return self._arena is not None and self._arena.pinned() is not None
 
+    def passed(self) -> None:
+        """Be told that the device was asked for one more pass of a step; any thread may tell."""
+        self._copy.passed()
+
     def hold_update(self) -> None:
         """Let no update of the weights overtake a copy that is under way."""
         self._copy.hold_update()
@@ -207,6 +211,7 @@ class SnapshotWriter:
 
     def wait(self, step: int) -> bool:
         """Return, once no snapshot is under way, whether that of ``step`` is complete."""
+        self._copy.hurry()
         while not self._idle.wait(_LOOK_S):
             if self._fenced():
                 return False
@@ -227,6 +232,7 @@ class SnapshotWriter:
 
     def wait_copied(self, step: int, until_s: float) -> bool:
         """Return whether other nodes have the snapshot of ``step`` too; wait until ``until_s``."""
+        self._copy.hurry()
         while True:
             if self._idle.is_set():
                 if self._finished_step != step or self._arena is None:
@@ -255,6 +261,7 @@ class SnapshotWriter:
             # Memory may be on its way, which takes longer.
             return False
         self._late_until_s = time.monotonic() + FAREWELL_S_MAX
+        self._copy.hurry()
         try:
             # One that is under way may now be completed, and is perhaps the one.
             if not self._idle.wait(FAREWELL_S_MAX):

@@ -10,17 +10,20 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ucp_core.storage.base import join
+from workers.parallel.spread import fsdp_modules
 from workers.parallel.state import HostBuffer
 from workers.protocol import Assignment, WorkerPhase
 from workers.snapshot.farewell import FAREWELL_S_MAX, Footing
+from workers.snapshot.passes import on_passes
 from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
 from workers.train.agreement import all_agree
 from workers.train.context import WorkerContext
@@ -92,6 +95,7 @@ class Boundary:
                 fenced=lambda: context.fenced(assignment.attempt),
                 told=self._wait_told,
             )
+        self._unfollow: Callable[[], None] = lambda: None
         self._due = Due()
         self._state: Captured | None = None
         self._live: _Live | None = None
@@ -103,6 +107,12 @@ class Boundary:
         meter, cadence = SaveMeter(), self._cadence
         self._meter = meter
         context.on_costs(assignment.attempt, lambda: meter.costs(cadence.intervals))
+
+    def follow(self, parts: Parts) -> None:
+        """Have snapshots leave their device with the passes of the model from now on."""
+        if self._writer is not None:
+            blocks = cast("Iterable[nn.Module]", fsdp_modules(parts.model))
+            self._unfollow = on_passes(blocks, self._writer.passed)
 
     def begin(self, step: int, parts: Parts, extra: Mapping[str, Any]) -> None:
         """Get ready for snapshots of a state that was loaded: its sizes are known already."""
@@ -258,6 +268,7 @@ class Boundary:
     def close(self) -> bool:
         """End taking snapshots; return whether their memory is let go of."""
         self._live = self._state = None
+        self._unfollow()
         return self._writer is None or self._writer.close()
 
     def leave_memory(self) -> None:

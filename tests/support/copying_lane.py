@@ -1,0 +1,79 @@
+"""Copies by a thread beside the training, as a device makes them, in a process that trains."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from workers.snapshot import device
+from workers.snapshot.cuda import Lane, Mark
+from workers.snapshot.host_copy import HostTensors
+from workers.snapshot.writing import BLOCK_BYTES
+
+__all__ = ["install", "releases"]
+
+
+class _Done:
+    def __init__(self, future: Future[None] | None = None) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        if self._future is not None:
+            self._future.result()
+
+
+class CopyingLane:
+    """A ``workers.snapshot.cuda.Lane``. What the processor was asked for is done at once.
+
+    It writes down how many shares each state left in, a line of its file for each.
+    """
+
+    def __init__(self, notes: Path) -> None:
+        self._notes = notes
+        self._thread = ThreadPoolExecutor(1)
+        self._num_marks = 0
+
+    def mark(self) -> Mark:
+        self._num_marks += 1
+        return _Done()
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark | None) -> Mark:
+        def run() -> None:
+            if after is not None:
+                after.wait()
+            for target, source in pairs:
+                target.copy_(source)
+
+        return _Done(self._thread.submit(run))
+
+    def hold(self, mark: Mark) -> None:
+        with self._notes.open("a") as file:
+            file.write(f"{self._num_marks}\n")
+        self._num_marks = 0
+        mark.wait()
+
+
+def install(directory: Path) -> None:
+    """Have all states of this process leave by such a lane, in small buckets."""
+    lane = CopyingLane(directory / f"{os.getpid()}.lane")
+
+    def begin(copy: device.DeviceCopy) -> Lane:
+        copy._lane = lane
+        return lane
+
+    found: Any = device
+    found.BUCKET_BYTES = BLOCK_BYTES
+    found.DeviceCopy._lane_of = lambda copy, _sources: begin(copy)
+    # As of tensors that are not in the memory of this machine.
+    host: Any = HostTensors
+    host.views = lambda _self: None
+
+
+def releases(directory: Path) -> list[list[int]]:
+    """Return, by process, how many shares each state left in."""
+    return [[int(one) for one in file.read_text().split()] for file in directory.glob("*.lane")]

@@ -1,0 +1,289 @@
+"""Buckets that leave with the passes of a step: what tells of these, and what then may leave."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.simulated_device import WAIT_S_MAX, SimulatedDevice, Task
+from tests.support.snapshots import eventually
+from workers.snapshot import device as device_module
+from workers.snapshot.credits import Credits
+from workers.snapshot.device import IN_FLIGHT_MAX, SPREAD, DeviceCopy
+from workers.snapshot.passes import on_passes
+
+BUCKET_BYTES = 64
+LONG_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "BUCKET_BYTES", BUCKET_BYTES)
+    monkeypatch.setattr(device_module, "_TURN", 3)
+    # A pass that is waited for in vain would hide in it.
+    monkeypatch.setattr(device_module, "_PASS_S_MAX", LONG_S)
+
+
+class _Block(nn.Module):
+    """Returns what blocks return: a tensor, or several things."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self._form = form
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x)
+        return {"tensor": y, "tuple": (None, y), "dict": {"n": 3, "y": y}}[self._form]
+
+
+def _sum(model: list[nn.Module], form: str, x: Tensor) -> Tensor:
+    for block in model:
+        found = block(x)
+        x = {"tensor": lambda f: f, "tuple": lambda f: f[1], "dict": lambda f: f["y"]}[form](found)
+        # A function that a hook puts around a result does not allow that.
+        x.mul_(2)
+    return x.sum()
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "dict"])
+def test_each_block_tells_of_both_passes_and_computes_as_ever(form: str) -> None:
+    """Three blocks, two micro-batches."""
+    told: list[str] = []
+    where = "forward"
+    torch.manual_seed(0)
+    model: list[nn.Module] = [_Block(form) for _ in range(3)]
+    x = torch.randn(2, 4)
+    _sum(model, form, x).backward()
+    expected = [parameter.grad for block in model for parameter in block.parameters()]
+    for block in model:
+        block.zero_grad()
+
+    end = on_passes(model, lambda: told.append(where))
+    for _ in range(2):
+        where = "forward"
+        loss = _sum(model, form, x)
+        where = "backward"
+        loss.backward()
+    assert told == (["forward"] * 3 + ["backward"] * 3) * 2
+    found = [parameter.grad for block in model for parameter in block.parameters()]
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, 2 * other)
+
+    end()
+    _sum(model, form, x).backward()
+    assert len(told) == 12
+
+
+def test_an_evaluation_tells_of_nothing() -> None:
+    """A step would seem to have more passes than it has."""
+    told: list[int] = []
+    model: list[nn.Module] = [_Block("tensor")]
+    on_passes(model, lambda: told.append(1))
+    with torch.no_grad():
+        _sum(model, "tensor", torch.ones(2, 4))
+    assert not told
+
+
+def test_blocks_that_are_computed_twice_tell_the_same_in_every_step() -> None:
+    """Activations are computed again where memory is short."""
+    told: list[int] = []
+    block = _Block("tensor")
+    on_passes([block], lambda: told.append(1))
+    counts = []
+    for _ in range(2):
+        told.clear()
+        x = torch.ones(2, 4, requires_grad=True)
+        checkpoint(block, x, use_reentrant=False).sum().backward()
+        counts.append(len(told))
+    assert counts[0] == counts[1] >= 2
+
+
+def test_a_compiled_block_tells_too() -> None:
+    """Whatever it was compiled to, the device is asked for its passes."""
+    told: list[int] = []
+    block = _Block("tensor")
+    on_passes([block], lambda: told.append(1))
+    compiled: Callable[[Tensor], Tensor] = torch.compile(block, backend="eager")
+    compiled(torch.ones(2, 4)).sum().backward()
+    assert len(told) == 2
+
+
+def _state(num_buckets: int) -> tuple[list[Tensor], list[Tensor], list[memoryview]]:
+    sources = [torch.randn(num_buckets * BUCKET_BYTES // 4)]
+    targets = [torch.zeros_like(sources[0])]
+    array: Any = targets[0].view(torch.uint8).numpy()
+    return targets, sources, [memoryview(array)]
+
+
+def _checksums(data: memoryview) -> list[int]:
+    return [crc32(data[low : low + BUCKET_BYTES]) for low in range(0, len(data), BUCKET_BYTES)]
+
+
+def _warm(copy: DeviceCopy, num_passes: int) -> None:
+    """Have a step with so many passes be the one before."""
+    for _ in range(num_passes):
+        copy.passed()
+    copy.hold_update()
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    seed=st.integers(min_value=0, max_value=2**32),
+    num_buckets=st.integers(min_value=1, max_value=40),
+    num_passes=st.integers(min_value=1, max_value=20),
+    before=st.integers(min_value=1, max_value=20),
+)
+def test_no_bucket_leaves_before_the_device_has_done_its_share_of_passes(
+    seed: int,
+    num_buckets: int,
+    num_passes: int,
+    before: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """The processor has asked for all of them at once; and then for an update.
+
+    What a step with fewer passes than the one before leaves over, leaves when that comes.
+    """
+    targets, sources, data = _state(num_buckets)
+    expected = sources[0].clone()
+    device = SimulatedDevice(seed)
+
+    def share(num_passed: int) -> int:
+        num = math.ceil(num_buckets * num_passed / (before * SPREAD))
+        return min(num_buckets, max(IN_FLIGHT_MAX, num))
+
+    try:
+        copy = DeviceCopy(Credits(tmp_path_factory.getbasetemp(), 1), BUCKET_BYTES, device)
+        _warm(copy, before)
+        with ThreadPoolExecutor(1) as other:
+            copy.begin(targets, sources, num_checked=1)
+            checked = other.submit(copy.run, data)
+            for _ in range(num_passes):
+                device.compute(lambda: device.history.append("pass"))
+                copy.passed()
+            copy.hold_update()
+            device.compute(sources[0].zero_)
+            assert checked.result(WAIT_S_MAX) == [_checksums(data[0])]
+    finally:
+        device.end()
+    assert torch.equal(targets[0], expected)
+    assert device.history.count("copy") == num_buckets
+    for place, done in enumerate(device.history):
+        if done == "copy":
+            number = device.history[: place + 1].count("copy")
+            num_passed = device.history[:place].count("pass")
+            assert number <= share(num_passed) or number > share(num_passes)
+
+
+def _begun(
+    directory: Path, device: SimulatedDevice, num_passes: int
+) -> tuple[DeviceCopy, list[memoryview], list[Tensor], list[Tensor]]:
+    targets, sources, data = _state(20)
+    copy = DeviceCopy(Credits(directory, 1), BUCKET_BYTES, device)
+    _warm(copy, num_passes)
+    copy.begin(targets, sources, num_checked=1)
+    return copy, data, targets, sources
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    made = SimulatedDevice(0)
+    yield made
+    made.end()
+
+
+def test_a_model_that_tells_of_no_passes_is_not_waited_for(
+    tmp_path: Path, device: SimulatedDevice
+) -> None:
+    """A script may compute without the modules it was given."""
+    copy, data, targets, sources = _begun(tmp_path, device, 0)
+    assert copy.run(data) == [_checksums(data[0])]
+    assert torch.equal(targets[0], sources[0])
+
+
+@pytest.mark.parametrize("who", ["hurry", "wait", "hold_update", "end"])
+def test_whoever_waits_for_a_copy_does_not_wait_for_passes(
+    who: str, tmp_path: Path, device: SimulatedDevice
+) -> None:
+    """The run is over, or a worker leaves: there are none any more."""
+    copy, data, targets, sources = _begun(tmp_path, device, 10)
+    with ThreadPoolExecutor(1) as other:
+        checked = other.submit(copy.run, data)
+        assert eventually(lambda: device.history == ["copy"] * IN_FLIGHT_MAX)
+        assert not checked.done()
+        getattr(copy, who)()
+        if who == "end":
+            with pytest.raises(RuntimeError, match="ended before it was whole"):
+                checked.result(WAIT_S_MAX)
+        else:
+            assert checked.result(WAIT_S_MAX) == [_checksums(data[0])]
+            assert torch.equal(targets[0], sources[0])
+
+
+def test_a_training_that_does_something_else_is_waited_for_only_so_long(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It evaluates, say; until the snapshot is whole its node's loss costs a step more."""
+    monkeypatch.setattr(device_module, "_PASS_S_MAX", 0.05)
+    copy, data, targets, sources = _begun(tmp_path, device, 10)
+    assert copy.run(data) == [_checksums(data[0])]
+    assert torch.equal(targets[0], sources[0])
+
+
+def test_no_credit_is_held_while_a_pass_is_waited_for(
+    tmp_path: Path, device: SimulatedDevice
+) -> None:
+    """Other ranks of the node could use it."""
+    copy, data, _, _ = _begun(tmp_path, device, 10)
+    with ThreadPoolExecutor(1) as other:
+        checked = other.submit(copy.run, data)
+        assert eventually(lambda: device.history == ["copy"] * IN_FLIGHT_MAX)
+        with Credits(tmp_path, 1).one(WAIT_S_MAX) as has_one:
+            assert has_one
+            assert not checked.done()
+        copy.hurry()
+        assert checked.result(WAIT_S_MAX) == [_checksums(data[0])]
+
+
+def test_no_credit_is_held_while_the_device_has_a_pass_to_do(
+    tmp_path: Path, device: SimulatedDevice
+) -> None:
+    """The processor asked for it long ago."""
+    copy, data, _, _ = _begun(tmp_path, device, 10)
+    turns = [Task(lambda: None) for _ in range(2)]
+    with ThreadPoolExecutor(1) as other:
+        checked = other.submit(copy.run, data)
+        assert eventually(lambda: device.num_asked == IN_FLIGHT_MAX)
+        for turn in turns:
+            device.hold(turn)
+            copy.passed()
+        # Twenty buckets over half of ten passes: four behind each.
+        for turn, num_before in zip(turns, (IN_FLIGHT_MAX, 4), strict=True):
+            is_further = functools.partial(_has_asked_for_more, device, num_before)
+            assert not eventually(is_further, within_s=0.1)
+            with Credits(tmp_path, 1).one(0) as has_one:
+                assert has_one
+            turn.done.set()
+            device.compute(lambda: None)
+            assert eventually(is_further)
+        copy.hurry()
+        assert checked.result(WAIT_S_MAX) == [_checksums(data[0])]
+
+
+def _has_asked_for_more(device: SimulatedDevice, num_copies: int) -> bool:
+    return device.num_asked > num_copies
