@@ -87,7 +87,8 @@ class _Event:
 
 def is_recording_graph() -> bool:
     """Return whether this thread records a CUDA graph: what it asks for now is done later."""
-    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+    # Where there is no device, asking for it alone would fail.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def register(arena: Arena) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -43,8 +44,6 @@ IN_FLIGHT_MAX: Final = 2
 #: Of the passes of a step: the forward ones, if it has one micro-batch. The sooner a snapshot is
 #: whole, the less is lost.
 SPREAD: Final = 0.5
-#: A block takes less; the training may be doing something else.
-_PASS_S_MAX: Final = 0.25
 #: So many buckets leave on one credit, some 10 ms; then it is another rank's turn.
 _TURN: Final = 16
 
@@ -115,6 +114,7 @@ class DeviceCopy:
         self._gates: deque[_Gate] = deque()
         self._num_buckets = self._num_released = self._num_reached = self._num_queued = 0
         self._num_passed = self._passes_a_step = 0
+        self._updated_s, self._step_s, self._late_s = time.monotonic(), 0.0, 0.0
         self._last: Mark | None = None
         self._failed: Exception | None = None
         self._num_checked = 0
@@ -151,6 +151,7 @@ class DeviceCopy:
             self._todo.extend(self._cut(sizes))
             self._num_checked = num_checked
             self._num_buckets = len(self._todo)
+            self._late_s = time.monotonic() + self._step_s
             self._release(lane)
 
     def passed(self) -> None:
@@ -169,6 +170,8 @@ class DeviceCopy:
         """Have what the training thread asks of the device from now on run after the copy."""
         with self._lock:
             self._passes_a_step, self._num_passed = self._num_passed, 0
+            before_s, self._updated_s = self._updated_s, time.monotonic()
+            self._step_s = self._updated_s - before_s
             self._queue_all()
             if self._last is not None and self._lane is not None:
                 self._lane.hold(self._last)
@@ -231,7 +234,8 @@ class DeviceCopy:
     def _has_next(self) -> bool:
         """Return whether there is a bucket, once it may leave; no credit is held meanwhile."""
         with self._lock:
-            if not self._changed.wait_for(self._is_released, _PASS_S_MAX):
+            # For as long as a step takes: training may be doing something else.
+            if not self._changed.wait_for(self._is_released, self._late_s - time.monotonic()):
                 self._release_all()
             gate = None if self._under_way else self._gate()
         if gate is not None:

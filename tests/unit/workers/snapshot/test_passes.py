@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -25,15 +26,14 @@ from workers.snapshot.device import IN_FLIGHT_MAX, SPREAD, DeviceCopy
 from workers.snapshot.passes import on_passes
 
 BUCKET_BYTES = 64
-LONG_S = 60.0
+#: A pass that is waited for in vain would not end a test.
+STEP_S = 60.0
 
 
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "BUCKET_BYTES", BUCKET_BYTES)
     monkeypatch.setattr(device_module, "_TURN", 3)
-    # A pass that is waited for in vain would hide in it.
-    monkeypatch.setattr(device_module, "_PASS_S_MAX", LONG_S)
 
 
 class _Block(nn.Module):
@@ -134,11 +134,14 @@ def _checksums(data: memoryview) -> list[int]:
     return [crc32(data[low : low + BUCKET_BYTES]) for low in range(0, len(data), BUCKET_BYTES)]
 
 
-def _warm(copy: DeviceCopy, num_passes: int) -> None:
+def _warm(copy: DeviceCopy, num_passes: int, step_s: float = STEP_S) -> None:
     """Have a step with so many passes be the one before."""
-    for _ in range(num_passes):
-        copy.passed()
-    copy.hold_update()
+    with pytest.MonkeyPatch.context() as patch:
+        for now_s in (0.0, step_s):
+            patch.setattr(device_module, "time", SimpleNamespace(monotonic=lambda now=now_s: now))
+            copy.hold_update()
+            for _ in range(0 if now_s else num_passes):
+                copy.passed()
 
 
 @settings(deadline=None, max_examples=200)
@@ -191,11 +194,11 @@ def test_no_bucket_leaves_before_the_device_has_done_its_share_of_passes(
 
 
 def _begun(
-    directory: Path, device: SimulatedDevice, num_passes: int
+    directory: Path, device: SimulatedDevice, num_passes: int, step_s: float = STEP_S
 ) -> tuple[DeviceCopy, list[memoryview], list[Tensor], list[Tensor]]:
     targets, sources, data = _state(20)
     copy = DeviceCopy(Credits(directory, 1), BUCKET_BYTES, device)
-    _warm(copy, num_passes)
+    _warm(copy, num_passes, step_s)
     copy.begin(targets, sources, num_checked=1)
     return copy, data, targets, sources
 
@@ -236,11 +239,10 @@ def test_whoever_waits_for_a_copy_does_not_wait_for_passes(
 
 
 def test_a_training_that_does_something_else_is_waited_for_only_so_long(
-    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: SimulatedDevice
 ) -> None:
     """It evaluates, say; until the snapshot is whole its node's loss costs a step more."""
-    monkeypatch.setattr(device_module, "_PASS_S_MAX", 0.05)
-    copy, data, targets, sources = _begun(tmp_path, device, 10)
+    copy, data, targets, sources = _begun(tmp_path, device, 10, step_s=0.05)
     assert copy.run(data) == [_checksums(data[0])]
     assert torch.equal(targets[0], sources[0])
 
