@@ -93,7 +93,9 @@ class SnapshotMemory:
             memory.tell()
         if self._arena is None:
             return False
-        return self._lease.ensure(self.name, self._arena) and notify(self._door, self.name)
+        is_told = self._lease.ensure(self.name, self._arena) and notify(self._door, self.name)
+        # The notice may have come to another keeper than the one that has the memory.
+        return is_told and self._lease.holds(self.name)
 
     @property
     def is_reserved(self) -> bool:

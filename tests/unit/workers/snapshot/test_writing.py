@@ -14,8 +14,9 @@ from tests.support.snapshots import eventually
 from ucp_core.boxes import Box
 from ucp_core.errors import ChecksumMismatchError
 from workers.keeper import door
-from workers.keeper.door import door_path
+from workers.keeper.door import door_path, notify
 from workers.parallel.state import StateEntry
+from workers.snapshot import memory as memory_module
 from workers.snapshot import writing
 from workers.snapshot.memory import HandOver
 from workers.snapshot.writing import BLOCK_BYTES, SnapshotMemory
@@ -227,6 +228,27 @@ def test_a_restarted_keeper_is_handed_the_memory_with_the_next_snapshot(
 
     assert rank.writer.wait(2)
     assert node.steps() == [1, 2]
+
+
+def test_a_keeper_that_is_another_one_while_it_is_told_does_not_count_as_told(
+    rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets a notice of memory that it was never handed; nobody would hand it over any more."""
+    entries = state()
+    assert rank.ready(entries)
+    assert rank.take(1, entries)
+    assert rank.writer.wait(1)
+
+    def restarted_first(path: Path, name: str) -> bool:
+        monkeypatch.undo()
+        node.restart()
+        return notify(path, name)
+
+    monkeypatch.setattr(memory_module, "notify", restarted_first)
+    assert not rank.memory.tell()
+    assert node.shelf.arenas() == {}
+    assert rank.memory.tell()
+    assert node.steps() == [1]
 
 
 def test_a_keeper_that_is_back_after_an_attempt_has_ended_is_handed_the_memory(
