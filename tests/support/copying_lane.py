@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,8 @@ from workers.snapshot.writing import BLOCK_BYTES
 
 __all__ = ["install", "releases"]
 
+BUSY_S_MAX = 1.0
+
 
 class _Done:
     def __init__(self, future: Future[None] | None = None) -> None:
@@ -30,13 +33,16 @@ class _Done:
 class CopyingLane:
     """A ``workers.snapshot.cuda.Lane``. What the processor was asked for is done at once.
 
-    It writes down how many shares each state left in, a line of its file for each.
+    Its bus is busy until an update comes, which is when a copy can go wrong; a second at most, for
+    states that no update follows. It writes down how many shares each state left in, a line of its
+    file for each.
     """
 
     def __init__(self, notes: Path) -> None:
         self._notes = notes
         self._thread = ThreadPoolExecutor(1)
         self._num_marks = 0
+        self._is_free = threading.Event()
 
     def mark(self) -> Mark:
         self._num_marks += 1
@@ -46,6 +52,8 @@ class CopyingLane:
         def run() -> None:
             if after is not None:
                 after.wait()
+            self._is_free.wait(BUSY_S_MAX)
+            self._is_free.set()
             for target, source in pairs:
                 target.copy_(source)
 
@@ -55,7 +63,9 @@ class CopyingLane:
         with self._notes.open("a") as file:
             file.write(f"{self._num_marks}\n")
         self._num_marks = 0
+        self._is_free.set()
         mark.wait()
+        self._is_free.clear()
 
 
 def install(directory: Path) -> None:

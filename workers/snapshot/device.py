@@ -154,6 +154,11 @@ class DeviceCopy:
             self._late_s = time.monotonic() + self._step_s
             self._release(lane)
 
+    @property
+    def has_lane(self) -> bool:
+        """Return whether there was something to copy beside the computation so far."""
+        return self._lane is not None
+
     def passed(self) -> None:
         """Be told that the device was asked for one more pass of a step; any thread may tell."""
         with self._lock:

@@ -153,6 +153,11 @@ class SnapshotWriter:
         """Return whether a snapshot waits for the keeper to store it."""
         return self._arena is not None and self._arena.pinned() is not None
 
+    @property
+    def leaves_device(self) -> bool:
+        """Return whether what was captured is copied beside the training."""
+        return self._copy.has_lane
+
     def passed(self) -> None:
         """Be told that the device was asked for one more pass of a step; any thread may tell."""
         self._copy.passed()

@@ -95,7 +95,7 @@ class Boundary:
                 fenced=lambda: context.fenced(assignment.attempt),
                 told=self._wait_told,
             )
-        self._unfollow: Callable[[], None] = lambda: None
+        self._unfollow: Callable[[], None] | None = None
         self._due = Due()
         self._state: Captured | None = None
         self._live: _Live | None = None
@@ -107,12 +107,6 @@ class Boundary:
         meter, cadence = SaveMeter(), self._cadence
         self._meter = meter
         context.on_costs(assignment.attempt, lambda: meter.costs(cadence.intervals))
-
-    def follow(self, parts: Parts) -> None:
-        """Have snapshots leave their device with the passes of the model from now on."""
-        if self._writer is not None:
-            blocks = cast("Iterable[nn.Module]", fsdp_modules(parts.model))
-            self._unfollow = on_passes(blocks, self._writer.passed)
 
     def begin(self, step: int, parts: Parts, extra: Mapping[str, Any]) -> None:
         """Get ready for snapshots of a state that was loaded: its sizes are known already."""
@@ -191,6 +185,7 @@ class Boundary:
             self._told_step = step.number
         if is_taken and self._writer is not None:
             self._writer.complete(pin=due.pin)
+            self._follow(self._writer, parts)
             self._meter.snapshot(taking_s, snapshot_s, is_pinned=due.pin)
         elif self._writer is not None:
             self._writer.look_after()
@@ -268,7 +263,8 @@ class Boundary:
     def close(self) -> bool:
         """End taking snapshots; return whether their memory is let go of."""
         self._live = self._state = None
-        self._unfollow()
+        if self._unfollow is not None:
+            self._unfollow()
         return self._writer is None or self._writer.close()
 
     def leave_memory(self) -> None:
@@ -342,6 +338,12 @@ class Boundary:
         if is_taken:
             self._footing.take(state.step)
         return is_taken
+
+    def _follow(self, writer: SnapshotWriter, parts: Parts) -> None:
+        """Have snapshots leave with the passes of the model, once one has left a device."""
+        if self._unfollow is None and writer.leaves_device:
+            blocks = cast("Iterable[nn.Module]", fsdp_modules(parts.model))
+            self._unfollow = on_passes(blocks, writer.passed)
 
     def _store(self) -> None:
         """Write the state to storage, from memory if it was copied there."""

@@ -171,7 +171,6 @@ class Session:
             keeps_gathered=self._keeps_gathered,
             state=SteadyState(self._pieces, parameters, optimizer, self._sharing()),
         )
-        self._boundary.follow(self._parts)
         began_s = time.monotonic()
         restored = self._load(self._parts)
         collectives.set_timeout(self._timeout_s)
