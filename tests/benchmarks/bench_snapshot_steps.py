@@ -51,8 +51,8 @@ from workers.models.decoder import Decoder, mean_loss
 from workers.parallel.shares import replicas_of
 from workers.progress import ProgressPage
 from workers.protocol import Assignment, Completed, KeeperOrder
-from workers.snapshot import device as device_module
-from workers.snapshot.device import SPREAD
+from workers.snapshot import releases as releases_module
+from workers.snapshot.releases import SPREAD
 from workers.train.context import WorkerContext
 from workers.train.due import Cadence
 from workers.train.lm import adamw
@@ -145,7 +145,7 @@ def task(session: Session, *, job: Job, meter: Meter) -> None:
 
     In those of ``at_once`` they leave a device as fast as they can, and not with its passes.
     """
-    device_copy: Any = device_module
+    releases: Any = releases_module
     model = session.model(lambda: Decoder(job.shape))
     session.optimizer(lambda parameters: adamw(parameters, session.settings.train))
     device = next(model.parameters()).device
@@ -158,7 +158,7 @@ def task(session: Session, *, job: Job, meter: Meter) -> None:
         # As if it had been asked for in the settings; all ranks do so before the same step.
         way = job.way(step.number)
         session._boundary._cadence = cadences[way]
-        device_copy.SPREAD = 0.0 if way == "at_once" else SPREAD
+        releases.SPREAD = 0.0 if way == "at_once" else SPREAD
         for samples in step.micro_batches():
             inputs, targets = (
                 tokens.to(device) for tokens in batch(samples.tolist(), job.shape.vocab_size)

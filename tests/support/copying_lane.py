@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,18 +17,28 @@ from workers.snapshot.cuda import Lane, Mark
 from workers.snapshot.host_copy import HostTensors
 from workers.snapshot.writing import BLOCK_BYTES
 
-__all__ = ["install", "releases"]
+__all__ = ["Done", "install", "releases"]
 
 BUSY_S_MAX = 1.0
 
 
-class _Done:
+class Done:
+    """A place in what the processor was asked for, or a thread that copies."""
+
     def __init__(self, future: Future[None] | None = None) -> None:
         self._future = future
+        self._set_s = time.monotonic()
 
     def wait(self) -> None:
         if self._future is not None:
             self._future.result()
+
+    def is_reached(self) -> bool:
+        return self._future is None or self._future.done()
+
+    def since(self, other: Mark) -> float:
+        assert isinstance(other, Done)
+        return self._set_s - other._set_s
 
 
 class CopyingLane:
@@ -46,7 +57,7 @@ class CopyingLane:
 
     def mark(self) -> Mark:
         self._num_marks += 1
-        return _Done()
+        return Done()
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark | None) -> Mark:
         def run() -> None:
@@ -57,7 +68,7 @@ class CopyingLane:
             for target, source in pairs:
                 target.copy_(source)
 
-        return _Done(self._thread.submit(run))
+        return Done(self._thread.submit(run))
 
     def hold(self, mark: Mark) -> None:
         with self._notes.open("a") as file:

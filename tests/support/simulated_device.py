@@ -23,9 +23,19 @@ class Task:
     run: Callable[[], object]
     after: tuple[Mark, ...] = ()
     done: threading.Event = field(default_factory=threading.Event)
+    done_s: float = 0.0
 
     def wait(self) -> None:
         assert self.done.wait(WAIT_S_MAX), "the device never came there"
+
+    def is_reached(self) -> bool:
+        return self.done.is_set()
+
+    def since(self, other: Mark) -> float:
+        assert isinstance(other, Task)
+        assert self.is_reached()
+        assert other.is_reached()
+        return self.done_s - other.done_s
 
     @property
     def may_run(self) -> bool:
@@ -41,6 +51,7 @@ class SimulatedDevice:
         fails_at: Which of them is refused.
         bytes_copied: By all copies.
         history: "copy" for each one done, in order, beside what computations put there.
+        now_s: The time by its clock, which computations move.
     """
 
     def __init__(self, seed: int, *, computes_first: bool = False) -> None:
@@ -52,6 +63,7 @@ class SimulatedDevice:
         self._held: tuple[Mark, ...] = ()
         self._ends = False
         self.history: list[str] = []
+        self.now_s = 0.0
         self.num_copies_max = self.num_asked = self.fails_at = self.bytes_copied = 0
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -101,6 +113,7 @@ class SimulatedDevice:
             task.run()
             with self._changed:
                 queue.popleft()
+            task.done_s = self.now_s
             task.done.set()
 
     def _next(self) -> tuple[deque[Task], Task] | None:

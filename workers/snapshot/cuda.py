@@ -20,6 +20,12 @@ class Mark(Protocol):
     def wait(self) -> None:
         """Return when the device has come there; any thread may."""
 
+    def is_reached(self) -> bool:
+        """Return whether the device has come there."""
+
+    def since(self, other: Mark) -> float:
+        """Return how many seconds after another mark the device came there; it has been at both."""
+
 
 class Lane(Protocol):
     """A queue of copies, which a device works off beside what training asks of it."""
@@ -77,12 +83,21 @@ class _Event:
 
     def __init__(self, stream: Any) -> None:
         # Whoever waits sleeps: a processor that spins is one that training does not have.
-        self.event: Any = torch.cuda.Event(blocking=True)
+        self.event: Any = torch.cuda.Event(enable_timing=True, blocking=True)
         self.event.record(stream)
 
     def wait(self) -> None:
         """Return when the stream has come there."""
         self.event.synchronize()
+
+    def is_reached(self) -> bool:
+        """Return whether the stream has come there."""
+        return bool(self.event.query())
+
+    def since(self, other: Mark) -> float:
+        """Return the seconds between two marks of this device."""
+        assert isinstance(other, _Event)
+        return float(other.event.elapsed_time(self.event)) / 1000
 
 
 def is_recording_graph() -> bool:

@@ -6,11 +6,12 @@ at once, and those only for as long as the rank holds one of the node's credits:
 wants the bus waits for a bucket and not for a state. What is left when the update comes leaves at
 once, and the device puts the update off until it is through; the training thread waits for nothing.
 
-What releases them is the step itself. The first few leave behind the update; the others in shares,
-each behind a pass of the model's blocks (``workers.snapshot.passes``), so that they are spread over
-the first half of the step, by the passes of the step before. The device keeps to that and not the
-processor, which has asked for all of a pass long before the device gets there. A model that tells
-of no passes has them follow each other as fast as they can; so does whoever waits for a snapshot.
+What releases them is the step itself. The first few leave behind the update; the others in shares
+(``workers.snapshot.releases``), each behind a mark that the model's blocks set where a pass begins
+or ends (``workers.snapshot.passes``). The device keeps to that and not the processor, which has
+asked for all of a pass long before the device gets there; and the device tells how long it waited
+between one pass and the next, for the shares of a later step. A model that tells of no passes has
+buckets follow each other as fast as they can; so does whoever waits for a snapshot.
 
 What lies in the memory of this machine was copied already, and is only checksummed here, by credits
 too. The thread is not made nice: put off with the interpreter's lock, it would put training off.
@@ -26,6 +27,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
+from statistics import median
 from typing import Final, NamedTuple
 
 import torch
@@ -34,16 +37,14 @@ from torch import Tensor
 from ucp_core.checksums import crc32
 from workers.snapshot.credits import PATIENCE_S, Credits
 from workers.snapshot.cuda import CudaLane, Lane, Mark
+from workers.snapshot.releases import shares
 
-__all__ = ["BUCKET_BYTES", "IN_FLIGHT_MAX", "SPREAD", "DeviceCopy", "Piece", "cut"]
+__all__ = ["BUCKET_BYTES", "IN_FLIGHT_MAX", "DeviceCopy", "Piece", "cut"]
 
 #: Two thirds of a millisecond of a bus of 50 GB/s.
 BUCKET_BYTES: Final = 32 << 20
 #: One is copied while the other waits for it.
 IN_FLIGHT_MAX: Final = 2
-#: Of the passes of a step: the forward ones, if it has one micro-batch. The sooner a snapshot is
-#: whole, the less is lost.
-SPREAD: Final = 0.5
 #: So many buckets leave on one credit, some 10 ms; then it is another rank's turn.
 _TURN: Final = 16
 
@@ -90,6 +91,13 @@ class _Gate(NamedTuple):
     mark: Mark
 
 
+class _Told(NamedTuple):
+    """A mark of a step, and whether the device has nothing more to do there until the next."""
+
+    mark: Mark
+    ends: bool
+
+
 class DeviceCopy:
     """Copies of a state off its device, one at a time.
 
@@ -113,7 +121,12 @@ class DeviceCopy:
         self._under_way: deque[tuple[tuple[Piece, ...], Mark]] = deque()
         self._gates: deque[_Gate] = deque()
         self._num_buckets = self._num_released = self._num_reached = self._num_queued = 0
-        self._num_passed = self._passes_a_step = 0
+        self._num_told = self._told_a_step = 0
+        self._told: list[_Told] | None = None
+        self._told_before: deque[list[_Told]] = deque(maxlen=2)
+        self._gaps_s: list[float] = []
+        self._leave_s: list[float] = []
+        self._shares: list[int] = []
         self._updated_s, self._step_s, self._late_s = time.monotonic(), 0.0, 0.0
         self._last: Mark | None = None
         self._failed: Exception | None = None
@@ -136,7 +149,7 @@ class DeviceCopy:
             self._under_way.clear()
             self._gates.clear()
             self._flat = []
-            self._last = self._failed = None
+            self._last = self._failed = self._told = None
             self._num_checked = self._num_buckets = 0
             self._num_released = self._num_reached = self._num_queued = 0
             if not sources:
@@ -152,19 +165,27 @@ class DeviceCopy:
             self._num_checked = num_checked
             self._num_buckets = len(self._todo)
             self._late_s = time.monotonic() + self._step_s
-            self._release(lane)
+            self._share()
+            self._told = []
+            self._release(lane, ends=True)
 
     @property
     def has_lane(self) -> bool:
         """Return whether there was something to copy beside the computation so far."""
         return self._lane is not None
 
-    def passed(self) -> None:
-        """Be told that the device was asked for one more pass of a step; any thread may tell."""
+    def passed(self, *, ends: bool) -> None:
+        """Be told where, in what the device is asked for, a pass of a step begins or ends.
+
+        Any thread may tell.
+
+        Args:
+            ends: One ends. The device has nothing to do from there to where the next begins.
+        """
         with self._lock:
-            self._num_passed += 1
-            if self._todo and self._lane is not None:
-                self._release(self._lane)
+            self._num_told += 1
+            if self._told is not None and self._lane is not None:
+                self._release(self._lane, ends=ends)
 
     def hurry(self) -> None:
         """Wait for no more passes: somebody waits for the copy."""
@@ -174,7 +195,10 @@ class DeviceCopy:
     def hold_update(self) -> None:
         """Have what the training thread asks of the device from now on run after the copy."""
         with self._lock:
-            self._passes_a_step, self._num_passed = self._num_passed, 0
+            self._told_a_step, self._num_told = self._num_told, 0
+            if self._told is not None:
+                self._told_before.append(self._told)
+                self._told = None
             before_s, self._updated_s = self._updated_s, time.monotonic()
             self._step_s = self._updated_s - before_s
             self._queue_all()
@@ -254,6 +278,7 @@ class DeviceCopy:
 
     def _next(self, left: int, data: Sequence[memoryview], found: list[list[int]]) -> bool:
         """Wait for the next bucket while others follow; return whether there was one."""
+        begun_s = time.monotonic()
         with self._lock:
             self._queue_few(left)
             if not self._under_way:
@@ -265,6 +290,8 @@ class DeviceCopy:
             # To checksum one takes longer than to copy the next.
             self._queue_few(left - 1)
         self._check([piece for piece in bucket if piece.tensor < len(data)], data, found)
+        with self._lock:
+            self._leave_s.append(time.monotonic() - begun_s)
         return True
 
     def _check(
@@ -299,14 +326,29 @@ class DeviceCopy:
         if last is not None:
             last.wait()
 
-    def _release(self, lane: Lane) -> None:
+    def _share(self) -> None:
+        """Share the buckets out over the marks of a step, as long as the last one's."""
+        while self._told_before and self._told_before[0][-1].mark.is_reached():
+            told = self._told_before.popleft()
+            self._gaps_s = [
+                later.mark.since(mark) if ends and not later.ends else 0.0
+                for (mark, ends), later in pairwise(told)
+            ]
+        bucket_s = median(self._leave_s) if self._leave_s else math.inf
+        is_known = len(self._gaps_s) == self._told_a_step
+        gaps_s = self._gaps_s if is_known else [0.0] * self._told_a_step
+        self._shares = shares(self._num_buckets, gaps_s, bucket_s)
+        self._leave_s = []
+
+    def _release(self, lane: Lane, *, ends: bool) -> None:
         """Release what may leave behind all that the device was asked so far."""
-        num, passes = self._num_buckets, self._passes_a_step * SPREAD
-        if passes:
-            share = math.ceil(num * self._num_passed / passes)
-            num = min(num, max(IN_FLIGHT_MAX, share))
+        assert self._told is not None
+        self._told.append(_Told(mark := lane.mark(), ends))
+        place, num = self._num_told, self._num_buckets
+        if place < len(self._shares):
+            num = min(num, max(IN_FLIGHT_MAX, self._shares[place]))
         if num > self._num_released:
-            self._gates.append(_Gate(num, lane.mark()))
+            self._gates.append(_Gate(num, mark))
             self._num_released = num
             self._changed.notify_all()
 

@@ -6,51 +6,99 @@ Source: the hooks that release buckets in REFT's hierarchical snapshots (arXiv 2
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.utils._pytree import tree_iter
 
 from workers.snapshot.cuda import is_recording_graph
 
-__all__ = ["on_passes"]
+__all__ = ["Told", "on_passes"]
+
+#: No backward pass is under way in this thread.
+_NONE = -1
 
 
-def on_passes(blocks: Iterable[nn.Module], passed: Callable[[], None]) -> Callable[[], None]:
-    """Have ``passed`` called behind every forward pass of a block, and before its backward one.
+class Told(Protocol):
+    """Who is told; by whichever thread runs the pass."""
 
-    Only where gradients are wanted: a step counts its passes by that, and an evaluation is none.
-    Never while a CUDA graph is recorded: it is run later, without calls.
+    def __call__(self, *, ends: bool) -> None:
+        """Be told that a pass begins here, or ends."""
+
+
+def on_passes(blocks: Iterable[nn.Module], told: Told) -> Callable[[], None]:
+    """Have ``told`` called where passes of blocks begin and end.
+
+    That is before and behind each forward pass of a block, before each backward one, and behind
+    all of a backward call: until there, one block's begins where another's ends.
+
+    Only where gradients are wanted: what a step tells is counted, and an evaluation is none. Never
+    while a CUDA graph is recorded: it is run later, without calls.
 
     Args:
         blocks: Of a model.
-        passed: Called by whichever thread runs the pass.
+        told: Called.
 
     Returns:
         Ends that.
     """
-
-    def tell() -> None:
-        if not is_recording_graph():
-            passed()
-
-    # A compiled block would be cut up there, and compiled again for each thing that tells.
-    @torch.compiler.disable
-    def forward(_block: nn.Module, _arguments: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        tell()
-        for one in tree_iter(output):
-            if isinstance(one, Tensor) and one.requires_grad:
-                # A hook of the module would put a function of its own around what it returns.
-                one.register_hook(lambda _gradient: tell())
-                return
-
-    handles = [block.register_forward_hook(forward) for block in blocks]
+    hooks = _Hooks(told)
+    handles = []
+    for block in blocks:
+        handles.append(block.register_forward_pre_hook(hooks.before))
+        handles.append(block.register_forward_hook(hooks.behind))
 
     def end() -> None:
         for handle in handles:
             handle.remove()
 
     return end
+
+
+class _Hooks:
+    """Of all blocks of a model."""
+
+    def __init__(self, told: Told) -> None:
+        self._told = told
+        self._last = _NONE
+
+    # A compiled block would be cut up there, and compiled again for each thing that tells.
+    @torch.compiler.disable
+    def before(self, _block: nn.Module, _arguments: Any) -> None:
+        """Tell that a forward pass begins."""
+        if torch.is_grad_enabled():
+            self._tell(ends=False)
+
+    @torch.compiler.disable
+    def behind(self, _block: nn.Module, _arguments: Any, output: Any) -> None:
+        """Tell that a forward pass ends; have it told where the backward one begins."""
+        if not torch.is_grad_enabled():
+            return
+        # What a backward pass computes again, it goes on with.
+        if _backward() == _NONE:
+            self._tell(ends=True)
+        for one in tree_iter(output):
+            if isinstance(one, Tensor) and one.requires_grad:
+                # A hook of the module would put a function of its own around what it returns.
+                one.register_hook(self._before_backward)
+                return
+
+    def _before_backward(self, _gradient: Tensor) -> None:
+        self._tell(ends=False)
+        if self._last != _backward():
+            self._last = _backward()
+            Variable._execution_engine.queue_callback(self._behind_backward)  # noqa: SLF001  as FSDP2
+
+    def _behind_backward(self) -> None:
+        self._tell(ends=True)
+
+    def _tell(self, *, ends: bool) -> None:
+        if not is_recording_graph():
+            self._told(ends=ends)
+
+
+def _backward() -> int:
+    """Return which call of backward this thread is in; ``_NONE`` if in none."""
+    return int(torch._C._current_graph_task_id())  # noqa: SLF001  nothing else tells

@@ -158,9 +158,9 @@ class SnapshotWriter:
         """Return whether what was captured is copied beside the training."""
         return self._copy.has_lane
 
-    def passed(self) -> None:
-        """Be told that the device was asked for one more pass of a step; any thread may tell."""
-        self._copy.passed()
+    def passed(self, *, ends: bool) -> None:
+        """Be told where a pass of a step begins or ends; see ``DeviceCopy``."""
+        self._copy.passed(ends=ends)
 
     def hold_update(self) -> None:
         """Let no update of the weights overtake a copy that is under way."""

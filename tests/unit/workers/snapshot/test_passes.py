@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,9 @@ from tests.support.simulated_device import WAIT_S_MAX, SimulatedDevice, Task
 from tests.support.snapshots import eventually
 from workers.snapshot import device as device_module
 from workers.snapshot.credits import Credits
-from workers.snapshot.device import IN_FLIGHT_MAX, SPREAD, DeviceCopy
+from workers.snapshot.device import IN_FLIGHT_MAX, DeviceCopy
 from workers.snapshot.passes import on_passes
+from workers.snapshot.releases import SPREAD
 
 BUCKET_BYTES = 64
 #: A pass that is waited for in vain would not end a test.
@@ -58,11 +60,23 @@ def _sum(model: list[nn.Module], form: str, x: Tensor) -> Tensor:
     return x.sum()
 
 
+class _Notes(list[str]):
+    """What was told, of which pass."""
+
+    where = ""
+
+    def __call__(self, *, ends: bool) -> None:
+        self.append(f"{self.where} {'ends' if ends else 'begins'}")
+
+
+#: Of three blocks.
+STEP = ["forward begins", "forward ends"] * 3 + ["backward begins"] * 3 + ["backward ends"]
+
+
 @pytest.mark.parametrize("form", ["tensor", "tuple", "dict"])
 def test_each_block_tells_of_both_passes_and_computes_as_ever(form: str) -> None:
     """Three blocks, two micro-batches."""
-    told: list[str] = []
-    where = "forward"
+    told = _Notes()
     torch.manual_seed(0)
     model: list[nn.Module] = [_Block(form) for _ in range(3)]
     x = torch.randn(2, 4)
@@ -71,13 +85,13 @@ def test_each_block_tells_of_both_passes_and_computes_as_ever(form: str) -> None
     for block in model:
         block.zero_grad()
 
-    end = on_passes(model, lambda: told.append(where))
+    end = on_passes(model, told)
     for _ in range(2):
-        where = "forward"
+        told.where = "forward"
         loss = _sum(model, form, x)
-        where = "backward"
+        told.where = "backward"
         loss.backward()
-    assert told == (["forward"] * 3 + ["backward"] * 3) * 2
+    assert told == STEP * 2
     found = [parameter.grad for block in model for parameter in block.parameters()]
     for one, other in zip(found, expected, strict=True):
         assert one is not None
@@ -86,41 +100,41 @@ def test_each_block_tells_of_both_passes_and_computes_as_ever(form: str) -> None
 
     end()
     _sum(model, form, x).backward()
-    assert len(told) == 12
+    assert told == STEP * 2
 
 
 def test_an_evaluation_tells_of_nothing() -> None:
     """A step would seem to have more passes than it has."""
-    told: list[int] = []
+    told = _Notes()
     model: list[nn.Module] = [_Block("tensor")]
-    on_passes(model, lambda: told.append(1))
+    on_passes(model, told)
     with torch.no_grad():
         _sum(model, "tensor", torch.ones(2, 4))
     assert not told
 
 
-def test_blocks_that_are_computed_twice_tell_the_same_in_every_step() -> None:
-    """Activations are computed again where memory is short."""
-    told: list[int] = []
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_ends_no_pass(reentrant: bool) -> None:  # noqa: FBT001  a parameter
+    """Activations are, where memory is short; the device goes on with the backward pass."""
+    told = _Notes()
     block = _Block("tensor")
-    on_passes([block], lambda: told.append(1))
-    counts = []
-    for _ in range(2):
-        told.clear()
-        x = torch.ones(2, 4, requires_grad=True)
-        checkpoint(block, x, use_reentrant=False).sum().backward()
-        counts.append(len(told))
-    assert counts[0] == counts[1] >= 2
+    on_passes([block], told)
+    x = torch.ones(2, 4, requires_grad=True)
+    loss = checkpoint(block, x, use_reentrant=reentrant).sum()
+    told.where = "backward"
+    loss.backward()
+    found = [one for one in told if "backward" in one]
+    assert found == ["backward begins", "backward begins", "backward ends"]
 
 
 def test_a_compiled_block_tells_too() -> None:
     """Whatever it was compiled to, the device is asked for its passes."""
-    told: list[int] = []
+    told = _Notes()
     block = _Block("tensor")
-    on_passes([block], lambda: told.append(1))
+    on_passes([block], told)
     compiled: Callable[[Tensor], Tensor] = torch.compile(block, backend="eager")
     compiled(torch.ones(2, 4)).sum().backward()
-    assert len(told) == 2
+    assert told == [" begins", " ends", " begins", " ends"]
 
 
 def _state(num_buckets: int) -> tuple[list[Tensor], list[Tensor], list[memoryview]]:
@@ -141,7 +155,7 @@ def _warm(copy: DeviceCopy, num_passes: int, step_s: float = STEP_S) -> None:
             patch.setattr(device_module, "time", SimpleNamespace(monotonic=lambda now=now_s: now))
             copy.hold_update()
             for _ in range(0 if now_s else num_passes):
-                copy.passed()
+                copy.passed(ends=False)
 
 
 @settings(deadline=None, max_examples=200)
@@ -178,7 +192,7 @@ def test_no_bucket_leaves_before_the_device_has_done_its_share_of_passes(
             checked = other.submit(copy.run, data)
             for _ in range(num_passes):
                 device.compute(lambda: device.history.append("pass"))
-                copy.passed()
+                copy.passed(ends=False)
             copy.hold_update()
             device.compute(sources[0].zero_)
             assert checked.result(WAIT_S_MAX) == [_checksums(data[0])]
@@ -273,7 +287,7 @@ def test_no_credit_is_held_while_the_device_has_a_pass_to_do(
         assert eventually(lambda: device.num_asked == IN_FLIGHT_MAX)
         for turn in turns:
             device.hold(turn)
-            copy.passed()
+            copy.passed(ends=False)
         # Twenty buckets over half of ten passes: four behind each.
         for turn, num_before in zip(turns, (IN_FLIGHT_MAX, 4), strict=True):
             is_further = functools.partial(_has_asked_for_more, device, num_before)
@@ -289,3 +303,87 @@ def test_no_credit_is_held_while_the_device_has_a_pass_to_do(
 
 def _has_asked_for_more(device: SimulatedDevice, num_copies: int) -> bool:
     return device.num_asked > num_copies
+
+
+@contextmanager
+def _running(copy: DeviceCopy, data: list[memoryview]) -> Iterator[Future[list[list[int]]]]:
+    with ThreadPoolExecutor(1) as other:
+        try:
+            yield other.submit(copy.run, data)
+        except BaseException:
+            copy.end()
+            raise
+
+
+def _pass_s(device: SimulatedDevice, seconds: float) -> None:
+    device.compute(lambda: setattr(device, "now_s", device.now_s + seconds))
+
+
+@pytest.mark.parametrize("place", [0, 4, 8])
+def test_buckets_leave_where_the_device_waited_in_the_step_before(
+    place: int, tmp_path: Path, device: SimulatedDevice
+) -> None:
+    """Ten marks, a minute from each to the next; but it waited only behind one of them.
+
+    There a pass ended, and another began. Two more end within another, the second as that does.
+    """
+    copy = DeviceCopy(Credits(tmp_path, 1), BUCKET_BYTES, device)
+
+    def tell(number: int) -> None:
+        # What lies behind the begin of a snapshot is a wait, too.
+        _pass_s(device, 0 if number == 4 or (place and number < 2) else 60)
+        if number:
+            copy.passed(ends=number in {2, 3, place})
+
+    _warm(copy, 10)
+    for step in range(2):
+        targets, sources, data = _state(20)
+        device.history.clear()
+        copy.begin(targets, sources, num_checked=1)
+        with _running(copy, data) as checked:
+            for number in range(11):
+                tell(number)
+                if not step:
+                    continue
+                is_all = number >= place
+                num = 20 if is_all else IN_FLIGHT_MAX
+                assert eventually(functools.partial(_has_copied, device, num), within_s=10)
+                assert is_all or not eventually(
+                    functools.partial(_has_copied, device, num + 1), within_s=0.05
+                )
+            copy.hold_update()
+            assert checked.result(WAIT_S_MAX) == [_checksums(data[0])]
+        assert torch.equal(targets[0], sources[0])
+        device.compute(lambda: None).wait()
+
+
+def _has_copied(device: SimulatedDevice, num: int) -> bool:
+    return device.history.count("copy") >= num
+
+
+def test_waits_of_a_step_unlike_the_last_one_count_for_nothing(
+    tmp_path: Path, device: SimulatedDevice
+) -> None:
+    """They are known by their place among so many passes."""
+    copy = DeviceCopy(Credits(tmp_path, 1), BUCKET_BYTES, device)
+    targets, sources, data = _state(20)
+    copy.begin(targets, sources, num_checked=1)
+    for _ in range(10):
+        _pass_s(device, 60)
+        copy.passed(ends=False)
+    copy.hold_update()
+    copy.run(data)
+    device.compute(lambda: None).wait()
+
+    # A step without a snapshot.
+    _warm(copy, 4)
+    device.history.clear()
+    targets, sources, data = _state(20)
+    copy.begin(targets, sources, num_checked=1)
+    with _running(copy, data) as checked:
+        for num in (IN_FLIGHT_MAX, 10, 20):
+            assert eventually(functools.partial(_has_copied, device, num))
+            further = functools.partial(_has_copied, device, num + 1)
+            assert not eventually(further, within_s=0.05)
+            copy.passed(ends=False)
+        checked.result(WAIT_S_MAX)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.simulated_device import Task
 from tests.support.snapshot_rank import Node, Rank, captured, loaded, state
 from tests.support.snapshots import eventually
 from ucp_core.boxes import Box
@@ -329,12 +330,12 @@ def test_a_restarted_keeper_is_told_though_a_dead_peer_holds_all_snapshots_back(
 def test_a_device_that_failed_does_not_keep_a_writer_from_closing(rank: Rank) -> None:
     """What the attempt ended with would be lost, and be told as an error of the snapshot."""
 
-    class Failed:
+    class Failed(Task):
         def wait(self) -> None:
             raise RuntimeError("device-side assert triggered")
 
     assert rank.ready(state())
-    rank.writer._copy._last = Failed()
+    rank.writer._copy._last = Failed(lambda: None)
     assert rank.writer.close()
 
 
