@@ -22,8 +22,10 @@ from tests.support.attempts import (
     times_of,
     wait_for_steps,
 )
+from tests.support.snapshots import eventually
 from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
+from workers.collectives.ring import read_attempt
 from workers.protocol import Completed, Fenced, PeerLost, Raised, Unloadable, Yielded
 from workers.train.settings import (
     DataSettings,
@@ -160,8 +162,9 @@ def test_who_found_damage_tells_it_though_the_attempt_ends_before_all_have_loade
     mine.unlink()
     os.mkfifo(mine)
     members = run.begin(settings(text), num_workers=2, resume=(3, 1))
-    # To open it succeeds once rank 0 waits there to load: then the groups are formed.
+    # To open it succeeds once rank 0 waits there to load; the other has, once it asks who has.
     fifo = _open_to_write(mine)
+    assert eventually(lambda: _has_called(run.directory / "w0001.ring", attempt=2))
     if how == "fence":
         members[1].fence(2)
     else:
@@ -171,6 +174,11 @@ def test_who_found_damage_tells_it_though_the_attempt_ends_before_all_have_loade
 
     assert isinstance(left, Unloadable), left
     assert left.found.damaged == ((3, 1, "", "", 0, 0),)
+
+
+def _has_called(ring: Path, *, attempt: int) -> bool:
+    found, groups = read_attempt(ring)
+    return found == attempt and any(group.entered_seq for group in groups)
 
 
 def _open_to_write(fifo: Path) -> int:
