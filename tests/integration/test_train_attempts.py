@@ -116,7 +116,8 @@ def test_a_fenced_worker_writes_nothing_more(run: Run, text: DataSettings) -> No
     for trainer in members:
         trainer.fence(1)
     outcomes = [trainer.left().outcome for trainer in members]
-    assert all(isinstance(outcome, Fenced) for outcome in outcomes)
+    # The second may hear that the first has left before it hears of its own fence.
+    assert [type(outcome) for outcome in outcomes] in ([Fenced, Fenced], [Fenced, PeerLost])
     resumed = newest(run)
     written = times_of(run, "a0001-*")
 

@@ -60,6 +60,10 @@ def train(session: Session) -> None:
                 time.sleep(0.005)
             loss = (model(inputs[samples]) - inputs[samples].flip(-1)).square().mean()
             step.backward(loss, tokens=len(samples))
+        # The others are told with a step that the snapshot before it is complete.
+        writer = session._boundary._writer
+        while step.number == STEP and writer is not None and writer.is_behind():
+            time.sleep(0.005)
         step.apply()
 
 
