@@ -31,7 +31,14 @@ def test_buckets_leave_where_their_stage_waits(tmp_path: Path) -> None:
         (tmp_path / f"node-{rank}").mkdir()
     stages = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.support.pipeline_stage", f"{rank}", "3", f"{tmp_path}"]
+            [
+                sys.executable,
+                "-m",
+                "tests.support.pipeline_stage",
+                f"{rank}",
+                f"{NUM_STAGES}",
+                f"{tmp_path}",
+            ]
         )
         for rank in range(NUM_STAGES)
     ]
