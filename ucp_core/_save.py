@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ucp_core._form import TensorsForm
 from ucp_core._open import MANIFEST_NAME, LocalTensor, bytes_of
 from ucp_core.boxes import Box
-from ucp_core.checksums import BLOCK_BYTES, combine, combine_blocks, crc32
+from ucp_core.checksums import BLOCK_BYTES, combine, combine_blocks, crc32, of_blocks
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.manifest import FileEntry, Kind, Manifest, from_bytes, merge, to_bytes
 from ucp_core.statemap import DTYPE_BYTES, StateMap
@@ -252,10 +252,7 @@ def _checked(
 
 def _checksums(data: Sequence[memoryview], block_bytes: int) -> list[list[int]]:
     """Return the crc32 of every block of each of ``data``."""
-    found: list[list[int]] = []
-    for _ in _checked(data, found, block_bytes):
-        pass
-    return found
+    return [of_blocks(view, block_bytes) for view in data]
 
 
 def _total(blocks: Sequence[int], num_bytes: int, block_bytes: int) -> int:

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 #: a block still fits the second-level cache, and 1 TB of state lists a million checksums.
 BLOCK_BYTES = 1 << 20
 
-__all__ = ["BLOCK_BYTES", "combine", "combine_blocks", "crc32"]
+__all__ = ["BLOCK_BYTES", "combine", "combine_blocks", "crc32", "of_blocks"]
+
+
+def of_blocks(data: memoryview, block_bytes: int) -> list[int]:
+    """Return the crc32 of every block of ``data``, of which the last may be shorter."""
+    return [crc32(data[low : low + block_bytes]) for low in range(0, len(data), block_bytes)]
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,16 +39,28 @@ class Job:
     ways: tuple[str, ...]
 
     @classmethod
-    def of_size(cls, megabytes: int, *, workers: int, global_batch: int, **blocks: Any) -> Self:
-        """Return a job whose workers have about ``megabytes`` of state each."""
+    def of_size(
+        cls, megabytes: int, *, workers: int, ways: tuple[str, ...], lingers: bool, **more: int
+    ) -> Self:
+        """Return a job whose workers have about ``megabytes`` of state each.
+
+        Args:
+            megabytes: Decide whatever of ``more`` is 0.
+            workers: How many.
+            ways: To save; the first is none.
+            lingers: Whether a way costs steps after it: it has longer blocks. Short ones tell more,
+                because this machine's speed drifts within seconds.
+            more: ``global_batch``, ``rounds``, ``block``.
+        """
         is_small = megabytes < 50
+        rounds, block = (6, 4) if not is_small else (6, 20) if lingers else (100, 5)
         return cls(
             shape=shape_of(megabytes, workers),
             workers=workers,
-            global_batch=global_batch or (16 if is_small else 8),
-            rounds=blocks["rounds"],
-            block=blocks["block"] or (20 if is_small else 4),
-            ways=blocks["ways"],
+            global_batch=more["global_batch"] or (16 if is_small else 8),
+            rounds=more["rounds"] or rounds,
+            block=more["block"] or block,
+            ways=ways,
         )
 
     @property
@@ -92,6 +105,7 @@ class Meter:
         self._times_s: list[float] = []
         self._used_s: list[float] = []
         self._others_s: list[float] = []
+        self._beside_s: list[float] = []
         self._num_steps = job.num_steps
 
     def tick(self) -> None:
@@ -100,13 +114,27 @@ class Meter:
         others_s = sum(map(processor_s, self._pids))
         self._used_s.append(time.process_time() + others_s)
         self._others_s.append(others_s)
+        self._beside_s.append(_thread_s("snapshot"))
 
     def seen(self) -> dict[str, Any]:
-        """Return seconds since whenever, and processor seconds so far, by step; ``others_s`` are
-        those of the other processes alone.
+        """Return seconds since whenever, and processor seconds so far, by step.
+
+        ``others_s`` are those of the other processes alone, ``beside_s`` those of the thread that
+        completes snapshots.
         """
         assert len(self._times_s) == self._num_steps, "a step was missed"
-        return {"times_s": self._times_s, "used_s": self._used_s, "others_s": self._others_s}
+        return {
+            "times_s": self._times_s,
+            "used_s": self._used_s,
+            "others_s": self._others_s,
+            "beside_s": self._beside_s,
+        }
+
+
+def _thread_s(name: str) -> float:
+    """Return the processor seconds of this process's thread of that name; 0 if there is none."""
+    idents = [thread.ident for thread in threading.enumerate() if thread.name == name]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(one)) for one in idents if one)
 
 
 def batch(samples: Sequence[int], vocab_size: int) -> tuple[Tensor, Tensor]:

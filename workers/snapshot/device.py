@@ -13,8 +13,9 @@ asked for all of a pass long before the device gets there; and the device tells 
 between one pass and the next, for the shares of a later step. A model that tells of no passes has
 buckets follow each other as fast as they can; so does whoever waits for a snapshot.
 
-What lies in the memory of this machine was copied already, and is only checksummed here, by credits
-too. The thread is not made nice: put off with the interpreter's lock, it would put training off.
+What lies in the memory of this machine was copied already, and is only checksummed here as far as
+it was not on the way (``workers.snapshot.host_copy``), by credits too. The thread is not made nice:
+put off with the interpreter's lock, it would put training off.
 
 Source: the device level of REFT's hierarchical snapshots (arXiv 2310.12670).
 """
@@ -34,7 +35,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ucp_core.checksums import crc32
+from ucp_core.checksums import of_blocks
 from workers.snapshot.credits import PATIENCE_S, Credits
 from workers.snapshot.cuda import CudaLane, Lane, Mark
 from workers.snapshot.releases import shares
@@ -205,18 +206,25 @@ class DeviceCopy:
             if self._last is not None and self._lane is not None:
                 self._lane.hold(self._last)
 
-    def run(self, data: Sequence[memoryview], *, hurries: bool = False) -> list[list[int]]:
+    def run(
+        self,
+        data: Sequence[memoryview],
+        *,
+        known: Sequence[Sequence[int]] = (),
+        hurries: bool = False,
+    ) -> list[list[int]]:
         """Copy what ``begin`` noted; return, when all is there, the crc32 of every block.
 
         Args:
             data: The memory of the targets that are checksummed; or other memory, if none are.
+            known: What is known of such other memory: of each all checksums or none.
             hurries: Whether to wait for no credit.
 
         Raises:
             Exception: The device failed, or has no memory for what copying takes.
             RuntimeError: The copy was ended before.
         """
-        found: list[list[int]] = [[] for _ in data]
+        found = [list(blocks) for blocks in known] or [[] for _ in data]
         # Whoever comes again finds all of it in place.
         num_checked, self._num_checked = self._num_checked, 0
         patience_s = 0.0 if hurries else PATIENCE_S
@@ -232,7 +240,8 @@ class DeviceCopy:
             self._flat = []
             self._raise_failed()
         if not num_checked:
-            rest = deque(self._cut(map(len, data)))
+            sizes = (0 if sums else len(view) for view, sums in zip(data, found, strict=True))
+            rest = deque(self._cut(sizes))
             self._in_turns(
                 lambda: bool(rest),
                 lambda _: bool(rest) and self._check(rest.popleft(), data, found),
@@ -298,11 +307,8 @@ class DeviceCopy:
         self, pieces: Sequence[Piece], data: Sequence[memoryview], found: list[list[int]]
     ) -> bool:
         """Checksum pieces; return whether there were any."""
-        size = self._block_bytes
         for tensor, low, high in pieces:
-            view, blocks = data[tensor], found[tensor]
-            for start in range(low, high, size):
-                blocks.append(crc32(view[start : min(start + size, high)]))
+            found[tensor] += of_blocks(data[tensor][low:high], self._block_bytes)
         return bool(pieces)
 
     def wait(self) -> None:

@@ -85,7 +85,7 @@ class Form:
         self._entries = entries
         self._written = [entries[index] for index in self.saver.order]
         self.sources = [entry.tensor for entry in self._written]
-        self._host = HostTensors(self.sources)
+        self._host = HostTensors(self.sources, block_bytes=BLOCK_BYTES)
 
     def bytes(self) -> Sequence[memoryview] | None:
         """Return the bytes of every tensor where they are now, in the order of the data.
@@ -94,8 +94,12 @@ class Form:
         """
         return self._host.views()
 
-    def copy(self, slot: int) -> bool:
-        """Copy all of it into the slot, unless that is for ``DeviceCopy`` to do; say which."""
+    def copy(self, slot: int) -> list[list[int]] | None:
+        """Copy all of it into the slot, unless that is for ``DeviceCopy`` to do; then None.
+
+        Returns:
+            Of every tensor the crc32 of each block; none of those that are left for later.
+        """
         return self._host.copy_to(self.data[slot])
 
     def lay_out(self, arena: Arena) -> None:

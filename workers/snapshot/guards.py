@@ -18,13 +18,14 @@ from typing import Final
 
 from torch import Tensor
 
+from ucp_core.checksums import of_blocks
 from workers.errors import ArenaError
 from workers.keeper.arena import Arena
 from workers.keeper.retention import guard_name
 from workers.parallel.state import StateEntry
 from workers.protocol import Assignment
 from workers.snapshot.arena_store import ArenaStore
-from workers.snapshot.form import Captured, Form
+from workers.snapshot.form import BLOCK_BYTES, Captured, Form
 from workers.snapshot.memory import SnapshotMemory
 
 __all__ = ["Guards"]
@@ -98,7 +99,9 @@ class Guards:
                 rank=share.rank,
                 world_size=self._assignment.layout.world_size,
             )
-            if not share.form.copy(share.slot):
+            blocks = share.form.copy(share.slot)
+            share.blocks = blocks or [[] for _ in share.form.sources]
+            if blocks is None:
                 targets += share.form.views[share.slot]
                 sources += share.form.sources
         return targets, sources
@@ -114,14 +117,19 @@ class Guards:
             if share.arena is None or share.slot < 0:
                 continue
             if share.arena.held(share.slot) is None:
+                data = share.form.data[share.slot]
                 share.form.saver.save(
                     ArenaStore(share.arena, share.slot, is_captured=True, check=check),
                     "",
                     step=state.step,
-                    data=share.form.data[share.slot],
+                    data=data,
                     extra=state.extra,
                     param_groups=state.param_groups,
                     fsync=False,
+                    blocks=[
+                        known or of_blocks(view, BLOCK_BYTES)
+                        for view, known in zip(data, share.blocks, strict=True)
+                    ],
                 )
 
     def leave(self) -> None:
@@ -160,4 +168,5 @@ class _Share:
     form: Form
     arena: Arena | None = None
     slot: int = -1
+    blocks: Sequence[Sequence[int]] = ()
     refused_until_s: float = float("-inf")

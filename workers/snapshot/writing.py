@@ -196,13 +196,13 @@ class SnapshotWriter:
             rank=assignment.rank,
             world_size=assignment.layout.world_size,
         )
-        is_copied = self._form.copy(slot)
+        blocks = self._form.copy(slot)
         targets, sources = self._for_others.capture(state.step, kept)
-        mine = [] if is_copied else self._form.sources
+        mine = self._form.sources if blocks is None else []
         if mine:
             targets = [*self._form.views[slot], *targets]
         self._copy.begin(targets, [*mine, *sources], num_checked=len(mine))
-        self._captured = _Copied(slot, state, begun_s)
+        self._captured = _Copied(slot, state, begun_s, blocks or [])
 
     def complete(self, *, pin: bool) -> None:
         """Have what was captured completed, in the background.
@@ -368,7 +368,8 @@ class SnapshotWriter:
         assert self._arena is not None
         assert self._form is not None
         hurries = time.monotonic() < self._late_until_s
-        blocks = self._copy.run(self._form.data[copied.slot], hurries=hurries)
+        data = self._form.data[copied.slot]
+        blocks = self._copy.run(data, known=copied.blocks, hurries=hurries)
         # A version that counts has the lines of its steps.
         self._told()
         slot, state = copied.slot, copied.state
@@ -380,7 +381,7 @@ class SnapshotWriter:
                 ArenaStore(self._arena, slot, is_captured=True, check=self._check),
                 "",
                 step=state.step,
-                data=self._form.data[slot],
+                data=data,
                 extra=state.extra,
                 param_groups=state.param_groups,
                 fsync=False,
@@ -416,8 +417,9 @@ class _FencedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """What was captured, where, and when."""
+    """What was captured, where, when, and which checksums of it are known."""
 
     slot: int
     state: Captured
     begun_s: float
+    blocks: Sequence[Sequence[int]]

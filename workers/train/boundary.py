@@ -172,10 +172,10 @@ class Boundary:
             # Whoever is ready has completed its snapshot before, and all ranks are.
             agreed = replace(agreed, no_memory=not is_ready, behind=False)
         due = self._due = self._cadence.due(step.number, agreed)
+        taking_s = time.monotonic()
         if due.snapshot or due.storage:
             self._context.page.enter(WorkerPhase.SAVING)
             self._state = self._state or _captured(step.number, parts, extra)
-        taking_s = time.monotonic()
         is_taken = due.snapshot and self._take(self._state)
         snapshot_s = time.monotonic() - taking_s if due.snapshot else 0.0
         if self._assignment.rank == 0:

@@ -176,6 +176,17 @@ def test_what_was_copied_already_is_checksummed_beside_what_is_on_a_device(tmp_p
         assert all(map(torch.equal, targets, sources))
 
 
+def test_checksums_that_are_known_are_not_made_again(tmp_path: Path) -> None:
+    """Small tensors were checksummed as they were copied; who comes again, comes with the same."""
+    data = [memoryview(bytes([number]) * size) for number, size in enumerate((5, 0, 700, 9))]
+    known = [[1234], [], [], [5678]]
+    copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES)
+    copy.begin([], [], num_checked=0)
+    for _ in range(2):
+        assert copy.run(data, known=known) == [[1234], [], checksums(data[2]), [5678]]
+    assert known == [[1234], [], [], [5678]]
+
+
 def test_who_comes_again_gets_the_checksums_again(tmp_path: Path) -> None:
     """A fence kept what was copied from being completed; the farewell completes it."""
     targets, sources, data = tensors()

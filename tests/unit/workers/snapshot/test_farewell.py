@@ -150,7 +150,7 @@ def test_what_came_off_a_device_before_the_fence_is_completed(
 ) -> None:
     """Its weights may have changed since; what is completed is the copy, with its checksums."""
     monkeypatch.setattr(device, "BUCKET_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(form.Form, "copy", lambda *_: False)
+    monkeypatch.setattr(form.Form, "copy", lambda *_: None)
     entries = state(num_rows=40_000)
     assert rank.ready(entries)
     before = {(one.fqn, one.slot): one.tensor.clone() for one in entries}

@@ -33,7 +33,8 @@ def node(tmp_path: Path) -> Iterator[Node]:
 def _replica(rank: int) -> list[list[StateEntry]]:
     """Return the shares of a state that is equal on all ranks, as ``rank`` cuts them."""
     torch.manual_seed(7)
-    entries = state()
+    # Some parts have several blocks, most are less than one.
+    entries = state(num_rows=60_000)
     parts = [(entry.box, entry.tensor.element_size()) for entry in entries]
     sharing = Sharing.of(LAYOUT, rank)
     return [
@@ -109,7 +110,7 @@ def test_memory_that_is_refused_for_a_guard_costs_no_own_snapshot(
 ) -> None:
     """The own one is worth as much as before; the copy follows once there is room."""
     monkeypatch.setattr(guards, "_REFUSED_S", 0.0)
-    node = Node(tmp_path, budget_bytes=300 << 10)
+    node = Node(tmp_path, budget_bytes=4 << 20)
     rank = _begin(SnapshotMemory(node.directory, "w0000"), 0, (1,))
     _take(rank, 1)
     assert not rank.writer.wait_copied(1, until_s=0.0)
@@ -129,7 +130,7 @@ def test_memory_that_is_refused_for_a_guard_costs_no_own_snapshot(
 def test_memory_that_was_refused_is_no_trouble_once_it_is_not_wanted(tmp_path: Path) -> None:
     """The next attempt may be protected otherwise; people would look for memory all the same."""
     refused: dict[str, str] = {}
-    shelf = Shelf(budget_bytes=300 << 10)
+    shelf = Shelf(budget_bytes=4 << 20)
     door = Door(door_path(tmp_path), shelf, refused.__setitem__)
     memory = SnapshotMemory(tmp_path, "w0000")
     assert _begin(memory, 0, (1,)).writer.close()

@@ -23,9 +23,12 @@ from workers.snapshot.memory import HandOver
 from workers.snapshot.writing import BLOCK_BYTES, SnapshotMemory
 
 
-def test_what_was_captured_is_held_although_training_goes_on(rank: Rank, node: Node) -> None:
-    """The copy is taken now; checksums and record come when they come."""
-    entries = state()
+@pytest.mark.parametrize("num_rows", [40, 40_000])
+def test_what_was_captured_is_held_although_training_goes_on(
+    rank: Rank, node: Node, num_rows: int
+) -> None:
+    """The copy is taken now; the record comes when it comes, and checksums of large tensors do."""
+    entries = state(num_rows=num_rows)
     assert rank.ready(entries)
     rank.may_tell.clear()
     before = {(one.fqn, one.slot): one.tensor.clone() for one in entries}
