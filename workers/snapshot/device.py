@@ -129,6 +129,7 @@ class DeviceCopy:
         self._leave_s: list[float] = []
         self._shares: list[int] = []
         self._updated_s, self._step_s, self._late_s = time.monotonic(), 0.0, 0.0
+        self._waited_s = 0.0
         self._last: Mark | None = None
         self._failed: Exception | None = None
         self._num_checked = 0
@@ -153,6 +154,7 @@ class DeviceCopy:
             self._last = self._failed = self._told = None
             self._num_checked = self._num_buckets = 0
             self._num_released = self._num_reached = self._num_queued = 0
+            self._waited_s = 0.0
             if not sources:
                 return
             lane = self._lane_of(sources)
@@ -174,6 +176,14 @@ class DeviceCopy:
     def has_lane(self) -> bool:
         """Return whether there was something to copy beside the computation so far."""
         return self._lane is not None
+
+    @property
+    def waited_s(self) -> float:
+        """Return for how long the last copy waited for passes and credits, as no hurried one does.
+
+        For who called ``run``.
+        """
+        return self._waited_s
 
     def passed(self, *, ends: bool) -> None:
         """Be told where, in what the device is asked for, a pass of a step begins or ends.
@@ -261,10 +271,13 @@ class DeviceCopy:
         Each turn takes a credit of the node, and waits for it as long as that; None takes none, as
         for a single bucket: it takes less time than to wait for others.
         """
+        begun_s = time.monotonic()
         while has_next():
             credit = nullcontext(True) if patience_s is None else self._node.one(patience_s)
             with credit as has_one:
+                self._waited_s += time.monotonic() - begun_s
                 all(go_on(left) for left in range(_TURN, 0, -1))
+                begun_s = time.monotonic()
             if not has_one:
                 # Whoever keeps it may be stopped: one wait is enough.
                 patience_s = 0.0

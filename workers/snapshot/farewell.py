@@ -31,7 +31,8 @@ def is_quick(size_bytes: int, measured_s: float | None) -> bool:
 
     Args:
         size_bytes: Of the snapshot.
-        measured_s: What the last one took, until it was complete; None if there was none.
+        measured_s: What the last one took, until it was complete, but for what one in a hurry does
+            not wait for; None if there was none.
     """
     expected_s = size_bytes / _BYTES_PER_S if measured_s is None else measured_s
     return expected_s <= _EXPECTED_S_MAX

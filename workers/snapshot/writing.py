@@ -391,7 +391,7 @@ class SnapshotWriter:
             # Behind the record: who finds it pinned finds it whole.
             self._arena.pin(slot)
         self._finished_step = state.step
-        self._took_s = time.monotonic() - copied.begun_s
+        self._took_s = time.monotonic() - copied.begun_s - self._copy.waited_s
         self._tell()
         self._for_others.reserve()
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.snapshot_rank import Node, Rank, captured, loaded, state
+from tests.support.snapshots import eventually
+from workers.parallel.state import StateEntry
 from workers.protocol import Held
 from workers.snapshot import device, farewell, form, writing
+from workers.snapshot.credits import Credits
 from workers.snapshot.farewell import Footing, is_quick
 from workers.snapshot.form import BLOCK_BYTES
 
@@ -168,6 +174,57 @@ def test_what_came_off_a_device_before_the_fence_is_completed(
     held = loaded(node.arena(), entries)
     assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())
     simulated.end()
+
+
+@dataclass
+class _Clock:
+    """Runs as ever, but can be put forward."""
+
+    ahead_s: float = 0.0
+    sleep = staticmethod(time.sleep)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def waiting(
+    rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[_Clock, list[StateEntry]]]:
+    """Have a snapshot after step 5 wait for passes, of which the step before had ten."""
+    clock, entries, simulated = _Clock(), state(num_rows=40_000), SimulatedDevice(0)
+    for module in (device, writing):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(device, "BUCKET_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(form.Form, "copy", lambda *_: None)
+    assert rank.ready(entries)
+    rank.writer._copy._lane = simulated
+    rank.writer.hold_update()
+    for _ in range(10):
+        rank.writer.passed(ends=False)
+    clock.ahead_s += 600
+    rank.writer.hold_update()
+    assert rank.take(5, entries)
+    assert eventually(lambda: simulated.history == ["copy"] * device.IN_FLIGHT_MAX)
+    with Credits(node.directory, 1).one(20) as has_one:
+        assert has_one, "none is held while a pass is waited for"
+    yield clock, entries
+    simulated.end()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_rank_leaves_its_state_however_long_the_last_one_waited_for_passes(
+    rank: Rank, node: Node, waiting: tuple[_Clock, list[StateEntry]]
+) -> None:
+    """Half a step, which may be seconds, it kept to passes; who leaves waits for none."""
+    (clock, entries), footing = waiting, Footing(1, (0, 0))
+    clock.ahead_s += 600
+    assert rank.writer.wait(5)
+    footing.take(5)
+    agreed(footing)
+
+    assert rank.writer.farewell(captured(8, entries), footing)
+    assert node.steps() == [5, 8]
 
 
 def test_what_is_late_is_refused(rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
