@@ -310,6 +310,7 @@ class SnapshotWriter:
 
         One that has not, lets go of it for good once it can.
         """
+        self._copy.hurry()
         self._tasks.put(None)
         self._thread.join(_CLOSE_S_MAX)
         self._is_left = self._thread.is_alive()

@@ -227,6 +227,13 @@ def test_a_rank_leaves_its_state_however_long_the_last_one_waited_for_passes(
     assert node.steps() == [5, 8]
 
 
+@pytest.mark.usefixtures("waiting")
+def test_who_leaves_without_a_farewell_waits_for_no_passes(rank: Rank, node: Node) -> None:
+    """After the last step there is none, nor any pass; the next attempt would be held up."""
+    assert rank.writer.close()
+    assert node.steps() == [5]
+
+
 def test_what_is_late_is_refused(rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank has said that it left; the next attempt may have begun from an older version."""
     monkeypatch.setattr(writing, "FAREWELL_S_MAX", 0.05)
