@@ -202,14 +202,15 @@ class ReplicaParity:
 
         A device without memory for that costs the parity, and not the training.
         """
-        flat = [
-            [tensor.detach().reshape(-1).view(torch.uint8) for tensor in form.sources]
-            for _, form in self._others
-        ]
-        every = [tensor.device for tensors in flat for tensor in tensors]
+        every = [tensor.device for _, form in self._others for tensor in form.sources]
         device = next((device for device in every if device.type == "cuda"), every[0])
         size = len(block)
         try:
+            # What does not lie side by side is copied for that.
+            flat = [
+                [tensor.detach().reshape(-1).view(torch.uint8) for tensor in form.sources]
+                for _, form in self._others
+            ]
             if self._on_device is None:
                 self._on_device = torch.empty(size, dtype=torch.uint8, device=device)
             for (start, stop), sources in self._cut(flat, size):

@@ -344,17 +344,18 @@ def test_a_restarted_keeper_is_handed_the_parity_too(tmp_path: Path) -> None:
         assert steps == {f"{replica_parity_name('w0000')}.1": [1, 2], "w0000.1": [1, 2]}
 
 
+@pytest.mark.parametrize("what", ["reshape", "empty", "bitwise_xor"])
 def test_a_device_without_memory_for_a_parity_costs_no_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Whatever is missing here, training and the own snapshots go on."""
+    """For tensors side by side, for the parity, or to work; training and own snapshots go on."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError
 
     with ExitStack() as stack:
         replicas = _replicas(3, tmp_path, stack, turned=True)
-        monkeypatch.setattr(replica_parity, "fold", refuse)
+        monkeypatch.setattr(torch.Tensor if what == "reshape" else torch, what, refuse)
         replicas[0].take(1)
         assert replicas[0].arena(parity=True).versions() == []
         monkeypatch.undo()
