@@ -296,13 +296,16 @@ class SnapshotWriter:
             self._capture(slot, state, footing.safe)
 
     def held(self) -> list[LocalTensor] | None:
-        """Return what was captured last, where it lies; None if nothing was.
+        """Return what was captured last, where it lies; None if nothing was, or not whole.
 
         It stays as it is until the next ``capture``.
         """
         if self._captured is None or self._form is None:
             return None
-        self._copy.wait()
+        try:
+            self._copy.wait()
+        except Exception:  # noqa: BLE001  who completes it says so, and storage takes over
+            return None
         return self._form.tensors(self._captured.slot)
 
     def close(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.simulated_device import Task
+from tests.support.simulated_device import SimulatedDevice, Task
 from tests.support.snapshot_rank import Node, Rank, captured, loaded, state
 from tests.support.snapshots import eventually
 from ucp_core.boxes import Box
@@ -17,8 +17,8 @@ from ucp_core.errors import ChecksumMismatchError
 from workers.keeper import door
 from workers.keeper.door import door_path, notify
 from workers.parallel.state import StateEntry
+from workers.snapshot import form, writing
 from workers.snapshot import memory as memory_module
-from workers.snapshot import writing
 from workers.snapshot.memory import HandOver
 from workers.snapshot.writing import BLOCK_BYTES, SnapshotMemory
 
@@ -395,6 +395,21 @@ def test_what_was_captured_can_be_stored_from_where_it_lies(rank: Rank) -> None:
     for tensor in held:
         entry = by_name[tensor.fqn, tensor.slot]
         assert bytes(tensor.data) == bytes(entry.local_tensor(entry.tensor).data)
+
+
+def test_what_could_not_be_copied_off_a_device_is_not_held(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has no memory for it; the state is stored by other ways, and training goes on."""
+    monkeypatch.setattr(form.Form, "copy", lambda *_: None)
+    entries, simulated = state(), SimulatedDevice(0)
+    assert rank.ready(entries)
+    rank.writer._copy._lane = simulated
+    simulated.fails_at = 1
+    assert rank.take(1, entries)
+    assert rank.writer.held() is None
+    assert not rank.writer.wait(1)
+    simulated.end()
 
 
 def test_a_rank_without_elements_has_a_version_without_data(rank: Rank, node: Node) -> None:
