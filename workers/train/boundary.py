@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ucp_core.storage.base import join
@@ -333,7 +332,8 @@ class Boundary:
         if self._due.barrier:
             # Of three slots one is written over now. All ranks must have the newest one whole.
             self._writer.wait(state.step)
-            dist.all_reduce(torch.zeros(1, device=self._device))
+            # Read, too: a collective on a device keeps no host waiting.
+            all_agree(agreed=True, device=self._device)
         is_taken = self._writer.capture(state, kept_step=self._due.kept_step)
         if is_taken:
             self._footing.take(state.step)
