@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any
 
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
@@ -50,8 +51,8 @@ class StepRecord:
     Attributes:
         step: Optimizer step, from 1.
         attempt: The attempt that took it.
-        loss: Mean over the tokens of the global batch.
-        grad_norm: Before clipping.
+        loss: Mean over the tokens of the global batch; nan where that was no number.
+        grad_norm: Before clipping; likewise.
         learning_rate: Used in this step.
         tokens: Tokens that carry loss, in this step.
         samples: Samples in this step.
@@ -261,9 +262,9 @@ def _step(document: Mapping[str, Any]) -> StepRecord:
     return StepRecord(
         step=int(document["step"]),
         attempt=int(document.get("attempt", 0)),
-        loss=float(document.get("loss", "nan")),
-        grad_norm=float(document.get("grad_norm", "nan")),
-        learning_rate=float(document.get("lr", "nan")),
+        loss=_number(document, "loss"),
+        grad_norm=_number(document, "grad_norm"),
+        learning_rate=_number(document, "lr"),
         tokens=int(document.get("tokens", 0)),
         samples=int(document.get("samples", 0)),
         step_s=float(document.get("step_s", 0.0)),
@@ -297,6 +298,12 @@ def _incident(number: int, document: Mapping[str, Any]) -> Incident:
         sources={str(k): int(v) for k, v in (document.get("sources") or {}).items()},
         skipped=tuple(str(line) for line in document.get("skipped") or ()),
     )
+
+
+def _number(document: Mapping[str, Any], name: str) -> float:
+    """Return a value that is null where it was no number: JSON has no nan."""
+    value = document.get(name)
+    return nan if value is None else float(value)
 
 
 def _float(value: Any) -> float | None:

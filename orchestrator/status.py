@@ -274,12 +274,14 @@ def _contact(store: Store, path: str, url: str) -> dict[str, Any]:
 
 
 def _last_loss(store: Store, path: str) -> float | None:
+    """Return the loss of the last step; None also where that was no number."""
     if not store.exists(path):
         return None
     lines = store.read(path).splitlines()
     for line in reversed(lines):
         try:
-            return float(json.loads(line)["loss"])
+            loss = json.loads(line)["loss"]
+            return None if loss is None else float(loss)
         except (ValueError, KeyError):
             continue  # the last line may be half written
     return None

@@ -38,7 +38,7 @@ def status_document(
     workers = [_worker(row, reports, seen_at_s, at_s) for row in rows]
     members = [reports[row["worker"]] for row in described["members"] if row["worker"] in reports]
     current = [report for report in members if report.attempt == described["attempt"]]
-    losses = [report.loss for report in current if not math.isnan(report.loss)]
+    losses = [report.loss for report in current if math.isfinite(report.loss)]
     known = {row["node"]: row for row in described["nodes"]}
     return {
         "phase": described["phase"],

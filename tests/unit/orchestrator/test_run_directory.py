@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import isnan
 from pathlib import Path
 
 from orchestrator.run_directory import read_run
@@ -39,3 +40,16 @@ def test_what_was_lost_does_not_count_though_nobody_took_it_again(tmp_path: Path
     (tmp_path / "metrics/rank0.jsonl").write_text("".join(lines))
 
     assert [record.loss for record in read_run(str(tmp_path)).steps] == [3.0, 2.0]
+
+
+def test_a_run_that_diverged_is_read(tmp_path: Path) -> None:
+    """A loss that is no number is written as null, and just then one wants to see the curve."""
+    diverged = json.dumps({"step": 2, "attempt": 1, "loss": None, "grad_norm": None}) + "\n"
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics/rank0.jsonl").write_text(_line(1, 1, 3.0) + diverged)
+
+    first, second = read_run(str(tmp_path)).steps
+
+    assert first.loss == 3.0
+    assert isnan(second.loss)
+    assert isnan(second.grad_norm)

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from orchestrator.core.state import RunState, describe
@@ -18,7 +20,7 @@ from tests.support.checkpoints import save, small_state
 from tests.support.journals import NUM_WORKERS, Journaled, config_at
 from tests.support.keeper_handles import held
 from ucp_core.storage import join
-from workers.protocol import HeldPart, Inventory
+from workers.protocol import HeldPart, Inventory, WorkerPhase, WorkerReport
 
 #: Where nothing listens: the port is reserved.
 _NOBODY = {"url": "http://127.0.0.1:1", "ray_address": "127.0.0.1:1", "namespace": "x", "pid": 1}
@@ -71,6 +73,50 @@ def test_a_run_that_is_over_has_nobody_and_nothing_any_more(tmp_path: Path) -> N
 
     assert document["controller"] == "over"
     assert (document["workers"], document["nodes"], document["pending_capacity"]) == ([], [], 0)
+
+
+def test_a_loss_that_is_no_number_is_told_as_unknown(tmp_path: Path) -> None:
+    """It is null in the metrics, which is the last line of a run that diverged."""
+    _run_in(tmp_path)
+    (tmp_path / "metrics").mkdir()
+    lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": None}]
+    (tmp_path / "metrics/rank0.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    assert read_status(str(tmp_path))["loss"] is None
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_living_controller_tells_no_loss_that_json_cannot_hold(loss: float) -> None:
+    """Other readers than ours refuse the whole document."""
+    report = WorkerReport(
+        worker="w0001",
+        pid=1,
+        os_state="R",
+        attempt=1,
+        rank=0,
+        phase=WorkerPhase.FORWARD,
+        step=2,
+        micro_batch=0,
+        moved_bytes=0,
+        phase_s=0.0,
+        beat_age_s=0.0,
+        step_s=1.0,
+        loss=loss,
+        groups=(),
+    )
+    row = {"rank": 0, "worker": "w0001", "node": "n", "pid": 1, "state": "training"}
+    document = status_document(
+        described={**describe(RunState()), "attempt": 1, "members": [row]},
+        redundancy={},
+        cadence={},
+        loaded={},
+        reports={"w0001": report},
+        seen_at_s={"w0001": 0.0},
+        nodes={},
+        at_s=0.0,
+    )
+
+    assert json.dumps(document, allow_nan=False)
 
 
 def test_what_is_stored_while_memory_is_asked_is_in_memory_too(tmp_path: Path) -> None:
