@@ -13,6 +13,7 @@ from orchestrator.core.journal import fold, openings, verify
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import RunState, describe
 from orchestrator.errors import CapacityError, RunNotFoundError
+from orchestrator.policies import quarantine
 from orchestrator.policies.cadence import CadenceRules
 from orchestrator.policies.versions import MEMORY, Holding, ParityHolding, Version
 from orchestrator.policies.whatif import (
@@ -25,10 +26,10 @@ from orchestrator.policies.whatif import (
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, SUMMARY
 from orchestrator.shell.journal_file import read_segments
 from orchestrator.shell.opening import config_of
-from ucp_core.checkpoint import find_committed
+from ucp_core.checkpoint import checkpoint_name, find_committed
 from ucp_core.lineage import Lineage
 from ucp_core.storage import Store, join, open_store
-from workers.protocol import Held, HeldParity, Member
+from workers.protocol import Held, HeldParity, Member, Source
 
 #: A living controller answered in 1 to 20 ms.
 ANSWER_S = 2.0
@@ -60,7 +61,7 @@ def read_status(url: str) -> dict[str, Any]:
         "workers": [{"rank": -1, "last_heartbeat_s": None, **worker} for worker in workers],
         "nodes": [{"raylet_pid": None, "keeper_pid": None, **node} for node in nodes],
         "pending_capacity": 0 if over else len(described["pending_slots"]),
-        "redundancy": _stored_redundancy(store, path, state.lineage),
+        "redundancy": _stored_redundancy(store, path, state),
         "cadence": _configured_cadence(store, path),
         "bounds_s": {},
         "loaded": {},
@@ -89,9 +90,10 @@ def plan_losses(url: str, lose: Sequence[str]) -> RecoveryPlan:
         raise RunNotFoundError(
             f"the run in {url} is over: there is nothing to recover; see `everstep report`", url=url
         )
-    lineage = [(attempt, step) for attempt, step in _losses(contact)["lineage"]]
+    document = _losses(contact)
+    lineage = [(attempt, step) for attempt, step in document["lineage"]]
     # Before memory: what is stored meanwhile is in memory, too, and nearer.
-    stored = _stored(store, path, lineage)
+    stored = _stored(store, path, lineage, [tuple(source) for source in document["bad"]])
     document = _losses(contact)
     rules = _rules(store, path)
     facts = LossFacts(
@@ -168,8 +170,9 @@ def _held(document: dict[str, Any], *, rank: int, data_bytes: int) -> Held:
     )
 
 
-def _stored(store: Store, path: str, lineage: Lineage) -> StoredVersion:
-    found = find_committed(store, join(path, CHECKPOINTS), lineage=lineage)
+def _stored(store: Store, path: str, lineage: Lineage, bad: Sequence[Source]) -> StoredVersion:
+    excluded = frozenset(map(checkpoint_name, quarantine.in_storage(bad)))
+    found = find_committed(store, join(path, CHECKPOINTS), lineage=lineage, exclude=excluded)
     if found is None:
         return StoredVersion()
     files = found.checkpoint.manifest.files
@@ -177,9 +180,9 @@ def _stored(store: Store, path: str, lineage: Lineage) -> StoredVersion:
     return StoredVersion(step=found.step, attempt=found.attempt, part_bytes=sizes)
 
 
-def _stored_redundancy(store: Store, path: str, lineage: Lineage) -> dict[str, Any]:
+def _stored_redundancy(store: Store, path: str, state: RunState) -> dict[str, Any]:
     """Return what is known of redundancy while nobody can say what is in memory."""
-    step = _stored(store, path, lineage).step
+    step = _stored(store, path, state.lineage, state.bad).step
     return {
         "kind": "storage" if step else "none",
         "step": 0,
@@ -188,7 +191,7 @@ def _stored_redundancy(store: Store, path: str, lineage: Lineage) -> dict[str, A
         "reduced_s": None,
         "mechanism": "",
         "reason": "the controller is not there to say what is in memory",
-        "troubles": [],
+        "troubles": quarantine.described(state.bad),
     }
 
 

@@ -97,12 +97,14 @@ def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str
             hold nothing any more.
         state: Of the run.
     """
+    good = quarantine.good(inventories, state.bad)
     members = [n for n in state.members if n in state.workers]
     others = [n for n in state.workers if n not in set(members)]
     workers = [state.workers[number] for number in (*members, *others)]
     return {
         "step": state.step,
         "lineage": [list(entry) for entry in state.lineage],
+        "bad": [list(source) for source in state.bad],
         "num_members": sum(worker.inside for worker in workers),
         "slots": {node.name: len(node.slots) for node in state.nodes.values() if node.alive},
         "workers": [
@@ -135,6 +137,6 @@ def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str
                     for one in version.parities
                 ],
             }
-            for version in versions.complete(inventories, state.lineage)
+            for version in versions.complete(good, state.lineage)
         ],
     }

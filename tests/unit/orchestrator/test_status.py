@@ -3,13 +3,17 @@
 import asyncio
 import json
 import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from orchestrator.core.state import RunState, describe
+from orchestrator.core import events as ev
+from orchestrator.core.state import Phase, RunState, describe
+from orchestrator.policies.whatif import RecoveryPlan
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, SUMMARY
 from orchestrator.shell.nodes import NodeView
 from orchestrator.shell.protection import loss_document
@@ -20,7 +24,15 @@ from tests.support.checkpoints import save, small_state
 from tests.support.journals import NUM_WORKERS, Journaled, config_at
 from tests.support.keeper_handles import held
 from ucp_core.storage import join
-from workers.protocol import HeldPart, Inventory, WorkerPhase, WorkerReport
+from workers.protocol import (
+    HeldPart,
+    Inventory,
+    Source,
+    WorkerPhase,
+    WorkerReport,
+    held_source,
+    stored_source,
+)
 
 #: Where nothing listens: the port is reserved.
 _NOBODY = {"url": "http://127.0.0.1:1", "ray_address": "127.0.0.1:1", "namespace": "x", "pid": 1}
@@ -136,17 +148,67 @@ def test_what_is_stored_while_memory_is_asked_is_in_memory_too(tmp_path: Path) -
             save(run.store, small_state(), step=20, root=join(run.path, CHECKPOINTS))
         return document
 
-    async def ask() -> Any:
-        page = StatusPage(
-            host="127.0.0.1", status=dict, losses=losses, registry=CollectorRegistry()
-        )
-        contact = {**_NOBODY, "url": await page.start()}
-        (tmp_path / CONTACT).write_text(json.dumps(contact))
-        try:
-            return await asyncio.to_thread(plan_losses, str(tmp_path), [nodes[1]])
-        finally:
-            await page.stop()
-
-    plan = asyncio.run(ask())
+    plan = asyncio.run(_plan(tmp_path, losses, nodes[1]))
 
     assert (plan.source, plan.step) == ("memory", 20)
+
+
+def test_a_plan_counts_on_nothing_that_could_not_be_loaded(tmp_path: Path) -> None:
+    """A stored version with a damaged block is committed and whole but for its checksum."""
+    run = _run_in(tmp_path)
+    for step in (10, 20):
+        save(run.store, small_state(), step=step, root=join(run.path, CHECKPOINTS))
+    part = HeldPart(arena="w0.1", held=replace(held(30, 0), world_size=1))
+    nodes = [node.name for node in run.state.nodes.values()]
+    _find_damaged(run, stored_source(20, 1), held_source(nodes[0], part.arena, part.held))
+
+    async def losses() -> dict[str, Any]:
+        return loss_document([Inventory(node=nodes[0], host="h", port=7, parts=(part,))], run.state)
+
+    plan = asyncio.run(_plan(tmp_path, losses, nodes[1]))
+
+    assert (plan.source, plan.step) == ("storage", 10)
+
+
+def test_what_could_not_be_loaded_is_named_while_the_controller_is_down(tmp_path: Path) -> None:
+    """The journal knows it, and what is said to be in storage is what the run would resume from."""
+    run = _run_in(tmp_path)
+    for step in (10, 20):
+        save(run.store, small_state(), step=step, root=join(run.path, CHECKPOINTS))
+    _find_damaged(run, stored_source(20, 1))
+
+    redundancy = read_status(str(tmp_path))["redundancy"]
+
+    assert redundancy["stored_step"] == 10
+    (trouble,) = redundancy["troubles"]
+    assert trouble.startswith("step 20 of attempt 1 in storage could not be loaded")
+
+
+def _find_damaged(run: Journaled, *sources: Source) -> None:
+    """Let a member leave because of what was damaged; the next attempt had it from elsewhere."""
+    run._fold(
+        ev.WorkerLeft(
+            at_s=run.at_s,
+            attempt=run.state.attempt,
+            worker=run.state.workers[run.state.members[0]].name,
+            how="unloadable",
+            step=0,
+            detail="a checksum differs",
+            damaged=sources,
+        )
+    )
+    assert run.state.phase is Phase.RUNNING
+    assert run.state.bad == sources
+
+
+async def _plan(
+    directory: Path, losses: Callable[[], Awaitable[dict[str, Any]]], *lose: str
+) -> RecoveryPlan:
+    """Return what the run in ``directory`` would do, if its controller told ``losses``."""
+    page = StatusPage(host="127.0.0.1", status=dict, losses=losses, registry=CollectorRegistry())
+    contact = {**_NOBODY, "url": await page.start()}
+    (directory / CONTACT).write_text(json.dumps(contact))
+    try:
+        return await asyncio.to_thread(plan_losses, str(directory), lose)
+    finally:
+        await page.stop()
