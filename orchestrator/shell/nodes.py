@@ -237,6 +237,8 @@ class Nodes:
         if view is not None or not self._fits(row["Resources"]):
             return
         view = self.views[node] = view_of(row, self.rack_label)
+        # Of one that is back the notice is told again: it was forgotten with the node.
+        self._draining.discard(node)
         view.keeper = (
             ray.remote(Keeper)
             .options(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from orchestrator.core.events import Event, NodeLost
+from orchestrator.core.events import Event, NodeDraining, NodeJoined, NodeLost
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.nodes import Nodes, hung_up, view_of
 
@@ -86,3 +86,54 @@ def test_a_node_that_went_while_no_controller_looked_is_reported() -> None:
     for node in ("a1b2", "c3d4"):
         nodes._compare({"NodeID": node, "Alive": False}, None)
     assert posted == [NodeLost(at_s=1.0, node="a1b2", cause="Ray declared it dead")]
+
+
+def test_a_node_that_is_back_is_as_near_to_its_end_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was silent for a while under notice: the run takes it in as a new one, and for good."""
+    posted: list[Event] = []
+    node = "a1b2" * 14
+
+    async def play() -> str:
+        nodes = _nodes(posted.append, set())
+        row = {**ROW, "NodeID": node, "Alive": True, "Resources": {}}
+        nodes._compare(row, None)
+        nodes._notice(node, 0)
+        nodes.lost(node, "it was silent")
+        await _forget(nodes, node)
+        nodes._compare(row, None)
+        nodes._notice(node, 0)
+        for task in nodes.views[node].tasks:
+            task.cancel()
+        return nodes.views[node].state
+
+    monkeypatch.setattr("orchestrator.shell.nodes.ray", _Ray())
+
+    assert asyncio.run(play()) == "draining"
+    assert [type(event) for event in posted] == [
+        NodeJoined,
+        NodeDraining,
+        NodeLost,
+        NodeJoined,
+        NodeDraining,
+    ]
+
+
+async def _forget(nodes: Nodes, node: str) -> None:
+    """Have the watcher find out that a lost node takes connections."""
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    view = nodes.views[node]
+    view.raylet_address = server.sockets[0].getsockname()
+    await nodes._look_again(view)
+    server.close()
+    assert node not in nodes.views
+
+
+class _Ray:
+    """Starts no actor."""
+
+    def remote(self, *_args: object, **_kwargs: object) -> _Ray:
+        return self
+
+    options = remote
