@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from orchestrator.core.state import ACTIVE, RunState, WorkerStatus
+from orchestrator.core.state import RunState, WorkerStatus
 from orchestrator.policies import quarantine, versions
 from orchestrator.policies.reduced import ReducedTime, alert, noted
 from orchestrator.shell.metrics import RunMetrics
@@ -39,9 +39,8 @@ class ProtectionWatch:
             return
         protection = self._snapshots.protection(state.lineage)
         self._survived = protection.node_losses_survived
-        is_reduced = self._survived < self._wanted
         # Before anything was trained there is nothing to protect.
-        is_reduced = is_reduced and state.phase in ACTIVE and state.step > 0
+        is_reduced = self._survived < self._wanted and state.step > 0
         self._time = noted(self._time, at_s, is_reduced=is_reduced)
         self._metrics.show_protection(
             survived=self._survived,
