@@ -104,7 +104,9 @@ class Pacing:
 
     def _share(self, costs: SaveCosts) -> float:
         stalls_s = costs.snapshot_stall_s, costs.checkpoint_stall_s
-        return cost_share(costs.step_s, *stalls_s, steps=self._steps)
+        # Those that are skipped stall nobody.
+        steps = self._taken_steps(costs), self._kept.checkpoint_steps
+        return cost_share(costs.step_s, *stalls_s, steps=steps)
 
     def _taken_steps(self, costs: SaveCosts) -> int:
         return taken_steps(costs.step_s, _in_memory(costs), every=self._steps[0])
