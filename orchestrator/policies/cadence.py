@@ -11,6 +11,7 @@ for that.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -78,6 +79,8 @@ class CadenceFacts:
         num_node_faults: Nodes that were lost.
         num_uncovered: Recoveries that memory could not serve.
         redundancy: Of the versions in memory.
+        snapshot_steps: Between two snapshots, as the user asked for; 0 if that is to be chosen.
+        persist_steps: Likewise between two checkpoints.
     """
 
     step_s: float
@@ -88,6 +91,8 @@ class CadenceFacts:
     num_node_faults: int
     num_uncovered: int
     redundancy: Redundancy
+    snapshot_steps: int = 0
+    persist_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +132,8 @@ class Cadence:
 
     Attributes:
         snapshot_steps: A snapshot every so many steps.
-        persist_steps: A checkpoint every so many steps, a multiple of ``snapshot_steps``.
+        persist_steps: A checkpoint every so many steps; a multiple of ``snapshot_steps``, if it
+            was chosen.
         cost_share: The share of step time that both will stall.
         lost_share: The share of time that failures will cost by redone work.
         reason: Both choices in a line for people.
@@ -182,8 +188,10 @@ def decide(facts: CadenceFacts, rules: CadenceRules) -> Cadence:
     A failure that memory serves costs work since the last snapshot, one that it does not serve
     since the last checkpoint. Snapshots that are nearly free are taken anyway. Intervals are
     stretched, both by one factor, until they keep the budget, but not beyond their longest; and
-    each is at least as long as one save of its tier takes.
+    each is at least as long as one save of its tier takes. One that the user asked for is kept as
+    it is, and what is left of the budget is the other's.
     """
+    asked_s = facts.snapshot_steps * facts.step_s, facts.persist_steps * facts.step_s
     node_rate, process_rate = _rates(facts, rules)
     every_rate = process_rate + node_rate * facts.redundancy.num_nodes
     lost_rate = uncovered_rate_per_s(facts.redundancy, node_rate)
@@ -198,16 +206,20 @@ def decide(facts: CadenceFacts, rules: CadenceRules) -> Cadence:
     persist_cost_s = facts.persist.stall_s + rules.busy_cost * facts.persist.busy_s
     persist_s = min(interval_s(persist_cost_s, lost_rate), rules.persist_s_max)
     snapshot_least_s = max(snapshot.busy_s, facts.step_s)
-    snapshot_s = max(snapshot_s, snapshot_least_s)
-    persist_s = max(persist_s, facts.persist.busy_s, snapshot_s)
-    cost = snapshot.stall_s / snapshot_s + facts.persist.stall_s / persist_s
-    stretch = max(1.0, cost / rules.cost_share_max)
-    snapshot_s = max(min(snapshot_s * stretch, rules.snapshot_s_max), snapshot_least_s)
+    snapshot_s = asked_s[0] or max(snapshot_s, snapshot_least_s)
+    persist_s = asked_s[1] or max(persist_s, facts.persist.busy_s, snapshot_s)
+    costs = snapshot.stall_s / snapshot_s, facts.persist.stall_s / persist_s
+    stretch = _stretch(costs, asked_s, rules.cost_share_max)
+    snapshot_s = asked_s[0] or max(
+        min(snapshot_s * stretch, rules.snapshot_s_max), snapshot_least_s
+    )
     persist_s = min(persist_s * stretch, rules.persist_s_max)
     persist_s = max(persist_s, facts.persist.busy_s, snapshot_s)
 
-    snapshot_steps = _steps(snapshot_s, facts.step_s)
-    persist_steps = _steps(persist_s / snapshot_steps, facts.step_s) * snapshot_steps
+    snapshot_steps = facts.snapshot_steps or _steps(snapshot_s, facts.step_s)
+    persist_steps = facts.persist_steps or (
+        _steps(persist_s / snapshot_steps, facts.step_s) * snapshot_steps
+    )
     snapshot_s, persist_s = snapshot_steps * facts.step_s, persist_steps * facts.step_s
     cost = snapshot.stall_s / snapshot_s + facts.persist.stall_s / persist_s
     in_memory = (
@@ -218,6 +230,7 @@ def decide(facts: CadenceFacts, rules: CadenceRules) -> Cadence:
         f"checkpoint every {_count(persist_steps)} ({persist_s:.3g} s: stalls "
         f"{facts.persist.stall_s * 1e3:.3g} ms, beyond memory every {_span(lost_rate)})"
     )
+    stretched = "what is chosen" if any(asked_s) else "both"
     return Cadence(
         snapshot_steps=snapshot_steps,
         persist_steps=persist_steps,
@@ -226,7 +239,7 @@ def decide(facts: CadenceFacts, rules: CadenceRules) -> Cadence:
         reason=(
             f"{in_memory if facts.snapshot else ''}{in_storage}; "
             f"{cost:.2%} of step time of {rules.cost_share_max:.2%} allowed"
-            + (", which stretches both" if stretch > 1 else "")
+            + (f", which stretches {stretched}" if stretch > 1 else "")
         ),
     )
 
@@ -298,6 +311,16 @@ def _rates(facts: CadenceFacts, rules: CadenceRules) -> tuple[float, float]:
         prior_s=rules.prior_s,
     )
     return nodes / num_nodes, processes
+
+
+def _stretch(costs: Sequence[float], asked_s: Sequence[float], cost_share_max: float) -> float:
+    """Return by how much intervals that are not asked for are stretched to keep the budget."""
+    pairs = list(zip(costs, asked_s, strict=True))
+    cost = sum(cost for cost, every_s in pairs if not every_s)
+    left = cost_share_max - sum(cost for cost, every_s in pairs if every_s)
+    if cost <= left or not cost:
+        return 1.0
+    return cost / left if left > 0 else math.inf
 
 
 def _steps(every_s: float, step_s: float) -> int:

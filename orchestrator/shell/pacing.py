@@ -163,6 +163,8 @@ class Pacing:
             num_node_faults=sum(kind in _NODE_FAULTS for kind in kinds),
             num_uncovered=len(from_storage),
             redundancy=redundancy,
+            snapshot_steps=0 if self._chooses_snapshots else self._steps[0],
+            persist_steps=0 if self._chooses_checkpoints else self._steps[1],
         )
 
     def _choose(self, found: Cadence) -> None:

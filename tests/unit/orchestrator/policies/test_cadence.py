@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -168,6 +169,43 @@ def test_the_line_says_when_the_budget_decides() -> None:
     cadence = decide(facts, CadenceRules())
     assert cadence.reason.endswith("of step time of 2.00% allowed, which stretches both")
     assert cadence.snapshot_steps >= 25
+
+
+@pytest.mark.parametrize("asked", ["snapshot_steps", "persist_steps"])
+def test_what_an_interval_that_was_asked_for_costs_is_not_spent_twice(asked: str) -> None:
+    """The other one was chosen beside what this one would best have been, and cost too much."""
+    facts = replace(
+        FACTS,
+        snapshot=Tier(stall_s=0.018, busy_s=0.1),
+        persist=Tier(stall_s=1.0, busy_s=1.0),
+        num_uncovered=1000,
+        num_process_faults=1000,
+    )
+    free = decide(facts, CadenceRules())
+    steps = {"snapshot_steps": 1, "persist_steps": 60}[asked]
+    assert getattr(free, asked) > steps, "nothing is asked for that is not done as it is"
+
+    told: dict[str, Any] = {asked: steps}
+    cadence = decide(replace(facts, **told), CadenceRules())
+
+    assert getattr(cadence, asked) == steps
+    assert 0.015 < cadence.cost_share <= 0.02 + 1e-9
+    assert cadence.reason.endswith("which stretches what is chosen")
+
+
+def test_an_interval_that_was_asked_for_is_kept_though_it_costs_too_much() -> None:
+    """The other is stretched as far as it may be, and no further."""
+    facts = replace(FACTS, snapshot=Tier(stall_s=0.5, busy_s=0.5), num_uncovered=1000)
+    cadence = decide(replace(facts, snapshot_steps=1), CadenceRules())
+
+    assert (cadence.snapshot_steps, cadence.persist_steps) == (1, 600)
+
+
+def test_a_chosen_checkpoint_is_of_a_snapshot_that_was_asked_for() -> None:
+    """At other steps the state would be copied once more, only to be stored."""
+    facts = replace(FACTS, num_uncovered=1000, snapshot_steps=50)
+
+    assert decide(facts, CadenceRules()).persist_steps % 50 == 0
 
 
 def test_without_snapshots_storage_serves_every_failure() -> None:

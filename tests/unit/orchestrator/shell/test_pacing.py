@@ -77,3 +77,22 @@ def test_snapshots_that_are_skipped_cost_nothing() -> None:
     assert document["cost_share"] == pytest.approx(0.01)
     assert document["troubles"] == []
     assert registry.get_sample_value("run_save_cost_ratio") == pytest.approx(0.01)
+
+
+def test_the_reason_tells_the_interval_that_is_kept() -> None:
+    """What would have been chosen beside a configured one was told, as if it were done."""
+    pacing = _pacing(CollectorRegistry(), 1, "auto")
+    pacing._take(
+        _costs(
+            pacing,
+            snapshot_stall_s=0.015,
+            snapshot_busy_s=0.1,
+            checkpoint_stall_s=1.0,
+            checkpoint_busy_s=1.0,
+        ),
+        ALONE,
+    )
+    document = pacing.document()
+
+    assert document["snapshot_steps"] == 1
+    assert document["reason"].startswith("snapshot every step (1 s")
