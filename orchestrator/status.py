@@ -100,6 +100,7 @@ def plan_losses(url: str, lose: Sequence[str]) -> RecoveryPlan:
         step=document["step"],
         num_members=document["num_members"],
         slots=document["slots"],
+        leaving=frozenset(document["leaving"]),
         workers=tuple(WorkerPlace(**worker) for worker in document["workers"]),
         held=tuple(_version(version) for version in document["versions"]),
         stored=stored,

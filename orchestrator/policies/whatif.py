@@ -68,6 +68,7 @@ class LossFacts:
         step: Last completed step.
         num_members: Workers that train.
         slots: Number of reservations by node; every node of the run is in it.
+        leaving: Nodes that are about to be taken away.
         workers: Processes that could train: those that do in the order of ranks, then standbys.
         held: Versions that are complete in memory, newest first (``versions.complete``).
         stored: The newest version in storage.
@@ -79,6 +80,7 @@ class LossFacts:
     step: int
     num_members: int
     slots: Mapping[str, int]
+    leaving: frozenset[str] = frozenset()
     workers: tuple[WorkerPlace, ...]
     held: tuple[Version, ...]
     stored: StoredVersion
@@ -213,14 +215,22 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _usable(facts: LossFacts, lost_nodes: set[str], lost_workers: set[str]) -> dict[str, int]:
-    """Return how many workers could train on each node, in the order of ranks."""
+    """Return how many workers would train on each node, if all could, in the order of ranks.
+
+    As ``core.formation``: on nodes that leave only where the run would stand still without them.
+    """
     nodes = (*(place.node for place in facts.workers), *facts.slots)
     left = dict.fromkeys((node for node in nodes if node not in lost_nodes), 0)
     for place in facts.workers:
         if place.node in left and place.worker not in lost_workers:
             left[place.node] += 1
     # A worker needs a reservation.
-    return {node: min(number, facts.slots.get(node, 0)) for node, number in left.items()}
+    usable = {node: min(number, facts.slots.get(node, 0)) for node, number in left.items()}
+    staying = {node: number for node, number in usable.items() if node not in facts.leaving}
+    num_staying = min(sum(staying.values()), facts.max_workers)
+    if layout_policy.usable(num_staying, facts.layout) >= facts.min_workers:
+        return staying
+    return staying | usable
 
 
 def _from_memory(version: Version, readers: Sequence[str]) -> list[PartSource]:

@@ -106,6 +106,7 @@ def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str
         "bad": [list(source) for source in state.bad],
         "num_members": sum(worker.inside for worker in workers),
         "slots": {node.name: len(node.slots) for node in state.nodes.values() if node.alive},
+        "leaving": [node.name for node in state.nodes.values() if node.alive and node.draining],
         "workers": [
             {"worker": worker.name, "node": state.nodes[worker.node].name}
             for worker in workers

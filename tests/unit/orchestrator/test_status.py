@@ -170,6 +170,22 @@ def test_a_plan_counts_on_nothing_that_could_not_be_loaded(tmp_path: Path) -> No
     assert (plan.source, plan.step) == ("storage", 10)
 
 
+def test_a_plan_leaves_a_node_under_notice_as_the_run_would(tmp_path: Path) -> None:
+    """It trains there until it has to leave, so the node counts as one of the run's."""
+    run = _run_in(tmp_path)
+    nodes = [node.name for node in run.state.nodes.values()]
+    # There is no other machine to be had.
+    run._fold_one(ev.NodeDraining(at_s=run.at_s, node=nodes[0], deadline_s=run.at_s + 100.0))
+
+    async def losses() -> dict[str, Any]:
+        return loss_document([], run.state)
+
+    plan = asyncio.run(_plan(tmp_path, losses, nodes[1]))
+
+    assert plan.workers_before == NUM_WORKERS
+    assert plan.workers_after == NUM_WORKERS - 2
+
+
 def test_what_could_not_be_loaded_is_named_while_the_controller_is_down(tmp_path: Path) -> None:
     """The journal knows it, and what is said to be in storage is what the run would resume from."""
     run = _run_in(tmp_path)

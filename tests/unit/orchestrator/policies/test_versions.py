@@ -232,3 +232,18 @@ def test_a_run_begins_anew_only_without_its_first_interval(
 ) -> None:
     """Damage that only loading shows leads from version to version down to the first."""
     assert lost(steps, lineage, at_stake_steps=10) == expected
+
+
+def test_a_plan_uses_nodes_that_leave_only_where_the_run_would_stand_still() -> None:
+    """Whatever ends an attempt has it leave them at once, and not when their time has come."""
+    facts = replace(
+        FACTS,
+        slots={"aa": 1, "bb": 1, "cc": 1},
+        workers=tuple(WorkerPlace(worker=f"w{node}", node=node) for node in ("aa", "bb", "cc")),
+        max_workers=3,
+        leaving=frozenset({"aa"}),
+    )
+
+    assert plan_recovery(facts, ["cc"]).workers_after == 1
+    assert plan_recovery(replace(facts, min_workers=2), ["cc"]).workers_after == 2
+    assert plan_recovery(replace(facts, min_workers=2), ["bb", "cc"]).workers_after == 0
