@@ -147,7 +147,9 @@ class Capacity:
             await asyncio.sleep(POLL_S)
 
     async def _grant(self, number: int, node: str) -> None:
-        entry = self._slots[number]
+        entry = self._slots.get(number)
+        if entry is None:
+            return  # it was given back in the same turn of the loop
         assert entry.group is not None
         gpu_ids = await self._held_gpus(entry.group)
         if gpu_ids is None or self._slots.get(number) is not entry:

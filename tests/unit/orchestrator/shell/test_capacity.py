@@ -90,3 +90,49 @@ def test_slots_are_given_back_while_ray_does_not_place_them_those_that_wait_firs
     asyncio.run(given.release_all())
 
     assert removed == [(1, names.slot(3)), (1, names.slot(1)), (3, names.slot(2))]
+
+
+def test_a_slot_that_is_given_back_as_it_is_placed_is_granted_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both are seen to in one turn of the loop: the controller ended, and was begun again."""
+    names = RunNames("r")
+    placed = {
+        "name": names.slot(1),
+        "state": "CREATED",
+        "stats": {"scheduling_state": "FINISHED"},
+        "bundles_to_node_id": {0: "a"},
+    }
+    granted: list[int] = []
+    capacity = Capacity(
+        names=names, resources={"CPU": 1.0}, on_granted=lambda slot, _: granted.append(slot)
+    )
+
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        releases: list[asyncio.Task[None]] = []
+
+        async def in_a_turn(do: Callable[..., Any], *arguments: Any) -> Any:
+            if do == capacity._rows and not releases:
+                # In the next turn, in which the answer is looked at, but before that.
+                loop.call_soon(lambda: releases.append(loop.create_task(capacity.release(1))))
+            await asyncio.sleep(0)
+            return do(*arguments)
+
+        monkeypatch.setattr(asyncio, "to_thread", in_a_turn)
+        await capacity.request(1, ())
+        polling = asyncio.create_task(capacity.poll_forever())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(capacity._grants) == len(releases) == 1
+        await asyncio.gather(*capacity._grants.values(), *releases)
+        polling.cancel()
+
+    monkeypatch.setattr(module, "placement_group", lambda *_, **__: "group")
+    monkeypatch.setattr(module, "placement_group_table", lambda: {"1": placed})
+    monkeypatch.setattr(module, "get_placement_group", lambda name: name)
+    monkeypatch.setattr(module, "remove_placement_group", lambda _: None)
+
+    asyncio.run(play())
+
+    assert granted == []
