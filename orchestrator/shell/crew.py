@@ -284,8 +284,11 @@ class Crew:
             # It is still starting, or it is stuck: alive, and perhaps ready later.
             self._spawn(self._accompany(worker))
             return (worker, node, UNKNOWN_ATTEMPT)
-        except RayError:
+        except ActorDiedError:
             self._members.pop(worker, None)
+            return None
+        except RayError:
+            # Unreachable is perhaps alive: it is kept, so that it can be killed.
             return None
         member.pid = hello["pid"]
         # It may have got ready while nobody listened.
