@@ -475,11 +475,15 @@ class Run:
         }
 
     async def _close(self, page: StatusPage) -> None:
+        # A life that began when the run was over has met nobody yet whom it ends.
+        await self._nodes.met()
         for task in list(self._background):
             task.remove_done_callback(self._finished)
             task.cancel()
         self._crew.close()
         self._crew.kill_all()
+        if self._life > 1:
+            await asyncio.to_thread(self._crew.end_strays)
         if self._config.snapshot.every_steps and self._outcome != "completed":
             await self._snapshots.flush(self._state.lineage)
         await self._nodes.end_keepers()

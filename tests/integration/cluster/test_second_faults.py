@@ -92,6 +92,32 @@ def test_second_process_dies_in_each_phase_of_recovery(endless_run: Launched) ->
     read_history(run.config.run.directory).check_exactly_once(run.config, summary["steps"])
 
 
+def test_a_controller_that_dies_while_a_run_ends_leaves_nobody_behind(
+    endless_run: Launched,
+) -> None:
+    """The next life finds a run that is over, and has met nobody whom it could end."""
+    run = endless_run
+    before = _all_train(run, step=5)
+    pids = [row["pid"] for row in before["workers"]]
+    keepers = [node["keeper_pid"] for node in before["nodes"]]
+    controller = run.controller_pid(timeout_s=ACT_S_MAX)
+    # The end of a run waits some seconds for one that does not answer.
+    os.kill(keepers[0], signal.SIGSTOP)
+    try:
+        run.stop("all is seen")
+        _wait_record(run.config.run.directory, "FinishRun", 0, after="")
+        os.kill(controller, signal.SIGKILL)
+    finally:
+        os.kill(keepers[0], signal.SIGCONT)
+    summary = run.follow(lambda _: None)
+
+    assert summary["outcome"] == "stopped", summary["reason"]
+    deadline_s = time.monotonic() + ACT_S_MAX
+    while left := [pid for pid in (*pids, *keepers) if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline_s, f"{left} are left of {pids}, {keepers}"
+        time.sleep(0.2)
+
+
 SCRIPT = """
     import torch
     from torch import nn
