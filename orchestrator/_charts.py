@@ -175,7 +175,7 @@ def _bands(bands: Sequence[Band], scale: _Scale) -> list[str]:
 
 
 def _curve(series: Series, scale: _Scale) -> str:
-    points = [p for p in thin(series.points) if all(map(math.isfinite, p))]
+    points = thin([p for p in series.points if all(map(math.isfinite, p))])
     if not points:
         return ""
     pieces = [f"M{scale.x(points[0][0]):.1f} {scale.y(points[0][1]):.1f}"]

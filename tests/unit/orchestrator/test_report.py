@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,21 @@ def test_a_loss_that_is_not_a_number_does_not_break_the_picture() -> None:
     drawn = chart([Series(label="run", css="over", points=points)], x_label="step", y_label="loss")
 
     assert "nan" not in drawn.lower()
+
+
+def test_a_loss_that_is_not_a_number_hides_no_other() -> None:
+    """Of many points each stretch shows its lowest and highest, and with NaN nothing is either."""
+    losses = [float("nan") if step % 5 == 0 else 2.0 + step % 3 for step in range(20_000)]
+    losses[12_345 + 1] = 40.0
+    points = tuple((float(step), loss) for step, loss in enumerate(losses))
+    finite = tuple(point for point in points if not isnan(point[1]))
+
+    drawn, wanted = (
+        chart([Series(label="run", css="over", points=each)], x_label="step", y_label="loss")
+        for each in (points, finite)
+    )
+
+    assert drawn == wanted
 
 
 def test_labels_of_incidents_do_not_overlap() -> None:
