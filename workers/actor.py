@@ -126,4 +126,5 @@ class Worker:
         while True:
             assignment, gpu_ids = self._orders.get()
             outcome = self._runner.run(assignment, gpu_ids)
-            self._outcomes[assignment.attempt].set_result(outcome)
+            # It may have ended before anybody asked how.
+            self._future(assignment.attempt).set_result(outcome)
