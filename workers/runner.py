@@ -100,7 +100,7 @@ class AttemptRunner:
         self._page.assign(assignment.attempt, assignment.rank)
         try:
             return run_attempt(assignment, self._context)
-        except Exception as error:  # noqa: BLE001  the edge: a bug of ours is an outcome too
+        except BaseException as error:  # noqa: BLE001  the edge: a bug of ours is an outcome too
             return Raised(
                 attempt=assignment.attempt,
                 step=assignment.resume_step,

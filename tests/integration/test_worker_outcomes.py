@@ -65,3 +65,22 @@ def test_an_attempt_may_end_before_anybody_asks_how(tmp_path: Path) -> None:
         ["Raised", "2", "TaskError:"],
         ["Raised", "1", "TaskError:"],
     ]
+
+
+def test_whatever_a_script_raises_is_told(tmp_path: Path) -> None:
+    """A cancelled task of asyncio is no Exception: it would end the thread without an outcome."""
+    script = tmp_path / "cancelled.py"
+    script.write_text(
+        "import asyncio\n"
+        "from workers.api import run\n"
+        "def train(session):\n"
+        "    raise asyncio.CancelledError('by its reader')\n"
+        "run(train)\n"
+    )
+
+    lines = told(tmp_path, script)
+
+    assert lines == [
+        "Raised 2 CancelledError: by its reader",
+        "Raised 1 CancelledError: by its reader",
+    ]

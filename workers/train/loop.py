@@ -102,7 +102,10 @@ class _Attempt:
         except UnloadableSignal as signal:
             step = self._assignment.resume_step
             return Unloadable(attempt=attempt, step=step, found=signal.found)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  the edge: it becomes an outcome
+        except KeyboardInterrupt:
+            # Who trains alone wants to stop; the thread of a worker hears of none.
+            raise
+        except BaseException as error:  # noqa: BLE001  the edge: it becomes an outcome
             outcome = self._outcome_of(error)
             self._farewell()
             return outcome
