@@ -228,6 +228,10 @@ class Step:
         parts.optimizer.zero_grad(set_to_none=True)
         for piece in parts.pieces:
             piece.parameter.grad = None
+        for module in fsdp_modules(parts.model):
+            # Gathered still where a script has looked at the model behind its last backward pass;
+            # the next pass would take those weights, which are none any more.
+            module.reshard()
 
 
 def _random_seed(seed: int, step: int, micro_batch: int) -> int:

@@ -1,0 +1,150 @@
+"""What a script may do between the calls of its session, and what an attempt tells of itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ucp_core.layout import ParallelLayout
+from ucp_core.storage import open_store
+from workers.progress import ProgressPage
+from workers.protocol import Assignment, Completed, Outcome
+from workers.train.loop import WorkerContext, run_attempt
+from workers.train.session import Session
+from workers.train.settings import CheckpointSettings, Settings, TrainSettings
+
+INPUTS = torch.linspace(-1, 1, 32).reshape(16, 2)
+
+
+class Attempts:
+    """Attempts of one worker that is alone, as the orchestrator would begin them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._page = ProgressPage.create(directory / "page", worker="w0001")
+        self._number = 0
+
+    def train(
+        self, task: Callable[[Session], None], *, steps: int, resume: tuple[int, int] = (0, 0)
+    ) -> Outcome:
+        """Return how the next attempt ended; ``resume`` is what step of which it goes on from."""
+        store, path = open_store(str(self._directory / "run"))
+        self._number += 1
+        context = WorkerContext(
+            worker="w0001",
+            settings=Settings(
+                train=TrainSettings(steps=steps, global_batch=4, micro_batch=2, lr=0.1),
+                checkpoint=CheckpointSettings(every_steps=1, keep=0),
+            ),
+            store=store,
+            directory=path,
+            page=self._page,
+            ring_path=str(self._directory / "ring"),
+            yield_requested=lambda _attempt: False,
+            fenced=lambda _attempt: False,
+        )
+        assignment = Assignment(
+            attempt=self._number,
+            rank=0,
+            layout=ParallelLayout(),
+            store_host="127.0.0.1",
+            store_port=self._rendezvous.port,
+            resume_step=resume[0],
+            resume_attempt=resume[1],
+            lineage=((self._number, resume[0]),),
+        )
+        return run_attempt(assignment, context, task)
+
+    def weights_digest(self) -> str:
+        """Return the digest of the weights that the run ended with."""
+        return str(json.loads((self._directory / "run/result.json").read_text())["weights_digest"])
+
+    def close(self) -> None:
+        """Stop the beat of the page."""
+        self._page.close()
+
+
+@pytest.fixture
+def make_attempts(tmp_path: Path) -> Iterator[Callable[[str], Attempts]]:
+    """Return attempts on a run directory of their own."""
+    made: list[Attempts] = []
+
+    def make(name: str) -> Attempts:
+        (tmp_path / name).mkdir()
+        made.append(Attempts(tmp_path / name))
+        return made[-1]
+
+    yield make
+    for attempts in made:
+        attempts.close()
+
+
+class Model(nn.Module):
+    """A layer that is trained, and perhaps a frozen one, which nobody asks."""
+
+    def __init__(self, *, has_frozen: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        if has_frozen:
+            self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(self.layer(inputs))
+
+
+def fit(
+    session: Session,
+    *,
+    has_frozen: bool = False,
+    look: Callable[[Session, nn.Module], object] = lambda _session, _model: None,
+) -> None:
+    """Train, and look at the model between the last backward pass and the update of each step."""
+    model = session.model(lambda: Model(has_frozen=has_frozen))
+    session.optimizer(
+        lambda parameters: torch.optim.SGD(
+            [each for name, each in parameters.items() if "frozen" not in name], momentum=0.9
+        )
+    )
+    for step in session.steps(num_samples=len(INPUTS)):
+        for samples in step.micro_batches():
+            inputs = INPUTS[samples]
+            step.backward(functional.mse_loss(model(inputs), inputs), tokens=len(samples))
+        look(session, model)
+        step.apply()
+
+
+def evaluate(session: Session, model: nn.Module) -> None:
+    session.evaluate(
+        lambda samples: (
+            functional.mse_loss(model(INPUTS[samples]), INPUTS[samples]),
+            len(samples),
+        ),
+        num_samples=8,
+    )
+
+
+def predict(_session: Session, model: nn.Module) -> None:
+    with torch.no_grad():
+        model(INPUTS)
+
+
+@pytest.mark.parametrize("look", [evaluate, predict])
+def test_who_looks_at_the_model_before_an_update_changes_nothing(
+    look: Callable[[Session, nn.Module], object], make_attempts: Callable[[str], Attempts]
+) -> None:
+    """A pass without a backward pass leaves the weights gathered: the next step took those."""
+    plain, looking = make_attempts("plain"), make_attempts("looking")
+    assert isinstance(plain.train(fit, steps=4), Completed)
+
+    outcome = looking.train(lambda session: fit(session, look=look), steps=4)
+
+    assert isinstance(outcome, Completed)
+    assert looking.weights_digest() == plain.weights_digest()
