@@ -355,7 +355,7 @@ class Session:
         )
         self.step, self._restored = restored.step, restored.extra
         if restored.step:
-            for fqn in restored.bare:
+            for fqn in restored.bare & parts.parameters.keys():
                 # Made up by ``prime``; without it the optimizer has what it had.
                 parts.optimizer.state.pop(parts.parameters[fqn], None)
             set_scalars(parts.parameters, parts.optimizer, restored.extra["optimizer"])

@@ -148,3 +148,14 @@ def test_who_looks_at_the_model_before_an_update_changes_nothing(
 
     assert isinstance(outcome, Completed)
     assert looking.weights_digest() == plain.weights_digest()
+
+
+def test_a_version_may_hold_a_frozen_layer_that_the_model_has_no_more(
+    make_attempts: Callable[[str], Attempts],
+) -> None:
+    """The optimizer kept nothing of it, which is looked up among the parameters of the model."""
+    attempts = make_attempts("run")
+    frozen = attempts.train(lambda session: fit(session, has_frozen=True), steps=2)
+    assert frozen == Completed(attempt=1, step=2)
+
+    assert attempts.train(fit, steps=4, resume=(2, 1)) == Completed(attempt=2, step=4)
