@@ -75,7 +75,7 @@ class Session:
         self.device = torch.device(mesh.sharding.device_type)
         self.rank = assignment.rank
         self.world_size = assignment.layout.world_size
-        self.step = 0
+        self.step = assignment.resume_step
         self._assignment = assignment
         self._context = context
         self._mesh = mesh

@@ -15,7 +15,7 @@ from torch.nn import functional
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers.progress import ProgressPage
-from workers.protocol import Assignment, Completed, Outcome
+from workers.protocol import Assignment, Completed, Outcome, Raised
 from workers.train.loop import WorkerContext, run_attempt
 from workers.train.session import Session
 from workers.train.settings import CheckpointSettings, Settings, TrainSettings
@@ -159,3 +159,21 @@ def test_a_version_may_hold_a_frozen_layer_that_the_model_has_no_more(
     assert frozen == Completed(attempt=1, step=2)
 
     assert attempts.train(fit, steps=4, resume=(2, 1)) == Completed(attempt=2, step=4)
+
+
+def test_who_leaves_before_it_has_loaded_has_done_all_that_the_attempt_resumes_from(
+    make_attempts: Callable[[str], Attempts],
+) -> None:
+    """Said to have done nothing, any older version in memory would count as the newest there is."""
+    attempts = make_attempts("run")
+    assert attempts.train(fit, steps=2) == Completed(attempt=1, step=2)
+    seen: list[int] = []
+
+    def refuse(session: Session) -> None:
+        seen.append(session.step)
+        raise ValueError("no such file")
+
+    outcome = attempts.train(refuse, steps=4, resume=(2, 1))
+
+    assert isinstance(outcome, Raised)
+    assert (seen, outcome.step) == ([2], 3)
