@@ -25,7 +25,7 @@ from ucp_core.checkpoint import (
     open_checkpoint,
     save_rank,
 )
-from ucp_core.errors import CheckpointNotFoundError, StorageError, UcpError
+from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError, UcpError
 from ucp_core.storage import ReadRange, Store
 from ucp_core.storage.base import Buffer, join
 from workers.collectives import AbortedError, CollectiveError
@@ -170,7 +170,8 @@ class Storing:
     def _is_committed(self, directory: str) -> bool:
         try:
             return open_checkpoint(self._store, directory).attempt == self._assignment.attempt
-        except CheckpointNotFoundError:
+        except (CheckpointNotFoundError, CheckpointCorruptError):
+            # What an older attempt left may be damaged; the commit puts a sound one in its place.
             return False
 
     def _run(self) -> None:

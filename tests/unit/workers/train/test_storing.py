@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ucp_core.boxes import Box
-from ucp_core.checkpoint import LocalTensor, find_committed
+from ucp_core.checkpoint import MANIFEST_NAME, LocalTensor, find_committed
 from ucp_core.errors import StorageError
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import MemoryStore
@@ -24,13 +24,14 @@ def storing(
     store: MemoryStore,
     fenced: threading.Event,
     *,
+    rank: int = 0,
     num_workers: int = 1,
     keep: int = 0,
     moved: Callable[[int], None] = lambda _: None,
 ) -> Storing:
     assignment = Assignment(
         attempt=1,
-        rank=0,
+        rank=rank,
         layout=ParallelLayout(dp_shard=num_workers),
         store_host="",
         store_port=0,
@@ -48,14 +49,15 @@ def storing(
     )
 
 
-def state(step: int) -> SavedState:
+def state(step: int, *, rows: tuple[int, int] = (0, 4)) -> SavedState:
+    start, stop = rows
     tensor = LocalTensor(
         fqn="w",
         slot="weight",
         dtype="F32",
         shape=(4,),
-        box=Box((0,), (4,)),
-        data=memoryview(bytearray(b"0123456789abcdef")),
+        box=Box((start,), (stop,)),
+        data=memoryview(bytearray(b"0123456789abcdef"))[4 * start : 4 * stop],
     )
     groups: list[dict[str, Any]] = [{"lr": 0.1, "params": ["w"]}]
     return SavedState(step=step, tensors=[tensor], extra={"loss": 1.0}, param_groups=groups)
@@ -193,6 +195,27 @@ def test_a_peer_that_never_writes_is_told_as_a_lost_peer() -> None:
     with pytest.raises(CollectiveError, match="step 1 was not committed"):
         background.wait_committed(1, timeout_s=0.05)
     assert background.close()
+
+
+def test_a_damaged_manifest_of_an_older_attempt_is_waited_past() -> None:
+    """The step is done again because of it: whoever wrote its part first met it until the commit.
+
+    It would have ended the attempt for an error of the script, and the next one likewise.
+    """
+    store, fenced = MemoryStore(), threading.Event()
+    directory = f"run/{CHECKPOINTS}/step-00000001"
+    store.write_atomic(f"{directory}/{MANIFEST_NAME}", b"{half", fsync=False)
+    first, second = (storing(store, fenced, rank=rank, num_workers=2) for rank in (0, 1))
+    first.save(state(1, rows=(0, 2)))
+    with pytest.raises(CollectiveError, match="step 1 was not committed"):
+        first.wait_committed(1, timeout_s=0.05)
+
+    second.save(state(1, rows=(2, 4)))
+
+    first.wait_committed(1, timeout_s=60)
+    assert committed_step(store) == 1
+    assert first.close()
+    assert second.close()
 
 
 def test_only_the_newest_are_kept() -> None:
