@@ -93,7 +93,7 @@ def state_of(
 
     Raises:
         StateError: The optimizer keeps something that is neither a scalar nor shaped like its
-            parameter.
+            parameter, or of a type that is not saved.
     """
     entries: list[StateEntry] = []
     for piece in pieces:
@@ -101,6 +101,13 @@ def state_of(
         slots = {"weight": piece.local}
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+                if value.dtype not in _DTYPES:
+                    raise StateError(
+                        f"the optimizer's {name} of {piece.fqn} is {value.dtype}; saved are "
+                        f"{', '.join(map(str, _DTYPES))}: this optimizer cannot be resumed",
+                        fqn=piece.fqn,
+                        slot=name,
+                    )
                 slots[name] = value
             elif not _is_scalar(value):
                 raise StateError(

@@ -187,6 +187,16 @@ def test_an_optimizer_that_cannot_be_sharded_is_refused() -> None:
         state_of(held, parameters, optimizer)
 
 
+def test_an_optimizer_whose_tensors_are_of_a_type_that_is_not_saved_is_refused() -> None:
+    """They have the shape of their parameter: the first save would fail without naming them."""
+    held = [piece("a.weight", WEIGHTS["a.weight"], 1, 4)]
+    parameters, optimizer = trained(held)
+    optimizer.state[parameters["a.weight"]]["exp_avg"] = torch.zeros(3, 4, dtype=torch.float16)
+
+    with pytest.raises(StateError, match=r"exp_avg of a\.weight is torch\.float16"):
+        state_of(held, parameters, optimizer)
+
+
 @pytest.mark.parametrize("cuts", [(0, 6, 6), (0, 1, 6), (0, 3, 6)], ids=str)
 def test_row_squares_add_up_alike_however_rows_are_cut(cuts: tuple[int, int, int]) -> None:
     """A rank may hold one row or none, for which torch could take another path."""
