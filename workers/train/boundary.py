@@ -123,6 +123,8 @@ class Boundary:
             said = replace(
                 said, snapshot_steps=pace.snapshot_steps, storage_steps=pace.checkpoint_steps
             )
+        if writer is None:
+            self._look_at_storing()
         if writer is None or not writer.is_ready:
             return replace(said, no_memory=True)
         behind = writer.is_behind()
@@ -352,6 +354,8 @@ class Boundary:
         begun_s = time.monotonic()
         # One save in flight: the buffer is free again once the last one is written.
         self._storing.wait_idle()
+        if self._writer is None:
+            self._look_at_storing()
         held = self._writer.held() if self._writer is not None and self._due.snapshot else None
         self._storing.save(
             SavedState(
@@ -362,6 +366,11 @@ class Boundary:
             )
         )
         self._meter.checkpoint(begun_s, time.monotonic() - begun_s)
+
+    def _look_at_storing(self) -> None:
+        """Measure how long this rank itself writes a checkpoint, where nobody else does."""
+        is_busy = not self._storing.is_idle
+        self._meter.look(time.monotonic(), is_snapshot_busy=False, is_checkpoint_busy=is_busy)
 
     def _wait_told(self) -> None:
         if self._assignment.rank == 0:

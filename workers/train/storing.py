@@ -118,6 +118,11 @@ class Storing:
         self._idle.clear()
         self._tasks.put(lambda: self._save(state))
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no save is under way."""
+        return self._idle.is_set()
+
     def wait_idle(self) -> None:
         """Return when no save is under way.
 

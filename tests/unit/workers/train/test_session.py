@@ -15,7 +15,7 @@ from torch.nn import functional
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers.progress import ProgressPage
-from workers.protocol import Assignment, Completed, Outcome, Raised
+from workers.protocol import Assignment, Completed, Outcome, Raised, SaveCosts
 from workers.train.loop import WorkerContext, run_attempt
 from workers.train.session import Session
 from workers.train.settings import CheckpointSettings, Settings, TrainSettings
@@ -24,13 +24,18 @@ INPUTS = torch.linspace(-1, 1, 32).reshape(16, 2)
 
 
 class Attempts:
-    """Attempts of one worker that is alone, as the orchestrator would begin them."""
+    """Attempts of one worker that is alone, as the orchestrator would begin them.
+
+    Attributes:
+        costs: What each returns that says what its steps and saves cost.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._page = ProgressPage.create(directory / "page", worker="w0001")
         self._number = 0
+        self.costs: list[Callable[[], SaveCosts]] = []
 
     def train(
         self, task: Callable[[Session], None], *, steps: int, resume: tuple[int, int] = (0, 0)
@@ -50,6 +55,7 @@ class Attempts:
             ring_path=str(self._directory / "ring"),
             yield_requested=lambda _attempt: False,
             fenced=lambda _attempt: False,
+            on_costs=lambda _attempt, costs: self.costs.append(costs),
         )
         assignment = Assignment(
             attempt=self._number,
@@ -177,3 +183,14 @@ def test_who_leaves_before_it_has_loaded_has_done_all_that_the_attempt_resumes_f
 
     assert isinstance(outcome, Raised)
     assert (seen, outcome.step) == ([2], 3)
+
+
+def test_without_memory_it_is_measured_how_long_a_checkpoint_takes(
+    make_attempts: Callable[[str], Attempts],
+) -> None:
+    """What nobody has measured chooses no interval: ``auto`` would stay at what it begins with."""
+    attempts = make_attempts("run")
+    assert attempts.train(fit, steps=3) == Completed(attempt=1, step=3)
+
+    (costs,) = attempts.costs
+    assert costs().checkpoint_busy_s > 0
