@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from workers.collectives.ring import read_attempt
+from workers.collectives.ring import map_draft, read_attempt
 from workers.protocol import GroupState, WorkerPhase, WorkerReport
 
 #: Period of the beat.
@@ -112,10 +112,7 @@ class ProgressPage:
     def create(cls, path: str | os.PathLike[str], *, worker: str) -> ProgressPage:
         """Return the page of ``worker`` at ``path``; it appears whole in place of an old one."""
         path = Path(path)
-        draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
-        with draft.open("w+b") as file:
-            file.truncate(_PAGE_BYTES)
-            memory = mmap.mmap(file.fileno(), _PAGE_BYTES)
+        draft, memory = map_draft(path, _PAGE_BYTES)
         _, started_ticks = process_state(os.getpid())
         _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, os.getpid(), started_ticks, worker.encode())
         page = cls(memory)

@@ -65,3 +65,36 @@ def test_snapshots_do_not_fit_into_shared_memory_and_need_not() -> None:
     used_bytes, arena_bytes = map(int, done.stdout.split())
     assert used_bytes == 0
     assert arena_bytes >= 180 << 20
+
+
+#: In a /dev/shm of its own that somebody else has filled.
+IN_FULL = """
+import contextlib, os
+from workers.collectives.ring import RecordRing
+from workers.progress import ProgressPage
+
+with open("/dev/shm/other", "wb", buffering=0) as file, contextlib.suppress(OSError):
+    while file.write(bytes(4096)):
+        pass
+for make in (
+    lambda: RecordRing("/dev/shm/ring", attempt=1, num_ranks=4),
+    lambda: ProgressPage.create("/dev/shm/page", worker="w0001"),
+):
+    try:
+        make()
+    except OSError as error:
+        print(error)
+print(os.listdir("/dev/shm"))
+"""
+
+
+def test_where_shared_memory_is_full_a_worker_says_so() -> None:
+    """A file grows there without a word: the first store to it was a bus error, and no outcome."""
+    done = _in_small_shm([sys.executable, "-c", IN_FULL])
+
+    assert done.returncode == 0, done.stderr
+    ring, page, left = done.stdout.splitlines()
+    assert ring.startswith("[Errno 28] No space left on device for ")
+    assert ring.endswith(": '/dev/shm/ring'")
+    assert page == "[Errno 28] No space left on device for 4096 bytes: '/dev/shm/page'"
+    assert left == "['other']"

@@ -336,12 +336,28 @@ def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
         return tuple(found[number] for number in sorted(found))
 
 
-def _create(path: Path, size_bytes: int) -> mmap.mmap:
-    # A new file under the old name: a reader of the last attempt's ring keeps what it mapped.
+def map_draft(path: Path, size_bytes: int) -> tuple[Path, mmap.mmap]:
+    """Return a new file that is to replace ``path``, and its memory, which is all there.
+
+    Where shared memory is full, a page that is only promised is a bus error at its first store.
+
+    Raises:
+        OSError: There is not that much.
+    """
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     with draft.open("w+b") as file:
-        file.truncate(size_bytes)
-        memory = mmap.mmap(file.fileno(), size_bytes)
+        try:
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+        except OSError as error:
+            draft.unlink()
+            what = f"{error.strerror} for {size_bytes} bytes"
+            raise OSError(error.errno, what, str(path)) from error
+        return draft, mmap.mmap(file.fileno(), size_bytes)
+
+
+def _create(path: Path, size_bytes: int) -> mmap.mmap:
+    # A new file under the old name: a reader of the last attempt's ring keeps what it mapped.
+    draft, memory = map_draft(path, size_bytes)
     draft.replace(path)
     return memory
 
