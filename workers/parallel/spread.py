@@ -18,7 +18,7 @@ from ucp_core.boxes import Box
 from workers.errors import TaskError
 from workers.parallel.mesh import Mesh
 
-__all__ = ["Piece", "fsdp_modules", "materialize", "pieces", "spread"]
+__all__ = ["Piece", "drop_gathered", "fsdp_modules", "materialize", "pieces", "spread"]
 
 #: Models of up to this many bytes of float32 parameters are gathered as one.
 SMALL_BYTES_MAX: Final = 64 << 20
@@ -136,6 +136,16 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             yield module
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Have the next pass gather the parameters anew; for when they have another value.
+
+    Most are not gathered by then. They are where a script has called the model and made no
+    backward pass, and that pass would take what they were.
+    """
+    for module in fsdp_modules(model):
+        module.reshard()
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

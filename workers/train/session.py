@@ -23,7 +23,7 @@ from workers.errors import DataError, TaskError
 from workers.parallel.mesh import Mesh
 from workers.parallel.optimizers import refuse_unfit
 from workers.parallel.shares import Sharing
-from workers.parallel.spread import Piece, materialize, pieces, spread
+from workers.parallel.spread import Piece, drop_gathered, materialize, pieces, spread
 from workers.parallel.state import (
     HostBuffer,
     StateEntry,
@@ -364,6 +364,7 @@ class Session:
         else:
             parts.optimizer.state.clear()
         self._fill(parts)
+        drop_gathered(parts.model)
         return restored
 
     def _fill(self, parts: Parts) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from workers.data.order import DataOrder
 from workers.errors import TaskError
 from workers.parallel.norm import row_squares, scale_gradients, sum_of_squares
-from workers.parallel.spread import fsdp_modules
+from workers.parallel.spread import drop_gathered, fsdp_modules
 from workers.protocol import WorkerPhase
 from workers.train.agreement import on_host
 from workers.train.context import Progress
@@ -228,10 +228,7 @@ class Step:
         parts.optimizer.zero_grad(set_to_none=True)
         for piece in parts.pieces:
             piece.parameter.grad = None
-        for module in fsdp_modules(parts.model):
-            # Gathered still where a script has looked at the model behind its last backward pass;
-            # the next pass would take those weights, which are none any more.
-            module.reshard()
+        drop_gathered(parts.model)
 
 
 def _random_seed(seed: int, step: int, micro_batch: int) -> int:

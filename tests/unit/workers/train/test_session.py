@@ -110,10 +110,15 @@ def fit(
     session: Session,
     *,
     has_frozen: bool = False,
+    look_first: Callable[[nn.Module], object] = lambda _model: None,
     look: Callable[[Session, nn.Module], object] = lambda _session, _model: None,
 ) -> None:
-    """Train, and look at the model between the last backward pass and the update of each step."""
+    """Train, and look at the model between the last backward pass and the update of each step.
+
+    With ``look_first`` also before there is anything in it.
+    """
     model = session.model(lambda: Model(has_frozen=has_frozen))
+    look_first(model)
     session.optimizer(
         lambda parameters: torch.optim.SGD(
             [each for name, each in parameters.items() if "frozen" not in name], momentum=0.9
@@ -153,6 +158,24 @@ def test_who_looks_at_the_model_before_an_update_changes_nothing(
     outcome = looking.train(lambda session: fit(session, look=look), steps=4)
 
     assert isinstance(outcome, Completed)
+    assert looking.weights_digest() == plain.weights_digest()
+
+
+def test_who_looks_at_the_model_before_it_is_filled_changes_nothing(
+    make_attempts: Callable[[str], Attempts],
+) -> None:
+    """As a summary of its layers does: the first step took what the memory held until then."""
+    plain, looking = make_attempts("plain"), make_attempts("looking")
+    assert isinstance(plain.train(fit, steps=4), Completed)
+
+    def look(model: nn.Module) -> None:
+        with torch.no_grad():
+            model(INPUTS)
+
+    assert isinstance(
+        looking.train(lambda session: fit(session, look_first=look), steps=4), Completed
+    )
+
     assert looking.weights_digest() == plain.weights_digest()
 
 
