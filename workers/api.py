@@ -54,7 +54,7 @@ from dataclasses import replace
 from typing import Any
 
 from workers.errors import SettingsError, TaskError
-from workers.protocol import Completed, Raised
+from workers.protocol import Completed, PeerLost, Raised
 from workers.train.alone import run_alone
 from workers.train.script import Task, hand_over
 from workers.train.session import Session
@@ -99,4 +99,7 @@ def run(
     outcome = run_alone(train, settings, directory)
     if isinstance(outcome, Raised):
         raise TaskError(f"training failed in step {outcome.step}\n{outcome.traceback}")
+    if isinstance(outcome, PeerLost):
+        # The script has a store or a group of its own, or the device's transport failed.
+        raise TaskError(f"training failed after step {outcome.step}: {outcome.detail}")
     assert isinstance(outcome, Completed), f"alone there is nobody to leave: {outcome}"
