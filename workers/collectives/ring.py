@@ -413,7 +413,7 @@ def _read_group(memory: mmap.mmap, index: int, now_ns: int) -> GroupState | None
         return None
     length, name, first, count = _NAME.unpack_from(memory, offset + 2 * _STATE.size)
     return GroupState(
-        group=name[:length].decode(),
+        group=name[:length].decode(errors="replace"),
         ranks=struct.unpack_from(f"<{count}I", memory, _ints_offset(first)),
         entered_seq=entered,
         # Whoever waits for a number has use for the earlier ones' results only afterwards.

@@ -236,3 +236,13 @@ def test_more_groups_than_fit_are_not_recorded_but_work(path: Path) -> None:
 
     assert group == -1
     assert len(read_ring(path)) == NUM_GROUPS_MAX
+
+
+def test_a_name_that_is_cut_within_a_letter_is_read(path: Path) -> None:
+    """A script names its groups as it likes; a reader that fails is the keeper of the node."""
+    ring = RecordRing(path, attempt=1, num_ranks=4)
+    ring.enter(ring.group("x" + "\u00e4" * 60, WORLD), "all_reduce", 4)
+
+    (state,) = read_ring(path)
+
+    assert state.group.startswith("x\u00e4\u00e4")
