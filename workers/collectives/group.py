@@ -42,6 +42,8 @@ _COLLECTIVES: Final = {
     "gather": "gather",
     "scatter": "scatter",
 }
+#: In place of a member, where any may be the one.
+_ANY: Final = -1
 #: Collectives that name their outputs first; their payload is the second argument.
 _OUTPUT_FIRST: Final = frozenset({"all_gather", "all_to_all", "gather", "reduce_scatter"})
 _DTYPES: Final = {
@@ -173,6 +175,19 @@ class RecordedGroup(dist.ProcessGroup):
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         """Receive from the member ``peer``, by its place in the group."""
         return self._point_to_point("recv", peer, self._rank, tensors, tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
+        """Receive from whichever member sends first."""
+        mine = self._ranks[self._rank]
+        pair = self._pairs.get((_ANY, self._rank))
+        if pair is None:
+            # Of this rank alone: nobody can say whom it waits for.
+            pair = self._attempt.ring.group(f"{self._named()} *>{mine}", (mine,))
+            self._pairs[_ANY, self._rank] = pair
+        on_device = tensors[0].is_cuda
+        call = self._enter("recv", _payload(tensors), on_device=on_device, pair=pair)
+        work = self._inner.recv_anysource(tensors, tag)
+        return self._returned(call, work, on_device=on_device, keep=tensors, sliced=False)
 
     def _enter(
         self,

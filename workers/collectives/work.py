@@ -153,6 +153,10 @@ class RecordedWork(dist.Work):
         """Return nothing: every collective writes into its caller's tensors."""
         return []
 
+    def _source_rank(self) -> int:
+        """Return who sent what was received from any member, by its place in the group."""
+        return int(self._inner[0]._source_rank())  # noqa: SLF001 - torch's name
+
     def synchronize(self) -> None:
         """Do as ``wait`` does; there is no stream to order."""
         self.wait()
