@@ -92,6 +92,7 @@ def _facts(status: Mapping[str, Any]) -> Iterator[str]:
     if redundancy["reason"]:
         yield f"redundancy: {redundancy['reason']}"
     yield f"saves: {_cadence(cadence)}"
+    yield f"intervals: {cadence['reason']}"
     if status["loaded"]:
         yield f"loaded: {sources_text(status['loaded'])}"
     for line in status["passed_over"]:

@@ -85,7 +85,8 @@ class SnapshotWriter:
         self._late_until_s = float("-inf")
         self._why_not = ""
         self._broken_until_s = float("-inf")
-        self._is_left = False
+        self._is_left = self._has_ended = False
+        self._ending = threading.Lock()
         self._away_since_s = float("inf")
         self._looked_s = time.monotonic()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -316,7 +317,8 @@ class SnapshotWriter:
         self._copy.hurry()
         self._tasks.put(None)
         self._thread.join(_CLOSE_S_MAX)
-        self._is_left = self._thread.is_alive()
+        with self._ending:
+            self._is_left = not self._has_ended
         try:
             self._copy.end()
         except Exception as error:  # noqa: BLE001  a device that failed is no news by now
@@ -365,6 +367,8 @@ class SnapshotWriter:
                 self._give_up(f"{type(error).__name__}: {error}")
             finally:
                 self._idle.set()
+        with self._ending:
+            self._has_ended = True
         if self._is_left:
             self.leave()
 

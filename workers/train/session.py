@@ -33,6 +33,7 @@ from workers.parallel.state import (
 )
 from workers.protocol import Assignment, Formed, WorkerPhase
 from workers.snapshot.writing import SnapshotMemory
+from workers.train.agreement import on_host
 from workers.train.boundary import Boundary
 from workers.train.buffers import PersistentBuffers
 from workers.train.context import WorkerContext
@@ -412,7 +413,8 @@ class Session:
         number = int.from_bytes(key[:8], "little") >> 2
         ends = torch.tensor([number, -number], device=self.device)
         dist.all_reduce(ends, op=dist.ReduceOp.MIN)
-        if ends[0] != -ends[1]:
+        least, negative = on_host(ends)
+        if least != -negative:
             raise DataError(
                 f"the workers have different training data (here: {cursor}); give all nodes the "
                 "same files, and with data.source=stdlib the same Python"

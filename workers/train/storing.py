@@ -234,6 +234,12 @@ class Storing:
                 source=source_of(assignment),
                 fsync=self._settings.fsync,
             )
+        except _WriteRefused:
+            raise
+        except Exception as error:  # noqa: BLE001  raised again in the training thread
+            # Before it waits no longer, which would take the state for stored.
+            self._error = error
+            return
         finally:
             self._idle.set()
         if assignment.rank == 0 and self._settings.keep:

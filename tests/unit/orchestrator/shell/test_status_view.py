@@ -50,6 +50,7 @@ def _status(**changes: Any) -> dict[str, Any]:
             "cost_share": 0.00714,
             "cost_share_max": 0.02,
             "troubles": [],
+            "reason": "as configured",
         },
         "loaded": {"local memory": 5_000_000},
         "passed_over": ["step-00000004: manifest.json is cut short"],
@@ -87,6 +88,7 @@ def test_what_is_safe_and_what_is_wrong_has_a_line_each() -> None:
         "in storage: step 90",
         "redundancy: partner copy [of all]",
         "saves: a snapshot each step, a checkpoint every 10 steps; 0.71% of step time, at most 2%",
+        "intervals: as configured",
         "loaded: 4.8 MiB from local memory",
         "passed over: step-00000004: manifest.json is cut short",
         "trouble: storage has been silent for 12 s",
@@ -134,4 +136,5 @@ def test_a_run_without_controller_says_so_and_what_is_not_there_has_no_line() ->
         "",
         "in storage: nothing yet",
         "saves: a snapshot each step, a checkpoint every 10 steps; 0.71% of step time, at most 2%",
+        "intervals: as configured",
     ]
