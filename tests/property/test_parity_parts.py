@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from ucp_core.errors import UcpError
 from workers.errors import ParityError
 from workers.keeper.arena import Arena
 from workers.protocol import Held, Member
+from workers.snapshot import parity_part
 from workers.snapshot.parity import BLOCK_BYTES
 from workers.snapshot.parity_part import Group, write
 from workers.snapshot.parity_record import ParityRecord, slot_bytes
@@ -41,6 +42,17 @@ class _BytesPart:
             assert stop <= len(self.data), "read beyond the part"
             target[:] = self.data[offset_bytes:stop]
             offset_bytes = stop
+
+
+@dataclass(frozen=True)
+class _NotingPart(_BytesPart):
+    """One that notes in ``asked`` when it is read, among others."""
+
+    asked: list[int] = field(default_factory=list)
+
+    def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
+        self.asked.append(self.held.rank)
+        super().fill(offset_bytes, targets)
 
 
 def _held(
@@ -118,6 +130,27 @@ def _check(part: Part, original: _BytesPart, start: int, cuts: Sequence[int]) ->
     targets = [bytearray(cut) for cut in cuts]
     part.fill(start, [memoryview(target) for target in targets])
     assert b"".join(targets) == original.data[start : start + sum(cuts)]
+
+
+@pytest.mark.parametrize("num_parities", [1, 2])
+def test_parts_are_read_in_turns(num_parities: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that is asked for nothing for 2 s, while a block of gigabytes comes from another, has
+    its rank wait no longer: what is read next is written over, and of two parities none is made."""
+    monkeypatch.setattr(parity_part, "_WINDOW_BYTES", 4096)
+    monkeypatch.setattr(parity_part, "_TURN_BYTES", 2 * 4096)
+    num_nodes, asked = 5, list[int]()
+    size = 3 * (num_nodes - num_parities) * 2 * 4096
+    parts = [
+        _NotingPart(_held(rank, size - 100, 100), bytes(size), asked) for rank in range(num_nodes)
+    ]
+    _parities(parts, num_parities)
+
+    turn = 2 * num_parities * (num_nodes - num_parities)
+    assert len(asked) == 3 * turn * num_nodes
+    for place in range(num_nodes):
+        for index in range(3):
+            low = (3 * place + index) * turn
+            assert set(asked[low : low + turn]) == set(range(num_nodes)) - {place}
 
 
 @settings(deadline=None, max_examples=60)

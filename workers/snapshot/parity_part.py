@@ -31,6 +31,10 @@ __all__ = ["Group", "ParityPart", "lost_parts", "write"]
 
 #: Read at once of each part; whole blocks of either parity.
 _WINDOW_BYTES: Final = 8 * BLOCK_BYTES
+#: Read of one part before the next one has its turn, where 2 s may pass until it comes round again;
+#: whole windows. Over loopback, turns of one window take half as long again as whole blocks do, of
+#: four a twelfth; in a group of 8 with two parities it comes round in 1.5 s at 120 MB/s.
+_TURN_BYTES: Final = 4 * _WINDOW_BYTES
 #: A window of one parity that brings back one member need not be whole blocks.
 _GRAIN_BYTES: Final = 64
 
@@ -40,7 +44,9 @@ _Array = npt.NDArray[np.uint8]
 def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> tuple[int, int]:
     """Compute the parities of ``record.place`` into ``body``, and the record behind them.
 
-    Reads of each part only what the parities are of: one block for each.
+    Reads of each part only what the parities are of: one block for each. They are read in turns:
+    who is asked for nothing while a large block comes from another would take
+    this node for gone, and its rank would write over what is still to be read.
 
     Args:
         record: What to make.
@@ -56,14 +62,21 @@ def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> 
     stripes = record.stripes
     size, target = stripes.block_bytes, np.frombuffer(body, dtype=np.uint8)
     scratch = bytearray(min(size, _WINDOW_BYTES))
-    for which, stripe in enumerate(stripes.parities_of(record.place)):
-        block = target[which * size : (which + 1) * size]
+    blocks = [target[which * size : (which + 1) * size] for which in range(record.num_parities)]
+    for block in blocks:
         block[:] = 0
-        for piece, place in _pieces(record, stripe):
-            for low in range(piece.start, piece.stop, _WINDOW_BYTES):
-                window = memoryview(scratch)[: min(_WINDOW_BYTES, piece.stop - low)]
+    pieces = [
+        (which, piece, place)
+        for which, stripe in enumerate(stripes.parities_of(record.place))
+        for piece, place in _pieces(record, stripe)
+    ]
+    for turn in range(0, size, _TURN_BYTES):
+        for which, piece, place in pieces:
+            stop = min(piece.start + turn + _TURN_BYTES, piece.stop)
+            for low in range(piece.start + turn, stop, _WINDOW_BYTES):
+                window = memoryview(scratch)[: min(_WINDOW_BYTES, stop - low)]
                 parts[place].fill(low, [window])
-                add({which: block}, piece.index, window, low - piece.start)
+                add({which: blocks[which]}, piece.index, window, low - piece.start)
     data_bytes = record.num_parities * size
     packed = record.to_bytes()
     body[data_bytes : data_bytes + len(packed)] = packed
