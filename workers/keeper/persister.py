@@ -201,7 +201,7 @@ class Persister:
                 collect_garbage(
                     self._store, self._checkpoints, keep=self._settings.keep, lineage=lineage
                 )
-            except UcpError as error:
+            except Exception as error:  # noqa: BLE001  as above; the version itself is stored
                 self._on_trouble(_SUBJECT, f"old checkpoints are not deleted: {error}")
 
     def _say(self, held: Held, why: str) -> None:

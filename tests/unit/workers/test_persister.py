@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -281,6 +282,27 @@ def test_old_checkpoints_go_only_when_the_history_is_known(
         _save(shelf, [arena], 3)
         assert eventually(lambda: not store.exists("run/checkpoints/step-00000001/manifest.json"))
     _check_stored(store, 3)
+
+
+class _StaleStore(MemoryStore):
+    """Cannot delete, and says so as a file system does that was mounted anew."""
+
+    def delete(self, path: str) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+
+
+def test_whatever_is_wrong_with_old_checkpoints_the_next_one_is_stored(
+    shelf: Shelf, troubles: Troubles, persisting: Persisting
+) -> None:
+    """Who stores also deletes, in the same thread: its end would leave a slot pinned for ever."""
+    (arena,), store = _arenas(shelf, 1), _StaleStore()
+    shelf.fence(1, [(1, 0)])
+    with persisting(store, keep=1) as persister:
+        for step in (1, 2, 3):
+            _save(shelf, [arena], step)
+            assert eventually(partial(_has_stored, persister, step))
+            assert eventually(lambda: arena.pinned() is None)
+        assert any("old checkpoints are not deleted" in line for line in troubles.lines())
 
 
 def test_files_of_old_checkpoints_are_written_over(
