@@ -56,9 +56,10 @@ def write_version(
     world_size: int,
     attempt: int = 1,
     lineage: Lineage = (),
+    kept: tuple[int, int] | None = None,
 ) -> Held:
     """Make the arena's next slot the part of ``rank`` and return what it holds then."""
-    slot = arena.choose(lineage)
+    slot = arena.choose(lineage, kept=kept)
     arena.begin(slot, attempt=attempt, step=step, rank=rank, world_size=world_size)
     save_rank(
         ArenaStore(arena, slot),

@@ -123,7 +123,7 @@ class ParityMirror(Following):
                 versions[place] = _of_attempt(listed[place], self._group.attempt)
                 steps[place] = _newest(versions[place], self._group.places[place].ranks)
             step = min(steps.values())
-            self._kept = _kept(listed)
+            self._kept = _kept(listed, self._group.attempt)
             if step > made and self._make(versions, step):
                 made = step
             self._tell(listed, made)
@@ -275,10 +275,13 @@ def _newest(versions: _Versions, ranks: Sequence[int]) -> int:
     return min(max(versions.get(rank, {0: None})) for rank in ranks)
 
 
-def _kept(listed: Mapping[int, Mapping[str, Listed]]) -> tuple[int, int] | None:
-    """Return what no rank writes over: they agree, and one may be ahead with its word."""
+def _kept(listed: Mapping[int, Mapping[str, Listed]], attempt: int) -> tuple[int, int] | None:
+    """Return what no rank writes over: they agree, and one may be ahead with its word.
+
+    What ranks of an older attempt left says what was kept then.
+    """
     said = [each.kept for arenas in listed.values() for each in arenas.values()]
-    return min((kept for kept in said if kept is not None), default=None)
+    return min((kept for kept in said if kept is not None and kept[0] == attempt), default=None)
 
 
 def _member(found: _Found | None) -> Member | None:

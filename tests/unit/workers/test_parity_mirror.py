@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -94,11 +95,15 @@ def _protecting(
         mirror.stop()
 
 
-def _write(nodes: Sequence[_Node], step: int, attempt: int = 1) -> None:
+def _write(
+    nodes: Sequence[_Node], step: int, attempt: int = 1, kept: tuple[int, int] | None = None
+) -> None:
     for node in nodes:
         for rank, arena in node.arenas.items():
             state = make_state(step)
-            write_version(arena, state, step=step, rank=rank, world_size=WORLD, attempt=attempt)
+            write_version(
+                arena, state, step=step, rank=rank, world_size=WORLD, attempt=attempt, kept=kept
+            )
             node.shelf.tell()
 
 
@@ -191,6 +196,22 @@ def test_a_group_of_the_next_attempt_keeps_what_the_last_one_made(nodes: list[_N
         assert eventually(lambda: _all_have_parities(nodes, 3))
         _check_survives(nodes, {0}, 3)
         _check_survives(nodes, {0}, 1)
+
+
+def test_parities_of_what_is_kept_stay_whatever_dead_workers_kept(nodes: list[_Node]) -> None:
+    """Memory of a worker that died stays while it is on its way to storage, and names what was kept
+    in its own attempt: that is older than what the ranks of now have agreed on."""
+    dead = nodes[1].shelf.reserve("w9.0", body_bytes=BODY_BYTES)
+    write_version(dead, make_state(1), step=1, rank=0, world_size=WORLD, attempt=1)
+    dead.keep((1, 1))
+    with _protecting(nodes, 1, attempt=2):
+        for step in range(2, 7):
+            for arena in (arena for node in nodes for arena in node.arenas.values()):
+                arena.keep((2, 2) if step > 2 else None)
+            _write(nodes, step, attempt=2, kept=(2, 2))
+            assert eventually(partial(_all_have_parities, nodes, step))
+        assert _all_have_parities(nodes, 2)
+        _check_survives(nodes, {0}, 2)
 
 
 def test_parts_that_outgrow_their_parities_are_protected_all_the_same(nodes: list[_Node]) -> None:
