@@ -123,8 +123,10 @@ def _accompany(connection: socket.socket, held: dict[str, int]) -> bool:
             if "end" in packet:
                 return True
             name = packet.get("hold") or packet["let_go"]
-            if name in held:
-                os.close(held.pop(name))
+            # Memory that is handed on has its new name first: the keeper may be killed in between.
+            old = [each for each, fd in held.items() if fds and os.path.sameopenfile(fd, fds[0])]
+            for each in {name, *old} & held.keys():
+                os.close(held.pop(each))
             if fds:
                 held[name] = fds[0]
     except (OSError, ValueError, KeyError):

@@ -110,6 +110,23 @@ def test_the_next_keeper_gets_what_is_held_and_nothing_else(
         arena.close()
 
 
+@pytest.mark.usefixtures("served")
+def test_memory_that_was_handed_on_is_held_under_one_name(tmp_path: Path) -> None:
+    """A keeper that is killed before it has let go of the old one leaves two: the next one would
+    hand the same memory on again, and two workers would write into it."""
+    first = Vault(tmp_path)
+    arena = Arena.create("w1", body_bytes=4096)
+    first.note("w1.1", arena.fd)
+    first.note("w2.1", arena.fd)
+    _kill(first)
+
+    second = Vault(tmp_path)
+    assert list(second.recovered) == ["w2.1"]
+    os.close(second.recovered["w2.1"])
+    second.end()
+    arena.close()
+
+
 @pytest.mark.parametrize("grace_s", [2.0])
 def test_without_a_keeper_it_ends_after_a_while(served: threading.Thread, tmp_path: Path) -> None:
     """A run that is over must not keep gigabytes."""
