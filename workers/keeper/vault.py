@@ -93,7 +93,14 @@ class Vault:
 
 
 def serve(path: Path, *, grace_s: float) -> None:
-    """Hold what one keeper after the other hands over; return when it is time to end."""
+    """Hold what one keeper after the other hands over; return when it is time to end.
+
+    Or at once where another process does: a keeper that was killed had started that one.
+    """
+    other = _connect(path)
+    if other is not None:
+        other.close()
+        return
     held: dict[str, int] = {}
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

@@ -127,6 +127,26 @@ def test_memory_that_was_handed_on_is_held_under_one_name(tmp_path: Path) -> Non
     arena.close()
 
 
+def test_one_that_comes_late_leaves_the_place_to_the_one_that_serves(
+    served: threading.Thread, tmp_path: Path
+) -> None:
+    """Who started it was killed before it was there, and the next keeper has started another: what
+    that one holds could not be found any more once this one ends."""
+    first = Vault(tmp_path)
+    arena = Arena.create("w1", body_bytes=4096)
+    first.note("w1.1", arena.fd)
+    serve(tmp_path / VAULT, grace_s=0.2)
+    _kill(first)
+
+    second = Vault(tmp_path)
+    assert list(second.recovered) == ["w1.1"]
+    os.close(second.recovered["w1.1"])
+    second.end()
+    served.join(20.0)
+    assert not served.is_alive()
+    arena.close()
+
+
 @pytest.mark.parametrize("grace_s", [2.0])
 def test_without_a_keeper_it_ends_after_a_while(served: threading.Thread, tmp_path: Path) -> None:
     """A run that is over must not keep gigabytes."""
