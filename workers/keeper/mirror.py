@@ -67,8 +67,9 @@ class Mirror(Following):
         super().__init__(what, [self._client], on_trouble, niceness)
         self._shelf = shelf
         self._peer = peer
-        #: What the peer knows to be copied, by arena.
+        #: What the peer knows to be copied, by arena; and how many connections were made by then.
         self._told: dict[str, Held] = {}
+        self._told_over = 0
         #: Arenas that there is no memory for, and when to ask again.
         self._refused: dict[str, float] = {}
         #: How many copies in a row were overtaken, by arena.
@@ -81,7 +82,6 @@ class Mirror(Following):
         self._shelf.note_listed(self._peer.node, ())
 
     def _follow(self) -> None:
-        self._told.clear()
         news, copied = -1, dict[str, Held]()
         while not self._stopping.is_set():
             now_s = time.monotonic()
@@ -97,7 +97,13 @@ class Mirror(Following):
             self._is_well()
 
     def _news_of(self, newest: dict[str, Held]) -> dict[str, Held]:
-        """Return which of these the peer has to be told of: nothing before need be waited for."""
+        """Return which of these the peer has to be told of: nothing before need be waited for.
+
+        All of them over a new connection: to go on with a copy may have taken one.
+        """
+        if self._told_over != self._client.num_connections:
+            self._told_over = self._client.num_connections
+            self._told.clear()
         news = {name: held for name, held in newest.items() if self._told.get(name) != held}
         self._told.update(news)
         return news

@@ -60,9 +60,14 @@ class WireClient:
     Args:
         address: Where the peer's ``WireServer`` listens.
         secret: Of that keeper.
+
+    Attributes:
+        num_connections: How many were made so far, by all threads: with each that ends, the peer
+            forgets what it was told over it.
     """
 
     def __init__(self, address: tuple[str, int], *, secret: bytes) -> None:
+        self.num_connections = 0
         self._address = address
         self._secret = secret
         self._local = threading.local()
@@ -270,6 +275,7 @@ class WireClient:
                 if self._is_aborted:
                     raise ConnectionAbortedError("nothing is asked for any more")
                 self._open.add(held)
+                self.num_connections += 1
             limit_waits(held, sending_s=wire.STALL_S, receiving_s=wire.STALL_S)
             keep_alive(held)
             held.connect(self._address)

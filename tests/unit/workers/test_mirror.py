@@ -298,6 +298,35 @@ def test_a_peer_that_forgot_what_was_copied_is_told_again(
     assert eventually(lambda: source.attended() and not source.copy_behind())
 
 
+def test_what_was_told_is_told_again_where_a_copy_went_on_over_another_connection(
+    theirs: Shelf, source: Arena, ours: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A range goes on by itself where its connection broke off, and the peer has forgotten who had
+    got what: where two copy, the other one's word alone would never do."""
+    monkeypatch.setattr(wire, "_FOLLOW_STALL_S", LONG_S)
+    theirs.reserve("w0002.0", body_bytes=SIZE)
+    slow = WireServer(theirs, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE / 2)
+    other = WireClient(slow.address, secret=SECRET)
+    first = _write(theirs, 1)
+    other.list_arenas(after=-1, timeout_s=0.0)
+    others = set(slow._open)
+    mirror = Mirror(ours, _peer(slow), SECRET, pytest.fail)
+    assert eventually(lambda: len(slow._open) == 2)
+    (follower,) = slow._open - others
+    assert eventually(lambda: slow._attendance._got.get(follower, {}).get(NAME) == first)
+
+    second = _write(theirs, 1, name="w0002.0")
+    assert eventually(lambda: ours.arena("0123456789ab/w0002.0") is not None)
+    follower.shutdown(socket.SHUT_RDWR)
+    assert eventually(lambda: len(ours.versions()["0123456789ab/w0002.0"]) == 1)
+    other.list_arenas(after=-1, timeout_s=0.0, copied={NAME: first, "w0002.0": second})
+    assert eventually(source.is_copied)
+    mirror.stop()
+    other.close()
+    slow.close()
+    theirs.drop("w0002.0")
+
+
 def test_nothing_half_is_ever_a_copy(
     theirs: Shelf,
     source: Arena,
