@@ -326,7 +326,11 @@ def _ask(
 def _arena(fds: list[int]) -> Arena:
     if len(fds) != 1:
         raise ArenaError("the keeper answered without memory")
-    return Arena(fds[0])
+    try:
+        return Arena(fds[0])
+    except OSError as error:
+        os.close(fds[0])
+        raise ArenaError(f"the keeper's memory cannot be mapped: {error}") from error
 
 
 def _bound(path: Path, kind: socket.SocketKind) -> socket.socket:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import resource
 import signal
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.snapshots import eventually
 from workers.errors import ArenaError
 from workers.keeper import door as door_module
 from workers.keeper.arena import Arena
@@ -134,6 +137,37 @@ def test_a_file_that_is_no_arena_is_refused() -> None:
     with pytest.raises(ArenaError, match="5000 bytes is no arena"):
         Arena(fd)
     os.close(fd)
+
+
+def test_memory_that_cannot_be_mapped_is_refused_and_let_go_of(tmp_path: Path) -> None:
+    """A loader goes on to the next source for that; what it still held would never be free."""
+    shelf = Shelf(budget_bytes=1 << 20)
+    served = Door(door_path(tmp_path), shelf)
+    fd = os.memfd_create("large")
+    # Of which nothing is ever touched.
+    os.ftruncate(fd, 3 << 28)
+    shelf.adopt("w0001.0", fd)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    taken_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (taken_bytes + (1 << 28), hard))
+    try:
+        with pytest.raises(ArenaError, match=r"cannot be mapped: .*Cannot allocate memory"):
+            open_arena(door_path(tmp_path), "w0001.0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    served.close()
+    # The keeper lets go of what it has handed over behind the answer.
+    assert eventually(lambda: _num_open("memfd:large") == 1, within_s=20.0)
+    shelf.drop("w0001.0")
+
+
+def _num_open(name: str) -> int:
+    files: list[str] = []
+    for fd in Path("/proc/self/fd").iterdir():
+        # That of the listing itself is gone by now.
+        with contextlib.suppress(FileNotFoundError):
+            files.append(fd.readlink().name)
+    return len([file for file in files if file.startswith(name)])
 
 
 _TRAINER = """
