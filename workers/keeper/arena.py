@@ -113,7 +113,7 @@ class Arena:
         Raises:
             ArenaError: The machine has not that much memory.
         """
-        pages = -(-body_bytes // PAGE_BYTES) + 1
+        pages = max(-(-body_bytes // PAGE_BYTES), 1) + 1
         fd = -1
         try:
             fd = os.memfd_create(f"everstep-{name}", os.MFD_CLOEXEC)

@@ -139,6 +139,15 @@ def test_a_file_that_is_no_arena_is_refused() -> None:
     os.close(fd)
 
 
+@pytest.mark.parametrize("body_bytes", [0, 1])
+def test_memory_for_next_to_nothing_is_memory(body_bytes: int) -> None:
+    """A page is the least that a slot has beside its header."""
+    arena = Arena.create("small", body_bytes=body_bytes)
+    assert arena.body_bytes >= body_bytes
+    assert arena.newest() is None
+    arena.close()
+
+
 def test_memory_that_cannot_be_mapped_is_refused_and_let_go_of(tmp_path: Path) -> None:
     """A loader goes on to the next source for that; what it still held would never be free."""
     shelf = Shelf(budget_bytes=1 << 20)
