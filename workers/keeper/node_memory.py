@@ -184,12 +184,13 @@ class NodeMemory:
             return
         if self._parity_mirror is not None:
             self._parity_mirror.stop()
-            self._parity_mirror = None
-        self._group = group
+            self._parity_mirror = self._group = None
         if group is not None:
             self._parity_mirror = ParityMirror(
                 self._shelf, group, self._troubles.tell, _NICENESS_COPYING
             )
+        # Last: where no thread was left, the same order is obeyed when it comes again.
+        self._group = group
 
     def _open_vault(self, directory: Path) -> None:
         """Take over what a keeper that died had, and have it held from now on."""

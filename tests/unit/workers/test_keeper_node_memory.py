@@ -173,6 +173,34 @@ def test_a_group_keeps_parities_until_the_next_order(
         trainer.close()
 
 
+def test_a_group_that_no_thread_was_left_for_is_followed_by_the_same_order_again(
+    open_memory: Callable[..., NodeMemory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine may have no more threads for a moment; the order comes again and says the same."""
+    names = ["a" * 16, "b" * 16]
+    mine, other = map(open_memory, names)
+    trainer = _trainer(tmp_path / names[1], "w0001", world=2)
+    places = (
+        GroupPlace(peer=None, ranks=(0,)),
+        GroupPlace(peer=_peer(other, names[1]), ranks=(1,)),
+    )
+    group = ParityGroup(attempt=1, num_parities=1, places=places)
+    order = KeeperOrder(attempt=1, lineage=((1, 0),), copies_of=(), parity=group)
+    assert mine.fence(order)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _fails)
+        with pytest.raises(RuntimeError, match="new thread"):
+            mine.obey(order)
+    mine.obey(order)
+
+    assert eventually(trainer.attended)
+    trainer.close()
+
+
+def _fails(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_version_that_is_due_reaches_storage_without_its_trainer(
     open_memory: Callable[..., NodeMemory], tmp_path: Path
 ) -> None:
