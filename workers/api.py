@@ -39,9 +39,10 @@ What happens to it under everstep:
 - Parameters and what the optimizer keeps of them are saved, buffers are not. A model that
   changes a buffer in ``forward`` (running statistics, ``spectral_norm``) is refused, unless the
   buffer is registered with ``persistent=False``.
-- ``step.apply`` alone changes weights and what the optimizer keeps. A change that a script makes
-  elsewhere is not kept with that step, and on a GPU, where a state leaves beside what follows,
-  some of it may be.
+- ``step.apply`` alone changes weights: a script that does so elsewhere is refused at the next
+  step, since no snapshot of the last one has it. What is to be done after every update, such as
+  to clamp weights, goes into a hook of the optimizer (``register_step_post_hook``). Writes
+  through ``.data`` are not noticed.
 - What follows the loop runs once, when the last step is committed.
 - ``step.loss`` is the mean over the global batch; a loss that you compute is of one
   micro-batch, and one that a worker repeats to keep step with the others does not count.

@@ -128,3 +128,18 @@ def test_a_state_within_an_update_is_left_by_no_rank(
 
     assert all(isinstance(one.outcome, Raised) for one in left), left
     assert {place.held.step for place in node.places()} == {EVERY}
+
+
+def test_weights_that_the_script_has_changed_since_are_left_by_no_rank(
+    run: Run, chosen: Settings, node: NodeProcess, places: Path
+) -> None:
+    """They are of no step, and another rank may leave its own as they were before."""
+    (places / train_halted.CHANGED).touch()
+    members = halted(run, chosen, places)
+    for member in members:
+        member.fence(1)
+    (places / train_halted.BEHIND_STEP).unlink()
+
+    outcomes = [member.left().outcome for member in members]
+    assert outcomes == [Fenced(attempt=1, step=train_halted.STEP)] * 2
+    assert {place.held.step for place in node.places()} == {EVERY}

@@ -1,7 +1,7 @@
 """A training script that halts: before the backward pass of step 9, or within the update of step 8.
 
 It halts where a file that is named after the place is, below the folder that is the data's source,
-and goes on when that is gone.
+and goes on when that is gone. One that is named ``CHANGED`` has it change its weights after step 8.
 """
 
 import time
@@ -15,7 +15,7 @@ from workers.api import Session, run
 from workers.snapshot import farewell, writing
 from workers.train import boundary
 
-BEHIND_STEP, UPDATE = "behind-step", "update"
+BEHIND_STEP, UPDATE, CHANGED = "behind-step", "update", "changed"
 #: The last step that is completed if it halts behind a step; the one that is not, in an update.
 STEP = 8
 _NUM_SAMPLES = 64
@@ -65,6 +65,9 @@ def train(session: Session) -> None:
         while step.number == STEP and writer is not None and writer.is_behind():
             time.sleep(0.005)
         step.apply()
+        if step.number == STEP and (places / CHANGED).exists():
+            with torch.no_grad():
+                model[0].weight.clamp_(-0.01, 0.01)
 
 
 if __name__ == "__main__":

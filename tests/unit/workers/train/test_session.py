@@ -46,7 +46,15 @@ class Attempts:
         context = WorkerContext(
             worker="w0001",
             settings=Settings(
-                train=TrainSettings(steps=steps, global_batch=4, micro_batch=2, lr=0.1),
+                # The same learning rate in each step, however many there are to be.
+                train=TrainSettings(
+                    steps=steps,
+                    global_batch=4,
+                    micro_batch=2,
+                    lr=0.1,
+                    warmup_steps=0,
+                    schedule="constant",
+                ),
                 checkpoint=CheckpointSettings(every_steps=1, keep=0),
             ),
             store=store,
@@ -112,24 +120,29 @@ def fit(
     has_frozen: bool = False,
     look_first: Callable[[nn.Module], object] = lambda _model: None,
     look: Callable[[Session, nn.Module], object] = lambda _session, _model: None,
+    look_last: Callable[[nn.Module], object] = lambda _model: None,
+    hook: Callable[..., None] = lambda *_: None,
 ) -> None:
     """Train, and look at the model between the last backward pass and the update of each step.
 
-    With ``look_first`` also before there is anything in it.
+    With ``look_first`` also before there is anything in it, with ``look_last`` after each step,
+    and with ``hook`` in each update.
     """
     model = session.model(lambda: Model(has_frozen=has_frozen))
     look_first(model)
-    session.optimizer(
+    optimizer = session.optimizer(
         lambda parameters: torch.optim.SGD(
             [each for name, each in parameters.items() if "frozen" not in name], momentum=0.9
         )
     )
+    optimizer.register_step_post_hook(hook)
     for step in session.steps(num_samples=len(INPUTS)):
         for samples in step.micro_batches():
             inputs = INPUTS[samples]
             step.backward(functional.mse_loss(model(inputs), inputs), tokens=len(samples))
         look(session, model)
         step.apply()
+        look_last(model)
 
 
 def evaluate(session: Session, model: nn.Module) -> None:
@@ -159,6 +172,49 @@ def test_who_looks_at_the_model_before_an_update_changes_nothing(
 
     assert isinstance(outcome, Completed)
     assert looking.weights_digest() == plain.weights_digest()
+
+
+def clamp(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+
+def clamp_all(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.clamp_(-0.1, 0.1)
+
+
+def test_weights_that_a_script_changes_between_two_updates_are_refused_by_name(
+    make_attempts: Callable[[str], Attempts],
+) -> None:
+    """No snapshot of the step has that: after a fault the run would go on along another curve."""
+    outcome = make_attempts("clamped").train(lambda session: fit(session, look_last=clamp), steps=4)
+
+    assert isinstance(outcome, Raised)
+    assert "parameter layer.bias was changed after step.apply() of step 1" in outcome.traceback
+    assert "register_step_post_hook" in outcome.traceback
+
+
+def test_what_a_hook_of_the_optimizer_does_to_weights_is_part_of_the_step(
+    make_attempts: Callable[[str], Attempts],
+) -> None:
+    """It is what a script is told to do instead, so a run that resumes must end alike."""
+    whole, resumed = make_attempts("whole"), make_attempts("resumed")
+    assert isinstance(whole.train(lambda session: fit(session, hook=clamp_all), steps=4), Completed)
+
+    for steps, resume in ((2, (0, 0)), (4, (2, 1))):
+        outcome = resumed.train(
+            lambda session: fit(session, hook=clamp_all), steps=steps, resume=resume
+        )
+        assert isinstance(outcome, Completed)
+
+    assert resumed.weights_digest() == whole.weights_digest()
+    plain = make_attempts("plain")
+    plain.train(fit, steps=4)
+    assert plain.weights_digest() != whole.weights_digest()
 
 
 def test_who_looks_at_the_model_before_it_is_filled_changes_nothing(
