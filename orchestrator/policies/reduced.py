@@ -49,7 +49,7 @@ def alert(time: ReducedTime, *, survived: int, wanted: int) -> tuple[str, ...]:
     """
     if time.for_s < ALERT_S:
         return ()
-    nodes = "1 node and no more" if survived == 1 else f"{survived or 'no'} nodes"
+    nodes = "1 node and no more" if survived == 1 else "no node"
     line = (
         f"for {time.for_s:.0f} s the loss of {nodes} would be recovered from memory; "
         f"snapshot.tolerance asks for {wanted}: add nodes, or lower it"

@@ -25,5 +25,7 @@ def test_nobody_is_told_before_redundancy_is_reduced_for_long() -> None:
 
     assert alert(_after(begun), survived=0, wanted=1) == ()
     (line,) = alert(_after([*begun, (ALERT_S, True)]), survived=0, wanted=1)
-    assert line.startswith("for 60 s the loss of 0 nodes")
+    assert line.startswith("for 60 s the loss of no node would be recovered")
+    (line,) = alert(_after([*begun, (ALERT_S, True)]), survived=1, wanted=2)
+    assert line.startswith("for 60 s the loss of 1 node and no more would be recovered")
     assert alert(_after([*begun, (ALERT_S, False)]), survived=1, wanted=1) == ()
