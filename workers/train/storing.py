@@ -219,29 +219,22 @@ class Storing:
             return
         assignment = self._assignment
         checkpoints = join(self._directory, CHECKPOINTS)
-        try:
-            self._tell_all()
-            save_rank(
-                self._store,
-                join(checkpoints, checkpoint_name(state.step)),
-                step=state.step,
-                attempt=assignment.attempt,
-                rank=assignment.rank,
-                world_size=assignment.layout.world_size,
-                tensors=state.tensors,
-                extra=state.extra,
-                param_groups=state.param_groups,
-                source=source_of(assignment),
-                fsync=self._settings.fsync,
-            )
-        except _WriteRefused:
-            raise
-        except Exception as error:  # noqa: BLE001  raised again in the training thread
-            # Before it waits no longer, which would take the state for stored.
-            self._error = error
-            return
-        finally:
-            self._idle.set()
+        self._tell_all()
+        save_rank(
+            self._store,
+            join(checkpoints, checkpoint_name(state.step)),
+            step=state.step,
+            attempt=assignment.attempt,
+            rank=assignment.rank,
+            world_size=assignment.layout.world_size,
+            tensors=state.tensors,
+            extra=state.extra,
+            param_groups=state.param_groups,
+            source=source_of(assignment),
+            fsync=self._settings.fsync,
+        )
+        # A write that fails is known before anybody waits no longer: see ``_run``.
+        self._idle.set()
         if assignment.rank == 0 and self._settings.keep:
             try:
                 collect_garbage(

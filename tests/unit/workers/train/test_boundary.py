@@ -43,13 +43,6 @@ class _Reads(TorchFunctionMode):
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def boundary(node: Node, tmp_path: Path) -> Iterator[Boundary]:
     context = WorkerContext(
         worker="w0001",
