@@ -12,15 +12,18 @@ the commit. Nothing here talks to another process. ``SPEC.md`` is the normative 
 
 from __future__ import annotations
 
-from ucp_core._catalogue import (
+from ucp_core.formats.universal.writer import materialise
+from ucp_core.inspection.verify import verify
+from ucp_core.native.catalogue import (
     Found,
     checkpoint_name,
     collect_garbage,
     find_committed,
     unloadable,
 )
-from ucp_core._extents import verify_extents
-from ucp_core._open import (
+from ucp_core.native.extents import verify_extents
+from ucp_core.native.holding import reading
+from ucp_core.native.opening import (
     MANIFEST_NAME,
     Checkpoint,
     LoadResult,
@@ -28,10 +31,7 @@ from ucp_core._open import (
     load,
     open_checkpoint,
 )
-from ucp_core._reading import reading
-from ucp_core._save import RankSaver, SaveResult, save_rank, try_commit
-from ucp_core.conversion.universal import materialise
-from ucp_core.inspection.verification import verify
+from ucp_core.native.saving import RankSaver, SaveResult, save_rank, try_commit
 
 __all__ = [
     "MANIFEST_NAME",

@@ -26,10 +26,10 @@ from ucp_core.commands.console import (
 from ucp_core.commands.console import Source as _Url
 from ucp_core.commands.console import progress as progress_bar
 from ucp_core.errors import StorageError, UcpError
-from ucp_core.manifest import Kind
+from ucp_core.manifest.document import Kind
 
 if TYPE_CHECKING:
-    from ucp_core._open import Checkpoint
+    from ucp_core.native.opening import Checkpoint
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -91,7 +91,7 @@ def verify_command(
     as_json: Json = False,  # noqa: FBT002 - a flag of the command line
 ) -> None:
     """Read every byte of a checkpoint and name what is damaged; exit code 1 if anything is."""
-    from ucp_core.inspection.verification import unchecked_bytes, verify
+    from ucp_core.inspection.verify import unchecked_bytes, verify
 
     opened = open_any(checkpoint, rules=rules, tag=tag)
     with progress_bar("verifying", as_json=as_json) as progress:

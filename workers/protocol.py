@@ -1,7 +1,7 @@
 """What a worker or keeper tells the orchestrator, and what it is told.
 
 Pure values: every message names the attempt that it belongs to, so that whoever reads it
-can drop what a later attempt has overtaken. Counterparts: ``workers.actor`` and
+can drop what a later attempt has overtaken. Counterparts: ``workers.process.actor`` and
 ``workers.keeper`` on one side, ``orchestrator.shell`` on the other.
 """
 
@@ -78,7 +78,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParity:
-    """A node's parities of a version of one group; see ``workers.snapshot.parity_part``.
+    """A node's parities of a version of one group; see ``workers.parity.rebuild``.
 
     Attributes:
         arena: Name of the arena on its node.

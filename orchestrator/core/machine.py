@@ -10,20 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from orchestrator.core import (
-    demand,
-    on_fleet,
-    on_members,
-    on_time,
-    planned,
-    reopening,
-    survey,
-)
 from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
+from orchestrator.core.handlers import deadlines as on_time
+from orchestrator.core.handlers import demand, planned, survey
+from orchestrator.core.handlers import fleet_events as on_fleet
+from orchestrator.core.handlers import member_events as on_members
+from orchestrator.core.handlers import resume as reopening
 from orchestrator.core.rules import RunRules
-from orchestrator.core.state import TERMINAL, RunState, freeze, next_deadline_s, thaw
-from orchestrator.core.turn import Turn
+from orchestrator.core.state.run import TERMINAL, RunState, freeze, next_deadline_s, thaw
+from orchestrator.core.transition import Turn
 
 Transition: TypeAlias = tuple[RunState, tuple[Action, ...]]
 

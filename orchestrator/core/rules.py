@@ -10,7 +10,7 @@ from typing import Final
 
 from orchestrator.policies.budgets import BudgetRules
 from orchestrator.policies.growth import GrowthRules
-from orchestrator.policies.layout import LayoutRules, usable
+from orchestrator.policies.layout.choose import LayoutRules, usable
 
 #: A process that is not ready in ten minutes, or an attempt that has not formed in hours, hangs.
 _START_FACTOR_MAX: Final = 10

@@ -14,8 +14,8 @@ from itertools import combinations
 from typing import NamedTuple
 
 from ucp_core.lineage import Lineage, counts
+from workers.placement.groups import parity_places
 from workers.protocol import Held, HeldParity, Inventory, Member
-from workers.snapshot.groups import parity_places
 
 __all__ = [
     "MEMORY",
@@ -55,7 +55,7 @@ class Holding(NamedTuple):
 
     @property
     def is_copy(self) -> bool:
-        """Return whether it is another node's snapshot, copied (``workers.keeper.shelf``)."""
+        """Return whether it is another node's snapshot, copied (``workers.keeper.slots``)."""
         return "/" in self.arena
 
 

@@ -54,8 +54,8 @@ class Controller:
             # Ray's workers run at niceness 15; decisions must not queue behind training.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         # Only now: among saturated trainers half a second of imports took two at that niceness.
-        from orchestrator.shell.run import Run
-        from workers.rest import Rest
+        from orchestrator.shell.loop import Run
+        from workers.process.rest import Rest
 
         self._loop = asyncio.new_event_loop()
         self._self = ray.get_runtime_context().current_actor

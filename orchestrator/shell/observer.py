@@ -16,7 +16,7 @@ from orchestrator.detection import (
     without_silent,
 )
 from workers.protocol import NodeReport, WorkerPhase, WorkerReport
-from workers.train.settings import ParallelSettings
+from workers.settings import ParallelSettings
 
 #: A node that is lost and has said nothing for so long is not remembered beyond an attempt's start.
 FORGET_S = 60.0

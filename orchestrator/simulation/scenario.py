@@ -16,8 +16,8 @@ from orchestrator.core.actions import Action
 from orchestrator.core.checks import check
 from orchestrator.core.machine import step
 from orchestrator.core.rules import RunRules
-from orchestrator.core.state import RunState
-from orchestrator.policies.layout import LayoutRules
+from orchestrator.core.state.run import RunState
+from orchestrator.policies.layout.choose import LayoutRules
 
 _EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(ev.Event)}
 

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from orchestrator.cli import app as everstep
+from orchestrator.cli.main import app as everstep
 from tests.arch._tree import ROOT
 from ucp_core.cli import app as ucp
 

@@ -14,19 +14,19 @@ FRAMEWORKS = ("ray", "torch", "fsspec", "yaml", "pydantic", "numpy")
 PURE_FOLDERS = ("orchestrator/core", "orchestrator/policies", "orchestrator/detection")
 PURE_FILES = (
     "workers/protocol.py",
-    "workers/keeper/retention.py",
-    "workers/snapshot/farewell.py",
-    "workers/snapshot/groups.py",
-    "workers/snapshot/placement.py",
+    "workers/memory/retention.py",
+    "workers/snapshot/final.py",
+    "workers/placement/groups.py",
+    "workers/placement/plan.py",
     "ucp_core/layout.py",
     "ucp_core/lineage.py",
-    "ucp_core/boxes.py",
-    "ucp_core/statemap.py",
-    "ucp_core/plan.py",
-    "ucp_core/manifest.py",
-    "ucp_core/patterns.py",
-    "ucp_core/rules.py",
-    "ucp_core/targets.py",
+    "ucp_core/geometry/boxes.py",
+    "ucp_core/geometry/statemap.py",
+    "ucp_core/reading/plan.py",
+    "ucp_core/manifest/document.py",
+    "ucp_core/language/patterns.py",
+    "ucp_core/language/rules.py",
+    "ucp_core/language/targets.py",
 )
 
 
@@ -66,4 +66,6 @@ def test_ucp_core_works_without_the_other_packages_and_their_frameworks() -> Non
 
 def test_workers_do_not_need_the_orchestrator() -> None:
     """A dead controller must not break training, so nothing of it may be loaded in a worker."""
-    assert _loaded_after("import workers.protocol, workers.actor", ("orchestrator",)) == set()
+    assert (
+        _loaded_after("import workers.protocol, workers.process.actor", ("orchestrator",)) == set()
+    )

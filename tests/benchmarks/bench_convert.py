@@ -33,9 +33,9 @@ from typing import Any
 
 import numpy as np
 
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, open_checkpoint, save_rank
-from ucp_core.converters.deepspeed.writer import write
+from ucp_core.formats.deepspeed.writer import write
+from ucp_core.geometry.boxes import Box
 from ucp_core.storage import LocalStore
 
 GIB = 1 << 30

@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.core import events as ev
 from orchestrator.core.machine import step
 from orchestrator.core.rules import RunRules
-from orchestrator.core.state import RunState
+from orchestrator.core.state.run import RunState
 from orchestrator.simulation.campaign import run_campaign
 
 

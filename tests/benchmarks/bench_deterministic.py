@@ -19,7 +19,7 @@ from typing import Final
 
 from tests.support.trainers import Run
 from workers.protocol import Completed
-from workers.train.settings import (
+from workers.settings import (
     CheckpointSettings,
     ModelSettings,
     Settings,

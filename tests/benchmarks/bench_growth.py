@@ -26,7 +26,7 @@ from tests.support.node_memory import NodeProcess, newest
 from tests.support.snapshots import eventually
 from tests.support.trainers import Run, Trainer
 from workers.protocol import KeeperOrder
-from workers.train.settings import CheckpointSettings, Settings, SnapshotSettings
+from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 
 NODES = ("node-a", "node-b")
 NEVER = 10**9

@@ -26,10 +26,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.snapshot import parity
-from workers.snapshot.parity import BLOCK_BYTES, P, Q
+from workers.parity import code as parity
+from workers.parity.code import BLOCK_BYTES, P, Q
+from workers.parity.stripes import Stripes
 from workers.snapshot.replica_parity import fold, folds
-from workers.snapshot.stripes import Stripes
 
 #: Issue of this part: at least so much of a copy's speed.
 TARGETS = {"replica": 0.60, "one": 0.60, "two": 0.25}

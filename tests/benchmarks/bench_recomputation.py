@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.bench_recomputation [--megabytes 50] [--replicas 2] [--rounds 3]
 
-The optimizer recomputation of REFT (arXiv 2310.12670), which ``workers.snapshot.placement`` says
+The optimizer recomputation of REFT (arXiv 2310.12670), which ``workers.placement.plan`` says
 why it leaves out. With plain data parallelism every rank has the reduced gradients of a step, for
 AdamW a third of the bytes of its state. So a rank could save its share of them after most steps,
 its share of the state after each K-th, and who recovers repeats up to K - 1 updates.
@@ -41,16 +41,16 @@ from torch import Tensor
 from tests.benchmarks.common import load_average, processor_s
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.snapshots import eventually
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import load
+from ucp_core.geometry.boxes import Box
 from ucp_core.layout import ParallelLayout
-from workers.keeper.arena import NUM_SLOTS
-from workers.parallel.shares import cut
-from workers.parallel.state import StateEntry
+from workers.keeper.sources import MemorySources
+from workers.memory.arena import NUM_SLOTS
 from workers.protocol import Assignment, KeeperOrder
-from workers.snapshot.sources import MemorySources
+from workers.settings import Settings, SnapshotSettings
 from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
-from workers.train.settings import Settings, SnapshotSettings
+from workers.state.entries import StateEntry
+from workers.state.replica_shares import cut
 
 #: Steps between two states, and whether gradients are saved between them.
 WAYS: Final = {

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from tests.benchmarks.common import percentile
 from tests.support.ranks import Place, running
 from workers import collectives
-from workers.collectives.ring import FINISHED, RecordRing
-from workers.progress import ProgressPage, observe
 from workers.protocol import WorkerPhase
+from workers.records.progress import ProgressPage, observe
+from workers.records.ring import FINISHED, RecordRing
 
 NUM_CALLS = 100
 

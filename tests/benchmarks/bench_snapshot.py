@@ -19,7 +19,8 @@ until about as many bytes are copied as of a large one; those stay in the caches
 takes next to nothing, so for them look at ``processor_ms_each``.
 
 All processes, those that copy too, have the environment that everstep gives to nodes it starts: see
-``workers.environment``. With ``--plain`` they have not; what copies takes there is what they take
+``workers.process.environment``. With ``--plain`` they have not; what copies takes there is what
+they take
 anywhere else.
 """
 
@@ -46,10 +47,10 @@ from tests.benchmarks.common import load_average, paired
 from tests.benchmarks.decoder_parts import NUM_WORKERS, DecoderPart, assignment
 from tests.support.node_memory import NodeProcess
 from tests.support.ranks import Place, running
-from workers.environment import tuned
-from workers.keeper.door import door_path, open_arena
+from workers.keeper.descriptors import door_path, open_arena
+from workers.process.environment import tuned
+from workers.settings import Settings, SnapshotSettings
 from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
-from workers.train.settings import Settings, SnapshotSettings
 
 #: Issue of this part: at least so much of a copy's speed.
 TARGET: Final = 0.80

@@ -55,12 +55,12 @@ from tests.benchmarks.decoder_parts import NUM_WORKERS, DecoderPart, assignment
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.ranks import Place, running
 from ucp_core.checkpoint import Checkpoint, RankSaver, load
-from workers.environment import tuned
-from workers.keeper.door import door_path, open_arena, reserve
+from workers.keeper.descriptors import door_path, open_arena, reserve
+from workers.keeper.sources import MemorySources
+from workers.memory.slot_store import ArenaStore
+from workers.memory.versions import LocalPart, open_version
+from workers.process.environment import tuned
 from workers.protocol import MemoryPart
-from workers.snapshot.arena_store import ArenaStore
-from workers.snapshot.sources import MemorySources
-from workers.snapshot.tier import LocalPart, open_version
 from workers.snapshot.writing import BLOCK_BYTES, source_of
 
 NUM_LOADERS: Final = 3

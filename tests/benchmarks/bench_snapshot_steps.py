@@ -50,24 +50,24 @@ from tests.support.node_memory import NodeProcess
 from tests.support.ranks import Place, running
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
-from workers.environment import tuned
 from workers.models.decoder import Decoder, mean_loss
-from workers.parallel.shares import replicas_of
-from workers.progress import ProgressPage
+from workers.process.environment import tuned
 from workers.protocol import Assignment, Completed, KeeperOrder
-from workers.snapshot import releases as releases_module
-from workers.snapshot.releases import SPREAD
-from workers.train.context import WorkerContext
-from workers.train.due import Cadence
-from workers.train.lm import adamw
-from workers.train.loop import run_attempt
-from workers.train.session import Session
-from workers.train.settings import (
+from workers.records.progress import ProgressPage
+from workers.settings import (
     CheckpointSettings,
     Settings,
     SnapshotSettings,
     TrainSettings,
 )
+from workers.snapshot import releases as releases_module
+from workers.snapshot.releases import SPREAD
+from workers.state.replica_shares import replicas_of
+from workers.train.boundary.cadence import Cadence
+from workers.train.context import WorkerContext
+from workers.train.lm import adamw
+from workers.train.loop import run_attempt
+from workers.train.session import Session
 
 #: Issue of this part: at most so much of a step, by megabytes of state per worker.
 TARGETS: Final = {3: 0.02, 200: 0.05}

@@ -31,18 +31,18 @@ from typing import Any
 import numpy as np
 
 from tests.benchmarks.common import spread
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, load, save_rank
-from workers.keeper.arena import Arena
-from workers.keeper.door import Door, door_path, notify
-from workers.keeper.listing import Listing
-from workers.keeper.mirror import Mirrors
-from workers.keeper.shelf import Shelf
-from workers.keeper.wire import WireServer
-from workers.keeper.wire_client import RemotePart, WireClient
+from ucp_core.geometry.boxes import Box
+from workers.keeper.descriptors import Door, door_path, notify
+from workers.keeper.peers.client import RemotePart, WireClient
+from workers.keeper.peers.listing import Listing
+from workers.keeper.peers.mirror import Mirrors
+from workers.keeper.peers.server import WireServer
+from workers.keeper.slots import Shelf
+from workers.memory.arena import Arena
+from workers.memory.slot_store import ArenaStore
+from workers.memory.versions import Part, open_version
 from workers.protocol import Peer
-from workers.snapshot.arena_store import ArenaStore
-from workers.snapshot.tier import Part, open_version
 
 SECRET = b"of this benchmark"
 NODE = "holder"

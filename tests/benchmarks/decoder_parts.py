@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ucp_core.boxes import Box
+from ucp_core.geometry.boxes import Box
 from ucp_core.layout import ParallelLayout
 from workers.models.shape import PRESETS, ModelShape, parameter_shapes
-from workers.parallel.state import StateEntry
 from workers.protocol import Assignment
+from workers.state.entries import StateEntry
 
 SLOTS: Final = ("weight", "exp_avg", "exp_avg_sq")
 #: Workers whose parts have the sizes of ``SHAPES``.

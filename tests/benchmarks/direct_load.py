@@ -14,10 +14,10 @@ import sys
 
 import numpy as np
 
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, load
-from ucp_core.converters import open_source
-from ucp_core.statemap import DTYPE_BYTES
+from ucp_core.formats import open_source
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import DTYPE_BYTES
 from ucp_core.storage import open_store
 
 

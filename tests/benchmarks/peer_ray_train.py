@@ -31,9 +31,9 @@ from unittest.mock import patch
 
 import psutil
 
-from orchestrator.shell.local_cluster import HostedCluster
+from orchestrator.shell.local.cluster import HostedCluster
 from workers.data.dataset import open_texts
-from workers.train.settings import DataSettings
+from workers.settings import DataSettings
 
 PEER: Final = "ray train 2.60"
 JOB: Final = "tests.benchmarks.peer_ray_train_job"

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workers.data.dataset import Split, open_texts
 from workers.data.order import DataOrder
 from workers.models.decoder import Decoder, initial_value, mean_loss
-from workers.train.settings import Settings, TrainSettings, model_shape
+from workers.settings import Settings, TrainSettings, model_shape
 
 CHECKPOINT_EVERY_STEPS = 2
 CHECKPOINT_FILE = "state.pt"

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from orchestrator.config import demo_config
+from orchestrator.config.schema import demo_config
+from orchestrator.driver.launch import Launched
 from orchestrator.shell.connect import connect
-from orchestrator.shell.faults import wait_for
-from orchestrator.shell.launch import Launched
-from orchestrator.shell.local_cluster import HostedCluster
+from orchestrator.shell.local.cluster import HostedCluster
+from orchestrator.shell.local.faults import wait_for
 
 pytestmark = pytest.mark.timeout(900)
 

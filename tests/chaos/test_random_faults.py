@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config import RunConfig, demo_config
+from orchestrator.config.schema import RunConfig, demo_config
+from orchestrator.driver.launch import Launched
 from orchestrator.shell.connect import connect
-from orchestrator.shell.faults import kill_keeper_of, kill_node_of, signal_rank, wait_for
-from orchestrator.shell.launch import Launched
-from orchestrator.shell.local_cluster import HostedCluster
+from orchestrator.shell.local.cluster import HostedCluster
+from orchestrator.shell.local.faults import kill_keeper_of, kill_node_of, signal_rank, wait_for
 from tests.support.history import read_history
 
 pytestmark = pytest.mark.timeout(1500)

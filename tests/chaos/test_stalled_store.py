@@ -14,8 +14,8 @@ from tests.support.object_servers import s3_process
 from tests.support.snapshot_rank import Rank, state
 from tests.support.snapshots import eventually
 from workers.keeper.node_memory import NodeMemory
+from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 from workers.snapshot.writing import SnapshotMemory
-from workers.train.settings import CheckpointSettings, Settings, SnapshotSettings
 
 pytest.importorskip("moto", reason="a server to stop")
 pytest.importorskip("s3fs", reason="what talks to it")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import RunConfig, demo_config
+from orchestrator.config.schema import RunConfig, demo_config
 from tests.support.attempts import write_texts
 from tests.support.trainers import Run
-from workers.train.settings import DataSettings
+from workers.settings import DataSettings
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.support.node_memory import NodeProcess, newest
 from tests.support.trainers import Run, Trainer
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Completed, Fenced, PeerLost, Raised
-from workers.train.settings import CheckpointSettings, DataSettings, Settings, SnapshotSettings
+from workers.settings import CheckpointSettings, DataSettings, Settings, SnapshotSettings
 
 EVERY = 5
 

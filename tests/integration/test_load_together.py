@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import Place, running
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, load, open_checkpoint, save_rank
-from ucp_core.exchange import load_together
+from ucp_core.geometry.boxes import Box
 from ucp_core.layout import ParallelLayout
+from ucp_core.native.replicas import load_together
 from ucp_core.storage import LocalStore, ReadRange
 from workers.keeper.watch import page_path
-from workers.parallel.state import HostBuffer, StateEntry
-from workers.progress import ProgressPage
 from workers.protocol import Assignment, FoundBad
+from workers.records.progress import ProgressPage
+from workers.settings import CheckpointSettings, Settings
+from workers.state.entries import HostBuffer, StateEntry
+from workers.train.boundary.restore import UnloadableSignal, restore
+from workers.train.boundary.sharing import GroupTransport
 from workers.train.context import WorkerContext
-from workers.train.restoring import UnloadableSignal, restore
-from workers.train.settings import CheckpointSettings, Settings
-from workers.train.sharing import GroupTransport
 
 NUM_RANKS = 4
 ROWS, COLUMNS, LAYERS = 512, 1024, 12

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.policies.redundancy import (
+from orchestrator.policies.saving.redundancy import (
     RedundancyFacts,
     RedundancyPlan,
     plan_redundancy,
@@ -24,8 +24,9 @@ from ucp_core.checkpoint import (
 )
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import LocalStore
-from workers.keeper.listing import is_copy
-from workers.keeper.retention import is_guard
+from workers.keeper.peers.listing import is_copy
+from workers.memory.retention import is_guard
+from workers.placement.plan import Preference
 from workers.protocol import (
     Completed,
     GroupPlace,
@@ -34,8 +35,7 @@ from workers.protocol import (
     ParityGroup,
     Yielded,
 )
-from workers.snapshot.placement import Preference
-from workers.train.settings import CheckpointSettings, DataSettings, Settings, SnapshotSettings
+from workers.settings import CheckpointSettings, DataSettings, Settings, SnapshotSettings
 
 NODES = ("node-a", "node-b", "node-c")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.shell.turns import taking_turns
+from orchestrator.driver.start_order import taking_turns
 from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
 from tests.support.commands import ucp
 from tests.support.crash_scripts import SCRIPTS, Commit, Save, Script
@@ -24,8 +24,8 @@ from tests.support.store_conformance import StoreConformance
 from ucp_core.checkpoint import find_committed, load, materialise, open_checkpoint, verify
 from ucp_core.errors import StorageError
 from ucp_core.storage import Store, join, open_store
-from ucp_core.storage._remote import Retries
-from ucp_core.storage.s3_store import S3Store
+from ucp_core.storage.s3 import S3Store
+from ucp_core.storage.service_errors import Retries
 
 pytest.importorskip("moto", reason="moto is not installed: pip install 'everstep[dev]'")
 s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'everstep[s3]'")
@@ -432,7 +432,7 @@ def test_directories_longer_than_a_page_are_listed_and_deleted(bucket: str) -> N
 
 _BEGINNER = """
 import sys
-from orchestrator.shell.turns import taking_turns
+from orchestrator.driver.start_order import taking_turns
 with taking_turns(sys.argv[1], say=print) as require_turn:
     print("begun", flush=True)
     sys.stdin.readline()

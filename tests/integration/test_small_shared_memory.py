@@ -13,8 +13,8 @@ SCRIPT = """
 import os
 from pathlib import Path
 from tests.support.snapshots import snapshot, weights
-from workers.keeper.door import Door, door_path, open_arena, reserve
-from workers.keeper.shelf import Shelf
+from workers.keeper.descriptors import Door, door_path, open_arena, reserve
+from workers.keeper.slots import Shelf
 
 def used_bytes():
     found = os.statvfs("/dev/shm")
@@ -70,8 +70,8 @@ def test_snapshots_do_not_fit_into_shared_memory_and_need_not() -> None:
 #: In a /dev/shm of its own that somebody else has filled.
 IN_FULL = """
 import contextlib, os
-from workers.collectives.ring import RecordRing
-from workers.progress import ProgressPage
+from workers.records.ring import RecordRing
+from workers.records.progress import ProgressPage
 
 with open("/dev/shm/other", "wb", buffering=0) as file, contextlib.suppress(OSError):
     while file.write(bytes(4096)):

@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.soak import Attempt, SoakTrainer, Usage, usage_of
-from workers.keeper.listing import is_copy
+from workers.keeper.peers.listing import is_copy
 from workers.protocol import GroupPlace, KeeperOrder, ParityGroup
-from workers.train.settings import CheckpointSettings, Settings, SnapshotSettings
+from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 
 NODES = ("node-a", "node-b")
 #: A recovery in so many is that of a lost process; the memory of a lost one is let go of later.

@@ -25,9 +25,9 @@ from tests.support.attempts import (
 from tests.support.snapshots import eventually
 from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
-from workers.collectives.ring import read_attempt
 from workers.protocol import Completed, Fenced, PeerLost, Raised, Unloadable, Yielded
-from workers.train.settings import (
+from workers.records.ring import read_attempt
+from workers.settings import (
     DataSettings,
     Settings,
     TrainSettings,

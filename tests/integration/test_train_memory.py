@@ -31,7 +31,7 @@ from tests.support.snapshots import eventually
 from tests.support.trainers import Run
 from ucp_core.checkpoint import open_checkpoint
 from ucp_core.storage import LocalStore
-from workers.keeper.door import door_path, open_arena
+from workers.keeper.descriptors import door_path, open_arena
 from workers.protocol import (
     Completed,
     KeeperOrder,
@@ -41,7 +41,7 @@ from workers.protocol import (
     Yielded,
     held_source,
 )
-from workers.train.settings import (
+from workers.settings import (
     CheckpointSettings,
     DataSettings,
     ModelSettings,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.support.trainers import Run
 from workers.protocol import Completed, Raised
-from workers.train.settings import Settings, TrainSettings
+from workers.settings import Settings, TrainSettings
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SCRIPT = SUPPORT / "train_script.py"

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from ucp_core.layout import ParallelLayout
 from workers import actor
-from workers.actor import Worker
+from workers.process.actor import Worker
 from workers.protocol import Assignment
-from workers.train.settings import Settings
+from workers.settings import Settings
 
 actor.ray.get_runtime_context = lambda: types.SimpleNamespace(get_node_id=lambda: "here")
 directory, script = sys.argv[1:]

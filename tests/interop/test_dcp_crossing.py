@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 
 from tests.support.fixture_runs import RUNS, batch, llama_config
 from tests.support.foreign_reading import shared_fixture
-from ucp_core.converters import open_source
-from ucp_core.converters.dcp import writer as dcp_writer
+from ucp_core.formats import open_source
+from ucp_core.formats.dcp import writer as dcp_writer
 from ucp_core.storage import LocalStore
 
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")

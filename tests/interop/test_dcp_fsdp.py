@@ -20,14 +20,14 @@ from tests.support.train_fsdp import (
     train,
     train_and_save,
 )
-from ucp_core._open import Checkpoint
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, materialise, open_checkpoint
 from ucp_core.checkpoint import load as load_boxes
-from ucp_core.converters import open_source
-from ucp_core.converters.dcp import writer as dcp_writer
+from ucp_core.formats import open_source
+from ucp_core.formats.dcp import writer as dcp_writer
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import TensorKey
 from ucp_core.inspection.diff import diff
-from ucp_core.statemap import TensorKey
+from ucp_core.native.opening import Checkpoint
 from ucp_core.storage import LocalStore
 
 MEMORY = 8 << 20

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from tests.support.checkpoints import ROOT, State, Whole, random_state, save, small_state
 from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
-from ucp_core.converters import open_source
-from ucp_core.converters.dcp import writer as dcp_writer
 from ucp_core.errors import UcpError
-from ucp_core.statemap import TensorKey
+from ucp_core.formats import open_source
+from ucp_core.formats.dcp import writer as dcp_writer
+from ucp_core.geometry.statemap import TensorKey
 from ucp_core.storage import LocalStore, MemoryStore
 from ucp_core.storage.base import Buffer
 
@@ -288,7 +288,7 @@ def test_two_values_of_one_name_are_refused() -> None:
 
 def test_the_writer_needs_no_torch() -> None:
     """It takes a second to import, and a machine that converts need not have it."""
-    code = "import sys, ucp_core.converters.dcp.writer; print('torch' in sys.modules)"
+    code = "import sys, ucp_core.formats.dcp.writer; print('torch' in sys.modules)"
 
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

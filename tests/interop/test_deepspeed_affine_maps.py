@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from tests.support.shards import assembled, random_array
 from ucp_core.errors import PatternError
-from ucp_core.operators import extract, union
-from ucp_core.patterns import parse_affine_map, place
-from ucp_core.statemap import Fragment, TensorKey
+from ucp_core.geometry.statemap import Fragment, TensorKey
+from ucp_core.language.operators import extract, union
+from ucp_core.language.patterns import parse_affine_map, place
 
 pytestmark = pytest.mark.interop
 

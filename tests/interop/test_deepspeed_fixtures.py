@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from tests.support.deepspeed_folders import Array, loaded, read
 from tests.support.foreign_reading import shared_fixture
-from ucp_core.converters.deepspeed.universal_reader import with_shapes
+from ucp_core.formats.deepspeed.universal_reader import with_shapes
 
 NATIVE = (
     "ds_zero1_dp2",

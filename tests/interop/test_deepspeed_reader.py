@@ -16,10 +16,10 @@ import pytest
 import safetensors.numpy
 
 from tests.support.forked_commands import ForkedCommands
-from ucp_core._open import LocalTensor, load
-from ucp_core.boxes import Box
-from ucp_core.converters import open_source
-from ucp_core.statemap import TensorKey
+from ucp_core.formats import open_source
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import TensorKey
+from ucp_core.native.opening import LocalTensor, load
 from ucp_core.storage import LocalStore
 
 SCRIPT = "tests.support.train_deepspeed_sources"

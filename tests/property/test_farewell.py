@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.keeper.retention import choose_slot, counts
+from workers.memory.retention import choose_slot, counts
 from workers.protocol import Held
-from workers.snapshot.farewell import Footing
+from workers.snapshot.final import Footing
 
 RESUMED = 4
 OFTEN, SELDOM = st.sampled_from([True, True, True, False]), st.sampled_from([False, False, True])

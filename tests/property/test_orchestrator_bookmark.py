@@ -7,12 +7,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.bookmark import Basis, Bookmark, Place, behind, decode, encode
-from orchestrator.core.codec import codec
-from orchestrator.core.journal import Folded
-from orchestrator.core.state import Cause, Draft, Node, RunState, Slot, Worker, freeze
-from orchestrator.core.stats import IncidentStats, RunStats
-from orchestrator.core.table import Table
+from orchestrator.core.log.codec import codec
+from orchestrator.core.log.compaction import Basis, Bookmark, Place, behind, decode, encode
+from orchestrator.core.log.journal import Folded
+from orchestrator.core.log.stats import IncidentStats, RunStats
+from orchestrator.core.state.run import Cause, Draft, Node, RunState, Slot, Worker, freeze
+from orchestrator.core.state.table import Table
 from orchestrator.errors import BookmarkError
 from orchestrator.policies.budgets import Fault, UserError
 from ucp_core.layout import ParallelLayout

@@ -16,15 +16,15 @@ from tests.support.memory_versions import check_loads, make_state, write_version
 from tests.support.stripes import rebuild_shares
 from ucp_core.errors import UcpError
 from workers.errors import ParityError
-from workers.keeper.arena import Arena
+from workers.memory.arena import Arena
+from workers.memory.versions import LocalPart, Part
+from workers.parity import rebuild as parity_part
+from workers.parity.code import BLOCK_BYTES
+from workers.parity.rebuild import Group, write
+from workers.parity.record import ParityRecord, slot_bytes
+from workers.parity.stripes import Stripes
 from workers.protocol import Held, Member
-from workers.snapshot import parity_part
-from workers.snapshot.parity import BLOCK_BYTES
-from workers.snapshot.parity_part import Group, write
-from workers.snapshot.parity_record import ParityRecord, slot_bytes
 from workers.snapshot.replica_parity import fold, folds
-from workers.snapshot.stripes import Stripes
-from workers.snapshot.tier import LocalPart, Part
 
 ATTEMPT, STEP = 3, 17
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.errors import ParityError
-from workers.snapshot import parity
-from workers.snapshot.parity import BLOCK_BYTES, GROUP_MAX, P, Q
+from workers.parity import code as parity
+from workers.parity.code import BLOCK_BYTES, GROUP_MAX, P, Q
 
 #: Around what the code cuts at: nothing, one byte, the grain of 64, a block, more than two.
 LENGTHS = st.one_of(

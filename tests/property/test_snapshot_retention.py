@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from workers.keeper.arena import NUM_SLOTS
-from workers.keeper.retention import Shelved, choose_slot, counts, in_use, reapable, split_name
+from workers.memory.arena import NUM_SLOTS
+from workers.memory.retention import Shelved, choose_slot, counts, in_use, reapable, split_name
 from workers.protocol import Held
 
 Version = tuple[int, int]

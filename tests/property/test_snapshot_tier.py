@@ -18,12 +18,12 @@ from tests.support.memory_versions import (
     make_state,
     write_version,
 )
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, load, save_rank
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
-from workers.keeper.arena import Arena
-from workers.snapshot.arena_store import ArenaStore
-from workers.snapshot.tier import LocalPart, open_version
+from ucp_core.geometry.boxes import Box
+from workers.memory.arena import Arena
+from workers.memory.slot_store import ArenaStore
+from workers.memory.versions import LocalPart, open_version
 
 
 @contextmanager

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp_core.boxes import Box, flat_range, is_contiguous, runs, span
 from ucp_core.errors import UncoveredRegionError
-from ucp_core.statemap import Fragment, TensorEntry, TensorKey, prove_entry
+from ucp_core.geometry.boxes import Box, flat_range, is_contiguous, runs, span
+from ucp_core.geometry.statemap import Fragment, TensorEntry, TensorKey, prove_entry
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 

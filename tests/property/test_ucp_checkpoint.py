@@ -23,7 +23,6 @@ from tests.support.checkpoints import (
     small_state,
     whole_need,
 )
-from ucp_core import _save
 from ucp_core.checkpoint import (
     Checkpoint,
     LocalTensor,
@@ -33,9 +32,12 @@ from ucp_core.checkpoint import (
     try_commit,
     verify,
 )
-from ucp_core.conversion import conversion, files, work
+from ucp_core.conversion import job as conversion
+from ucp_core.conversion import outputs as files
+from ucp_core.conversion import work_items as work
 from ucp_core.errors import UcpError, UncoveredRegionError, UnsupportedVersionError
-from ucp_core.manifest import from_bytes, parse, to_bytes, to_json, validate
+from ucp_core.manifest.document import from_bytes, parse, to_bytes, to_json, validate
+from ucp_core.native import saving as _save
 from ucp_core.storage import MemoryStore, join
 
 SEEDS = st.integers(0, 2**32)

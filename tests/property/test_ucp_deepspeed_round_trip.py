@@ -11,14 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.training_states import TrainingState, adam_state, random_shapes
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint, LocalTensor, load
-from ucp_core.converters import open_source
-from ucp_core.converters.deepspeed import universal_writer as deepspeed_universal_writer
-from ucp_core.converters.deepspeed import writer as deepspeed_writer
 from ucp_core.errors import UcpError
-from ucp_core.patterns import Cut, Pattern, Replicated, split
-from ucp_core.rules import Rule, Rules
+from ucp_core.formats import open_source
+from ucp_core.formats.deepspeed import universal_writer as deepspeed_universal_writer
+from ucp_core.formats.deepspeed import writer as deepspeed_writer
+from ucp_core.geometry.boxes import Box
+from ucp_core.language.patterns import Cut, Pattern, Replicated, split
+from ucp_core.language.rules import Rule, Rules
 from ucp_core.storage import MemoryStore
 
 MEMORY_BYTES = 32 << 20

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from tests.support.checkpoints import ROOT, State, random_sharding, random_state, save
 from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
-from ucp_core.converters import open_source
-from ucp_core.converters.dcp import writer as dcp_writer
-from ucp_core.converters.huggingface import recognition as huggingface
-from ucp_core.converters.huggingface import writer as huggingface_writer
+from ucp_core.formats import open_source
+from ucp_core.formats.dcp import writer as dcp_writer
+from ucp_core.formats.huggingface import recognition as huggingface
+from ucp_core.formats.huggingface import writer as huggingface_writer
+from ucp_core.geometry.statemap import DTYPE_BYTES, TensorKey
 from ucp_core.inspection.diff import diff
 from ucp_core.inspection.elements import Tolerance
-from ucp_core.statemap import DTYPE_BYTES, TensorKey
 from ucp_core.storage import MemoryStore
 
 MEMORY = 8 << 20

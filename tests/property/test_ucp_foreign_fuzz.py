@@ -16,11 +16,11 @@ from tests.support.dcp_files import Save, write
 from tests.support.hostile_pickles import dumps, torch_zip
 from tests.support.megatron_files import state, write_checkpoint
 from ucp_core.checkpoint import Checkpoint
-from ucp_core.converters.dcp import reader as dcp
-from ucp_core.converters.files.torch_reader import plain, read_pickle, read_torch_file
-from ucp_core.converters.megatron_core import reader as megatron_core
 from ucp_core.errors import UcpError
+from ucp_core.formats.dcp import reader as dcp
+from ucp_core.formats.megatron_core import reader as megatron_core
 from ucp_core.storage import MemoryStore
+from ucp_core.torch_files.torch_reader import plain, read_pickle, read_torch_file
 
 
 def _torch_file() -> bytes:

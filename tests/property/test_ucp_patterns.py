@@ -23,15 +23,13 @@ from tests.support.shards import (
     random_spread,
     zero_partitions,
 )
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint
 from ucp_core.errors import RulesError, UncoveredRegionError
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import Fragment, StateMap, TensorEntry, TensorKey, prove_entry
 from ucp_core.language.affine import piece_boxes
-from ucp_core.language.plain import plain
-from ucp_core.layout import ParallelLayout
-from ucp_core.manifest import Kind, Manifest
-from ucp_core.operators import extract, load, strip_padding, target_pieces, union
-from ucp_core.patterns import (
+from ucp_core.language.operators import extract, load, strip_padding, target_pieces, union
+from ucp_core.language.patterns import (
     Affine,
     AffinePiece,
     Average,
@@ -43,11 +41,13 @@ from ucp_core.patterns import (
     place,
     split,
 )
-from ucp_core.plan import Part
-from ucp_core.rules import Rule, Rules, load_renames, load_rules
-from ucp_core.statemap import Fragment, StateMap, TensorEntry, TensorKey, prove_entry
+from ucp_core.language.plain import plain
+from ucp_core.language.rules import Rule, Rules, load_renames, load_rules
+from ucp_core.language.targets import Sharding
+from ucp_core.layout import ParallelLayout
+from ucp_core.manifest.document import Kind, Manifest
+from ucp_core.reading.plan import Part
 from ucp_core.storage import MemoryStore
-from ucp_core.targets import Sharding
 
 SEEDS = st.integers(0, 2**32)
 RANKS = st.integers(1, 6)

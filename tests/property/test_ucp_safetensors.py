@@ -14,9 +14,9 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp_core.converters.files.safetensors import parse_header, print_header
-from ucp_core.converters.huggingface import reader as huggingface
 from ucp_core.errors import UcpError
+from ucp_core.formats.huggingface import reader as huggingface
+from ucp_core.formats.shared.safetensors_header import parse_header, print_header
 from ucp_core.storage import MemoryStore
 
 PATH = "m/model.safetensors"

@@ -11,16 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import ROOT, empty_tensors, random_sharding, random_state, save
-from ucp_core import _save, manifest
-from ucp_core._json import load_json
-from ucp_core._open import parts_of
-from ucp_core._scan import scan
-from ucp_core.boxes import Box
-from ucp_core.checksums import crc32
 from ucp_core.errors import CheckpointCorruptError, UcpError, UncoveredRegionError
-from ucp_core.manifest import Manifest, from_bytes, merge, parse, to_bytes
-from ucp_core.plan import Part, ReadPlan, plan
-from ucp_core.statemap import TensorKey
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import TensorKey
+from ucp_core.manifest import document as manifest
+from ucp_core.manifest.document import Manifest, from_bytes, merge, parse, to_bytes
+from ucp_core.manifest.fragment_columns import scan
+from ucp_core.manifest.json_text import load_json
+from ucp_core.native import saving as _save
+from ucp_core.native.opening import parts_of
+from ucp_core.numerics.checksums import crc32
+from ucp_core.reading.plan import Part, ReadPlan, plan
 from ucp_core.storage import MemoryStore
 
 SEEDS = st.integers(0, 2**32)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from orchestrator.policies.versions import complete, newest, protection, without
 from workers.errors import ParityError
+from workers.parity.rebuild import lost_parts
+from workers.parity.record import ParityRecord
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, Member
-from workers.snapshot.parity_part import lost_parts
-from workers.snapshot.parity_record import ParityRecord
 
 NODES = ("a", "b", "c", "d")
 TOTAL = 6

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from orchestrator.core.actions import Action, StartAttempt
 from orchestrator.core.events import Event, WorkerLeft, WorkerRaised
-from orchestrator.core.journal import turn_records
-from orchestrator.core.state import RunState
-from orchestrator.core.stats import RunStats
+from orchestrator.core.log.journal import turn_records
+from orchestrator.core.log.stats import RunStats
+from orchestrator.core.state.run import RunState
 from orchestrator.simulation.history import History
 
 NUM_HISTORIES = 150

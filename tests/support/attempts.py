@@ -12,7 +12,7 @@ from tests.support.trainers import Run
 from ucp_core.checkpoint import find_committed
 from ucp_core.storage import LocalStore
 from workers.protocol import Completed
-from workers.train.settings import (
+from workers.settings import (
     CheckpointSettings,
     DataSettings,
     ModelSettings,

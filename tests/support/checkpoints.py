@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ucp_core.boxes import Box, flat_range
 from ucp_core.checkpoint import LocalTensor, SaveResult, checkpoint_name, save_rank
-from ucp_core.statemap import DTYPE_BYTES, TensorKey
+from ucp_core.geometry.boxes import Box, flat_range
+from ucp_core.geometry.statemap import DTYPE_BYTES, TensorKey
 from ucp_core.storage import Store, join
 
 #: Boxes of each rank, by tensor.

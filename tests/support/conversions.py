@@ -7,12 +7,12 @@ from math import prod
 from pathlib import Path
 
 from tests.support.checkpoints import State, Whole, assert_loaded, save, small_state, whole_need
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint, checkpoint_name, load, open_checkpoint, verify
-from ucp_core.checksums import BLOCK_BYTES, crc32
 from ucp_core.conversion.convert import ConvertResult, convert
-from ucp_core.manifest import Item, Kind, Manifest
-from ucp_core.statemap import Extent, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import Extent, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.manifest.document import Item, Kind, Manifest
+from ucp_core.numerics.checksums import BLOCK_BYTES, crc32
 from ucp_core.storage import LocalStore
 
 MIB = 1 << 20

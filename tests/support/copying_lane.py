@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from workers.memory.cuda import Lane, Mark
 from workers.snapshot import device
-from workers.snapshot.cuda import Lane, Mark
 from workers.snapshot.host_copy import HostTensors
 from workers.snapshot.writing import BLOCK_BYTES
 
@@ -42,7 +42,7 @@ class Done:
 
 
 class CopyingLane:
-    """A ``workers.snapshot.cuda.Lane``. What the processor was asked for is done at once.
+    """A ``workers.memory.cuda.Lane``. What the processor was asked for is done at once.
 
     Its bus is busy until an update comes, which is when a copy can go wrong; a second at most, for
     states that no update follows. It writes down how many shares each state left in, a line of its

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ucp_core._open import Checkpoint, LocalTensor, load
-from ucp_core.boxes import Box
-from ucp_core.converters import open_source
-from ucp_core.converters.files.torch_writer import (
+from ucp_core.formats import open_source
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import TensorKey
+from ucp_core.language.rules import Rules
+from ucp_core.native.opening import Checkpoint, LocalTensor, load
+from ucp_core.storage import LocalStore
+from ucp_core.torch_files.torch_writer import (
     Instance,
     Named,
     Size,
     TensorData,
     write_torch_file,
 )
-from ucp_core.rules import Rules
-from ucp_core.statemap import TensorKey
-from ucp_core.storage import LocalStore
 
 Array = npt.NDArray[Any]
 

@@ -27,10 +27,10 @@ from tests.support.node_memory import NodeProcess, serve
 from tests.support.soak import SoakRank, SoakTrainer, run_attempt
 from ucp_core.lineage import Lineage
 from ucp_core.storage import local
-from workers.keeper import wire
-from workers.keeper.arena import NUM_SLOTS, PAGE_BYTES, Arena
-from workers.keeper.listing import is_copy
 from workers.keeper.node_memory import NodeMemory
+from workers.keeper.peers import server as wire
+from workers.keeper.peers.listing import is_copy
+from workers.memory.arena import NUM_SLOTS, PAGE_BYTES, Arena
 from workers.protocol import MemoryPart
 
 #: A small state has many chunks then.

@@ -13,13 +13,13 @@ import torch
 from tests.support.doomed import DoomedNode, DoomedTrainer, newest, places_of
 from tests.support.snapshots import eventually
 from tests.support.soak import COLUMNS, ROWS, STORED_EVERY, Attempt, weights
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint, LocalTensor, load
-from workers.keeper.listing import is_copy
+from ucp_core.geometry.boxes import Box
+from workers.keeper.peers.listing import is_copy
+from workers.keeper.sources import MemorySources
 from workers.keeper.vault import Vault
 from workers.protocol import KeeperOrder, MemoryPart
-from workers.snapshot.sources import MemorySources
-from workers.train.settings import CheckpointSettings, Settings, SnapshotSettings
+from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 
 __all__ = ["CALM_STEPS", "DOOMED_STEPS", "DoomedRun"]
 

@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from ucp_core.storage import LocalStore, MemoryStore, Store
 from ucp_core.storage.base import Buffer
-from ucp_core.storage.fsspec_store import FsspecStore
+from ucp_core.storage.remote import FsspecStore
 
 T = TypeVar("T")
 

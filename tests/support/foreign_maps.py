@@ -11,12 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.support.checkpoints import cuts
-from ucp_core.boxes import Box, packed_strides
 from ucp_core.checkpoint import Checkpoint, LocalTensor
-from ucp_core.checksums import crc32
-from ucp_core.dtypes.floats import decode, encode
-from ucp_core.manifest import Kind, Manifest
-from ucp_core.statemap import (
+from ucp_core.geometry.boxes import Box, packed_strides
+from ucp_core.geometry.statemap import (
     DTYPE_BYTES,
     Extent,
     Fragment,
@@ -24,6 +21,9 @@ from ucp_core.statemap import (
     TensorEntry,
     TensorKey,
 )
+from ucp_core.manifest.document import Kind, Manifest
+from ucp_core.numerics.checksums import crc32
+from ucp_core.numerics.floats import decode, encode
 from ucp_core.storage import MemoryStore
 
 DIRECTORY = "foreign"

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from orchestrator.config import RunConfig, load
+from orchestrator.config.schema import RunConfig, load
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.core.journal import turn_records
+from orchestrator.core.log.journal import turn_records
 from orchestrator.core.machine import step
-from orchestrator.core.state import Phase
-from orchestrator.shell.bookmark_file import BookmarkFile
-from orchestrator.shell.journal_file import JournalFile
-from orchestrator.shell.opening import Life, begin_life
+from orchestrator.core.state.run import Phase
+from orchestrator.shell.storage.compaction import BookmarkFile
+from orchestrator.shell.storage.incarnation import Life, begin_life
+from orchestrator.shell.storage.journal import JournalFile
 from ucp_core.storage import open_store
 
 NUM_WORKERS = 4

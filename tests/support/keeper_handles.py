@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from orchestrator.shell.capacity.nodes import Nodes, NodeView
+from orchestrator.shell.memory.snapshots import Answer, Snapshots
 from orchestrator.shell.names import RunNames
-from orchestrator.shell.nodes import Nodes, NodeView
-from orchestrator.shell.snapshots import Answer, Snapshots
 from ucp_core.storage import Store
+from workers.placement.plan import Preference
 from workers.protocol import Held, HeldPart, Inventory, KeeperOrder
-from workers.snapshot.placement import Preference
 
 ROOT = "run/checkpoints"
 LINEAGE = ((1, 0),)

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.keeper.door import Door, door_path
-from workers.keeper.mirror import Mirrors
-from workers.keeper.parity_mirror import ParityMirror
-from workers.keeper.shelf import Shelf
-from workers.keeper.wire import WireServer
+from workers.keeper.descriptors import Door, door_path
+from workers.keeper.peers.mirror import Mirrors
+from workers.keeper.peers.parity_mirror import ParityMirror
+from workers.keeper.peers.server import WireServer
+from workers.keeper.slots import Shelf
 from workers.protocol import GroupPlace, ParityGroup, Peer
 
 _BUDGET_BYTES = 256 << 20

@@ -7,13 +7,13 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, load, save_rank
+from ucp_core.geometry.boxes import Box
 from ucp_core.lineage import Lineage
-from workers.keeper.arena import Arena
+from workers.memory.arena import Arena
+from workers.memory.slot_store import ArenaStore
+from workers.memory.versions import Part, open_version
 from workers.protocol import Held
-from workers.snapshot.arena_store import ArenaStore
-from workers.snapshot.tier import Part, open_version
 
 State: TypeAlias = Mapping[str, np.ndarray]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.forking import forking
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import Checkpoint, LocalTensor, load
+from ucp_core.geometry.boxes import Box
 from workers.keeper.node_memory import NodeMemory
+from workers.keeper.sources import MemorySources
 from workers.protocol import Inventory, KeeperOrder, MemoryPart, Peer
-from workers.snapshot.sources import MemorySources
-from workers.train.settings import Settings
+from workers.settings import Settings
 
 #: It is a new process, which imports torch first, perhaps on a busy machine.
 _ANSWER_S_MAX = 240.0

@@ -23,9 +23,9 @@ from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from tests.support.copying_lane import Done
+from workers.memory.credits import Credits
+from workers.memory.cuda import Mark
 from workers.snapshot import device as device_module
-from workers.snapshot.credits import Credits
-from workers.snapshot.cuda import Mark
 from workers.snapshot.device import DeviceCopy
 from workers.snapshot.passes import on_passes
 
@@ -41,7 +41,7 @@ WIDTH = 8
 
 
 class _Bus:
-    """A ``workers.snapshot.cuda.Lane`` that notes when what left."""
+    """A ``workers.memory.cuda.Lane`` that notes when what left."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)

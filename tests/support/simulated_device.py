@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from workers.snapshot.cuda import Mark
+from workers.memory.cuda import Mark
 
 WAIT_S_MAX = 20.0
 
@@ -43,7 +43,7 @@ class Task:
 
 
 class SimulatedDevice:
-    """Runs one task at a time; which queue's, a seed says. A ``workers.snapshot.cuda.Lane``.
+    """Runs one task at a time; which queue's, a seed says. A ``workers.memory.cuda.Lane``.
 
     Attributes:
         num_copies_max: The most copies that were under way at once.

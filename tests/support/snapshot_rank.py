@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from tests.support.snapshots import eventually
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, load
+from ucp_core.geometry.boxes import Box
 from ucp_core.layout import ParallelLayout
-from workers.keeper.arena import Arena
-from workers.keeper.door import Door, Shelf, door_path
-from workers.parallel.state import StateEntry
+from workers.keeper.descriptors import Door, Shelf, door_path
+from workers.memory.arena import Arena
+from workers.memory.versions import LocalPart, open_version
 from workers.protocol import Assignment
-from workers.snapshot.tier import LocalPart, open_version
 from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
+from workers.state.entries import StateEntry
 
 
 class Node:

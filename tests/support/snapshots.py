@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, checkpoint_name, save_rank
+from ucp_core.geometry.boxes import Box
 from ucp_core.storage import MemoryStore
 from ucp_core.storage.base import Buffer
-from workers.keeper.arena import Arena
+from workers.memory.arena import Arena
+from workers.memory.slot_store import ArenaStore
 from workers.protocol import Held
-from workers.snapshot.arena_store import ArenaStore
 
 ROWS = 4096
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from workers.api import Session, run
-from workers.snapshot import farewell, writing
-from workers.train import boundary
+from workers.snapshot import final as farewell
+from workers.snapshot import writing
+from workers.train.boundary import boundary
 
 BEHIND_STEP, UPDATE, CHANGED = "behind-step", "update", "changed"
 #: The last step that is completed if it halts behind a step; the one that is not, in an update.

@@ -22,10 +22,10 @@ from tests.support.forking import forking
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers import collectives
-from workers.progress import ProgressPage
 from workers.protocol import Assignment, Formed, MemoryPart, Outcome, Pace
+from workers.records.progress import ProgressPage
+from workers.settings import Settings
 from workers.train.loop import WorkerContext, run_attempt
-from workers.train.settings import Settings
 
 #: Guards against a hang: workers that share a processor with others may need long for an attempt.
 ANSWER_S_MAX = 240.0

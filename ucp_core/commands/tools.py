@@ -30,8 +30,8 @@ from ucp_core.storage import open_store
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucp_core._open import Checkpoint
     from ucp_core.inspection.diff import DiffReport, TensorDiff
+    from ucp_core.native.opening import Checkpoint
 
 #: Rows of a table for people; programs get everything.
 _ROWS_MAX = 50
@@ -235,7 +235,7 @@ def export_command(  # noqa: PLR0913 - options of a command
     Formats: universal, huggingface, dcp (torch.distributed.checkpoint), deepspeed,
     deepspeed-universal. Options of one format are refused with the others.
     """
-    from ucp_core.converters.export import FORMATS, export
+    from ucp_core.formats.export import FORMATS, export
 
     if to not in FORMATS:
         raise typer.BadParameter(f"{to!r} is none of {', '.join(FORMATS)}", param_hint="--format")
@@ -285,7 +285,7 @@ def _tied_layers(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
 
 
 def _exported(opened: Checkpoint, destination: str, to: str) -> dict[str, Any]:
-    from ucp_core.converters.export import exported, left_behind
+    from ucp_core.formats.export import exported, left_behind
 
     entries = exported(opened, format=to)
     return {

@@ -16,16 +16,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
-from ucp_core._gather import is_plain
-from ucp_core._open import Checkpoint
-from ucp_core._reading import reading
-from ucp_core.boxes import Box, is_contiguous
-from ucp_core.checksums import BLOCK_BYTES
-from ucp_core.conversion import pool
-from ucp_core.conversion.conversion import GENERAL_BYTES_MAX, Conversion
-from ucp_core.conversion.files import LocalFiles, StreamedFiles
-from ucp_core.conversion.work import Item, Job, Result, is_local
+from ucp_core.conversion import workers as pool
+from ucp_core.conversion.job import GENERAL_BYTES_MAX, Conversion
+from ucp_core.conversion.outputs import LocalFiles, StreamedFiles
+from ucp_core.conversion.work_items import Item, Job, Result, is_local
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
+from ucp_core.geometry.boxes import Box, is_contiguous
+from ucp_core.native.holding import reading
+from ucp_core.native.opening import Checkpoint
+from ucp_core.numerics.checksums import BLOCK_BYTES
+from ucp_core.reading.gather import is_plain
 from ucp_core.storage.base import Store
 from ucp_core.storage.local import LocalStore
 from ucp_core.storage.undoing import tidied

@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.checksums import crc32
 from ucp_core.conversion.source_checks import Check, Piece
-from ucp_core.conversion.work import Item, Result
+from ucp_core.conversion.work_items import Item, Result
 from ucp_core.errors import StorageError, UcpError
+from ucp_core.numerics.checksums import crc32
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

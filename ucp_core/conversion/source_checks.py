@@ -9,14 +9,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucp_core._gather import is_plain
-from ucp_core.checksums import combine
 from ucp_core.errors import ChecksumMismatchError
+from ucp_core.numerics.checksums import combine
+from ucp_core.reading.gather import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from ucp_core.statemap import Extent, StateMap
+    from ucp_core.geometry.statemap import Extent, StateMap
 
 
 class Check(NamedTuple):

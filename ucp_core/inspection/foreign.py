@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ucp_core._validation import Problem
-from ucp_core.checksums import BLOCK_BYTES, crc32
 from ucp_core.conversion.source_checks import plan_extents
-from ucp_core.conversion.target_files import target_files
-from ucp_core.conversion.work import Item, Job, Worker
+from ucp_core.conversion.work_items import Item, Job, Worker
 from ucp_core.errors import CheckpointCorruptError, StorageError
-from ucp_core.statemap import Fragment, StateMap, TensorKey
+from ucp_core.formats.universal.files import target_files
+from ucp_core.geometry.statemap import Fragment, StateMap, TensorKey
+from ucp_core.manifest.validation import Problem
+from ucp_core.numerics.checksums import BLOCK_BYTES, crc32
 from ucp_core.storage.base import join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ucp_core._open import Checkpoint
+    from ucp_core.native.opening import Checkpoint
 
 _CHUNK_BYTES = 8 * BLOCK_BYTES
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucp_core.boxes import Box
 from ucp_core.errors import PatternError
+from ucp_core.geometry.boxes import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.patterns import (
+from ucp_core.language.patterns import (
     Affine,
     AffinePiece,
     Average,

@@ -1,6 +1,7 @@
 """The text form of rules and of renamings: YAML, with the place of everything that is wrong.
 
-The only module of ucp_core that imports a YAML reader; ``ucp_core.rules`` imports it when a text
+The only module of ucp_core that imports a YAML reader; ``ucp_core.language.rules`` imports it
+when a text
 is read. ``RULES.md`` describes the language.
 """
 
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from ucp_core.errors import PatternError, RulesError
-from ucp_core.patterns import (
+from ucp_core.language.patterns import (
     Average,
     Cut,
     Grid,

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import StorageError
-from ucp_core.storage._reserving import may_reserve
 from ucp_core.storage.base import is_temporary, temporary_name
+from ucp_core.storage.reserving import may_reserve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

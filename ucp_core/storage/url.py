@@ -62,9 +62,9 @@ def _options(scheme: str) -> dict[str, Any]:
 
 
 def _store_of(scheme: str, filesystem: Any) -> Store:
-    from ucp_core.storage._remote import Retries
-    from ucp_core.storage.fsspec_store import FsspecStore
-    from ucp_core.storage.s3_store import S3Store
+    from ucp_core.storage.remote import FsspecStore
+    from ucp_core.storage.s3 import S3Store
+    from ucp_core.storage.service_errors import Retries
 
     if scheme in _S3:
         filesystem.retries = 1

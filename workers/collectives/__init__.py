@@ -8,7 +8,7 @@ every wait of an attempt from outside. What the groups did is in the record ring
 from typing import TYPE_CHECKING, Any
 
 from workers.collectives.errors import AbortedError, CollectiveError, GroupError
-from workers.collectives.ring import read_ring
+from workers.records.ring import read_ring
 
 if TYPE_CHECKING:
     from workers.collectives.attempt import abort, check, form, leave, set_timeout

@@ -24,7 +24,7 @@ from ucp_core.storage import open_store
 from workers.data.text import Source, find_source, is_held_out
 from workers.data.tokens import Tokenizer, open_tokenizer
 from workers.errors import DataError
-from workers.train.settings import DataSettings
+from workers.settings import DataSettings
 
 __all__ = ["Split", "Texts", "open_texts"]
 

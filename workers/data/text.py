@@ -19,7 +19,7 @@ from typing import Final
 from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
 from workers.errors import DataError
-from workers.train.settings import STDLIB, DataSettings
+from workers.settings import STDLIB, DataSettings
 
 __all__ = ["Document", "Source", "find_source"]
 

@@ -7,7 +7,7 @@ at once when something happened that somebody waits for.
 
 It also keeps the node's snapshots: see ``workers.keeper.node_memory``.
 
-Counterparts: ``workers.progress`` and ``workers.collectives.ring`` write what is read here,
+Counterparts: ``workers.records.progress`` and ``workers.records.ring`` write what is read here,
 ``orchestrator.shell.controller`` receives the reports.
 """
 
@@ -31,10 +31,10 @@ from ucp_core.errors import UcpError
 from workers.errors import WorkerError
 from workers.keeper.node_memory import NodeMemory
 from workers.keeper.watch import GONE, STILL_S, NodeWatch, clear
-from workers.parent import end_with_parent
+from workers.parent_death import end_with_parent
+from workers.process.rest import Bell, Rest, hang_bell
 from workers.protocol import Inventory, KeeperOrder, NodeReport
-from workers.rest import Bell, Rest, hang_bell
-from workers.train.settings import Settings
+from workers.settings import Settings
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class Keeper:
         directory: Shared-memory directory for this node's pages and rings.
         controller: Gets the reports.
         run_url: The run directory; "" keeps no snapshots.
-        settings: ``workers.train.settings.Settings`` as JSON; None keeps no snapshots.
+        settings: ``workers.settings.Settings`` as JSON; None keeps no snapshots.
     """
 
     _rest: Rest

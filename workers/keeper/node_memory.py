@@ -17,22 +17,22 @@ from typing import Final
 from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
 from workers.errors import WorkerError
-from workers.keeper.arena import Arena
-from workers.keeper.door import Door, door_path
-from workers.keeper.memory import available_bytes
-from workers.keeper.mirror import Mirrors
-from workers.keeper.parity_mirror import ParityMirror
+from workers.keeper.descriptors import Door, door_path
+from workers.keeper.peers.mirror import Mirrors
+from workers.keeper.peers.parity_mirror import ParityMirror
+from workers.keeper.peers.server import WireServer
 from workers.keeper.persister import Persister
-from workers.keeper.retention import is_parity
-from workers.keeper.shelf import Shelf
-from workers.keeper.troubles import Troubles
+from workers.keeper.problems import Troubles
+from workers.keeper.slots import Shelf
 from workers.keeper.vault import VAULT, Vault
 from workers.keeper.watch import dead_workers
-from workers.keeper.wire import WireServer
+from workers.memory.arena import Arena
+from workers.memory.node_limit import available_bytes
+from workers.memory.retention import is_parity
+from workers.memory.versions import LocalPart
+from workers.parity.record import read_record
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder, ParityGroup
-from workers.snapshot.parity_record import read_record
-from workers.snapshot.tier import LocalPart
-from workers.train.settings import Settings
+from workers.settings import Settings
 
 __all__ = ["NodeMemory", "budget_bytes"]
 

@@ -10,8 +10,8 @@ import socket
 import time
 from pathlib import Path
 
-from workers.collectives.ring import RingReader
-from workers.progress import (
+from workers.protocol import NodeReport, WorkerPhase, WorkerReport
+from workers.records.progress import (
     PageReader,
     PageView,
     open_page,
@@ -19,7 +19,7 @@ from workers.progress import (
     read_page,
     report_on,
 )
-from workers.protocol import NodeReport, WorkerPhase, WorkerReport
+from workers.records.ring import RingReader
 
 PAGE_SUFFIX = ".page"
 RING_SUFFIX = ".ring"

@@ -18,15 +18,15 @@ from typing import Final
 
 from torch import Tensor
 
-from ucp_core.checksums import of_blocks
+from ucp_core.numerics.checksums import of_blocks
 from workers.errors import ArenaError
-from workers.keeper.arena import Arena
-from workers.keeper.retention import guard_name
-from workers.parallel.state import StateEntry
+from workers.memory.arena import Arena
+from workers.memory.retention import guard_name
+from workers.memory.slot_store import ArenaStore
+from workers.memory.worker_memory import SnapshotMemory
 from workers.protocol import Assignment
-from workers.snapshot.arena_store import ArenaStore
-from workers.snapshot.form import BLOCK_BYTES, Captured, Form
-from workers.snapshot.memory import SnapshotMemory
+from workers.snapshot.slot_layout import BLOCK_BYTES, Captured, Form
+from workers.state.entries import StateEntry
 
 __all__ = ["Guards"]
 

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from workers.errors import ArenaError
-from workers.keeper.arena import Arena
-from workers.keeper.retention import replica_parity_name
-from workers.parallel.state import StateEntry
+from workers.memory.arena import Arena
+from workers.memory.retention import replica_parity_name
+from workers.memory.worker_memory import SnapshotMemory
+from workers.parity.record import ParityRecord, slot_bytes, write_draft
+from workers.parity.stripes import Stripes
 from workers.protocol import Assignment, Member
-from workers.snapshot.form import Captured, Form
-from workers.snapshot.memory import SnapshotMemory
-from workers.snapshot.parity_record import ParityRecord, slot_bytes, write_draft
-from workers.snapshot.stripes import Stripes
+from workers.snapshot.slot_layout import Captured, Form
+from workers.state.entries import StateEntry
 
 __all__ = ["ReplicaParity", "fold", "folds"]
 

@@ -26,12 +26,12 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.storage import Store, open_store
 from ucp_core.storage.base import join
 from workers.errors import StateError
-from workers.progress import ProgressPage
 from workers.protocol import Assignment, FoundBad, Outcome, Unloadable
+from workers.records.progress import ProgressPage
+from workers.settings import Settings
+from workers.train.boundary.store import CHECKPOINTS
 from workers.train.loop import WorkerContext, run_attempt
 from workers.train.script import Task
-from workers.train.settings import Settings
-from workers.train.storing import CHECKPOINTS
 
 __all__ = ["run_alone"]
 

@@ -9,13 +9,13 @@ from typing import Protocol
 
 from ucp_core.storage import Store
 from workers.protocol import Formed, Pace, SaveCosts, WorkerPhase
-from workers.train.settings import Settings
+from workers.settings import Settings
 
 __all__ = ["Progress", "WorkerContext"]
 
 
 class Progress(Protocol):
-    """The writing end of a progress page, ``workers.progress.ProgressPage``."""
+    """The writing end of a progress page, ``workers.records.progress.ProgressPage``."""
 
     def assign(self, attempt: int, rank: int) -> None:
         """Store that the worker enters ``attempt`` as ``rank``."""

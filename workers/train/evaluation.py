@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.train.agreement import on_host
-from workers.train.parts import Parts
-from workers.train.quotas import Schedule
+from workers.train.executor.parts import Parts
+from workers.train.executor.quotas import Schedule
 
 __all__ = ["mean_over_samples", "weights_digest"]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from workers.data.dataset import Split, open_texts
 from workers.errors import DataError
 from workers.models.decoder import Decoder, initial_value, mean_loss
+from workers.settings import TrainSettings, model_shape
 from workers.train.session import Session
-from workers.train.settings import TrainSettings, model_shape
 
 __all__ = ["train_language_model"]
 

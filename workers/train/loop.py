@@ -20,8 +20,8 @@ import torch.distributed as dist
 from ucp_core.errors import UcpError
 from workers import collectives
 from workers.errors import WorkerError
+from workers.memory.worker_memory import HandOver, SnapshotMemory
 from workers.parallel.mesh import build_mesh
-from workers.parallel.state import HostBuffer
 from workers.protocol import (
     Assignment,
     Completed,
@@ -33,14 +33,14 @@ from workers.protocol import (
     WorkerPhase,
     Yielded,
 )
-from workers.snapshot.memory import HandOver, SnapshotMemory
-from workers.train.boundary import YieldSignal
+from workers.settings import Settings
+from workers.state.entries import HostBuffer
+from workers.train.boundary.boundary import YieldSignal
+from workers.train.boundary.restore import UnloadableSignal
 from workers.train.context import WorkerContext
 from workers.train.lm import train_language_model
-from workers.train.restoring import UnloadableSignal
 from workers.train.script import Task, load_task
 from workers.train.session import Session
-from workers.train.settings import Settings
 
 __all__ = ["WorkerContext", "run_attempt"]
 

@@ -20,31 +20,31 @@ from torch import Tensor, nn
 from workers import collectives
 from workers.data.order import DataOrder
 from workers.errors import DataError, TaskError
+from workers.parallel.fsdp import Piece, drop_gathered, materialize, pieces, spread
 from workers.parallel.mesh import Mesh
-from workers.parallel.optimizers import refuse_unfit
-from workers.parallel.shares import Sharing
-from workers.parallel.spread import Piece, drop_gathered, materialize, pieces, spread
-from workers.parallel.state import (
+from workers.protocol import Assignment, Formed, WorkerPhase
+from workers.settings import Settings
+from workers.snapshot.writing import SnapshotMemory
+from workers.state.buffers import PersistentBuffers
+from workers.state.entries import (
     HostBuffer,
     StateEntry,
     SteadyState,
     local_parameters,
     set_scalars,
 )
-from workers.protocol import Assignment, Formed, WorkerPhase
-from workers.snapshot.writing import SnapshotMemory
+from workers.state.optimizers import refuse_unfit
+from workers.state.replica_shares import Sharing
 from workers.train.agreement import on_host
-from workers.train.boundary import Boundary
-from workers.train.buffers import PersistentBuffers
+from workers.train.boundary.boundary import Boundary
+from workers.train.boundary.restore import Restored, restore
+from workers.train.boundary.store import Storing
 from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
-from workers.train.parts import Parts
-from workers.train.quotas import Schedule, schedule
-from workers.train.reduction import Reduction, use_all_to_all, use_tree
-from workers.train.restoring import Restored, restore
-from workers.train.settings import Settings
-from workers.train.step import Step
-from workers.train.storing import Storing
+from workers.train.executor.parts import Parts
+from workers.train.executor.quotas import Schedule, schedule
+from workers.train.executor.reduction import Reduction, use_all_to_all, use_tree
+from workers.train.executor.step import Step
 
 __all__ = ["Initialise", "Session"]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config import RunConfig
+from orchestrator.config.schema import RunConfig
+from orchestrator.driver.launch import Launched
 from orchestrator.errors import CapacityError
-from orchestrator.shell.faults import wait_for
-from orchestrator.shell.launch import Launched
+from orchestrator.shell.local.faults import wait_for
 
 #: Of a run whose test has failed.
 STOP_S_MAX = 240.0
@@ -25,7 +25,7 @@ def cluster() -> Iterator[Any]:
     import ray
 
     from orchestrator.shell.connect import connect
-    from orchestrator.shell.local_cluster import HostedCluster
+    from orchestrator.shell.local.cluster import HostedCluster
 
     hosted = HostedCluster(num_nodes=2, cpus_per_node=2)
     connect(hosted.address)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import RunConfig
-from orchestrator.shell.faults import member, wait_for
-from orchestrator.shell.launch import Launched, run_id
+from orchestrator.config.schema import RunConfig
+from orchestrator.driver.launch import Launched, run_id
+from orchestrator.shell.local.faults import member, wait_for
 from orchestrator.shell.names import RunNames
 from tests.support.history import read_history
 from tests.support.snapshots import eventually
-from workers.keeper.arena import Arena
-from workers.keeper.door import door_path, open_arena
+from workers.keeper.descriptors import door_path, open_arena
+from workers.memory.arena import Arena
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.shell.capacity import Capacity
+from orchestrator.shell.capacity.slots import Capacity
 from orchestrator.shell.names import RunNames
 from tests.support.snapshots import eventually
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.config import RunConfig
-from orchestrator.shell.launch import run_id
+from orchestrator.config.schema import RunConfig
+from orchestrator.driver.launch import run_id
 from orchestrator.shell.names import RunNames
 
 pytestmark = pytest.mark.timeout(900)
 
-EVERSTEP = (sys.executable, "-c", "from orchestrator.cli import main; main()")
+EVERSTEP = (sys.executable, "-c", "from orchestrator.cli.main import main; main()")
 ACT_S_MAX = 240.0
 
 

@@ -16,12 +16,12 @@ from tests.support.checkpoints import State, Whole, save
 from ucp_core.checkpoint import checkpoint_name, open_checkpoint, verify
 from ucp_core.conversion.convert import convert
 from ucp_core.errors import ChecksumMismatchError
-from ucp_core.statemap import TensorKey
+from ucp_core.geometry.statemap import TensorKey
 from ucp_core.storage import LocalStore
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
-EVERSTEP = (sys.executable, "-c", "from orchestrator.cli import main; main()")
+EVERSTEP = (sys.executable, "-c", "from orchestrator.cli.main import main; main()")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_a_node_that_dies_meanwhile_costs_only_its_batches(
     nodes: Any, source: Path, tmp_path: Path
 ) -> None:
     """Its tasks are done again elsewhere; what they had written is written over."""
-    from orchestrator.shell.convert import convert_on_cluster
+    from orchestrator.driver.convert import convert_on_cluster
 
     killed: list[str] = []
 
@@ -88,7 +88,7 @@ def test_a_node_that_dies_meanwhile_costs_only_its_batches(
 @pytest.mark.usefixtures("nodes")
 def test_damage_found_by_a_task_is_the_error_of_the_whole(source: Path, tmp_path: Path) -> None:
     """Not a Ray error with a traceback of another machine; and nothing is committed."""
-    from orchestrator.shell.convert import convert_on_cluster
+    from orchestrator.driver.convert import convert_on_cluster
 
     opened = open_checkpoint(LocalStore(), str(source))
     path = source / "a0001-r00001.bin"

@@ -18,7 +18,7 @@ import pytest
 from tests.support.snapshots import eventually
 from workers.keeper.vault import Vault
 from workers.protocol import Inventory, KeeperOrder, NodeReport
-from workers.train.settings import CheckpointSettings, Settings, SnapshotSettings
+from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 
 pytestmark = pytest.mark.ray
 
@@ -26,9 +26,9 @@ _TRAINER = """
 import sys
 from pathlib import Path
 from tests.support.snapshots import body_bytes, snapshot
-from workers.keeper.door import Lease, door_path, notify, reserve
+from workers.keeper.descriptors import Lease, door_path, notify, reserve
 from workers.keeper.watch import page_path
-from workers.progress import ProgressPage
+from workers.records.progress import ProgressPage
 
 directory, worker = Path(sys.argv[1]), sys.argv[2]
 door, name = door_path(directory), f"{worker}.1"

@@ -11,7 +11,7 @@ from tests.support.snapshots import eventually
 
 _SCRIPT = """
 import os, signal
-from orchestrator.shell.local_cluster import HostedCluster
+from orchestrator.shell.local.cluster import HostedCluster
 
 hosted = HostedCluster(num_nodes=0, cpus_per_node=1)
 os.kill(hosted._process.pid, signal.SIGKILL)
@@ -23,7 +23,7 @@ hosted.shutdown()
 
 _KILLED = """
 import os, signal
-from orchestrator.shell.local_cluster import HostedCluster
+from orchestrator.shell.local.cluster import HostedCluster
 
 class Killed(HostedCluster):
     def _wait_ready(self, deadline_s):

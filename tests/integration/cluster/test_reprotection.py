@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from orchestrator.shell.faults import kill_node_of, member, wait_for
-from orchestrator.shell.launch import Launched
+from orchestrator.driver.launch import Launched
+from orchestrator.shell.local.faults import kill_node_of, member, wait_for
 from tests.support.history import check_lost_steps, read_history
 from tests.support.snapshots import eventually
 
 pytestmark = pytest.mark.timeout(900)
 
 ACT_S_MAX = 240.0
-#: Of ``workers.train.protecting``.
+#: Of ``workers.train.boundary.protection``.
 WAIT_S_MAX = 1.0
 
 

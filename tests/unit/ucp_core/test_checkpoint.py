@@ -19,7 +19,6 @@ from tests.support.checkpoints import (
     small_state,
     whole_need,
 )
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import (
     LocalTensor,
     collect_garbage,
@@ -37,8 +36,9 @@ from ucp_core.errors import (
     StorageError,
     UncoveredRegionError,
 )
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import TensorKey
 from ucp_core.lineage import counts
-from ucp_core.statemap import TensorKey
 from ucp_core.storage import LocalStore, MemoryStore, Store, join
 from ucp_core.storage.base import Buffer
 

@@ -12,10 +12,10 @@ from orchestrator.core.actions import (
     StartWorker,
     YieldAttempt,
 )
+from orchestrator.core.handlers.survey import Adopted, adopted
 from orchestrator.core.machine import step
 from orchestrator.core.rules import RunRules
-from orchestrator.core.state import Phase, RunState, describe, freeze, next_deadline_s, thaw
-from orchestrator.core.survey import Adopted, adopted
+from orchestrator.core.state.run import Phase, RunState, describe, freeze, next_deadline_s, thaw
 from workers.protocol import Source
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=1000)

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.policies.layout import LayoutRules
+from orchestrator.policies.layout.choose import LayoutRules
 from orchestrator.policies.versions import complete, lost, newest, protection
 from orchestrator.policies.whatif import LossFacts, StoredVersion, WorkerPlace, plan_recovery
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, Member

@@ -9,7 +9,7 @@ from orchestrator.shell import observer as observer_module
 from orchestrator.shell.observer import Observer
 from tests.support.histories import ATTEMPT, calm
 from workers.protocol import NodeReport
-from workers.train.settings import ParallelSettings
+from workers.settings import ParallelSettings
 
 
 def _report(node: str, *workers: str) -> NodeReport:

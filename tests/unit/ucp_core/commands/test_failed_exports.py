@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.commands import ucp
 from tests.support.deepspeed_folders import Param, native, optim_name
-from ucp_core.converters import open_source
-from ucp_core.converters.export import FORMATS, export
 from ucp_core.errors import StorageError
+from ucp_core.formats import open_source
+from ucp_core.formats.export import FORMATS, export
 from ucp_core.storage import LocalStore
 from ucp_core.storage.base import Buffer
 

@@ -109,5 +109,5 @@ def test_inspect_imports_nothing_large_and_only_the_reader_of_the_format(
     assert shown[0].split() == ["checkpoint", str(tmp_path / "checkpoint")]
     # How Megatron cuts its tensors is told by a family of rules, and those are YAML.
     assert loaded & LARGE == ({"yaml"} if reader == "megatron" else set())
-    readers = {name for name in loaded if re.fullmatch(r"ucp_core\.converters\.\w+\.reader", name)}
-    assert readers == ({f"ucp_core.converters.{reader}.reader"} if reader else set())
+    readers = {name for name in loaded if re.fullmatch(r"ucp_core\.formats\.\w+\.reader", name)}
+    assert readers == ({f"ucp_core.formats.{reader}.reader"} if reader else set())

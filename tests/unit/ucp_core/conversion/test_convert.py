@@ -25,7 +25,6 @@ from tests.support.conversions import (
     large_state,
     native_source,
 )
-from ucp_core.boxes import Box
 from ucp_core.checkpoint import LocalTensor, open_checkpoint, save_rank, verify
 from ucp_core.conversion import convert as convert_module
 from ucp_core.conversion.convert import convert
@@ -37,9 +36,10 @@ from ucp_core.errors import (
     UcpError,
     UncoveredRegionError,
 )
-from ucp_core.inspection.verification import unchecked_bytes
-from ucp_core.manifest import Item
-from ucp_core.statemap import TensorKey
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import TensorKey
+from ucp_core.inspection.verify import unchecked_bytes
+from ucp_core.manifest.document import Item
 from ucp_core.storage import LocalStore, MemoryStore
 
 
@@ -334,7 +334,7 @@ def test_a_lock_that_a_killed_conversion_left_for_a_moment_is_waited_for(
 
 def test_numpy_is_needed_for_interleaved_tensors_only() -> None:
     """It takes longer to import than a small checkpoint to convert."""
-    probe = "import sys, ucp_core.conversion.work\nprint('numpy' in sys.modules)"
+    probe = "import sys, ucp_core.conversion.work_items\nprint('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
     assert np.__name__ == "numpy"

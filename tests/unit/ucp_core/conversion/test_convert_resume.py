@@ -24,9 +24,9 @@ from tests.support.conversions import (
     native_source,
 )
 from ucp_core.checkpoint import Checkpoint, open_checkpoint
-from ucp_core.checksums import crc32
 from ucp_core.conversion.convert import convert
 from ucp_core.conversion.journal import FOLDER
+from ucp_core.numerics.checksums import crc32
 from ucp_core.storage import LocalStore, MemoryStore
 
 _SCRIPT = """

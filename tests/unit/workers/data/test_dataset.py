@@ -10,7 +10,7 @@ import pytest
 from workers.data.dataset import open_texts
 from workers.data.tokens import BYTE_END
 from workers.errors import DataError
-from workers.train.settings import DataSettings
+from workers.settings import DataSettings
 
 
 def write_texts(directory: Path, num_files: int = 30) -> DataSettings:

@@ -16,13 +16,16 @@ from tests.support.snapshots import eventually
 from ucp_core.errors import CheckpointNotFoundError
 from ucp_core.layout import ParallelLayout
 from workers.errors import ParityError
-from workers.keeper import following
-from workers.keeper.arena import Arena
-from workers.keeper.parity_mirror import ParityMirror
-from workers.keeper.retention import is_parity, replica_parity_name
-from workers.keeper.wire import WireServer
-from workers.parallel.shares import Sharing, cut
-from workers.parallel.state import StateEntry
+from workers.keeper.peers import replication as following
+from workers.keeper.peers.parity_mirror import ParityMirror
+from workers.keeper.peers.server import WireServer
+from workers.keeper.sources import PARITY, MemorySources
+from workers.memory.arena import Arena
+from workers.memory.retention import is_parity, replica_parity_name
+from workers.memory.versions import LocalPart, Part
+from workers.memory.worker_memory import SnapshotMemory
+from workers.parity.rebuild import lost_parts
+from workers.parity.record import read_record
 from workers.protocol import (
     GroupPlace,
     Held,
@@ -33,12 +36,9 @@ from workers.protocol import (
     held_source,
 )
 from workers.snapshot import replica_parity
-from workers.snapshot.form import Captured
-from workers.snapshot.memory import SnapshotMemory
-from workers.snapshot.parity_part import lost_parts
-from workers.snapshot.parity_record import read_record
-from workers.snapshot.sources import PARITY, MemorySources
-from workers.snapshot.tier import LocalPart, Part
+from workers.snapshot.slot_layout import Captured
+from workers.state.entries import StateEntry
+from workers.state.replica_shares import Sharing, cut
 
 SECRET = b"s"
 

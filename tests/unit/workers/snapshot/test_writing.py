@@ -12,15 +12,16 @@ import torch
 from tests.support.simulated_device import SimulatedDevice, Task
 from tests.support.snapshot_rank import Node, Rank, captured, loaded, state
 from tests.support.snapshots import eventually
-from ucp_core.boxes import Box
 from ucp_core.errors import ChecksumMismatchError
-from workers.keeper import door
-from workers.keeper.door import door_path, notify
-from workers.parallel.state import StateEntry
-from workers.snapshot import form, writing
-from workers.snapshot import memory as memory_module
-from workers.snapshot.memory import HandOver
+from ucp_core.geometry.boxes import Box
+from workers.keeper import descriptors as door
+from workers.keeper.descriptors import door_path, notify
+from workers.memory import worker_memory as memory_module
+from workers.memory.worker_memory import HandOver
+from workers.snapshot import slot_layout as form
+from workers.snapshot import writing
 from workers.snapshot.writing import BLOCK_BYTES, SnapshotMemory
+from workers.state.entries import StateEntry
 
 
 @pytest.mark.parametrize("num_rows", [40, 40_000])

@@ -1,0 +1,1 @@
+"""The configuration of a run: schema, sources, and what is wrong with it."""

@@ -1,0 +1,203 @@
+"""What can be known to fail before anything is started: storage, data, memory.
+
+``orchestrator.config.schema`` checks the text; here the world is looked at, and all that both
+find is
+told at once.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+import warnings
+from collections.abc import Collection
+from pathlib import Path
+
+import psutil
+
+from orchestrator.config.schema import Problem, RunConfig
+from orchestrator.policies.layout.choose import LayoutRules, choose
+from ucp_core.errors import UcpError
+from ucp_core.storage import LocalStore, Store, join, open_store
+from workers.data.text import find_source
+from workers.errors import WorkerError
+from workers.models.shape import ModelShape, num_parameters
+from workers.settings import model_shape
+
+__all__ = ["preflight", "worker_memory_bytes"]
+
+GIB = 1 << 30
+#: float32 master, its gradient, and AdamW's two moments: bytes of state per parameter.
+STATE_BYTES = 4 + 4 + 4 + 4
+
+
+def preflight(config: RunConfig, doubtful: Collection[str] = ()) -> list[Problem]:
+    """Return what would fail: nothing is started, and nothing is left behind.
+
+    Writes and deletes one small file in the run directory, or above it if it is not there.
+
+    Args:
+        config: What is well formed of a configuration.
+        doubtful: Keys that do not have the user's value there; what depends on them is not
+            looked at.
+    """
+    found: list[Problem] = []
+    if "run.directory" not in doubtful:
+        found += _storage_problems(config)
+    if not any(key.startswith("data.") for key in doubtful):
+        found += _data_problems(config)
+    found += [problem for problem in _file_problems(config) if problem.path not in doubtful]
+    if not doubtful:
+        found += _memory_problems(config)
+    return found
+
+
+def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
+    """Return what training needs on each of ``num_workers``, at least.
+
+    Counted: parameters, gradients and optimizer state of the shard; the parameters that are
+    gathered at one time; the activations that the backward pass reads, and the logits.
+    Not counted: the process, the allocator's losses, buffers of collectives.
+    """
+    choice = choose(num_workers, LayoutRules(dp_replicate=config.parallel.dp_replicate))
+    assert choice is not None, f"{num_workers} workers make no layout"
+    shape = model_shape(config.model)
+    compute_bytes = 2 if config.train.precision == "bf16" else 4
+    parameters = num_parameters(shape)
+    block = _block_parameters(shape)
+    gathered = parameters
+    if config.parallel.reshard_after_forward:
+        # The embeddings stay; of the blocks one is computed and one is fetched ahead.
+        gathered = parameters - block * max(shape.num_layers - 2, 0)
+    tokens = config.train.micro_batch * config.data.sequence_length
+    shard_bytes = math.ceil(parameters * STATE_BYTES / choice.layout.dp_shard)
+    return (
+        shard_bytes
+        + (gathered * compute_bytes if choice.layout.dp_shard > 1 else 0)
+        + tokens * _activations_per_token(shape) * compute_bytes
+    )
+
+
+def _block_parameters(shape: ModelShape) -> int:
+    embeddings = shape.vocab_size * shape.dim * (1 if shape.tied else 2)
+    return (num_parameters(shape) - embeddings - shape.dim) // shape.num_layers
+
+
+def _activations_per_token(shape: ModelShape) -> int:
+    """Return the values that one token leaves for the backward pass (no recomputation).
+
+    Per block: the inputs of both norms and of the four attention and three feed-forward
+    products, and the attention's output; then the logits and their softmax.
+    """
+    kv_dim = shape.num_kv_heads * shape.head_dim
+    block = 6 * shape.dim + 2 * kv_dim + 3 * shape.ffn_dim
+    return shape.num_layers * block + 2 * shape.vocab_size
+
+
+def _storage_problems(config: RunConfig) -> list[Problem]:
+    url = config.run.directory
+    try:
+        store, path = open_store(url)
+        probe = join(_there(store, path), f"write-test-{uuid.uuid4().hex[:8]}")
+        store.write_atomic(probe, b"everstep", fsync=False)
+        try:
+            if store.read(probe) != b"everstep":
+                return [_storage_problem(url, "it does not give back what was written")]
+        finally:
+            store.delete(probe)
+    except (UcpError, OSError) as error:
+        return [_storage_problem(url, str(error))]
+    return []
+
+
+def _there(store: Store, path: str) -> str:
+    """Return the directory, or the one above it that is there, in which it would be made.
+
+    It is not made here: to remove it again could take it from another command, which begins a run
+    in it and has locked it.
+    """
+    while isinstance(store, LocalStore) and not store.exists(path):
+        path = str(Path(path).parent)
+    return path
+
+
+def _storage_problem(url: str, why: str) -> Problem:
+    message = f"{url} cannot be written: {why}; name a directory that every node can write"
+    return Problem(path="run.directory", message=message)
+
+
+def _data_problems(config: RunConfig) -> list[Problem]:
+    try:
+        find_source(config.data)
+    except (WorkerError, UcpError, OSError) as error:
+        message = str(error).removeprefix("data.source: ")
+        return [Problem(path="data.source", message=message)]
+    return []
+
+
+def _file_problems(config: RunConfig) -> list[Problem]:
+    problems = []
+    for path, value in (
+        ("run.script", config.run.script),
+        ("data.tokenizer", config.data.tokenizer),
+    ):
+        if value and "://" not in value and not Path(value).is_file():
+            problems.append(Problem(path=path, message=f"there is no file {value}"))
+    script = config.run.script
+    if script and Path(script).is_file():
+        problems += _script_problems(Path(script))
+    return problems
+
+
+def _script_problems(script: Path) -> list[Problem]:
+    """Return what a worker would raise before it runs the first line."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return [Problem(path="run.script", message=f"{script}:{error.lineno}: {error.msg}")]
+    except (ValueError, OSError) as error:
+        return [Problem(path="run.script", message=f"{script} cannot be read: {error}")]
+    return []
+
+
+def _memory_problems(config: RunConfig) -> list[Problem]:
+    """Refuse ``workers.min`` at which the model does not fit: it would fail when it matters.
+
+    With a script of the user's the model is not known, and nothing is said.
+    """
+    if config.run.script or _room_bytes(config, 1) is None:
+        return []
+    replicas = config.parallel.dp_replicate
+    first = math.ceil(config.workers.min / replicas) * replicas
+    need, room = worker_memory_bytes(config, first), _room_bytes(config, first)
+    assert room is not None, "room is known for all numbers of workers or for none"
+    if need <= room:
+        return []
+    message = (
+        f"with {first} workers each needs at least {need / GIB:.1f} GiB for "
+        f"{num_parameters(model_shape(config.model)) / 1e6:,.0f} M parameters, optimizer and "
+        f"activations, and has {room / GIB:.1f} GiB; {_way_out(config, first)}"
+    )
+    return [Problem(path="workers.min", message=message)]
+
+
+def _way_out(config: RunConfig, first: int) -> str:
+    replicas = config.parallel.dp_replicate
+    for count in range(first, config.workers.max + 1, replicas):
+        room = _room_bytes(config, count)
+        if room is not None and worker_memory_bytes(config, count) <= room:
+            return f"{count} would do"
+    return (
+        f"no number up to workers.max={config.workers.max} would do: take a smaller model.preset, "
+        "train.micro_batch or data.sequence_length, or more workers"
+    )
+
+
+def _room_bytes(config: RunConfig, num_workers: int) -> float | None:
+    """Return the memory of each of ``num_workers``; None if it is not known."""
+    if config.cluster.memory_gib_per_worker is not None:
+        return config.cluster.memory_gib_per_worker * GIB
+    if config.cluster.address is None and not config.cluster.gpus_per_worker:
+        return float(psutil.virtual_memory().total) / num_workers
+    return None

@@ -1,0 +1,493 @@
+"""The configuration of a run: what each key means, its default, and what is wrong with it.
+
+The only module of the project that reads YAML or environment variables; below it values are
+passed. ``load`` reports every problem at once, each with its place.
+``orchestrator.config.preflight``
+checks what needs more than the text: data, storage, memory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields, is_dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from orchestrator.config.sources import (
+    KeyPath,
+    Problem,
+    Source,
+    did_you_mean,
+    dotted,
+    override,
+    parse,
+)
+from orchestrator.core.rules import Bounds, RunRules
+from orchestrator.errors import ConfigError
+from orchestrator.policies.budgets import BudgetRules
+from orchestrator.policies.layout.choose import LayoutRules, usable
+from ucp_core.errors import UcpError
+from ucp_core.storage import open_store
+from workers.settings import (
+    AUTO,
+    STDLIB,
+    CheckpointSettings,
+    DataSettings,
+    ModelSettings,
+    ParallelSettings,
+    Settings,
+    SnapshotSettings,
+    TrainSettings,
+)
+from workers.settings import (
+    problems as settings_problems,
+)
+
+__all__ = ["Problem", "RunConfig", "demo_config", "load"]
+
+#: Finds what is wrong with a configuration by looking at the world. It is given those keys too
+#: that do not have the user's value, because that is missing or wrong: nothing is said of them.
+Look: TypeAlias = Callable[["RunConfig", Collection[str]], Sequence[Problem]]
+
+#: Detection's own default: a step may take this many times the observed p99 of all steps.
+PATIENCE = 3.0
+#: With that patience. Nobody misses a controller before something happens, and who looks into one
+#: may stop it for a moment; only one that a signal has stopped counts, never one that is slow.
+_CONTROLLER_STOPPED_S = 10.0
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class RunSection(_Section):
+    """What the run is called and where it lives.
+
+    Attributes:
+        directory: Run directory, a path or an fsspec URL that every node can reach.
+        name: For people; the last part of ``directory`` if it is left out.
+        script: A training script that calls ``workers.api.run``; left out, the built-in
+            language model is trained.
+        arguments: Of that script, each as one text: ``["--width", "512"]``.
+    """
+
+    directory: str = Field(min_length=1)
+    name: str = ""
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+
+
+class ClusterSection(_Section):
+    """Where the workers run.
+
+    Attributes:
+        address: A Ray cluster, as ``auto`` or ``10.0.0.1:6379``. Left out: ``RAY_ADDRESS`` if
+            that is set, else simulated nodes on this machine.
+        local_nodes: Number of simulated nodes.
+        cpus_per_worker: CPUs that Ray reserves for one worker.
+        gpus_per_worker: GPUs of one worker: 0 trains on the CPU.
+        memory_gib_per_worker: Memory of a worker's device, to refuse models that cannot fit.
+            Left out: on simulated nodes this machine's memory, elsewhere it is not checked.
+        rack_label: Ray's label of nodes whose value says which of them fail together, as a rack
+            or a zone; nodes then protect the snapshots of others than those. Left out: each
+            node fails alone.
+    """
+
+    address: str | None = Field(default=None, min_length=1)
+    local_nodes: int = Field(default=2, ge=1, le=256)
+    cpus_per_worker: float = Field(default=1.0, gt=0)
+    gpus_per_worker: int = Field(default=0, ge=0, le=1)
+    memory_gib_per_worker: float | None = Field(default=None, gt=0)
+    rack_label: str = ""
+
+
+class WorkersSection(_Section):
+    """How many workers train.
+
+    Attributes:
+        max: As many are asked for, always.
+        min: With fewer the run waits for capacity.
+        standby_per_node: Warm processes a node keeps to replace a dead worker at once.
+    """
+
+    max: int = Field(ge=1)
+    min: int = Field(default=1, ge=1)
+    standby_per_node: int = Field(default=0, ge=0, le=8)
+
+
+class ParallelSection(_Section):
+    """How the model is spread over the workers. ``dp_shard`` follows from their number.
+
+    Attributes:
+        dp_replicate: Full copies of the model; workers come in multiples of it.
+        reshard_after_forward: As ``workers.settings.ParallelSettings``.
+        collective_timeout_s: As there.
+    """
+
+    dp_replicate: int = Field(default=1, ge=1)
+    reshard_after_forward: bool = True
+    collective_timeout_s: float = ParallelSettings().collective_timeout_s
+
+
+class RecoverySection(_Section):
+    """When the run waits on, and when it gives up.
+
+    Attributes:
+        patience: The one knob of all waits: a step may take this many times the observed p99
+            before it is looked into, and every other bound scales with it. Larger is slower
+            to react and surer not to react in vain.
+        capacity_wait_s: Fewer than ``workers.min`` for this long fails the run.
+        infrastructure_failures_max: Crashes, hangs and lost nodes within an hour.
+        preemptions_max: Nodes taken with notice within an hour.
+        user_errors_max: Exceptions of single ranks within an hour. A bug of the script is
+            recognised sooner: it repeats.
+        stuck_attempts_max: Attempts in a row without a new committed step.
+    """
+
+    patience: float = Field(default=PATIENCE, ge=1.5, le=100.0)
+    capacity_wait_s: float = Field(default=86400.0, gt=0)
+    infrastructure_failures_max: int = Field(default=1000, ge=0)
+    preemptions_max: int = Field(default=10000, ge=0)
+    user_errors_max: int = Field(default=3, ge=0)
+    stuck_attempts_max: int = Field(default=12, ge=1)
+
+
+class RunConfig(_Section):
+    """Everything that is decided before a run starts.
+
+    ``model``, ``data``, ``train``, ``checkpoint`` and ``snapshot`` are those of
+    ``workers.settings``.
+    """
+
+    run: RunSection
+    workers: WorkersSection
+    cluster: ClusterSection = ClusterSection()
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    train: TrainSettings = TrainSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    snapshot: SnapshotSettings = SnapshotSettings()
+    parallel: ParallelSection = ParallelSection()
+    recovery: RecoverySection = RecoverySection()
+
+    @property
+    def patience(self) -> float:
+        """Return how many times the observed p99 a step may take."""
+        return self.recovery.patience
+
+    @property
+    def controller_stopped_s(self) -> float:
+        """Return for how long the controller may be stopped by a signal before it is ended."""
+        return _CONTROLLER_STOPPED_S * self.patience / PATIENCE
+
+    def worker_resources(self) -> dict[str, float]:
+        """Return what one worker needs, in Ray's terms."""
+        resources = {"CPU": self.cluster.cpus_per_worker}
+        if self.cluster.gpus_per_worker:
+            resources["GPU"] = float(self.cluster.gpus_per_worker)
+        return resources
+
+    def cpus_per_local_node(self) -> int:
+        """Return the CPUs of each simulated node: all workers just fit, none twice."""
+        workers_per_node = math.ceil(self.workers.max / self.cluster.local_nodes)
+        return math.ceil(workers_per_node * self.cluster.cpus_per_worker)
+
+    def settings(self) -> Settings:
+        """Return what the workers are told."""
+        parallel = ParallelSettings(
+            reshard_after_forward=self.parallel.reshard_after_forward,
+            collective_timeout_s=self.parallel.collective_timeout_s,
+        )
+        return Settings(
+            model=self.model,
+            data=self.data,
+            train=self.train,
+            checkpoint=self.checkpoint,
+            snapshot=self.snapshot,
+            parallel=parallel,
+            script=self.run.script,
+            arguments=self.run.arguments,
+        )
+
+    def settings_json(self) -> dict[str, Any]:
+        """Return ``settings`` as plain values."""
+        return self.settings().to_json()
+
+    def rules(self) -> RunRules:
+        """Return what the machine compares the run with."""
+        recovery = self.recovery
+        return RunRules(
+            run=self.run.name,
+            min_workers=self.workers.min,
+            max_workers=self.workers.max,
+            standby_per_node=self.workers.standby_per_node,
+            total_steps=self.train.steps,
+            checkpoint_every=_common_multiple(self.checkpoint, self.snapshot),
+            layout=LayoutRules(dp_replicate=self.parallel.dp_replicate),
+            budgets=BudgetRules(
+                infrastructure_max=recovery.infrastructure_failures_max,
+                preemption_max=recovery.preemptions_max,
+                user_max=recovery.user_errors_max,
+                stuck_max=recovery.stuck_attempts_max,
+            ),
+            bounds=_bounds(recovery),
+        )
+
+    def to_yaml(self) -> str:
+        """Return the configuration as YAML that ``load`` reads back to an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load(
+    path_or_text: str, overrides: Sequence[str] = (), *, look: Look | None = None
+) -> RunConfig:
+    """Return the configuration in a YAML file, or in YAML text, under ``overrides``.
+
+    Relative paths in it are made absolute: workers run in other directories.
+
+    Args:
+        path_or_text: A path, an fsspec URL, or text of more than one line.
+        overrides: ``section.key=value`` in order; values are read as YAML.
+        look: Finds what needs more than the text, as ``orchestrator.config.preflight.preflight``.
+
+    Raises:
+        ConfigError: With every problem at once, each with its place and what would be right.
+    """
+    source = _read(path_or_text)
+    override(source, overrides)
+    _apply_environment(source)
+    config = _validate(source, look)
+    if config is None:
+        raise _refused(source)
+    return _resolved(config)
+
+
+def demo_config(directory: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration of ``everstep demo`` for ``directory``, under ``overrides``.
+
+    It brings its own nodes, so ``RAY_ADDRESS`` is not looked at.
+    """
+    text = files("orchestrator.driver").joinpath("demo.yaml").read_text(encoding="utf-8")
+    source = parse(text, name="demo.yaml")
+    override(source, [f"run.directory={yaml.safe_dump(directory)}", *overrides])
+    config = _validate(source)
+    if config is None:
+        raise _refused(source)
+    return _resolved(config)
+
+
+def _read(path_or_text: str) -> Source:
+    if "\n" in path_or_text:
+        return parse(path_or_text, name="text")
+    try:
+        store, path = open_store(path_or_text)
+        text = store.read(path).decode()
+    except (UcpError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path_or_text} cannot be read as a configuration: {error}", problems=[str(error)]
+        ) from error
+    return parse(text, name=Path(path_or_text).name)
+
+
+def _apply_environment(source: Source) -> None:
+    """Let ``RAY_ADDRESS`` say where, unless the file or the command line has said it."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    cluster = source.document.setdefault("cluster", {})
+    asked_here = source.places.get(("cluster", "local_nodes")) == "command line"
+    if address and not asked_here and isinstance(cluster, dict) and not cluster.get("address"):
+        cluster["address"] = address
+        source.places["cluster", "address"] = "RAY_ADDRESS"
+
+
+def _validate(source: Source, look: Look | None = None) -> RunConfig | None:
+    """Return the configuration, or None with every problem added to ``source``."""
+    if any(not problem.path for problem in source.problems):
+        return None  # of a text that is no mapping, nothing can be said to be missing
+    config = None
+    try:
+        config = RunConfig.model_validate(source.document)
+    except ValidationError as error:
+        for detail in error.errors():
+            # An interval is found wrong as a number and as a word.
+            if detail["loc"][-1] != "str":
+                source.problems.append(_field_problem(source, detail))
+    part, broken = _well_formed_part(source)
+    crossed = _cross_problems(source, part, broken)
+    source.problems.extend(crossed)
+    if look is not None:
+        doubtful = _defaulted(source, broken) | {problem.path for problem in crossed}
+        source.problems.extend(
+            source.problem(tuple(problem.path.split(".")), problem.message)
+            for problem in look(_resolved(part), doubtful)
+        )
+    return None if source.problems else config
+
+
+def _refused(source: Source) -> ConfigError:
+    lines = [str(problem) for problem in source.problems]
+    count = f"{len(lines)} problems" if len(lines) > 1 else "1 problem"
+    listing = "".join(f"\n  {line}" for line in lines)
+    return ConfigError(f"{source.name} has {count}:{listing}", problems=lines)
+
+
+def _field_problem(source: Source, detail: Any) -> Problem:
+    path: KeyPath = tuple(detail["loc"])
+    kind, value = detail["type"], detail["input"]
+    if kind in {"extra_forbidden", "unexpected_keyword_argument"}:
+        known = _known_keys(path[:-1])
+        what = "section" if len(path) == 1 else "key"
+        return source.problem(path, f"is no {what}; {did_you_mean(str(path[-1]), known)}")
+    if kind == "missing":
+        return source.problem(path, f"is missing; write for example {_EXAMPLES[dotted(path)]}")
+    if kind in {"model_type", "dataclass_type"}:
+        return source.problem(path, f"must be a section with keys, not {value!r}")
+    if path[-1] == "int":
+        return source.problem(path[:-1], f"must be a number of steps or {AUTO}, not {value!r}")
+    message = str(detail["msg"])
+    message = message.removeprefix("Input should be ").removeprefix("a valid ")
+    return source.problem(path, f"must be {message.split(',')[0]}, not {value!r}")
+
+
+#: What a required key may look like.
+_EXAMPLES = {
+    "run": "run: {directory: runs/first}",
+    "run.directory": "directory: runs/first",
+    "workers": "workers: {max: 4}",
+    "workers.max": "max: 4",
+}
+
+
+def _known_keys(path: KeyPath) -> list[str]:
+    if not path:
+        return list(RunConfig.model_fields)
+    kind: Any = RunConfig.model_fields[str(path[0])].annotation
+    if is_dataclass(kind):
+        return [field.name for field in fields(kind)]
+    return list(kind.model_fields)
+
+
+def _cross_problems(source: Source, config: RunConfig, broken: Collection[str]) -> list[Problem]:
+    """Return what is wrong with values and between keys, judging all that is well formed.
+
+    A key that is not takes its default, and nothing is said about it here.
+    """
+    found: list[tuple[str, str]] = [
+        (path, message)
+        for path, _, message in (
+            line.partition(": ") for line in settings_problems(config.settings())
+        )
+    ]
+    found += _worker_problems(config)
+    if config.run.arguments and not config.run.script:
+        found.append(("run.arguments", "are for a run.script, and there is none; name one"))
+    return [
+        source.problem(tuple(path.split(".")), message)
+        for path, message in found
+        if path not in broken
+    ]
+
+
+def _well_formed_part(source: Source) -> tuple[RunConfig, set[str]]:
+    """Return the configuration without the keys that are not well formed, and those keys."""
+    document: dict[str, Any] = {"run": {"directory": "x"}, "workers": {"max": 1}}
+    broken: set[str] = set()
+    for name in RunConfig.model_fields:
+        if name not in source.document:
+            continue
+        section = source.document[name]
+        try:
+            RunConfig.model_validate({**document, name: section})
+        except ValidationError as error:
+            bad = {str(detail["loc"][1]) for detail in error.errors() if len(detail["loc"]) > 1}
+            broken |= {f"{name}.{key}" for key in bad}
+            # What bounds the broken key bounds nothing now: workers.min against an unknown max.
+            broken |= {"workers.min"} if "workers.max" in broken else set()
+            kept = section if isinstance(section, dict) else {}
+            section = {
+                **document.get(name, {}),
+                **{key: value for key, value in kept.items() if key not in bad},
+            }
+        document[name] = section
+    return RunConfig.model_validate(document), broken
+
+
+def _defaulted(source: Source, broken: Collection[str]) -> set[str]:
+    """Return the keys of which the well-formed part has not what the user wrote, or has to."""
+    found: set[str] = set()
+    for name, field in RunConfig.model_fields.items():
+        known = {f"{name}.{key}" for key in _known_keys((name,))}
+        section = source.document.get(name, None if field.is_required() else {})
+        found |= known if not isinstance(section, dict) else known.intersection(broken)
+    return found
+
+
+def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:
+    least, most = config.workers.min, config.workers.max
+    copies = config.parallel.dp_replicate
+    if copies > 1 and config.train.deterministic:
+        # The fixed tree of sums is over shards; across copies it is not built yet.
+        message = (
+            f"{copies} copies are not summed in a fixed order: write 1, or "
+            "train.deterministic: false"
+        )
+        return [("parallel.dp_replicate", message)]
+    if least > most:
+        return [("workers.min", f"{least} is more than workers.max={most}")]
+    used = usable(most, LayoutRules(dp_replicate=copies))
+    if used >= least:
+        return []
+    enough = math.ceil(least / copies) * copies
+    message = (
+        f"{least} cannot be reached: parallel.dp_replicate={copies} takes workers in multiples "
+        f"of {copies}, so of workers.max={most} only {used} can train; raise workers.max to "
+        f"{enough}" + (f" or lower workers.min to {used}" if used else "")
+    )
+    return [("workers.min", message)]
+
+
+def _common_multiple(checkpoint: CheckpointSettings, snapshot: SnapshotSettings) -> int:
+    """Return what the steps that either tier commits are multiples of."""
+    # An interval that is chosen as it goes may come to any number, and where there is memory an
+    # attempt that ends early leaves its last step there, whichever that is.
+    is_any = bool(snapshot.every_steps) or not isinstance(checkpoint.every_steps, int)
+    return 1 if is_any else int(checkpoint.every_steps)
+
+
+def _bounds(recovery: RecoverySection) -> Bounds:
+    usual = Bounds()
+    scale = recovery.patience / PATIENCE
+    scaled = ("grace_s", "start_s", "form_s", "fence_s", "kill_s", "read_s", "yield_s", "survey_s")
+    bounds = {name: getattr(usual, name) * scale for name in scaled}
+    bounds["grace_s"] = min(bounds["grace_s"], recovery.capacity_wait_s)
+    return replace(usual, capacity_s=recovery.capacity_wait_s, **bounds)
+
+
+def _resolved(config: RunConfig) -> RunConfig:
+    data = config.data
+    data = replace(
+        data,
+        source=data.source if data.source == STDLIB else _absolute(data.source),
+        tokenizer=_absolute(data.tokenizer),
+        cache_directory=_absolute(data.cache_directory),
+    )
+    directory = _absolute(config.run.directory)
+    run = config.run.model_copy(
+        update={
+            "directory": directory,
+            "name": config.run.name or directory.rstrip("/").rsplit("/", 1)[-1],
+            "script": _absolute(config.run.script),
+        }
+    )
+    return config.model_copy(update={"run": run, "data": data})
+
+
+def _absolute(path: str) -> str:
+    if not path or "://" in path:
+        return path
+    return str(Path(path).expanduser().absolute())

@@ -1,0 +1,49 @@
+"""A run that is over, or whose cluster is gone, goes on: the same history, everything else anew.
+
+What was decided under the settings of then is not folded under those of now. So a run that is
+reopened starts from what the earlier journal amounts to, as a value, and not from its events.
+"""
+
+from __future__ import annotations
+
+from orchestrator.core.events import RunReopened
+from orchestrator.core.handlers import recovery
+from orchestrator.core.state.run import TERMINAL, Cause, Draft, Phase, RunState
+from orchestrator.core.transition import Turn
+
+
+def reopening(state: RunState, *, at_s: float, life: int) -> RunReopened:
+    """Return the event by which the run goes on from ``state``, the last one of its journal."""
+    if state.phase in TERMINAL:
+        outcome = "failed" if state.phase is Phase.FAILED else "ended"
+        # The user's traceback is in the reason of then; its last line says what it was about.
+        why = f"it {outcome}: {state.reason.rstrip().rpartition(chr(10))[2]}"
+    else:
+        why = f"its cluster was gone while it was {state.phase}"
+    return RunReopened(
+        at_s=at_s,
+        life=life,
+        attempt=state.attempt,
+        lineage=state.lineage,
+        # A person was asked to put a sound copy back; what was in memory ended with the run.
+        bad=() if state.lost else state.bad,
+        next_worker=state.next_worker,
+        next_slot=state.next_slot,
+        why=why,
+    )
+
+
+def reopened(turn: Turn, event: RunReopened) -> None:
+    """Begin anew behind what is committed: nobody is there, and no budget is spent."""
+    turn.draft = Draft(
+        phase=Phase.FENCING,
+        life=event.life,
+        attempt=event.attempt,
+        lineage=event.lineage,
+        bad=event.bad,
+        next_worker=event.next_worker,
+        next_slot=event.next_slot,
+        cause=Cause("resume", (), event.why, event.at_s),
+    )
+    # Nobody is left inside, so what counts is read at once.
+    recovery.proceed(turn)

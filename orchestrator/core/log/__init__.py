@@ -1,0 +1,1 @@
+"""The journal's records: print, parse, compact, count. Pure."""

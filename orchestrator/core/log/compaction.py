@@ -1,0 +1,117 @@
+"""A bookmark in a journal: what the records before it amount to, so that nobody folds them again.
+
+The journal stays the truth and a bookmark only spares time. So it is used only if it is whole,
+belongs to this very journal and was made by the same program under the same rules; otherwise the
+whole journal is folded. Pure; ``orchestrator.shell`` keeps the one file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+from orchestrator.core.log.codec import codec
+from orchestrator.core.log.journal import Folded
+from orchestrator.errors import BookmarkError
+
+#: Version of the document's format. Only this one is read.
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the line of a record ends in a journal, and what the line is.
+
+    ``wall_time`` and ``seq`` are in every line, so no other journal has the same one.
+
+    Attributes:
+        segment: Number of the segment, from 1.
+        before_bytes: Size of all segments before it.
+        end_bytes: Size of the segment up to and with the line.
+        line_bytes: Size of the line.
+        line_crc32: Its checksum.
+    """
+
+    segment: int
+    before_bytes: int
+    end_bytes: int
+    line_bytes: int
+    line_crc32: int
+
+    @property
+    def journal_bytes(self) -> int:
+        """Return the size of the journal up to here."""
+        return self.before_bytes + self.end_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """What a fold depends on besides the journal.
+
+    Attributes:
+        program: Says which program folds.
+        rules: Under which ``RunRules``, all of them.
+    """
+
+    program: str
+    rules: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bookmark:
+    """A place in a journal, and what the journal amounts to up to there."""
+
+    place: Place
+    folded: Folded
+
+
+def encode(bookmark: Bookmark, basis: Basis) -> bytes:
+    """Return the document of a bookmark that was made on ``basis``."""
+    body = {"basis": codec(Basis).encode(basis), **codec(Bookmark).encode(bookmark)}
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    head = {"v": VERSION, "bytes": len(text), "crc32": crc32(text)}
+    return json.dumps(head).encode() + b"\n" + text + b"\n"
+
+
+def decode(document: bytes, basis: Basis) -> Bookmark:
+    """Return the bookmark of a document.
+
+    Raises:
+        BookmarkError: It is damaged, or of another version, or was made on another basis.
+    """
+    head, _, rest = document.partition(b"\n")
+    text = rest[:-1]
+    try:
+        said = json.loads(head)
+        if said["v"] != VERSION:
+            raise BookmarkError(f"its version is {said['v']}, and not {VERSION}")
+        if (said["bytes"], said["crc32"]) != (len(text), crc32(text)):
+            raise BookmarkError("it is not what was written: its checksum differs")
+        body: dict[str, Any] = json.loads(text)
+        made_on = codec(Basis).decode(body.pop("basis"))
+        for name in Basis.__slots__:
+            if getattr(made_on, name) != getattr(basis, name):
+                raise BookmarkError(f"it was made under another {name}", found=made_on)
+        found: Bookmark = codec(Bookmark).decode(body)
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise BookmarkError(f"it cannot be read: {type(error).__name__}: {error}") from error
+    return found
+
+
+def behind(place: Place, segments: Sequence[bytes]) -> list[bytes]:
+    """Return the records behind ``place``.
+
+    Args:
+        place: Of a bookmark.
+        segments: From the line of ``place`` on; the first begins with that line.
+
+    Raises:
+        BookmarkError: There is another line: the bookmark is of another journal.
+    """
+    line = segments[0][: place.line_bytes]
+    if (len(line), crc32(line)) != (place.line_bytes, place.line_crc32) or line[-1:] != b"\n":
+        raise BookmarkError(f"segment {place.segment} has another line there", found=line)
+    return [segments[0][place.line_bytes :], *segments[1:]]

@@ -1,0 +1,297 @@
+"""The journal's content: one JSON object for every event and every action of the run.
+
+Pure: values in, values out; ``orchestrator.shell`` does the writing, one segment per life of the
+controller. The journal is the input log, so an event's record is written before its actions are
+performed, and folding the events again gives the same state and the same actions. The last line
+of a segment may be torn, because a controller may die while it appends.
+
+A record: ``{"v": 1, "seq": 91, "at_s": 812.4, "wall_time": 1.7e9, "attempt": 3,
+"kind": "WorkerExited", "worker": "w0005", "cause": "crash", "detail": "..."}``. ``attempt`` is
+the one the item names; that of the state where it names none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, TypeAlias, cast, get_args
+
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
+from orchestrator.core.log.codec import Codec, field_codecs
+from orchestrator.core.log.stats import RunStats
+from orchestrator.core.machine import step
+from orchestrator.core.rules import RunRules
+from orchestrator.core.state.run import RunState
+from orchestrator.errors import JournalCorruptError
+from ucp_core.layout import ParallelLayout
+
+#: Version of the record format. A reader refuses a higher one.
+VERSION = 1
+
+JournalRecord: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """What a journal amounts to, up to one of its records; ``Folded()`` before the first.
+
+    Attributes:
+        state: Of the run since it was last opened.
+        stats: Of the whole run.
+        seq: Of the record; -1 before the first.
+        at_s: Of the record.
+        wall_time: Of the record, seconds since the Unix epoch.
+    """
+
+    state: RunState = field(default_factory=RunState)
+    stats: RunStats = field(default_factory=RunStats)
+    seq: int = -1
+    at_s: float = 0.0
+    wall_time: float = 0.0
+
+
+def turn_records(
+    event: ev.Event, actions: Iterable[act.Action], *, attempt: int
+) -> list[JournalRecord]:
+    """Return the records of one event and the actions it led to, in order.
+
+    The writer adds ``seq`` (consecutive over the whole run) and ``wall_time``.
+
+    Args:
+        event: What was folded.
+        actions: What ``machine.step`` returned for it.
+        attempt: Of the state after the event.
+    """
+    items: list[ev.Event | act.Action] = [event, *actions]
+    return [_record(item, at_s=event.at_s, attempt=attempt) for item in items]
+
+
+def parse(record: Mapping[str, Any]) -> ev.Event | act.Action:
+    """Return the event or action of a record.
+
+    Raises:
+        JournalCorruptError: It is none of a version that is known here.
+    """
+    where = f"journal record seq={record.get('seq')}"
+    version = record.get("v")
+    if not isinstance(version, int) or version > VERSION:
+        raise JournalCorruptError(
+            f"{where} has version {version}, this program reads up to {VERSION}: "
+            "use the program that wrote it, or a newer one",
+            version=version,
+        )
+    try:
+        kind = _KINDS[record["kind"]]
+        values = {
+            name: each.decode(record[name])
+            for name, each in _CODECS[kind].items()
+            if name in record or name in _REQUIRED[kind]
+        }
+        item: ev.Event | act.Action = kind(**values)
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise JournalCorruptError(
+            f"{where} cannot be read: {type(error).__name__}: {error}", record=dict(record)
+        ) from error
+    return item
+
+
+def is_event(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is of an event, and not of an action."""
+    return record.get("kind") in _EVENT_NAMES
+
+
+def read(
+    segments: Sequence[bytes], *, seq: int | None = None, first: int = 1
+) -> Iterator[JournalRecord]:
+    """Yield the records of all segments, oldest first; a torn last line of each is left out.
+
+    Args:
+        segments: Oldest first.
+        seq: Of the record before them; None if there may be any.
+        first: Number of the first segment, for messages.
+
+    Raises:
+        JournalCorruptError: Another line cannot be read, or records are missing between two.
+    """
+    for index, segment in enumerate(segments, start=first):
+        lines = segment.split(b"\n")
+        # A whole line ends with a line end, so what follows the last one is torn or empty.
+        for number, line in enumerate(lines[:-1], start=1):
+            where = f"journal segment {index}, line {number}"
+            record = _object(line, where)
+            if seq is not None and record["seq"] != seq + 1:
+                raise JournalCorruptError(
+                    f"{where} has seq {record['seq']} and follows {seq}: records are missing or "
+                    "doubled",
+                    segment=index,
+                    line=number,
+                )
+            seq = record["seq"]
+            yield record
+
+
+def openings(segments: Sequence[bytes]) -> list[int]:
+    """Return the indices of the segments with which the run was opened: the first, and others.
+
+    A reopened run was decided on under settings of its own: what is between two openings is
+    folded by itself.
+    """
+    return [
+        index
+        for index, segment in enumerate(segments)
+        if index == 0 or _first_kind(segment) == ev.RunReopened.__name__
+    ]
+
+
+def fold(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, JournalRecord | None]:
+    """Return the state after the events of a journal, and the last record.
+
+    Args:
+        segments: Oldest first; what was before the last opening is passed over.
+        rules: Of the run since then.
+
+    Raises:
+        JournalCorruptError: As ``read`` and ``parse``.
+    """
+    state, last = RunState(), None
+    for last in read(segments[max(openings(segments), default=0) :]):
+        if is_event(last):
+            state, _ = step(state, _event(last), rules=rules)
+    return state, last
+
+
+def fold_on(
+    folded: Folded, segments: Sequence[bytes], rules: RunRules, *, first: int = 1
+) -> Folded:
+    """Return what a journal amounts to whose first part amounts to ``folded``.
+
+    Args:
+        folded: Of the records before; its ``stats`` are taken over and changed.
+        segments: What follows, oldest first.
+        rules: Of the run since it was last opened.
+        first: Number of the first of ``segments``, for messages.
+
+    Raises:
+        JournalCorruptError: As ``read`` and ``parse``.
+    """
+    state, stats, last = folded.state, folded.stats, None
+    begin = 0
+    for index, segment in enumerate(segments):
+        if _first_kind(segment) == ev.RunReopened.__name__:
+            begin, state = index, RunState()
+    records = read(segments, seq=folded.seq if folded.seq >= 0 else None, first=first)
+    # What is before the last opening was decided under other rules, and is only counted.
+    num_before = sum(segment.count(b"\n") for segment in segments[:begin])
+    for index, last in enumerate(records):
+        stats.add(last)
+        if index >= num_before and is_event(last):
+            state, _ = step(state, _event(last), rules=rules)
+    if last is None:
+        return folded
+    return Folded(
+        state=state,
+        stats=stats,
+        seq=last["seq"],
+        at_s=last["at_s"],
+        wall_time=last["wall_time"],
+    )
+
+
+def verify(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, JournalRecord | None]:
+    """Return the state after one opening's events; check that the actions are those computed now.
+
+    Args:
+        segments: From one opening of the run to the next, oldest first.
+        rules: Of the run in that time.
+
+    Raises:
+        JournalCorruptError: They differ; or as ``read`` and ``parse``.
+    """
+    state, last, event = RunState(), None, None
+    computed: tuple[act.Action, ...] = ()
+    journaled: list[ev.Event | act.Action] = []
+    for last in read(segments):
+        if not is_event(last):
+            journaled.append(parse(last))
+            continue
+        # A restart may have cut the actions of the event before it short.
+        restarted = last["kind"] in (ev.ControllerStarted.__name__, ev.RunReopened.__name__)
+        _compare(event, journaled, computed, cut_short=restarted)
+        event = last
+        state, computed = step(state, _event(last), rules=rules)
+        journaled = []
+    _compare(event, journaled, computed, cut_short=True)
+    return state, last
+
+
+def _first_kind(segment: bytes) -> str:
+    """Return what the first record of a segment is; "" if that is torn, as its reader will say."""
+    try:
+        return str(json.loads(segment[: segment.find(b"\n")])["kind"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _compare(
+    event: JournalRecord | None,
+    journaled: Sequence[ev.Event | act.Action],
+    computed: Sequence[act.Action],
+    *,
+    cut_short: bool,
+) -> None:
+    expected = computed[: len(journaled)] if cut_short else computed
+    if event is None or list(journaled) == list(expected):
+        return
+    raise JournalCorruptError(
+        f"replay differs after {event['kind']} (seq={event['seq']}): the journal says "
+        f"{list(journaled)}, the machine says {list(computed)}; another version or other rules "
+        "wrote it",
+        seq=event["seq"],
+    )
+
+
+def _record(item: ev.Event | act.Action, *, at_s: float, attempt: int) -> JournalRecord:
+    record: JournalRecord = {
+        "v": VERSION,
+        "at_s": at_s,
+        "attempt": attempt,
+        "kind": type(item).__name__,
+    }
+    for name in _CODECS[type(item)]:
+        value = getattr(item, name)
+        record[name] = value.to_json() if isinstance(value, ParallelLayout) else value
+    return record
+
+
+def _event(record: JournalRecord) -> ev.Event:
+    item = parse(record)
+    assert type(item) in _EVENTS, f"{record['kind']} is not an event"
+    return cast("ev.Event", item)
+
+
+def _object(line: bytes, where: str) -> JournalRecord:
+    try:
+        record = json.loads(line)
+        if isinstance(record["seq"], int) and isinstance(record["kind"], str):
+            return dict(record)
+        problem = "seq or kind has the wrong type"
+    except (ValueError, KeyError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise JournalCorruptError(
+        f"{where} cannot be read ({problem}): it begins {line[:60]!r}; move the segment away to "
+        "go on from the ones before it",
+        line=where,
+    )
+
+
+_EVENTS = get_args(ev.Event)
+_EVENT_NAMES = frozenset(kind.__name__ for kind in _EVENTS)
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*_EVENTS, *get_args(act.Action))}
+_CODECS: dict[type, dict[str, Codec]] = {kind: field_codecs(kind) for kind in _KINDS.values()}
+# A field with a default may be missing: an older record did not know it.
+_REQUIRED: dict[type, frozenset[str]] = {
+    kind: frozenset(each.name for each in fields(kind) if each.default is MISSING)
+    for kind in _KINDS.values()
+}

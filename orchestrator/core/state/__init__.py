@@ -1,0 +1,1 @@
+"""The run as a value: what the controller knows, and nothing else. Pure."""

@@ -1,0 +1,1 @@
+"""The process that a user starts: launch, follow, doctor, convert, demo."""

@@ -1,0 +1,184 @@
+"""Converts a checkpoint on all nodes of a Ray cluster; this process alone commits.
+
+The work lists are those of ``ucp_core.conversion``: a batch of items is a task. A task that dies
+with its worker or its node is done again; what it wrote is written over with the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from orchestrator.errors import CapacityError
+from orchestrator.shell.connect import connect
+from orchestrator.shell.local.cluster import HostedCluster
+from ucp_core.checkpoint import Checkpoint
+from ucp_core.conversion.convert import ConvertResult, convert
+from ucp_core.conversion.work_items import Job, Result, Worker
+from ucp_core.conversion.workers import Batch
+from ucp_core.storage import open_store
+
+#: A batch that died so often dies of something that is not chance.
+TRIES_MAX = 4
+#: Batches that wait in a node beside the one under way, so that no processor waits for us.
+_AHEAD = 2
+
+
+@ray.remote(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")
+def _do(job: Job, batch: Batch) -> list[Result]:
+    worker = Worker(job)
+    try:
+        return batch.do(worker)
+    finally:
+        worker.close()
+
+
+def convert_on_cluster(
+    checkpoint: Checkpoint,
+    destination: str,
+    *,
+    memory_bytes: int,
+    resume: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> ConvertResult:
+    """Make a universal checkpoint with the processors of the cluster that Ray is connected to.
+
+    Args:
+        checkpoint: The source, of any format, on storage that every node sees.
+        destination: Directory or URL; a local path must be on storage that the nodes share.
+        memory_bytes: Bound of the buffers of all tasks.
+        resume: Go on with what a killed conversion left there.
+        progress: Called with the bytes done and the bytes of the whole state.
+
+    Raises:
+        CapacityError: The cluster has no processors, or a batch died again and again.
+        UcpError: As ``ucp_core.conversion.convert.convert`` does.
+    """
+    store, directory = open_store(destination)
+    processors = int(ray.cluster_resources().get("CPU", 0))
+    if processors < 1:
+        raise CapacityError("the cluster has no processors; add a node", processors=processors)
+    return convert(
+        checkpoint,
+        store,
+        directory,
+        memory_bytes=memory_bytes,
+        processes=processors,
+        progress=progress,
+        resume=resume,
+        runner=run_on_cluster,
+    )
+
+
+def run_on_cluster(job: Job, batches: Sequence[Batch], take: Callable[[Result], None]) -> None:
+    """Do batches as tasks and give every result to ``take``; a runner of ``convert``.
+
+    Raises:
+        CapacityError: A batch died again and again.
+        UcpError: A batch found the source damaged or a storage refused.
+    """
+    shared = ray.put(job)
+    left = deque((batch, 1) for batch in batches)
+    under_way: dict[Any, tuple[Batch, int]] = {}
+    try:
+        while left or under_way:
+            processors = int(ray.cluster_resources().get("CPU", 1))
+            while left and len(under_way) < processors * (1 + _AHEAD):
+                batch, tries = left.popleft()
+                under_way[_do.remote(shared, batch)] = (batch, tries)
+            ready, _ = ray.wait(list(under_way), num_returns=1)
+            for reference in ready:
+                batch, tries = under_way.pop(reference)
+                results = _results(reference)
+                if results is not None:
+                    for result in results:
+                        take(result)
+                elif tries < TRIES_MAX:
+                    left.append((batch, tries + 1))
+                else:
+                    raise CapacityError(
+                        f"a task died {tries} times: see Ray's logs for memory or node failures; "
+                        "the same command goes on from here",
+                        tries=tries,
+                    )
+    finally:
+        for reference in under_way:
+            ray.cancel(reference, force=True)
+
+
+def _results(reference: Any) -> list[Result] | None:
+    """Return what a task found out; None if it died. What it raised is raised here."""
+    try:
+        found: list[Result] = ray.get(reference)
+    except RayTaskError as error:
+        raise error.cause from None
+    except RayError:
+        return None
+    return found
+
+
+def convert_command(  # noqa: PLR0913 - options of a command
+    source: str,
+    destination: str,
+    *,
+    address: str | None,
+    local_nodes: int | None,
+    memory: str,
+    rules: str | None,
+    rename: str | None,
+    tag: str | None,
+    quiet: bool,
+) -> dict[str, Any]:
+    """Connect or start a cluster, convert, and return what was done, for people and programs.
+
+    Raises:
+        CapacityError: There is no cluster.
+        UcpError: See ``convert_on_cluster``.
+    """
+    from ucp_core.commands.console import memory_size, open_any, progress
+
+    memory_bytes = memory_size(memory)
+    checkpoint = open_any(source, rules=rules, rename=rename, tag=tag)
+    address = address or os.environ.get("RAY_ADDRESS")
+    hosted = None
+    if address is None or local_nodes is not None:
+        num_nodes = local_nodes or 1
+        cpus = max(1, (os.cpu_count() or 1) // num_nodes)
+        hosted = HostedCluster(num_nodes=num_nodes, cpus_per_node=cpus)
+        address = hosted.address
+    try:
+        _connect(address)
+        with progress("converting", as_json=quiet) as bar:
+            result = convert_on_cluster(
+                checkpoint, destination, memory_bytes=memory_bytes, progress=bar
+            )
+    finally:
+        if hosted is not None:
+            hosted.shutdown()
+        else:
+            ray.shutdown()
+    return {
+        "checkpoint": destination,
+        "step": result.checkpoint.step,
+        "tensors": len(result.checkpoint.state_map.entries),
+        "bytes": result.size_bytes,
+        "read_bytes": result.read_bytes,
+        "written_bytes": result.written_bytes,
+        "resumed_bytes": result.resumed_bytes,
+        "seconds": round(result.seconds, 3),
+    }
+
+
+def _connect(address: str) -> None:
+    try:
+        connect(address)
+    except (ConnectionError, RayError) as error:
+        raise CapacityError(
+            f"no Ray cluster answers at {address}: {error}. Start one, or give --local-nodes",
+            address=address,
+        ) from error

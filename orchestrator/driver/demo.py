@@ -1,0 +1,147 @@
+"""``everstep demo``: one training twice, left alone and with machines dying under it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from orchestrator.config.schema import RunConfig
+from orchestrator.driver.console import RunView
+from orchestrator.driver.launch import Launched, open_cluster
+from orchestrator.report.html import write_report
+from orchestrator.run_directory import read_run
+from orchestrator.shell.local.faults import kill_node_of, signal_rank, wait_for
+from ucp_core.commands.console import human
+
+#: One act of the story must be over within this.
+ACT_S_MAX = 90.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """What the demo found; ``everstep demo --json`` prints it."""
+
+    undisturbed: dict[str, Any]
+    disturbed: dict[str, Any]
+    weights_equal: bool
+    report: str
+
+
+def run_demo(undisturbed: RunConfig, disturbed: RunConfig, *, console: Console) -> DemoResult:
+    """Train both on one set of simulated nodes; print the story and write the report."""
+    console.print("Starting simulated nodes on this machine ...", highlight=False)
+    cluster = open_cluster(undisturbed)
+    assert cluster is not None, "the demo always brings its own nodes"
+    try:
+        calm = _train(Launched(undisturbed, cluster), "undisturbed", console, _nothing)
+        rough = _train(Launched(disturbed, cluster), "disturbed", console, _story)
+    finally:
+        cluster.shutdown()
+    report = write_report(disturbed.run.directory, compare=undisturbed.run.directory)
+    result = DemoResult(
+        undisturbed=calm,
+        disturbed=rough,
+        weights_equal=calm["weights_digest"] == rough["weights_digest"],
+        report=str(report),
+    )
+    _print_result(result, disturbed.run.directory, console)
+    return result
+
+
+Act = Callable[[Launched, RunView], None]
+
+
+def _train(run: Launched, title: str, console: Console, act: Act) -> dict[str, Any]:
+    with RunView(console, title=title, total_steps=run.config.train.steps) as view:
+        act(run, view)
+        return run.follow(view.show)
+
+
+def _nothing(_run: Launched, _view: RunView) -> None:
+    """Let it train."""
+
+
+def _story(run: Launched, view: RunView) -> None:
+    """Kill a worker, kill a node, bring a node back; each once the run has recovered."""
+    assert run.cluster is not None
+    total = run.config.train.steps
+
+    def reach(share: float, workers: int | None = None) -> dict[str, Any] | None:
+        return wait_for(
+            run,
+            lambda status: (
+                status["phase"] == "running"
+                and status["step"] >= share * total
+                and (workers is None or _num_training(status) == workers)
+            ),
+            timeout_s=ACT_S_MAX,
+            on_status=view.show,
+        )
+
+    if reach(0.2) is None:
+        return
+    victim = signal_rank(run, 1, signal.SIGKILL)
+    view.say(f"kill -9 {victim['pid']} (rank 1, {victim['worker']})", style="red")
+    status = reach(0.4)
+    if status is None:
+        return
+    workers_before = _num_training(status)
+    node = kill_node_of(run, _num_training(status) - 1)
+    view.say(f"power off node {node[:8]} (raylet and all)", style="red")
+    if reach(0.6) is None:
+        return
+    node = run.cluster.add_node()
+    view.say(f"a node is back: {node[:8]}", style="green")
+    reach(0.0, workers_before)
+
+
+def _num_training(status: dict[str, Any]) -> int:
+    return sum(worker["rank"] >= 0 for worker in status["workers"])
+
+
+def _print_result(result: DemoResult, directory: str, console: Console) -> None:
+    table = Table(
+        title="Incidents of the disturbed run",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+    )
+    columns = ("what", "who", "found in", "lost", "back in", "loaded from", "layout")
+    for name in columns:
+        right = name in {"found in", "lost", "back in"}
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for incident in read_run(directory).incidents:
+        table.add_row(
+            incident.kind,
+            ", ".join(incident.guilty) or "-",
+            _seconds(incident.detect_s),
+            str(incident.lost_steps),
+            _seconds(incident.recovery_s),
+            "\n".join(f"{human(size)} {name}" for name, size in incident.sources.items()) or "-",
+            # What changed stands below what was: a line of 80 columns has no room beside it.
+            "\n".join(dict.fromkeys((incident.layout_before, incident.layout_after))),
+        )
+    console.print(table)
+    for name, summary in (("undisturbed", result.undisturbed), ("disturbed", result.disturbed)):
+        loss = summary["validation_loss"]
+        console.print(
+            f"{name:>12}: validation loss {loss:.6f}, {summary['steps']} steps "
+            f"({summary['lost_steps']} lost) in {summary['wall_s']:.1f} s, "
+            f"weights {summary['weights_digest'][:12]}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    verdict = "[green]equal[/green]" if result.weights_equal else "[red]different[/red]"
+    console.print(f"The weights of the two runs are {verdict}.")
+    console.print(f"Report: {result.report}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"

@@ -1,0 +1,256 @@
+"""Asks every node of a cluster about itself, for ``everstep doctor``.
+
+A process on each node looks around and is gone again; in the run directory nothing stays behind.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.config.preflight import preflight
+from orchestrator.config.schema import RunConfig
+from orchestrator.driver.findings import Finding, Level, NodeFacts, diagnose
+from orchestrator.errors import CapacityError
+from orchestrator.shell.clock import wall_time
+from orchestrator.shell.connect import connect
+from ucp_core.errors import UcpError
+from ucp_core.storage import join, open_store
+from workers.process.environment import copies_past_caches
+
+__all__ = ["examine"]
+
+#: Python alone must agree in its first two numbers: Ray refuses any other.
+_PACKAGES = ("everstep", "ray", "torch")
+#: A node that starts no process within this would not start a worker in time either.
+ANSWER_S_MAX = 60.0
+_CONNECT_S_MAX = 3.0
+
+
+def examine(
+    config: RunConfig | None, *, address: str | None
+) -> tuple[list[Finding], list[NodeFacts]]:
+    """Return what was found, and what each machine said.
+
+    Args:
+        config: Of the run; what is wrong with it is found too.
+        address: Of a Ray cluster; None looks at this machine only.
+
+    Raises:
+        CapacityError: No cluster answers at ``address``.
+    """
+    here = replace(facts_of("this machine"), resources=_own_resources(config))
+    findings = _settings(config) if config is not None else []
+    nodes: list[NodeFacts] = [here]
+    silent: list[str] = []
+    if address is not None:
+        try:
+            connect(address)
+        except (ConnectionError, RayError) as error:
+            raise CapacityError(
+                f"no Ray cluster answers at {address}: {error}. Start one with `ray start --head`",
+                address=address,
+            ) from error
+        try:
+            nodes, silent = _ask_nodes(config.run.directory if config is not None else "")
+        finally:
+            ray.shutdown()
+    if silent:
+        findings.append(
+            Finding(
+                level=Level.FAIL,
+                about="processes",
+                message=f"no answer within {ANSWER_S_MAX:g} s from {', '.join(silent)}",
+                advice="see Ray's logs on these nodes, and whether everstep is installed there",
+            )
+        )
+    return [*findings, *diagnose(nodes, here=here, config=config)], nodes
+
+
+def _settings(config: RunConfig) -> list[Finding]:
+    problems = preflight(config)
+    if not problems:
+        message = "run directory, data, files and memory are as they must be"
+        return [Finding(level=Level.OK, about="settings", message=message)]
+    return [
+        Finding(level=Level.FAIL, about=problem.path, message=problem.message)
+        for problem in problems
+    ]
+
+
+def facts_of(node: str) -> NodeFacts:
+    """Return what this machine says of itself; its clock is told as it is."""
+    versions = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "is missing"
+    return NodeFacts(
+        node=node,
+        versions=versions,
+        clock_ahead_s=0.0,
+        shared_memory_bytes=shutil.disk_usage("/dev/shm").free,  # noqa: S108 - no file is made
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        resources={},
+        copies_past_caches=copies_past_caches(os.environ),
+    )
+
+
+def _own_resources(config: RunConfig | None) -> dict[str, float]:
+    """Return what simulated nodes would have: room for all workers, as they are made for them."""
+    if config is None:
+        return {}
+    needed = config.worker_resources()
+    return {name: amount * config.workers.max for name, amount in needed.items()}
+
+
+class Examiner:
+    """A process on one node. Only for ``_ask_nodes``."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._socket = socket.create_server(("0.0.0.0", 0))  # noqa: S104 - others shall reach it
+
+    def address(self) -> tuple[str, int]:
+        """Return where this process can be reached by the other nodes."""
+        return ray.util.get_node_ip_address(), self._socket.getsockname()[1]
+
+    def facts(self) -> tuple[NodeFacts, float]:
+        """Return what the machine says of itself, and its clock."""
+        return facts_of(self._node), wall_time()
+
+    def unreachable(self, others: dict[str, tuple[str, int]]) -> tuple[str, ...]:
+        """Return those of ``others`` to which no connection could be opened."""
+        return tuple(name for name, place in others.items() if not _reaches(place))
+
+    def storage_problem(self, run_url: str, probe: str, answer: str) -> str:
+        """Read what the driver wrote and write an answer; return why not, or ""."""
+        try:
+            store, path = open_store(run_url)
+            if not store.exists(join(path, probe)):
+                return f"sees nothing of what was written to {run_url} from here"
+            store.write_atomic(join(path, answer), b"everstep", fsync=False)
+        except (UcpError, OSError) as error:
+            return str(error)
+        return ""
+
+
+def _reaches(place: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(place, timeout=_CONNECT_S_MAX).close()
+    except OSError:
+        return False
+    return True
+
+
+def _ask_nodes(run_url: str) -> tuple[list[NodeFacts], list[str]]:
+    """Return what the nodes say that may hold workers, and the names of those that say nothing."""
+    available = available_resources_per_node()
+    rows = [row for row in ray.nodes() if row["Alive"] and row["Resources"].get("CPU", 0)]
+    names = {row["NodeID"]: f"{row['NodeManagerHostname']} ({row['NodeID'][:8]})" for row in rows}
+    examiners: dict[str, Any] = {
+        node: ray.remote(Examiner)
+        .options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        )
+        .remote(name)
+        for node, name in names.items()
+    }
+    places = _answers({node: each.address.remote() for node, each in examiners.items()})
+    asked_s = wall_time()
+    told = _answers({node: examiners[node].facts.remote() for node in places})
+    # The answers lie between asking and now; nobody knows where.
+    slack_s = (wall_time() - asked_s) / 2
+    others = {names[node]: place for node, place in places.items()}
+    cut_off = _answers({node: examiners[node].unreachable.remote(others) for node in told})
+    storage = _storage_problems({node: examiners[node] for node in told}, run_url)
+    nodes = [
+        replace(
+            facts,
+            clock_ahead_s=_beyond(clock_s - asked_s - slack_s, slack_s),
+            resources=_amounts(available.get(node, {})),
+            unreachable=cut_off.get(node, ()),
+            storage_problem=storage.get(node, ""),
+        )
+        for node, (facts, clock_s) in told.items()
+    ]
+    return nodes, [name for node, name in names.items() if node not in told]
+
+
+def _storage_problems(examiners: dict[str, Any], run_url: str) -> dict[str, str]:
+    if not run_url:
+        return {}
+    store, path = open_store(run_url)
+    probe = f"doctor-{uuid.uuid4().hex[:8]}"
+    answers = {node: f"{probe}-{node[:16]}" for node in examiners}
+    try:
+        store.write_atomic(join(path, probe), b"everstep", fsync=False)
+        problems = _answers(
+            {
+                node: each.storage_problem.remote(run_url, probe, answers[node])
+                for node, each in examiners.items()
+            }
+        )
+        for node, why in problems.items():
+            if not why and not store.exists(join(path, answers[node])):
+                problems[node] = f"what it writes to {run_url} is not seen from here"
+    except (UcpError, OSError) as error:
+        return dict.fromkeys(examiners, f"{run_url} cannot be written from here: {error}")
+    finally:
+        for name in (probe, *answers.values()):
+            if store.exists(join(path, name)):
+                store.delete(join(path, name))
+    return problems
+
+
+def _answers(calls: dict[str, Any]) -> dict[str, Any]:
+    """Return the answers that came in time, by node."""
+    ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S_MAX)
+    found: dict[str, Any] = {}
+    for node, call in calls.items():
+        if call in ready:
+            try:
+                found[node] = ray.get(call, timeout=ANSWER_S_MAX)
+            except (RayError, GetTimeoutError):
+                continue
+    return found
+
+
+def _beyond(offset_s: float, slack_s: float) -> float:
+    """Return how much of an offset is more than the time that asking took explains."""
+    return max(0.0, abs(offset_s) - slack_s) * (1 if offset_s > 0 else -1)
+
+
+def _amounts(resources: dict[str, Any]) -> dict[str, float]:
+    return {name: float(amount) for name, amount in resources.items() if ":" not in name}
+
+
+def advice_lines(findings: Sequence[Finding]) -> list[str]:
+    """Return one line for people for each finding, and one for what to do."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.level:<5} {finding.about}: {finding.message}")
+        if finding.advice:
+            lines.append(f"      -> {finding.advice}")
+    return lines
+
+
+def address_of(config: RunConfig | None, address: str | None) -> str | None:
+    """Return which cluster is meant: the option's, the configuration's or the environment's."""
+    if address is None and config is not None:
+        address = config.cluster.address
+    return address or os.environ.get("RAY_ADDRESS")

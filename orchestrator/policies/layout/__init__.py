@@ -1,0 +1,1 @@
+"""Which layout the healthy workers take. Pure."""

@@ -1,0 +1,1 @@
+"""How often to save, and how saved state is protected. Pure."""

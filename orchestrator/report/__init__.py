@@ -1,0 +1,1 @@
+"""A finished or running run as one HTML page."""

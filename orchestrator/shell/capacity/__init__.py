@@ -1,0 +1,1 @@
+"""Slots, nodes and worker processes on Ray."""

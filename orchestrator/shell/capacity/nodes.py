@@ -1,0 +1,417 @@
+"""The node watcher: which machines are there, which are about to leave, and their keepers.
+
+Ray's own verdict on a dead machine takes 14 to 62 s. This watcher looks at a node as soon as its
+raylet hangs up, or a process on it is gone: a raylet that refuses connections is dead, and its node
+is lost. Where nothing answers at all the detector's silence bound decides, or Ray does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.core.events import Event, NodeDraining, NodeJoined, NodeLost
+from orchestrator.shell.names import RunNames
+from workers.keeper.actor import OPTIONS, Keeper
+from workers.process.rest import ring
+
+#: The node table and drain notices are read this often, 2.6 ms of processor time a read. Lost
+#: nodes are found by their connections; a new one and a notice of 30 s can wait this long.
+POLL_S = 2.0
+#: A keeper that does not come back within this went with its node, or its node is of no use:
+#: restarting a keeper alone took 0.7 to 1.1 s, and 12 s with twenty processes to a core.
+KEEPER_RETURN_S = 30.0
+KEEPER_RETRY_S = 0.1
+#: A keeper that lives answers a new controller in 1 to 50 ms.
+MEET_S = 2.0
+#: How often a keeper is asked whether it is there, and for how long it may say nothing. Ray takes
+#: one that a signal has stopped, or that is stuck, for alive: its trainers would go on for hours
+#: without anything that they do being copied or stored. Among 28 busy processes on two cores one
+#: answered in 2 s.
+KEEPER_ASK_S = 5.0
+KEEPER_SILENT_S = 15.0
+#: To remove its files takes a keeper milliseconds; one that stands still must not hold up the end.
+CLEAR_S = 5.0
+#: A node that was declared lost and is there all the same is taken in again after this.
+RETURN_S = 5.0
+#: A raylet's port answers or refuses in microseconds, also across a data center.
+PROBE_S = 0.5
+#: One that lives hangs up on who says nothing after two minutes, and is called again. So is one
+#: that dies, in case its port outlived the connection.
+RECALL_S = 0.05
+#: What a server says first is not looked at.
+_GREETING_BYTES = 1 << 10
+
+
+@dataclass(slots=True)
+class NodeView:
+    """What the watcher knows of one node and of its keeper.
+
+    Attributes:
+        node: Ray node id, hex.
+        raylet_address: Where its raylet listens.
+        rack: What it fails together with; "" if nothing is known.
+        state: alive, draining or lost.
+        raylet_pid: Process id of the raylet; 0 before the keeper said it.
+        keeper_pid: Likewise of the keeper, and while it is being started again.
+        lost_s: When it was declared lost, on the run's clock.
+        is_returning: Whether its keeper died alone and is being started again.
+        keeper: Ray handle of the keeper.
+        bell: Host and port where it is rung for before calls that are in a hurry.
+        host: Where the keeper serves snapshots; "" if it keeps none.
+        port: Its port.
+        secret: What it asks for before it serves; b"" before it said so.
+        tasks: What goes on until the node is lost.
+        greeted: Set once the keeper has said who it is.
+        lost: Set when it is.
+    """
+
+    node: str
+    raylet_address: tuple[str, int]
+    rack: str = ""
+    state: str = "alive"
+    raylet_pid: int = 0
+    keeper_pid: int = 0
+    lost_s: float = 0.0
+    is_returning: bool = False
+    keeper: Any = None
+    bell: tuple[str, int] = ("", 0)
+    host: str = ""
+    port: int = 0
+    secret: bytes = field(default=b"", repr=False)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    greeted: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def view_of(row: Mapping[str, Any], rack_label: str) -> NodeView:
+    """Return what a row of Ray's node table says of a node; ``rack_label`` as for ``Nodes``."""
+    return NodeView(
+        node=row["NodeID"],
+        raylet_address=(row["NodeManagerAddress"], row["NodeManagerPort"]),
+        rack=row["Labels"].get(rack_label, ""),
+    )
+
+
+class Nodes:
+    """Watches the cluster's nodes and keeps a keeper on each that can hold workers.
+
+    Args:
+        names: The run's names.
+        resources: What one worker needs; nodes with less in total are not looked at.
+        rack_label: Ray's label of a node that says what it fails together with; "" if none does.
+        boot: Keyword arguments of ``workers.keeper.actor.Keeper`` that are equal for all keepers.
+        at_s: The run's clock.
+        post: Where events go.
+        on_keeper: Called with the node when a keeper is there, at first or again.
+        is_known: Whether the run takes a node for alive.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: RunNames,
+        resources: dict[str, float],
+        rack_label: str,
+        boot: dict[str, Any],
+        at_s: Callable[[], float],
+        post: Callable[[Event], None],
+        on_keeper: Callable[[str], None],
+        is_known: Callable[[str], bool],
+    ) -> None:
+        self._names = names
+        self._resources = resources
+        self.rack_label = rack_label
+        self._boot = boot
+        self._at_s = at_s
+        self._post = post
+        self._on_keeper = on_keeper
+        self._is_known = is_known
+        self._draining: set[str] = set()
+        self._looks: set[asyncio.Task[Any]] = set()
+        self.views: dict[str, NodeView] = {}
+        self._met = asyncio.Event()
+
+    async def met(self) -> None:
+        """Return once the keepers that were there when the controller began have been met.
+
+        One that restarts in the middle of a recovery must not take unknown memory for no memory.
+        """
+        await self._met.wait()
+
+    def is_draining(self, node: str) -> bool:
+        """Return whether ``node`` was given notice. Ray forgets when the node dies; we do not."""
+        return node in self._draining
+
+    async def watch_forever(self, controller: Any) -> None:
+        """Report joins, losses and notices until cancelled."""
+        while True:
+            table, notices = await asyncio.to_thread(_read_cluster)
+            for row in table:
+                self._compare(row, controller)
+            for node, deadline_ms in notices.items():
+                self._notice(node, deadline_ms)
+            if not self._met.is_set():
+                await self._meet()
+            await asyncio.sleep(POLL_S)
+
+    async def _meet(self) -> None:
+        greetings = [asyncio.create_task(view.greeted.wait()) for view in self.views.values()]
+        if greetings:
+            _, late = await asyncio.wait(greetings, timeout=MEET_S)
+            for task in late:
+                task.cancel()
+        self._met.set()
+
+    def lost(self, node: str, cause: str) -> None:
+        """Declare ``node`` lost, once."""
+        view = self.views.get(node)
+        if view is None or view.lost.is_set():
+            return
+        view.state, view.lost_s = "lost", self._at_s()
+        view.lost.set()
+        for task in view.tasks:
+            task.cancel()
+        self._post(NodeLost(at_s=self._at_s(), node=node, cause=cause))
+
+    def silent(self, node: str, cause: str) -> None:
+        """Declare ``node`` lost because nothing was heard of it, unless it is known why."""
+        view = self.views.get(node)
+        if view is not None and not view.is_returning:
+            self.lost(node, cause)
+
+    async def outlived(self, nodes: Iterable[str]) -> set[str]:
+        """Return those of ``nodes`` that live, though their keepers were not heard.
+
+        Of a machine that is there the raylet takes connections.
+        """
+        views = [self.views[node] for node in nodes if node in self.views]
+        there = await asyncio.gather(*(_accepts(view.raylet_address) for view in views))
+        return {
+            view.node
+            for view, accepts in zip(views, there, strict=True)
+            if accepts and view.greeted.is_set() and not view.lost.is_set()
+        }
+
+    def wake_keepers(self) -> None:
+        """Have keepers answer calls at once from now on; does not wait."""
+        ring(view.bell for view in self.views.values() if view.bell[1] and not view.lost.is_set())
+
+    async def kill_worker(self, node: str, worker: str) -> None:
+        """Have the keeper of ``node`` SIGKILL ``worker``; returns when it is done, or cannot be."""
+        view = self.views.get(node)
+        if view is not None and not view.lost.is_set():
+            with contextlib.suppress(RayError, TimeoutError):
+                await asyncio.wait_for(_kill(view.keeper, worker), PROBE_S)
+
+    async def end_keepers(self) -> None:
+        """End every keeper of the run; those that can be reached leave nothing behind."""
+        for view in self.views.values():
+            for task in view.tasks:
+                task.cancel()
+        there = [view for view in self.views.values() if not view.lost.is_set()]
+        await asyncio.gather(*(_clear(view.keeper) for view in there if view.keeper is not None))
+        for view in self.views.values():
+            if view.keeper is not None:
+                ray.kill(view.keeper, no_restart=True)
+
+    def _compare(self, row: dict[str, Any], controller: Any) -> None:
+        node = row["NodeID"]
+        if not row["Alive"]:
+            if node not in self.views and self._is_known(node):
+                # It went while no controller looked.
+                self._post(NodeLost(at_s=self._at_s(), node=node, cause="Ray declared it dead"))
+            self.lost(node, "Ray declared it dead")
+            return
+        view = self.views.get(node)
+        if view is not None and view.lost.is_set() and self._at_s() - view.lost_s >= RETURN_S:
+            self._spawn_look(self._look_again(view))
+        if view is not None or not self._fits(row["Resources"]):
+            return
+        view = self.views[node] = view_of(row, self.rack_label)
+        # Of one that is back the notice is told again: it was forgotten with the node.
+        self._draining.discard(node)
+        view.keeper = (
+            ray.remote(Keeper)
+            .options(
+                **OPTIONS,
+                name=self._names.keeper(node),
+                namespace=self._names.namespace,
+                lifetime="detached",
+                get_if_exists=True,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            .remote(
+                directory=self._names.shared_directory(node), controller=controller, **self._boot
+            )
+        )
+        loop = asyncio.get_running_loop()
+        cares = (self._accompany(view), self._listen(view), _revive(view))
+        view.tasks += [loop.create_task(care) for care in cares]
+        self._post(NodeJoined(at_s=self._at_s(), node=node))
+
+    def _fits(self, total: dict[str, float]) -> bool:
+        return all(total.get(name, 0.0) >= need for name, need in self._resources.items())
+
+    def _notice(self, node: str, deadline_ms: int) -> None:
+        if node in self._draining:
+            return
+        self._draining.add(node)
+        if node in self.views:
+            self.views[node].state = "draining"
+        left_s = max(0.0, deadline_ms / 1000.0 - time.time()) if deadline_ms else 0.0  # noqa: TID251
+        at_s = self._at_s()
+        self._post(NodeDraining(at_s=at_s, node=node, deadline_s=at_s + left_s))
+
+    async def is_gone(self, node: str) -> bool:
+        """Return whether ``node`` is lost, finding out if need be: asks its raylet's port.
+
+        A raylet that refuses connections is dead, and a node's processes end with their raylet.
+        One that does not answer at all is not decided here.
+        """
+        view = self.views.get(node)
+        if view is None:
+            # A controller that was restarted has not seen any yet.
+            return self._met.is_set()
+        if view.lost.is_set():
+            return True
+        try:
+            opened = asyncio.open_connection(*view.raylet_address)
+            _, writer = await asyncio.wait_for(opened, PROBE_S)
+        except ConnectionRefusedError:
+            self.lost(node, "its raylet refuses connections")
+        except (TimeoutError, OSError):
+            pass
+        else:
+            writer.close()
+        return view.lost.is_set()
+
+    def look_around(self) -> None:
+        """Find out of every node whether it is lost, without waiting."""
+        for view in self.views.values():
+            if not view.lost.is_set():
+                self._spawn_look(self.is_gone(view.node))
+
+    def _spawn_look(self, look: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(look)
+        self._looks.add(task)
+        task.add_done_callback(self._looks.discard)
+
+    async def _accompany(self, view: NodeView) -> None:
+        """Keep a held call on the keeper; a failing one is a reason to look at the node."""
+        while True:
+            try:
+                hello = await view.keeper.hello.remote()
+                view.raylet_pid, view.keeper_pid = hello["raylet_pid"], hello["pid"]
+                # After a restart it listens elsewhere, and asks for another secret.
+                view.bell = hello["bell"]
+                view.host, view.port = hello["host"], hello["port"]
+                view.secret = hello["secret"]
+                view.is_returning = False
+                view.greeted.set()
+                self._on_keeper(view.node)
+                await view.keeper.hold.remote()
+            except RayError as error:
+                # Until it is back nobody asks it, nor is told of it.
+                view.secret, view.keeper_pid = b"", 0
+                # Where the raylet answers the machine lives: training need not stop for this.
+                # Whoever asks before that is known had better wait.
+                view.is_returning = True
+                view.is_returning = await _accepts(view.raylet_address)
+                if await self.is_gone(view.node) or not await _is_back(view.keeper):
+                    self.lost(view.node, f"its keeper is unreachable: {type(error).__name__}")
+                    return
+
+    async def _listen(self, view: NodeView) -> None:
+        """Look at the node as soon as its raylet hangs up, as a dead one does at once.
+
+        Ray takes up to a second to fail the calls of a process that it knows to be gone.
+        """
+        while True:
+            await hung_up(view.raylet_address)
+            if await self.is_gone(view.node):
+                return
+            await asyncio.sleep(RECALL_S)
+
+    async def _look_again(self, view: NodeView) -> None:
+        """Forget that a node was lost if it is there after all: it is then found as a new one."""
+        if await _accepts(view.raylet_address):
+            self.views.pop(view.node, None)
+
+
+async def _revive(view: NodeView) -> None:
+    """Have a keeper that says nothing ended, and so started again: its memory outlives it."""
+    while True:
+        is_there = view.greeted.is_set() and not view.is_returning
+        try:
+            async with asyncio.timeout(KEEPER_SILENT_S if is_there else KEEPER_RETURN_S):
+                await view.keeper.hello.remote()
+        except TimeoutError:
+            # Ray asks it to end, and has its raylet kill it when that is not heard.
+            ray.kill(view.keeper, no_restart=False)
+        except RayError:
+            # The held call has failed as well.
+            pass
+        await asyncio.sleep(KEEPER_ASK_S)
+
+
+async def hung_up(address: tuple[str, int]) -> None:
+    """Return once the one who listens there has closed a connection, or does not take one."""
+    with contextlib.suppress(OSError):
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), PROBE_S)
+        try:
+            while await reader.read(_GREETING_BYTES):
+                pass
+        finally:
+            writer.close()
+
+
+async def _is_back(keeper: Any) -> bool:
+    """Return whether a keeper whose process ended was restarted by its node in time."""
+    try:
+        async with asyncio.timeout(KEEPER_RETURN_S):
+            while True:
+                try:
+                    await keeper.hello.remote()
+                except ActorUnavailableError:
+                    # What is sent to a process that is only just starting fails like that.
+                    await asyncio.sleep(KEEPER_RETRY_S)
+                else:
+                    return True
+    except (RayError, TimeoutError):
+        return False
+
+
+async def _accepts(address: tuple[str, int]) -> bool:
+    """Return whether something listens there."""
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(*address), PROBE_S)
+    except (TimeoutError, OSError):
+        return False
+    writer.close()
+    return True
+
+
+async def _clear(keeper: Any) -> None:
+    with contextlib.suppress(RayError, TimeoutError):
+        async with asyncio.timeout(CLEAR_S):
+            await keeper.clear.remote()
+
+
+async def _kill(keeper: Any, worker: str) -> None:
+    await keeper.kill.remote(worker)
+
+
+def _read_cluster() -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Return Ray's node table and the drain notices (node -> deadline in ms since the epoch)."""
+    from ray._private.state import state as ray_state
+
+    return ray.nodes(), dict(ray_state.get_draining_nodes())

@@ -1,0 +1,382 @@
+"""The run's worker processes: start, put to work, fence, kill, and learn of their end.
+
+Every worker is a detached actor, so it outlives the controller and is found again by name.
+The controller holds one call per worker that never returns (the process's end makes it fail,
+30 ms after a crash and about 1.5 s after the loss of a machine) and one per attempt that
+returns how the worker left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.core.events import (
+    UNKNOWN_ATTEMPT,
+    Event,
+    WorkerExited,
+    WorkerFormed,
+    WorkerLeft,
+    WorkerRaised,
+    WorkerReady,
+)
+from orchestrator.shell.names import RunNames
+from workers.process.actor import OPTIONS, Worker
+from workers.protocol import (
+    Assignment,
+    Completed,
+    Fenced,
+    Formed,
+    Outcome,
+    Pace,
+    PeerLost,
+    Raised,
+    SaveCosts,
+    Unloadable,
+    Yielded,
+)
+
+_HOW = {
+    Completed: "completed",
+    Yielded: "yielded",
+    Fenced: "fenced",
+    PeerLost: "peer_lost",
+    Unloadable: "unloadable",
+}
+
+#: A killed process whose node does not answer is taken for gone after this: it is fenced by
+#: its attempt number, so waiting longer buys nothing.
+KILL_CONFIRM_S = 0.5
+#: A worker answers in 1 to 50 ms, also while it trains.
+PACE_S = 2.0
+
+
+@dataclass(slots=True)
+class _Member:
+    handle: Any
+    node: str
+    pid: int = 0
+    killed: bool = False
+    ending: bool = False
+    gone: bool = False
+    attended: set[int] = field(default_factory=set)
+
+
+class Crew:
+    """Handles of the run's workers; turns what happens to them into events.
+
+    Args:
+        names: The run's names.
+        at_s: The run's clock.
+        post: Where events go; called on the event loop.
+        is_draining: Whether a node had been given notice.
+        is_gone: Find out whether a node is lost.
+        kill_on_node: Have a worker's own node kill it for sure.
+        look_around: Find that out of every node, without waiting.
+        boot: Keyword arguments of ``workers.process.actor.Worker`` that are equal for all workers.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: RunNames,
+        at_s: Callable[[], float],
+        post: Callable[[Event], None],
+        is_draining: Callable[[str], bool],
+        is_gone: Callable[[str], Awaitable[bool]],
+        kill_on_node: Callable[[str, str], Awaitable[None]],
+        look_around: Callable[[], None],
+        boot: dict[str, Any],
+    ) -> None:
+        self._names = names
+        self._at_s = at_s
+        self._post = post
+        self._is_draining = is_draining
+        self._is_gone = is_gone
+        self._kill_on_node = kill_on_node
+        self._look_around = look_around
+        self._boot = boot
+        self._members: dict[str, _Member] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, worker: str, node: str) -> None:
+        """Start ``worker`` on ``node``; ``WorkerReady`` or ``WorkerExited`` follows."""
+        handle = (
+            ray.remote(Worker)
+            .options(
+                **OPTIONS,
+                name=self._names.worker(worker),
+                namespace=self._names.namespace,
+                lifetime="detached",
+                get_if_exists=True,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            .remote(worker=worker, directory=self._names.shared_directory(node), **self._boot)
+        )
+        self._members[worker] = _Member(handle=handle, node=node)
+        self._spawn(self._accompany(worker))
+
+    def kill(self, worker: str) -> None:
+        """SIGKILL ``worker``; ``WorkerExited`` follows, also if its node no longer answers."""
+        member = self._members.get(worker)
+        if member is None:
+            self._exited(worker, "killed", "it was already gone")
+            return
+        member.killed = True
+        self._spawn(self._kill(worker, member))
+
+    def enter(self, worker: str, assignment: Assignment, gpu_ids: tuple[int, ...]) -> None:
+        """Put ``worker`` to work; ``WorkerLeft`` or ``WorkerRaised`` follows when it leaves."""
+        member = self._members.get(worker)
+        if member is None:
+            return  # its WorkerExited is on the way
+        member.handle.enter.remote(assignment, gpu_ids)
+        self.attend(worker, assignment.attempt)
+
+    def attend(self, worker: str, attempt: int) -> None:
+        """Hold the call that returns how ``worker`` left ``attempt``; one per attempt."""
+        member = self._members.get(worker)
+        if member is None or attempt in member.attended:
+            return
+        member.attended.add(attempt)
+        self._spawn(self._attend(worker, member.handle.attend.remote(attempt)))
+
+    def fence(self, attempt: int, workers: Iterable[str]) -> None:
+        """Abort ``attempt`` in ``workers``; every one that lives answers by an event.
+
+        One that is not inside answers too: it will refuse to enter.
+        """
+        for worker in workers:
+            if worker in self._members:
+                self._members[worker].handle.fence.remote(attempt)
+                self.attend(worker, attempt)
+
+    def yield_at_boundary(self, attempt: int, workers: Iterable[str], *, durable: bool) -> None:
+        """Ask ``workers`` to leave ``attempt`` at the next step boundary.
+
+        With ``durable`` its state is in storage then, and else at least in keepers' memory.
+        """
+        for member in self._known(workers):
+            member.handle.yield_at_boundary.remote(attempt, durable)
+
+    async def survey(self, workers: Iterable[tuple[str, str, float]]) -> list[tuple[str, str, int]]:
+        """After a controller restart, find ``workers`` (name, node, seconds to wait for it) again.
+
+        Returns (worker, node, attempt) of who lives; attempt 0 for who is in none,
+        ``UNKNOWN_ATTEMPT`` for who does not answer in time.
+        """
+        asked = (self._ask(worker, node, timeout_s) for worker, node, timeout_s in workers)
+        return sorted(answer for answer in await asyncio.gather(*asked) if answer is not None)
+
+    async def keep_pace(self, worker: str, attempt: int, pace: Pace) -> SaveCosts | None:
+        """Have ``attempt`` save so often, by telling its rank 0; return what saves cost there.
+
+        None if it does not answer, or is not in that attempt.
+        """
+        if worker not in self._members:
+            return None
+        try:
+            answer = _paced(self._members[worker].handle, attempt, pace)
+            return await asyncio.wait_for(answer, PACE_S)
+        except (RayError, TimeoutError):
+            return None
+
+    def kill_all(self) -> None:
+        """SIGKILL every worker, without waiting."""
+        for member in self._members.values():
+            member.killed = True
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(member.handle, no_restart=True)
+
+    def end_strays(self) -> None:
+        """SIGKILL every worker of the run that another life of the controller left behind."""
+        for found in ray.util.list_named_actors(all_namespaces=True):
+            is_worker = found["name"].startswith(self._names.worker(""))
+            if is_worker and found["namespace"] == self._names.namespace:
+                with contextlib.suppress(RayError, ValueError):
+                    ray.kill(ray.get_actor(**found), no_restart=True)
+
+    def close(self) -> None:
+        """Stop listening."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _known(self, workers: Iterable[str]) -> list[_Member]:
+        return [self._members[worker] for worker in workers if worker in self._members]
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accompany(self, worker: str) -> None:
+        member = self._members[worker]
+        try:
+            hello = await member.handle.hello.remote()
+            member.pid = hello["pid"]
+            self._post(
+                WorkerReady(at_s=self._at_s(), worker=worker, node=member.node, pid=member.pid)
+            )
+            await member.handle.hold.remote()
+        except RayError as error:
+            self._ended(worker, error)
+
+    async def _attend(self, worker: str, held: Any) -> None:
+        try:
+            outcome = await held
+        except RayError as error:
+            self._ended(worker, error)
+            return
+        if isinstance(outcome, PeerLost):
+            # The survivor's transport is often the first to know; Ray needs 1.5 s for a machine.
+            self._look_around()
+        self._post(_left(self._at_s(), worker, outcome))
+
+    def note_formed(self, worker: str, attempt: int, at_s: float) -> None:
+        """Post that ``worker`` has formed, with what it says that it took."""
+        if worker in self._members:
+            handle = self._members[worker].handle
+            self._spawn(self._note_formed(worker, handle, attempt, at_s))
+
+    async def _note_formed(self, worker: str, handle: Any, attempt: int, at_s: float) -> None:
+        try:
+            formed: Formed | None = await handle.formed.remote(attempt)
+        except RayError:
+            return  # its end is on the way
+        if formed is not None:
+            self._post(
+                WorkerFormed(
+                    at_s=at_s,
+                    attempt=attempt,
+                    worker=worker,
+                    load_s=formed.load_s,
+                    sources=formed.sources,
+                    damaged=formed.found.damaged,
+                    skipped=formed.found.reasons,
+                )
+            )
+
+    async def _kill(self, worker: str, member: _Member) -> None:
+        # First, because Ray calls an actor dead when it has asked it to go.
+        await self._kill_on_node(member.node, worker)
+        with contextlib.suppress(RayError, ValueError):
+            await asyncio.to_thread(ray.kill, member.handle, no_restart=True)
+        await asyncio.sleep(KILL_CONFIRM_S)
+        if not member.gone:
+            self._exited(worker, "killed", "its node does not confirm the kill")
+
+    async def _ask(self, worker: str, node: str, timeout_s: float) -> tuple[str, str, int] | None:
+        try:
+            handle: Any = ray.get_actor(self._names.worker(worker), namespace=self._names.namespace)
+        except ValueError:
+            return None
+        member = self._members[worker] = _Member(handle=handle, node=node)
+        try:
+            hello: dict[str, Any] = await asyncio.wait_for(_asked(handle), timeout_s)
+        except TimeoutError:
+            # It is still starting, or it is stuck: alive, and perhaps ready later.
+            self._spawn(self._accompany(worker))
+            return (worker, node, UNKNOWN_ATTEMPT)
+        except ActorDiedError:
+            self._members.pop(worker, None)
+            return None
+        except RayError:
+            # Unreachable is perhaps alive: it is kept, so that it can be killed.
+            return None
+        member.pid = hello["pid"]
+        # It may have got ready while nobody listened.
+        self._post(WorkerReady(at_s=self._at_s(), worker=worker, node=node, pid=member.pid))
+        self._spawn(self._hold(worker, member))
+        return (worker, node, hello["attempt"])
+
+    async def _hold(self, worker: str, member: _Member) -> None:
+        try:
+            await member.handle.hold.remote()
+        except RayError as error:
+            self._ended(worker, error)
+
+    def _ended(self, worker: str, error: RayError) -> None:
+        member = self._members.get(worker)
+        if member is None or member.gone:
+            return
+        if not member.ending:
+            member.ending = True
+            self._spawn(self._find_cause(worker, member, error))
+
+    async def _find_cause(self, worker: str, member: _Member, error: RayError) -> None:
+        """Say that ``worker`` is gone, and whether its whole node is."""
+        is_node = not member.killed and await self._is_gone(member.node)
+        if not isinstance(error, ActorDiedError) and not is_node:
+            # Unreachable is perhaps alive: end it, so that "exited" is true.
+            with contextlib.suppress(RayError, ValueError):
+                await asyncio.to_thread(ray.kill, member.handle, no_restart=True)
+        died = isinstance(error, ActorDiedError)
+        detail = "its node is lost" if is_node else f"process {member.pid} died" if died else ""
+        cause = "node" if is_node else self._cause(member)
+        self._exited(worker, cause, detail or _first_line(error))
+
+    def _cause(self, member: _Member) -> str:
+        if member.killed:
+            return "killed"
+        return "preempted" if self._is_draining(member.node) else "crash"
+
+    def _exited(self, worker: str, cause: str, detail: str) -> None:
+        member = self._members.get(worker)
+        if member is not None:
+            if member.gone:
+                return
+            member.gone = True
+            # Who waits for it has it; a handle for each that ever was would add up.
+            del self._members[worker]
+        self._post(WorkerExited(at_s=self._at_s(), worker=worker, cause=cause, detail=detail))
+
+
+async def _paced(handle: Any, attempt: int, pace: Pace) -> SaveCosts | None:
+    costs: SaveCosts | None = await handle.keep_pace.remote(attempt, pace)
+    return costs
+
+
+async def _asked(handle: Any) -> Any:
+    return await handle.hello.remote()
+
+
+def _left(at_s: float, worker: str, outcome: Outcome) -> Event:
+    if isinstance(outcome, Raised):
+        return WorkerRaised(
+            at_s=at_s,
+            attempt=outcome.attempt,
+            worker=worker,
+            step=outcome.step,
+            error=outcome.error,
+            traceback=outcome.traceback,
+        )
+    left = WorkerLeft(
+        at_s=at_s,
+        attempt=outcome.attempt,
+        worker=worker,
+        how=_HOW[type(outcome)],
+        step=outcome.step,
+        detail=outcome.detail if isinstance(outcome, PeerLost) else "",
+    )
+    if not isinstance(outcome, Unloadable):
+        return left
+    found = outcome.found
+    return replace(
+        left,
+        detail=found.reasons[0] if found.reasons else "",
+        damaged=found.damaged,
+        unread=found.unread,
+        skipped=found.reasons,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__

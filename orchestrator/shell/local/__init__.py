@@ -1,0 +1,1 @@
+"""A simulated cluster on this machine, and faults made on purpose."""

@@ -1,0 +1,493 @@
+"""One run in the shell: the inbox, the loop, and the action performers. It decides nothing.
+
+``event -> journal -> machine.step -> actions -> effects -> events``. A worker's death becomes
+an event within 30 ms; from there to the next attempt there is no wait but for the answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import ray
+
+from orchestrator.config.schema import RunConfig
+from orchestrator.core import actions as act
+from orchestrator.core.events import (
+    CommittedRead,
+    Event,
+    FaultInjected,
+    SlotGranted,
+    StopRequested,
+    Ticked,
+    WorkersSurveyed,
+)
+from orchestrator.core.handlers.survey import adopted
+from orchestrator.core.log.journal import turn_records
+from orchestrator.core.machine import step
+from orchestrator.core.state.run import ACTIVE, Phase, WorkerStatus, describe, next_deadline_s
+from orchestrator.policies import versions
+from orchestrator.run_directory import CHECKPOINTS
+from orchestrator.shell.capacity.nodes import Nodes
+from orchestrator.shell.capacity.rendezvous import Rendezvous, preload
+from orchestrator.shell.capacity.slots import Capacity
+from orchestrator.shell.capacity.workers import Crew
+from orchestrator.shell.clock import wall_time
+from orchestrator.shell.guard import begin_guard
+from orchestrator.shell.memory.pacing import Pacing
+from orchestrator.shell.memory.protection import ProtectionWatch, loss_document
+from orchestrator.shell.memory.snapshots import Snapshots
+from orchestrator.shell.names import RunNames
+from orchestrator.shell.observer import Observer
+from orchestrator.shell.serve.page import StatusPage
+from orchestrator.shell.serve.status import bounds_document, status_document
+from orchestrator.shell.storage.compaction import BookmarkFile
+from orchestrator.shell.storage.incarnation import begin_life
+from orchestrator.shell.storage.journal import JournalFile
+from orchestrator.shell.storage.record import RunRecord
+from ucp_core.storage import join, open_store
+from workers.placement.plan import Preference
+from workers.process.rest import Rest
+from workers.protocol import Assignment, MemoryPart, NodeReport
+
+log = logging.getLogger(__name__)
+
+#: Deadlines in the state are met this exactly, and looked at no less often than the second.
+TICK_S = 0.1
+TICK_S_MAX = 1.0
+#: Keepers that come back together are told together what to do.
+REORDER_S = 0.05
+#: A survey of living workers waits this long for an answer; a living one took 1 to 50 ms, and
+#: nothing is lost by going on with one that answers later.
+SURVEY_S = 0.5
+
+
+class Run:
+    """The effects of one run. ``serve`` returns when the run is over.
+
+    Args:
+        run_id: The run's name in Ray.
+        config: The resolved configuration as JSON.
+        opening: The life of the controller that opens the run under this configuration.
+        controller: Ray handle of the actor around this, given to the keepers.
+        rest: Of the actor's main thread, while the run is quiet.
+    """
+
+    def __init__(
+        self, *, run_id: str, config: dict[str, Any], opening: int, controller: Any, rest: Rest
+    ) -> None:
+        self._config = RunConfig.model_validate(config)
+        self._controller, self._rest = controller, rest
+        self._still_nodes: set[str] = set()
+        self._names = RunNames(run_id)
+        self._rules = self._config.rules()
+        self._store, self._path = open_store(self._config.run.directory)
+        life = begin_life(self._store, self._path, self._config, opening=opening)
+        self._life, self._state, self._seq, self._clock = (
+            life.number,
+            life.state,
+            life.seq,
+            life.clock,
+        )
+        self._is_reopened = 1 < life.number == opening
+        self._journal = JournalFile(
+            self._store, self._path, life=life.number, before_bytes=life.journal_bytes
+        )
+        self._bookmark = BookmarkFile(
+            self._store, self._path, rules=self._rules, marked_bytes=life.marked_bytes
+        )
+        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
+        self._rendezvous = Rendezvous()
+        self._over = asyncio.Event()
+        self._outcome = ""
+        self._reorder: asyncio.TimerHandle | None = None
+        self._background: set[asyncio.Task[Any]] = set()
+        self._post(life.first)
+        self._record = RunRecord(
+            self._store,
+            self._path,
+            life.stats,
+            num_written=life.num_incidents_written,
+            samples_per_step=self._config.train.global_batch,
+        )
+        self._build_parts()
+        self._performers = self._all_performers()
+
+    def _build_parts(self) -> None:
+        at_s, post = self._clock.at_s, self._post
+        self._capacity = Capacity(
+            names=self._names,
+            resources=self._config.worker_resources(),
+            on_granted=self._granted,
+        )
+        boot = {
+            "run_url": self._config.run.directory,
+            "settings": self._config.settings_json(),
+        }
+        self._nodes = Nodes(
+            names=self._names,
+            resources=self._config.worker_resources(),
+            rack_label=self._config.cluster.rack_label,
+            boot=boot,
+            at_s=at_s,
+            post=post,
+            on_keeper=self._on_keeper,
+            is_known=self._has_node,
+        )
+        snapshot = self._config.snapshot
+        self._snapshots = Snapshots(
+            nodes=self._nodes,
+            store=self._store,
+            checkpoints=join(self._path, CHECKPOINTS),
+            tolerance=snapshot.tolerance,
+            preference=Preference(snapshot.mechanism),
+            total_steps=self._config.train.steps,
+        )
+        self._protection = ProtectionWatch(
+            snapshots=self._snapshots,
+            metrics=self._record.metrics,
+            wanted=snapshot.tolerance if snapshot.every_steps else 0,
+        )
+        self._crew = Crew(
+            names=self._names,
+            at_s=at_s,
+            post=post,
+            is_draining=self._nodes.is_draining,
+            is_gone=self._nodes.is_gone,
+            kill_on_node=self._nodes.kill_worker,
+            look_around=self._nodes.look_around,
+            boot={**boot, "on_cpu": "GPU" not in self._config.worker_resources()},
+        )
+        self._observer = Observer(
+            post=post,
+            at_s=at_s,
+            on_formed=self._crew.note_formed,
+            node_silent=self._nodes.silent,
+            patience=self._config.patience,
+            parallel=self._config.settings().parallel,
+        )
+        self._pacing = Pacing(
+            crew=self._crew,
+            stats=self._record.stats,
+            metrics=self._record.metrics,
+            plan=lambda: self._snapshots.plan,
+            snapshot=snapshot,
+            checkpoint=self._config.checkpoint,
+        )
+
+    async def serve(self) -> None:
+        """Be in charge until the run is over and everything is given back."""
+        page = StatusPage(
+            host=ray.util.get_node_ip_address(),
+            status=self._status,
+            losses=self._losses,
+            registry=self._record.registry,
+        )
+        if self._life > 1:
+            await self._capacity.adopt()
+        if self._is_reopened:
+            # Where the last controller was ended for good, nobody took its workers back.
+            await self._capacity.release_all()
+            await asyncio.to_thread(self._crew.end_strays)
+        self._spawn(self._furnish(page))
+        self._spawn(self._nodes.watch_forever(self._controller))
+        self._spawn(self._capacity.poll_forever())
+        self._spawn(self._pacing.keep_forever(lambda: self._state))
+        while not self._over.is_set():
+            await self._fold_next()
+        await self._close(page)
+
+    async def _losses(self) -> dict[str, Any]:
+        self._nodes.wake_keepers()
+        return loss_document(await self._snapshots.inventories(), self._state)
+
+    async def _furnish(self, page: StatusPage) -> None:
+        """Load what the run can do without until it is in charge, one after the other."""
+        if self._life > 1:
+            await asyncio.sleep(SURVEY_S)
+        self._guard = begin_guard(self._config.controller_stopped_s)
+        self._record.announce(await page.start())
+        await asyncio.to_thread(preload)
+
+    def on_report(self, report: NodeReport) -> None:
+        """Take in a keeper's report. On the loop."""
+        (self._still_nodes.add if report.is_still else self._still_nodes.discard)(report.node)
+        self._tend_rest()
+        self._observer.on_report(report)
+        # What proves anything comes in reports, and whoever stands still is reported often.
+        self._observer.judge()
+        self._snapshots.on_report(report)
+        if self._snapshots.is_plan_due:
+            self._order_soon()
+        self._protection.look(self._state, self._clock.at_s())
+
+    def request_stop(self, reason: str) -> None:
+        """Stop at the next step boundary. On the loop."""
+        self._post(StopRequested(at_s=self._clock.at_s(), reason=reason))
+
+    def note_fault(self, fault: str, target: str) -> None:
+        """Journal that a fault is being injected now. On the loop."""
+        self._post(FaultInjected(at_s=self._clock.at_s(), fault=fault, target=target))
+
+    async def status(self) -> dict[str, Any]:
+        """Return the status document."""
+        return self._status()
+
+    def _post(self, event: Event) -> None:
+        self._inbox.put_nowait(event)
+
+    def _has_node(self, name: str) -> bool:
+        """Return whether a node of that name is there, as far as the run knows."""
+        return any(node.alive and node.name == name for node in self._state.nodes.values())
+
+    def _granted(self, slot: int, node: str) -> None:
+        self._post(SlotGranted(at_s=self._clock.at_s(), slot=slot, node=node))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        """A background task that fails is a bug of ours: say so and let Ray restart the process."""
+        self._background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("background_task_failed", exc_info=task.exception())
+            os._exit(1)
+
+    async def _fold_next(self) -> None:
+        self._tend_rest()
+        left_s = next_deadline_s(self._state) - self._clock.at_s()
+        try:
+            event = await asyncio.wait_for(self._inbox.get(), min(max(left_s, TICK_S), TICK_S_MAX))
+        except TimeoutError:
+            event = Ticked(at_s=self._clock.at_s())
+        before = self._state
+        self._state, actions = step(before, event, rules=self._rules)
+        if self._state is before and not actions and not isinstance(event, FaultInjected):
+            return  # nothing changed, so a replay does not need it
+        records = turn_records(event, actions, attempt=self._state.attempt)
+        for record in records:
+            record["seq"], record["wall_time"] = self._seq, wall_time()
+            self._seq += 1
+        self._journal.append(records)
+        for action in actions:
+            self._perform(action)
+        if self._state.bad != before.bad:
+            self._order_soon()
+        self._record.add(records)
+        if self._bookmark.is_due(self._journal.journal_bytes, is_quiet=self._is_quiet()):
+            self._spawn(self._bookmark.write(self._marked()))
+
+    def _tend_rest(self) -> None:
+        """Rest while nothing is up. Once something is, keepers will be called as well."""
+        if not self._is_settled():
+            self._still_nodes.clear()
+        elif not self._still_nodes:
+            self._rest.begin()
+            return
+        if self._rest.end():
+            self._nodes.wake_keepers()
+
+    def _is_quiet(self) -> bool:
+        return self._is_settled() and self._inbox.empty()
+
+    def _is_settled(self) -> bool:
+        state = self._state
+        return state.phase is Phase.RUNNING and state.surveying_until_s == math.inf
+
+    def _marked(self) -> bytes:
+        """Return the bookmark of the journal's end, as a document."""
+        return self._bookmark.prepare(self._journal, self._state, self._record.stats)
+
+    def _perform(self, action: act.Action) -> None:
+        self._performers[type(action)](action)
+
+    def _all_performers(self) -> dict[type, Callable[[Any], None]]:
+        crew, capacity = self._crew, self._capacity
+        return {
+            act.RequestSlot: lambda a: self._spawn(capacity.request(a.slot, a.avoid)),
+            act.ReleaseSlot: lambda a: self._spawn(capacity.release(a.slot)),
+            act.StartWorker: lambda a: crew.start(a.worker, a.node),
+            act.KillWorker: lambda a: crew.kill(a.worker),
+            act.FenceAttempt: self._fence,
+            act.YieldAttempt: lambda a: crew.yield_at_boundary(
+                a.attempt, a.workers, durable=a.durable
+            ),
+            act.ReadCommitted: lambda a: self._spawn(self._read_committed(a)),
+            act.StartAttempt: self._start_attempt,
+            act.SurveyWorkers: lambda _: self._spawn(self._survey()),
+            act.ReportIncident: lambda _: None,  # its line in the journal is what it is for
+            act.FinishRun: self._finish,
+        }
+
+    def _finish(self, action: act.FinishRun) -> None:
+        self._outcome = action.outcome
+        self._over.set()
+
+    def _fence(self, action: act.FenceAttempt) -> None:
+        self._observer.end()
+        self._crew.fence(action.attempt, action.workers)
+
+    def _start_attempt(self, action: act.StartAttempt) -> None:
+        members = tuple(worker for worker, _, _ in action.members)
+        self._observer.begin(action.attempt, members, action.resume_step)
+        nodes = [node for _, node, _ in action.members]
+        self._snapshots.order(
+            action.attempt,
+            action.lineage,
+            nodes,
+            layout=action.layout,
+            begins=True,
+            bad=action.bad,
+        )
+        memory = self._snapshots.known_parts(action.resume_step, action.resume_attempt)
+        if memory or not action.resume_step or not self._config.snapshot.every_steps:
+            self._enter(action, memory)
+        else:
+            self._spawn(self._find_and_enter(action))
+
+    async def _find_and_enter(self, action: act.StartAttempt) -> None:
+        """Start the members when it is known where the version is that they yielded."""
+        memory = await self._snapshots.find_parts(
+            action.resume_step, action.resume_attempt, bad=action.bad
+        )
+        # Who was fenced meanwhile has said so, and would refuse.
+        if self._state.attempt == action.attempt and self._state.phase in ACTIVE:
+            self._enter(action, memory)
+
+    def _enter(self, action: act.StartAttempt, memory: tuple[MemoryPart, ...]) -> None:
+        host, port = self._rendezvous.open()
+        plan = self._snapshots.plan
+        for rank, (worker, _, slot) in enumerate(action.members):
+            assignment = Assignment(
+                attempt=action.attempt,
+                rank=rank,
+                layout=action.layout,
+                store_host=host,
+                store_port=port,
+                resume_step=action.resume_step,
+                resume_attempt=action.resume_attempt,
+                lineage=action.lineage,
+                memory=memory,
+                guards=plan.guards[rank] if plan.guards is not None else None,
+                parity=plan.lanes[rank] if plan.lanes is not None else (),
+            )
+            self._crew.enter(worker, assignment, self._capacity.gpu_ids(slot))
+
+    async def _read_committed(self, action: act.ReadCommitted) -> None:
+        state = self._state
+        # Members that left had all completed every version; before that, all that reported.
+        newest_step = state.step if state.num_inside else state.left_step
+        answer = await self._snapshots.read(action.lineage, enough_step=newest_step, bad=action.bad)
+        if answer is None:
+            return  # the machine asks again
+        returning = await self._nodes.outlived(filter(self._may_bring_back, answer.unheard))
+        found = answer.version
+        at_stake_steps = self._config.checkpoint.first_every
+        self._post(
+            CommittedRead(
+                at_s=self._clock.at_s(),
+                attempt=action.attempt,
+                step=found.step if found else 0,
+                committed_by=found.attempt if found else 0,
+                skipped=answer.skipped,
+                number=action.number,
+                source=found.source if found else "",
+                lost=versions.lost(answer.lost, action.lineage, at_stake_steps=at_stake_steps),
+                returning=tuple(sorted(returning)),
+            )
+        )
+
+    def _may_bring_back(self, node: str) -> bool:
+        """Return whether a keeper that died alone will have memory again once it is back."""
+        state, snapshot = self._state, self._config.snapshot
+        lives = any(state.nodes[worker.node].name == node for worker in state.workers.values())
+        return bool(snapshot.every_steps) and (snapshot.vault or lives)
+
+    def _on_keeper(self, node: str) -> None:
+        self._snapshots.on_keeper(node)
+        self._order_soon()
+
+    def _order_soon(self) -> None:
+        """Tell keepers what to do: one that came back forgot it, others hold what is bad."""
+        if self._reorder is None:
+            self._reorder = asyncio.get_running_loop().call_later(
+                REORDER_S, lambda: self._spawn(self._order_again())
+            )
+
+    async def _order_again(self) -> None:
+        self._reorder = None
+        # A controller that was restarted knows of no keeper what it holds.
+        await self._snapshots.inventories()
+        state = self._state
+        if state.phase in ACTIVE:
+            found = (state.workers.get(member) for member in state.members)
+            nodes = [state.nodes[worker.node].name for worker in found if worker is not None]
+            self._snapshots.order(
+                state.attempt, state.lineage, nodes, layout=state.layout, bad=state.bad
+            )
+
+    async def _survey(self) -> None:
+        state = self._state
+        known = [
+            # Who only starts does not answer, and is in no attempt.
+            (
+                worker.name,
+                state.nodes[worker.node].name,
+                0.0 if worker.status is WorkerStatus.STARTING else SURVEY_S,
+            )
+            for worker in state.workers.values()
+        ]
+        alive = await self._crew.survey(known)
+        found = adopted(self._state, alive)
+        self._observer.begin(self._state.attempt, found.members, self._state.step)
+        for worker in found.inside:
+            self._crew.attend(worker, self._state.attempt)
+        self._post(
+            WorkersSurveyed(
+                at_s=self._clock.at_s(),
+                alive=tuple(alive),
+                slots=tuple(self._capacity.granted()),
+                pending_slots=tuple(self._capacity.pending()),
+            )
+        )
+
+    def _status(self) -> dict[str, Any]:
+        document = status_document(
+            described=describe(self._state),
+            redundancy=self._protection.redundancy(self._state),
+            cadence=self._pacing.document(),
+            loaded=self._record.stats.loaded,
+            reports=self._observer.reports,
+            seen_at_s=self._observer.seen_at_s,
+            nodes=self._nodes.views,
+            at_s=self._clock.at_s(),
+        )
+        return {
+            **document,
+            "passed_over": list(self._record.stats.passed_over),
+            "bounds_s": bounds_document(self._config, self._observer.limits),
+        }
+
+    async def _close(self, page: StatusPage) -> None:
+        # A life that began when the run was over has met nobody yet whom it ends.
+        await self._nodes.met()
+        for task in list(self._background):
+            task.remove_done_callback(self._finished)
+            task.cancel()
+        self._crew.close()
+        self._crew.kill_all()
+        if self._life > 1:
+            await asyncio.to_thread(self._crew.end_strays)
+        if self._config.snapshot.every_steps and self._outcome != "completed":
+            await self._snapshots.flush(self._state.lineage)
+        await self._nodes.end_keepers()
+        await self._capacity.release_all()
+        await self._bookmark.write(self._marked())
+        self._record.close()
+        await page.stop()

@@ -1,0 +1,1 @@
+"""The controller's side of the snapshots in keepers' memory."""

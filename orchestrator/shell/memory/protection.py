@@ -1,0 +1,142 @@
+"""How well the run is protected by snapshots: for the status page, for metrics, for plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from orchestrator.core.state.run import RunState, WorkerStatus
+from orchestrator.policies import quarantine, versions
+from orchestrator.policies.saving.reduced import ReducedTime, alert, noted
+from orchestrator.shell.memory.snapshots import Snapshots
+from orchestrator.shell.serve.metrics import RunMetrics
+from workers.protocol import Inventory
+
+#: The inventories are looked at this often: all of them, so not at every report of each.
+LOOK_S = 1.0
+
+
+class ProtectionWatch:
+    """Keeps account of the time at reduced redundancy, and shows it as metrics.
+
+    Args:
+        snapshots: What keepers hold, by their reports.
+        metrics: Where to show it.
+        wanted: How many nodes may be lost while all is well: 0, 1 or 2.
+    """
+
+    def __init__(self, *, snapshots: Snapshots, metrics: RunMetrics, wanted: int) -> None:
+        self._snapshots = snapshots
+        self._metrics = metrics
+        self._wanted = wanted
+        self._time = ReducedTime()
+        self._survived = 0
+
+    def look(self, state: RunState, at_s: float) -> None:
+        """Look at the newest reports, unless that was done a moment ago."""
+        if self._time.looked_s is not None and at_s - self._time.looked_s < LOOK_S:
+            return
+        protection = self._snapshots.protection(state.lineage)
+        self._survived = protection.node_losses_survived
+        # Before anything was trained there is nothing to protect.
+        is_reduced = self._survived < self._wanted and state.step > 0
+        self._time = noted(self._time, at_s, is_reduced=is_reduced)
+        self._metrics.show_protection(
+            survived=self._survived,
+            reduced_s=self._time.total_s,
+            reduced_for_s=self._time.for_s,
+            snapshot_step=protection.step,
+            stored_step=stored_step(self._snapshots, state),
+            num_troubles=len(self._snapshots.troubles()) + len(self._alerts()),
+        )
+
+    def redundancy(self, state: RunState) -> dict[str, Any]:
+        """Return what the status document says of redundancy."""
+        document = _redundancy(self._snapshots, state)
+        return {
+            **document,
+            "reduced_s": round(self._time.total_s, 1),
+            "troubles": [*self._alerts(), *document["troubles"]],
+        }
+
+    def _alerts(self) -> tuple[str, ...]:
+        return alert(self._time, survived=self._survived, wanted=self._wanted)
+
+
+def stored_step(snapshots: Snapshots, state: RunState) -> int:
+    """Return the newest step that is known to be in storage; it may be newer."""
+    read_step = 0 if state.known_in_memory else state.known[0]
+    return max(snapshots.stored_step(), read_step)
+
+
+def _redundancy(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
+    """Return how the run is protected now."""
+    protection = snapshots.protection(state.lineage)
+    in_storage = stored_step(snapshots, state)
+    kind = "storage" if in_storage else "none"
+    if protection.step and protection.step >= in_storage:
+        kind = "memory"
+    return {
+        "kind": kind,
+        "step": protection.step,
+        "stored_step": in_storage,
+        "node_losses_survived": protection.node_losses_survived,
+        "mechanism": str(snapshots.plan.mechanism),
+        "reason": snapshots.plan.reason,
+        "troubles": [*snapshots.troubles(), *quarantine.described(state.bad)],
+    }
+
+
+def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str, Any]:
+    """Return what ``everstep plan`` has to know of the run, as JSON values.
+
+    Args:
+        inventories: What keepers hold, all of one moment: of what one held a second ago others may
+            hold nothing any more.
+        state: Of the run.
+    """
+    good = quarantine.good(inventories, state.bad)
+    members = [n for n in state.members if n in state.workers]
+    others = [n for n in state.workers if n not in set(members)]
+    workers = [state.workers[number] for number in (*members, *others)]
+    return {
+        "step": state.step,
+        "lineage": [list(entry) for entry in state.lineage],
+        "bad": [list(source) for source in state.bad],
+        "num_members": sum(worker.inside for worker in workers),
+        "slots": {node.name: len(node.slots) for node in state.nodes.values() if node.alive},
+        "leaving": [node.name for node in state.nodes.values() if node.alive and node.draining],
+        "workers": [
+            {"worker": worker.name, "node": state.nodes[worker.node].name}
+            for worker in workers
+            if worker.status is WorkerStatus.READY
+        ],
+        "versions": [
+            {
+                "step": version.step,
+                "attempt": version.attempt,
+                "world_size": version.world_size,
+                "parts": [
+                    {
+                        "rank": part.held.rank,
+                        "node": part.node,
+                        "arena": part.arena,
+                        "bytes": part.held.data_bytes,
+                    }
+                    for part in version.parts
+                ],
+                "parities": [
+                    {
+                        "node": one.node,
+                        "arena": one.parity.arena,
+                        "num_parities": one.parity.num_parities,
+                        "place": one.parity.place,
+                        "members": [each and asdict(each) for each in one.parity.members],
+                    }
+                    for one in version.parities
+                ],
+            }
+            for version in versions.complete(good, state.lineage)
+        ],
+    }

@@ -1,0 +1,499 @@
+"""The controller's side of the snapshots in keepers' memory: ask, order, store, watch over.
+
+Keepers go on without it. It asks all of them at once which versions they hold, tells them at the
+start of every attempt which memory is dead and whom they protect, and has the newest version
+stored when a run ends without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import sys
+from asyncio import FIRST_COMPLETED
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray.exceptions import RayError
+
+from orchestrator.policies import quarantine, versions
+from orchestrator.policies.saving.redundancy import (
+    RedundancyFacts,
+    RedundancyPlan,
+    plan_redundancy,
+    rank_bytes,
+)
+from orchestrator.policies.versions import Holding, ParityHolding, Protection, Version
+from orchestrator.shell.capacity.nodes import Nodes, NodeView
+from ucp_core.checkpoint import Found, checkpoint_name, find_committed, unloadable
+from ucp_core.errors import UcpError
+from ucp_core.layout import ParallelLayout
+from ucp_core.lineage import Lineage
+from ucp_core.storage import Store
+from workers.memory.retention import is_guard
+from workers.placement.plan import Mechanism, Preference
+from workers.protocol import (
+    GroupPlace,
+    Held,
+    HeldParity,
+    HeldPart,
+    Inventory,
+    KeeperOrder,
+    MemoryPart,
+    NodeReport,
+    ParityGroup,
+    Peer,
+    Source,
+)
+
+__all__ = ["Answer", "Snapshots"]
+
+log = logging.getLogger(__name__)
+
+#: A living keeper answered in 1 to 20 ms; one that is silent this long is left out.
+ASK_S = 0.5
+#: One that others on its machine starve, and that holds what nobody else has, is asked once more,
+#: for so long: to go on without it would cost more.
+LATE_S = 2.0
+#: Where memory has something to go on from, storage is not waited for longer.
+STORAGE_S = 5.0
+#: At the end of a run its newest version is stored within this, or stays unstored.
+FLUSH_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The newest version of both tiers; the newest step in storage, and what was passed over.
+
+    Where there is none, ``lost`` are the steps that are committed in storage, newest first.
+    ``unheard`` are the nodes that are not known to be lost, and whose keepers did not answer.
+    """
+
+    version: Version | None
+    stored_step: int = 0
+    skipped: tuple[str, ...] = ()
+    lost: tuple[int, ...] = ()
+    unheard: frozenset[str] = frozenset()
+
+
+class Snapshots:
+    """What the keepers of the run hold.
+
+    Args:
+        nodes: The keepers' handles and addresses.
+        store: Where the run directory is.
+        checkpoints: Path of the versions in it.
+        tolerance: How many lost nodes of a group are to be survived.
+        preference: How.
+        total_steps: Length of the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        nodes: Nodes,
+        store: Store,
+        checkpoints: str,
+        tolerance: int,
+        preference: Preference,
+        total_steps: int,
+    ) -> None:
+        self._nodes = nodes
+        self._store = store
+        self._checkpoints = checkpoints
+        self._tolerance = tolerance
+        self._preference = preference
+        self._total_steps = total_steps
+        self._version: Version | None = None
+        self._reports: dict[str, NodeReport] = {}
+        # Keepers that did not answer and were not heard of since: one wait for them is enough.
+        self._silent: set[str] = set()
+        #: Those of them that were asked once more, or failed.
+        self._hopeless: set[str] = set()
+        #: The last that each keeper said, however, to decide how the next attempt is protected.
+        self._known: dict[str, Inventory] = {}
+        self._plan = RedundancyPlan(is_final=False)
+        self._planned_attempt = 0
+
+    @property
+    def plan(self) -> RedundancyPlan:
+        """Return how the snapshots of the attempt are protected."""
+        return self._plan
+
+    @property
+    def is_plan_due(self) -> bool:
+        """Return whether what was left open can be decided now."""
+        return not self._plan.is_final and any(one.parts for one in self._known.values())
+
+    def on_report(self, report: NodeReport) -> None:
+        """Keep the last report of every keeper."""
+        self._reports[report.node] = report
+        self.on_keeper(report.node)
+        if report.inventory is not None:
+            self._known[report.node] = report.inventory
+
+    def on_keeper(self, node: str) -> None:
+        """Ask a keeper again that is there, at first or again."""
+        self._silent.discard(node)
+        self._hopeless.discard(node)
+
+    async def read(
+        self, lineage: Lineage, *, enough_step: int, bad: Sequence[Source] = ()
+    ) -> Answer | None:
+        """Return the version to resume from; None if it cannot be known now.
+
+        Args:
+            lineage: Says which versions count.
+            enough_step: A version in memory of this step or later ends the search: nothing in
+                storage can be newer. -1 if nobody can say that.
+            bad: What is not to be loaded from.
+        """
+        answer = await self._find(
+            lineage, enough_step=enough_step, total_steps=self._total_steps, bad=bad
+        )
+        self._version = answer.version if answer is not None else None
+        return answer
+
+    async def _find(
+        self,
+        lineage: Lineage,
+        *,
+        enough_step: int,
+        total_steps: int,
+        bad: Sequence[Source] = (),
+        held_only: bool = False,
+    ) -> Answer | None:
+        excluded = frozenset(map(checkpoint_name, quarantine.in_storage(bad)))
+        looked = asyncio.to_thread(_look, self._store, self._checkpoints, lineage, excluded)
+        stored = asyncio.ensure_future(looked)
+        stored.add_done_callback(_seen)
+
+        def newest(inventories: Sequence[Inventory], other: tuple[int, int]) -> Version | None:
+            good = quarantine.good(inventories, bad)
+            if held_only:
+                good = [replace(one, parities=()) for one in good]
+            return versions.newest(good, other, lineage, total_steps=total_steps)
+
+        def step(inventories: Sequence[Inventory]) -> int:
+            held = newest(inventories, (0, 0))
+            return held.step if held is not None else 0
+
+        inventories = await self._patient_inventories(step)
+        heard = {one.node for one in inventories}
+        unheard = frozenset(view.node for view in self._views() if view.node not in heard)
+        answer = functools.partial(Answer, unheard=unheard)
+        held = newest(inventories, (0, 0))
+        if held is None or not 0 <= enough_step <= held.step:
+            # With nothing in memory there is nothing else to go on from.
+            await asyncio.wait([stored], timeout=STORAGE_S if held is not None else None)
+        if not stored.done():
+            return answer(held)
+        try:
+            found, passed_over, lost = stored.result()
+        except UcpError as error:
+            log.warning("storage_refused", extra={"error": str(error)})
+            return answer(held) if held is not None else None
+        if found is None:
+            return answer(held, skipped=passed_over, lost=() if held is not None else lost)
+        version = newest(inventories, (found.step, found.attempt))
+        return answer(version, stored_step=found.step, skipped=passed_over)
+
+    def known_parts(self, step: int, attempt: int) -> tuple[MemoryPart, ...]:
+        """Return where a version is in memory, as the last answer said; () if it said another."""
+        version = self._version
+        if version is None or (version.step, version.attempt) != (step, attempt):
+            return ()
+        return self._memory_parts(version)
+
+    async def find_parts(
+        self, step: int, attempt: int, *, bad: Sequence[Source] = ()
+    ) -> tuple[MemoryPart, ...]:
+        """Ask where a version is in memory; () if it is not complete there."""
+
+        def found(inventories: Sequence[Inventory]) -> list[Version]:
+            # It is known to count, so no lineage is needed.
+            every = versions.complete(quarantine.good(inventories, bad), ())
+            return [each for each in every if (each.step, each.attempt) == (step, attempt)]
+
+        inventories = await self._patient_inventories(lambda these: len(found(these)), expected=1)
+        return next(map(self._memory_parts, found(inventories)), ())
+
+    def _memory_parts(self, version: Version) -> tuple[MemoryPart, ...]:
+        secrets = {view.node: view.secret for view in self._views()}
+        places: list[tuple[Holding | ParityHolding, str, Held]] = [
+            (part, part.arena, part.held) for part in version.parts
+        ]
+        places += [(one, one.parity.arena, one.parity.held) for one in version.parities]
+        return tuple(
+            MemoryPart(
+                node=place.node,
+                host=place.host,
+                port=place.port,
+                arena=arena,
+                held=held,
+                secret=secrets[place.node],
+            )
+            for place, arena, held in places
+            if secrets.get(place.node)
+        )
+
+    async def inventories(self) -> list[Inventory]:
+        """Return what the keepers hold that answer in time."""
+        await self._nodes.met()
+        views = [v for v in self._views() if v.secret and v.node not in self._silent]
+        return await self._ask(views, ASK_S)
+
+    async def _patient_inventories(
+        self, worth: Callable[[Sequence[Inventory]], int], *, expected: int = 0
+    ) -> list[Inventory]:
+        """Return what the keepers hold; ask those once more whose answer could be worth more.
+
+        Args:
+            worth: What inventories are worth together, counted with the last that late ones said.
+            expected: So much is there, if all answer.
+        """
+        found = await self.inventories()
+        hopeful = self._silent - self._hopeless
+        late = [view for view in self._views() if view.secret and view.node in hopeful]
+        hoped = [self._known[view.node] for view in late if view.node in self._known]
+        if late and max(worth([*found, *hoped]), expected) > worth(found):
+            self._hopeless |= {view.node for view in late}
+            found += await self._ask(late, LATE_S)
+        return found
+
+    async def _ask(self, views: Sequence[NodeView], timeout_s: float) -> list[Inventory]:
+        answers = await asyncio.gather(*(self._ask_one(view, timeout_s) for view in views))
+        found = [answer for answer in answers if answer is not None]
+        heard = {one.node for one in found}
+        self._silent = (self._silent | {view.node for view in views}) - heard
+        self._hopeless -= heard
+        self._known |= {one.node: one for one in found}
+        return found
+
+    async def _ask_one(self, view: NodeView, timeout_s: float) -> Inventory | None:
+        """Return what a keeper holds; None if it is silent, or its node is lost meanwhile."""
+        asked = asyncio.ensure_future(_held(view.keeper))
+        lost = asyncio.ensure_future(view.lost.wait())
+        try:
+            await asyncio.wait([asked, lost], timeout=timeout_s, return_when=FIRST_COMPLETED)
+            return asked.result() if asked.done() else None
+        except RayError:
+            self._hopeless.add(view.node)
+            return None
+        finally:
+            asked.cancel()
+            lost.cancel()
+
+    def order(
+        self,
+        attempt: int,
+        lineage: Lineage,
+        nodes: Sequence[str],
+        *,
+        layout: ParallelLayout | None = None,
+        begins: bool = False,
+        bad: Sequence[Source] = (),
+    ) -> None:
+        """Tell all keepers of an attempt, without waiting.
+
+        Args:
+            attempt: The one that trains, or begins.
+            lineage: Up to it.
+            nodes: Where its members are, in the order of their ranks.
+            layout: Of it.
+            begins: Whether its workers are told by ``plan`` what they save for each other.
+            bad: What is to be held no longer.
+        """
+        there = {view.node for view in self._views()}
+        self._known = {node: one for node, one in self._known.items() if node in there}
+        self._decide(attempt, nodes, layout, begins=begins)
+        peers = {
+            view.node: Peer(node=view.node, host=view.host, port=view.port, secret=view.secret)
+            for view in self._views()
+            if view.secret
+        }
+        for view in self._views():
+            order = KeeperOrder(
+                attempt=attempt,
+                lineage=tuple(lineage),
+                copies_of=tuple(
+                    peers[name] for name in self._plan.copies_of(view.node) if name in peers
+                ),
+                parity=self._parity_group(attempt, view.node, nodes, peers),
+                bad=quarantine.on_node(bad, view.node),
+            )
+            view.keeper.order.remote(order)
+
+    def _decide(
+        self, attempt: int, nodes: Sequence[str], layout: ParallelLayout | None, *, begins: bool
+    ) -> None:
+        """Decide how an attempt is protected: once, or again if that was left open."""
+        if self._planned_attempt == attempt and self._plan.is_final:
+            return
+        is_open = self._planned_attempt == attempt and self._plan.is_by_workers
+        facts = RedundancyFacts(
+            nodes=tuple(nodes),
+            budgets_bytes={
+                node: one.budget_bytes for node, one in self._known.items() if one.budget_bytes
+            },
+            rank_bytes=rank_bytes(self._known.values(), len(nodes)),
+            layout=layout,
+            racks={view.node: view.rack for view in self._views() if view.rack},
+            told=None if begins else self._told(attempt),
+            is_open=is_open,
+        )
+        plan = plan_redundancy(facts, tolerance=self._tolerance, preference=self._preference)
+        if is_open and plan.is_by_workers:
+            # There is room for it: workers go on as they were told, whatever is known by now.
+            plan = replace(self._plan, reason=plan.reason, is_final=plan.is_final)
+        self._plan, self._planned_attempt = plan, attempt
+        log.info("redundancy", extra={"attempt": attempt, "reason": plan.reason})
+
+    def _told(self, attempt: int) -> Mechanism:
+        """Return what the workers of an attempt were told to save for each other.
+
+        A controller that was restarted knows it by what they have saved. If that is nothing yet,
+        keepers copy over the network too, until the next attempt.
+        """
+        if self._planned_attempt == attempt:
+            return self._plan.mechanism if self._plan.is_by_workers else Mechanism.NONE
+        if self._have_saved(attempt, lambda inventory: inventory.parts):
+            return Mechanism.REDUNDANT_COPY
+        if self._have_saved(attempt, lambda inventory: inventory.parities):
+            return Mechanism.REPLICA_PARITY
+        return Mechanism.NONE
+
+    def _have_saved(
+        self, attempt: int, what: Callable[[Inventory], Sequence[HeldPart | HeldParity]]
+    ) -> bool:
+        return any(
+            each.held.attempt == attempt and is_guard(each.arena)
+            for inventory in self._known.values()
+            for each in what(inventory)
+        )
+
+    def _parity_group(
+        self, attempt: int, node: str, nodes: Sequence[str], peers: Mapping[str, Peer]
+    ) -> ParityGroup | None:
+        """Return whom a keeper keeps parities with; None while one of them is not met."""
+        group = self._plan.group_of(node) if self._plan.is_parity else ()
+        if not group or not peers.keys() >= set(group):
+            return None
+        places = tuple(
+            GroupPlace(
+                peer=None if name == node else peers[name],
+                ranks=tuple(rank for rank, where in enumerate(nodes) if where == name),
+            )
+            for name in group
+        )
+        return ParityGroup(
+            attempt=attempt,
+            num_parities=self._plan.tolerance,
+            places=places,
+            over_replicas=self._plan.lanes is not None,
+        )
+
+    async def flush(self, lineage: Lineage) -> None:
+        """Have the newest version stored, if it is in memory only; gives up at its bound."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._flush(lineage), FLUSH_S)
+
+    async def _flush(self, lineage: Lineage) -> None:
+        # Here the last step counts too: it may be all that there is of the run. Keepers store
+        # what they hold, and compute nothing.
+        answer = await self._find(lineage, enough_step=-1, total_steps=sys.maxsize, held_only=True)
+        version = answer.version if answer is not None else None
+        if answer is None or version is None or answer.stored_step >= version.step:
+            return
+        holders = {part.node for part in version.parts}
+        calls = [
+            _flushed(view.keeper, version.attempt, version.step)
+            for view in self._views()
+            if view.node in holders
+        ]
+        stored_by = await asyncio.gather(*calls)
+        log.info("flushed", extra={"step": version.step, "stored": all(stored_by)})
+
+    def protection(self, lineage: Lineage) -> Protection:
+        """Return how well the run is protected, by the last reports."""
+        return versions.protection(self._reported(), lineage)
+
+    def stored_step(self) -> int:
+        """Return the newest step that keepers saw in storage."""
+        return max((report.stored_step for report in self._living_reports()), default=0)
+
+    def troubles(self) -> list[str]:
+        """Return what protects less than was asked for, one line each."""
+        label = self._nodes.rack_label
+        racks = [
+            f"the loss of rack {rack} may cost the snapshots in memory: nodes of it protect each "
+            "other; add nodes of other racks"
+            for rack in self._plan.shared_racks
+        ]
+        unnamed = [view.node[:8] for view in self._views() if label and not view.rack]
+        if unnamed:
+            racks.append(
+                f"Ray knows no label {label!r} of node {', '.join(unnamed)}: each is taken to fail "
+                "alone; start it with that label, or correct cluster.rack_label"
+            )
+        return racks + [
+            f"node {report.node[:8]}: {trouble}"
+            for report in self._living_reports()
+            for trouble in report.troubles
+        ]
+
+    def _reported(self) -> list[Inventory]:
+        reports = self._living_reports()
+        return [report.inventory for report in reports if report.inventory is not None]
+
+    def _living_reports(self) -> list[NodeReport]:
+        met = {view.node for view in self._views() if view.secret}
+        # What a keeper said before it died is not what the next one holds.
+        self._reports = {node: one for node, one in self._reports.items() if node in met}
+        return list(self._reports.values())
+
+    def _views(self) -> list[NodeView]:
+        return [view for view in self._nodes.views.values() if not view.lost.is_set()]
+
+
+async def _held(keeper: Any) -> Inventory:
+    held: Inventory = await keeper.held.remote()
+    return held
+
+
+async def _flushed(keeper: Any, attempt: int, step: int) -> bool:
+    try:
+        return bool(await keeper.flush.remote(attempt, step))
+    except RayError:
+        return False
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Look at the error of an answer that nobody waits for any more."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _look(
+    store: Store, checkpoints: str, lineage: Lineage, excluded: frozenset[str]
+) -> tuple[Found | None, tuple[str, ...], tuple[int, ...]]:
+    """Return the newest version in storage that counts, what was passed over, and what is lost.
+
+    What was passed over is a line each; what is lost are steps, where no version can be loaded.
+    """
+    found = find_committed(store, checkpoints, lineage=lineage, exclude=excluded)
+    lost: tuple[tuple[int, str], ...] = ()
+    if found is not None:
+        rows = found.skipped
+    else:
+        lost = unloadable(store, checkpoints, lineage=lineage)
+        damaged = {checkpoint_name(step): reason for step, reason in lost}
+        told = "does not count; if it is damaged, `ucp verify` says where"
+        names = sorted(store.list(checkpoints), reverse=True)
+        rows = tuple((name, damaged.get(name) or told) for name in names)
+    # Who could not load from the excluded ones has said why.
+    lines = tuple(f"{name}: {why}" for name, why in rows if name not in excluded)
+    return found, lines, tuple(step for step, _ in lost)

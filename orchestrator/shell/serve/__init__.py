@@ -1,0 +1,1 @@
+"""What the controller serves: status and metrics."""

@@ -1,0 +1,1 @@
+"""What the controller writes to the run directory."""

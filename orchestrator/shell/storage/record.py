@@ -1,0 +1,94 @@
+"""What a run writes about itself beside the journal: contact, incidents, summary, metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ray
+from prometheus_client import CollectorRegistry
+
+from orchestrator.core.log.stats import RunStats
+from orchestrator.run_directory import CONTACT, RESULT, SUMMARY
+from orchestrator.shell.serve.metrics import RunMetrics
+from ucp_core.storage import Store, join
+
+
+class RunRecord:
+    """Folds the journal into numbers as it grows, and writes them down when they are final.
+
+    Args:
+        store: Where the run directory is.
+        run_path: Its path there.
+        stats: The numbers of earlier lives of the controller, which are added to.
+        num_written: Incidents, from the first on, that are written.
+        samples_per_step: The global batch.
+
+    Attributes:
+        stats: The numbers so far.
+        registry: Of the metrics.
+        metrics: What Prometheus is shown.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run_path: str,
+        stats: RunStats,
+        *,
+        num_written: int,
+        samples_per_step: int,
+    ) -> None:
+        self._samples_per_step = samples_per_step
+        self._store = store
+        self._path = run_path
+        self.stats = stats
+        self.registry = CollectorRegistry()
+        self.metrics = RunMetrics(self.registry)
+        self._num_written = num_written
+
+    def announce(self, status_url: str) -> None:
+        """Write down how to reach this controller."""
+        self._write(
+            CONTACT,
+            {
+                "url": status_url,
+                "pid": os.getpid(),
+                "node": ray.get_runtime_context().get_node_id(),
+                "ray_address": ray.get_runtime_context().gcs_address,
+                "namespace": ray.get_runtime_context().namespace,
+            },
+        )
+
+    def add(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Take in what was journaled; write the incidents that are over."""
+        for record in records:
+            self.stats.add(record)
+        self.metrics.show(self.stats)
+        self._write_incidents(final=False)
+
+    def close(self) -> None:
+        """Write the summary: its presence says that the run is over."""
+        self._write_incidents(final=True)
+        result_path = join(self._path, RESULT)
+        result: dict[str, Any] = {"weights_digest": None, "final_loss": None}
+        if self._store.exists(result_path):
+            result |= json.loads(self._store.read(result_path))
+        summary = self.stats.summary()
+        summary["samples_seen"] = summary["steps"] * self._samples_per_step
+        self._write(SUMMARY, {**result, **summary})
+
+    def _write_incidents(self, *, final: bool) -> None:
+        incidents = self.stats.incidents
+        while self._num_written < len(incidents):
+            incident = incidents[self._num_written]
+            if self.stats.is_open(incident) and not final:
+                return
+            self._num_written += 1
+            self._write(f"incidents/{self._num_written:04d}/incident.json", incident.to_json())
+
+    def _write(self, name: str, document: dict[str, Any]) -> None:
+        data = json.dumps(document, indent=1).encode()
+        self._store.write_atomic(join(self._path, name), data, fsync=False)

@@ -1,0 +1,1 @@
+"""What must never happen, checked against the truth of the virtual cluster."""

@@ -1,0 +1,262 @@
+"""What must never happen, checked against the truth of the virtual cluster.
+
+The monitor keeps its own books: which attempts began where, which steps and commits are real. It
+never asks the machine what it thinks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from orchestrator.core.actions import (
+    FinishRun,
+    KillWorker,
+    ReportIncident,
+    RequestSlot,
+    StartAttempt,
+)
+from orchestrator.core.events import CommittedRead, WorkerFormed, WorkerLeft
+from orchestrator.policies import quarantine
+from orchestrator.policies.versions import complete
+from workers.protocol import Source, stored_source
+
+if TYPE_CHECKING:
+    from orchestrator.simulation.world.cluster import SimCluster
+
+#: What so many attempts could not read is not to be tried again.
+_UNREAD_MAX = 2
+
+
+class Violation(AssertionError):  # noqa: N818  it is a finding, reported with its promise
+    """A promise was broken; the message begins with its name in the design."""
+
+
+def require(holds: bool, promise: str, what: str) -> None:  # noqa: FBT001
+    """Raise ``Violation`` unless ``holds``."""
+    if not holds:
+        raise Violation(f"{promise}: {what}")
+
+
+class Monitor:
+    """Checks every action and everything that happens in the world."""
+
+    def __init__(self) -> None:
+        self.starts: list[tuple[int, int]] = []
+        self.last_step = 0
+        self.fence_began_s = 0.0
+        self.yielded: tuple[int, int] | None = None
+        self.kill_ordered: set[str] = set()
+        self.started_names: set[str] = set()
+        self.outcome: FinishRun | None = None
+        self.num_lost_steps = 0
+        self.num_faults = 0
+        self.troubled: set[str] = set()
+        self.faulty: set[str] = set()
+        self.last_left_s = 0.0
+        # Whether a member could not leave its state in memory, or that could not be asked once.
+        self.is_state_gone = False
+        self.found_damaged: set[tuple[int, int]] = set()
+        self.cut_off: dict[int, bool] = {}
+        # What the machine was told of: damaged sources, and who could not read which.
+        self.told_damaged: set[Source] = set()
+        # When reads were answered, by number, and the newest that was heard.
+        self.reads: dict[int, float] = {}
+        self.heard_s = 0.0
+        self.told_unread: dict[Source, set[int]] = {}
+        # The same, with what it was perhaps told of.
+        self.heard_damaged: set[Source] = set()
+        self.heard_unread: dict[Source, set[int]] = {}
+
+    @property
+    def attempt(self) -> int:
+        """Return the newest attempt that was started."""
+        return self.starts[-1][0] if self.starts else 0
+
+    def started(self, name: str) -> None:
+        """Check the start of a worker process."""
+        require(name not in self.started_names, "S1", f"{name} was started twice")
+        self.started_names.add(name)
+
+    def attempt_started(self, cluster: SimCluster, action: StartAttempt) -> None:
+        """Check the start of an attempt."""
+        number, rules = action.attempt, cluster.rules
+        require(number > self.attempt, "S1", f"attempt {number} follows {self.attempt}")
+        names = [name for name, _, _ in action.members]
+        slots = [slot for _, _, slot in action.members]
+        if len({*names}) < len(names) or len({*slots}) < len(slots):
+            raise Violation(f"S1: a worker or a slot twice in {action.members}")
+        size = action.layout.world_size
+        require(size == len(names), "S3", f"{size} ranks, {len(names)} members")
+        require(
+            rules.min_workers <= size <= rules.max_workers, "L1", f"{size} members out of bounds"
+        )
+        for worker in cluster.workers.values():
+            gone = worker.name in self.kill_ordered or worker.node.cut_off
+            still_in = 0 < worker.attempt < number and not gone
+            if still_in:
+                raise Violation(f"S1: {worker.name} is in {worker.attempt} as {number} begins")
+        if self.starts:
+            old = cluster.attempts[self.attempt].members
+            self.cut_off[self.attempt] = all(name in self.kill_ordered for name in old)
+        # A controller may have died between the decision and the start of an attempt.
+        unperformed = [entry for entry in action.lineage[:-1] if entry[0] > self.attempt]
+        self.starts += unperformed
+        self._check_resume(cluster, action)
+        self.starts.append((number, action.resume_step))
+        if list(action.lineage) != self.starts:
+            raise Violation(f"S3: lineage {action.lineage}")
+        self.last_step = action.resume_step
+
+    def reading(self, number: int, now_s: float) -> None:
+        """Note when a read was answered."""
+        self.reads[number] = now_s
+
+    def told(self, event: WorkerLeft | WorkerFormed | CommittedRead) -> None:
+        """Note what the machine hears of sources, and of versions."""
+        if isinstance(event, CommittedRead):
+            # Answers may overtake one another.
+            self.heard_s = max(self.heard_s, self.reads[event.number])
+            return
+        if event.attempt != self.attempt:
+            return
+        unread = event.unread if isinstance(event, WorkerLeft) else ()
+        if not event.damaged and not unread:
+            return
+        # Whom it had killed it may have forgotten by now, and then does not listen to.
+        is_sure = event.worker not in self.kill_ordered
+        for damaged, by in (
+            (self.heard_damaged, self.heard_unread),
+            *([(self.told_damaged, self.told_unread)] if is_sure else []),
+        ):
+            damaged.update(event.damaged)
+            for source in unread:
+                by.setdefault(source, set()).add(event.attempt)
+
+    def given(self, attempt: int, sources: list[Source]) -> None:
+        """Check what an attempt is to load from."""
+        for source in sources:
+            if source in self.told_damaged:
+                raise Violation(f"S6: {attempt} loads {source} again")
+            if len(self.told_unread.get(source, ())) >= _UNREAD_MAX:
+                raise Violation(f"S6: {attempt} tries {source} for ever")
+
+    def _left_out(self) -> list[Source]:
+        """Return what may be left out."""
+        unread = (source for source, by in self.heard_unread.items() if len(by) >= _UNREAD_MAX)
+        return [*self.heard_damaged, *unread]
+
+    def _check_resume(self, cluster: SimCluster, action: StartAttempt) -> None:
+        at = (action.resume_step, action.resume_attempt)
+        commits, landed_s = cluster.storage.commits, cluster.memory.landed_s
+        exists = at == (0, 0) or at in commits or at in landed_s
+        require(exists, "S2", f"attempt {action.attempt} from {at}: no such")
+        is_valid = at == (0, 0) or self.counts(*at)
+        require(is_valid, "S3", f"resumes from {at}, which does not count")
+        held = self._held(cluster)
+        damaged = (
+            at in commits
+            and commits[at].damaged
+            and not cluster.memory.holds(at, cluster.nodes.values(), cluster.now_s)
+        )
+        require(not damaged or at not in self.found_damaged, "S6", f"loads {at} again")
+        if damaged:
+            self.found_damaged.add(at)
+        left_out = set(self._left_out())
+        intact = {
+            v: commit.landed_s
+            for v, commit in commits.items()
+            if not commit.damaged and stored_source(*v) not in left_out
+        }
+        # Until the last member that could be reached was out, commits may have landed.
+        in_time = [v for v in intact if intact[v] <= self.last_left_s and self.counts(*v)]
+        in_time += [v for v in held if landed_s[v] <= self.last_left_s]
+        newest = max(in_time, default=(0, 0))
+        require(at >= newest, "S3", f"resumes from {at}, though {newest} was committed")
+        if self.yielded is not None and self.yielded[0] == self.attempt:
+            version = (self.yielded[1], self.attempt)
+            heard = not self.cut_off[self.attempt]
+            lost = (version in intact or version in held) and heard and at != version
+            require(not lost, "L3", f"yielded at {self.yielded}, resumes {at}")
+        self._check_lost(cluster, max(self.last_step - action.resume_step, 0))
+
+    def _held(self, cluster: SimCluster) -> list[tuple[int, int]]:
+        """Return what could be loaded from memory now and could be read when that was asked."""
+        memory = cluster.memory
+        if memory.grew_s >= self.heard_s:
+            return []
+        inventories = memory.inventories(cluster.nodes.values(), cluster.now_s)
+        left_out = [*self._left_out(), *memory.copied_since(self.heard_s)]
+        held = complete(quarantine.good(inventories, left_out), self.starts)
+        return [(v.step, v.attempt) for v in held if v.step < cluster.rules.total_steps]
+
+    def _check_lost(self, cluster: SimCluster, num_lost: int) -> None:
+        """Check that a single fault costs at most one step while snapshots are protected."""
+        self.num_lost_steps += num_lost
+        # A bug of the training code is a fault too, and is not among those that were injected.
+        is_single = self.num_faults == 1 and not cluster.damaged and not cluster.raises_at
+        if num_lost > 1 and is_single and cluster.tiers.loses_one_step:
+            # Nothing protects an attempt on one node from the loss of that node.
+            num_nodes = len(cluster.attempts[self.attempt].copiers)
+            require(num_nodes == 1, "L3", f"one fault, {num_lost} steps lost")
+        # The last step is in storage or nowhere: who is fenced while it is written repeats it.
+        is_kept = cluster.tiers.snapshot_every and self.last_step < cluster.rules.total_steps
+        if is_single and is_kept and not self.is_state_gone:
+            require(num_lost == 0, "L3", f"all members live, {num_lost} steps lost")
+
+    def counts(self, step: int, attempt: int) -> bool:
+        """Return whether a commit is in the history: no later attempt began before its step."""
+        return all(resume >= step for number, resume in self.starts if number > attempt)
+
+    def stepped(self, attempt: int, step: int) -> None:
+        """Check a completed step."""
+        if attempt != self.attempt and self.cut_off.get(attempt):
+            # All of it was declared lost, and nothing reaches it. It trains on for nobody.
+            return
+        if attempt != self.attempt:
+            raise Violation(f"S1: attempt {attempt} steps during {self.attempt}")
+        if step != self.last_step + 1:
+            raise Violation(f"S3: step {step} follows {self.last_step}")
+        self.last_step = step
+
+    def all_yielded(self, attempt: int, step: int) -> None:
+        """Note that every member left together."""
+        self.yielded = (attempt, step)
+
+    def killing(self, cluster: SimCluster, action: KillWorker) -> None:
+        """Check that nobody is killed without proof."""
+        killed_before = action.worker in self.kill_ordered
+        self.kill_ordered.add(action.worker)
+        worker = cluster.workers.get(action.worker)
+        if worker is None or worker.hung or not worker.ready or killed_before:
+            return
+        reachable = worker.node.alive and not worker.node.cut_off
+        if not reachable or action.reason.startswith(("node lost", "not ready after")):
+            return
+        if worker.attempt == 0 and action.reason.startswith(("no slot", "killed before")):
+            return
+        overdue = cluster.now_s - self.fence_began_s >= cluster.rules.bounds.fence_s - 1e-9
+        # Its report may be late, though it is ready or has left: only the bound decides.
+        fenced = action.reason.startswith(("did not leave", "killed before")) and overdue
+        require(fenced, "S5", f"healthy {action.worker}: {action.reason}")
+
+    def requesting(self, cluster: SimCluster, action: RequestSlot) -> None:
+        """Check that no healthy node is avoided."""
+        for name in action.avoid:
+            node = cluster.nodes[name]
+            known = name in self.troubled or node.draining_until_s is not None
+            require(known or node.cut_off, "S5", f"healthy node {name} is avoided")
+
+    def left(self, attempt: int, now_s: float) -> None:
+        """Note that a member is out of the newest attempt, in truth."""
+        if attempt == self.attempt:
+            self.last_left_s = now_s
+
+    def incident(self, action: ReportIncident) -> None:
+        """Check that only who did fail is called guilty."""
+        for name in action.guilty:
+            require(name in self.faulty, "S5", f"{name} is blamed: {action.evidence}")
+
+    def finished(self, action: FinishRun) -> None:
+        """Note the end."""
+        require(self.outcome is None or self.outcome == action, "S1", f"{action} after the end")
+        self.outcome = action

@@ -1,0 +1,1 @@
+"""Faults of the virtual cluster, drawn from the seed."""

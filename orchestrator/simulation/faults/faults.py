@@ -1,0 +1,241 @@
+"""Faults of the virtual cluster. Their rates are drawn from the seed too (swarm testing)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from orchestrator.core import events as ev
+from orchestrator.simulation.world.cluster import SimCluster
+from orchestrator.simulation.world.parts import SimNode, SimWorker
+from workers.protocol import held_source, stored_source
+
+
+def _pick_worker(cluster: SimCluster) -> SimWorker | None:
+    """Return a living worker, more likely one that trains."""
+    workers = list(cluster.workers.values())
+    training = [worker for worker in workers if worker.attempt]
+    pool = training if training and cluster.chance(0.8) else workers
+    return cluster.rng.choice(pool) if pool else None
+
+
+def _pick_node(cluster: SimCluster) -> SimNode | None:
+    nodes = [node for node in cluster.nodes.values() if node.alive and not node.cut_off]
+    return cluster.rng.choice(nodes) if nodes else None
+
+
+def crash(cluster: SimCluster) -> None:
+    """A worker process dies."""
+    worker = _pick_worker(cluster)
+    if worker is not None:
+        cluster.monitor.troubled.add(worker.node.name)
+        cluster.die(worker, "crash")
+
+
+def hang(cluster: SimCluster) -> None:
+    """A worker stops answering; detection finds it, or finds only that nothing moves."""
+    worker = _pick_worker(cluster)
+    if worker is not None:
+        worker.hung = True
+        cluster.monitor.is_state_gone = True
+        cluster.monitor.faulty.add(worker.name)
+        cluster.monitor.troubled.add(worker.node.name)
+        cluster.at(0.3 + 0.3 * cluster.rng.random(), _detect, cluster, worker)
+
+
+def _detect(cluster: SimCluster, worker: SimWorker) -> None:
+    if not worker.alive or worker.name not in cluster.workers:
+        return
+    newest = cluster.attempts.get(cluster.monitor.attempt)
+    entered = newest is not None and max(worker.attempt, worker.refuses) >= newest.number
+    if newest is not None and worker.name in newest.members and entered:
+        # Also if it has left unheard: what is seen is an attempt without progress. One that
+        # never entered shows nothing; the bound of forming has to end that.
+        guilty = (worker.name,) if cluster.chance(0.8) else ()
+        cluster.post(ev.HangFound, attempt=newest.number, guilty=guilty, evidence="no progress")
+    cluster.at(0.5, _detect, cluster, worker)
+
+
+def lose_node(cluster: SimCluster, node: SimNode | None = None) -> None:
+    """A node goes with everything on it; it may return."""
+    node = node or _pick_node(cluster)
+    if node is None or not node.alive:
+        return
+    node.alive = False
+    cluster.memory.lose_node(node.name)
+    cause = "preempted" if node.draining_until_s is not None else "node"
+    for worker in list(node.workers.values()):
+        cluster.die(worker, cause)
+        if cluster.chance(0.5):
+            cluster.post(
+                ev.WorkerExited, 0.05, worker=worker.name, cause=cause, detail="its node died"
+            )
+    _forget_slots(cluster, node)
+    cluster.post(ev.NodeLost, 0.5 + cluster.rng.random(), node=node.name, cause="died")
+    if cluster.chance(0.7):
+        cluster.at(2.0 + 3 * cluster.rng.random(), return_node, cluster, node.room)
+
+
+def cut_off(cluster: SimCluster) -> None:
+    """The controller hears nothing of a node any more, while its workers train on."""
+    node = _pick_node(cluster)
+    if node is None or node.draining_until_s is not None:
+        return
+    node.cut_off = True
+    cluster.monitor.faulty.update(node.workers)
+    cluster.monitor.is_state_gone = True
+    cluster.at(0.5 + cluster.wire_s(), _miss, cluster, node)
+    cluster.at(3.0 + 2 * cluster.rng.random(), heal_node, cluster, node)
+
+
+def _miss(cluster: SimCluster, node: SimNode) -> None:
+    """The controller counts a silence itself: it does not find one that is over."""
+    if node.cut_off:
+        cluster.find(ev.NodeLost, node=node.name, cause="silent")
+
+
+def heal_node(cluster: SimCluster, node: SimNode) -> None:
+    """The partition ends; workers there found their lease expired and ended themselves."""
+    if not node.cut_off:
+        return
+    for worker in list(node.workers.values()):
+        cluster.die(worker, "killed")
+    _forget_slots(cluster, node)
+    cluster.memory.lose_node(node.name)
+    node.cut_off = False
+    cluster.post(ev.NodeJoined, node=node.name)
+    cluster.place()
+
+
+def return_node(cluster: SimCluster, room: int) -> None:
+    """A machine that was lost is back, empty; to Ray it is another node."""
+    name = f"n{len(cluster.nodes)}"
+    cluster.nodes[name] = SimNode(name, room)
+    cluster.post(ev.NodeJoined, node=name)
+    cluster.place()
+
+
+def drain(cluster: SimCluster) -> None:
+    """The provider gives notice, and takes the node at the deadline."""
+    node = _pick_node(cluster)
+    if node is None or node.draining_until_s is not None:
+        return
+    notice_s = 1.0 + 3 * cluster.rng.random()
+    node.draining_until_s = cluster.now_s + notice_s
+    cluster.post(ev.NodeDraining, node=node.name, deadline_s=node.draining_until_s)
+    cluster.at(notice_s, lose_node, cluster, node)
+
+
+def new_node(cluster: SimCluster) -> None:
+    """The autoscaler adds a node."""
+    return_node(cluster, cluster.rng.randint(1, 2))
+
+
+def raise_once(cluster: SimCluster) -> None:
+    """One rank's training code raises at the next step, once."""
+    newest = cluster.attempts.get(cluster.monitor.attempt)
+    if newest is None or cluster.raises_once:
+        return
+    if newest.step + 1 not in cluster.raises_at:
+        cluster.raises_at[newest.step + 1] = (cluster.rng.randrange(len(newest.members)),)
+        cluster.raises_once.add(newest.step + 1)
+
+
+def damage(cluster: SimCluster) -> None:
+    """The newest version cannot be loaded any more."""
+    commits = cluster.storage.commits
+    if commits:
+        commits[next(reversed(commits))].damaged = True
+        _strike_soon(cluster)
+
+
+def flip_bits(cluster: SimCluster) -> None:
+    """Bytes of the newest versions change where they lie, and nothing shows it."""
+    rng = cluster.rng
+    held = [
+        held_source(one.node, part.arena, part.held)
+        for one in cluster.memory.inventories(cluster.nodes.values(), cluster.now_s)
+        for part in one.parts
+    ]
+    stored = [stored_source(*version) for version in cluster.storage.commits]
+    newest = max((source[0] for source in held), default=0)
+    for sources in ([s for s in held if s[0] == newest], held, stored[-1:]):
+        if sources and cluster.chance(0.6):
+            num = rng.choice((1, 1, 2, len(sources)))
+            cluster.damaged.update(rng.sample(sources, k=min(num, len(sources))))
+    _strike_soon(cluster)
+
+
+def _strike_soon(cluster: SimCluster) -> None:
+    """Damage shows only where something is loaded: end an attempt behind it, mostly."""
+    if cluster.chance(0.7):
+        cluster.at(0.1 * cluster.rng.random(), crash, cluster)
+
+
+def kill_keeper(cluster: SimCluster) -> None:
+    """A keeper's process dies; living workers hand their arenas to the next one."""
+    node = _pick_node(cluster)
+    if node is not None:
+        away_s = 0.3 + 0.7 * cluster.rng.random()
+        node.keeper_back_s = cluster.now_s + away_s
+        cluster.monitor.is_state_gone = True
+        cluster.memory.lose_keeper(node)
+        cluster.at(away_s, _return_keeper, cluster)
+
+
+def _return_keeper(cluster: SimCluster) -> None:
+    cluster.memory.grew_s = cluster.now_s
+
+
+def kill_controller(cluster: SimCluster) -> None:
+    """The controller's process dies: what was on its way to it is lost."""
+    cluster.life += 1
+    cluster.inbox.clear()
+    cluster.controller_up = False
+    cluster.at(0.3 + 0.5 * cluster.rng.random(), _restart_controller, cluster, cluster.life)
+
+
+def _restart_controller(cluster: SimCluster, life: int) -> None:
+    if life == cluster.life:
+        cluster.life += 1
+        cluster.controller_up = True
+        cluster.num_lives += 1
+        cluster.inbox.append(ev.ControllerStarted(at_s=cluster.now_s, life=cluster.num_lives))
+
+
+def end_everything(cluster: SimCluster) -> None:
+    """The run is over: its processes, reservations and memory are given back."""
+    cluster.life += 1
+    cluster.inbox.clear()
+    cluster.controller_up = True
+    for worker in cluster.workers.values():
+        worker.alive = False
+    cluster.workers.clear()
+    for node in cluster.nodes.values():
+        node.workers.clear()
+        cluster.memory.lose_node(node.name)
+        _forget_slots(cluster, node)
+        cluster.post(ev.NodeJoined, node=node.name)
+    cluster.give_back_all()
+
+
+def _forget_slots(cluster: SimCluster, node: SimNode) -> None:
+    for slot in node.slots:
+        cluster.granted.pop(slot, None)
+    node.slots.clear()
+
+
+Fault = Callable[[SimCluster], None]
+
+FAULTS: tuple[Fault, ...] = (
+    crash,
+    hang,
+    lose_node,
+    cut_off,
+    drain,
+    new_node,
+    raise_once,
+    damage,
+    flip_bits,
+    kill_keeper,
+    kill_controller,
+)

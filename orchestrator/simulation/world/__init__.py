@@ -1,0 +1,1 @@
+"""The virtual cluster: nodes, processes, memory, storage."""

@@ -1,0 +1,499 @@
+"""The virtual cluster: nodes, reservations, worker processes, attempts, and the wires between.
+
+It performs the machine's actions as the shell would and reports what happens, late, twice or not
+at all where the real thing may do so. It knows the truth; the machine hears only the reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
+from itertools import count
+from random import Random
+from typing import Any
+
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
+from orchestrator.core.rules import RunRules
+from orchestrator.policies import quarantine, versions
+from orchestrator.policies.saving.redundancy import RedundancyFacts, RedundancyPlan, plan_redundancy
+from orchestrator.simulation.checkers.violations import Monitor
+from orchestrator.simulation.world import loading
+from orchestrator.simulation.world.memory import Memory, Part
+from orchestrator.simulation.world.parts import STEP_S, SimAttempt, SimNode, SimWorker
+from orchestrator.simulation.world.saving import Tiers, farewell, save_step
+from orchestrator.simulation.world.storage import Storage
+from ucp_core.layout import ParallelLayout
+from workers.placement.plan import Preference
+from workers.protocol import Source
+
+#: Longer than trainers take to write: what they leave behind is committed by then.
+_COMMIT_S = 0.6 * STEP_S
+#: A controller that was restarted looks that often for reservations that nobody knows.
+_STRAY_S = 0.2
+
+
+class SimCluster:
+    """The world. ``at`` schedules, ``post`` reports, ``perform`` does what the machine ordered."""
+
+    def __init__(self, rng: Random, rules: RunRules, tiers: Tiers, monitor: Monitor) -> None:
+        self.rng = rng
+        self.rules = rules
+        self.tiers = tiers
+        self.monitor = monitor
+        self.now_s = 0.0
+        self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.serials = count()
+        self.life = 0
+        self.num_lives = 1
+        self.controller_up = True
+        self.inbox: list[ev.Event] = []
+        self.nodes: dict[str, SimNode] = {}
+        self.workers: dict[str, SimWorker] = {}
+        self.pending: dict[int, tuple[str, ...]] = {}
+        self.granted: dict[int, str] = {}
+        # Asked for or found by the controller's present life.
+        self.known_slots: set[int] = set()
+        self.storage = Storage()
+        self.memory = Memory()
+        # Sources whose bytes are damaged, which only a load finds out.
+        self.damaged: set[Source] = set()
+        self.attempts: dict[int, SimAttempt] = {}
+        self.delay_s = rng.choice((0.001, 0.01, 0.1))
+        self.loss = rng.choice((0.0, 0.0, 0.02, 0.1))
+        self.doubling = rng.choice((0.0, 0.0, 0.05))
+        self.start_failure = 0.0
+        self.raises_at: dict[int, tuple[int, ...]] = {}
+        self.raises_once: set[int] = set()
+        self._perform: dict[type, Callable[[Any], None]] = {
+            act.RequestSlot: self._request_slot,
+            act.ReleaseSlot: self._release_slot,
+            act.StartWorker: self._start_worker,
+            act.KillWorker: self._kill_worker,
+            act.FenceAttempt: self._fence_attempt,
+            act.YieldAttempt: self._yield_attempt,
+            act.ReadCommitted: self._read_committed,
+            act.StartAttempt: self._start_attempt,
+            act.ReportIncident: self._report_incident,
+            act.SurveyWorkers: self._survey_workers,
+            act.FinishRun: self._finish_run,
+        }
+
+    def dissolve(self) -> None:
+        """End the world: its parts know each other, which keeps them alive for the collector."""
+        for node in self.nodes.values():
+            node.workers.clear()
+        self.__dict__.clear()
+
+    # Time and wires
+
+    def at(self, delay_s: float, do: Callable[..., None], *args: Any) -> None:
+        """Do something after ``delay_s``."""
+        heappush(self.queue, (self.now_s + delay_s, next(self.serials), do, args))
+
+    def run_until(self, at_s: float) -> None:
+        """Let what is scheduled until then happen, but stop as soon as the machine hears of it."""
+        queue, inbox = self.queue, self.inbox
+        while queue and queue[0][0] <= at_s and not inbox:
+            self.now_s, _, do, args = heappop(queue)
+            do(*args)
+
+    def chance(self, probability: float) -> bool:
+        """Return True with ``probability``."""
+        return self.rng.random() < probability
+
+    def wire_s(self) -> float:
+        """Return how long one message takes: a lost one is sent again and comes late."""
+        delay_s = self.rng.random() * self.delay_s
+        if self.loss and self.chance(self.loss):
+            delay_s += 0.2 + self.rng.random()
+        return delay_s
+
+    def post(self, kind: type, delay_s: float = 0.0, **values: Any) -> None:
+        """Report something to the controller's present life, perhaps twice."""
+        self.at(delay_s + self.wire_s(), self._arrive, self.life, kind, values)
+        if self.doubling and self.chance(self.doubling):
+            self.at(delay_s + self.rng.random(), self._arrive, self.life, kind, values)
+
+    def post_or_lose(self, kind: type, **values: Any) -> None:
+        """Report something that nobody repeats if it is lost."""
+        if not (self.loss and self.chance(self.loss)):
+            self.post(kind, **values)
+
+    def find(self, kind: type, **values: Any) -> None:
+        """Let the controller come to something by itself, if it is up: at once and once."""
+        self._arrive(self.life, kind, values)
+
+    def _arrive(self, life: int, kind: type, values: dict[str, Any]) -> None:
+        # Nobody listens while the controller is down, and a new life has new wires.
+        if life == self.life and self.controller_up:
+            self.inbox.append(kind(at_s=self.now_s, **values))
+
+    # Actions
+
+    def perform(self, action: act.Action) -> None:
+        """Do what the machine ordered, as the shell would."""
+        self._perform[type(action)](action)
+
+    def _request_slot(self, action: act.RequestSlot) -> None:
+        self.known_slots.add(action.slot)
+        self.at(self.wire_s(), self._requested, action.slot, action.avoid, self.life)
+
+    def _requested(self, slot: int, avoid: tuple[str, ...], life: int) -> None:
+        if slot not in self.granted:
+            self.pending[slot] = avoid
+            self.place()
+        if life != self.life:
+            self.at(_STRAY_S, self._stray, slot)
+
+    def _stray(self, slot: int) -> None:
+        # A dead life asked for it so late that the next one did not find it.
+        if slot not in self.known_slots:
+            self.released(slot)
+
+    def _release_slot(self, action: act.ReleaseSlot) -> None:
+        self.at(self.wire_s(), self.released, action.slot)
+
+    def released(self, slot: int) -> None:
+        """Give a reservation back, or see to it that it never comes into force."""
+        self.pending.pop(slot, None)
+        name = self.granted.get(slot)
+        # A request that the release overtook must not come into force any more.
+        self.granted[slot] = ""
+        if name:
+            self.nodes[name].slots.discard(slot)
+            self.place()
+
+    def give_back_all(self) -> None:
+        """Give back what is pending, also what is only on its way to be asked for."""
+        self.pending.clear()
+        self.queue[:] = [entry for entry in self.queue if entry[2] != self._requested]
+        heapify(self.queue)
+
+    def place(self) -> None:
+        """Grant pending reservations where there is room."""
+        for slot, avoid in list(self.pending.items()):
+            for node in self.nodes.values():
+                free = node.alive and not node.cut_off and node.draining_until_s is None
+                if free and len(node.slots) < node.room and node.name not in avoid:
+                    del self.pending[slot]
+                    node.slots.add(slot)
+                    self.granted[slot] = node.name
+                    self.post(ev.SlotGranted, slot=slot, node=node.name)
+                    break
+
+    def _start_worker(self, action: act.StartWorker) -> None:
+        node = self.nodes[action.node]
+        if action.worker in self.workers:
+            return
+        self.monitor.started(action.worker)
+        if not node.alive or node.cut_off:
+            detail = "no such node"
+            self.monitor.troubled.add(node.name)
+            self.post(ev.WorkerExited, 0.5, worker=action.worker, cause="crash", detail=detail)
+            return
+        worker = SimWorker(action.worker, node)
+        self.workers[action.worker] = node.workers[action.worker] = worker
+        self.at(0.5 + self.rng.random(), self._ready, worker)
+
+    def _ready(self, worker: SimWorker) -> None:
+        if not worker.alive:
+            return
+        if self.start_failure and self.chance(self.start_failure):
+            self.monitor.troubled.add(worker.node.name)
+            if self.chance(0.5):
+                self.die(worker, "crash")
+            # Otherwise it never gets ready: its bound has to end it.
+            return
+        worker.ready = True
+        self.post(ev.WorkerReady, worker=worker.name, node=worker.node.name, pid=1)
+
+    def _kill_worker(self, action: act.KillWorker) -> None:
+        self.at(self.wire_s(), self._killed, action.worker)
+
+    def _killed(self, name: str) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and worker.alive and not worker.node.cut_off:
+            self.die(worker, "killed")
+        elif worker is None:
+            # The order overtook the start: the process must not come up any more.
+            self.post(ev.WorkerExited, worker=name, cause="killed", detail="")
+
+    def die(self, worker: SimWorker, cause: str) -> None:
+        """End a process and let the world notice."""
+        worker.alive = False
+        self.monitor.is_state_gone = True
+        if not worker.node.cut_off:
+            self.monitor.left(worker.attempt, self.now_s)
+        self.monitor.faulty.add(worker.name)
+        worker.node.workers.pop(worker.name, None)
+        del self.workers[worker.name]
+        if worker.node.keeper_back_s > self.now_s:
+            self.memory.lose_worker(worker)
+        if worker.node.alive:
+            self.post(ev.WorkerExited, 0.03, worker=worker.name, cause=cause, detail=cause)
+        self.shake(worker)
+
+    def shake(self, worker: SimWorker) -> None:
+        """Let the peers of a worker that stopped answering notice it, or not."""
+        attempt = self.attempts.get(worker.attempt)
+        if attempt is not None:
+            for name in attempt.members:
+                if name != worker.name and self.chance(0.7):
+                    self.at(0.02 * self.rng.random(), self._peer_lost, name, attempt.number)
+
+    def _peer_lost(self, name: str, number: int) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and worker.attempt == number and not worker.hung:
+            self.leave(worker, "peer_lost")
+
+    def leave(self, worker: SimWorker, how: str) -> None:
+        """Take a worker out of its attempt; it writes nothing more there."""
+        if how in ("fenced", "peer_lost"):
+            farewell(self, self.attempts[worker.attempt], worker)
+        number, worker.attempt = worker.attempt, 0
+        worker.refuses = max(worker.refuses, number)
+        if worker.node.cut_off:
+            return
+        self.monitor.left(number, self.now_s)
+        found: dict[str, Any] = {}
+        given = self.attempts[number].loading
+        if given.is_done and not given.is_loaded:
+            # Who found something says so, also if it is fenced before it heard of the others.
+            damaged, unread = given.damaged.get(worker.name), given.unread.get(worker.name)
+            found = {"damaged": damaged or (), "unread": unread or ()}
+            how = "unloadable" if damaged or unread else how
+        self.post(
+            ev.WorkerLeft,
+            attempt=number,
+            worker=worker.name,
+            how=how,
+            step=worker.completed,
+            detail=how,
+            **found,
+        )
+
+    def _fence_attempt(self, action: act.FenceAttempt) -> None:
+        for name in action.workers:
+            self.at(self.wire_s(), self._fenced, name, action.attempt)
+
+    def _fenced(self, name: str, number: int) -> None:
+        worker = self.workers.get(name)
+        if worker is None or worker.hung or worker.node.cut_off:
+            return
+        if worker.attempt == number:
+            self.leave(worker, "fenced")
+        elif worker.refuses < number:
+            # The fence overtook the assignment: it will be refused, and that is an answer too.
+            worker.refuses = number
+            self.post(
+                ev.WorkerLeft,
+                attempt=number,
+                worker=name,
+                how="fenced",
+                step=0,
+                detail="never entered",
+            )
+
+    def _yield_attempt(self, action: act.YieldAttempt) -> None:
+        for name in action.workers:
+            self.at(self.wire_s(), self._asked_to_yield, name, action.attempt, action.durable)
+
+    def _asked_to_yield(self, name: str, number: int, durable: bool) -> None:  # noqa: FBT001
+        worker = self.workers.get(name)
+        if worker is not None and worker.attempt == number and not worker.hung:
+            # The flag rides in the next all-reduce, so one member's knowledge is enough.
+            self.attempts[number].yielding = True
+            self.attempts[number].durable |= durable
+
+    def _read_committed(self, action: act.ReadCommitted) -> None:
+        self.at(self.wire_s(), self._read, action)
+
+    def _read(self, action: act.ReadCommitted) -> None:
+        nodes = self.nodes.values()
+        self.monitor.reading(action.number, self.now_s)
+        found = versions.newest(
+            quarantine.good(self.memory.inventories(nodes, self.now_s), action.bad),
+            self.storage.newest(action.lineage, quarantine.in_storage(action.bad)),
+            action.lineage,
+            total_steps=self.rules.total_steps,
+        )
+        self.post_or_lose(
+            ev.CommittedRead,
+            attempt=action.attempt,
+            step=found.step if found else 0,
+            committed_by=found.attempt if found else 0,
+            skipped=(),
+            number=action.number,
+            source=found.source if found else "",
+            returning=tuple(
+                node.name
+                for node in nodes
+                if self.now_s < node.keeper_back_s and node.alive and not node.cut_off
+            ),
+        )
+
+    # An attempt
+
+    def _start_attempt(self, action: act.StartAttempt) -> None:
+        self.monitor.attempt_started(self, action)
+        nodes = tuple(node for _, node, _ in action.members)
+        plan = _protection(nodes, action.layout, self.tiers.tolerance, self.tiers.preference)
+        given = loading.begin(self, action)
+        self.monitor.given(action.attempt, given.sources())
+        self.attempts[action.attempt] = SimAttempt(action, plan, given)
+        for name, _, _ in action.members:
+            self.at(self.wire_s(), self._enter, name, action.attempt)
+
+    def _enter(self, name: str, number: int) -> None:
+        worker = self.workers.get(name)
+        if worker is None or worker.hung or worker.node.cut_off or worker.refuses >= number:
+            return
+        attempt = self.attempts[number]
+        worker.attempt, worker.formed = number, False
+        worker.completed = attempt.step
+        attempt.arrived.add(name)
+        if len(attempt.arrived) == len(attempt.members):
+            for member in attempt.members:
+                self.at(0.05 + 0.1 * self.rng.random(), self._form, member, attempt)
+        elif not self.workers.keys() >= set(attempt.members):
+            self.at(0.05, self._peer_lost, name, number)
+
+    def _form(self, name: str, attempt: SimAttempt) -> None:
+        worker = self.workers.get(name)
+        if worker is None or worker.attempt != attempt.number or worker.hung:
+            return
+        if not attempt.loading.is_done:
+            loading.load(self, attempt.loading, attempt.members)
+        if not attempt.loading.is_loaded:
+            self.leave(worker, "unloadable")
+            return
+        worker.formed = True
+        damaged = attempt.loading.damaged.get(name, ())
+        self.post(ev.WorkerFormed, attempt=attempt.number, worker=name, damaged=damaged)
+        attempt.formed.add(name)
+        if len(attempt.formed) == len(attempt.members):
+            self.at(STEP_S, self._step, attempt)
+
+    def is_damaged(self, node: str, arena: str, part: Part) -> bool:
+        """Return whether what is held there is not what was written."""
+        return bool(self.damaged) and part.source(node, arena) in self.damaged
+
+    def present(self, attempt: SimAttempt) -> list[SimWorker] | None:
+        """Return the members if all can take part in a collective, else None."""
+        members: list[SimWorker] = []
+        for name in attempt.members:
+            worker = self.workers.get(name)
+            if worker is None or worker.attempt != attempt.number or worker.hung:
+                return None
+            members.append(worker)
+        return members
+
+    def _step(self, attempt: SimAttempt) -> None:
+        members = self.present(attempt)
+        if members is None:
+            return
+        step = attempt.step + 1
+        if step in self.raises_at and self._raise(attempt, members, step):
+            return
+        attempt.step = step
+        for worker in members:
+            worker.completed = step
+        self.monitor.stepped(attempt.number, step)
+        self.post_or_lose(ev.StepCompleted, attempt=attempt.number, step=step, step_s=STEP_S)
+        last = step >= self.rules.total_steps
+        stored = save_step(self, attempt, members, last=last)
+        if last:
+            self.at(_COMMIT_S, self._leave_together, attempt, "completed", stored)
+        elif attempt.yielding:
+            self.at(_COMMIT_S, self._leave_together, attempt, "yielded", stored)
+        else:
+            self.at(STEP_S, self._step, attempt)
+
+    def _raise(self, attempt: SimAttempt, members: list[SimWorker], step: int) -> bool:
+        """Raise at ``step`` in the ranks that are to; return whether any did."""
+        ranks = [rank for rank in self.raises_at[step] if rank < len(members)]
+        if step in self.raises_once:
+            del self.raises_at[step]
+        for rank in ranks:
+            self.raise_in(attempt, members[rank], step, "ValueError: simulated")
+        for worker in members:
+            if worker.attempt == attempt.number and self.chance(0.7):
+                self.at(0.02 * self.rng.random(), self._peer_lost, worker.name, attempt.number)
+        return bool(ranks)
+
+    def raise_in(self, attempt: SimAttempt, worker: SimWorker, step: int, error: str) -> None:
+        """Let the training code of a worker raise, which takes it out of the attempt."""
+        self.monitor.faulty.add(worker.name)
+        farewell(self, attempt, worker)
+        worker.attempt, worker.refuses = 0, max(worker.refuses, attempt.number)
+        if worker.node.cut_off:
+            return
+        self.monitor.left(attempt.number, self.now_s)
+        self.post(
+            ev.WorkerRaised,
+            attempt=attempt.number,
+            worker=worker.name,
+            step=step,
+            error=error,
+            traceback=f"Traceback: {error}",
+        )
+
+    def _leave_together(self, attempt: SimAttempt, how: str, stored: bool) -> None:  # noqa: FBT001
+        """Leave once the step is committed; where a part is missing everybody waits."""
+        landed = self.storage.commits if stored else self.memory.landed_s
+        if (attempt.step, attempt.number) not in landed:
+            return
+        if how == "yielded" and self.present(attempt) is not None:
+            self.monitor.all_yielded(attempt.number, attempt.step)
+        for name in attempt.members:
+            self.at(0.05 * self.rng.random(), self._leave_alone, name, attempt, how)
+
+    def _leave_alone(self, name: str, attempt: SimAttempt, how: str) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and worker.attempt == attempt.number and not worker.hung:
+            self.leave(worker, how)
+
+    def _report_incident(self, action: act.ReportIncident) -> None:
+        self.monitor.incident(action)
+
+    def _finish_run(self, action: act.FinishRun) -> None:
+        self.monitor.finished(action)
+
+    # A new life of the controller
+
+    def _survey_workers(self, _action: act.SurveyWorkers) -> None:
+        self.at(0.01, self._survey, self.life)
+
+    def _survey(self, life: int) -> None:
+        if life != self.life:
+            return
+        alive = [
+            (w.name, w.node.name, ev.UNKNOWN_ATTEMPT if w.hung else w.attempt)
+            for w in self.workers.values()
+            if not w.node.cut_off and w.node.alive
+        ]
+        slots = [(slot, name) for slot, name in self.granted.items() if name]
+        pending = tuple(self.pending)
+        self.known_slots = {*(slot for slot, _ in slots), *pending}
+        # The survey and what happens after it come from one loop, so they keep their order.
+        self.find(ev.WorkersSurveyed, alive=tuple(alive), slots=tuple(slots), pending_slots=pending)
+        for worker in list(self.workers.values()):
+            if worker.ready and not worker.node.cut_off:
+                self.post(ev.WorkerReady, worker=worker.name, node=worker.node.name, pid=1)
+        for node in self.nodes.values():
+            if node.alive and not node.cut_off:
+                self.post(ev.NodeJoined, node=node.name)
+                if node.draining_until_s is not None:
+                    deadline_s = node.draining_until_s
+                    self.post(ev.NodeDraining, 0.01, node=node.name, deadline_s=deadline_s)
+
+
+@lru_cache(maxsize=1 << 16)
+def _protection(
+    nodes: tuple[str, ...], layout: ParallelLayout, tolerance: int, preference: Preference
+) -> RedundancyPlan:
+    """Return the product's plan for ranks on ``nodes``; many histories meet the same."""
+    facts = RedundancyFacts(nodes=nodes, budgets_bytes={}, rank_bytes=1, layout=layout)
+    return plan_redundancy(facts, tolerance=tolerance, preference=preference)

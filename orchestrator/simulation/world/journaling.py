@@ -1,0 +1,148 @@
+"""The journal and its bookmark, kept as the shell does, and how a controller comes back by them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from random import Random
+from zlib import crc32
+
+from orchestrator.core.actions import Action
+from orchestrator.core.events import ControllerStarted, Event
+from orchestrator.core.log import compaction as bookmark
+from orchestrator.core.log.compaction import Basis, Bookmark, Place, decode, encode
+from orchestrator.core.log.journal import Folded, fold_on, turn_records, verify
+from orchestrator.core.log.stats import RunStats
+from orchestrator.core.rules import RunRules
+from orchestrator.core.state.run import RunState
+from orchestrator.errors import BookmarkError
+from orchestrator.simulation.checkers.violations import require
+
+#: Chance that a bookmark is written behind an event, and that it is damaged when it is needed.
+_MARK = 0.2
+_DAMAGE = 0.1
+
+_TORN = b'{"v":1,"se'
+
+
+@dataclass(eq=False)
+class _Turn:
+    event: Event
+    actions: Sequence[Action]
+    attempt: int
+    seq: int
+
+    @cached_property
+    def lines(self) -> list[bytes]:
+        records = turn_records(self.event, self.actions, attempt=self.attempt)
+        return [
+            json.dumps({**record, "seq": seq, "wall_time": 0.0}).encode() + b"\n"
+            for seq, record in enumerate(records, start=self.seq)
+        ]
+
+
+class SimJournal:
+    """One opening of a run. Lines are made when they are read, which few histories do often.
+
+    Args:
+        seed: Of the history; what is drawn here changes nothing else in it.
+        rules: Of the run.
+        is_thorough: Whether to compare every restart with a fold of the whole journal, and the
+            numbers of the run too.
+    """
+
+    def __init__(self, seed: int, rules: RunRules, *, is_thorough: bool) -> None:
+        self._rng = Random(f"journal {seed}")  # noqa: S311  no secrets here
+        self._rules = rules
+        self._is_thorough = is_thorough
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Begin the journal of a run that was opened again."""
+        self._turns: list[_Turn] = []
+        #: Places in ``_turns`` at which a life ends.
+        self._ends: list[int] = []
+        self._seq = 0
+        self._marked: tuple[int, RunState] | None = None
+
+    @cached_property
+    def _basis(self) -> Basis:
+        return Basis(program="simulated", rules=repr(self._rules))
+
+    def add(self, event: Event, state: RunState, actions: Sequence[Action]) -> None:
+        """Take in an event, the state after it, and the actions that it led to."""
+        if isinstance(event, ControllerStarted) and self._turns:
+            self._ends.append(len(self._turns))
+        self._turns.append(_Turn(event, actions, state.attempt, self._seq))
+        self._seq += 1 + len(actions)
+        if self._rng.random() < _MARK:
+            self._marked = len(self._turns), state
+
+    def restored(self) -> RunState:
+        """Return the state that a new life begins with."""
+        folded = self._restored()
+        if self._is_thorough:
+            whole = fold_on(Folded(), self._segments(), self._rules)
+            # Equal tables may have another order, by which the run goes.
+            require(repr(folded) == repr(whole), "L1", "a bookmark does not lead to the state")
+        return folded.state
+
+    def replayed(self) -> RunState:
+        """Return the state at the end, with every action compared."""
+        state, _ = verify(self._segments(), self._rules)
+        return state
+
+    def _restored(self) -> Folded:
+        if self._marked is None:
+            return fold_on(Folded(), self._segments(), self._rules)
+        number, state = self._marked
+        try:
+            found = decode(self._document(number, state), self._basis)
+            behind = bookmark.behind(found.place, self._segments(number))
+        except BookmarkError:
+            return fold_on(Folded(), self._segments(), self._rules)
+        return fold_on(found.folded, behind, self._rules)
+
+    def _document(self, number: int, state: RunState) -> bytes:
+        """Return the bookmark behind so many turns as it is found: it may be damaged."""
+        turn = self._turns[number - 1]
+        line = turn.lines[-1]
+        stats = RunStats()
+        if self._is_thorough:
+            stats = fold_on(Folded(), self._segments(to=number), self._rules).stats
+        marked = Bookmark(
+            # How large the segments are is the shell's business.
+            place=Place(
+                segment=1,
+                before_bytes=0,
+                end_bytes=0,
+                line_bytes=len(line),
+                line_crc32=crc32(line),
+            ),
+            folded=Folded(
+                state=state,
+                stats=stats,
+                seq=turn.seq + len(turn.actions),
+                at_s=turn.event.at_s,
+            ),
+        )
+        document = encode(marked, self._basis)
+        if self._rng.random() >= _DAMAGE:
+            return document
+        cut = self._rng.randrange(len(document))
+        return document[:cut] + self._rng.choice((b"", b"0" + document[cut + 1 :]))
+
+    def _segments(self, number: int = 0, to: int | None = None) -> list[bytes]:
+        """Return one segment per life, each with a torn end, from the last line before a turn."""
+        to = len(self._turns) if to is None else to
+        bounds = [number, *(end for end in self._ends if number < end < to), to]
+        segments = [
+            b"".join(line for turn in self._turns[begin:end] for line in turn.lines) + _TORN
+            for begin, end in pairwise(bounds)
+        ]
+        if number:
+            segments[0] = self._turns[number - 1].lines[-1] + segments[0]
+        return segments

@@ -1,0 +1,133 @@
+"""What the virtual cluster is made of: nodes, worker processes, attempts as they really go."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from orchestrator.core.actions import StartAttempt
+from orchestrator.policies.saving.redundancy import RedundancyPlan
+from orchestrator.simulation.world.loading import Loading
+from workers.protocol import Member
+
+#: Long beside a message and short beside a recovery: half a dozen steps meet as many faults as
+#: many short ones would, in four fifths of the time.
+STEP_S = 0.25
+
+
+class SimNode:
+    """A machine with room for ``room`` workers."""
+
+    __slots__ = (
+        "alive",
+        "cut_off",
+        "draining_until_s",
+        "keeper_back_s",
+        "name",
+        "room",
+        "slots",
+        "workers",
+    )
+
+    def __init__(self, name: str, room: int) -> None:
+        self.name = name
+        self.room = room
+        self.alive = True
+        # Cut off: declared lost while its processes train on, as in a network partition.
+        self.cut_off = False
+        self.draining_until_s: float | None = None
+        # Its keeper died and is not back before then.
+        self.keeper_back_s = 0.0
+        self.slots: set[int] = set()
+        self.workers: dict[str, SimWorker] = {}
+
+
+class SimWorker:
+    """A worker process: the attempt it is in (0: none) and the one up to which it refuses."""
+
+    __slots__ = (
+        "alive",
+        "attempt",
+        "completed",
+        "formed",
+        "hung",
+        "name",
+        "node",
+        "ready",
+        "refuses",
+    )
+
+    def __init__(self, name: str, node: SimNode) -> None:
+        self.name = name
+        self.node = node
+        self.alive = True
+        self.ready = False
+        self.hung = False
+        self.attempt = 0
+        self.refuses = 0
+        self.completed = 0
+        self.formed = False
+
+
+class SimAttempt:
+    """One attempt as it really goes: members step together or not at all."""
+
+    __slots__ = (
+        "_lanes",
+        "arrived",
+        "copiers",
+        "durable",
+        "formed",
+        "lineage",
+        "loading",
+        "members",
+        "num_uncopied",
+        "number",
+        "placed",
+        "plan",
+        "records",
+        "step",
+        "storing_until_s",
+        "yielding",
+    )
+
+    def __init__(self, action: StartAttempt, plan: RedundancyPlan, loading: Loading) -> None:
+        self.number = action.attempt
+        self.members = [worker for worker, _, _ in action.members]
+        self.lineage = action.lineage
+        self.loading = loading
+        self.step = action.resume_step
+        self.arrived: set[str] = set()
+        self.formed: set[str] = set()
+        # By step: the ranks whose part is in storage.
+        self.records: dict[int, set[int]] = {}
+        self.yielding = False
+        self.durable = False
+        # (worker, node, slot) by rank.
+        self.placed = action.members
+        # How snapshots are protected, which nodes keep copies of a node's, and how many copies
+        # and parities are under way.
+        self.plan = plan
+        nodes = dict.fromkeys(node for _, node, _ in action.members)
+        self.copiers = {
+            node: tuple(name for name in nodes if name in plan.keepers.get(node, ()))
+            for node in nodes
+        }
+        self.num_uncopied = 0
+        self._lanes: dict[tuple[str, ...], list[tuple[Member | None, ...]]] = {}
+        self.storing_until_s = 0.0
+
+    def lanes(self, group: tuple[str, ...]) -> list[tuple[Member | None, ...]]:
+        """Return what goes into a group's parities: of each node its first rank, and so on."""
+        if group not in self._lanes:
+            ranks = [
+                [rank for rank, (_, node, _) in enumerate(self.placed) if node == name]
+                for name in group
+            ]
+            self._lanes[group] = [
+                tuple(
+                    None if rank is None else Member(rank=rank, data_bytes=1, record_bytes=1)
+                    for rank in lane
+                )
+                for lane in zip_longest(*ranks)
+            ]
+        return self._lanes[group]

@@ -1,0 +1,140 @@
+"""What people read of a run that goes on, in a terminal that may be narrow."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from orchestrator.cli.status_view import print_status
+
+NODE = "f6a909039539fb880232d2aefe062783cc607b650ff1be024369a081"
+
+
+def _status(**changes: Any) -> dict[str, Any]:
+    worker = {"worker": "w0002", "node": NODE, "pid": 23457, "state": "training"}
+    standby = {"worker": "w0005", "node": NODE, "pid": None, "state": "starting"}
+    return {
+        "phase": "running",
+        "attempt": 2,
+        "step": 95,
+        "loss": 2.26571,
+        "layout": "dp_shard=4",
+        "workers": [
+            {**worker, "rank": 0, "step": 96, "phase": "backward", "last_heartbeat_s": 0.893},
+            {**standby, "rank": -1, "step": None, "phase": None, "last_heartbeat_s": None},
+        ],
+        "nodes": [
+            {
+                "node": NODE,
+                "raylet_pid": 23231,
+                "keeper_pid": None,
+                "state": "alive",
+                "slots": [2, 3],
+            }
+        ],
+        "pending_capacity": 2,
+        "redundancy": {
+            "step": 95,
+            "stored_step": 90,
+            "node_losses_survived": 1,
+            "reason": "partner copy [of all]",
+            "troubles": ["storage has been silent for 12 s"],
+        },
+        "cadence": {
+            "snapshot_steps": 1,
+            "snapshot_taken_steps": 1,
+            "checkpoint_steps": 10,
+            "cost_share": 0.00714,
+            "cost_share_max": 0.02,
+            "troubles": [],
+            "reason": "as configured",
+        },
+        "loaded": {"local memory": 5_000_000},
+        "passed_over": ["step-00000004: manifest.json is cut short"],
+        "cause": {"kind": "crash", "guilty": ["w0001"], "evidence": "its process died"},
+        "reason": "",
+        "bounds_s": {"beat": 0.1, "hang": 5.221},
+        "controller": "alive",
+        **changes,
+    }
+
+
+def _lines(status: dict[str, Any]) -> list[str]:
+    output = io.StringIO()
+    print_status(status, Console(file=output, width=60))
+    return [" ".join(line.split()) for line in output.getvalue().splitlines()]
+
+
+def test_who_is_where_can_be_read_and_copied_in_a_narrow_terminal() -> None:
+    """A process id that was cut off ends the wrong process."""
+    lines = _lines(_status())
+
+    assert lines[0] == "running: attempt 2 on dp_shard=4, step 95, loss 2.2657"
+    assert "0 w0002 f6a90903 23457 training step 96, backward 0.9 s ago" in lines
+    assert "- w0005 f6a90903 - starting - -" in lines
+    assert "f6a90903 alive 23231 - 2 3" in lines
+
+
+def test_what_is_safe_and_what_is_wrong_has_a_line_each() -> None:
+    """Somebody looks because something may be lost."""
+    lines = _lines(_status())
+
+    assert lines[lines.index("asked for: room for 2 more workers") :] == [
+        "asked for: room for 2 more workers",
+        "in memory: step 95, survives the loss of 1 node",
+        "in storage: step 90",
+        "redundancy: partner copy [of all]",
+        "saves: a snapshot each step, a checkpoint every 10 steps; 0.71% of step time, at most 2%",
+        "intervals: as configured",
+        "loaded: 4.8 MiB from local memory",
+        "passed over: step-00000004: manifest.json is cut short",
+        "trouble: storage has been silent for 12 s",
+        "last change: crash (w0001): its process died",
+        "bounds of waits: beat 0.1 s, hang 5.221 s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("due", "taken", "line"),
+    [
+        (1, 5, "a snapshot each step (in fact every 5 steps: sooner none is complete and copied)"),
+        (2, 2, "a snapshot every 2 steps, a checkpoint"),
+        (2, None, "a snapshot every 2 steps, a checkpoint"),
+        (0, 0, "saves: a checkpoint"),
+    ],
+)
+def test_a_link_that_stretches_the_interval_is_told(due: int, taken: int | None, line: str) -> None:
+    """Who reads "each step" while four of five are skipped expects to lose less than he may."""
+    status = _status()
+    status["cadence"] |= {"snapshot_steps": due, "snapshot_taken_steps": taken}
+    assert line in " ".join(_lines(status))
+
+
+def test_a_run_without_controller_says_so_and_what_is_not_there_has_no_line() -> None:
+    """What was true last must not be taken for what is."""
+    nothing = {"step": 0, "stored_step": 0, "node_losses_survived": 0, "reason": "", "troubles": []}
+    lines = _lines(
+        _status(
+            controller="down",
+            loss=None,
+            workers=[],
+            nodes=[],
+            pending_capacity=0,
+            redundancy=nothing,
+            loaded={},
+            passed_over=[],
+            cause=None,
+            bounds_s={},
+        )
+    )
+
+    assert lines == [
+        "running: attempt 2 on dp_shard=4, step 95; the controller is down: this was true last",
+        "",
+        "in storage: nothing yet",
+        "saves: a snapshot each step, a checkpoint every 10 steps; 0.71% of step time, at most 2%",
+        "intervals: as configured",
+    ]

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.preflight import preflight, worker_memory_bytes
+from orchestrator.config.schema import RunConfig, load
+from orchestrator.errors import ConfigError
+
+
+def _config(tmp_path: Path, *overrides: str) -> RunConfig:
+    text = f"run: {{directory: '{tmp_path / 'run'}'}}\nworkers: {{max: 4}}\n"
+    return load(text, ["cluster.local_nodes=2", *overrides])
+
+
+def _paths(config: RunConfig) -> list[str]:
+    return [problem.path for problem in preflight(config)]
+
+
+def test_a_good_configuration_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The check writes a file: whoever mistyped the directory must not find it made."""
+    config = _config(tmp_path / "home")
+
+    assert preflight(config) == []
+    assert list(tmp_path.iterdir()) == []
+
+    (tmp_path / "home" / "run").mkdir(parents=True)
+    assert preflight(config) == []
+    assert [path.name for path in tmp_path.rglob("*")] == ["home", "run"]
+
+
+def test_storage_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    """Otherwise the first checkpoint finds out, after minutes of training."""
+    (tmp_path / "run").write_text("a file where a directory is to be", encoding="utf-8")
+
+    problems = preflight(_config(tmp_path))
+
+    assert [problem.path for problem in problems] == ["run.directory"]
+    assert "cannot be written" in problems[0].message
+
+
+def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
+    """Data, script and tokenizer are looked for by different parts of the code."""
+    config = _config(
+        tmp_path,
+        f"data.source={tmp_path}/nothing/*.txt",
+        f"run.script={tmp_path}/train.py",
+        f"data.tokenizer={tmp_path}/tokenizer.json",
+    )
+
+    assert _paths(config) == ["data.source", "run.script", "data.tokenizer"]
+
+
+def test_a_script_that_is_no_python_is_refused_with_its_line(tmp_path: Path) -> None:
+    """The workers would find it out, each of them, when all has been started."""
+    script = tmp_path / "train.py"
+    script.write_text("import math\ndef train(:\n")
+    (problem,) = preflight(_config(tmp_path, f"run.script={script}"))
+    script.write_text("import math\n")
+
+    assert (problem.path, problem.message) == ("run.script", f"{script}:2: invalid syntax")
+    assert preflight(_config(tmp_path, f"run.script={script}")) == []
+
+
+def test_what_the_text_and_what_the_world_refuses_come_at_once(tmp_path: Path) -> None:
+    """A typing error that hides an unreadable file makes a user start a run twice."""
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    text = f"""\
+run: {{directory: '{tmp_path}/file/run'}}
+workers: {{max: 4}}
+data: {{source: '{tmp_path}/nothing/*.txt'}}
+model: {{preset: 8b}}
+cluster: {{memory_gib_per_worker: 1}}
+train: {{stpes: 3}}
+"""
+
+    with pytest.raises(ConfigError) as caught:
+        load(text, look=preflight)
+
+    places = [problem.split(": ")[:2] for problem in caught.value.facts["problems"]]
+    assert places == [
+        ["text:6", "train.stpes"],
+        ["text:1", "run.directory"],
+        ["text:3", "data.source"],
+        ["text:2", "workers.min"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        ("workers: {max: 2}\n", ["run"]),
+        ("run: x\n", ["run", "workers"]),
+        ("run: {directory: [x]}\nworkers: {max: 2}\n", ["run.directory"]),
+        ("run: {arguments: [x]}\nworkers: {max: two}\n", ["run.directory", "workers.max"]),
+    ],
+    ids=["no directory", "no section", "no text", "no numbers"],
+)
+def test_the_world_is_not_asked_about_what_nobody_wrote(
+    text: str, paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands for a broken key would be written to, or refused, as if it were meant."""
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(ConfigError) as caught:
+        load(text, ["model.preset=8b", "cluster.memory_gib_per_worker=1"], look=preflight)
+
+    lines = caught.value.facts["problems"]
+    found = [path for line in lines for path in line.split(": ")[:2] if "text" not in path]
+    assert found[: len(paths)] == paths
+    assert not [line for line in lines if "cannot be written" in line or "GiB" in line]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_min_workers_at_which_the_model_does_not_fit_are_refused(tmp_path: Path) -> None:
+    """It fits at the start with all workers, and would die at the first loss of one."""
+    config = _config(
+        tmp_path,
+        "model.preset=8b",
+        "workers.max=16",
+        "cluster.memory_gib_per_worker=40",
+        "train.precision=bf16",
+    )
+
+    problems = preflight(config)
+
+    assert [problem.path for problem in problems] == ["workers.min"]
+    assert "4 would do" in problems[0].message
+    assert _paths(config.model_copy(update={"workers": _min(config, 4)})) == []
+
+
+def test_a_model_that_never_fits_gets_no_number_of_workers(tmp_path: Path) -> None:
+    """ "Raise workers.min" would be wrong advice where activations alone are too much."""
+    config = _config(tmp_path, "model.preset=8b", "cluster.memory_gib_per_worker=1")
+
+    assert "no number up to workers.max=4" in preflight(config)[0].message
+
+
+def test_memory_is_not_judged_where_it_is_not_known(tmp_path: Path) -> None:
+    """A cluster's nodes are not this machine: refusing by its memory would refuse good runs."""
+    config = _config(tmp_path, "model.preset=8b", "cluster.address=10.0.0.1:6379")
+
+    assert _paths(config) == []
+
+
+def test_sharding_divides_the_state_and_only_the_state(tmp_path: Path) -> None:
+    """Activations and gathered parameters stay whole on each worker, however many there are."""
+    config = _config(tmp_path, "model.preset=1b")
+    parameters = 1_235_814_400  # Llama 3.2 1B, as published
+
+    two, four = worker_memory_bytes(config, 2), worker_memory_bytes(config, 4)
+
+    assert two - four == pytest.approx(parameters * 16 / 4, rel=1e-6)
+
+
+def test_replicas_do_not_divide_the_state(tmp_path: Path) -> None:
+    """4 workers in 2 replicas shard in halves."""
+    sharded = _config(tmp_path, "model.preset=1b")
+    replicated = _config(tmp_path, "model.preset=1b", "parallel.dp_replicate=2")
+
+    assert worker_memory_bytes(replicated, 4) == worker_memory_bytes(sharded, 2)
+
+
+def _min(config: RunConfig, count: int) -> object:
+    return config.workers.model_copy(update={"min": count})

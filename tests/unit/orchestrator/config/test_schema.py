@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.schema import RunConfig, demo_config, load
+from orchestrator.errors import ConfigError
+from tests.arch._tree import ROOT
+from workers.settings import ParallelSettings, Settings
+
+LEAST = "run: {directory: runs/x}\nworkers: {max: 4}\n"
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def _problems(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(text, overrides)
+    return list(caught.value.facts["problems"])
+
+
+def test_the_least_configuration_says_where_and_how_many() -> None:
+    """Everything else has a default; a default for these two would be somebody's surprise."""
+    config = load(LEAST)
+
+    assert config.workers.max == 4
+    assert config.rules().total_steps == config.train.steps
+    assert config.run.name == "x"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "cluster_configs").rglob("*.yaml")), ids=lambda path: path.name
+)
+def test_every_shipped_configuration_loads(path: Path) -> None:
+    """They are data that no code imports, so nothing else notices when a key is renamed."""
+    config = load(str(path))
+
+    assert config.rules().max_workers >= config.rules().min_workers
+
+
+def test_the_demo_is_deterministic_and_has_nodes_to_lose() -> None:
+    """It ends with equal weights and kills a node: it needs the mode, and more than one node."""
+    config = demo_config("runs/demo: 1/disturbed")
+
+    assert config.train.deterministic
+    assert config.cluster.local_nodes >= 2
+    assert config.run.directory.endswith("/runs/demo: 1/disturbed")
+
+
+def test_all_problems_come_at_once_each_with_its_line() -> None:
+    """One problem per attempt makes a user start a run ten times to fix ten typing errors."""
+    text = """\
+run: {directori: runs/x}
+workers:
+  min: 5
+  max: 4
+trian: {steps: 3}
+train:
+  lr: -1
+  global_batch: 5
+  stpes: 30
+checkpoint: {keep: 1}
+model: small
+"""
+
+    found = _problems(text, "train.warmup_steps=many")
+
+    for expected in (
+        "text:1: run.directory: is missing",
+        "text:1: run.directori: is no key; did you mean directory?",
+        "text:3: workers.min: 5 is more than workers.max=4",
+        "text:5: trian: is no section; did you mean train?",
+        "text:7: train.lr: ",
+        "text:8: train.global_batch: 5 is not a multiple of train.micro_batch=2",
+        "text:9: train.stpes: is no key; did you mean steps?",
+        "text:10: checkpoint.keep: ",
+        "text:11: model: must be a section with keys, not 'small'",
+        "command line: train.warmup_steps: must be integer, not 'many'",
+    ):
+        assert [line for line in found if line.startswith(expected)], (expected, found)
+    assert len(found) == 10
+
+
+def test_a_broken_key_does_not_hide_problems_of_its_neighbours() -> None:
+    """Checks between keys need a whole configuration, which a broken one is not."""
+    found = _problems(LEAST + "train: {steps: x, lr: 0}\n")
+
+    assert [line.split(": ")[1] for line in found] == ["train.steps", "train.lr"]
+
+
+def test_a_key_written_twice_is_a_problem() -> None:
+    """YAML keeps the last one without a word; which one was meant is not ours to guess."""
+    found = _problems(LEAST + "train:\n  steps: 50\n  lr: 1.0e-3\n  steps: 70\n")
+
+    assert found == ["text:6: train.steps: is written twice; keep one of them"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("run: [\n", "text:2: is not YAML"),
+        ("- run\n- workers\n", "text: must be a mapping"),
+        ("\n", "run: is missing"),
+    ],
+)
+def test_what_is_no_configuration_is_refused_with_a_reason(text: str, problem: str) -> None:
+    """An empty file and a list are valid YAML."""
+    assert _problems(text)[0].startswith(problem)
+
+
+@pytest.mark.parametrize("text", ["run: {directory: x}\nworkers: {max: 4\n", "- run\n"])
+def test_what_cannot_be_read_is_not_said_to_be_missing(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user who has written ``run:`` looks for that, and not for the bracket two lines below."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+
+    assert len(_problems(text, "train.steps=3")) == 1
+
+
+def test_arguments_without_a_script_are_refused() -> None:
+    """The built-in training would never see them."""
+    (found,) = _problems(LEAST, "run.arguments=['--lr']")
+
+    assert found.startswith("command line: run.arguments: are for a run.script")
+
+
+def test_a_missing_file_is_named() -> None:
+    """A traceback of the storage layer would be the first thing a new user sees."""
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml cannot be read"):
+        load("nowhere.yaml")
+
+
+@pytest.mark.parametrize("text", ["train.steps", "steps=3", "=3", "train.=3"])
+def test_an_override_without_a_path_or_value_is_refused(text: str) -> None:
+    """A typing error in an override must not start a run with the default."""
+    assert _problems(LEAST, text)[0].startswith(f"command line: {text}: must read")
+
+
+def test_overrides_win_over_the_file_and_the_last_one_over_the_first() -> None:
+    """They are what a user typed a moment ago."""
+    config = load(LEAST, ["workers.max=3", "train.lr=1e-4", "workers.max=2", "model.preset=tiny"])
+
+    assert config.workers.max == 2
+    assert config.train.lr == 1e-4  # YAML 1.1 reads 1e-4 as text
+    assert config.model.preset == "tiny"
+
+
+@pytest.mark.parametrize("name", ["run #3", "#3", "a 'b' \"c\"", "%20 ü→", "3 # three"])
+def test_an_override_has_no_comments(name: str) -> None:
+    """What a shell hands over is all meant: a run would go to another directory, in silence."""
+    config = load(LEAST, [f"run.directory=/runs/{name}", f"run.name={name}"])
+
+    assert config.run.directory == f"/runs/{name}"
+    assert config.run.name == name
+    assert load(LEAST, ["run.name='run #3'"]).run.name == "run #3"
+
+
+def test_the_resolved_configuration_reads_back_to_itself() -> None:
+    """It is written into the run directory, and the controller gets it as JSON."""
+    config = load(LEAST, ["train.betas=[0.8, 0.99]", "data.source=texts/*.txt"])
+
+    assert load(config.to_yaml()) == config
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+    assert Settings.from_json(config.settings_json()) == config.settings()
+
+
+def test_relative_paths_become_absolute_and_urls_stay() -> None:
+    """Workers run in other directories than the one the user typed in."""
+    arguments = "run.arguments=[--width, '512']"
+    local = load(LEAST, ["data.source=texts/*.txt", "run.script=train.py", arguments])
+    remote = load(LEAST, ["run.directory=s3://bucket/run", "data.source=s3://bucket/*.txt"])
+
+    assert local.run.directory == str(Path("runs/x").absolute())
+    assert local.run.script == str(Path("train.py").absolute())
+    assert local.settings().arguments == ("--width", "512")
+    assert Settings.from_json(local.settings_json()) == local.settings()
+    assert local.data.source == str(Path("texts").absolute() / "*.txt")
+    assert remote.run.directory == "s3://bucket/run"
+    assert remote.data.source == "s3://bucket/*.txt"
+    assert load(LEAST).data.source == "stdlib"
+
+
+def test_ray_address_is_used_unless_the_user_asks_for_simulated_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``ray job submit`` sets it, and then no second cluster may be started inside the job."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+
+    assert load(LEAST).cluster.address == "10.0.0.1:6379"
+    assert load(LEAST, ["cluster.address=auto"]).cluster.address == "auto"
+    assert load(LEAST, ["cluster.local_nodes=3"]).cluster.address is None
+
+
+def test_min_workers_that_no_layout_reaches_are_refused() -> None:
+    """5 workers in multiples of 3 are 3: a run with min 4 would wait for capacity for ever."""
+    found = _problems(
+        "run: {directory: x}\nworkers: {min: 4, max: 5}\nparallel: {dp_replicate: 3}\n"
+    )
+
+    assert len(found) == 1
+    assert found[0].startswith("text:2: workers.min: 4 cannot be reached")
+    assert "raise workers.max to 6 or lower workers.min to 3" in found[0]
+
+
+def test_patience_scales_every_bound_and_keeps_their_order() -> None:
+    """One knob: a bound that it forgets would fire before the one it depends on."""
+    usual, slow = load(LEAST).rules().bounds, load(LEAST, ["recovery.patience=9"]).rules().bounds
+
+    for name in ("grace_s", "start_s", "form_s", "fence_s", "kill_s", "read_s", "yield_s"):
+        assert getattr(slow, name) == pytest.approx(3 * getattr(usual, name)), name
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "checkpoints", "every"),
+    [(1, 10, 1), (5, 10, 1), (0, 10, 10), ("auto", 10, 1), (0, "auto", 1)],
+)
+def test_what_may_be_committed_follows_from_both_tiers(
+    snapshots: int | str, checkpoints: int | str, every: int
+) -> None:
+    """An interval is no bound where ranks leave their last step in memory, whichever it is."""
+    settings = [f"snapshot.every_steps={snapshots}", f"checkpoint.every_steps={checkpoints}"]
+
+    assert load(LEAST, settings).rules().checkpoint_every == every
+
+
+@pytest.mark.parametrize(
+    ("value", "wrong"),
+    [
+        ("1.5", "must be a number of steps or auto, not 1.5"),
+        ("often", "'often' is neither a number of steps nor auto"),
+        ("-1", "-1 must be at least 0"),
+    ],
+)
+def test_an_interval_is_a_number_or_auto(value: str, wrong: str) -> None:
+    """Two types are allowed; what is of neither must be one problem, not one for each."""
+    with pytest.raises(ConfigError) as refused:
+        load(LEAST, [f"snapshot.every_steps={value}"])
+
+    assert refused.value.facts["problems"] == [f"command line: snapshot.every_steps: {wrong}"]
+
+
+def test_the_parallel_section_has_every_setting_of_the_workers() -> None:
+    """The section adds to the workers' settings; one that it lacks could not be set by anybody."""
+    ours = set(type(load(LEAST).parallel).model_fields)
+
+    assert {field.name for field in fields(ParallelSettings)} < ours
+
+
+@pytest.mark.parametrize(("workers", "nodes", "cpus"), [(4, 2, 2), (4, 3, 2), (5, 2, 3), (1, 4, 1)])
+def test_simulated_nodes_hold_all_workers_but_not_twice(
+    workers: int, nodes: int, cpus: int
+) -> None:
+    """With room to spare the loss of a node would not be felt, and would test nothing."""
+    config = load(LEAST, [f"workers.max={workers}", f"cluster.local_nodes={nodes}"])
+
+    assert config.cpus_per_local_node() == cpus

@@ -1,0 +1,144 @@
+import json
+from dataclasses import replace
+
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
+from orchestrator.core.handlers.resume import reopening
+from orchestrator.core.log.journal import fold, openings, turn_records, verify
+from orchestrator.core.log.stats import RunStats
+from orchestrator.core.machine import step
+from orchestrator.core.rules import RunRules
+from orchestrator.core.state.run import Phase, RunState
+from workers.protocol import stored_source
+
+RULES = RunRules(run="test", min_workers=1, max_workers=1, total_steps=10)
+STOPPED: tuple[ev.Event, ...] = (
+    ev.ControllerStarted(at_s=0.0, life=1),
+    ev.SlotGranted(at_s=0.5, slot=1, node="a"),
+    ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
+    ev.WorkerFormed(at_s=1.5, attempt=1, worker="w0001"),
+    ev.StepCompleted(at_s=2.0, attempt=1, step=1, step_s=0.5),
+    ev.StopRequested(at_s=2.1, reason="everstep stop"),
+    ev.WorkerLeft(at_s=2.6, attempt=1, worker="w0001", how="yielded", step=2, detail=""),
+)
+
+
+def _went_on(life: int) -> tuple[ev.Event, ...]:
+    """Return what happens when the run goes on with new processes, and completes a step."""
+    return (
+        ev.CommittedRead(at_s=3.0, attempt=1, step=2, committed_by=1, skipped=(), number=1),
+        ev.SlotGranted(at_s=3.5, slot=life, node="b"),
+        ev.WorkerReady(at_s=4.0, worker=f"w{life:04d}", node="b", pid=12),
+        ev.WorkerFormed(at_s=4.5, attempt=2, worker=f"w{life:04d}"),
+        ev.StepCompleted(at_s=5.0, attempt=2, step=3, step_s=0.5),
+    )
+
+
+def _journal(
+    state: RunState, events: tuple[ev.Event, ...], rules: RunRules, *, seq: int
+) -> tuple[RunState, list[act.Action], bytes]:
+    actions: list[act.Action] = []
+    lines = b""
+    for event in events:
+        state, ordered = step(state, event, rules=rules)
+        actions += ordered
+        for record in turn_records(event, ordered, attempt=state.attempt):
+            lines += json.dumps({**record, "seq": seq, "wall_time": 1.0}).encode() + b"\n"
+            seq += 1
+    return state, actions, lines
+
+
+def test_a_stopped_run_goes_on_behind_its_last_committed_step() -> None:
+    """Neither the steps nor the numbers of attempts, workers and slots begin anew."""
+    stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
+    assert stopped.phase is Phase.FINISHED
+    event = reopening(stopped, at_s=2.7, life=2)
+    state, actions, _ = _journal(RunState(), (event, *_went_on(2)), RULES, seq=0)
+
+    (start,) = (action for action in actions if isinstance(action, act.StartAttempt))
+    assert (start.attempt, start.resume_step, start.resume_attempt) == (2, 2, 1)
+    assert start.lineage == ((1, 0), (2, 2))
+    assert start.members == (("w0002", "b", 2),)
+    assert not any(isinstance(action, act.ReportIncident) for action in actions)
+    assert (state.phase, state.step, state.stop_reason) == (Phase.RUNNING, 3, "")
+    assert "everstep stop" in event.why
+
+
+def test_what_is_missing_is_waited_for_as_at_the_first_start() -> None:
+    """The first of two workers to be ready again must not begin alone at once."""
+    rules = replace(RULES, max_workers=2)
+    stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
+    event = reopening(stopped, at_s=2.7, life=2)
+    state, _, _ = _journal(RunState(), (event, *_went_on(2)[:3]), rules, seq=0)
+
+    assert state.phase is Phase.WAITING
+    late = ev.Ticked(at_s=4.0 + rules.bounds.grace_s)
+    assert step(state, late, rules=rules)[0].phase is Phase.FORMING
+
+
+def test_a_failed_run_has_its_budgets_back() -> None:
+    """The bug that ended it is mended: the first error after that is no repetition."""
+    raised = ev.WorkerRaised(
+        at_s=2.0, attempt=1, worker="w0001", step=2, error="ValueError: x", traceback="Traceback"
+    )
+    read = ev.CommittedRead(at_s=2.1, attempt=1, step=1, committed_by=1, skipped=(), number=1)
+    rules = replace(RULES, budgets=replace(RULES.budgets, user_max=0))
+    failed, _, _ = _journal(RunState(), (*STOPPED[:5], raised, read), rules, seq=0)
+    assert failed.phase is Phase.FAILED, failed
+    event = reopening(failed, at_s=2.7, life=2)
+    state, _, _ = _journal(RunState(), (event,), rules, seq=0)
+
+    assert (state.phase, state.faults, state.raised_before) == (Phase.READING, (), ())
+    assert event.why.startswith("it failed: ")
+
+
+def test_a_run_whose_committed_steps_are_all_lost_fails_until_a_person_has_chosen() -> None:
+    """From step 0 it would train over what may be brought back, for days, unasked.
+
+    What is brought back has the name of what was bad, so after that nothing is left out.
+    """
+    stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
+    event = replace(reopening(stopped, at_s=2.7, life=2), bad=(stored_source(20, 1),))
+    read = ev.CommittedRead(
+        at_s=3.0, attempt=1, step=0, committed_by=0, skipped=(), number=1, lost=(20, 10)
+    )
+    failed, actions, second = _journal(RunState(), (event, read), RULES, seq=first.count(b"\n"))
+    again = reopening(failed, at_s=3.7, life=3)
+
+    assert failed.phase is Phase.FAILED
+    assert "(step-00000020, step-00000010)" in failed.reason
+    assert not any(isinstance(action, act.StartAttempt) for action in actions)
+    assert again.bad == ()
+    assert verify([second], RULES)[0] == failed
+
+
+def test_each_opening_is_replayed_under_its_own_settings() -> None:
+    """The journal of a run with other settings than those of today leads nowhere under these."""
+    wider = replace(RULES, max_workers=2, min_workers=2)
+    stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
+    event = reopening(stopped, at_s=2.7, life=2)
+    num_records = first.count(b"\n")
+    state, _, second = _journal(RunState(), (event, *_went_on(2)[:3]), wider, seq=num_records)
+    segments = [first, second, b'{"v": 1, "se']
+
+    assert openings(segments) == [0, 1]
+    assert fold(segments, wider)[0] == state
+    assert verify(segments[:1], RULES)[0] == stopped
+    assert verify(segments[1:], wider)[0] == state
+
+
+def test_the_numbers_go_on_and_nothing_stays_open() -> None:
+    """A report of a run that was stopped for a night must not call the night a recovery."""
+    stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
+    event = reopening(stopped, at_s=2.7, life=2)
+    _, _, second = _journal(RunState(), (event, *_went_on(2)), RULES, seq=0)
+    stats = RunStats()
+    for line in (first + second).splitlines():
+        stats.add(json.loads(line))
+
+    stop, resume = stats.incidents
+    assert (stop.kind, resume.kind) == ("stop", "resume")
+    assert (resume.t_detect_s, resume.t_first_step_s) == (2.7, 5.0)
+    assert not stats.is_open(stop)
+    assert not stats.is_open(resume)
+    assert (stats.outcome, stats.step, stats.attempt, stats.lost_steps) == ("", 3, 2, 0)

@@ -1,0 +1,123 @@
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from orchestrator.core import events as ev
+from orchestrator.core.log.journal import VERSION, fold, parse, read, turn_records, verify
+from orchestrator.core.machine import step
+from orchestrator.core.rules import RunRules
+from orchestrator.core.state.run import RunState
+from orchestrator.errors import JournalCorruptError
+
+RULES = RunRules(run="test", min_workers=1, max_workers=1, total_steps=10)
+EVENTS: tuple[ev.Event, ...] = (
+    ev.ControllerStarted(at_s=0.0, life=1),
+    ev.SlotGranted(at_s=0.5, slot=1, node="a"),
+    ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
+    ev.StepCompleted(at_s=2.0, attempt=1, step=1, step_s=0.1),
+)
+
+
+def _journal() -> tuple[bytes, RunState]:
+    state, seq, lines = RunState(), 0, b""
+    for event in EVENTS:
+        state, actions = step(state, event, rules=RULES)
+        for record in turn_records(event, actions, attempt=state.attempt):
+            seq += 1
+            lines += json.dumps({**record, "seq": seq, "wall_time": 1.0}).encode() + b"\n"
+    return lines, state
+
+
+def _edited(change: dict[str, Any], *, line: int) -> bytes:
+    lines = _journal()[0].splitlines(keepends=True)
+    lines[line] = json.dumps({**json.loads(lines[line]), **change}).encode() + b"\n"
+    return b"".join(lines)
+
+
+def test_a_folded_journal_is_the_state_that_was_left() -> None:
+    """A restarted controller has nothing else to go by."""
+    journal, state = _journal()
+    folded, last = fold([journal], RULES)
+
+    assert folded == state
+    assert last is not None
+    assert last["kind"] == "StepCompleted"
+    assert verify([journal], RULES)[0] == state
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_a_torn_last_line_is_left_out(cut: int) -> None:
+    """The controller may die while it appends; the event was then not acted upon."""
+    journal, _ = _journal()
+    whole = list(read([journal]))
+
+    assert list(read([journal[:-cut]])) == whole[:-1]
+
+
+def test_each_life_may_have_torn_its_own_last_line() -> None:
+    """A segment per life: the next life writes a new file and never repairs the old one."""
+    journal, state = _journal()
+    lines = journal.splitlines(keepends=True)
+    segments = [b"".join(lines[:3]) + b'{"v":1,"seq', b"".join(lines[3:])]
+
+    assert fold(segments, RULES)[0] == state
+
+
+def test_a_damaged_line_inside_is_named() -> None:
+    """Folding past it would silently give another state."""
+    lines = _journal()[0].splitlines(keepends=True)
+    lines[2] = lines[2][:30] + b"\n"
+
+    with pytest.raises(JournalCorruptError, match="segment 1, line 3"):
+        list(read([b"".join(lines)]))
+
+
+def test_missing_records_are_noticed() -> None:
+    """A segment that was not copied leaves a gap that every line alone does not show."""
+    lines = _journal()[0].splitlines(keepends=True)
+    del lines[2]
+
+    with pytest.raises(JournalCorruptError, match="missing or doubled"):
+        list(read([b"".join(lines)]))
+
+
+def test_a_newer_version_is_refused() -> None:
+    """It may have fields that change what an event means."""
+    with pytest.raises(JournalCorruptError, match="the program that wrote it"):
+        fold([_edited({"v": VERSION + 1}, line=0)], RULES)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kind": "Nothing"}, {"life": "1"}, {"life": None}, {"life": True}],
+    ids=["kind", "text", "null", "bool"],
+)
+def test_a_record_of_the_wrong_shape_is_refused(change: dict[str, Any]) -> None:
+    """JSON would let a text or a bool through where the machine compares numbers."""
+    record = json.loads(_edited(change, line=0).splitlines()[0])
+
+    with pytest.raises(JournalCorruptError, match="seq=1"):
+        parse(record)
+
+
+def test_a_replay_tells_where_it_differs() -> None:
+    """Another version of the machine, or other rules, must not pass for the same run."""
+    changed = _edited({"node": "b"}, line=3)
+    assert json.loads(changed.splitlines()[3])["kind"] == "StartWorker"
+
+    with pytest.raises(JournalCorruptError, match="after SlotGranted"):
+        verify([changed], RULES)
+    with pytest.raises(JournalCorruptError, match="replay differs"):
+        verify([_journal()[0]], replace(RULES, max_workers=2))
+
+
+def test_a_field_that_an_older_record_lacks_takes_its_default() -> None:
+    """Journals of earlier versions stay readable."""
+    formed = ev.WorkerFormed(at_s=1.0, attempt=1, worker="w0001")
+    (record,) = turn_records(formed, (), attempt=1)
+    for name in ("form_s", "load_s", "sources"):
+        del record[name]
+
+    assert parse(record) == formed

@@ -1,0 +1,304 @@
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.core import events as ev
+from orchestrator.core.log.journal import turn_records
+from orchestrator.core.log.stats import RunStats
+from orchestrator.core.machine import step
+from orchestrator.core.rules import RunRules
+from orchestrator.core.state.run import RunState
+
+RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=12)
+START: tuple[ev.Event, ...] = (
+    ev.ControllerStarted(at_s=0.0, life=1),
+    ev.SlotGranted(at_s=0.0, slot=1, node="a"),
+    ev.SlotGranted(at_s=0.0, slot=2, node="b"),
+    ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
+    ev.WorkerReady(at_s=1.0, worker="w0002", node="b", pid=12),
+    ev.WorkerFormed(at_s=1.5, attempt=1, worker="w0001"),
+    ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0002"),
+    *(ev.StepCompleted(at_s=2.0 + n, attempt=1, step=n, step_s=1.0) for n in range(1, 7)),
+)
+CRASH: tuple[ev.Event, ...] = (
+    ev.FaultInjected(at_s=8.4, fault="kill", target="w0002"),
+    ev.WorkerLeft(at_s=8.5, attempt=1, worker="w0001", how="peer_lost", step=6, detail="reset"),
+    ev.WorkerExited(at_s=8.6, worker="w0002", cause="crash", detail="SIGKILL"),
+    ev.CommittedRead(at_s=8.7, attempt=1, step=4, committed_by=1, skipped=()),
+    ev.CommittedRead(at_s=8.8, attempt=1, step=4, committed_by=1, skipped=()),
+    ev.WorkerFormed(
+        at_s=9.5,
+        attempt=2,
+        worker="w0001",
+        form_s=0.3,
+        load_s=0.4,
+        sources=(("storage", 1000),),
+    ),
+    ev.StepCompleted(at_s=10.0, attempt=2, step=5, step_s=0.5),
+)
+
+
+def _stats(events: Sequence[ev.Event]) -> RunStats:
+    state, stats = RunState(), RunStats()
+    for event in events:
+        state, actions = step(state, event, rules=RULES)
+        for record in turn_records(event, actions, attempt=state.attempt):
+            # As read back from the file: arrays and not tuples.
+            stats.add(json.loads(json.dumps(record)))
+    return stats
+
+
+def test_an_incident_has_every_phase_on_the_clock() -> None:
+    """The report is only as good as these instants; they are what is compared with peers."""
+    (incident,) = _stats((*START, *CRASH)).incidents
+
+    assert incident.to_json() == {
+        "kind": "crash",
+        "guilty": ["w0002"],
+        "evidence": "SIGKILL",
+        "attempt": 1,
+        "lost_steps": 2,
+        "layout_before": "dp_shard=2",
+        "layout_after": "1 worker",
+        "t_fault_s": 8.4,
+        "t_detect_s": 8.5,
+        "t_fence_s": 8.6,
+        "t_decide_s": 8.8,
+        "t_reform_s": pytest.approx(9.1),
+        "t_load_s": 9.5,
+        "t_first_step_s": 10.0,
+        "sources": {"storage": 1000},
+        "skipped": [],
+    }
+    assert incident.recovery_s == pytest.approx(1.6)
+
+
+def test_members_that_say_late_that_they_have_formed_are_counted_all_the_same() -> None:
+    """Steps are seen in shared memory: short ones before the word of who took them arrives."""
+    *before, formed, first_step = CRASH
+    late = (*START, *before, first_step, replace(formed, at_s=10.1))
+    (incident,) = _stats(late).incidents
+
+    assert incident.sources == {"storage": 1000}
+    assert incident.t_reform_s == pytest.approx(9.6)
+    assert incident.t_load_s == incident.t_first_step_s == 10.0
+    second_step = ev.StepCompleted(at_s=11.0, attempt=2, step=6, step_s=0.5)
+    settled = [
+        _stats(events).num_settled for events in (late[:-1], late, (*late[:-1], second_step))
+    ]
+    assert settled == [0, 1, 1]
+
+
+def test_redone_steps_are_lost_and_do_not_count_as_good() -> None:
+    """6 steps of 1 s, 2 of them lost, and one redone in 0.5 s: 4.5 good seconds of 10."""
+    stats = _stats((*START, *CRASH))
+
+    assert stats.step == 5
+    assert stats.lost_steps == 2
+    assert stats.goodput == pytest.approx(4.5 / 10.0)
+
+
+def test_phases_add_up_to_the_wall_time() -> None:
+    """Time that belongs to no phase would hide where it went."""
+    stats = _stats((*START, *CRASH))
+
+    assert stats.phases_s == {
+        "waiting": pytest.approx(1.0),
+        "forming": pytest.approx(1.0 + 0.7),
+        "training": pytest.approx(6.5 + 0.5),
+        "recovering": pytest.approx(0.3),
+    }
+    assert sum(stats.phases_s.values()) == pytest.approx(stats.wall_s)
+
+
+def test_a_second_fault_before_the_first_step_is_an_incident_of_its_own() -> None:
+    """Both end with the same first step, and the steps are lost only once."""
+    died = ev.WorkerExited(at_s=9.0, worker="w0001", cause="crash", detail="again")
+    again = (
+        died,
+        ev.CommittedRead(at_s=9.1, attempt=2, step=4, committed_by=1, skipped=()),
+        ev.WorkerReady(at_s=12.0, worker="w0003", node="a", pid=13),
+        ev.StepCompleted(at_s=13.0, attempt=3, step=5, step_s=0.5),
+    )
+    first, second = _stats((*START, *CRASH[:5], *again)).incidents
+
+    assert (first.guilty, second.guilty) == (("w0002",), ("w0001",))
+    assert first.t_first_step_s == second.t_first_step_s == 13.0
+    assert (first.lost_steps, second.lost_steps) == (2, 0)
+
+
+def test_steps_that_were_done_while_the_controller_was_away_are_counted() -> None:
+    """Nobody heard that the members left: what they have committed tells how far they came."""
+    ended = (
+        ev.ControllerStarted(at_s=20.0, life=2),
+        ev.WorkersSurveyed(
+            at_s=20.1,
+            alive=(("w0001", "a", 0), ("w0002", "b", 0)),
+            slots=((1, "a"), (2, "b")),
+            pending_slots=(),
+        ),
+        ev.CommittedRead(at_s=20.2, attempt=1, step=12, committed_by=1, skipped=()),
+    )
+    stats = _stats((*START, *ended))
+
+    assert stats.outcome == "completed"
+    assert (stats.step, stats.lost_steps) == (12, 0)
+
+
+def test_a_restart_that_disturbs_nobody_is_still_on_record() -> None:
+    """No attempt ends, so only the controller's own event tells of it."""
+    restart = (
+        ev.ControllerStarted(at_s=9.0, life=2),
+        ev.WorkersSurveyed(
+            at_s=9.1,
+            alive=(("w0001", "a", 1), ("w0002", "b", 1)),
+            slots=((1, "a"), (2, "b")),
+            pending_slots=(),
+        ),
+        ev.StepCompleted(at_s=9.5, attempt=1, step=7, step_s=1.0),
+    )
+    stats = _stats((*START, *restart))
+    (incident,) = stats.incidents
+
+    assert incident.kind == "controller_restart"
+    assert incident.layout_before == incident.layout_after == "dp_shard=2"
+    assert incident.t_first_step_s == 9.5
+    assert stats.lost_steps == 0
+
+
+def test_the_summary_says_how_the_run_ended() -> None:
+    """``summary.json`` takes these names as they are."""
+    finish = tuple(
+        ev.WorkerLeft(at_s=20.0, attempt=1, worker=w, how="completed", step=12, detail="")
+        for w in ("w0001", "w0002")
+    )
+    last = ev.StepCompleted(at_s=19.0, attempt=1, step=12, step_s=1.0)
+    summary = _stats((*START, last, *finish)).summary()
+
+    assert summary["outcome"] == "completed"
+    assert summary["steps"] == 12
+    assert summary["attempts"] == 1
+    assert summary["incidents"] == []
+    assert "over" not in summary["phases_s"]
+
+
+def test_a_run_that_failed_early_says_the_step_that_it_reached() -> None:
+    """Members say their last step when they leave; the report of it may be a second late."""
+    raised = tuple(
+        ev.WorkerRaised(at_s=8.2, attempt=1, worker=w, step=9, error="x", traceback="Traceback")
+        for w in ("w0001", "w0002")
+    )
+    read = ev.CommittedRead(at_s=8.4, attempt=1, step=8, committed_by=1, skipped=())
+    stats = _stats((*START, *raised, read, read))
+
+    assert stats.outcome == "failed"
+    assert stats.summary()["steps"] == 8
+
+
+def test_what_the_newest_attempt_loaded_is_summed_over_its_workers() -> None:
+    """The line of an attempt must not tell of the bytes of the one before."""
+    formed = (
+        ev.WorkerReady(at_s=10.5, worker="w0003", node="b", pid=13),
+        ev.WorkerLeft(at_s=21.0, attempt=2, worker="w0001", how="peer_lost", step=5, detail=""),
+        ev.CommittedRead(at_s=21.1, attempt=2, step=5, committed_by=2, skipped=()),
+        ev.WorkerFormed(
+            at_s=22.0, attempt=3, worker="w0001", sources=(("local memory", 7), ("storage", 1))
+        ),
+        ev.WorkerFormed(at_s=22.0, attempt=3, worker="w0003", sources=(("local memory", 5),)),
+    )
+    assert _stats((*START, *CRASH)).loaded == {"storage": 1000}
+    assert _stats((*START, *CRASH, *formed)).loaded == {"local memory": 12, "storage": 1}
+
+
+def test_what_could_not_be_loaded_is_told_with_the_recovery_that_met_it() -> None:
+    """Also with the fault that the recovery was for, and with no later one."""
+    bad: tuple[ev.Event, ...] = (
+        ev.WorkerLeft(
+            at_s=9.0,
+            attempt=2,
+            worker="w0001",
+            how="unloadable",
+            step=4,
+            detail="",
+            damaged=((4, 1, "", "", 0, 0),),
+            skipped=("step 4: damaged",),
+        ),
+        ev.CommittedRead(at_s=9.1, attempt=2, step=3, committed_by=1, skipped=(), number=3),
+        ev.WorkerFormed(at_s=9.5, attempt=3, worker="w0001", skipped=("another holder",)),
+        ev.StepCompleted(at_s=10.0, attempt=3, step=4, step_s=0.5),
+    )
+    crash, unloadable = _stats((*START, *CRASH[:5], *bad)).incidents
+
+    assert (crash.kind, unloadable.kind) == ("crash", "unloadable")
+    assert crash.skipped == unloadable.skipped == ("step 4: damaged", "another holder")
+    assert (crash.lost_steps, unloadable.lost_steps) == (2, 1)
+    assert unloadable.guilty == ()
+
+
+def test_a_damaged_version_in_storage_is_told_with_the_recovery_that_passed_it_over() -> None:
+    """Nobody tries to load it, so no worker can say that it is damaged."""
+    line = "step-00000004: manifest.json is cut short"
+    read = ev.CommittedRead(
+        at_s=8.8, attempt=1, step=3, committed_by=1, skipped=(line,), source="storage"
+    )
+    in_memory = replace(read, source="memory")
+    stored, held = (_stats((*START, *CRASH[:3], one, one, *CRASH[5:])) for one in (read, in_memory))
+
+    assert [incident.skipped for incident in stored.incidents] == [(line,)]
+    assert [incident.skipped for incident in held.incidents] == [()]
+    assert (stored.passed_over, held.passed_over) == ((line,), ())
+
+
+def _left(worker: str, step: int, *, attempt: int = 1) -> ev.WorkerLeft:
+    return ev.WorkerLeft(
+        at_s=8.5, attempt=attempt, worker=worker, how="peer_lost", step=step, detail=""
+    )
+
+
+#: In step 9, which says that 8 was complete.
+RAISED = ev.WorkerRaised(
+    at_s=8.5, attempt=1, worker="w0001", step=9, error="OSError", traceback="a hiccup"
+)
+
+
+@pytest.mark.parametrize(
+    ("left", "num_lost"),
+    [
+        ((_left("w0001", 9),), 5),
+        # The other one was in the middle of step 9 when the first had completed it.
+        ((_left("w0001", 9), _left("w0002", 8)), 5),
+        ((_left("w0002", 9), _left("w0001", 8)), 4),
+        # Nobody knows what the first rank had completed.
+        ((_left("w0002", 8),), 4),
+        ((_left("w0001", 9, attempt=0),), 2),
+        ((RAISED,), 4),
+    ],
+)
+def test_steps_that_no_report_told_of_are_lost_too(
+    left: tuple[ev.WorkerLeft | ev.WorkerRaised, ...], num_lost: int
+) -> None:
+    """Reports come once a second, and a step may take a tenth of one."""
+    died = tuple(
+        ev.WorkerExited(at_s=8.6, worker=worker, cause="crash", detail="")
+        for worker in ("w0001", "w0002")
+        if worker not in {event.worker for event in left if event.attempt == 1}
+    )
+    read = ev.CommittedRead(at_s=8.8, attempt=1, step=4, committed_by=1, skipped=(), number=0)
+    again = ev.WorkerReady(at_s=8.9, worker="w0003", node="a", pid=13)
+    stats = _stats((*START, *left, *died, read, read, again))
+
+    assert stats.attempt == 2
+    assert stats.lost_steps == sum(each.lost_steps for each in stats.incidents) == num_lost
+    assert stats.step == 4
+    assert stats.goodput == pytest.approx(4.0 / stats.wall_s)
+
+
+def test_steps_that_memory_has_are_in_the_history_though_no_report_told_of_them() -> None:
+    """They are not redone, so their time was well spent: as much as that of the last one told."""
+    read = ev.CommittedRead(at_s=8.8, attempt=1, step=8, committed_by=1, skipped=())
+    stats = _stats((*START, _left("w0001", 9), *CRASH[2:3], read, read))
+
+    assert (stats.lost_steps, stats.step) == (1, 8)
+    assert stats.goodput == pytest.approx(8.0 / stats.wall_s)

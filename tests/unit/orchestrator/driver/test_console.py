@@ -1,0 +1,135 @@
+import io
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from orchestrator.config.schema import load
+from orchestrator.core.rules import Bounds
+from orchestrator.detection import Limits, limits_from
+from orchestrator.driver.console import RunView, print_bounds, print_plan
+from orchestrator.policies.whatif import PartSource, RecoveryPlan
+from orchestrator.shell.serve.status import bounds_document
+
+PLAN = RecoveryPlan(
+    lost_nodes=("bb",),
+    lost_workers=("w0001",),
+    step=8,
+    attempt=1,
+    source="memory",
+    lost_steps=1,
+    parts=(PartSource(rank=0, source="local memory", node="aa", size_bytes=5_000_000),),
+    bytes_by_source={"local memory": 5_000_000},
+    workers_before=2,
+    workers_after=1,
+    layout_after="1 worker",
+)
+
+
+def _printed(plan: RecoveryPlan) -> str:
+    output = io.StringIO()
+    print_plan(plan, Console(file=output, width=60))
+    return output.getvalue()
+
+
+def test_a_plan_says_what_is_lost_where_it_comes_from_and_who_goes_on() -> None:
+    """It is read by somebody who is about to switch a machine off."""
+    text = _printed(PLAN)
+
+    assert "lost: bb, w0001" in text
+    assert "resumes after step 8 of attempt 1, from memory; 1 steps are redone" in text
+    assert "loads 4.8 MiB from local memory" in text
+    assert "part of rank 0: 4.8 MiB from local memory of node aa" in text
+    assert "workers: 2 now, then 1 (1 worker)" in text
+
+
+def test_a_plan_without_a_version_or_workers_does_not_sound_like_one() -> None:
+    """Zero is a number like others, unless it is said what it means."""
+    text = _printed(replace(PLAN, step=0, source="", parts=(), bytes_by_source={}, workers_after=0))
+
+    assert "begins anew" in text
+    assert "waits for new capacity" in text
+
+
+def test_what_a_library_says_in_brackets_is_printed_as_it_is() -> None:
+    """Gloo names its source file in brackets, which ended the command that showed it."""
+    output = io.StringIO()
+    evidence = "RuntimeError: [/src/gloo/transport/tcp/pair.cc:537] Connection closed"
+    status: dict[str, Any] = {
+        "step": 3,
+        "loss": None,
+        "workers": [],
+        "phase": "fencing",
+        "cause": {"kind": "peer_lost", "guilty": [], "evidence": evidence, "at_s": 1.0},
+    }
+    with RunView(Console(file=output, width=200), title="a run", total_steps=5) as view:
+        view.show(status)
+
+    assert f"a run  peer_lost: {evidence}" in output.getvalue()
+
+
+def test_a_version_that_was_passed_over_is_named_once() -> None:
+    """Who resumes from something older than the newest file should know why."""
+    output = io.StringIO()
+    worker = {"rank": 0, "pid": 7}
+    status: dict[str, Any] = {
+        "step": 3,
+        "loss": None,
+        "workers": [worker],
+        "phase": "running",
+        "cause": None,
+        "attempt": 2,
+        "layout": "1 worker",
+        "loaded": {},
+        "passed_over": ["step-00000004: manifest.json is cut short"],
+    }
+    with RunView(Console(file=output, width=200), title="a run", total_steps=5) as view:
+        view.show(status)
+        view.show(status)
+
+    assert output.getvalue().count("passed over step-00000004: manifest.json is cut short") == 1
+
+
+def test_a_controller_that_was_never_heard_is_not_said_to_have_gone() -> None:
+    """After a slow start nothing is wrong, and nothing trains yet without it."""
+    output = io.StringIO()
+    status: dict[str, Any] = {
+        "step": 0,
+        "loss": None,
+        "workers": [],
+        "phase": "waiting",
+        "cause": None,
+    }
+    with RunView(Console(file=output, width=200), title="a run", total_steps=5) as view:
+        view.show(None)
+        assert output.getvalue() == ""
+        view.show(status)
+        assert "back in charge" not in output.getvalue()
+        view.show(None)
+        assert "training goes on" not in output.getvalue()
+        view.show(status)
+
+    assert "the controller does not answer" in output.getvalue()
+    assert "back in charge" in output.getvalue()
+
+
+def test_every_wait_is_told_at_the_start_the_shortest_first() -> None:
+    """A bound that is not told is a surprise later; two that are out of order hide each other."""
+    config = load("run: {directory: runs/x}\nworkers: {max: 2}\nrecovery: {patience: 6}\n")
+    limits = limits_from(0.0, patience=config.patience)
+    bounds_s = bounds_document(config, limits)
+    output = io.StringIO()
+    print_bounds(bounds_s, config.patience, Console(file=output, width=1000))
+
+    waits = {
+        *Limits.__slots__,
+        *Bounds.__slots__,
+        "collective",
+        "controller_stopped",
+        "keeper_silent",
+    }
+    assert bounds_s.keys() == {name.removesuffix("_s") for name in waits}
+    assert list(bounds_s.values()) == sorted(bounds_s.values())
+    assert "recovery.patience=6" in output.getvalue()
+    assert "hang 6 s" in output.getvalue()
+    assert "fence 4 s" in output.getvalue()

@@ -1,0 +1,66 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.schema import RunConfig, load
+from orchestrator.driver.continuing import require_continuable, require_same
+from orchestrator.errors import ConfigError
+
+
+def _config(directory: Path, *overrides: str) -> RunConfig:
+    text = f"run: {{directory: {directory}}}\nworkers: {{max: 2}}\ntrain: {{steps: 20}}\n"
+    return load(text, overrides)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A run directory with a committed step, as far as can be seen from outside."""
+    (tmp_path / "checkpoints" / "step-00000008").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000008" / "manifest.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text(_config(tmp_path).to_yaml())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.steps=40", "workers.max=4", "train.lr=0.001", "data.validation_samples=8"],
+)
+def test_what_no_step_depends_on_may_change(directory: Path, override: str) -> None:
+    """Other machines, another length: that is why a run is stopped and goes on."""
+    require_continuable(_config(directory, override))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.seed=1", "train.global_batch=32", "model.num_layers=3", "data.sequence_length=64"],
+)
+def test_what_the_history_depends_on_is_refused_by_name(directory: Path, override: str) -> None:
+    """Samples would be seen twice and others never, and no metric would show it."""
+    key, _, value = override.partition("=")
+    with pytest.raises(ConfigError, match=f"{key}: {value} here, .* there"):
+        require_continuable(_config(directory, override))
+
+
+def test_a_run_that_committed_nothing_takes_every_setting(tmp_path: Path) -> None:
+    """Who mistyped the data path must not have to clean up by hand."""
+    require_continuable(_config(tmp_path))
+    (tmp_path / "config.yaml").write_text(_config(tmp_path).to_yaml())
+    require_continuable(_config(tmp_path, "train.seed=1"))
+
+
+def test_a_run_with_all_its_steps_is_over(directory: Path) -> None:
+    """Training on is a wish of its own: another length."""
+    (directory / "summary.json").write_text(json.dumps({"steps": 20}))
+
+    with pytest.raises(ConfigError, match="all 20 steps are done; raise it"):
+        require_continuable(_config(directory))
+    require_continuable(_config(directory, "train.steps=21"))
+
+
+def test_a_run_that_goes_on_cannot_be_given_other_settings(directory: Path) -> None:
+    """They would be taken for granted and never come into force."""
+    require_same(_config(directory, "cluster.local_nodes=3"))
+
+    with pytest.raises(ConfigError, match=r"everstep stop .*\n  train.steps: 30 here, 20 there"):
+        require_same(_config(directory, "train.steps=30"))

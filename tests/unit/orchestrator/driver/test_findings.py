@@ -1,0 +1,100 @@
+"""What is found wrong with a cluster, and that nothing else is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrator.cli.main import app
+from orchestrator.config.schema import RunConfig, load
+from orchestrator.driver.findings import Finding, Level, NodeFacts, diagnose
+
+HERE = NodeFacts(
+    node="here",
+    versions={"python": "3.11", "ray": "2.60.0"},
+    clock_ahead_s=0.0,
+    shared_memory_bytes=1 << 30,
+    open_files=65536,
+    resources={},
+)
+NODES = [replace(HERE, node=name, resources={"CPU": 4.0, "memory": 1e9}) for name in "ab"]
+CONFIG = load("run: {directory: runs/x}\nworkers: {min: 2, max: 4}\ncluster: {cpus_per_worker: 2}")
+
+
+def found(nodes: list[NodeFacts], config: RunConfig | None = CONFIG) -> dict[str, Finding]:
+    return {finding.about: finding for finding in diagnose(nodes, here=HERE, config=config)}
+
+
+def test_nothing_is_wrong_with_a_good_cluster() -> None:
+    """Advice on what works teaches users to ignore advice."""
+    findings = found(NODES)
+
+    assert {finding.level for finding in findings.values()} == {Level.OK}
+    assert not any(finding.advice for finding in findings.values())
+    assert {"storage", "network", "clocks", "capacity"} < findings.keys()
+
+
+@pytest.mark.parametrize(
+    ("about", "level", "wrong", "said"),
+    [
+        ("versions", Level.FAIL, {"versions": {"python": "3.10"}}, "ray is missing (here 2.60.0)"),
+        ("versions", Level.FAIL, {"versions": {"python": "3.10"}}, "python 3.10 (here 3.11)"),
+        ("storage", Level.FAIL, {"storage_problem": "sees nothing"}, "b: sees nothing"),
+        ("network", Level.FAIL, {"unreachable": ("a",)}, "b: none to a"),
+        ("shared memory", Level.WARN, {"shared_memory_bytes": 5 << 20}, "b: 5 MiB are free"),
+        ("open files", Level.WARN, {"open_files": 1024}, "b: 1024 a process"),
+        ("clocks", Level.WARN, {"clock_ahead_s": -3.0}, "b: -3.0 s"),
+        ("copies", Level.WARN, {"copies_past_caches": False}, "b: blocks go through the caches"),
+    ],
+)
+def test_a_node_with_a_problem_is_named_and_no_other(
+    about: str, level: Level, wrong: dict[str, Any], said: str
+) -> None:
+    """One of a thousand nodes has an old image; the user has to learn which."""
+    findings = found([NODES[0], replace(NODES[1], **wrong)])
+
+    bad = [finding for finding in findings.values() if finding.level is not Level.OK]
+    assert [(finding.about, finding.level) for finding in bad] == [(about, level)]
+    assert said in bad[0].message
+    assert not bad[0].message.startswith("a:")
+    assert bad[0].advice
+
+
+@pytest.mark.parametrize(
+    ("cpus", "level", "said"),
+    [
+        ([3.0, 5.0], Level.WARN, "3 of workers.max=4 fit now"),
+        ([1.0, 1.9], Level.WARN, "0 of workers.max=4 fit now"),
+        ([4.0, 4.0], Level.OK, "all 4 workers fit now"),
+    ],
+)
+def test_workers_are_counted_node_by_node(cpus: list[float], level: Level, said: str) -> None:
+    """Two halves on two nodes are no place for a worker."""
+    nodes = [
+        replace(node, resources={"CPU": amount}) for node, amount in zip(NODES, cpus, strict=True)
+    ]
+    finding = found(nodes)["capacity"]
+
+    assert (finding.level, said in finding.message) == (level, True)
+
+
+def test_the_command_finds_what_is_wrong_with_a_configuration(tmp_path: Path) -> None:
+    """A dry run that leaves something behind, or says "ok" to bad data, is worse than none."""
+    path = tmp_path / "run.yaml"
+    path.write_text("run: {directory: runs/x}\nworkers: {max: 1}\n")
+    directory = tmp_path / "runs"
+    directory.mkdir()
+    good = [str(path), f"run.directory={directory}"]
+
+    well = CliRunner().invoke(app, ["doctor", *good, "--json"])
+    ill = CliRunner().invoke(app, ["doctor", *good, "data.source=/nowhere/*.txt"])
+
+    assert (well.exit_code, json.loads(well.stdout)["ok"]) == (0, True)
+    assert not list(directory.iterdir())
+    assert ill.exit_code == 1
+    assert "fail  data.source: " in ill.stdout

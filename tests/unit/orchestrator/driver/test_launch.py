@@ -1,0 +1,52 @@
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrator.cli.main import app
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Bound and not listening: nobody else can take the port meanwhile."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{closed.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "run: {directory: {here}}\ntrain: {steps: 20}\nworkers: {max: 2}\n"),
+        ("doctor",),
+    ],
+)
+def test_an_address_where_nothing_answers_is_named_at_once(
+    address: str, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Ray looks for a cluster for minutes; with a mistyped port it looks like a slow start."""
+    given = [text.replace("{here}", str(tmp_path)) for text in arguments]
+
+    answer = CliRunner().invoke(app, [*given, "--address", address])
+
+    assert answer.exit_code == 3
+    assert f"no Ray cluster answers at {address}" in answer.stderr
+
+
+def test_a_run_that_is_over_or_whose_cluster_is_gone_cannot_be_stopped(
+    address: str, tmp_path: Path
+) -> None:
+    """Its directory still says where the controller was, for which Ray would look for minutes."""
+    contact = {"ray_address": address, "namespace": "everstep-x"}
+    (tmp_path / "controller.json").write_text(json.dumps(contact))
+    gone = CliRunner().invoke(app, ["stop", str(tmp_path)])
+    (tmp_path / "summary.json").write_text("{}")
+    over = CliRunner().invoke(app, ["stop", str(tmp_path)])
+
+    assert (gone.exit_code, over.exit_code) == (3, 2)
+    assert f"the controller does not answer at {address}" in gone.stderr
+    assert "nothing trains any more; `everstep run` goes on" in gone.stderr
+    assert "is over: there is nothing to stop" in over.stderr

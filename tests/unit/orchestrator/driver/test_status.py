@@ -1,0 +1,230 @@
+"""What is said of a run whose controller does not answer, or is not complete yet."""
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from orchestrator.core import events as ev
+from orchestrator.core.state.run import Phase, RunState, describe
+from orchestrator.driver.status import plan_losses, read_status
+from orchestrator.policies.whatif import RecoveryPlan
+from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, SUMMARY
+from orchestrator.shell.capacity.nodes import NodeView
+from orchestrator.shell.memory.protection import loss_document
+from orchestrator.shell.serve.page import StatusPage
+from orchestrator.shell.serve.status import status_document
+from tests.support.checkpoints import save, small_state
+from tests.support.journals import NUM_WORKERS, Journaled, config_at
+from tests.support.keeper_handles import held
+from ucp_core.storage import join
+from workers.protocol import (
+    HeldPart,
+    Inventory,
+    Source,
+    WorkerPhase,
+    WorkerReport,
+    held_source,
+    stored_source,
+)
+
+#: Where nothing listens: the port is reserved.
+_NOBODY = {"url": "http://127.0.0.1:1", "ray_address": "127.0.0.1:1", "namespace": "x", "pid": 1}
+
+
+def _run_in(directory: Path) -> Journaled:
+    config = config_at(directory)
+    run = Journaled(config)
+    run.grow(60)
+    (directory / CONFIG).write_text(config.to_yaml())
+    (directory / CONTACT).write_text(json.dumps(_NOBODY))
+    return run
+
+
+def test_what_is_not_known_of_a_process_is_no_number(tmp_path: Path) -> None:
+    """`kill 0` ends the user's own shell and all that it has started."""
+    run = _run_in(tmp_path)
+
+    document = read_status(str(tmp_path))
+
+    assert document["controller"] == "down"
+    pids = [worker["pid"] for worker in document["workers"]]
+    assert pids == [worker.pid for worker in run.state.workers.values()]
+    assert [node["raylet_pid"] for node in document["nodes"]] == [None] * NUM_WORKERS
+    assert [node["keeper_pid"] for node in document["nodes"]] == [None] * NUM_WORKERS
+
+
+def test_a_node_whose_keeper_has_not_said_who_it_is_has_no_process_yet() -> None:
+    """The controller that answers knows no more than its keepers have told."""
+    document = status_document(
+        described=describe(RunState()),
+        redundancy={},
+        cadence={},
+        loaded={},
+        reports={},
+        seen_at_s={},
+        nodes={"a": NodeView(node="a", raylet_address=("127.0.0.1", 1))},
+        at_s=0.0,
+    )
+
+    assert [(row["raylet_pid"], row["keeper_pid"]) for row in document["nodes"]] == [(None, None)]
+
+
+def test_a_run_that_is_over_has_nobody_and_nothing_any_more(tmp_path: Path) -> None:
+    """Its cluster may be gone for weeks, and its nodes are others' or nobody's."""
+    _run_in(tmp_path)
+    (tmp_path / SUMMARY).write_text("{}")
+
+    document = read_status(str(tmp_path))
+
+    assert document["controller"] == "over"
+    assert (document["workers"], document["nodes"], document["pending_capacity"]) == ([], [], 0)
+
+
+def test_a_loss_that_is_no_number_is_told_as_unknown(tmp_path: Path) -> None:
+    """It is null in the metrics, which is the last line of a run that diverged."""
+    _run_in(tmp_path)
+    (tmp_path / "metrics").mkdir()
+    lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": None}]
+    (tmp_path / "metrics/rank0.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    assert read_status(str(tmp_path))["loss"] is None
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_living_controller_tells_no_loss_that_json_cannot_hold(loss: float) -> None:
+    """Other readers than ours refuse the whole document."""
+    report = WorkerReport(
+        worker="w0001",
+        pid=1,
+        os_state="R",
+        attempt=1,
+        rank=0,
+        phase=WorkerPhase.FORWARD,
+        step=2,
+        micro_batch=0,
+        moved_bytes=0,
+        phase_s=0.0,
+        beat_age_s=0.0,
+        step_s=1.0,
+        loss=loss,
+        groups=(),
+    )
+    row = {"rank": 0, "worker": "w0001", "node": "n", "pid": 1, "state": "training"}
+    document = status_document(
+        described={**describe(RunState()), "attempt": 1, "members": [row]},
+        redundancy={},
+        cadence={},
+        loaded={},
+        reports={"w0001": report},
+        seen_at_s={"w0001": 0.0},
+        nodes={},
+        at_s=0.0,
+    )
+
+    assert json.dumps(document, allow_nan=False)
+
+
+def test_what_is_stored_while_memory_is_asked_is_in_memory_too(tmp_path: Path) -> None:
+    """Storage that was looked at later had a newer step, and seemed to be all that is left."""
+    run = _run_in(tmp_path)
+    nodes = [node.name for node in run.state.nodes.values()][:2]
+    asked: list[int] = []
+
+    async def losses() -> dict[str, Any]:
+        step = 19 + len(asked)
+        asked.append(step)
+        parts = tuple(HeldPart(arena=f"w{rank}.1", held=held(step, rank)) for rank in (0, 1))
+        document = loss_document(
+            [Inventory(node=node, host="h", port=7, parts=parts) for node in nodes], run.state
+        )
+        if step == 19:
+            save(run.store, small_state(), step=20, root=join(run.path, CHECKPOINTS))
+        return document
+
+    plan = asyncio.run(_plan(tmp_path, losses, nodes[1]))
+
+    assert (plan.source, plan.step) == ("memory", 20)
+
+
+def test_a_plan_counts_on_nothing_that_could_not_be_loaded(tmp_path: Path) -> None:
+    """A stored version with a damaged block is committed and whole but for its checksum."""
+    run = _run_in(tmp_path)
+    for step in (10, 20):
+        save(run.store, small_state(), step=step, root=join(run.path, CHECKPOINTS))
+    part = HeldPart(arena="w0.1", held=replace(held(30, 0), world_size=1))
+    nodes = [node.name for node in run.state.nodes.values()]
+    _find_damaged(run, stored_source(20, 1), held_source(nodes[0], part.arena, part.held))
+
+    async def losses() -> dict[str, Any]:
+        return loss_document([Inventory(node=nodes[0], host="h", port=7, parts=(part,))], run.state)
+
+    plan = asyncio.run(_plan(tmp_path, losses, nodes[1]))
+
+    assert (plan.source, plan.step) == ("storage", 10)
+
+
+def test_a_plan_leaves_a_node_under_notice_as_the_run_would(tmp_path: Path) -> None:
+    """It trains there until it has to leave, so the node counts as one of the run's."""
+    run = _run_in(tmp_path)
+    nodes = [node.name for node in run.state.nodes.values()]
+    # There is no other machine to be had.
+    run._fold_one(ev.NodeDraining(at_s=run.at_s, node=nodes[0], deadline_s=run.at_s + 100.0))
+
+    async def losses() -> dict[str, Any]:
+        return loss_document([], run.state)
+
+    plan = asyncio.run(_plan(tmp_path, losses, nodes[1]))
+
+    assert plan.workers_before == NUM_WORKERS
+    assert plan.workers_after == NUM_WORKERS - 2
+
+
+def test_what_could_not_be_loaded_is_named_while_the_controller_is_down(tmp_path: Path) -> None:
+    """The journal knows it, and what is said to be in storage is what the run would resume from."""
+    run = _run_in(tmp_path)
+    for step in (10, 20):
+        save(run.store, small_state(), step=step, root=join(run.path, CHECKPOINTS))
+    _find_damaged(run, stored_source(20, 1))
+
+    redundancy = read_status(str(tmp_path))["redundancy"]
+
+    assert redundancy["stored_step"] == 10
+    (trouble,) = redundancy["troubles"]
+    assert trouble.startswith("step 20 of attempt 1 in storage could not be loaded")
+
+
+def _find_damaged(run: Journaled, *sources: Source) -> None:
+    """Let a member leave because of what was damaged; the next attempt had it from elsewhere."""
+    run._fold(
+        ev.WorkerLeft(
+            at_s=run.at_s,
+            attempt=run.state.attempt,
+            worker=run.state.workers[run.state.members[0]].name,
+            how="unloadable",
+            step=0,
+            detail="a checksum differs",
+            damaged=sources,
+        )
+    )
+    assert run.state.phase is Phase.RUNNING
+    assert run.state.bad == sources
+
+
+async def _plan(
+    directory: Path, losses: Callable[[], Awaitable[dict[str, Any]]], *lose: str
+) -> RecoveryPlan:
+    """Return what the run in ``directory`` would do, if its controller told ``losses``."""
+    page = StatusPage(host="127.0.0.1", status=dict, losses=losses, registry=CollectorRegistry())
+    contact = {**_NOBODY, "url": await page.start()}
+    (directory / CONTACT).write_text(json.dumps(contact))
+    try:
+        return await asyncio.to_thread(plan_losses, str(directory), lose)
+    finally:
+        await page.stop()

@@ -1,0 +1,37 @@
+from orchestrator.policies.layout.choose import LayoutRules, choose, usable
+from ucp_core.layout import ParallelLayout
+
+
+def test_every_number_of_workers_is_used_without_fixed_axes() -> None:
+    """Uneven quotas make every degree legal; a divisibility rule would idle healthy GPUs."""
+    for num_workers in range(1, 65):
+        choice = choose(num_workers, LayoutRules())
+        assert choice is not None
+        assert choice.layout == ParallelLayout(dp_shard=num_workers)
+        assert choice.num_idle == 0
+
+
+def test_replicas_leave_out_what_does_not_fill_them() -> None:
+    """The fixed axis decides how many are left over, and the reason must say so."""
+    choice = choose(7, LayoutRules(dp_replicate=2))
+
+    assert choice is not None
+    assert choice.layout == ParallelLayout(dp_replicate=2, dp_shard=3)
+    assert choice.num_idle == 1
+    assert "multiples of 2" in choice.reason
+
+
+def test_too_few_workers_have_no_layout() -> None:
+    """Half a replica cannot train; the run has to wait and not to crash."""
+    assert choose(1, LayoutRules(dp_replicate=2)) is None
+    assert choose(0, LayoutRules()) is None
+
+
+def test_usable_agrees_with_the_choice() -> None:
+    """The machine counts with one and builds with the other."""
+    for dp_replicate in (1, 2, 3):
+        rules = LayoutRules(dp_replicate=dp_replicate)
+        for num_workers in range(12):
+            choice = choose(num_workers, rules)
+            expected = choice.layout.world_size if choice else 0
+            assert usable(num_workers, rules) == expected

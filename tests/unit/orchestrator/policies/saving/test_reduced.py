@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from orchestrator.policies.saving.reduced import ALERT_S, ReducedTime, alert, noted
+
+
+def _after(looks: list[tuple[float, bool]]) -> ReducedTime:
+    time = ReducedTime()
+    for at_s, is_reduced in looks:
+        time = noted(time, at_s, is_reduced=is_reduced)
+    return time
+
+
+def test_time_at_reduced_redundancy_ends_at_the_look_that_finds_it_whole() -> None:
+    """Looks are apart; what was seen at one lasts until the next."""
+    time = _after([(5.0, True), (6.0, True), (8.0, False), (20.0, False), (21.0, True)])
+
+    assert time.total_s == 3.0
+    assert time.for_s == 0.0
+    assert noted(time, 23.0, is_reduced=True).for_s == 2.0
+
+
+def test_nobody_is_told_before_redundancy_is_reduced_for_long() -> None:
+    """Every recovery reduces it for a moment; an alert for each would not be read any more."""
+    begun = [(0.0, True), (ALERT_S - 1, True)]
+
+    assert alert(_after(begun), survived=0, wanted=1) == ()
+    (line,) = alert(_after([*begun, (ALERT_S, True)]), survived=0, wanted=1)
+    assert line.startswith("for 60 s the loss of no node would be recovered")
+    (line,) = alert(_after([*begun, (ALERT_S, True)]), survived=1, wanted=2)
+    assert line.startswith("for 60 s the loss of 1 node and no more would be recovered")
+    assert alert(_after([*begun, (ALERT_S, False)]), survived=1, wanted=1) == ()

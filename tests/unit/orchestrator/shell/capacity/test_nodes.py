@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from orchestrator.core.events import Event, NodeDraining, NodeJoined, NodeLost
+from orchestrator.shell.capacity.nodes import Nodes, hung_up, view_of
+from orchestrator.shell.names import RunNames
+
+#: Listens, says something, and then nothing for ever.
+SERVER = """
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+taken = listener.accept()[0]
+taken.sendall(b"hello" * 1000)
+print("taken", flush=True)
+taken.recv(1)
+"""
+
+ROW = {
+    "NodeID": "a1b2",
+    "NodeManagerAddress": "10.0.0.7",
+    "NodeManagerPort": 4711,
+    "Labels": {"ray.io/node-id": "a1b2", "rack": "r7"},
+}
+
+
+@pytest.mark.parametrize(("label", "rack"), [("rack", "r7"), ("zone", ""), ("", "")])
+def test_a_label_says_what_a_node_fails_together_with(label: str, rack: str) -> None:
+    """A cluster of which only some nodes are labelled is common; those without fail alone."""
+    view = view_of(ROW, label)
+
+    assert (view.rack, view.raylet_address) == (rack, ("10.0.0.7", 4711))
+
+
+def test_a_process_that_is_killed_hangs_up() -> None:
+    """Neither before, nor for what it says."""
+
+    async def play(server: subprocess.Popen[str]) -> bool:
+        assert server.stdout is not None
+        address = "127.0.0.1", int(await asyncio.to_thread(server.stdout.readline))
+        heard = asyncio.create_task(hung_up(address))
+        assert await asyncio.to_thread(server.stdout.readline) == "taken\n"
+        was_early = heard.done()
+        server.kill()
+        await asyncio.wait_for(heard, 60.0)
+        # Nobody is there any more.
+        await asyncio.wait_for(hung_up(address), 60.0)
+        return was_early
+
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert not asyncio.run(play(server))
+
+
+def _nodes(post: Callable[[Event], None], known: set[str]) -> Nodes:
+    return Nodes(
+        names=RunNames("test"),
+        resources={},
+        rack_label="",
+        boot={},
+        at_s=lambda: 1.0,
+        post=post,
+        on_keeper=lambda _: None,
+        is_known=known.__contains__,
+    )
+
+
+def test_a_node_that_was_not_seen_yet_is_not_taken_for_lost() -> None:
+    """A worker that dies while a controller restarts would have all others of its node killed."""
+    nodes = _nodes(lambda _: None, set())
+    assert not asyncio.run(nodes.is_gone("a1b2"))
+    nodes._met.set()
+    assert asyncio.run(nodes.is_gone("a1b2"))
+
+
+def test_a_node_that_went_while_no_controller_looked_is_reported() -> None:
+    """Its workers would be taken for the guilty, and it for alive as long as the run lasts."""
+    posted: list[Event] = []
+    nodes = _nodes(posted.append, {"a1b2"})
+    for node in ("a1b2", "c3d4"):
+        nodes._compare({"NodeID": node, "Alive": False}, None)
+    assert posted == [NodeLost(at_s=1.0, node="a1b2", cause="Ray declared it dead")]
+
+
+def test_a_node_that_is_back_is_as_near_to_its_end_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was silent for a while under notice: the run takes it in as a new one, and for good."""
+    posted: list[Event] = []
+    node = "a1b2" * 14
+
+    async def play() -> str:
+        nodes = _nodes(posted.append, set())
+        row = {**ROW, "NodeID": node, "Alive": True, "Resources": {}}
+        nodes._compare(row, None)
+        nodes._notice(node, 0)
+        nodes.lost(node, "it was silent")
+        await _forget(nodes, node)
+        nodes._compare(row, None)
+        nodes._notice(node, 0)
+        for task in nodes.views[node].tasks:
+            task.cancel()
+        return nodes.views[node].state
+
+    monkeypatch.setattr("orchestrator.shell.capacity.nodes.ray", _Ray())
+
+    assert asyncio.run(play()) == "draining"
+    assert [type(event) for event in posted] == [
+        NodeJoined,
+        NodeDraining,
+        NodeLost,
+        NodeJoined,
+        NodeDraining,
+    ]
+
+
+async def _forget(nodes: Nodes, node: str) -> None:
+    """Have the watcher find out that a lost node takes connections."""
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    view = nodes.views[node]
+    view.raylet_address = server.sockets[0].getsockname()
+    await nodes._look_again(view)
+    server.close()
+    assert node not in nodes.views
+
+
+class _Ray:
+    """Starts no actor."""
+
+    def remote(self, *_args: object, **_kwargs: object) -> _Ray:
+        return self
+
+    options = remote

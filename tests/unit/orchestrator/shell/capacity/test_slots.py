@@ -1,0 +1,138 @@
+"""What a run's capacity costs while nothing of it is asked for, and how it is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from contextvars import Context
+from typing import Any
+
+import pytest
+
+from orchestrator.shell.capacity import slots as module
+from orchestrator.shell.capacity.slots import Capacity
+from orchestrator.shell.names import RunNames
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Counts what it is asked to wake for."""
+
+    num_timers = 0
+
+    def call_at(  # type: ignore[override]  # its callbacks have as many types as arguments
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        self.num_timers += 1
+        return super().call_at(when, callback, *args, context=context)
+
+
+def test_nothing_wakes_while_all_slots_are_placed() -> None:
+    """A run nearly always has all its slots: to look for them then is work for nothing."""
+
+    async def idle() -> None:
+        capacity = Capacity(
+            names=RunNames("r"), resources={"CPU": 1.0}, on_granted=lambda _slot, _node: None
+        )
+        polling = asyncio.create_task(capacity.poll_forever())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        polling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await polling
+
+    loop = _Loop()
+    try:
+        loop.run_until_complete(idle())
+    finally:
+        loop.close()
+
+    assert loop.num_timers == 0
+
+
+def test_slots_are_given_back_while_ray_does_not_place_them_those_that_wait_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What Ray has put aside for one that it is placing would be lost."""
+    names = RunNames("r")
+    done, waits = ("CREATED", "FINISHED"), ("PENDING", "NO_RESOURCES")
+    moments = [
+        {1: done, 2: ("PENDING", "QUEUED"), 3: waits},
+        {1: done, 2: ("PENDING", "QUEUED"), 3: waits},
+        {2: ("PREPARED", "QUEUED")},
+        {2: done},
+    ]
+    looks: list[int] = []
+    removed: list[tuple[int, str]] = []
+
+    def table() -> dict[str, Any]:
+        looks.append(len(looks))
+        return {
+            str(slot): {
+                "name": names.slot(slot),
+                "state": state,
+                "stats": {"scheduling_state": scheduling},
+            }
+            for slot, (state, scheduling) in moments[looks[-1]].items()
+        }
+
+    monkeypatch.setattr(module, "placement_group_table", table)
+    monkeypatch.setattr(module, "get_placement_group", lambda name: name)
+    monkeypatch.setattr(
+        module, "remove_placement_group", lambda name: removed.append((looks[-1], name))
+    )
+    given = Capacity(names=names, resources={"CPU": 1.0}, on_granted=lambda _slot, _node: None)
+
+    asyncio.run(given.release_all())
+
+    assert removed == [(1, names.slot(3)), (1, names.slot(1)), (3, names.slot(2))]
+
+
+def test_a_slot_that_is_given_back_as_it_is_placed_is_granted_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both are seen to in one turn of the loop: the controller ended, and was begun again."""
+    names = RunNames("r")
+    placed = {
+        "name": names.slot(1),
+        "state": "CREATED",
+        "stats": {"scheduling_state": "FINISHED"},
+        "bundles_to_node_id": {0: "a"},
+    }
+    granted: list[int] = []
+    capacity = Capacity(
+        names=names, resources={"CPU": 1.0}, on_granted=lambda slot, _: granted.append(slot)
+    )
+
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        releases: list[asyncio.Task[None]] = []
+
+        async def in_a_turn(do: Callable[..., Any], *arguments: Any) -> Any:
+            if do == capacity._rows and not releases:
+                # In the next turn, in which the answer is looked at, but before that.
+                loop.call_soon(lambda: releases.append(loop.create_task(capacity.release(1))))
+            await asyncio.sleep(0)
+            return do(*arguments)
+
+        monkeypatch.setattr(asyncio, "to_thread", in_a_turn)
+        await capacity.request(1, ())
+        polling = asyncio.create_task(capacity.poll_forever())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(capacity._grants) == len(releases) == 1
+        await asyncio.gather(*capacity._grants.values(), *releases)
+        polling.cancel()
+
+    monkeypatch.setattr(module, "placement_group", lambda *_, **__: "group")
+    monkeypatch.setattr(module, "placement_group_table", lambda: {"1": placed})
+    monkeypatch.setattr(module, "get_placement_group", lambda name: name)
+    monkeypatch.setattr(module, "remove_placement_group", lambda _: None)
+
+    asyncio.run(play())
+
+    assert granted == []

@@ -1,0 +1,54 @@
+"""For how long fewer node losses are survived than asked for, as the controller counts it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from orchestrator.core.state.run import Phase, RunState, freeze, thaw
+from orchestrator.policies.saving.reduced import ALERT_S
+from orchestrator.shell.memory.protection import LOOK_S, ProtectionWatch
+from orchestrator.shell.memory.snapshots import Snapshots
+from orchestrator.shell.serve.metrics import RunMetrics
+from tests.support.keeper_handles import Handle, with_keepers
+from ucp_core.storage import MemoryStore
+
+
+def _at(phase: Phase, step: int) -> RunState:
+    draft = thaw(RunState())
+    draft.phase, draft.step = phase, step
+    return freeze(draft)
+
+
+def _reduced_for_s(states: list[RunState]) -> float | None:
+    """Return what the metrics say after a look at each, when keepers hold nothing."""
+    registry = CollectorRegistry()
+
+    async def act(snapshots: Snapshots, _: dict[str, Handle]) -> Any:
+        watch = ProtectionWatch(snapshots=snapshots, metrics=RunMetrics(registry), wanted=1)
+        for number, state in enumerate(states):
+            watch.look(state, number * LOOK_S)
+        return registry.get_sample_value("run_reduced_redundancy_seconds")
+
+    found: float | None = with_keepers(MemoryStore(), act)
+    return found
+
+
+@pytest.mark.parametrize("phase", [Phase.FENCING, Phase.READING, Phase.WAITING])
+def test_a_recovery_does_not_make_redundancy_whole(phase: Phase) -> None:
+    """With a fault every 50 s nobody was ever told, nor while the run waited for a machine."""
+    num_looks = round(ALERT_S / LOOK_S) + 1
+    states = [_at(Phase.RUNNING, 5)] * num_looks
+    states[num_looks // 2] = _at(phase, 5)
+
+    assert _reduced_for_s(states) == ALERT_S
+    assert _reduced_for_s([_at(phase, 5)] * num_looks) == ALERT_S
+
+
+def test_before_the_first_step_there_is_nothing_to_protect() -> None:
+    """A cluster that comes up slowly would begin with an alert."""
+    states = [_at(Phase.WAITING, 0), _at(Phase.FORMING, 0), _at(Phase.RUNNING, 0)]
+
+    assert _reduced_for_s(states) == 0.0

@@ -1,0 +1,359 @@
+"""The controller's questions to keepers; these are stood in for at Ray's handles."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from orchestrator.shell.capacity.nodes import NodeView
+from orchestrator.shell.memory import snapshots as module
+from orchestrator.shell.memory.snapshots import Snapshots
+from tests.support.keeper_handles import LINEAGE, ROOT, Handle, held, version_of, with_keepers
+from ucp_core.checkpoint import MANIFEST_NAME, checkpoint_name, save_rank
+from ucp_core.errors import StorageError
+from ucp_core.layout import ParallelLayout
+from ucp_core.storage import MemoryStore, Store
+from workers.placement.plan import Preference
+from workers.protocol import (
+    HeldParity,
+    HeldPart,
+    Inventory,
+    Member,
+    NodeReport,
+    held_source,
+    stored_source,
+)
+
+
+class Stalling(MemoryStore):
+    """A store that answers nothing before ``released``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def list(self, path: str) -> tuple[str, ...]:
+        self.released.wait(30)
+        return super().list(path)
+
+
+class Refusing(MemoryStore):
+    def list(self, path: str) -> tuple[str, ...]:
+        raise StorageError("the password has expired", path=path)
+
+
+def _commit(store: Store, step: int) -> None:
+    directory = f"{ROOT}/{checkpoint_name(step)}"
+    save_rank(
+        store,
+        directory,
+        step=step,
+        attempt=1,
+        rank=0,
+        world_size=1,
+        tensors=[],
+        extra={},
+        param_groups=[],
+        source={},
+        fsync=False,
+    )
+
+
+async def _read(made: Snapshots, _: dict[str, Handle]) -> Any:
+    return version_of(await made.read(LINEAGE, enough_step=-1))
+
+
+def test_the_newer_of_memory_and_storage_is_found() -> None:
+    """Either may be ahead: memory usually is, storage where memory was lost."""
+    store = MemoryStore()
+    assert with_keepers(store, _read) == (7, "memory")
+    _commit(store, 8)
+    assert with_keepers(store, _read) == (8, "storage")
+
+
+def test_a_store_that_stalls_does_not_keep_memory_from_being_used() -> None:
+    """Memory holds all that any member completed: whatever storage says, it is not newer."""
+    store = Stalling()
+
+    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+        answer = await asyncio.wait_for(made.read(LINEAGE, enough_step=7), module.STORAGE_S / 2)
+        store.released.set()
+        return version_of(answer)
+
+    assert with_keepers(store, act) == (7, "memory")
+
+
+def test_a_store_that_refuses_is_passed_over_only_for_memory() -> None:
+    """Without it nothing is known, which is not the same as nothing being there."""
+
+    async def without(made: Snapshots, _: dict[str, Handle]) -> Any:
+        made._nodes.views["aa"].secret = b""
+        return await made.read(LINEAGE, enough_step=-1)
+
+    assert with_keepers(Refusing(), _read) == (7, "memory")
+    assert with_keepers(Refusing(), without) is None
+
+
+def test_what_is_damaged_in_storage_is_named_also_if_nothing_is_left() -> None:
+    """To begin anew without a word would look as if nothing had ever been trained."""
+    store = MemoryStore()
+    for step in (5, 6):
+        _commit(store, step)
+
+    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+        made._nodes.views["aa"].secret = b""
+        told = []
+        for step in (6, 5):
+            path = f"{ROOT}/{checkpoint_name(step)}/{MANIFEST_NAME}"
+            store.write_atomic(path, store.read(path)[:50], fsync=False)
+            answer = await made.read(LINEAGE, enough_step=-1)
+            assert answer is not None
+            told.append((version_of(answer), [line.split(":")[0] for line in answer.skipped]))
+            assert answer.lost == (() if step == 6 else (6, 5))
+        again = await made.read(LINEAGE, enough_step=-1, bad=[stored_source(6, 1)])
+        assert again is not None
+        return told, [line.split(":")[0] for line in again.skipped]
+
+    told, but_for_what_is_known = with_keepers(store, act)
+    newest, older = checkpoint_name(6), checkpoint_name(5)
+    assert told == [((5, "storage"), [newest]), (None, [newest, older])]
+    assert but_for_what_is_known == [older]
+
+
+def test_what_is_bad_is_passed_over_in_either_tier() -> None:
+    """The same step of the other tier comes before an older one of the same."""
+    in_memory, in_storage = held_source("aa", "w0.0", held(7, 0)), stored_source(7, 1)
+    store = MemoryStore()
+    _commit(store, 7)
+
+    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+        answers = [
+            version_of(await made.read(LINEAGE, enough_step=-1, bad=bad))
+            for bad in ([], [in_memory], [in_storage], [in_memory, in_storage])
+        ]
+        return answers, await made.find_parts(7, 1, bad=[in_memory])
+
+    answers, parts = with_keepers(store, act)
+    assert answers == [(7, "memory"), (7, "storage"), (7, "memory"), (6, "memory")]
+    assert parts == ()
+
+
+def test_a_keeper_is_told_what_it_is_to_hold_no_longer() -> None:
+    """Whoever asks it must not be offered it again, be it a rank or another keeper."""
+    bad = [held_source("aa", "w0.0", held(7, 0)), stored_source(7, 1)]
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        made.order(2, LINEAGE, ["aa", "bb"], bad=bad)
+        return [handles[node].orders[-1].bad for node in ("aa", "bb")]
+
+    assert with_keepers(MemoryStore(), act) == [(("w0.0", 0, 2),), ()]
+
+
+def test_parts_are_told_only_of_the_version_that_is_resumed() -> None:
+    """An answer that was overtaken must not send workers to another version's memory."""
+
+    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+        await made.read(LINEAGE, enough_step=-1)
+        found = await made.find_parts(6, 1)
+        return made.known_parts(7, 1), made.known_parts(6, 1), found
+
+    known, other, asked = with_keepers(MemoryStore(), act)
+    assert [(part.node, part.held.step, part.secret) for part in known] == [
+        ("aa", 7, b"aa"),
+        ("bb", 7, b"bb"),
+    ]
+    assert other == ()
+    assert [part.held.step for part in asked] == [6, 6]
+
+
+def test_an_order_names_the_neighbour_and_no_keeper_that_is_not_met() -> None:
+    """One that is only starting has no address yet; it is told of when it has."""
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        made.order(1, LINEAGE, ["aa", "bb", "aa"])
+        made._nodes.views["bb"].secret = b""
+        made.order(2, LINEAGE, ["aa", "bb"])
+        return {
+            node: [[peer.node for peer in order.copies_of] for order in handle.orders]
+            for node, handle in handles.items()
+        }
+
+    assert with_keepers(MemoryStore(), act) == {"aa": [["bb"], []], "bb": [["aa"], ["aa"]]}
+
+
+def test_an_order_names_the_group_once_all_of_it_are_met() -> None:
+    """A group that waits for one that is not there would protect nobody."""
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        views = made._nodes.views
+        handles["cc"] = Handle("cc", (), 2)
+        views["cc"] = NodeView("cc", ("", 0), keeper=handles["cc"])
+        made.order(1, LINEAGE, ["aa", "bb", "cc", "cc"])
+        views["cc"].secret = b"cc"
+        made.order(1, LINEAGE, ["aa", "bb", "cc", "cc"])
+        return handles["bb"].orders
+
+    early, whole = with_keepers(MemoryStore(), act, preference=Preference.PARITY)
+    assert (early.parity, early.copies_of, whole.copies_of) == (None, (), ())
+    assert (whole.parity.attempt, whole.parity.num_parities, whole.parity.place) == (1, 1, 1)
+    assert [place.ranks for place in whole.parity.places] == [(0,), (1,), (2, 3)]
+    assert [place.peer and place.peer.node for place in whole.parity.places] == ["aa", None, "cc"]
+
+
+def test_replicas_that_were_told_to_save_for_each_other_are_copied_by_no_keeper() -> None:
+    """Nor after a restart of the controller, which knows it by what they have saved only."""
+    layout = ParallelLayout(dp_replicate=2)
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        found = []
+
+        def order(*, begins: bool = False) -> None:
+            made.order(1, LINEAGE, ["aa", "bb"], layout=layout, begins=begins)
+            found.append(
+                (made.plan.guards, [len(h.orders[-1].copies_of) for h in handles.values()])
+            )
+
+        order(begins=True)
+        order()
+        made._planned_attempt = 0
+        order()
+        made._planned_attempt = 0
+        inventory = await handles["aa"].held.remote()
+        parts = tuple(replace(part, arena=f"replica0/{part.arena}") for part in inventory.parts)
+        guarded = replace(inventory, parts=parts)
+        made.on_report(NodeReport(node="aa", seq=1, workers=(), inventory=guarded))
+        order()
+        return found
+
+    guards = ((1,), (0,))
+    assert with_keepers(MemoryStore(), act) == [
+        (guards, [0, 0]), (guards, [0, 0]), (None, [1, 1]), (guards, [0, 0]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("budget_bytes", "has_room"), [(48, True), (47, False)])
+def test_replicas_without_room_for_each_others_shares_keep_parities_once_that_is_known(
+    budget_bytes: int, *, has_room: bool
+) -> None:
+    """The first attempt begins before any size is known; a whole run may be that one attempt."""
+    layout = ParallelLayout(dp_replicate=3)
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        handles["cc"] = Handle("cc", (), 2)
+        made._nodes.views["cc"] = NodeView("cc", ("", 0), keeper=handles["cc"], secret=b"cc")
+        found = []
+        for begins in (True, False, False):
+            made.order(2, LINEAGE, list(handles), layout=layout, begins=begins)
+            groups = [handle.orders[-1].parity for handle in handles.values()]
+            found.append((made.plan.is_final, made.plan.guards is not None, all(groups)))
+            for node, handle in handles.items():
+                inventory = replace(await handle.held.remote(), budget_bytes=budget_bytes)
+                made.on_report(NodeReport(node=node, seq=1, workers=(), inventory=inventory))
+        return found, made.plan.reason
+
+    found, reason = with_keepers(MemoryStore(), act)
+    assert found == [(False, True, False), *[(True, has_room, not has_room)] * 2]
+    assert ("redundant copy of replicas needs 48 B" in reason) == (not has_room)
+
+
+def test_racks_that_nodes_share_are_told_as_trouble() -> None:
+    """Two machines behind one switch are one loss, and nobody would find that out in time."""
+
+    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+        told: list[list[str]] = []
+        for racks in (("r", "s"), ("r", "r")):
+            for view, rack in zip(made._nodes.views.values(), racks, strict=True):
+                view.rack = rack
+            made.order(len(told) + 1, LINEAGE, ["aa", "bb"], begins=True)
+            told.append(made.troubles())
+        return told
+
+    apart, (shared,) = with_keepers(MemoryStore(), act)
+    assert apart == []
+    assert "rack r" in shared
+
+
+def test_a_node_without_the_label_that_names_racks_is_told_as_trouble() -> None:
+    """A label that is misspelt names no rack of any node, and protects nothing."""
+
+    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+        made._nodes.rack_label = "rack"
+        made._nodes.views["aa"].rack = "r"
+        return made.troubles()
+
+    (told,) = with_keepers(MemoryStore(), act)
+    assert "'rack' of node bb:" in told
+
+
+def test_the_first_snapshot_decides_between_copies_and_parity() -> None:
+    """Its size is not known before; what was decided stays until the next attempt."""
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        handles["cc"] = Handle("cc", (), 2)
+        made._nodes.views["cc"] = NodeView("cc", ("", 0), keeper=handles["cc"], secret=b"cc")
+        nodes = ["aa", "bb", "cc"]
+        made.order(1, LINEAGE, nodes)
+        before = made.is_plan_due
+        for node, handle in handles.items():
+            inventory = replace(await handle.held.remote(), budget_bytes=40)
+            made.on_report(NodeReport(node=node, seq=1, workers=(), inventory=inventory))
+        due = made.is_plan_due
+        made.order(1, LINEAGE, nodes)
+        return before, due, made.is_plan_due, handles["aa"].orders
+
+    before, due, after, (first, second) = with_keepers(MemoryStore(), act)
+    assert (before, due, after) == (False, True, False)
+    assert (first.copies_of, first.parity) == ((), None)
+    assert (second.copies_of, second.parity.num_parities) == ((), 1)
+
+
+def test_only_what_storage_lacks_is_stored_at_the_end() -> None:
+    """A stopped run has stored its last step already; a failed one has it in memory alone."""
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        await made.flush(LINEAGE)
+        return [handle.flushed for handle in handles.values()]
+
+    store = MemoryStore()
+    assert with_keepers(store, act) == [[(1, 7)], [(1, 7)]]
+    _commit(store, 7)
+    assert with_keepers(store, act) == [[], []]
+
+
+def test_a_version_that_must_be_computed_gives_way_at_the_end() -> None:
+    """Keepers store what they hold: half of the newest version would be no version."""
+    members = tuple(Member(rank=rank, data_bytes=10, record_bytes=1) for rank in (0, 1))
+    parity = HeldParity(
+        arena="parity/0.1", held=held(7, -1), num_parities=1, place=0, members=members
+    )
+
+    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+        near, far = (handle._inventory for handle in handles.values())
+        handles["aa"]._inventory = replace(near, parities=(parity,))
+        handles["bb"]._inventory = replace(far, parts=far.parts[:1])
+        resumed = await made.read(LINEAGE, enough_step=-1)
+        await made.flush(LINEAGE)
+        return version_of(resumed), [handle.flushed for handle in handles.values()]
+
+    assert with_keepers(MemoryStore(), act) == ((7, "memory"), [[(1, 6)], [(1, 6)]])
+
+
+def test_what_a_dead_keeper_said_protects_nobody() -> None:
+    """The alert has to come while its memory is away, and to end when the next one has told."""
+
+    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+        survived = []
+        parts = tuple(HeldPart(arena="w", held=held(7, rank)) for rank in (0, 1))
+        for node in ("aa", "bb"):
+            inventory = Inventory(node=node, host="h", port=7, parts=parts)
+            made.on_report(NodeReport(node=node, seq=1, workers=(), inventory=inventory))
+        for secret in (b"bb", b"", b"new"):
+            made._nodes.views["bb"].secret = secret
+            survived.append(made.protection(LINEAGE).node_losses_survived)
+        return survived
+
+    assert with_keepers(MemoryStore(), act) == [1, 0, 0]

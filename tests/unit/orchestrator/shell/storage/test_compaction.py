@@ -1,0 +1,219 @@
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+from orchestrator.core.events import RunReopened
+from orchestrator.shell.storage import compaction as bookmark_file
+from orchestrator.shell.storage.compaction import SPACING_BYTES, BookmarkFile
+from orchestrator.shell.storage.incarnation import Life
+from tests.support.journals import Journaled, config_at
+from ucp_core.storage import open_store
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Journaled:
+    """A run with a crash or two and a bookmark in the middle of its second life's segment."""
+    run = Journaled(config_at(tmp_path), fault_every=20)
+    run.is_marking = False
+    run.grow(60)
+    run = Journaled(run.config, fault_every=20)
+    run.is_marking = False
+    run.grow(120)
+    run.mark()
+    run.grow(200)
+    return run
+
+
+def _same(one: Life, other: Life) -> bool:
+    """Compare all but the clocks; equal tables may have another order, by which the run goes."""
+    names = ("number", "seq", "state", "stats", "journal_bytes")
+    return all(repr(getattr(one, name)) == repr(getattr(other, name)) for name in names)
+
+
+def _whole(run: Journaled) -> Life:
+    Path(run.path, "bookmark.json").unlink()
+    return run.begin()
+
+
+def test_a_life_that_begins_from_a_bookmark_is_as_one_that_reads_everything(
+    run: Journaled,
+) -> None:
+    """State, numbers and place in the journal: a controller has nothing else."""
+    life = run.begin()
+    whole = _whole(run)
+
+    assert life.marked_bytes > 0 == whole.marked_bytes
+    assert _same(life, whole)
+    assert repr((life.state, life.stats)) == repr((run.state, run.stats))
+    assert len(life.stats.incidents) > life.num_incidents_written > 0
+
+
+def test_later_lives_and_torn_lines_are_behind_it(run: Journaled) -> None:
+    """A controller may die while it appends, and again before it has written a bookmark."""
+    segment = Path(run.path, "journal", "000002.jsonl")
+    segment.write_bytes(segment.read_bytes() + b'{"v":1,"se')
+    later = Journaled(run.config)
+    later.is_marking = False
+    later.grow(240)
+    life = later.begin()
+
+    assert life.marked_bytes > 0
+    assert repr(life.state) == repr(later.state)
+    assert _same(life, _whole(later))
+
+
+def _edit(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        path = directory / "bookmark.json"
+        body = json.loads(path.read_bytes().split(b"\n")[1])
+        change(body)
+        text = json.dumps(body).encode()
+        head = {"v": 1, "bytes": len(text), "crc32": crc32(text)}
+        path.write_bytes(json.dumps(head).encode() + b"\n" + text + b"\n")
+
+    return edit
+
+
+def _cut_bookmark(directory: Path) -> None:
+    path = directory / "bookmark.json"
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def _make_it_a_directory(directory: Path) -> None:
+    (directory / "bookmark.json").unlink()
+    (directory / "bookmark.json").mkdir()
+
+
+def _drop_newest_segment(directory: Path) -> None:
+    (directory / "journal" / "000002.jsonl").unlink()
+
+
+def _cut_journal(directory: Path) -> None:
+    path = directory / "journal" / "000002.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:20]))
+
+
+def _lengthen_older_segment(directory: Path) -> None:
+    path = directory / "journal" / "000001.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"v":1,"se')
+
+
+def _change_its_line(directory: Path) -> None:
+    """Let the journal be one with as many bytes that was written at another time."""
+    path = directory / "journal" / "000002.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"wall_time":17', b'"wall_time":16'))
+
+
+HARM = {
+    "bookmark cut": _cut_bookmark,
+    "bookmark unreadable": _make_it_a_directory,
+    "newest segment gone": _drop_newest_segment,
+    "segment cut": _cut_journal,
+    "older segment longer": _lengthen_older_segment,
+    "another journal": _change_its_line,
+    "another program": _edit(lambda body: body["basis"].update(program="older")),
+    "other rules": _edit(lambda body: body["basis"].update(rules="RunRules()")),
+    "part missing": _edit(lambda body: body["folded"].pop("stats")),
+    "field missing": _edit(lambda body: body["folded"]["state"].pop("attempt")),
+    "field of another type": _edit(lambda body: body["folded"]["state"].update(step="8")),
+    "records missing": _edit(lambda body: body["folded"].update(seq=100)),
+}
+
+
+@pytest.mark.parametrize("harm", HARM.values(), ids=list(HARM))
+def test_what_cannot_be_relied_on_is_not_used(
+    harm: Callable[[Path], None],
+    run: Journaled,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A wrong state would start workers twice; folding everything only takes longer."""
+    monkeypatch.setattr(bookmark_file, "SPACING_BYTES", 1)
+    harm(Path(run.path))
+    with caplog.at_level(logging.WARNING):
+        life = run.begin()
+
+    assert life.marked_bytes == 0
+    assert [record.message for record in caplog.records] == ["bookmark_not_used"]
+    monkeypatch.undo()
+    if Path(run.path, "bookmark.json").is_dir():
+        Path(run.path, "bookmark.json").rmdir()
+    else:
+        Path(run.path, "bookmark.json").unlink()
+    assert _same(life, run.begin())
+
+
+def test_settings_of_now_fold_what_was_decided_since_then(run: Journaled) -> None:
+    """A run that is opened again with other settings keeps its numbers and no decision."""
+    config = config_at(Path(run.path), "workers.max=2")
+    again = Journaled(config, opening=3)
+    again.is_marking = False
+    again.grow(300)
+    life = again.begin()
+
+    assert life.marked_bytes == 0, "the bookmark of the settings of then was used"
+    assert repr((life.state, life.stats)) == repr((again.state, again.stats))
+    again.mark()
+    assert again.begin().marked_bytes == life.journal_bytes
+    assert [each.kind for each in life.stats.incidents].count("resume") == 1
+
+
+def test_a_run_is_opened_again_from_its_bookmark(run: Journaled) -> None:
+    """Its numbers of attempts, workers and slots go on, and its old settings say what they are."""
+    run.mark()
+    run.opening = 3
+    life = run.begin()
+    first = life.first
+    assert isinstance(first, RunReopened)
+    assert life.marked_bytes == 0, "what was marked under the settings of then spares it nothing"
+    Path(run.path, "bookmark.json").unlink()
+    whole = run.begin().first
+    assert isinstance(whole, RunReopened)
+
+    assert first.lineage == whole.lineage == run.state.lineage
+    assert (first.next_worker, first.why) == (whole.next_worker, whole.why)
+
+
+def test_there_is_one_bookmark_and_none_in_the_journal(run: Journaled) -> None:
+    """A week of them would be larger than the journal, and readers of it take all that is there."""
+    run.mark()
+
+    assert [path.name for path in Path(run.path).glob("*bookmark*")] == ["bookmark.json"]
+    names = sorted(path.name for path in Path(run.path, "journal").iterdir())
+    assert names == ["000001.jsonl", "000002.jsonl"]
+
+
+def test_a_bookmark_that_cannot_be_written_costs_nothing(
+    run: Journaled, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It only spares time, so a run must not end for it."""
+    _make_it_a_directory(Path(run.path))
+    with caplog.at_level(logging.WARNING):
+        run.mark()
+
+    assert [record.message for record in caplog.records] == ["bookmark_not_written"]
+
+
+def test_it_is_written_when_the_journal_has_grown_and_nothing_is_going_on(tmp_path: Path) -> None:
+    """Each one costs milliseconds, in which nobody would see to a fault."""
+    run = Journaled(config_at(tmp_path))
+    run.is_marking = False
+    run.grow(30)
+    file = BookmarkFile(*open_store(run.path), rules=run.rules, marked_bytes=1000)
+
+    assert not file.is_due(1000 + SPACING_BYTES - 1, is_quiet=True)
+    assert file.is_due(1000 + SPACING_BYTES, is_quiet=True)
+    assert not file.is_due(1000 + SPACING_BYTES, is_quiet=False)
+    assert file.is_due(1000 + 8 * SPACING_BYTES, is_quiet=False)
+    document = file.prepare(run.journal, run.state, run.stats)
+    grown = run.journal.journal_bytes + SPACING_BYTES
+    assert not file.is_due(grown, is_quiet=True), "two would be written at once"
+    asyncio.run(file.write(document))
+    assert file.is_due(grown, is_quiet=True)
+    assert not file.is_due(grown - 1, is_quiet=True)

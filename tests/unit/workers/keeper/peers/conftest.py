@@ -1,0 +1,42 @@
+"""A keeper that serves one arena with one snapshot in it, and a peer that asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.wired import SECRET, write
+from workers.keeper.peers.client import WireClient
+from workers.keeper.peers.server import WireServer
+from workers.keeper.slots import Shelf
+from workers.memory.arena import Arena
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    shelf = Shelf(budget_bytes=1 << 30)
+    yield shelf
+    shelf.drop("w0001")
+
+
+@pytest.fixture
+def arena(shelf: Shelf, size: int) -> Arena:
+    """The one arena; each module says how large its snapshots are."""
+    arena = shelf.reserve("w0001", body_bytes=size)
+    write(arena, 1, size=size)
+    return arena
+
+
+@pytest.fixture
+def server(shelf: Shelf) -> Iterator[WireServer]:
+    server = WireServer(shelf, host="127.0.0.1", secret=SECRET)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client(server: WireServer) -> Iterator[WireClient]:
+    client = WireClient(server.address, secret=SECRET)
+    yield client
+    client.close()

@@ -1,0 +1,120 @@
+"""Which mechanism is chosen when, what it costs, and what the line says about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from tests.support.placements import is_readable
+from workers.placement.plan import (
+    Cost,
+    Mechanism,
+    Node,
+    PlacementRules,
+    place,
+)
+
+RANK_BYTES = 600
+RULES = PlacementRules(num_slots=1)
+
+
+def _nodes(count: int, headroom_bytes: int) -> list[Node]:
+    return [Node(name=f"n{index}", headroom_bytes=headroom_bytes) for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "headroom_bytes", "mechanism", "memory_bytes"),
+    [
+        (1, 1200, Mechanism.PARTNER_COPY, 1200),
+        (1, 1199, Mechanism.RING_PARITY, 800),
+        (2, 1800, Mechanism.PARTNER_COPY, 1800),
+        (2, 1799, Mechanism.DOUBLE_PARITY, 1200),
+        (2, 1199, Mechanism.RING_PARITY, 800),
+        (1, 799, Mechanism.NONE, 600),
+    ],
+)
+def test_of_four_nodes_memory_decides_the_mechanism(
+    tolerance: int, headroom_bytes: int, mechanism: Mechanism, memory_bytes: int
+) -> None:
+    """At the last byte; a copy is read faster than a parity is decoded, so it comes first.
+
+    The link has no say: for a tolerance, all of them send the same.
+    """
+    rules = replace(RULES, tolerance=tolerance)
+    chosen = place(_nodes(4, headroom_bytes), RANK_BYTES, rules)
+    assert chosen.mechanism is mechanism
+    sent_bytes = RANK_BYTES * chosen.tolerance
+    assert chosen.costs["n0"] == Cost(network_bytes=sent_bytes, memory_bytes=memory_bytes)
+
+
+def test_the_line_names_what_did_not_fit() -> None:
+    """Whoever wonders why a run survives one node and not two reads this and adds memory."""
+    rules = replace(RULES, tolerance=2)
+    chosen = place(_nodes(4, 1100), RANK_BYTES, rules)
+    assert chosen.reason == (
+        "snapshots: ring parity, survives 1 of 4 nodes, 800 B a node and version, 600 B sent; "
+        "partner copy for 2 needs 1.758 KiB on n0, 1.074 KiB are free; "
+        "double parity for 2 needs 1.172 KiB on n0, 1.074 KiB are free; "
+        "partner copy for 1 needs 1.172 KiB on n0, 1.074 KiB are free"
+    )
+
+
+def test_a_size_that_is_not_known_is_not_said_to_be_nothing() -> None:
+    """Before the first snapshot nobody knows it, and 0 B would be good news."""
+    chosen = place(_nodes(4, 1100), 0, RULES)
+    assert chosen.reason == "snapshots: partner copy, survives 1 of 4 nodes"
+
+
+def test_nodes_of_several_ranks_pay_for_all_of_them() -> None:
+    """The partner of the node with two ranks keeps two parts."""
+    nodes = [replace(node, num_ranks=1 + (node.name == "n1")) for node in _nodes(3, 1 << 20)]
+    chosen = place(nodes, RANK_BYTES, RULES)
+    memory = {name: each.memory_bytes for name, each in chosen.costs.items()}
+    assert memory == {"n0": 1200, "n1": 1800, "n2": 1800}
+
+
+def test_one_node_alone_says_that_it_is_not_protected() -> None:
+    """A run on one machine is legal; its snapshots survive processes and not the node."""
+    chosen = place(_nodes(1, 1 << 20), RANK_BYTES, RULES)
+    assert chosen.mechanism is Mechanism.NONE
+    assert chosen.reason.endswith("tolerance 1 needs 2 nodes")
+
+
+def test_a_rack_that_cannot_be_kept_apart_is_named() -> None:
+    """Three of four nodes in one rack: two groups of two cannot avoid a pair."""
+    nodes = [replace(node, rack="b" if node.name == "n3" else "a") for node in _nodes(4, 9999)]
+    assert place(nodes, RANK_BYTES, RULES).shared_racks == ("a",)
+
+
+def test_the_only_node_of_another_rack_keeps_what_both_others_have() -> None:
+    """In a ring one of them would be copied inside its rack, and go with it."""
+    nodes = [replace(node, rack="b" if node.name == "n2" else "a") for node in _nodes(3, 9999)]
+    chosen = place(nodes, RANK_BYTES, RULES)
+    assert chosen.keepers == {"n0": ("n2",), "n1": ("n2",), "n2": ("n0",)}
+    memory = {name: each.memory_bytes // RANK_BYTES for name, each in chosen.costs.items()}
+    assert memory == {"n0": 2, "n1": 1, "n2": 3}
+    assert chosen.shared_racks == ()
+
+
+@pytest.mark.parametrize(
+    ("group_max", "tolerance", "headroom_bytes", "num_lost", "share"),
+    [
+        (2, 1, 1200, 2, 0.933),
+        (4, 1, 1199, 2, 0.800),
+        (8, 1, 1199, 2, 0.533),
+        (8, 2, 1799, 2, 1.0),
+        (2, 1, 1200, 4, 0.615),
+        (8, 2, 1799, 4, 0.431),
+    ],
+)
+def test_random_losses_are_survived_as_often_as_combinatorics_say(
+    group_max: int, tolerance: int, headroom_bytes: int, num_lost: int, share: float
+) -> None:
+    """Of 16 nodes: pairs, one parity of 4 and of 8, two of 8, as computed without this code."""
+    rules = replace(RULES, tolerance=tolerance, group_max=group_max)
+    placement = place(_nodes(16, headroom_bytes), RANK_BYTES, rules)
+    names = sorted(placement.costs)
+    outcomes = [is_readable(placement, lost) for lost in combinations(names, num_lost)]
+    assert sum(outcomes) / len(outcomes) == pytest.approx(share, abs=5e-4)

@@ -1,0 +1,179 @@
+"""The progress page and what an observer makes of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import until
+from workers.protocol import WorkerPhase
+from workers.records.progress import ProgressPage, observe, process_state, read_page
+from workers.records.ring import RecordRing
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "w0.page"
+
+
+def test_what_is_stored_is_read(path: Path) -> None:
+    """Each store keeps what the others have stored."""
+    page = ProgressPage.create(path, worker="w0007")
+    page.assign(4, 2)
+    page.enter(WorkerPhase.BACKWARD)
+    page.completed(12, 0.25, 3.5)
+    page.micro_batch(3)
+    page.moved(100)
+    page.moved(28)
+    page.close()
+
+    view = read_page(path)
+
+    assert view is not None
+    assert (view.worker, view.pid, view.attempt, view.rank) == ("w0007", os.getpid(), 4, 2)
+    assert (view.phase, view.step, view.micro_batch) == (WorkerPhase.BACKWARD, 12, 3)
+    assert view.moved_bytes == 128
+    assert (view.step_s, view.loss) == (0.25, 3.5)
+
+
+def test_a_new_attempt_starts_without_a_step_time(path: Path) -> None:
+    """The first step of an attempt is slow; judged by the last attempt's it would look hung."""
+    page = ProgressPage.create(path, worker="w0")
+    page.completed(12, 0.25, 3.5)
+    page.assign(5, 0)
+    page.close()
+
+    view = read_page(path)
+
+    assert view is not None
+    assert (view.step, view.step_s, math.isnan(view.loss)) == (12, 0.0, True)
+
+
+def test_the_beat_goes_on_while_the_training_thread_does_nothing(path: Path) -> None:
+    """It is what tells a stuck process from a stopped one."""
+    page = ProgressPage.create(path, worker="w0")
+    first = read_page(path)
+    assert first is not None
+
+    def has_beaten() -> bool:
+        view = read_page(path)
+        return view is not None and view.beat_ns > first.beat_ns
+
+    until(has_beaten, "a beat")
+    page.close()
+
+
+def test_no_page_and_a_foreign_page_read_as_none(path: Path) -> None:
+    """A keeper lists a directory in which anything may lie."""
+    assert read_page(path) is None
+    path.write_bytes(b"short")
+    assert read_page(path) is None
+    path.write_bytes(os.urandom(4096))
+    assert read_page(path) is None
+
+
+CHILD = """
+import sys, time
+from workers.records.progress import ProgressPage
+from workers.protocol import WorkerPhase
+page = ProgressPage.create(sys.argv[1], worker="w0")
+page.assign(3, 1)
+page.enter(WorkerPhase.FORWARD)
+time.sleep(600)
+"""
+
+
+def test_a_stopped_and_a_dead_process_are_still_read(path: Path, tmp_path: Path) -> None:
+    """They cannot answer a question, so nothing is asked of them."""
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)])
+    ring_path = tmp_path / "w0.ring"
+
+    def state() -> tuple[str, int, WorkerPhase]:
+        report = observe("w0", path, ring_path, now_ns=time.monotonic_ns())
+        return report.os_state, report.attempt, report.phase
+
+    try:
+        until(lambda: state()[2] is WorkerPhase.FORWARD, "the forward phase")
+        os.kill(child.pid, signal.SIGSTOP)
+        until(lambda: state() == ("T", 3, WorkerPhase.FORWARD), "the stop")
+        report = observe("w0", path, ring_path, now_ns=time.monotonic_ns() + 5_000_000_000)
+        assert report.beat_age_s > 5.0
+    finally:
+        child.kill()
+    until(lambda: state() == ("Z", 3, WorkerPhase.FORWARD), "the zombie")
+    child.wait()
+    assert state() == ("X", 3, WorkerPhase.FORWARD)
+
+
+STARVED = """
+import sys, threading, time
+from workers.records.progress import ProgressPage
+ProgressPage.create(sys.argv[1], worker="w0").close()
+def spin():
+    while True:
+        pass
+spinning = threading.Thread(target=spin, daemon=True)
+spinning.start()
+print(spinning.native_id, threading.get_native_id(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_that_only_waits_for_a_processor_is_seen_to_run(path: Path) -> None:
+    """On a machine with too much to do a beat comes late, and the worker is as well as any."""
+    command = [sys.executable, "-c", STARVED, str(path)]
+
+    def state_with(beater: int) -> str:
+        with path.open("r+b") as page:
+            page.seek(72)
+            page.write(beater.to_bytes(8, "little"))
+        later_ns = time.monotonic_ns() + 5_000_000_000
+        return observe("w0", path, path, now_ns=later_ns).os_state
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        spinning, sleeping = map(int, child.stdout.readline().split())
+        try:
+            until(lambda: state_with(sleeping) == "S", "the process to sleep")
+            assert state_with(spinning) == "R"
+        finally:
+            child.kill()
+
+
+def test_another_process_of_the_same_pid_is_not_taken_for_the_worker(path: Path) -> None:
+    """Process ids come round; on a busy node within hours."""
+    ProgressPage.create(path, worker="w0").close()
+    _, started_ticks = process_state(os.getpid())
+    page = bytearray(path.read_bytes())
+    page[24:32] = (started_ticks + 1).to_bytes(8, "little")
+    path.write_bytes(page)
+
+    assert observe("w0", path, path, now_ns=time.monotonic_ns()).os_state == "X"
+
+
+def test_a_ring_of_another_attempt_is_left_out(path: Path, tmp_path: Path) -> None:
+    """Between two attempts the page is already new and the ring still old."""
+    page = ProgressPage.create(path, worker="w0")
+    page.assign(4, 0)
+    page.close()
+    ring_path = tmp_path / "w0.ring"
+    ring = RecordRing(ring_path, attempt=3, num_ranks=2)
+    ring.enter(ring.group("world", (0, 1)), "all_reduce", 8)
+
+    assert observe("w0", path, ring_path, now_ns=time.monotonic_ns()).groups == ()
+    page.assign(3, 0)
+    assert len(observe("w0", path, ring_path, now_ns=time.monotonic_ns()).groups) == 1
+
+
+def test_an_observer_does_not_import_torch() -> None:
+    """A keeper on every node would pay 2 s at each start and 200 MB for nothing."""
+    code = "import sys, workers.records.progress; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

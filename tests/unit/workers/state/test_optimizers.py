@@ -1,0 +1,178 @@
+"""Optimizers that go wrong on parts are refused before the first step; others are let be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ucp_core.geometry.boxes import Box
+from ucp_core.layout import ParallelLayout
+from workers.api import Session, Settings, run
+from workers.errors import StateError, TaskError
+from workers.parallel.fsdp import Piece
+from workers.settings import TrainSettings
+from workers.state.entries import local_parameters, state_of
+from workers.state.optimizers import refuse_unfit
+
+ALONE = ParallelLayout()
+COPIES = ParallelLayout(dp_replicate=2)
+SHARDS = ParallelLayout(dp_shard=2)
+MIXED = ParallelLayout(dp_replicate=2, dp_shard=2)
+
+WEIGHT = torch.randn(6, 4, generator=torch.Generator().manual_seed(5))
+
+
+class OwnMuon(torch.optim.Muon):
+    """As a user derives one to change a detail."""
+
+
+def over(
+    kind: type[Any], weight: torch.Tensor = WEIGHT
+) -> tuple[Piece, dict[str, nn.Parameter], Any]:
+    """Return a model of one matrix, and ``kind`` over it after one step."""
+    local = weight.clone()
+    box = Box((0, 0), tuple(local.shape))
+    parameter = nn.Parameter(local)
+    piece = Piece(
+        fqn="w", shape=tuple(local.shape), box=box, parameter=parameter, local=parameter.data
+    )
+    own = local_parameters([piece])
+    optimizer = kind(own.values(), lr=0.1)
+    for one in own.values():
+        one.grad = weight.cos()
+    optimizer.step(lambda: 1.0)
+    return piece, own, optimizer
+
+
+@pytest.mark.parametrize("layout", [ALONE, COPIES, SHARDS], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_what_cannot_be_used_here_at_all_is_refused_by_name(
+    kind: type[Any], layout: ParallelLayout
+) -> None:
+    """One would fail in the second step, the others in the first, with words of torch."""
+    optimizer = kind([nn.Parameter(WEIGHT.clone())])
+
+    with pytest.raises(StateError, match=rf"optimizer {kind.__name__} .*use one that") as refused:
+        refuse_unfit(optimizer, layout)
+    assert refused.value.facts == {"optimizer": kind.__name__, "layout": str(layout)}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
+def test_what_these_keep_could_not_be_saved_even_alone(kind: type[Any]) -> None:
+    """Otherwise there were no reason to refuse them where nothing is in parts."""
+    piece, parameters, optimizer = over(kind)
+
+    with pytest.raises(StateError, match="cannot be resumed"):
+        state_of([piece], parameters, optimizer)
+
+
+@pytest.mark.parametrize("layout", [SHARDS, MIXED], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.Muon, OwnMuon])
+def test_muon_is_refused_where_matrices_are_in_parts(
+    kind: type[Any], layout: ParallelLayout
+) -> None:
+    """Its momentum has the shape of the weight, so nothing else would ever complain."""
+    piece, parameters, optimizer = over(kind)
+    assert {entry.slot for entry in state_of([piece], parameters, optimizer)} > {"weight"}
+
+    with pytest.raises(StateError, match=rf"{kind.__name__} .*dp_shard=2.*dp_replicate"):
+        refuse_unfit(optimizer, layout)
+
+
+@pytest.mark.parametrize("layout", [ALONE, COPIES], ids=str)
+def test_muon_is_let_be_where_every_worker_has_whole_matrices(layout: ParallelLayout) -> None:
+    """There it is as right as in a plain script."""
+    _, _, optimizer = over(torch.optim.Muon)
+
+    refuse_unfit(optimizer, layout)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    ],
+)
+def test_who_treats_every_element_alike_is_let_be(name: str) -> None:
+    """For these, and not for Muon, two halves of a matrix move as the whole does."""
+    kind = getattr(torch.optim, name)
+    whole, halves = (
+        [over(kind, part)[0].local for part in parts]
+        for parts in ([WEIGHT], [WEIGHT[:3], WEIGHT[3:]])
+    )
+    refuse_unfit(over(kind)[2], SHARDS)
+
+    torch.testing.assert_close(torch.cat(halves), whole[0])
+
+
+def test_halves_of_a_matrix_do_not_move_as_the_whole_does_with_muon() -> None:
+    """If they did, refusing it would be of no use."""
+    whole, first = (over(torch.optim.Muon, part)[0].local for part in (WEIGHT, WEIGHT[:3]))
+
+    assert (whole[:3] - first).abs().max() > 0.001
+
+
+def train(directory: Path, kind: type[Any], steps: int) -> None:
+    """Train a matrix alone; goes on where the run in ``directory`` was."""
+
+    def task(session: Session) -> None:
+        model = session.model(lambda: nn.Linear(4, 4, bias=False))
+
+        def make(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+            optimizer: torch.optim.Optimizer = kind(parameters.values())
+            return optimizer
+
+        session.optimizer(make)
+        for step in session.steps(16):
+            for samples in step.micro_batches():
+                inputs = torch.eye(4)[samples % 4]
+                step.backward((model(inputs) - inputs).square().mean(), tokens=len(samples))
+            step.apply()
+
+    small = TrainSettings(
+        steps=steps,
+        global_batch=4,
+        micro_batch=2,
+        warmup_steps=0,
+        lr=0.01,
+        schedule="constant",
+        deterministic=True,
+    )
+    run(task, directory=str(directory), settings=Settings(train=small))
+
+
+def test_a_script_is_told_before_it_trains(tmp_path: Path) -> None:
+    """A run that ends in its second step has taken the machines by then."""
+    with pytest.raises(TaskError, match=r"step 1\n[\s\S]*StateError: optimizer Adafactor"):
+        train(tmp_path, torch.optim.Adafactor, steps=2)
+
+    assert not (tmp_path / "metrics").exists()
+
+
+def test_muon_alone_resumes_to_the_bit(tmp_path: Path) -> None:
+    """It is let be only if all that it keeps is saved and loaded."""
+    train(tmp_path / "resumed", torch.optim.Muon, steps=2)
+    train(tmp_path / "resumed", torch.optim.Muon, steps=4)
+    train(tmp_path / "whole", torch.optim.Muon, steps=4)
+
+    resumed, whole = (
+        json.loads((tmp_path / run / "result.json").read_text()) for run in ("resumed", "whole")
+    )
+    assert resumed["final_loss"] == whole["final_loss"]
+    assert resumed["weights_digest"] == whole["weights_digest"]

@@ -1,0 +1,273 @@
+"""Where a conversion writes: local files in place and in any order, or streams to any store."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucp_core.conversion import journal
+from ucp_core.conversion.work_items import Item, Result, Worker
+from ucp_core.conversion.workers import Writer, do_item
+from ucp_core.errors import StorageError
+from ucp_core.formats.universal.files import TargetFile
+from ucp_core.numerics.checksums import BLOCK_BYTES, crc32
+from ucp_core.storage.base import Store, join
+from ucp_core.storage.reserving import may_reserve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+#: Of items for another machine: 128 MiB at most, a fraction of a second.
+_BATCH_ITEMS = 8
+
+
+class Placed(NamedTuple):
+    """Items that are written in place, by whoever sees the files."""
+
+    items: tuple[Item, ...]
+    paths: tuple[str, ...]
+
+    def do(self, worker: Worker) -> list[Result]:
+        """Do them."""
+        writer = Writer(self.paths)
+        try:
+            return [do_item(worker, writer, item) for item in self.items]
+        finally:
+            writer.close()
+
+
+class Streamed(NamedTuple):
+    """A whole file that is written to a store, or an item that is only read."""
+
+    store: Store
+    directory: str
+    head: bytes
+    target: TargetFile | None
+    items: tuple[Item, ...]
+
+    def do(self, worker: Worker) -> list[Result]:
+        """Write it, and the marker that it is complete."""
+        results: list[Result] = []
+
+        def chunks() -> Iterator[memoryview]:
+            for item in self.items:
+                yield from worker.chunks(item)
+                results.append(worker.result(item))
+
+        if self.target is None:
+            for _ in chunks():
+                pass
+            return results
+        path = join(self.directory, self.target.name)
+        content = chain([memoryview(self.target.header)], chunks())
+        self.store.write_file(path, content, fsync=False)
+        marker = self.head + journal.encode(results)
+        self.store.write_atomic(_marker(self.directory, self.target), marker, fsync=False)
+        return results
+
+
+def _marker(directory: str, target: TargetFile) -> str:
+    return join(directory, journal.FOLDER, f"{target.name}.json")
+
+
+class LocalFiles:
+    """Temporary files in the destination, renamed when all is done, and the journal of them."""
+
+    def __init__(
+        self,
+        targets: Sequence[TargetFile],
+        directory: str,
+        identity: str,
+        *,
+        resume: bool,
+    ) -> None:
+        self._targets = targets
+        self._directory = Path(directory)
+        self._journal = journal.Journal(directory, identity, resume=resume)
+        self.paths = [str(self._journal.folder / target.name) for target in targets]
+        self._is_open = True
+        try:
+            self._sound = self._prepare({r.item.target for r in self._journal.results})
+        except StorageError:
+            if not self._journal.results:
+                # There is nothing to go on with, and what was reserved may be all that was free.
+                with suppress(StorageError):
+                    self._journal.remove()
+            self.close()
+            raise
+
+    def _prepare(self, begun: set[int]) -> set[int]:
+        """Make the files that are not there; return those that were."""
+        sound: set[int] = set()
+        for number, target in enumerate(self._targets):
+            path = Path(self.paths[number])
+            final = self._directory / target.name
+            try:
+                # A run that was killed while it renamed: what is in it is verified below.
+                if number in begun and not path.exists() and final.is_file():
+                    final.rename(path)
+                if path.exists() and path.stat().st_size == target.num_bytes:
+                    sound.add(number)
+                else:
+                    _allocate(path, target)
+            except OSError as error:
+                raise StorageError(
+                    f"{path} cannot be written: {error.strerror}", path=str(path)
+                ) from error
+        return sound
+
+    def resumed(self) -> Iterator[Result]:
+        """Yield the results of the journal whose bytes are in the files, read and hashed again."""
+        for result in self._journal.results:
+            if result.item.target < 0 or (
+                result.item.target in self._sound and self._is_written(result)
+            ):
+                yield result
+
+    def _is_written(self, result: Result) -> bool:
+        item = result.item
+        blocks: list[int] = []
+        buffer = memoryview(bytearray(BLOCK_BYTES))
+        with Path(self.paths[item.target]).open("rb", buffering=0) as file:
+            for low, high in _blocks(self._targets[item.target], item):
+                file.seek(low)
+                done = file.readinto(buffer[: high - low])
+                blocks.append(crc32(buffer[:done]))
+        return tuple(blocks) == result.blocks
+
+    def batches(self, left: Sequence[Item]) -> list[Placed]:
+        """Return the work that is left in batches for other machines that see the files."""
+        return [
+            Placed(tuple(left[low : low + _BATCH_ITEMS]), tuple(self.paths))
+            for low in range(0, len(left), _BATCH_ITEMS)
+        ]
+
+    def note(self, result: Result) -> None:
+        """Keep the result of an item whose bytes are written."""
+        self._journal.add(result)
+
+    def release(self) -> None:
+        """Let go of the lock, in a child."""
+        self._journal.release()
+
+    def finish(self, *, fsync: bool) -> None:
+        """Give all files their names."""
+        for number, target in enumerate(self._targets):
+            path = self.paths[number]
+            if fsync:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                os.fsync(fd)
+                os.close(fd)
+            Path(path).replace(self._directory / target.name)
+
+    def remove(self) -> None:
+        """Delete everything temporary."""
+        self._journal.remove()
+
+    def discard(self) -> None:
+        """Leave in the directory what was there."""
+        self._journal.remove()
+
+    def close(self) -> None:
+        """Let others convert to the directory."""
+        if self._is_open:
+            self._journal.close()
+        self._is_open = False
+
+
+def _blocks(target: TargetFile, item: Item) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of the file that an item has checksums of."""
+    for entry, offset_bytes in target.tensors:
+        low = max(item.start, offset_bytes)
+        high = min(item.stop, offset_bytes + entry.num_bytes)
+        for start in range(low, high, BLOCK_BYTES):
+            yield start, min(start + BLOCK_BYTES, high)
+
+
+def _allocate(path: Path, target: TargetFile) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        if may_reserve(fd):
+            # Says now if there is no space, and makes writing 30 % faster on ext4.
+            os.posix_fallocate(fd, 0, target.num_bytes)
+        else:
+            os.ftruncate(fd, target.num_bytes)
+        os.pwrite(fd, target.header, 0)
+    finally:
+        os.close(fd)
+
+
+@dataclass(slots=True)
+class StreamedFiles:
+    """Files that are written from their first byte to their last, to any store."""
+
+    targets: Sequence[TargetFile]
+    store: Store
+    directory: str
+    identity: str
+    resume: bool = field(kw_only=True)
+    _complete: set[int] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        """Say whose the files are before the first of them appears."""
+        path = join(self.directory, journal.FOLDER, "begun")
+        self.store.write_atomic(path, self._head(), fsync=False)
+
+    def resumed(self) -> Iterator[Result]:
+        """Yield the results of files that an earlier run completed; a marker beside tells."""
+        for number, target in enumerate(self.targets):
+            path = _marker(self.directory, target)
+            if not self.resume or not self.store.exists(path):
+                continue
+            data = self.store.read(path)
+            head = self._head()
+            goal = join(self.directory, target.name)
+            if (
+                data.startswith(head)
+                and self.store.exists(goal)
+                and self.store.size(goal) == target.num_bytes
+            ):
+                self._complete.add(number)
+                yield from journal.decode(data[len(head) :])
+
+    def _head(self) -> bytes:
+        return f"{self.identity}\n".encode()
+
+    def batches(self, left: Sequence[Item]) -> list[Streamed]:
+        """Return the work that is left: one batch for each file and each item that only reads."""
+        by_file: dict[int, list[Item]] = {}
+        for item in left:
+            by_file.setdefault(item.target, []).append(item)
+        checks = by_file.pop(-1, [])
+        work = [
+            Streamed(
+                self.store, self.directory, self._head(), target, tuple(by_file.get(number, ()))
+            )
+            for number, target in enumerate(self.targets)
+            if number not in self._complete
+        ]
+        return work + [Streamed(self.store, self.directory, b"", None, (item,)) for item in checks]
+
+    def note(self, result: Result) -> None:
+        """Do nothing: markers of whole files are enough."""
+
+    def finish(self, *, fsync: bool) -> None:
+        """Do nothing: files appear when they are complete."""
+
+    def remove(self) -> None:
+        """Delete the markers."""
+        self.store.delete(join(self.directory, journal.FOLDER))
+
+    def discard(self) -> None:
+        """Delete what was written."""
+        for target in self.targets:
+            self.store.delete(join(self.directory, target.name))
+        self.remove()
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""

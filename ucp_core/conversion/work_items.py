@@ -1,0 +1,375 @@
+"""What one worker of a conversion does: gather a range of a target file, verify it, hash it.
+
+A block is read, hashed and written before the next one, so it stays in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from bisect import bisect_right
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucp_core.conversion.source_checks import Check, ExtentPlan, Notes, Piece
+from ucp_core.errors import CheckpointCorruptError, StorageError
+from ucp_core.geometry.boxes import Box, flat_range, packed_strides
+from ucp_core.geometry.statemap import DTYPE_BYTES, Fragment, StateMap, TensorEntry
+from ucp_core.numerics.checksums import BLOCK_BYTES, combine, crc32
+from ucp_core.reading.gather import Holders, Run, is_plain, scattered
+from ucp_core.storage.base import Store, join
+from ucp_core.storage.local import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ucp_core.formats.universal.files import TargetFile
+
+#: A process may have 1024 files open, and others need some.
+_OPEN_FILES_MAX = 200
+
+
+class Item(NamedTuple):
+    """A piece of work.
+
+    Attributes:
+        target: Index of the target file; -1 if bytes are only read, to verify them.
+        source: Index of the source file then; else -1.
+        start: First byte in that file.
+        stop: Behind the last one.
+    """
+
+    target: int
+    source: int
+    start: int
+    stop: int
+
+
+class Result(NamedTuple):
+    """What a worker found out.
+
+    Attributes:
+        item: What was done.
+        blocks: crc32 of every block of the target's tensors in the item, in order.
+        pieces: What was read of checked ranges that are not complete.
+        read_bytes: So many were read.
+    """
+
+    item: Item
+    blocks: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """All that a worker has to know.
+
+    Attributes:
+        store: Of the source.
+        directory: Of the source.
+        state_map: What is there.
+        files: Names of the source's files; work names them by their index.
+        targets: What is to be made.
+        extents: How the source's own checksums get verified.
+        chunk_bytes: So much is gathered at a time; whole blocks.
+        general_bytes: The same of tensors that are averaged or strided.
+    """
+
+    store: Store
+    directory: str
+    state_map: StateMap
+    files: tuple[str, ...]
+    targets: tuple[TargetFile, ...]
+    extents: ExtentPlan
+    chunk_bytes: int
+    general_bytes: int
+    file_index: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.file_index.update({name: index for index, name in enumerate(self.files)})
+
+
+def is_local(store: Store) -> bool:
+    """Return whether paths of ``store`` are paths of this machine."""
+    return isinstance(store, LocalStore) or isinstance(getattr(store, "below", None), LocalStore)
+
+
+class Files:
+    """Reads of the source's files: by descriptors that stay open where the store is local."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._is_local = is_local(job.store)
+        self._open: dict[str, int] = {}
+        self.read_bytes = 0
+
+    def read(self, file: str, offset_bytes: int, target: memoryview) -> None:
+        """Fill ``target``."""
+        self.read_bytes += len(target)
+        path = join(self._job.directory, file)
+        # Names with @ are served from memory.
+        if not self._is_local or file.startswith("@"):
+            self._job.store.read_ranges(path, [(offset_bytes, (target,))])
+            return
+        fd = self._open.get(file)
+        try:
+            if fd is None:
+                fd = self._opened(file, path)
+            done = os.preadv(fd, [target], offset_bytes)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error.strerror}", path=path) from error
+        if done != len(target):
+            # Rare: a signal, the end of the file. The store knows what to do and to say.
+            self._job.store.read_ranges(path, [(offset_bytes, (target,))])
+
+    def _opened(self, file: str, path: str) -> int:
+        if len(self._open) >= _OPEN_FILES_MAX:
+            os.close(self._open.pop(next(iter(self._open))))
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._open[file] = fd
+        return fd
+
+    def close(self) -> None:
+        """Close every file."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+class Worker:
+    """Does items, one at a time; every thread or process has its own."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._files = Files(job)
+        self._holders: Holders | None = None
+        self._notes = Notes()
+        self._blocks: list[int] = []
+        self._scratch: memoryview | None = None
+        self._offsets = [[tensor.offset_bytes for tensor in file.tensors] for file in job.targets]
+        # Fresh pages, aligned for every dtype and for the kernel.
+        self._buffer = memoryview(mmap.mmap(-1, job.chunk_bytes))
+        self._general: memoryview | None = None
+
+    def close(self) -> None:
+        """Let go of files."""
+        self._files.close()
+
+    def chunks(self, item: Item) -> Iterator[memoryview]:
+        """Yield the bytes of the target in order; a chunk is reused when the next is asked for.
+
+        ``result`` is there when all are taken. Items that only verify yield nothing.
+
+        Raises:
+            ChecksumMismatchError: Damaged bytes.
+            CheckpointCorruptError: Replicas differ.
+            StorageError: A file cannot be read.
+        """
+        self._notes = Notes()
+        self._blocks = []
+        self._files.read_bytes = 0
+        if item.target < 0:
+            self._verify(item)
+            return
+        file = self._job.targets[item.target]
+        first = bisect_right(self._offsets[item.target], item.start) - 1
+        for entry, offset_bytes in file.tensors[first:]:
+            if offset_bytes >= item.stop:
+                break
+            low = max(item.start - offset_bytes, 0)
+            high = min(item.stop - offset_bytes, entry.num_bytes)
+            if low < high:
+                yield from self._tensor(entry, low, high)
+
+    def result(self, item: Item) -> Result:
+        """Return what was found out about the item whose chunks were taken last."""
+        return Result(
+            item, tuple(self._blocks), tuple(self._notes.pieces()), self._files.read_bytes
+        )
+
+    def _tensor(self, entry: TensorEntry, low: int, high: int) -> Iterator[memoryview]:
+        """Yield bytes ``[low, high)`` of a tensor; ``low`` is at the start of a block."""
+        if self._holders is None or self._holders.entry is not entry:
+            self._holders = Holders(entry) if is_plain(entry) else None
+        if self._holders is None:
+            yield from self._general_chunks(entry, low, high)
+            return
+        holders = self._holders
+        itemsize = DTYPE_BYTES[entry.dtype]
+        step = len(self._buffer)
+        for start in range(low, high, step):
+            stop = min(start + step, high)
+            chunk = self._buffer[: stop - start]
+            known = -1
+            for run in holders.runs(start // itemsize, stop // itemsize):
+                value = self._take(entry, run, chunk, start)
+                if run.num_elements * itemsize == len(chunk):
+                    known = value
+            if holders.has_replicas:
+                self._compare(holders, chunk, start)
+            self._hash(chunk, known)
+            yield chunk
+
+    def _hash(self, chunk: memoryview, known: int = -1) -> None:
+        if known >= 0 and len(chunk) <= BLOCK_BYTES:
+            self._blocks.append(known)
+            return
+        for low in range(0, len(chunk), BLOCK_BYTES):
+            self._blocks.append(crc32(chunk[low : low + BLOCK_BYTES]))
+
+    def _take(self, entry: TensorEntry, run: Run, chunk: memoryview, start: int) -> int:
+        """Read a run to where it belongs in ``chunk`` and return the crc32 of its bytes.
+
+        ``start`` is the chunk's first byte in the tensor.
+        """
+        itemsize = DTYPE_BYTES[entry.dtype]
+        num_bytes = run.num_elements * itemsize
+        if run.target >= 0:
+            low = run.target * itemsize
+            return self._read(run.fragment, run.first * itemsize, chunk[low : low + num_bytes])
+        data = self._room(num_bytes)
+        value = self._read(run.fragment, run.first * itemsize, data)
+        _scatter(entry, run, data, chunk, start // itemsize)
+        return value
+
+    def _room(self, num_bytes: int) -> memoryview:
+        if self._scratch is None:
+            self._scratch = memoryview(mmap.mmap(-1, len(self._buffer)))
+        return self._scratch[:num_bytes]
+
+    def _read(self, fragment: Fragment, low: int, target: memoryview) -> int:
+        """Read bytes from ``low`` of a fragment, note them for its checksums; return the crc32."""
+        self._files.read(fragment.file, fragment.offset_bytes + low, target)
+        file = self._job.file_index[fragment.file]
+        if fragment.crc32 is not None:
+            return self._note_blocks(fragment, file, low, target)
+        value = crc32(target)
+        offset_bytes = fragment.offset_bytes + low
+        check = self._job.extents.streamed[file].at(offset_bytes)
+        if check is not None:
+            self._notes.add(check, offset_bytes, len(target), value)
+        return value
+
+    def _note_blocks(self, fragment: Fragment, file: int, low: int, target: memoryview) -> int:
+        """Note the parts of the fragment's blocks that were read."""
+        block_bytes = self._job.state_map.block_bytes
+        value = 0
+        done = 0
+        while done < len(target):
+            index, inside = divmod(low + done, block_bytes)
+            part = target[done : done + block_bytes - inside]
+            start = fragment.offset_bytes + index * block_bytes
+            size = min(block_bytes, fragment.num_bytes - index * block_bytes)
+            found = crc32(part)
+            check = Check(file, start, size, fragment.blocks[index])
+            if len(part) < size or found != check.crc32:
+                self._notes.add(check, start + inside, len(part), found)
+            value = combine(value, found, len(part))
+            done += len(part)
+        return value
+
+    def _compare(self, holders: Holders, chunk: memoryview, start: int) -> None:
+        """Check that replicas hold the bytes of ``chunk``."""
+        entry = holders.entry
+        itemsize = DTYPE_BYTES[entry.dtype]
+        runs = holders.replica_runs(start // itemsize, (start + len(chunk)) // itemsize)
+        for run in runs:
+            # A bytearray, because views compare byte by byte and it by memcmp.
+            other = bytearray(chunk)
+            self._take(entry, run, memoryview(other), start)
+            if other != chunk:
+                raise _differs(entry, run.fragment)
+
+    def _general_chunks(self, entry: TensorEntry, low: int, high: int) -> Iterator[memoryview]:
+        """Yield bytes of a tensor that is averaged or strided, by a plan for each slab."""
+        if self._general is None:
+            self._general = memoryview(mmap.mmap(-1, self._job.general_bytes))
+        itemsize = DTYPE_BYTES[entry.dtype]
+        for start in range(low, high, len(self._general)):
+            slab = self._general[: min(len(self._general), high - start)]
+            boxes = flat_range(entry.shape, start // itemsize, (start + len(slab)) // itemsize)
+            self._load(entry, boxes, slab)
+            for fragment in entry.fragments:
+                if fragment.replica:
+                    self._compare_general(entry, fragment, boxes)
+            self._hash(slab)
+            yield slab
+
+    def _load(self, entry: TensorEntry, boxes: Sequence[Box], target: memoryview) -> None:
+        """Fill ``target`` with the boxes of a tensor, one after the other."""
+        # Most conversions never come here, and numpy takes 60 ms to import.
+        from ucp_core.reading.plan import Part, plan
+        from ucp_core.reading.transfer import Source, execute
+
+        job = self._job
+        parts = [Part(entry.key, entry.dtype, entry.shape, box) for box in boxes]
+        targets: list[memoryview] = []
+        done = 0
+        for box in boxes:
+            size = box.num_elements * DTYPE_BYTES[entry.dtype]
+            targets.append(target[done : done + size])
+            done += size
+        own = StateMap(entries={entry.key: entry}, block_bytes=job.state_map.block_bytes)
+        reads = plan(parts, [own], span_bytes_max=job.general_bytes)
+        source = Source(job.store, job.directory, own.block_bytes)
+        execute(reads, [source], targets, threads=1, batch_bytes=job.general_bytes)
+        self._files.read_bytes += reads.read_bytes
+
+    def _compare_general(self, entry: TensorEntry, replica: Fragment, boxes: Sequence[Box]) -> None:
+        """Check that a replica holds what the primary fragments of its copy do."""
+        primary = tuple(
+            fragment._replace(copy=0)
+            for fragment in entry.fragments
+            if fragment.copy == replica.copy and not fragment.replica
+        )
+        other = (replica._replace(copy=0, replica=False),)
+        for box in boxes:
+            inner = box.intersect(replica.box)
+            if inner is None:
+                continue
+            found: list[bytearray] = []
+            for fragments in (primary, other):
+                data = bytearray(inner.num_elements * DTYPE_BYTES[entry.dtype])
+                one = replace(entry, fragments=fragments, copies=1)
+                self._load(one, [inner], memoryview(data))
+                found.append(data)
+            if found[0] != found[1]:
+                raise _differs(entry, replica)
+
+    def _verify(self, item: Item) -> None:
+        """Read bytes that gathering does not, for the checksum of the range that they are in."""
+        plan = self._job.extents
+        check = plan.separate[item.source].at(item.start)
+        check = check or plan.streamed[item.source].at(item.start)
+        assert check is not None, f"{item} is in no checked range"
+        for start in range(item.start, item.stop, len(self._buffer)):
+            target = self._buffer[: min(len(self._buffer), item.stop - start)]
+            self._files.read(self._job.files[item.source], start, target)
+            self._notes.add(check, start, len(target), crc32(target))
+
+
+def _differs(entry: TensorEntry, replica: Fragment) -> CheckpointCorruptError:
+    primary = sorted({f.file for f in entry.fragments if not f.replica})
+    return CheckpointCorruptError(
+        f"{entry.key}: box {replica.box} in file {replica.file} is said to be a replica, but "
+        f"differs from what {', '.join(primary[:4])} hold; if the first one is meant to count, "
+        "say so in the rules (check: first)",
+        fqn=entry.key.fqn,
+        slot=entry.key.slot,
+        box=replica.box,
+        files=(replica.file, *primary),
+    )
+
+
+def _scatter(entry: TensorEntry, run: Run, data: memoryview, chunk: memoryview, start: int) -> None:
+    """Put the elements of an interleaved run where they belong."""
+    # Whole tensors cut along their first dim never come here, and numpy takes 60 ms to import.
+    import numpy as np
+
+    itemsize = DTYPE_BYTES[entry.dtype]
+    dtype = np.dtype(f"u{itemsize}")
+    strides = packed_strides(entry.shape, itemsize)
+    for done, box, target in scattered(run, entry.shape, start):
+        source = np.ndarray(box.shape, dtype, buffer=data, offset=done * itemsize)
+        goal = np.ndarray(box.shape, dtype, buffer=chunk, offset=target * itemsize, strides=strides)
+        goal[...] = source

@@ -1,0 +1,230 @@
+"""Reads the metadata of a torch DCP directory, of one save or of each rank; checks its files."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ucp_core.errors import CheckpointCorruptError, StorageError
+from ucp_core.formats.dcp.container import Blob, Chunk, Container, Item
+from ucp_core.formats.dcp.metadata import (
+    CLASSES,
+    BytesMetadata,
+    ChunkMetadata,
+    Index,
+    Metadata,
+    StorageInfo,
+    TensorMetadata,
+    expect,
+    mapping,
+)
+from ucp_core.formats.dcp.recognition import METADATA_NAME, metadata_names
+from ucp_core.formats.dcp.safetensors import find_safetensors
+from ucp_core.geometry.boxes import Box
+from ucp_core.storage.base import join
+from ucp_core.torch_files.pickle_reader import collector_paused
+from ucp_core.torch_files.pickle_tensors import known_dtype
+from ucp_core.torch_files.torch_reader import read_pickle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucp_core.storage.base import Store
+
+_KEY_BYTES_MAX = 4096
+_PATH_PARTS_MAX = 64
+
+
+def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -> Container:
+    """Read the metadata of a DCP directory, of one save or of each rank.
+
+    Args:
+        store: Where.
+        directory: In it.
+        parts: Folders in the directory that are one checkpoint together.
+
+    Raises:
+        CheckpointCorruptError: Damaged, or its data files are missing, truncated, or not of the
+            save that wrote it.
+        ForeignClassError: It holds a class that no version of DCP writes.
+    """
+    container = Container(store, directory)
+    for part in parts:
+        prefix = f"{part}/" if part else ""
+        sizes = store.sizes(join(directory, part))
+        names = metadata_names(sizes)
+        if not names:
+            raise CheckpointCorruptError(
+                f"{join(directory, part)} has no {METADATA_NAME}: its save was not finished",
+                path=join(directory, part),
+            )
+        container.sizes.update({prefix + name: size for name, size in sizes.items()})
+        container.metadata_names += tuple(prefix + name for name in names)
+    for name in container.metadata_names:
+        path = join(directory, name)
+        metadata = read_pickle(store.read(path), where=path, allow=CLASSES)
+        prefix = name[: name.rfind("/") + 1]
+        try:
+            with collector_paused():
+                _add(container, metadata, prefix, path)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointCorruptError(
+                f"{path} is not what torch DCP writes ({error})", path=path
+            ) from error
+    find_safetensors(container)
+    _check_sizes(container)
+    return container
+
+
+def _add(container: Container, metadata: Any, prefix: str, path: str) -> None:
+    """Add what one metadata file says."""
+    state = expect(metadata, Metadata).state
+    places: dict[tuple[str, tuple[int, ...] | None], Blob] = {}
+    for index, info in mapping(state["storage_data"]).items():
+        place = expect(index, Index)
+        item = _blob(expect(info, StorageInfo), place.key, prefix, path)
+        places[place.key, place.offset] = item
+    for name, value in mapping(state["state_dict_metadata"]).items():
+        key = _key(name)
+        if type(value) is TensorMetadata:
+            _add_tensor(container, key, value, places, path)
+        elif type(value) is BytesMetadata:
+            blob = places.get((key, None))
+            if blob is None:
+                _missing(key, None, path)
+            container.blobs.setdefault(key, []).append(blob)
+        else:
+            msg = f"{key} is a {type(value).__name__}"
+            raise TypeError(msg)
+    container.version = str(state.get("version") or "")
+    planner = state.get("planner_data")
+    if isinstance(planner, dict):
+        container.paths.update({k: v for k, v in planner.items() if _is_path(v)})
+
+
+def _is_path(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) <= _PATH_PARTS_MAX
+        and all(type(part) in {str, int} for part in value)
+    )
+
+
+def _key(value: Any) -> str:
+    key: str = expect(value, str)
+    if len(key.encode()) > _KEY_BYTES_MAX:
+        msg = f"a key has {len(key)} characters"
+        raise ValueError(msg)
+    return key
+
+
+def _add_tensor(
+    container: Container,
+    key: str,
+    value: TensorMetadata,
+    places: Mapping[tuple[str, tuple[int, ...] | None], Blob],
+    path: str,
+) -> None:
+    dtype = known_dtype(value.dtype, f"{path} ({key})")
+    item = container.tensors.setdefault(key, Item(dtype, value.shape, []))
+    if (item.dtype, item.shape) != (dtype, value.shape):
+        raise CheckpointCorruptError(
+            f"{path}: {key} is {dtype}{list(value.shape)}, another rank wrote {item.dtype}"
+            f"{list(item.shape)}: the files are of different saves",
+            key=key,
+            path=path,
+        )
+    known = {chunk.box for chunk in item.chunks}
+    for chunk in value.chunks:
+        place = expect(chunk, ChunkMetadata)
+        box = _box(place.offsets, place.sizes)
+        if len(box.start) != len(value.shape):
+            msg = f"{key} has {len(value.shape)} dims, its box {box}"
+            raise ValueError(msg)
+        blob = places.get((key, place.offsets))
+        if box.is_empty:
+            # A rank without a row still writes an item, perhaps the last one of its file.
+            container.empty += [] if blob is None else [(key, blob)]
+            continue
+        if blob is None:
+            _missing(key, box, path)
+        item.chunks.append(Chunk(box, blob, box in known))
+        known.add(box)
+
+
+@lru_cache(maxsize=1024)
+def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+    """Return a box, of which many tensors have the same."""
+    return Box(offsets, tuple(a + b for a, b in zip(offsets, sizes, strict=True)))
+
+
+def _missing(key: str, box: Box | None, path: str) -> NoReturn:
+    what = key if box is None else f"{key}, box {box},"
+    raise CheckpointCorruptError(f"{path}: {what} is in no file: it is damaged", key=key, path=path)
+
+
+def _blob(info: StorageInfo, key: str, prefix: str, path: str) -> Blob:
+    if info.transforms:
+        raise CheckpointCorruptError(
+            f"{path}: {key} was saved through an extension (it is compressed, perhaps): save "
+            "it without one",
+            key=key,
+            path=path,
+        )
+    if not _is_inside(_key(info.path)):
+        raise CheckpointCorruptError(
+            f"{path}: {key} is said to be in {info.path[:80]!r}, which is no file of this "
+            "checkpoint",
+            key=key,
+            path=path,
+        )
+    return Blob(prefix + info.path, info.offset, info.length)
+
+
+@lru_cache(maxsize=64)
+def _is_inside(path: str) -> bool:
+    """Return whether a path, of which many chunks have the same, stays in the directory."""
+    return not ({"", ".", ".."} & set(path.split("/")) or any(c in path for c in "\\@\0"))
+
+
+def _check_sizes(container: Container) -> None:
+    """Compare every data file's size with where the metadata say that its last item ends."""
+    plain = {blob.file for blob in container.plain}
+    stops: dict[str, tuple[int, str]] = {}
+    for key, blob in _all_blobs(container):
+        stop = blob.offset_bytes + blob.num_bytes
+        if stop > stops.get(blob.file, (0, ""))[0]:
+            stops[blob.file] = (stop, key)
+    for file, (stop, key) in sorted(stops.items()):
+        path = join(container.directory, file)
+        if file in plain:
+            continue
+        size = container.sizes.get(file)
+        if size is None:
+            try:
+                size = container.store.size(path)
+            except StorageError as error:
+                raise CheckpointCorruptError(
+                    f"{path} is missing; it holds {key} and more: bring it back or use another "
+                    "checkpoint",
+                    key=key,
+                    path=path,
+                ) from error
+        if size != stop:
+            what = "it is truncated" if size < stop else "another save wrote over this one"
+            raise CheckpointCorruptError(
+                f"{path} has {size} bytes, but {key} ends at byte {stop} and is the last item in "
+                f"{container.metadata_names[0]}: {what}; use another checkpoint",
+                key=key,
+                path=path,
+            )
+
+
+def _all_blobs(container: Container) -> Iterator[tuple[str, Blob]]:
+    for key, item in container.tensors.items():
+        for chunk in item.chunks:
+            yield key, chunk.blob
+    for key, blobs in container.blobs.items():
+        for blob in blobs:
+            yield key, blob
+    yield from container.empty

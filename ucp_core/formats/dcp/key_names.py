@@ -1,0 +1,207 @@
+"""What the keys of a torch DCP checkpoint mean: parameter, optimizer state, group, other. Pure.
+
+Programs save ``{"model": ..., "optim": ...}`` under names of their own (torchtitan, Accelerate,
+Lightning, the tutorial's ``app``), so nothing is taken for granted: the parameters that the
+optimizer's keys name say which other keys are the model's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import CheckpointCorruptError, UcpError
+from ucp_core.formats.shared.optimizer_order import assign
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+_OPTIMIZER = re.compile(
+    r"(?P<root>(?:[\w-]+\.)*?(?:optim|opt|optimizers?|optimizer_states?|optimizer_state_dict)"
+    r"(?:[_.]\d+)?)\.(?P<part>state|param_groups)\.(?P<rest>.+)"
+)
+_GROUP = re.compile(r"(\d+)\.([^.]+)")
+#: Where the optimizer fits two of them (an average of the weights is kept too), the first wins.
+_PREFIXES = ("model.", "", "module.", "state_dict.", "app.model.", "model.module.")
+
+
+@dataclass(slots=True)
+class Names:
+    """The keys by what they mean.
+
+    Attributes:
+        weights: Key to fqn: tensors of the model.
+        states: Key to fqn and slot: tensors and values of the optimizer.
+        groups: Key to root, group (its index, or the fqn it is of) and name of a hyper-parameter.
+        others: All other keys.
+        numbers: The fqn of a parameter's number, where the optimizer had numbers only.
+    """
+
+    weights: dict[str, str] = field(default_factory=dict)
+    states: dict[str, tuple[str, str]] = field(default_factory=dict)
+    groups: dict[str, tuple[str, int | str, str]] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+    numbers: dict[int, str] = field(default_factory=dict)
+
+
+def classify(
+    shapes: Mapping[str, Sequence[int]],
+    values: Collection[str],
+    paths: Mapping[str, tuple[Any, ...]],
+) -> Names:
+    """Sort the keys of a checkpoint.
+
+    Args:
+        shapes: Of the tensors, by key.
+        values: Keys of what is no tensor.
+        paths: Where a key was in the nested state, as far as it is known.
+    """
+    names = Names()
+    optimizer: dict[str, re.Match[str]] = {}
+    plain: list[str] = []
+    for key in (*shapes, *values):
+        match = _OPTIMIZER.fullmatch(key)
+        if match:
+            optimizer[key] = match
+        else:
+            plain.append(key)
+    tensors = [key for key in plain if key in shapes]
+    suffixes = _suffixes(tensors)
+    for key, match in optimizer.items():
+        root, rest = match["root"], match["rest"]
+        if match["part"] == "state":
+            names.states[key] = _state_name(rest, paths.get(key), suffixes)
+        else:
+            group, name = _group_name(rest, f"{root}.param_groups", paths.get(key), values)
+            if isinstance(group, str):
+                group, name = _split(rest, suffixes)
+            names.groups[key] = (root, group, name)
+    prefix = _prefix(tensors, {fqn for fqn, _ in names.states.values()}, suffixes, paths)
+    for key in plain:
+        if key in shapes and key.startswith(prefix) and _is_model(key, prefix, paths):
+            names.weights[key] = key[len(prefix) :]
+        else:
+            names.others.append(key)
+    return names
+
+
+def _suffixes(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Return the keys by each of their ends that begins at a dot."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for key in keys:
+        rest = key
+        while True:
+            found[rest].append(key)
+            _, dot, rest = rest.partition(".")
+            if not dot:
+                break
+    return found
+
+
+def _split(rest: str, suffixes: Collection[str]) -> tuple[str, str]:
+    """Cut ``fqn.slot`` where the fqn is that of a tensor; else before the last dot."""
+    head, _, tail = rest.rpartition(".")
+    cut = head
+    while cut:
+        if cut in suffixes:
+            return cut, rest[len(cut) + 1 :]
+        cut = cut.rpartition(".")[0]
+    return head, tail
+
+
+def _state_name(
+    rest: str, path: tuple[Any, ...] | None, suffixes: Collection[str]
+) -> tuple[str, str]:
+    if path is not None and "state" in path:
+        at = path.index("state")
+        if len(path) > at + 2:
+            return str(path[at + 1]), ".".join(map(str, path[at + 2 :]))
+    return _split(rest, suffixes)
+
+
+def _group_name(
+    rest: str, root: str, path: tuple[Any, ...] | None, values: Collection[str]
+) -> tuple[int | str, str]:
+    """Return the group's index and the name, or texts where the group is that of one fqn."""
+    if path is not None and "param_groups" in path:
+        at = path.index("param_groups")
+        if len(path) > at + 2 and type(path[at + 1]) is int:
+            return path[at + 1], ".".join(map(str, path[at + 2 :]))
+    match = _GROUP.fullmatch(rest)
+    if match and f"{root}.{match[1]}.params" in values:
+        return int(match[1]), match[2]
+    return rest, ""
+
+
+def _prefix(
+    tensors: Sequence[str],
+    fqns: Collection[str],
+    suffixes: Mapping[str, Sequence[str]],
+    paths: Mapping[str, tuple[Any, ...]],
+) -> str:
+    """Return what stands before the fqn in the keys of the model."""
+    votes: Counter[str] = Counter()
+    for fqn in fqns:
+        votes.update(key[: len(key) - len(fqn)] for key in suffixes.get(fqn, ()))
+    if not votes:
+        for key in tensors:
+            path = paths.get(key, (key,))
+            votes["".join(f"{part}." for part in path[:-1])] += 1
+        # No optimizer tells the model: its usual name does, however many tensors others have.
+        usual = [prefix for prefix in _PREFIXES if prefix]
+        named = [prefix for prefix in usual if prefix in votes]
+        # Several models may be in a dict of that name; each alone is not the model.
+        named += [prefix for prefix in usual if any(vote.startswith(prefix) for vote in votes)]
+        if named:
+            return named[0]
+    if not votes:
+        return ""
+    most = max(votes.values())
+    best = [prefix for prefix, count in votes.items() if count == most]
+    return next((prefix for prefix in _PREFIXES if prefix in best), best[0])
+
+
+def _is_model(key: str, prefix: str, paths: Mapping[str, tuple[Any, ...]]) -> bool:
+    # Without a prefix the model's keys lie at the top, and other states in dicts of their own.
+    return bool(prefix) or len(paths.get(key, (key,))) == 1
+
+
+def number_names(
+    groups: Sequence[Sequence[int]],
+    shapes: Mapping[int, Sequence[int]],
+    weights: Mapping[str, Sequence[int]],
+    where: str,
+) -> dict[int, str]:
+    """Return the fqn of each parameter that an optimizer knows by number only.
+
+    It numbers parameters group by group, and in each in the order of the model. Which group has
+    which has to be proven by shapes.
+
+    Args:
+        groups: Numbers by group.
+        shapes: Of a parameter's state, where it has one that is not a single number.
+        weights: Shapes by fqn, in order of the model.
+        where: For errors.
+
+    Raises:
+        CheckpointCorruptError: It is not certain.
+    """
+    wanted = [
+        [tuple(shapes[number]) if number in shapes else None for number in group]
+        for group in groups
+    ]
+    params = [(fqn, tuple(shape)) for fqn, shape in weights.items()]
+    try:
+        found = assign(wanted, params, where)
+    except UcpError as error:
+        raise CheckpointCorruptError(
+            f"{where}: the optimizer's state is saved by number and not by name, and which of the "
+            f"model's {len(weights)} tensors each of its {sum(map(len, groups))} parameters is "
+            f"cannot be told ({error.facts.get('why', error)}): save it with "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+            path=where,
+        ) from error
+    pairs = (zip(group, found[index], strict=True) for index, group in enumerate(groups) if group)
+    return {number: fqn for pair in pairs for number, fqn in pair}

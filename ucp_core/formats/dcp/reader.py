@@ -1,0 +1,88 @@
+"""Reader of torch DCP: FSDP, FSDP2, with tensor parallel, HSDP, single processes.
+
+A chunk is a fragment; nothing is copied and no rank reads what is another's. Torch writes the
+metadata last, over the old one and over the old data, in place. So after a crash in the middle
+old metadata may describe new data. That is noticed where sizes, shapes, dtypes or torch's own
+checksums differ; a save of the same layout that was cut short between two files leaves no trace,
+save that every checksum fits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ucp_core.errors import CheckpointNotFoundError, UnsupportedVersionError
+from ucp_core.formats.dcp.directory import read_container
+from ucp_core.formats.dcp.recognition import NAME, metadata_names, parts_of
+from ucp_core.formats.dcp.safetensors import sharded_container
+from ucp_core.formats.dcp.state import BLOCK_BYTES, state_of, ties_of
+from ucp_core.formats.shared.inline import INLINE_NAME, OverlayStore
+from ucp_core.geometry.statemap import StateMap, TensorKey
+from ucp_core.manifest.document import Kind, Manifest
+from ucp_core.native.opening import Checkpoint
+from ucp_core.storage.base import Store, join
+
+if TYPE_CHECKING:
+    from ucp_core.language.rules import Rules
+
+
+def read(
+    store: Store, directory: str, *, rules: Rules | None = None, tag: str | None = None
+) -> Checkpoint:
+    """Open a checkpoint of torch DCP; metadata and small items are read, no tensor is.
+
+    Args:
+        store: Where.
+        directory: Of the checkpoint.
+        rules: Not needed: the metadata say which box every file holds.
+        tag: A folder in ``directory``, where that holds several checkpoints.
+
+    Raises:
+        CheckpointNotFoundError: Nothing was committed there.
+        CheckpointCorruptError: Files are missing, truncated, damaged, or of different saves.
+        UncoveredRegionError: The chunks of a tensor leave a hole or overlap.
+        ForeignClassError: The metadata or a needed item hold an unknown class or kind of tensor.
+        UnsupportedVersionError: No tensor has a key of its own.
+    """
+    del rules
+    where = directory if tag is None else join(directory, tag)
+    names = store.list(where)
+    parts = [""] if metadata_names(names) else parts_of(store, where, names)
+    container = read_container(store, where, parts) if parts else None
+    if container is None:
+        container = sharded_container(store, where, names)
+    if container is None:
+        raise CheckpointNotFoundError(
+            f"{where} has no .metadata: it is no checkpoint of torch DCP, or its save was not "
+            "finished",
+            path=where,
+        )
+    if not container.tensors:
+        raise UnsupportedVersionError(
+            f"{container.where} names no tensor: either none was saved, or whole states were, each "
+            "as one pickle; save with flatten_state_dict=True, as DefaultSavePlanner does by "
+            "itself",
+            path=container.where,
+        )
+    state = state_of(container)
+    state_map = StateMap(entries=state.entries, block_bytes=BLOCK_BYTES, extents=state.extents)
+    state_map.prove_coverage()
+    ties = ties_of(state)
+    for alias in ties:
+        del state.entries[TensorKey(alias, "weight")], state.roles[alias]
+    manifest = Manifest(
+        kind=Kind.FOREIGN,
+        step=state.step,
+        attempt=0,
+        state_map=state_map,
+        files={},
+        param_groups=state.param_groups,
+        extra=state.extra,
+        source={"format": NAME, "version": container.version, "layout": state.layout},
+        ties=ties,
+        roles=state.roles,
+        items=state.items,
+    )
+    if state.inline:
+        store = OverlayStore(store, {INLINE_NAME: bytes(state.inline)})
+    return Checkpoint(store=store, directory=where, manifest=manifest)

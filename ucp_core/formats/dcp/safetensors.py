@@ -1,0 +1,177 @@
+"""Data files of torch DCP in which tensors lie as safetensors and not as torch files.
+
+``FileSystemWriter(serialization_format=SAFETENSORS)`` writes a rank's values that are no tensors,
+then one safetensors file with all its tensors. The metadata give every tensor the offset where
+that begins, which no other form does; the header says where each one is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from ucp_core.errors import CheckpointCorruptError
+from ucp_core.formats.dcp.container import Blob, Chunk, Container, Item
+from ucp_core.formats.shared.safetensors_header import (
+    LENGTH_BYTES,
+    Header,
+    TensorRange,
+    header_bytes,
+    parse_header,
+)
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import DTYPE_BYTES
+from ucp_core.storage.base import join
+from ucp_core.torch_files.pickle_tensors import TensorRef, extents_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ucp_core.storage.base import Store
+
+_SHARD = re.compile(r"shard-(\d{1,9})-model-\d+-of-\d+\.safetensors")
+
+
+def find_safetensors(container: Container) -> None:
+    """Put right where tensors are in files that are safetensors, as far as there are any.
+
+    Raises:
+        CheckpointCorruptError: The header of one is damaged, or does not fit the metadata.
+    """
+    by_file: dict[str, list[tuple[str, Item, int]]] = defaultdict(list)
+    for key, item in container.tensors.items():
+        for place, chunk in enumerate(item.chunks):
+            by_file[chunk.blob.file].append((key, item, place))
+    for file, members in by_file.items():
+        chunks = [(item.chunks[place], item.dtype) for _, item, place in members]
+        if not _is_safetensors(chunks):
+            continue
+        wanted = {key: (item.chunks[place].box, item.dtype) for key, item, place in members}
+        start = chunks[0][0].blob.offset_bytes
+        refs = _refs(container.store, container.directory, file, start, wanted)
+        for key, item, place in members:
+            _put(container, item, item.chunks[place].box, refs[key], place)
+
+
+def sharded_container(store: Store, directory: str, names: Iterable[str]) -> Container | None:
+    """Return what ``HuggingFaceStorageWriter(save_distributed=True)`` wrote, or None.
+
+    There are no metadata: every rank's file says where in the whole its boxes begin.
+    """
+    shards = {name: int(m[1]) for name in names for m in [_SHARD.fullmatch(name)] if m}
+    if not shards:
+        return None
+    missing = set(range(1, max(shards.values()))) - set(shards.values())
+    if missing:
+        raise CheckpointCorruptError(
+            f"{directory} lacks the files of shard {min(missing)}: bring them back or use another "
+            "checkpoint",
+            path=directory,
+        )
+    container = Container(store, directory, sizes=store.sizes(directory))
+    container.metadata_names = tuple(sorted(shards))
+    for file in sorted(shards):
+        path = join(directory, file)
+        header, start = _header(store, path, 0)
+        try:
+            offsets = json.loads(header.metadata["DCP_SHARDING_INFO"])
+            for tensor in header.tensors:
+                low = extents_of(offsets[tensor.name]["saved_offsets"])
+                _add_shard(container, file, start, tensor, low)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise CheckpointCorruptError(
+                f"{path} does not say where its boxes begin ({type(error).__name__}: {error})",
+                path=path,
+            ) from error
+    return container
+
+
+def _add_shard(
+    container: Container, file: str, start: int, tensor: TensorRange, low: tuple[int, ...]
+) -> None:
+    stop = tuple(a + b for a, b in zip(low, tensor.shape, strict=True))
+    item = container.tensors.setdefault(tensor.name, Item(tensor.dtype, stop, []))
+    if item.dtype != tensor.dtype or len(item.shape) != len(stop):
+        msg = f"{tensor.name} is {tensor.dtype}{list(tensor.shape)}, {item.dtype} elsewhere"
+        raise ValueError(msg)
+    item.shape = tuple(map(max, item.shape, stop))
+    box = Box(low, stop)
+    if not box.is_empty:
+        ref = _ref(tensor, box, file, start)
+        _put(container, item, box, ref, len(item.chunks))
+
+
+def _put(container: Container, item: Item, box: Box, ref: TensorRef, place: int) -> None:
+    """Make a chunk that is not a torch file; ``place`` may be behind the last one."""
+    blob = Blob(ref.file, ref.offset_bytes, ref.num_bytes)
+    replica = any(chunk.box == box for chunk in item.chunks[:place])
+    item.chunks[place : place + 1] = [Chunk(box, blob, replica)]
+    container.plain[blob] = ref
+
+
+def _is_safetensors(chunks: Sequence[tuple[Chunk, str]]) -> bool:
+    """Return whether the tensors of a file, with their dtypes, can only be safetensors."""
+    return len({chunk.blob.offset_bytes for chunk, _ in chunks}) == 1 and all(
+        chunk.blob.num_bytes == chunk.box.num_elements * DTYPE_BYTES[dtype]
+        for chunk, dtype in chunks
+    )
+
+
+def _refs(
+    store: Store,
+    directory: str,
+    file: str,
+    offset_bytes: int,
+    wanted: Mapping[str, tuple[Box, str]],
+) -> dict[str, TensorRef]:
+    """Return where the tensors of one file are, by key.
+
+    Args:
+        store: Where.
+        directory: In it.
+        file: In the directory.
+        offset_bytes: Where the safetensors begin in it.
+        wanted: The box and dtype that the metadata say, by key.
+
+    Raises:
+        CheckpointCorruptError: The header is damaged, or does not fit the metadata.
+        StorageError: The file is missing or shorter.
+    """
+    path = join(directory, file)
+    header, start = _header(store, path, offset_bytes)
+    found = {tensor.name: tensor for tensor in header.tensors}
+    refs: dict[str, TensorRef] = {}
+    for key, (box, dtype) in wanted.items():
+        tensor = found.get(key)
+        if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (dtype, box.shape):
+            what = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+            raise CheckpointCorruptError(
+                f"{path} has {what} as {key}, the metadata say {dtype}{list(box.shape)}: another "
+                "save wrote over this one, or two boxes of one tensor were saved as one",
+                key=key,
+                path=path,
+            )
+        refs[key] = _ref(tensor, box, file, start)
+    return refs
+
+
+def _header(store: Store, path: str, offset_bytes: int) -> tuple[Header, int]:
+    """Return the header at ``offset_bytes`` of a file, and where the data behind it begin."""
+    size = store.size(path) - offset_bytes
+    first = store.read_range(path, offset_bytes, min(LENGTH_BYTES, max(0, size)))
+    length = header_bytes(first, size, path)
+    text = store.read_range(path, offset_bytes + LENGTH_BYTES, length)
+    header = parse_header(text, size - LENGTH_BYTES - length, path)
+    return header, offset_bytes + LENGTH_BYTES + length
+
+
+def _ref(tensor: TensorRange, box: Box, file: str, start: int) -> TensorRef:
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(box.shape):
+        strides.insert(0, step)
+        step *= extent
+    offset = start + tensor.start_byte
+    return TensorRef(tensor.dtype, box.shape, tuple(strides), file, offset, None)

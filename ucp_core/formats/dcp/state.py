@@ -1,0 +1,467 @@
+"""A DCP container as training state: entries, groups, small values, and what became of each key."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from base64 import b64encode
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import CheckpointCorruptError, ForeignClassError, UnsupportedVersionError
+from ucp_core.formats.dcp.key_names import Names, classify, number_names
+from ucp_core.formats.shared.inline import INLINE_NAME
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import Extent, Fragment, TensorEntry, TensorKey
+from ucp_core.manifest.document import Item
+from ucp_core.numerics.checksums import crc32
+from ucp_core.storage.base import join
+from ucp_core.torch_files.torch_reader import TensorRef, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from ucp_core.formats.dcp.container import Container
+
+#: Fragments have no checksums of their own, so that these blocks have none either.
+BLOCK_BYTES = 1 << 20
+#: A generator's state has 5 KB; more is data of the model.
+_SMALL_BYTES = 64 << 10
+_STEPS = ("step", "global_step", "global_steps", "iteration", "steps", "num_steps", "steps_run")
+_RANDOM = re.compile(r".*(?:rng|random|generator).*", re.IGNORECASE)
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_BUFFERS = (
+    *_STATISTICS,
+    "inv_freq",
+    "freqs_cis",
+    "_extra_state",
+)
+#: The last part of a flat parameter's key, since torch 1.13 and before.
+_FLAT = ("_flat_param", "flat_param")
+_INTEGERS = frozenset(("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64"))
+#: As struct calls them, for numpy takes 0.1 s to import, longer than it takes to open a checkpoint.
+_CODES = {
+    "BOOL": "<?",
+    "U8": "<B",
+    "I8": "<b",
+    "I16": "<h",
+    "U16": "<H",
+    "I32": "<i",
+    "U32": "<I",
+    "I64": "<q",
+    "U64": "<Q",
+    "F16": "<e",
+    "F32": "<f",
+    "F64": "<d",
+}
+
+
+@dataclass(slots=True)
+class State:
+    """What a manifest of the checkpoint says; see ``ucp_core.manifest.document.Manifest``.
+
+    Attributes:
+        inline: The bytes of values that only pickles hold; the file ``INLINE_NAME``.
+        layout: How many files and chunks there are, for people.
+    """
+
+    entries: dict[TensorKey, TensorEntry] = field(default_factory=dict)
+    extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+    roles: dict[str, str] = field(default_factory=dict)
+    items: dict[str, Item] = field(default_factory=dict)
+    inline: bytearray = field(default_factory=bytearray)
+    step: int = 0
+    layout: dict[str, Any] = field(default_factory=dict)
+
+    def put_inline(self, key: TensorKey, value: Any) -> None:
+        """Add a number of a pickle as a 0-d tensor.
+
+        A step is fp32, as torch's own optimizers keep it; other numbers keep all their bits.
+
+        Raises:
+            CheckpointCorruptError: It is too large.
+        """
+        dtype, code = ("F64", "<d") if isinstance(value, float) else ("I64", "<q")
+        if key.slot == "step":
+            dtype, code = "F32", "<f"
+        try:
+            data = struct.pack(code, value)
+        except (OverflowError, struct.error) as error:
+            raise CheckpointCorruptError(
+                f"{key} is a number that {dtype} cannot hold", fqn=key.fqn, slot=key.slot
+            ) from error
+        fragment = Fragment(Box((), ()), INLINE_NAME, len(self.inline), len(data), None, ())
+        self.inline += data
+        self.put(TensorEntry(key=key, dtype=dtype, shape=(), fragments=(fragment,)))
+
+    def put(self, entry: TensorEntry) -> None:
+        """Add a tensor.
+
+        Raises:
+            CheckpointCorruptError: There is one of this name.
+        """
+        if entry.key in self.entries:
+            raise CheckpointCorruptError(
+                f"{entry.key} is there twice, under different keys of the checkpoint",
+                fqn=entry.key.fqn,
+                slot=entry.key.slot,
+            )
+        self.entries[entry.key] = entry
+
+
+def state_of(container: Container) -> State:
+    """Return what the keys of a container mean.
+
+    Raises:
+        CheckpointCorruptError: An item contradicts the metadata, or a name is there twice.
+        ForeignClassError: A hyper-parameter is of an unknown class.
+        UnsupportedVersionError: The weights are there as FSDP1 flattens them.
+    """
+    shapes = {key: item.shape for key, item in container.tensors.items()}
+    _refuse_flat(container)
+    names = classify(shapes, container.blobs, container.paths)
+    _name_numbers(container, names)
+    state = State()
+    keys = {key: TensorKey(fqn, "weight") for key, fqn in names.weights.items()}
+    keys |= {
+        key: TensorKey(fqn, slot) for key, (fqn, slot) in names.states.items() if key in shapes
+    }
+    small = [key for key in names.others if key in shapes and _is_small(container, key)]
+    loose = [key for key in names.others if key in shapes and not _is_small(container, key)]
+    keys |= {key: TensorKey(key, "weight") for key in loose}
+    _refuse_twice(keys)
+    state.entries, state.extents = container.entries(keys)
+    _add_values(state, container, names)
+    _add_groups(state, container, names)
+    _add_others(state, container, names, small)
+    for key in loose:
+        state.roles[key] = "extra"
+        state.items[key] = Item("reshard", "outside the model: kept under its own key")
+    _add_roles(state, names)
+    _add_items(state, container, names)
+    state.step = _step(state, container)
+    return state
+
+
+def _refuse_flat(container: Container) -> None:
+    """Refuse FSDP1's ``LOCAL_STATE_DICT``: shapes, order and padding of what it flattened are lost.
+
+    With ``use_orig_params`` the parameters have keys too, under which each rank gives the elements
+    that it holds, as a plain tensor; DCP takes those for copies and keeps one rank's.
+    """
+    flat = [key for key in container.tensors if key.rpartition(".")[2] in _FLAT]
+    if not flat:
+        return
+    raise UnsupportedVersionError(
+        f"{container.where}: {flat[0]} is a flat parameter of FSDP1, saved with LOCAL_STATE_DICT: "
+        "nothing tells which of its elements are which parameter's, and what lies under a "
+        "parameter's own name is one rank's part of it. Save with "
+        "StateDictType.SHARDED_STATE_DICT; this one torch can load first, by its _flat_param keys "
+        "alone, into the same FSDP modules on as many ranks as saved it",
+        key=flat[0],
+        path=container.where,
+    )
+
+
+def _refuse_twice(keys: Mapping[str, TensorKey]) -> None:
+    seen: dict[TensorKey, str] = {}
+    for key, name in keys.items():
+        if name in seen:
+            raise CheckpointCorruptError(
+                f"keys {seen[name]} and {key} are both {name}: save them apart", key=key
+            )
+        seen[name] = key
+
+
+def _is_small(container: Container, key: str) -> bool:
+    item = container.tensors[key]
+    if item.dtype not in _CODES or len(item.chunks) != 1:
+        return False
+    return not item.shape or (item.dtype == "U8" and prod(item.shape) <= _SMALL_BYTES)
+
+
+def _number(container: Container, key: str) -> Any:
+    """Return a small tensor as a number, or with the base64 of its bytes."""
+    entries, _ = container.entries({key: TensorKey(key, "weight")})
+    return read_small(container, entries[TensorKey(key, "weight")])
+
+
+def read_small(container: Container, entry: TensorEntry) -> Any:
+    """Return the value of a tensor of one fragment: a number, or with the base64 of its bytes."""
+    (fragment,) = entry.fragments
+    path = join(container.directory, fragment.file)
+    data = container.store.read_range(path, fragment.offset_bytes, fragment.num_bytes)
+    if entry.shape:
+        encoded = b64encode(data).decode()
+        return {"dtype": entry.dtype, "shape": list(entry.shape), "base64": encoded}
+    return plain(_decoded(data, entry.dtype))
+
+
+def _decoded(data: bytes, dtype: str) -> Any:
+    (value,) = struct.unpack(_CODES[dtype], data)
+    return value
+
+
+def json_value(container: Container, value: Any, key: str) -> Any:
+    """Return what a small item holds as JSON; tensors in it are read.
+
+    Raises:
+        ForeignClassError: It is too large, or of a kind that has no such form.
+    """
+
+    def tensor(ref: TensorRef) -> Any:
+        if ref.num_bytes > _SMALL_BYTES or ref.byte_strides is not None:
+            raise ForeignClassError(f"{key} holds a tensor of shape {list(ref.shape)}")
+        path = join(container.directory, ref.file)
+        data = container.store.read_range(path, ref.offset_bytes, ref.num_bytes)
+        if not ref.shape and ref.dtype in _CODES:
+            return plain(_decoded(data, ref.dtype))
+        encoded = b64encode(data).decode()
+        return {"dtype": ref.dtype, "shape": list(ref.shape), "base64": encoded}
+
+    return plain(value, tensor=tensor)
+
+
+def _name_numbers(container: Container, names: Names) -> None:
+    """Give parameters names that the optimizer's state knows by number only."""
+    fqns = {fqn for fqn, _ in names.states.values()}
+    if not fqns or not all(fqn.isdecimal() for fqn in fqns):
+        return
+    if fqns <= set(names.weights.values()):
+        return
+    shapes: dict[int, tuple[int, ...]] = {}
+    for key, (fqn, _) in names.states.items():
+        shape = container.tensors[key].shape if key in container.tensors else ()
+        if prod(shape) > prod(shapes.get(int(fqn), ())) or (shape and int(fqn) not in shapes):
+            shapes[int(fqn)] = shape
+    groups = _numbers_by_group(container, names) or [sorted(map(int, fqns))]
+    named = number_names(groups, shapes, _in_model_order(container, names), container.where)
+    names.states = {key: (named[int(fqn)], slot) for key, (fqn, slot) in names.states.items()}
+    names.numbers = named
+
+
+def _numbers_by_group(container: Container, names: Names) -> list[list[int]]:
+    """Return the numbers of each group's parameters; nothing where no group tells them."""
+    keys = {
+        key: group
+        for key, (_, group, name) in names.groups.items()
+        if name == "params" and isinstance(group, int) and key in container.blobs
+    }
+    values = sorted((keys[key], value) for key, value in container.values(keys))
+    known = {int(fqn) for fqn, _ in names.states.values()}
+    numbers = [number for _, value in values if isinstance(value, list) for number in value]
+    if any(type(number) is not int for number in numbers) or not known <= set(numbers):
+        return []
+    return [value for _, value in values]
+
+
+def _in_model_order(container: Container, names: Names) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what can be trained by fqn, in the order that the model has it.
+
+    Ranks that hold the same tensors share the work of writing them, so the order of what was
+    written is not the model's. That of the nested state is.
+
+    Raises:
+        CheckpointCorruptError: Nothing tells the order.
+    """
+    told = [key for key in container.paths if key in names.weights]
+    rest = [key for key in names.weights if key not in container.paths]
+    if rest and len({c.blob.file for key in rest for c in container.tensors[key].chunks}) > 1:
+        raise CheckpointCorruptError(
+            f"{container.where}: the optimizer's state is saved by number and not by name, and "
+            f"nothing tells in which order the model has {rest[0]} and others: save it with "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+            path=container.where,
+        )
+    shapes = {names.weights[key]: container.tensors[key].shape for key in (*told, *rest)}
+    return {fqn: shape for fqn, shape in shapes.items() if not _is_statistic(fqn, shapes)}
+
+
+def _is_statistic(fqn: str, known: Collection[str]) -> bool:
+    """Return whether it is one of the three buffers of torch's batch normalisation."""
+    layer, _, name = fqn.rpartition(".")
+    prefix = f"{layer}." if layer else ""
+    return name in _STATISTICS and all(f"{prefix}{other}" in known for other in _STATISTICS)
+
+
+def _add_values(state: State, container: Container, names: Names) -> None:
+    """Add the optimizer's values that are no tensors."""
+    others: dict[str, dict[str, Any]] = defaultdict(dict)
+    for key, value in container.values(key for key in names.states if key in container.blobs):
+        fqn, slot = names.states[key]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            state.put_inline(TensorKey(fqn, slot), value)
+        else:
+            others[fqn][slot] = json_value(container, value, key)
+    if others:
+        state.extra["optimizer_state"] = dict(others)
+
+
+def _add_groups(state: State, container: Container, names: Names) -> None:
+    """Put the optimizer's groups together from one key for each hyper-parameter."""
+    groups: dict[tuple[str, int | str], dict[str, Any]] = defaultdict(dict)
+    values = dict(container.values(key for key in names.groups if key in container.blobs))
+    for key, (root, group, name) in names.groups.items():
+        value = (
+            json_value(container, values[key], key) if key in values else _number(container, key)
+        )
+        groups[root, group][name] = value
+    merged: dict[str, dict[str, Any]] = {}
+    for (root, group), fields in groups.items():
+        if isinstance(group, int):
+            params = [names.numbers.get(p, p) for p in fields.get("params", ())]
+            state.param_groups.append({**fields, "params": [str(p) for p in params]})
+            continue
+        # Flattened: the same values again and again, for each parameter of a group.
+        identity = json.dumps([root, fields], sort_keys=True)
+        merged.setdefault(identity, {**fields, "params": []})["params"].append(group)
+    state.param_groups += merged.values()
+
+
+def _add_others(state: State, container: Container, names: Names, small: Iterable[str]) -> None:
+    """Keep what is neither model nor optimizer: schedule, data cursor, random state, counters."""
+    for key in small:
+        _put(state, container, key, _number(container, key))
+    for key in names.others:
+        blobs = container.blobs.get(key)
+        if blobs is None:
+            continue
+        try:
+            values = [json_value(container, container.value(blob, key), key) for blob in blobs]
+        except ForeignClassError as error:
+            state.items[key] = Item("drop", f"its value is of an unknown class: {error}")
+            continue
+        same = all(value == values[0] for value in values)
+        _put(state, container, key, values[0] if same else {"by_rank": values})
+    state.extra = {str(name): _with_lists(value) for name, value in state.extra.items()}
+
+
+def _put(state: State, container: Container, key: str, value: Any) -> None:
+    """Put a value into ``extra`` where it was in the nested state."""
+    path = list(container.paths.get(key, (key,)))
+    target: Any = state.extra
+    for part in path[:-1]:
+        target = target.setdefault(part, {}) if isinstance(target, dict) else None
+    if not isinstance(target, dict) or path[-1] in target:
+        target, path = state.extra, [key]
+    target[path[-1]] = value
+    if _RANDOM.fullmatch(key):
+        note = "kept in extra; on another number of ranks every rank has to derive its own"
+        state.items[key] = Item("reseed", note)
+    else:
+        state.items[key] = Item("replicate", "kept in extra")
+
+
+def _with_lists(value: Any) -> Any:
+    """Return a nested value whose lists came item by item, under numbers, as lists again."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _with_lists(item) for key, item in value.items()}
+    if inner and all(type(key) is int for key in inner) and max(inner) + 1 == len(inner):
+        return [inner[number] for number in range(len(inner))]
+    return {str(key): item for key, item in inner.items()}
+
+
+def _add_roles(state: State, names: Names) -> None:
+    """Tell which tensors of the model the optimizer does not train."""
+    trained = {fqn for fqn, _ in names.states.values()}
+    trained |= {fqn for group in state.param_groups for fqn in group["params"]}
+    if not trained:
+        return
+    for fqn in names.weights.values():
+        if fqn not in trained:
+            is_buffer = fqn.endswith(_BUFFERS)
+            dtype = state.entries[TensorKey(fqn, "weight")].dtype
+            state.roles[fqn] = "buffer" if is_buffer or dtype in _INTEGERS else "frozen"
+
+
+def _add_items(state: State, container: Container, names: Names) -> None:
+    if names.weights:
+        state.items["model"] = Item("reshard", f"{len(names.weights)} tensors")
+    if names.states:
+        state.items["optimizer.state"] = Item("reshard", f"{len(names.states)} tensors and values")
+    if names.groups:
+        state.items["optimizer.param_groups"] = Item(
+            "replicate", f"{len(state.param_groups)} groups"
+        )
+    for name in container.leftovers():
+        note = "not named in the metadata: left behind by another save"
+        state.items[name] = Item("drop", note)
+    state.layout = {
+        "files": len({f.file for e in state.entries.values() for f in e.fragments}),
+        "chunks": sum(len(entry.fragments) for entry in state.entries.values()),
+        "metadata_files": len(container.metadata_names),
+    }
+
+
+def _step(state: State, container: Container) -> int:
+    """Return the step of the save: what the program's own counter says, or the optimizer's."""
+    places = [state.extra, *(v for v in state.extra.values() if isinstance(v, dict))]
+    for name in _STEPS:
+        for place in places:
+            value = place.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+                return value
+    for key, entry in state.entries.items():
+        if key.slot == "step" and entry.shape == () and entry.dtype in _CODES:
+            return max(0, int(_any_number(state, container, entry)))
+    return 0
+
+
+def _any_number(state: State, container: Container, entry: TensorEntry) -> float:
+    fragment = entry.fragments[0]
+    if fragment.file != INLINE_NAME:
+        return float(read_small(container, entry))
+    low = fragment.offset_bytes
+    data = bytes(state.inline[low : low + fragment.num_bytes])
+    return float(_decoded(data, entry.dtype))
+
+
+def ties_of(state: State) -> dict[str, str]:
+    """Return the tensors that are others under a second name: alias to owner.
+
+    DCP saves tied parameters once under each name, and their optimizer state under one. Evidence
+    is torch's own checksum of every chunk; tensors below two dims and of zeros prove nothing.
+    Two frozen ones can be equal without being one, unless their keys lead to the same bytes.
+    """
+    frozen = [fqn for fqn, role in state.roles.items() if role == "frozen"]
+    if not frozen:
+        return {}
+    crcs = {
+        (file, extent.offset_bytes, extent.num_bytes): extent.crc32
+        for file, extents in state.extents.items()
+        for extent in extents
+    }
+    owners: dict[Any, str] = {}
+    for key, entry in state.entries.items():
+        if key.slot == "weight" and key.fqn not in state.roles:
+            identity = _identity(entry, crcs)
+            if identity is not None:
+                owners.setdefault(identity, key.fqn)
+    ties: dict[str, str] = {}
+    places: dict[Any, str] = {}
+    for fqn in frozen:
+        entry = state.entries[TensorKey(fqn, "weight")]
+        owner = owners.get(_identity(entry, crcs))
+        if owner is None and entry.num_bytes:
+            place = entry.shape, tuple((f.file, f.offset_bytes) for f in entry.fragments)
+            owner = places.setdefault(place, fqn)
+        if owner is not None and owner != fqn:
+            ties[fqn] = owner
+    return ties
+
+
+def _identity(entry: TensorEntry, crcs: Mapping[tuple[str, int, int], int]) -> Any:
+    """Return what two tensors of the same bytes have in common; None if nothing proves it."""
+    if len(entry.shape) < 2:  # noqa: PLR2004
+        return None
+    found = [crcs.get((f.file, f.offset_bytes, f.num_bytes)) for f in entry.fragments]
+    zeros = [crc32(bytes(f.num_bytes)) for f in entry.fragments[:1]]
+    if None in found or found[:1] == zeros:
+        return None
+    return entry.dtype, entry.shape, tuple(f.box for f in entry.fragments), tuple(found)

@@ -1,0 +1,399 @@
+"""Writes any checkpoint as a directory of torch's distributed checkpoint (DCP).
+
+Layout of torch 2.13: ``__0_N.distcp`` files of ``torch.save`` blobs side by side, one for each
+chunk of a tensor and each small value, and ``.metadata``, a pickle that says where each is. It is
+written last and commits. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ucp_core.errors import UcpError
+from ucp_core.formats.shared.restored import restored
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import TensorEntry, TensorKey
+from ucp_core.native.slabs import check_memory, stream
+from ucp_core.storage.base import Store, join
+from ucp_core.storage.undoing import undone
+from ucp_core.torch_files.pickle_writer import pickle_tree
+from ucp_core.torch_files.torch_writer import (
+    Instance,
+    Named,
+    Size,
+    TensorData,
+    torch_file_chunks,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping
+
+    from ucp_core.native.opening import Checkpoint
+    from ucp_core.native.slabs import Slab
+    from ucp_core.storage.base import Buffer
+
+#: A loader reads whole chunks, however little it needs of one, and opens each at some 0.3 ms.
+CHUNK_BYTES = 64 << 20
+#: Where the next file begins.
+FILE_BYTES = 5_000_000_000
+
+_METADATA_NAME = ".metadata"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_LAYOUT = "torch.serialization._get_layout"
+#: Of torch 2.13; older ones ignore it.
+_VERSION = "1.0.0"
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+#: A tensor of bytes, as the state of a generator, is read as a small value; others are tensors.
+_SMALL = frozenset({"U8"})
+_CLASSES = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+_ALLOWED = frozenset(
+    {
+        _STORAGE_INFO,
+        _LAYOUT,
+        "torch.Size",
+        *(f"{_METADATA}.{name}" for name in _CLASSES),
+        *(f"torch.{name}" for name in _DTYPES.values()),
+    }
+)
+
+#: Keys by which a nested state dict leads to a value.
+_Path: TypeAlias = tuple[str | int, ...]
+
+
+def write(  # noqa: PLR0913 - the options of a format
+    checkpoint: Checkpoint,
+    store: Store,
+    directory: str,
+    *,
+    memory_bytes: int,
+    progress: Callable[[int, int], None] | None = None,
+    model: str = "model",
+    optimizer: str = "optim",
+    flatten_optimizer: bool = False,
+    fsync: bool = True,
+) -> None:
+    """Write the whole state to ``directory``, for ``torch.distributed.checkpoint.load``.
+
+    Weights are ``<model>.<fqn>``, tied names too. Slots are ``<optimizer>.state.<fqn>.<slot>``.
+    A tensor of the role ``extra``, which is no part of the model, has its name as its key.
+    Every value of ``extra`` is at the top, under its name, as DCP itself flattens it.
+
+    Args:
+        checkpoint: The source, of whatever format.
+        store: Where to.
+        directory: Must not hold such a checkpoint.
+        memory_bytes: Bound of the buffers.
+        progress: Called with the bytes done and the bytes of the whole state.
+        model: Key of the model's state dict; empty: its names are at the top.
+        optimizer: Key of the optimizer's state dict.
+        flatten_optimizer: Groups are ``<optimizer>.param_groups.<fqn>.<name>``, one value for
+            each parameter, as with ``StateDictOptions(flatten_optimizer_state_dict=True)``;
+            otherwise ``<optimizer>.param_groups.<index>.<name>``.
+        fsync: Whether every file must survive a loss of power before the commit.
+
+    Raises:
+        UcpError: The destination is in use, or two values have one key; nothing was written.
+        CheckpointCorruptError: The source is damaged; nothing is left at the destination.
+        StorageError: A storage refused.
+    """
+    check_memory(memory_bytes)
+    taken = [n for n in store.list(directory) if n == _METADATA_NAME or n.endswith(".distcp")]
+    if taken:
+        raise UcpError(
+            f"{directory} holds {taken[0]} already: give another destination or remove it",
+            path=join(directory, taken[0]),
+        )
+    checkpoint.state_map.prove_coverage()
+    contents = _Contents()
+    contents.tensors(checkpoint, model, optimizer)
+    contents.groups(checkpoint, optimizer, is_flat=flatten_optimizer)
+    for name, value in checkpoint.extra.items():
+        contents.value((name,), restored(value, _SMALL))
+    with undone(store, directory) as written:
+        writer = _Writer(checkpoint, store, directory, contents, memory_bytes, progress)
+        try:
+            writer.files(written, fsync=fsync)
+            metadata, _ = pickle_tree(writer.metadata(), allow=_ALLOWED)
+            written.append(join(directory, _METADATA_NAME))
+            store.write_atomic(written[-1], metadata, fsync=fsync)
+        finally:
+            writer.close()
+
+
+@dataclass(slots=True)
+class _Contents:
+    """What is written under which key.
+
+    Attributes:
+        paths: The path in the nested state dict of every key.
+        keys: The keys of each tensor; several where names are tied.
+        values: Small values by key.
+        small: Small values that are tensors, by key.
+    """
+
+    paths: dict[str, _Path] = field(default_factory=dict)
+    keys: dict[TensorKey, list[str]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    small: dict[str, TensorData] = field(default_factory=dict)
+
+    def tensors(self, checkpoint: Checkpoint, model: str, optimizer: str) -> None:
+        """Name every tensor; the weight of tied ones once more for each alias."""
+        for key in sorted(checkpoint.state_map.entries):
+            path: _Path
+            if checkpoint.manifest.roles.get(key.fqn) == "extra":
+                path = (key.fqn,)
+            elif key.slot == "weight":
+                path = (model, key.fqn) if model else (key.fqn,)
+            else:
+                path = (optimizer, "state", key.fqn, key.slot)
+            self.keys[key] = [self._key(path)]
+        for alias, owner in sorted(checkpoint.manifest.ties.items()):
+            held = self.keys.get(TensorKey(owner, "weight"))
+            if held is not None and TensorKey(alias, "weight") not in self.keys:
+                held.append(self._key((model, alias) if model else (alias,)))
+
+    def groups(self, checkpoint: Checkpoint, optimizer: str, *, is_flat: bool) -> None:
+        """Name the hyper-parameters of every group."""
+        for index, group in enumerate(checkpoint.param_groups):
+            for name, value in group.items():
+                if not is_flat:
+                    path: _Path = (optimizer, "param_groups", index, name)
+                    self.values[self._key(path)] = _hyper(name, value)
+                    continue
+                for fqn in group.get("params", ()) if name != "params" else ():
+                    path = (optimizer, f"param_groups.{fqn}.{name}")
+                    self.values[self._key(path)] = _hyper(name, value)
+
+    def value(self, path: _Path, value: Any) -> None:
+        """Name a small value by DCP's own rule (``_traverse.traverse_state_dict``)."""
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                self.value((*path, name), inner)
+        elif isinstance(value, list) and not _is_terminal(value):
+            for index, inner in enumerate(value):
+                self.value((*path, index), inner)
+        elif isinstance(value, TensorData):
+            self.small[self._key(path)] = value
+        else:
+            self.values[self._key(path)] = value
+
+    def _key(self, path: _Path) -> str:
+        key = ".".join(map(str, path))
+        if key in self.paths:
+            raise UcpError(
+                f"{key} is the name of two values, {self.paths[key]} and {path}: rename one, or "
+                "give the model and the optimizer other keys",
+                key=key,
+            )
+        self.paths[key] = path
+        return key
+
+
+def _is_terminal(values: list[Any]) -> bool:
+    return not any(
+        isinstance(value, dict | TensorData)
+        or (isinstance(value, list) and not _is_terminal(value))
+        for value in values
+    )
+
+
+def _hyper(name: str, value: Any) -> Any:
+    """Return a hyper-parameter as torch's optimizers have it: betas are a tuple, names a list."""
+    return tuple(value) if isinstance(value, list) and name != "params" else value
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """A tensor under way: its chunks and where the blob of each lies."""
+
+    entry: TensorEntry
+    boxes: list[Box] = field(default_factory=list)
+    places: list[Instance] = field(default_factory=list)
+
+
+def _once(data: memoryview) -> tuple[memoryview]:
+    return (data,)
+
+
+class _Writer:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        store: Store,
+        directory: str,
+        contents: _Contents,
+        memory_bytes: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._store = store
+        self._directory = directory
+        self._contents = contents
+        self._progress = progress
+        self._total_bytes = checkpoint.state_map.num_bytes
+        self._done_bytes = 0
+        self._tensors = {k: _Tensor(checkpoint.state_map.entries[k]) for k in contents.keys}
+        self._values: dict[str, Instance] = {}
+        self._small_tensors: dict[str, _Tensor] = {}
+        self._slabs = stream(
+            checkpoint,
+            [tensor.entry for tensor in self._tensors.values()],
+            memory_bytes=memory_bytes,
+            piece_bytes_max=CHUNK_BYTES,
+        )
+        self._file_bytes = 0
+        self.names: list[str] = []
+
+    def files(self, written: list[str], *, fsync: bool) -> None:
+        """Write the small values and all tensors, in as many files as that takes.
+
+        Args:
+            written: The path of every file is added to it before that is begun.
+            fsync: Whether every file must survive a loss of power.
+        """
+        ahead = next(self._slabs, None)
+        while ahead is not None or not self.names:
+            self.names.append(f"__0_{len(self.names)}.distcp")
+            self._file_bytes = 0
+            rest: list[Slab] = []
+            written.append(join(self._directory, self.names[-1]))
+            self._store.write_file(written[-1], self._chunks(ahead, rest), fsync=fsync)
+            ahead = rest[0] if rest else None
+
+    def close(self) -> None:
+        """Stop reading the source, which is held until then."""
+        self._slabs.close()
+
+    def _chunks(self, ahead: Slab | None, rest: list[Slab]) -> Iterator[Buffer]:
+        """Yield one file; the slab that did not fit any more is left in ``rest``."""
+        if len(self.names) == 1:
+            yield from self._small()
+        while ahead is not None:
+            entry, box = ahead.piece
+            tensor = self._tensors[entry.key]
+            blob = TensorData(entry.dtype, box.shape, partial(_once, ahead.data))
+            tensor.boxes.append(box)
+            tensor.places.append((yield from self._blob(blob)))
+            self._done_bytes += len(ahead.data)
+            if self._progress is not None:
+                self._progress(self._done_bytes, self._total_bytes)
+            ahead = next(self._slabs, None)
+            if ahead is not None and self._file_bytes + len(ahead.data) > FILE_BYTES:
+                rest.append(ahead)
+                return
+
+    def _small(self) -> Iterator[Buffer]:
+        """Yield small values, and a chunk of nothing for each empty tensor, as DCP has it."""
+        for key, value in self._contents.values.items():
+            self._values[key] = yield from self._blob(value)
+        for key, value in self._contents.small.items():
+            name = TensorKey(key, "weight")
+            entry = TensorEntry(key=name, dtype=value.dtype, shape=value.shape, fragments=())
+            tensor = _Tensor(entry, [Box.full(value.shape)], [(yield from self._blob(value))])
+            self._small_tensors[key] = tensor
+        for tensor in self._tensors.values():
+            box = Box.full(tensor.entry.shape)
+            if box.is_empty:
+                blob = TensorData.of_bytes(tensor.entry.dtype, tensor.entry.shape, b"")
+                tensor.boxes.append(box)
+                tensor.places.append((yield from self._blob(blob)))
+
+    def _blob(self, tree: Any) -> Generator[Buffer, None, Instance]:
+        """Yield what ``torch.save`` would write and return where it lies."""
+        begin = self._file_bytes
+        for chunk in torch_file_chunks(tree):
+            self._file_bytes += memoryview(chunk).nbytes
+            yield chunk
+        length = self._file_bytes - begin
+        state = {"relative_path": self.names[-1], "offset": begin, "length": length}
+        return Instance(_STORAGE_INFO, state=state)
+
+    def metadata(self) -> Instance:
+        """Return the document; only when all files are written."""
+        described: dict[str, Instance] = {}
+        places: dict[Instance, Instance] = {}
+        named = [(self._contents.keys[key], tensor) for key, tensor in self._tensors.items()]
+        named += [([key], tensor) for key, tensor in self._small_tensors.items()]
+        for names, tensor in named:
+            document = _describe(tensor)
+            # The keys of tied names lead to the same bytes.
+            for name in names:
+                described[name] = document
+                for number, (box, place) in enumerate(
+                    zip(tensor.boxes, tensor.places, strict=True)
+                ):
+                    index = {"fqn": name, "index": number, "offset": Size(box.start)}
+                    places[_named("MetadataIndex", index)] = place
+        for name, place in self._values.items():
+            described[name] = _named("BytesStorageMetadata", {})
+            places[_named("MetadataIndex", {"fqn": name, "index": None})] = place
+        return _named(
+            "Metadata",
+            {
+                "state_dict_metadata": described,
+                "planner_data": dict(self._contents.paths),
+                "storage_data": places,
+                "storage_meta": None,
+                "version": _VERSION,
+            },
+        )
+
+
+class _Attributes(dict[str, Any]):
+    """Attributes of an object that is the key of a dict."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def _named(name: str, attributes: Mapping[str, Any]) -> Instance:
+    return Instance(f"{_METADATA}.{name}", state=_Attributes(attributes))
+
+
+def _describe(tensor: _Tensor) -> Instance:
+    properties = Instance(
+        f"{_METADATA}.TensorProperties",
+        state=(
+            Named(f"torch.{_DTYPES[tensor.entry.dtype]}"),
+            Instance(_LAYOUT, ("torch.strided",)),
+            False,
+            # The contiguous format.
+            Instance(f"{_METADATA}._MEM_FORMAT_ENCODING", (0,)),
+            False,
+        ),
+    )
+    chunks = [
+        _named("ChunkStorageMetadata", {"offsets": Size(box.start), "sizes": Size(box.shape)})
+        for box in tensor.boxes
+    ]
+    size = Size(tensor.entry.shape)
+    return _named(
+        "TensorStorageMetadata", {"properties": properties, "size": size, "chunks": chunks}
+    )

@@ -1,0 +1,354 @@
+"""Reads DeepSpeed's checkpoints, native and universal, without DeepSpeed and without torch.
+
+ZeRO stages 0 to 3, tensor, pipeline, sequence and expert parallelism; masters in float32 where
+there are any. Nothing is copied: pickles are read, tensors are described where they lie.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
+from ucp_core.formats.deepspeed.reading.copied import refuse_copied
+from ucp_core.formats.deepspeed.reading.extras import Extras
+from ucp_core.formats.deepspeed.reading.file_names import (
+    Folder,
+    locate,
+    sort_names,
+)
+from ucp_core.formats.deepspeed.reading.partitions import RankState, read_rank
+from ucp_core.formats.deepspeed.reading.swapped import refuse_swapped, refuse_swapped_models
+from ucp_core.formats.deepspeed.reading.tensor_parallel import Info, TensorParallelLayouts
+from ucp_core.formats.deepspeed.reading.topology import Native, open_native
+from ucp_core.formats.deepspeed.reading.weights import (
+    WEIGHT,
+    Modules,
+    add_modules,
+    buffer_names,
+    resolve_ties,
+    tied_weight,
+    weights_of,
+)
+from ucp_core.formats.deepspeed.reading.zero import Stage, add_zero3, add_zero12, param_shapes
+from ucp_core.formats.deepspeed.recognition import NAME
+from ucp_core.formats.shared.groups import Groups
+from ucp_core.formats.shared.shards import Shards
+from ucp_core.formats.shared.torch_files import THREADS_MAX
+from ucp_core.formats.shared.values import Scalars, json_value, number, refusing_nonsense
+from ucp_core.geometry.statemap import DTYPE_BYTES, StateMap, TensorEntry, TensorKey
+from ucp_core.manifest.document import Item, Kind, Manifest
+from ucp_core.native.opening import Checkpoint
+from ucp_core.numerics.checksums import BLOCK_BYTES
+from ucp_core.torch_files.torch_reader import Opaque, TensorRef
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucp_core.language.rules import Rules
+    from ucp_core.storage.base import Store
+
+_ZERO3 = 3
+#: Elements that are compared of masters that look alike.
+_SAMPLE = 256
+
+
+def read(
+    store: Store, directory: str, *, rules: Rules | None = None, tag: str | None = None
+) -> Checkpoint:
+    """Open a checkpoint; which one of several is said by ``tag``, or by the file ``latest``.
+
+    Args:
+        store: Where.
+        directory: The folder of the checkpoint, or the one that holds its tags.
+        rules: How tensors are cut over tensor parallel ranks; counts before what the checkpoint
+            says.
+        tag: Name of the folder of the checkpoint in ``directory``.
+
+    Raises:
+        CheckpointNotFoundError: There is none, or nothing chooses one of several.
+        CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
+        PatternError: How a tensor is cut is not known, or does not fit its shards.
+        UnsupportedVersionError: It declares what cannot be converted.
+        ForeignClassError: A pickle holds a class that is not known.
+        StorageError: A file cannot be read.
+    """
+    folder = locate(store, directory, tag)
+    with refusing_nonsense(folder.directory, "DeepSpeed"):
+        if not folder.universal:
+            return _read_native(store, folder, rules)
+        from ucp_core.formats.deepspeed.universal_reader import read_universal
+
+        return read_universal(store, folder, lambda native, found: _layouts(native, found, rules))
+
+
+def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoint:
+    native = open_native(store, folder.directory, sort_names(store.list(folder.directory)))
+    _refuse_autoep(native)
+    shards, scalars, groups = Shards(native.tp), Scalars(), Groups()
+    extras = Extras(store, folder.directory)
+    extras.items |= native.items
+    if native.optim:
+        _add_zero(native, shards, scalars, groups, extras)
+    modules = Modules(shards, shards.fqns(), masters=bool(native.optim))
+    if not native.optim and native.layers and native.first.get("module", ()) is None:
+        from ucp_core.formats.deepspeed.reading.plain_pipeline import plain_pipeline
+
+        modules.pipeline = plain_pipeline(native)
+        modules.items |= modules.pipeline.items
+    add_modules(native, modules)
+    if not native.optim:
+        from ucp_core.formats.deepspeed.reading.plain_optimizer import add_plain
+
+        add_plain(native, modules, scalars, groups, extras)
+    extras.add_model(native.first, num_ranks=native.tp * native.pp)
+    extras.items |= modules.items
+    layouts = _layouts(native, modules, rules)
+    entries = {**shards.entries(layouts), **scalars.entries}
+    extras.items |= {f"cut of {fqn}": Item("reshard", why) for fqn, why in layouts.chosen.items()}
+    _refuse_repeated(native, shards, layouts)
+    return _checkpoint(native, folder, entries, scalars, groups, extras, modules)
+
+
+def _refuse_autoep(native: Native) -> None:
+    if native.first.get("ds_autoep_layers") or native.first.get("autoep_layers"):
+        raise UnsupportedVersionError(
+            f"{native.files.path(native.model[0, 0])}: experts of AutoEP are not supported; "
+            "convert with DeepSpeed's ds_to_universal and give its folder",
+            path=native.files.directory,
+        )
+
+
+def _add_zero(
+    native: Native, shards: Shards, scalars: Scalars, groups: Groups, extras: Extras
+) -> None:
+    is_zero3 = native.stage == _ZERO3
+    read = {
+        rank: read_rank(native.files.trees[name], name, is_zero3=is_zero3)
+        for rank, name in native.optim.items()
+    }
+    _check_steps(native, read)
+    if is_zero3:
+        refuse_swapped_models(native)
+    config = native.first.get("ds_config")
+    before = bool(config.get("use_data_before_expert_parallelism")) if config else False
+    for mp in range(native.tp * native.pp):
+        states = [read[dp, mp] for dp in range(native.dp)]
+        refuse_copied(native.files.store, native.files.directory, states)
+        where = native.model[0, mp]
+        shapes = param_shapes(native.files.trees[where], where)
+        if shapes is None:
+            shapes = _shapes_by_mappings(native, mp, states)
+        stage = Stage(native.rank(mp), states, shapes, where, data_before_expert=before)
+        (add_zero3 if is_zero3 else add_zero12)(stage, shards, scalars)
+        files = native.files
+        if is_zero3:
+            refuse_swapped(files.store, files.directory, stage)
+        values = [_hyper(group, files.store, files.directory) for group in states[0].groups]
+        values += [{}] * (len(stage.names) - len(values))
+        names = [*stage.names, *[[]] * (len(values) - len(stage.names))]
+        groups.add(list(zip(values, names, strict=True)))
+        if mp == 0:
+            extras.add_optim(states[0].rest)
+
+
+def _hyper(group: Mapping[str, Any], store: Store, directory: str) -> dict[str, Any]:
+    values = {key: value for key, value in group.items() if key != "params"}
+    found: dict[str, Any] = json_value(values, store, directory)
+    return found
+
+
+def _shapes_by_mappings(
+    native: Native, mp: int, states: Sequence[RankState]
+) -> list[dict[str, tuple[int, ...]]]:
+    """Return shapes by group where only the mappings name the parameters.
+
+    So it is in bfloat16 without ZeRO, and with experts before DeepSpeed 0.19.
+    """
+    where = native.model[0, mp]
+    held = weights_of(native, mp)
+    found: list[dict[str, tuple[int, ...]]] = []
+    for index in range(len(states[0].partitions)):
+        shapes: dict[str, tuple[int, ...]] = {}
+        for state in states:
+            mapping = state.partitions[index].mapping
+            if mapping is None:
+                raise CheckpointCorruptError(
+                    f"{where} has no param_shapes and {state.partitions[index].file} no "
+                    "param_slice_mappings: nothing names the masters",
+                    file=where,
+                )
+            for name in mapping:
+                ref = held.get(name) or tied_weight(native, mp, name, _size(states, index, name))
+                if not isinstance(ref, TensorRef):
+                    raise CheckpointCorruptError(
+                        f"{where} has neither param_shapes nor the tensor {name}", file=where
+                    )
+                shapes[name] = ref.shape
+        found.append(shapes)
+    return found
+
+
+def _size(states: Sequence[RankState], index: int, name: str) -> int:
+    """Return how many elements of a parameter the ranks hold together."""
+    mappings = (state.partitions[index].mapping or {} for state in states)
+    return sum(mapping[name][1] for mapping in mappings if name in mapping)
+
+
+def _check_steps(native: Native, states: Mapping[tuple[int, int], RankState]) -> None:
+    """Raise if the optimizer's step differs between files: ZeRO's have no other trace of time."""
+
+    def step_of(state: RankState) -> float | None:
+        for part in state.partitions[:1]:
+            value = part.scalars.get("step")
+            if isinstance(value, TensorRef):
+                return number(native.files.store, native.files.directory, value)
+            if value is not None:
+                return value
+        step = state.groups[0].get("step") if state.groups else None
+        return step if isinstance(step, int | float) else None
+
+    with ThreadPoolExecutor(min(THREADS_MAX, len(states))) as pool:
+        steps = dict(zip(states, pool.map(step_of, states.values()), strict=True))
+    known = [(step, native.optim[rank]) for rank, step in steps.items() if step is not None]
+    for step, name in known:
+        if step != known[0][0]:
+            raise CheckpointCorruptError(
+                f"{native.files.path(name)} is of step {step:g}, {known[0][1]} of step "
+                f"{known[0][0]:g}: the folder mixes two saves",
+                path=native.files.path(name),
+                steps=(step, known[0][0]),
+            )
+
+
+def _layouts(native: Native, modules: Modules, rules: Rules | None) -> TensorParallelLayouts:
+    trained_on = native.first.get("global_steps", 0) > 0
+    arguments = native.first.get("args")
+    state = arguments.state if isinstance(arguments, Opaque) else None
+    return TensorParallelLayouts(
+        degree=native.tp,
+        info=_info(native),
+        rules=rules,
+        arguments=state if isinstance(state, dict) else None,
+        equal=lambda name: (
+            trained_on and modules.same_bytes(name) and _same_masters(native, modules, name)
+        ),
+        moved=lambda name: _same_gradients(native, modules, name),
+        buffers=buffer_names(native),
+    )
+
+
+def _same_masters(native: Native, modules: Modules, name: str) -> bool:
+    """Return whether the masters of all tensor parallel ranks begin alike.
+
+    Copies in bfloat16 can be equal where masters are not: one and a hundredth is one there.
+    """
+    return len(_beginnings(native, modules, TensorKey(name, WEIGHT))) <= 1
+
+
+def _same_gradients(native: Native, modules: Modules, name: str) -> bool:
+    """Return whether all tensor parallel ranks begin with the same moments, not all zero.
+
+    Shards that were cut can be equal while no gradient has changed them, but not after.
+    """
+    slots = modules.shards.slots_of(name) - {WEIGHT, "step"}
+    found = [_beginnings(native, modules, TensorKey(name, slot)) for slot in slots]
+    return any(len(data) == 1 and any(*data) for data in found)
+
+
+def _beginnings(native: Native, modules: Modules, key: TensorKey) -> set[bytes]:
+    """Return the different first bytes that tensor parallel ranks have of a tensor."""
+    found = set()
+    for dtype, run in modules.shards.first_runs(key):
+        size_bytes = min(run.stop - run.start, _SAMPLE) * DTYPE_BYTES[dtype]
+        path = native.files.path(run.file)
+        found.add(native.files.store.read_range(path, run.offset_bytes, size_bytes))
+    return found
+
+
+def _info(native: Native) -> Info:
+    """Return what all stages say together; each knows its own layers."""
+    merged: dict[str, Any] = {}
+    for (dp, mp), name in sorted(native.model.items()):
+        info = native.files.trees[name].get("universal_checkpoint_info")
+        if info is None and (dp, mp) in native.optim:
+            state = native.files.trees[native.optim[dp, mp]].get("optimizer_state_dict")
+            info = state.get("universal_checkpoint_info") if isinstance(state, dict) else None
+        if dp != 0 or info is None:
+            continue
+        if not isinstance(info, dict):
+            raise CheckpointCorruptError(f"{name}: universal_checkpoint_info is not a dict")
+        for key, value in info.items():
+            merged[key] = _merged(merged.get(key), value)
+    return Info(merged, f"{native.files.directory}: universal_checkpoint_info")
+
+
+def _merged(known: Any, value: Any) -> Any:
+    if isinstance(known, list) and isinstance(value, list):
+        return [*known, *(item for item in value if _told(item) not in map(_told, known))]
+    if isinstance(known, dict) and isinstance(value, dict):
+        return {**known, **{k: _merged(known.get(k), v) for k, v in value.items()}}
+    return value if known is None else known
+
+
+def _told(item: Any) -> Any:
+    return (item.name, repr(item.state)) if isinstance(item, Opaque) else item
+
+
+def _refuse_repeated(native: Native, shards: Shards, layouts: TensorParallelLayouts) -> None:
+    """Raise if several stages hold a name that is not said to be the same tensor in each."""
+    if native.pp == 1:
+        return
+    for fqn, stages in shards.stages().items():
+        if len(stages) > 1 and not layouts.info.in_every_stage(fqn):
+            raise CheckpointCorruptError(
+                f"{fqn} is in the files of pipeline stages {sorted(stages)}, but neither tied nor "
+                "declared as replicated over stages: these are different tensors of one name",
+                fqn=fqn,
+            )
+
+
+def _checkpoint(
+    native: Native,
+    folder: Folder,
+    entries: dict[TensorKey, TensorEntry],
+    scalars: Scalars,
+    groups: Groups,
+    extras: Extras,
+    modules: Modules,
+) -> Checkpoint:
+    step = native.first.get("global_steps")
+    if not isinstance(step, int) or step < 0:
+        raise CheckpointCorruptError(
+            f"{native.files.path(native.model[0, 0])}: global_steps is {step!r}",
+            path=native.files.path(native.model[0, 0]),
+        )
+    used = {f.file for entry in entries.values() for f in entry.fragments}
+    known = {key.fqn for key in entries}
+    manifest = Manifest(
+        kind=Kind.FOREIGN,
+        step=step,
+        attempt=0,
+        state_map=StateMap(
+            entries=dict(sorted(entries.items())),
+            block_bytes=BLOCK_BYTES,
+            extents={n: e for n, e in native.files.extents.items() if n in used},
+        ),
+        files={},
+        param_groups=groups.result(),
+        extra=extras.extra,
+        source={
+            "format": NAME,
+            "version": native.version,
+            "tag": folder.tag,
+            "stage": native.stage,
+            "layout": {"dp": native.dp, "tp": native.tp, "pp": native.pp},
+        },
+        world_size=native.dp * native.tp * native.pp,
+        ties=resolve_ties(modules.ties, known),
+        roles={fqn: role for fqn, role in sorted(modules.roles.items()) if fqn in known},
+        items=dict(sorted(extras.items.items())),
+        patterns=modules.shards.patterns,
+    )
+    store = scalars.overlay(native.files.store)
+    return Checkpoint(store=store, directory=folder.directory, manifest=manifest)

@@ -1,0 +1,109 @@
+"""Refuses files of stage 3 that lie under one another's names.
+
+No file says whose it is, and each is sound by itself. But the last rank has less than its piece of
+a parameter that the ranks do not divide, and behind it moments of nothing: zeros, for no gradient
+came there. Where it has others, and another rank has zeros just there, the two were swapped. And
+the first rank alone writes down what is tied.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from math import prod
+from typing import TYPE_CHECKING
+
+from ucp_core.errors import CheckpointCorruptError
+from ucp_core.geometry.statemap import DTYPE_BYTES
+from ucp_core.storage.base import join
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucp_core.formats.deepspeed.reading.topology import Native
+    from ucp_core.formats.deepspeed.reading.zero import Stage
+    from ucp_core.storage.base import Store
+
+#: Parameters that are looked at, of which the last rank has less than the others.
+_LOOKED_AT_MAX = 8
+
+
+def refuse_swapped(store: Store, directory: str, stage: Stage) -> None:
+    """Check that the last rank's optimizer file is not under the name of another one.
+
+    Both have to be seen: decay of the weights can leave moments in padding, and rows that no
+    sample touched are zero.
+
+    Args:
+        store: Where.
+        directory: Of the files.
+        stage: The files of one model-parallel rank, each sound by itself.
+
+    Raises:
+        CheckpointCorruptError: It is.
+    """
+    last = len(stage.states) - 1
+    spots = list(islice(_paddings(stage), _LOOKED_AT_MAX))
+    if not spots or _are_zero(store, directory, stage, last, spots):
+        return
+    for rank in range(last):
+        if _are_zero(store, directory, stage, rank, spots):
+            mine, other = (stage.states[r].partitions[0].file for r in (last, rank))
+            path = join(directory, mine)
+            raise CheckpointCorruptError(
+                f"{path} has moments where the last of {last + 1} ranks has padding, and {other} "
+                "has none there: the two were swapped; swap them back or use another checkpoint",
+                path=path,
+                file=mine,
+                swapped_with=other,
+            )
+
+
+def refuse_swapped_models(native: Native) -> None:
+    """Check the same of the first rank's model file, by the ties that only it has.
+
+    Raises:
+        CheckpointCorruptError: Another one has them.
+    """
+    first = native.model[0, 0]
+    files = [file for (_, mp), file in sorted(native.model.items()) if mp == 0]
+    tied = [file for file in files if native.files.trees[file].get("shared_params")]
+    if tied and first not in tied:
+        path = native.files.path(first)
+        raise CheckpointCorruptError(
+            f"{path} has no shared_params, which only the first rank writes, but {tied[0]} has: "
+            "the two were swapped; swap them back or use another checkpoint",
+            path=path,
+            file=first,
+            swapped_with=tied[0],
+        )
+
+
+def _paddings(stage: Stage) -> Iterator[tuple[int, int, int]]:
+    """Yield where the last rank has padding: number of the sub-group, start, stop."""
+    ranks = len(stage.states)
+    shapes = iter([shape for group in stage.shapes for shape in group.values()])
+    for number, part in enumerate(stage.states[-1].partitions):
+        start, size = 0, part.weight.shape[0]
+        while start < size:
+            total = prod(next(shapes))
+            piece = -(-total // ranks)
+            held = max(0, total - (ranks - 1) * piece)
+            if held < piece:
+                yield number, start + held, start + piece
+            start += piece
+
+
+def _are_zero(
+    store: Store, directory: str, stage: Stage, rank: int, spots: list[tuple[int, int, int]]
+) -> bool:
+    """Return whether all moments in these places are, which are read at once."""
+    ranges: dict[str, dict[int, bytearray]] = {}
+    for number, start, stop in spots:
+        for ref in stage.states[rank].partitions[number].slots.values():
+            size = DTYPE_BYTES[ref.dtype]
+            place = ranges.setdefault(ref.file, {})
+            place[ref.offset_bytes + start * size] = bytearray((stop - start) * size)
+    for file, places in ranges.items():
+        wanted = [(low, (memoryview(data),)) for low, data in sorted(places.items())]
+        store.read_ranges(join(directory, file), wanted)
+    return not any(any(data) for places in ranges.values() for data in places.values())

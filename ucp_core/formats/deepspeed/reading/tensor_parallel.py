@@ -1,0 +1,417 @@
+"""How DeepSpeed's tensors are spread over tensor parallel ranks, and where that is written.
+
+In this order: the user's rules; the checkpoint's ``universal_checkpoint_info`` (its affine maps
+first); evidence. What none of them tells is an error: a guess would be silently wrong.
+Source: ``checkpoint/ds_to_universal.py`` (``merge_tp_slices``) of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
+from ucp_core.formats.shared.vocabulary import tells_padding
+from ucp_core.language.patterns import (
+    Affine,
+    Average,
+    Cut,
+    Pattern,
+    Piece,
+    Replicated,
+    Unique,
+    parse_affine_map,
+    place,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from ucp_core.geometry.statemap import TensorKey
+    from ucp_core.language.rules import Rules
+
+#: Versions of ``universal_checkpoint_info`` whose meaning is known.
+INFO_VERSION_MAX = 0.4
+#: From this version on, fused parameters come with the widths of their pieces.
+_WIDTHS_VERSION = 0.4
+
+_VOCABULARY = "vocabulary_parameter_patterns"
+_PIPELINE = "pipeline_replicated_parameter_patterns"
+_REPLICATED = "tp_replicated_parameter_patterns"
+_AVERAGE = "parameter_to_average_patterns"
+_ROW = "parameter_with_row_parallelism_patterns"
+_TWO_PARTS = "parameter_with_2_sub_params_cat_dim_0"
+_PARTS = "parameter_with_sub_params"
+_WIDTHS = "sub_param_shard_widths"
+_UNSUPPORTED = "autotp_unsupported_parameter_patterns"
+_AFFINE = "affine_map"
+_TELLING = (_VOCABULARY, _REPLICATED, _AVERAGE, _ROW, _TWO_PARTS, _PARTS, _AFFINE)
+KNOWN_KEYS = frozenset(
+    (
+        *_TELLING,
+        _PIPELINE,
+        _WIDTHS,
+        _UNSUPPORTED,
+        "universal_checkpoint_version",
+        "original_vocab_size",
+        "padded_vocab_size",
+        "expert_parameter_patterns",
+        "ds_autoep_layers",
+    )
+)
+
+_FUSED_QKV = re.compile(r"(?:.*\.)?(?:self_)?attention\.query_key_value\.(?:weight|bias)")
+
+
+class Names:
+    """Finds which of many patterns match a name; most of DeepSpeed's are one whole name each."""
+
+    def __init__(self, patterns: Iterable[str], where: str) -> None:
+        self._exact: dict[str, str] = {}
+        self._regexes: list[re.Pattern[str]] = []
+        for pattern in dict.fromkeys(patterns):
+            name = re.sub(r"\\(.)", r"\1", pattern[1:-1])
+            if pattern == f"^{re.escape(name)}$":
+                self._exact[name] = pattern
+                continue
+            try:
+                self._regexes.append(re.compile(pattern))
+            except re.error as error:
+                raise CheckpointCorruptError(
+                    f"{where} holds {pattern[:80]!r}, which is no regular expression: {error}"
+                ) from error
+
+    def match(self, name: str) -> str | None:
+        """Return the pattern that matches from the start of ``name``, as DeepSpeed matches.
+
+        Raises:
+            CheckpointCorruptError: Two do.
+        """
+        found = [regex.pattern for regex in self._regexes if regex.match(name)]
+        if name in self._exact:
+            found.append(self._exact[name])
+        if len(found) > 1:
+            raise CheckpointCorruptError(
+                f"{name}: the patterns {found[0]!r} and {found[1]!r} of one kind both match it",
+                fqn=name,
+            )
+        return found[0] if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A fused parameter of ``parameter_with_sub_params``."""
+
+    shape: tuple[Any, ...]
+    dim: int
+
+
+class Info:
+    """The checkpoint's ``universal_checkpoint_info``.
+
+    Attributes:
+        tells: Whether it says anything of tensor parallelism.
+        original_vocab_size: Rows of the vocabulary without padding, or None.
+    """
+
+    def __init__(self, document: Mapping[str, Any] | None, where: str) -> None:
+        info = dict(document or {})
+        self.version = float(info.get("universal_checkpoint_version", 0.0))
+        if self.version > INFO_VERSION_MAX:
+            raise UnsupportedVersionError(
+                f"{where} has version {self.version}, this program reads up to "
+                f"{INFO_VERSION_MAX}: update everstep",
+                version=self.version,
+            )
+        self.tells = any(info.get(key) for key in _TELLING)
+        self.unknown_keys = sorted(set(info) - KNOWN_KEYS)
+        self.original_vocab_size: int | None = info.get("original_vocab_size")
+        lists = (_VOCABULARY, _PIPELINE, _REPLICATED, _AVERAGE, _ROW, _TWO_PARTS)
+        self.names = {key: Names(info.get(key) or (), f"{where}: {key}") for key in lists}
+        self.unsupported: dict[str, Any] = _named(info.get(_UNSUPPORTED))
+        self.names[_UNSUPPORTED] = Names(self.unsupported, f"{where}: {_UNSUPPORTED}")
+        affine = info.get(_AFFINE)
+        where_affine = f"{where}: {_AFFINE}"
+        self.affine: dict[str, Affine] = (
+            parse_affine_map(affine, where=where_affine) if affine else {}
+        )
+        self.names[_AFFINE] = Names(self.affine, where_affine)
+        self.parts = _parts(info.get(_PARTS) or (), where)
+        self.names[_PARTS] = Names(self.parts, f"{where}: {_PARTS}")
+        self.widths: dict[str, Any] = info.get(_WIDTHS) or {}
+
+    def has(self, kind: str, name: str) -> bool:
+        """Return whether a pattern of a kind matches a name."""
+        return self.names[kind].match(name) is not None
+
+    def in_every_stage(self, name: str) -> bool:
+        """Return whether several pipeline stages may hold the parameter, as equal copies."""
+        return name.startswith("tied_modules.") or self.has(_PIPELINE, name)
+
+    def vocabulary_extent(self, name: str) -> int | None:
+        """Return the rows without padding, or None where the parameter is no vocabulary."""
+        return self.original_vocab_size if self.has(_VOCABULARY, name) else None
+
+
+def _named(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, dict) else dict.fromkeys(value or (), "")
+
+
+def _parts(items: Iterable[Any], where: str) -> dict[str, Parts]:
+    """Return the fused parameters by pattern; they are dicts, or objects of a class."""
+    found: dict[str, Parts] = {}
+    for item in items:
+        value = item if isinstance(item, dict) else getattr(item, "state", None)
+        try:
+            assert isinstance(value, dict), "neither a dict nor a SubparamShape"
+            parts = Parts(tuple(value["shape"]), int(value["partition_dim"]))
+            found.update(dict.fromkeys(value["patterns"], parts))
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointCorruptError(f"{where}: {_PARTS} is not readable: {error!r}") from error
+    return found
+
+
+@dataclass(slots=True)
+class TensorParallelLayouts:
+    """Tells the pattern of a tensor.
+
+    Attributes:
+        degree: Tensor parallel ranks.
+        info: What the checkpoint says.
+        rules: What the user says; counts before everything else.
+        arguments: Megatron's ``args``, if the checkpoint holds them.
+        equal: Whether all tensor parallel ranks saved the same bytes of a tensor, as far as the
+            checksums of the model files show it; and training went on after they were initialised.
+        moved: Whether, besides, all of them have the same gradients behind them.
+        buffers: Names of buffers: the lists of parameters do not speak of them.
+        chosen: By name, how the pattern was found where it was neither told nor trivial.
+    """
+
+    degree: int
+    info: Info
+    rules: Rules | None = None
+    arguments: Mapping[str, Any] | None = None
+    equal: Callable[[str], bool] = lambda _: False
+    moved: Callable[[str], bool] = lambda _: False
+    buffers: frozenset[str] = frozenset()
+    chosen: dict[str, str] = field(default_factory=dict)
+
+    def pattern(
+        self, key: TensorKey, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[Pattern, int | None]:
+        """Return the pattern, and the true extent of dim 0 where what lies behind is padding.
+
+        Raises:
+            PatternError: It is not known; ``facts["unknown"]`` names the tensor.
+            UnsupportedVersionError: The checkpoint says that it cannot be taken apart.
+        """
+        if not any(shapes):
+            return (Unique() if self.degree == 1 else Replicated("first")), None
+        extent = self.info.vocabulary_extent(key.fqn)
+        rule = None if self.rules is None else self.rules.match(key.fqn, key.slot)
+        if self.degree == 1:
+            return (rule, None) if tells_padding(rule) else (Unique(), extent)
+        unsupported = self.info.names[_UNSUPPORTED].match(key.fqn)
+        if unsupported is not None:
+            if rule is not None:
+                return rule, extent
+            raise UnsupportedVersionError(
+                f"{key}: the checkpoint declares it unsupported "
+                f"({self.info.unsupported[unsupported] or 'without a reason'}); give a rule for it "
+                "with --rules",
+                fqn=key.fqn,
+            )
+        listed = None if key.fqn in self.buffers else self._listed(key.fqn, shapes)
+        if rule is not None:
+            if listed is not None:
+                _check_alike(key, rule, listed, shapes)
+            else:
+                self._refuse_doubling(key, rule, "the rules")
+            return rule, extent
+        if listed is not None:
+            return listed, extent
+        return self._unlisted(key, shapes, extent)
+
+    def _unlisted(
+        self, key: TensorKey, shapes: Sequence[tuple[int, ...]], extent: int | None
+    ) -> tuple[Pattern, int | None]:
+        """Return what no rule and no list says: to DeepSpeed's converter it is a cut of dim 0."""
+        if not self.info.tells or key.fqn in self.buffers:
+            return self._derived(key.fqn, shapes), None
+        if _FUSED_QKV.fullmatch(key.fqn):
+            return self._query_key_value(key.fqn, shapes), extent
+        if self.equal(key.fqn) and self.moved(key.fqn):
+            # Megatron-DeepSpeed forgets the position embeddings of a pipeline that ties nothing.
+            self.chosen[key.fqn] = (
+                "replicated, though not listed: all ranks have the same weights and gradients"
+            )
+            return Replicated(), extent
+        self._refuse_doubling(key, Cut(0), "the checkpoint, which does not list it,")
+        return Cut(0), extent
+
+    def _refuse_doubling(self, key: TensorKey, pattern: Pattern, who: str) -> None:
+        """Raise if equal copies would be put one after the other."""
+        is_cut = not isinstance(pattern, Replicated | Average | Unique)
+        if is_cut and key.slot == "weight" and self.equal(key.fqn):
+            raise PatternError(
+                f"{key}: by {who} it is cut, but all {self.degree} tensor parallel ranks hold the "
+                f"same values: it is replicated; say so with --rules",
+                fqn=key.fqn,
+                slot=key.slot,
+            )
+
+    def _listed(self, fqn: str, shapes: Sequence[tuple[int, ...]]) -> Pattern | None:
+        """Return the pattern that the checkpoint names for the tensor; None if it names none."""
+        info = self.info
+        affine = info.names[_AFFINE].match(fqn)
+        if affine is not None:
+            return info.affine[affine]
+        if info.has(_REPLICATED, fqn):
+            return Replicated()
+        if info.has(_AVERAGE, fqn):
+            return Average()
+        if info.has(_TWO_PARTS, fqn):
+            return Cut(0, parts=2)
+        parts = info.names[_PARTS].match(fqn)
+        if parts is not None:
+            return self._fused(fqn, parts, shapes)
+        return Cut(1) if info.has(_ROW, fqn) else None
+
+    def _fused(self, fqn: str, regex: str, shapes: Sequence[tuple[int, ...]]) -> Pattern:
+        parts = self.info.parts[regex]
+        if not -len(parts.shape) <= parts.dim < len(parts.shape):
+            raise PatternError(f"{fqn}: {_PARTS} names dim {parts.dim} of {parts.shape}", fqn=fqn)
+        sizes = parts.shape[parts.dim]
+        if self.info.version >= _WIDTHS_VERSION or regex in self.info.widths:
+            if regex not in self.info.widths:
+                raise PatternError(
+                    f"{fqn}: {_PARTS} declares it fused, but {_WIDTHS} does not say how each part "
+                    "was cut; give a rule for it with --rules",
+                    fqn=fqn,
+                )
+            widths = tuple(tuple(map(int, row)) for row in self.info.widths[regex])
+            fused = tuple(map(int, sizes)) if isinstance(sizes, list | tuple) else len(widths)
+            return Cut(parts.dim, parts=fused, part_widths=widths)
+        # Before version 0.4 a number stood for so many equal parts, a tuple for their sizes, and
+        # every part was cut evenly.
+        whole = sum(shape[parts.dim] for shape in shapes)
+        if not isinstance(sizes, list | tuple):
+            return Cut(parts.dim, parts=int(sizes))
+        if any(int(size) % self.degree for size in sizes) or sum(map(int, sizes)) != whole:
+            raise PatternError(
+                f"{fqn}: its parts {list(sizes)} cannot have been cut evenly over {self.degree} "
+                f"ranks that hold {whole} together; give a rule for it with --rules",
+                fqn=fqn,
+            )
+        return Cut(parts.dim, parts=tuple(map(int, sizes)))
+
+    def _query_key_value(self, fqn: str, shapes: Sequence[tuple[int, ...]]) -> Pattern:
+        """Return the pattern of Megatron-DeepSpeed's fused projection.
+
+        Up to December 2024 a rank held (q, k, v) of its first head group, then of the next; then
+        plain concatenation is right. Since commit 676a482c it holds all q, then all k, then all v,
+        without a word in the patterns; ``args`` has an option of that commit.
+        """
+        arguments = self.arguments
+        if arguments is None:
+            raise _unknown(
+                fqn,
+                shapes,
+                "a fused query, key and value of Megatron: each rank holds either whole head "
+                "groups, or all its q, then k, then v; nothing in the checkpoint tells which. Say "
+                "it with --rules megatron-deepspeed-by-head or --rules megatron-deepspeed-blocks",
+            )
+        if "ds_sequence_parallel_fpdt" in arguments:
+            self.chosen[fqn] = "q, k and v of each rank, because args is of a Megatron with FPDT"
+            return Cut(0, parts=_head_extents(fqn, arguments, shapes))
+        self.chosen[fqn] = "whole head groups of each rank, because args is older than FPDT"
+        return Cut(0)
+
+    def concatenated(self, fqn: str, shape: tuple[int, ...]) -> tuple[Pattern, int] | None:
+        """Return how a tensor is made of the ranks' shards that DeepSpeed's converter joined.
+
+        It joins Megatron-DeepSpeed's fused projections end to end whatever their layout. None:
+        that was right, or there is no evidence that it was not.
+
+        Returns:
+            The pattern, and the number of shards, which lie in the tensor one after the other.
+        """
+        arguments = self.arguments or {}
+        is_cut = self.degree > 1 and bool(shape) and shape[0] % self.degree == 0
+        if not is_cut or "ds_sequence_parallel_fpdt" not in arguments:
+            return None
+        if not _FUSED_QKV.fullmatch(fqn) or self.info.names[_PARTS].match(fqn) is not None:
+            return None
+        shards = [(shape[0] // self.degree, *shape[1:])] * self.degree
+        return self._query_key_value(fqn, shards), self.degree
+
+    def _derived(self, fqn: str, shapes: Sequence[tuple[int, ...]]) -> Pattern:
+        """Return what the shards themselves prove."""
+        if len(set(shapes)) > 1:
+            dims = [d for d in range(len(shapes[0])) if len({s[d] for s in shapes}) > 1]
+            if len(dims) == 1 and len({len(s) for s in shapes}) == 1:
+                self.chosen[fqn] = f"cut along dim {dims[0]}, because only that extent differs"
+                return Cut(dims[0])
+        elif self.equal(fqn):
+            self.chosen[fqn] = "replicated, because all ranks saved the same bytes"
+            return Replicated()
+        raise _unknown(
+            fqn,
+            shapes,
+            f"the checkpoint does not say how it is cut over {self.degree} tensor parallel ranks; "
+            "give the rules of its model family (as --rules llama), or your own, with --rules FILE",
+        )
+
+
+def _check_alike(
+    key: TensorKey, rule: Pattern, listed: Pattern, shapes: Sequence[tuple[int, ...]]
+) -> None:
+    """Raise if a rule of the user means something else than the checkpoint says."""
+    one = place(rule, shapes, name=f"{key} by the rules")
+    other = place(listed, shapes, name=f"{key} by the checkpoint")
+    alike = (one.relation, one.shape) == (other.relation, other.shape)
+    for mine, theirs in zip(one.pieces, other.pieces, strict=True):
+        alike = alike and all(
+            p.local.intersect(q.local) is None
+            or (_shift(p) == _shift(q) and p.replica == q.replica)
+            for p in mine
+            for q in theirs
+        )
+    if not alike:
+        raise PatternError(
+            f"{key}: a rule gives it {rule}, the checkpoint says {type(listed).__name__} of "
+            f"{list(other.shape)}; leave it out of the rules",
+            fqn=key.fqn,
+            slot=key.slot,
+        )
+
+
+def _shift(piece: Piece) -> tuple[int, ...]:
+    return tuple(b - a for a, b in zip(piece.local.start, piece.start, strict=True))
+
+
+def _unknown(fqn: str, shapes: Sequence[tuple[int, ...]], why: str) -> PatternError:
+    shown = " ".join(str(list(shape)) for shape in shapes[:4])
+    return PatternError(f"{fqn}: {why}", fqn=fqn, unknown=f"{fqn} {shown}")
+
+
+def _head_extents(
+    fqn: str, arguments: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
+) -> tuple[int, int, int]:
+    """Return the extents of q, k and v in the whole tensor."""
+    try:
+        heads = int(arguments["num_attention_heads"])
+        groups = int(arguments.get("num_key_value_heads") or heads)
+        channels = int(arguments.get("kv_channels") or arguments["hidden_size"] // heads)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise PatternError(f"{fqn}: args does not say its heads: {error!r}", fqn=fqn) from error
+    extents = (heads * channels, groups * channels, groups * channels)
+    whole = sum(shape[0] for shape in shapes)
+    if sum(extents) != whole:
+        raise PatternError(
+            f"{fqn}: args says {extents} rows of q, k and v, the ranks hold {whole} together; give "
+            "a rule for it with --rules",
+            fqn=fqn,
+        )
+    return extents

@@ -1,0 +1,415 @@
+"""The weights that a DeepSpeed checkpoint holds as the model has them: frozen ones and buffers.
+
+Trained parameters are there too, in the model's dtype; they are left out where ZeRO's files have
+their float32 masters. Ties come from ``shared_params``, which only the first rank fills, and from
+tensors that share their bytes in a file.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import CheckpointCorruptError
+from ucp_core.formats.deepspeed.reading.copied import refuse_copied_frozen
+from ucp_core.formats.deepspeed.reading.topology import Native
+from ucp_core.formats.deepspeed.reading.zero import EXPERT
+from ucp_core.formats.shared.shards import Rank, Run, Shards
+from ucp_core.geometry.statemap import DTYPE_BYTES, TensorKey
+from ucp_core.manifest.document import Item
+from ucp_core.torch_files.torch_reader import TensorRef
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from ucp_core.formats.deepspeed.reading.plain_pipeline import PlainPipeline
+
+WEIGHT = "weight"
+_LAYER_OF = re.compile(r"(\d+)\.")
+_TIED = "tied_modules."
+_EXTRA_STATE = "_extra_state"
+_ZERO3 = 3
+
+
+@dataclass(slots=True)
+class Modules:
+    """What was found in the model files.
+
+    Attributes:
+        shards: Gets the weights.
+        trained: Names that have masters; their model copies are left out.
+        masters: Whether there are masters at all; without, what is no buffer is trained.
+        ties: Owner by alias.
+        roles: ``frozen`` or ``buffer`` by name.
+        items: What was left out.
+        refs: Every tensor by name and tensor parallel rank: evidence of what is replicated.
+        order: Names of the first rank's parameters, in the model's order.
+        dtypes: Of the model's copies of trained parameters.
+        pipeline: Whose the tensors of layer files are, where no masters tell it.
+    """
+
+    shards: Shards
+    trained: set[str]
+    masters: bool
+    ties: dict[str, str] = field(default_factory=dict)
+    roles: dict[str, str] = field(default_factory=dict)
+    items: dict[str, Item] = field(default_factory=dict)
+    refs: dict[str, dict[int, TensorRef]] = field(default_factory=dict)
+    order: dict[int, list[tuple[str, TensorRef]]] = field(default_factory=dict)
+    dtypes: set[str] = field(default_factory=set)
+    pipeline: PlainPipeline | None = None
+
+    def same_bytes(self, name: str) -> bool:
+        """Return whether all tensor parallel ranks saved one tensor with one checksum."""
+        refs = self.refs.get(name, {})
+        if len(refs) != self.shards.tp_degree:
+            return False
+        extents = [ref.extent for ref in refs.values()]
+        if any(extent is None for extent in extents):
+            return False
+        whole = all(
+            ref.extent is not None and ref.extent.num_bytes == ref.num_bytes
+            for ref in refs.values()
+        )
+        return whole and len({(e.num_bytes, e.crc32) for e in extents if e is not None}) == 1
+
+
+def add_modules(native: Native, modules: Modules, *, complete: bool = True) -> None:
+    """Add all weights of the model files, of pipeline layers and of experts.
+
+    Args:
+        native: The files.
+        modules: Gets what they hold.
+        complete: Whether files of pipeline layers and experts must be there.
+
+    Raises:
+        CheckpointCorruptError: The files contradict one another, or one is missing.
+    """
+    for (dp, mp), file in native.model.items():
+        tree = native.files.trees[file]
+        module = tree.get("module")
+        if dp == 0 and isinstance(module, dict):
+            # Stage 3 has a stand-in for every parameter, however many elements that has.
+            stand_ins = modules.trained | set(tree.get("frozen_param_shapes") or ())
+            stand_ins = stand_ins if native.stage == _ZERO3 else set()
+            _add_module(modules, native.rank(mp), tree, native.first, module, stand_ins)
+        elif dp == 0 and module is not None:
+            raise CheckpointCorruptError(
+                f"{native.files.path(file)}: module is a {type(module).__name__}, not a dict",
+                path=native.files.path(file),
+            )
+    _add_frozen_fragments(native, modules)
+    if complete:
+        _add_layers(native, modules)
+        _add_experts(native, modules)
+    _add_empty_shards(modules)
+    if modules.dtypes and modules.masters:
+        dtypes = ", ".join(sorted(modules.dtypes))
+        modules.items["module"] = Item(
+            "drop", f"trained parameters: their masters are kept, not the copies in {dtypes}"
+        )
+
+
+def _add_empty_shards(modules: Modules) -> None:
+    """Add trained shards without elements, which ZeRO's files pass over on the rank that has one.
+
+    AutoTP leaves ranks without a part of a dim that is shorter than there are ranks.
+    """
+    for name in modules.trained & set(modules.refs):
+        for tp, ref in modules.refs[name].items():
+            if not ref.num_elements and any(
+                other.num_elements for other in modules.refs[name].values()
+            ):
+                modules.shards.add_empty(name, tp, ref.shape)
+
+
+def buffer_names(native: Native) -> frozenset[str]:
+    """Return the names of all buffers."""
+    trees = (native.files.trees[file] for file in native.model.values())
+    return frozenset(str(name) for tree in trees for name in tree.get("buffer_names") or ())
+
+
+def weights_of(native: Native, mp: int) -> dict[str, Any]:
+    """Return what a model-parallel rank's files hold of the model, by name, experts too."""
+    held: dict[str, Any] = dict(native.files.trees[native.model[0, mp]].get("module") or {})
+    for (layer, tp), file in native.layers.items():
+        if tp == native.rank(mp).tp:
+            held |= {f"{layer}.{name}": ref for name, ref in native.files.trees[file].items()}
+    for (_, _, expert_mp), file in native.experts.items():
+        if expert_mp == mp:
+            # Mappings number the experts of each rank from 0 on, as the first rank's files do.
+            held |= native.files.trees[file]
+    return held
+
+
+def tied_weight(native: Native, mp: int, name: str, num_elements: int) -> TensorRef | None:
+    """Return the weight of a pipeline's tied module in a layer file that has one of its size.
+
+    No file says at which layers a tied module stands. None: there is no such weight, or several
+    of different shape.
+    """
+    module, _, local = name.removeprefix(_TIED).partition(".")
+    if not name.startswith(_TIED) or not module:
+        return None
+    files = [file for (_, tp), file in native.layers.items() if tp == native.rank(mp).tp]
+    refs = [native.files.trees[file].get(local) for file in files]
+    found = {
+        ref.shape: ref
+        for ref in refs
+        if isinstance(ref, TensorRef) and ref.num_elements == num_elements
+    }
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _add_module(
+    modules: Modules,
+    rank: Rank,
+    tree: Mapping[str, Any],
+    first: Mapping[str, Any],
+    module: Mapping[str, Any],
+    stand_ins: set[str],
+) -> None:
+    buffers = {*(tree.get("buffer_names") or ()), *_beside_tensors(module, modules.items)}
+    shared = {**(first.get("shared_params") or {}), **(tree.get("shared_params") or {})}
+    seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+    order = modules.order.setdefault(rank.tp if rank.stage == 0 else -1 - rank.stage, [])
+    for name, ref in _tensors(module, modules.items):
+        is_empty = ref.shape == (0,) and name in stand_ins
+        owner = _owner(modules, name, ref, shared, seen)
+        if owner is not None and _is_excluded(modules, tree, module, owner):
+            # ``named_parameters`` has a tied one once, so that its other name was left in.
+            if not ref.num_elements:
+                why = f"saved with exclude_frozen_parameters, as {owner} was, with which it is tied"
+                modules.items[f"module.{name}"] = Item("drop", why)
+                continue
+            _add_weight(modules, rank, owner, ref, is_buffer=False)
+        if owner is not None:
+            modules.ties[name] = owner
+            continue
+        if is_empty:
+            continue
+        if name not in buffers:
+            order.append((name, ref))
+        _add_weight(modules, rank, name, ref, is_buffer=name in buffers)
+
+
+def _is_excluded(
+    modules: Modules, tree: Mapping[str, Any], module: Mapping[str, Any], owner: str
+) -> bool:
+    """Return whether a parameter was left out because it is frozen, as LoRA's base model can be.
+
+    From stage 2 on DeepSpeed tells the shapes of frozen parameters unless it leaves them out.
+    """
+    named = owner in module or owner in modules.trained or owner in modules.ties
+    return modules.masters and not named and tree.get("frozen_param_shapes") is None
+
+
+def _tensors(module: Mapping[str, Any], items: dict[str, Item]) -> Iterator[tuple[str, TensorRef]]:
+    for name, value in module.items():
+        if isinstance(value, TensorRef) and not str(name).endswith(_EXTRA_STATE):
+            yield str(name), value
+        else:
+            items[f"module.{name}"] = Item("drop", "a module's own state, not a tensor of weights")
+
+
+def _beside_tensors(module: Mapping[str, Any], items: dict[str, Item]) -> Iterator[str]:
+    """Yield the tensors that modules made up for the state, as those of bitsandbytes do.
+
+    DeepSpeed lists them nowhere. ``fc.weight.absmax`` is below ``fc.weight``, which is a tensor and
+    so no module: it is neither a parameter, and not to be trained ever, nor a registered buffer.
+    """
+    for name, value in module.items():
+        parts = str(name).split(".")
+        above = (".".join(parts[:count]) for count in range(1, len(parts)))
+        owner = next((a for a in above if isinstance(module.get(a), TensorRef)), None)
+        if owner is not None and isinstance(value, TensorRef):
+            items[f"module.{name}"] = Item("reshard", f"kept as a buffer beside {owner}")
+            yield str(name)
+
+
+def _owner(
+    modules: Modules,
+    name: str,
+    ref: TensorRef,
+    shared: Mapping[str, str],
+    seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str],
+) -> str | None:
+    """Return the name under which a tied tensor is kept, or None if ``name`` is that name."""
+    if name in modules.trained:
+        if ref.num_bytes:
+            seen[ref.offset_bytes, ref.shape, ref.strides] = name
+        return None
+    owner = shared.get(name, name)
+    for _ in shared:
+        owner = shared.get(owner, owner)
+    if owner != name:
+        return owner
+    if not ref.num_bytes:
+        # Nothing of it is in the file to be shared, but a rank that was read before may have it.
+        return modules.ties.get(name)
+    first = seen.setdefault((ref.offset_bytes, ref.shape, ref.strides), name)
+    return None if first == name else first
+
+
+def _add_weight(
+    modules: Modules, rank: Rank, name: str, ref: TensorRef, *, is_buffer: bool
+) -> None:
+    if rank.stage == 0 or name not in modules.refs:
+        modules.refs.setdefault(name, {})[rank.tp] = ref
+    if name in modules.trained:
+        modules.dtypes.add(ref.dtype)
+        return
+    modules.shards.add_ref(TensorKey(name, WEIGHT), rank, ref)
+    if is_buffer:
+        modules.roles[name] = "buffer"
+    elif modules.masters:
+        modules.roles[name] = "frozen"
+
+
+def _add_frozen_fragments(native: Native, modules: Modules) -> None:
+    """Add the frozen parameters of stage 3, of which every rank has a piece."""
+    if native.stage != _ZERO3:
+        return
+    held: dict[int, dict[int, list[TensorRef]]] = {}
+    for (dp_rank, mp), file in sorted(native.model.items()):
+        tree = native.files.trees[file]
+        shapes = tree.get("frozen_param_shapes") or {}
+        pieces = tree.get("frozen_param_fragments") or {}
+        for name, dims in shapes.items():
+            shape = tuple(dims)
+            ref = pieces.get(name)
+            total = prod(shape)
+            piece = -(-total // native.dp)
+            if not isinstance(ref, TensorRef) or ref.num_elements not in (piece, total):
+                raise CheckpointCorruptError(
+                    f"{native.files.path(file)}: of the frozen parameter {name}, {list(shape)}, "
+                    f"each of {native.dp} ranks should hold {piece} elements",
+                    path=native.files.path(file),
+                    fqn=name,
+                )
+            begin, end = min(total, dp_rank * piece), min(total, (dp_rank + 1) * piece)
+            offset = ref.offset_bytes
+            if ref.num_elements == total and native.dp > 1 and piece != total:
+                offset += begin * DTYPE_BYTES[ref.dtype]
+            elif piece != total:
+                held.setdefault(mp, {}).setdefault(dp_rank, []).append(ref)
+            run = Run(file, offset, begin, end)
+            key = TensorKey(name, WEIGHT)
+            modules.shards.add_run(key, native.rank(mp), ref.dtype, shape, run)
+            if name not in modules.trained:
+                modules.roles[name] = "frozen"
+    for pieces in held.values():
+        refuse_copied_frozen(native.files.store, native.files.directory, pieces.values())
+
+
+def _add_layers(native: Native, modules: Modules) -> None:
+    """Add what layer files of a pipeline hold besides trained parameters."""
+    if native.first.get("module", ()) is not None:
+        for file in native.layers.values():
+            modules.items[file] = Item("drop", "left from another run: this one has no pipeline")
+        return
+    layers = {layer for layer, _ in native.layers}
+    needed = {int(m[1]) for name in modules.trained if (m := _LAYER_OF.match(name))}
+    if needed - layers:
+        number = min(needed - layers)
+        raise CheckpointCorruptError(
+            f"{native.files.directory} lacks the file(s) of layer {number}, whose parameters were "
+            "trained: the checkpoint was not copied or saved completely; use another one",
+            path=native.files.directory,
+            missing=tuple(f"layer_{n:02d}" for n in sorted(needed - layers)),
+        )
+    buffers = buffer_names(native)
+    pipeline = modules.pipeline
+    for (layer, tp), file in sorted(native.layers.items()):
+        for name, ref in _tensors(native.files.trees[file], modules.items):
+            fqn = f"{layer}.{name}" if pipeline is None else pipeline.fqn(layer, name)
+            if pipeline is not None and layer in pipeline.copies:
+                modules.ties[fqn] = pipeline.fqn(pipeline.copies[layer], name)
+                continue
+            if layer not in needed and fqn not in buffers:
+                tied = _tied_name(modules, name, ref)
+                if tied is not None:
+                    modules.items[f"{file}:{name}"] = Item("drop", f"the model's copy of {tied}")
+                    continue
+            _check_shape(native, modules, file, fqn, ref)
+            _add_weight(modules, Rank(0, tp), fqn, ref, is_buffer=fqn in buffers)
+
+
+def _tied_name(modules: Modules, name: str, ref: TensorRef) -> str | None:
+    """Return the trained tied parameter that a layer file's tensor is a copy of.
+
+    Layer files do not say it. A layer of which nothing else was trained, with a name and a shape
+    of a tied module: it is that one.
+    """
+    found = [fqn for fqn in modules.trained if fqn.startswith(_TIED) and fqn.endswith(f".{name}")]
+    fitting = [fqn for fqn in found if modules.shards.shape_of(TensorKey(fqn, WEIGHT)) == ref.shape]
+    return min(fitting, default=None)
+
+
+def _check_shape(native: Native, modules: Modules, file: str, fqn: str, ref: TensorRef) -> None:
+    shape = modules.shards.shape_of(TensorKey(fqn, WEIGHT)) if fqn in modules.trained else None
+    if shape is not None and shape != ref.shape:
+        raise CheckpointCorruptError(
+            f"{native.files.path(file)}: {fqn} is {list(ref.shape)} there and {list(shape)} in "
+            "ZeRO's files: one of them is left from another run",
+            path=native.files.path(file),
+            fqn=fqn,
+        )
+
+
+def _add_experts(native: Native, modules: Modules) -> None:
+    """Add experts from their files, where no masters of them are elsewhere."""
+    if not native.experts and any(EXPERT.fullmatch(name) for name in modules.trained):
+        raise CheckpointCorruptError(
+            f"{native.files.directory} lacks the files of all experts (layer_0_expert_0_...): the "
+            "checkpoint was not copied or saved completely; use another one",
+            path=native.files.directory,
+        )
+    counts = native.first.get("num_experts")
+    by_layer: dict[tuple[int, int], set[int]] = {}
+    for layer, expert, mp in native.experts:
+        by_layer.setdefault((layer, mp), set()).add(expert)
+    for (layer, mp), experts in by_layer.items():
+        total = max(experts) + 1
+        if isinstance(counts, list) and 0 <= layer < len(counts) and isinstance(counts[layer], int):
+            total = counts[layer]
+        missing = sorted(set(range(total)) - experts)
+        if missing:
+            name = f"layer_{layer}_expert_{missing[0]}_mp_rank_{mp:02d}_model_states.pt"
+            raise CheckpointCorruptError(
+                f"{native.files.directory} lacks {name}: the checkpoint was not copied or saved "
+                "completely; use another one",
+                path=native.files.directory,
+                missing=(name,),
+            )
+    held = {name for file in native.experts.values() for name in native.files.trees[file]}
+    lost = sorted(n for n in modules.trained if EXPERT.fullmatch(n) and n not in held)
+    if lost:
+        raise CheckpointCorruptError(
+            f"{native.files.directory}: ZeRO's files hold {lost[0]}, the files of experts do not: "
+            "the folder mixes two saves, or its layers have experts of which only some are trained",
+            path=native.files.directory,
+            fqn=lost[0],
+        )
+    for (_, _, mp), file in sorted(native.experts.items()):
+        for name, ref in _tensors(native.files.trees[file], modules.items):
+            _check_shape(native, modules, file, name, ref)
+            _add_weight(modules, native.rank(mp), name, ref, is_buffer=False)
+
+
+def resolve_ties(ties: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
+    """Return the ties whose owner exists; the others' tensors are not in the checkpoint.
+
+    Raises:
+        CheckpointCorruptError: An owner does not exist.
+    """
+    names = set(known)
+    for alias, owner in ties.items():
+        if owner not in names:
+            raise CheckpointCorruptError(
+                f"{alias} is said to be shared with {owner}, which the checkpoint does not hold",
+                fqn=alias,
+            )
+    return {alias: owner for alias, owner in sorted(ties.items()) if alias not in names}

@@ -1,0 +1,455 @@
+"""Says which elements of which shard every file of ZeRO holds: stages 1 and 2, and stage 3.
+
+Pure. Stages 1 and 2 concatenate the shards of a group, pad, and cut the buffer over the ranks;
+stage 3 cuts each shard by itself into ``ceil(size / ranks)`` elements and concatenates the pieces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
+from ucp_core.formats.deepspeed.reading.partitions import MOMENTUM
+from ucp_core.formats.shared.shards import Rank, Run, Shards
+from ucp_core.geometry.statemap import DTYPE_BYTES, TensorKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucp_core.formats.deepspeed.reading.partitions import Partition, RankState
+    from ucp_core.formats.shared.values import Scalars
+    from ucp_core.torch_files.torch_reader import TensorRef
+
+#: DeepSpeed's own layer of experts numbers them on each expert parallel rank from 0 on.
+EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
+
+
+#: Sequence parallel ranks that are tried to explain parts that are missing.
+_LOST_MAX = 64
+
+
+@dataclass(slots=True)
+class Stage:
+    """One model-parallel rank: the files of its data-parallel ranks, opened.
+
+    Attributes:
+        rank: Stage and tensor parallel rank.
+        states: By data-parallel rank.
+        shapes: By group of the optimizer: shape of its parameters, in flatten order.
+        where: The file that the shapes are from, for errors.
+        data_before_expert: Expert parallel ranks are not neighbours but apart.
+    """
+
+    rank: Rank
+    states: Sequence[RankState]
+    shapes: Sequence[Mapping[str, tuple[int, ...]]]
+    where: str
+    data_before_expert: bool = False
+    names: list[list[str]] = field(default_factory=list)
+
+
+def add_zero12(stage: Stage, shards: Shards, scalars: Scalars) -> None:
+    """Add the runs of stage 1 or 2; ``stage.names`` gets the parameters of each group.
+
+    Raises:
+        CheckpointCorruptError: The files contradict one another.
+    """
+    dp = len(stage.states)
+    for index, shapes in enumerate(stage.shapes):
+        parts = [_part(state, index, stage.where) for state in stage.states]
+        names: list[str] = []
+        for members, rename in _families(stage, index, parts, shapes, dp):
+            _check_total(stage, index, [parts[d] for d in members], shapes)
+            _add_group(stage, shards, scalars, [parts[d] for d in members], shapes, rename)
+            names += [rename.get(name, name) for name in shapes]
+        stage.names.append(names)
+
+
+def _check_total(
+    stage: Stage, index: int, parts: Sequence[Partition], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise if masters are there that no parameter is named for: they would be left out."""
+    held = [part.num_held for part in parts]
+    if any(number is None for number in held):
+        return
+    between = stage.states[0].rest.get("param_alignment_paddings") or []
+    padding = sum(between[index]) if index < len(between) else 0
+    total = sum(prod(shape) for shape in shapes.values()) + padding
+    if sum(number for number in held if number is not None) != total:
+        raise CheckpointCorruptError(
+            f"{stage.where} names parameters of {total} elements in group {index}, {parts[0].file} "
+            f"and its like hold {sum(n for n in held if n is not None)}",
+            file=stage.where,
+        )
+
+
+def _part(state: RankState, index: int, where: str) -> Partition:
+    if index >= len(state.partitions):
+        raise CheckpointCorruptError(
+            f"{state.partitions[0].file if state.partitions else where} has "
+            f"{len(state.partitions)} groups, {where} names parameters of more",
+            file=where,
+        )
+    return state.partitions[index]
+
+
+def _families(
+    stage: Stage,
+    index: int,
+    parts: Sequence[Partition],
+    shapes: Mapping[str, tuple[int, ...]],
+    dp: int,
+) -> Iterator[tuple[list[int], dict[str, str]]]:
+    """Yield data-parallel ranks that share a flat buffer, and other names for its parameters.
+
+    A group of experts is cut over the ranks that hold the same experts only. Ranks with other
+    experts use the same names for them, so these get their numbers in the whole layer.
+    """
+    for part in parts:
+        if part.num_ranks != parts[0].num_ranks:
+            raise CheckpointCorruptError(
+                f"{part.file}: group {index} was cut over {part.num_ranks} ranks, in "
+                f"{parts[0].file} over {parts[0].num_ranks}: the folder mixes two saves",
+                file=part.file,
+            )
+    num_ranks = parts[0].num_ranks or dp
+    if not any(EXPERT.fullmatch(name) for name in shapes):
+        if num_ranks != dp:
+            raise CheckpointCorruptError(
+                f"{parts[0].file}: group {index} was cut over {num_ranks} ranks, but there are "
+                f"{dp} data-parallel ranks: the folder mixes two saves",
+                file=parts[0].file,
+            )
+        yield list(range(dp)), {}
+        return
+    if dp % num_ranks:
+        raise CheckpointCorruptError(
+            f"{parts[0].file}: experts cut over {num_ranks} ranks do not fit {dp} data-parallel "
+            "ranks",
+            file=parts[0].file,
+        )
+    ep_degree = dp // num_ranks
+    # Layers may have different numbers of experts.
+    local: dict[str, int] = defaultdict(int)
+    for match in filter(None, map(EXPERT.fullmatch, shapes)):
+        local[match[1]] = max(local[match[1]], 1 + int(match[2]))
+    for ep_rank in range(ep_degree):
+        apart = range(ep_rank, dp, ep_degree)
+        together = range(ep_rank * num_ranks, (ep_rank + 1) * num_ranks)
+        rename = {name: _global_expert(name, ep_rank, local) for name in shapes}
+        yield list(together if stage.data_before_expert else apart), rename
+
+
+def _global_expert(name: str, ep_rank: int, local: Mapping[str, int]) -> str:
+    """Return the name of an expert's parameter with its number in the whole layer."""
+    match = EXPERT.fullmatch(name)
+    if match is None:
+        return name
+    return f"{match[1]}{ep_rank * local[match[1]] + int(match[2])}{match[3]}"
+
+
+def _add_group(
+    stage: Stage,
+    shards: Shards,
+    scalars: Scalars,
+    parts: Sequence[Partition],
+    shapes: Mapping[str, tuple[int, ...]],
+    rename: Mapping[str, str],
+) -> None:
+    """Add one flat buffer, whose ranges ``parts`` hold in order."""
+    done: dict[str, int] = defaultdict(int)
+    size = max(part.num_elements for part in parts)
+    for name, shape in shapes.items():
+        fqn = rename.get(name, name)
+        for slot, ref in _flat(parts[0]):
+            shards.add_run(TensorKey(fqn, slot), stage.rank, ref.dtype, shape, None)
+    for number, part in enumerate(parts):
+        mapping = part.mapping
+        if mapping is None:
+            mapping = _computed(shapes, number * size, (number + 1) * size)
+        starts = _momentum_starts(part, mapping, shapes)
+        for name, (start, count) in mapping.items():
+            if name not in shapes:
+                raise CheckpointCorruptError(
+                    f"{part.file} has elements of {name}, which is not in group {part.group} of "
+                    f"{stage.where}: the folder mixes two saves",
+                    file=part.file,
+                    fqn=name,
+                )
+            fqn, begin = rename.get(name, name), done[name]
+            done[name] += count
+            _add(stage, shards, part, fqn, shapes[name], start, begin, begin + count)
+            _add_scalars(scalars, part, fqn)
+            if part.momentum is not None:
+                at = start if starts is None else starts[name] + begin
+                _add_momentum(stage, shards, part, fqn, shapes[name], at, (begin, begin + count))
+    for name, shape in shapes.items():
+        if done[name] != prod(shape):
+            raise CheckpointCorruptError(
+                f"{stage.where} gives {name} the shape {list(shape)} of {prod(shape)} elements, "
+                f"the files of ZeRO hold {done[name]} of them",
+                file=stage.where,
+                fqn=name,
+            )
+
+
+def _add_momentum(
+    stage: Stage,
+    shards: Shards,
+    part: Partition,
+    fqn: str,
+    shape: tuple[int, ...],
+    start: int,
+    span: tuple[int, int],
+) -> None:
+    """Add Muon's momentum of some elements of a shard, which lies from ``start`` on."""
+    assert part.momentum is not None, f"{part.file} has no momentum"
+    ref, _ = part.momentum
+    run = Run(part.file, ref.offset_bytes + start * DTYPE_BYTES[ref.dtype], *span)
+    shards.add_run(TensorKey(fqn, MOMENTUM), stage.rank, ref.dtype, shape, run)
+
+
+def _momentum_starts(
+    part: Partition,
+    mapping: Mapping[str, tuple[int, int]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, int] | None:
+    """Return where each parameter begins in Muon's momentum; None where that is like the masters.
+
+    Raises:
+        UnsupportedVersionError: It is neither, or could be both.
+    """
+    if part.momentum is None:
+        return None
+    ref, is_flat = part.momentum
+    names = sorted((n for n in mapping if n in shapes), key=lambda name: mapping[name][0])
+    starts: dict[str, int] = {}
+    total = 0
+    for name in names:
+        starts[name] = total
+        total += prod(shapes[name])
+    if total == sum(mapping[name][1] for name in names) and is_flat:
+        return None
+    if is_flat is (total == ref.num_elements):
+        raise UnsupportedVersionError(
+            f"{part.file}: Muon's momentum of group {part.group} has {ref.num_elements} elements, "
+            f"which fits {'both' if is_flat else 'neither'} the {part.weight.num_elements} flat "
+            f"elements there {'and' if is_flat else 'nor'} the {total} of whole parameters; save "
+            "with another number of ranks",
+            file=part.file,
+            slot=MOMENTUM,
+        )
+    return None if is_flat else starts
+
+
+def _computed(
+    shapes: Mapping[str, tuple[int, ...]], low: int, high: int
+) -> dict[str, tuple[int, int]]:
+    """Return the mapping of a partition ``[low, high)`` where old versions did not save it."""
+    found = {}
+    begin = 0
+    for name, shape in shapes.items():
+        end = begin + prod(shape)
+        first, last = max(begin, low), min(end, high)
+        if first < last:
+            found[name] = (first - low, last - first)
+        begin = end
+    return found
+
+
+def _flat(part: Partition) -> Iterator[tuple[str, TensorRef]]:
+    yield "weight", part.weight
+    yield from part.slots.items()
+
+
+def _add(
+    stage: Stage,
+    shards: Shards,
+    part: Partition,
+    fqn: str,
+    shape: tuple[int, ...],
+    start: int,
+    begin: int,
+    end: int,
+) -> None:
+    """Add elements ``[begin, end)`` of a shard, which lie from ``start`` on in a partition."""
+    for slot, ref in _flat(part):
+        if start + end - begin > ref.shape[0]:
+            raise CheckpointCorruptError(
+                f"{part.file}: {fqn} ({slot}) should have elements up to {start + end - begin}, "
+                f"but the rank's part of group {part.group} has {ref.shape[0]}",
+                file=part.file,
+                fqn=fqn,
+                slot=slot,
+            )
+        run = Run(part.file, ref.offset_bytes + start * DTYPE_BYTES[ref.dtype], begin, end)
+        shards.add_run(TensorKey(fqn, slot), stage.rank, ref.dtype, shape, run)
+
+
+def _add_scalars(scalars: Scalars, part: Partition, fqn: str) -> None:
+    for slot, value in part.scalars.items():
+        scalars.add(TensorKey(fqn, slot), value)
+
+
+def add_zero3(stage: Stage, shards: Shards, scalars: Scalars) -> None:
+    """Add the runs of stage 3; ``stage.names`` gets the parameters of each group.
+
+    Raises:
+        CheckpointCorruptError: The files contradict one another.
+    """
+    dp = len(stage.states)
+    _refuse_lost_ranks(stage)
+    for dp_rank, state in enumerate(stage.states):
+        names: dict[int, list[str]] = defaultdict(list)
+        for part, left, is_last in _subgroups(stage, state):
+            if part.num_ranks not in (0, dp):
+                raise CheckpointCorruptError(
+                    f"{part.file} was cut over {part.num_ranks} ranks, but there are {dp} "
+                    "data-parallel ranks: the folder mixes two saves, or is of MiCS",
+                    file=part.file,
+                )
+            for fqn in _add_subgroup(stage, shards, scalars, part, left, dp, dp_rank):
+                names[part.group].append(fqn)
+            if is_last:
+                names[part.group] += _add_empty(stage, shards, scalars, part, left)
+        if dp_rank == 0:
+            stage.names += [names[index] for index in range(max(names, default=-1) + 1)]
+
+
+def _subgroups(
+    stage: Stage, state: RankState
+) -> Iterator[tuple[Partition, Iterator[tuple[str, tuple[int, ...]]], bool]]:
+    """Yield a rank's sub-groups, the parameters that are left for each, and if no other has them.
+
+    DeepSpeed names the parameters by sub-group. Only so is it known whose those are that have no
+    element, as none of them fills a place.
+
+    Raises:
+        CheckpointCorruptError: There are parameters, but no sub-group.
+    """
+    if len(stage.shapes) == len(state.partitions):
+        for part, shapes in zip(state.partitions, stage.shapes, strict=True):
+            yield part, iter(shapes.items()), True
+        return
+    named = [item for shapes in stage.shapes for item in shapes.items()]
+    if not state.partitions and named:
+        raise CheckpointCorruptError(
+            f"{stage.where} names {named[0][0]}, but a file of ZeRO has no sub-group at all",
+            file=stage.where,
+            fqn=named[0][0],
+        )
+    left = iter(named)
+    for number, part in enumerate(state.partitions, start=1):
+        yield part, left, number == len(state.partitions)
+
+
+def _add_empty(
+    stage: Stage,
+    shards: Shards,
+    scalars: Scalars,
+    part: Partition,
+    left: Iterator[tuple[str, tuple[int, ...]]],
+) -> Iterator[str]:
+    """Add the parameters behind a sub-group's last element, which must be empty; yield names."""
+    for name, shape in left:
+        if prod(shape):
+            raise CheckpointCorruptError(
+                f"{part.file} holds nothing of {name}, which is in {stage.where}",
+                file=stage.where,
+                fqn=name,
+            )
+        _add(stage, shards, part, name, shape, 0, 0, 0)
+        _add_scalars(scalars, part, name)
+        yield name
+
+
+def _refuse_lost_ranks(stage: Stage) -> None:
+    """Raise if the parameters were cut over more ranks than there are files.
+
+    With ``mesh_param`` DeepSpeed (0.19.8) cuts parameters over sequence parallel ranks
+    too, but names the files by the data-parallel rank: ranks overwrite each other's.
+    """
+    sizes = [prod(shape) for shapes in stage.shapes for shape in shapes.values()]
+    held = sum(part.weight.shape[0] for part in stage.states[0].partitions)
+    dp = len(stage.states)
+    if held == sum(-(-size // dp) for size in sizes):
+        return
+    for times in range(2, _LOST_MAX + 1):
+        if held == sum(-(-size // (times * dp)) for size in sizes):
+            file = stage.states[0].partitions[0].file
+            raise CheckpointCorruptError(
+                f"{file} holds one of {times * dp} parts of the parameters, but there are files of "
+                f"{dp} ranks only: with mesh_param, sequence parallel ranks of DeepSpeed's stage 3 "
+                "overwrite each other's files, and the other parts are lost; use a checkpoint of "
+                "stage 1 or 2, or one saved with an mpu",
+                file=file,
+                ranks=times * dp,
+            )
+
+
+def _add_subgroup(
+    stage: Stage,
+    shards: Shards,
+    scalars: Scalars,
+    part: Partition,
+    left: Iterator[tuple[str, tuple[int, ...]]],
+    dp: int,
+    dp_rank: int,
+) -> Iterator[str]:
+    """Add a sub-group: the next parameters whose pieces fill it; yield their names."""
+    start, size = 0, part.weight.shape[0]
+    while start < size:
+        name, shape = next(left, ("", ()))
+        if not name:
+            raise CheckpointCorruptError(
+                f"{part.file} holds {size - start} elements more than {stage.where} names "
+                "parameters for",
+                file=part.file,
+            )
+        total = prod(shape)
+        piece = -(-total // dp)
+        begin, end = min(total, dp_rank * piece), min(total, (dp_rank + 1) * piece)
+        if start + piece > size:
+            raise CheckpointCorruptError(
+                f"{part.file}: the sub-group ends inside {name}, of which each of {dp} ranks "
+                f"holds {piece} elements by {stage.where}",
+                file=part.file,
+                fqn=name,
+            )
+        _add(stage, shards, part, name, shape, start, begin, end)
+        _add_scalars(scalars, part, name)
+        start += piece
+        yield name
+
+
+def param_shapes(tree: Mapping[str, Any], where: str) -> list[dict[str, tuple[int, ...]]] | None:
+    """Return shapes by group and name; None where the file has none.
+
+    Raises:
+        CheckpointCorruptError: They are not what DeepSpeed writes, or a name is there twice.
+    """
+    value = tree.get("param_shapes")
+    if value is None:
+        return None
+    groups = [value] if isinstance(value, dict) else value
+    seen: set[str] = set()
+    found: list[dict[str, tuple[int, ...]]] = []
+    try:
+        for group in groups:
+            shapes = {str(name): tuple(int(n) for n in shape) for name, shape in group.items()}
+            twice = seen & set(shapes)
+            if twice:
+                raise CheckpointCorruptError(
+                    f"{where}: param_shapes has {min(twice)} in two groups", file=where
+                )
+            seen |= set(shapes)
+            found.append(shapes)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(
+            f"{where}: param_shapes is not a list of shapes by name: {error}", file=where
+        ) from error
+    return found

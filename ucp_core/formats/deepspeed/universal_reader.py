@@ -1,0 +1,494 @@
+"""Reads the folder that DeepSpeed's ``ds_to_universal`` makes: a folder of files per parameter.
+
+``zero/NAME/fp32.pt`` and one file per slot hold ``{param: tensor, ...}``; made from stage 3
+without tensor parallelism they hold a bare flat tensor, whose shape is in the model files that lie
+beside. These also have frozen parameters and buffers as they were, which the converter upcasts and,
+under tensor parallelism, cuts short; so they come from there.
+"""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import CheckpointCorruptError
+from ucp_core.formats.deepspeed.reading.extras import Extras
+from ucp_core.formats.deepspeed.reading.file_names import ZERO, Folder, sort_names
+from ucp_core.formats.deepspeed.reading.topology import Native, open_native
+from ucp_core.formats.deepspeed.reading.weights import (
+    Modules,
+    add_modules,
+    buffer_names,
+    resolve_ties,
+)
+from ucp_core.formats.deepspeed.reading.zero import param_shapes
+from ucp_core.formats.shared.groups import Groups
+from ucp_core.formats.shared.shards import Shards
+from ucp_core.formats.shared.torch_files import THREADS_MAX
+from ucp_core.formats.shared.values import Scalars, json_value, number
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import Extent, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.language.operators import extract, union
+from ucp_core.language.patterns import place
+from ucp_core.language.plain import plain
+from ucp_core.manifest.document import Item, Kind, Manifest
+from ucp_core.native.opening import Checkpoint
+from ucp_core.numerics.checksums import BLOCK_BYTES
+from ucp_core.storage.base import join
+from ucp_core.torch_files.torch_reader import TensorRef, TorchFile, read_torch_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ucp_core.formats.deepspeed.reading.tensor_parallel import TensorParallelLayouts
+    from ucp_core.storage.base import Store
+
+_OPTIMIZER = "optimizer_state.pt"
+_SUFFIX = ".pt"
+_MASTER = "fp32"
+_STEP = "step"
+_STEP_IN_TAG = re.compile(r"\D*(\d+)(?:_universal)?")
+
+
+@dataclass(slots=True)
+class _Folder:
+    """What was read of a universal folder.
+
+    Attributes:
+        store: Where.
+        directory: In it.
+        files: Names of the files of each parameter, without the suffix.
+        opened: Torch files by name in the directory.
+        entries: Whole tensors.
+        patterns: Of those that were put together of shards, as JSON.
+        scalars: Tensors of one element.
+        extras: ``extra`` and ``items``.
+        native: The model files that lie beside, if any.
+    """
+
+    store: Store
+    directory: str
+    files: dict[str, tuple[str, ...]]
+    opened: dict[str, TorchFile]
+    extras: Extras
+    native: Native | None = None
+    entries: dict[TensorKey, TensorEntry] = field(default_factory=dict)
+    patterns: dict[TensorKey, Any] = field(default_factory=dict)
+    scalars: Scalars = field(default_factory=Scalars)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of trained parameters as their ranks had them."""
+        return {name: shape for group in self.groups() for name, shape in group.items()}
+
+    def groups(self) -> list[dict[str, tuple[int, ...]]]:
+        """Return the shapes by group, all stages together."""
+        found: list[dict[str, tuple[int, ...]]] = []
+        native = self.native
+        if native is None:
+            return found
+        for mp in range(native.tp * native.pp):
+            name = native.model[0, mp]
+            for index, shapes in enumerate(param_shapes(native.files.trees[name], name) or ()):
+                if index == len(found):
+                    found.append({})
+                found[index] |= shapes
+        return found
+
+
+def read_universal(
+    store: Store, folder: Folder, layouts_of: Callable[[Native, Modules], TensorParallelLayouts]
+) -> Checkpoint:
+    """Open a universal folder.
+
+    Args:
+        store: Where.
+        folder: The folder.
+        layouts_of: How tensors that are only in the model files are spread over ranks.
+
+    Raises:
+        CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
+        PatternError: How a frozen parameter or a buffer is cut is not known.
+    """
+    found = _open(store, folder.directory)
+    modules = Modules(Shards(1), set(), masters=True)
+    layouts = None
+    if found.native is not None:
+        modules = Modules(Shards(found.native.tp), set(found.shapes()), masters=True)
+        add_modules(found.native, modules, complete=bool(found.native.layers))
+        layouts = layouts_of(found.native, modules)
+        found.entries |= modules.shards.entries(layouts)
+        found.patterns |= modules.shards.patterns
+        found.extras.add_model(found.native.first, num_ranks=found.native.tp * found.native.pp)
+        found.extras.items |= modules.items
+    _add_params(found, modules, layouts)
+    groups = _groups(found)
+    return _checkpoint(found, folder, modules, groups)
+
+
+def _open(store: Store, directory: str) -> _Folder:
+    zero = join(directory, ZERO)
+    names = [name for name in store.list(zero) if name != _OPTIMIZER]
+    with ThreadPoolExecutor(THREADS_MAX) as pool:
+        listed = list(pool.map(lambda name: store.list(join(zero, name)), names))
+        files = {
+            name: tuple(file.removesuffix(_SUFFIX) for file in found if file.endswith(_SUFFIX))
+            for name, found in zip(names, listed, strict=True)
+            if found
+        }
+        wanted = [f"{ZERO}/{name}/{slot}{_SUFFIX}" for name in files for slot in files[name]]
+        if store.exists(join(zero, _OPTIMIZER)):
+            wanted.append(f"{ZERO}/{_OPTIMIZER}")
+        opened = list(pool.map(lambda file: read_torch_file(store, directory, file), wanted))
+    extras = Extras(store, directory)
+    beside = sort_names(name for name in store.list(directory) if name != ZERO)
+    for name in beside.others:
+        extras.items[name] = Item("drop", "no part of a universal checkpoint")
+    found = _Folder(store, directory, files, dict(zip(wanted, opened, strict=True)), extras)
+    if beside.model:
+        # A folder for the loaders of every stage has both kinds, and the tensors in this one.
+        beside.model_zero3.clear()
+    if beside.model or beside.model_zero3:
+        found.native = open_native(store, directory, beside, with_optim=False)
+        extras.items |= found.native.items
+    if not files:
+        raise CheckpointCorruptError(f"{zero} holds no folder of a parameter", path=zero)
+    if found.native is None and f"{ZERO}/{_OPTIMIZER}" not in found.opened:
+        raise CheckpointCorruptError(
+            f"{directory} has neither {ZERO}/{_OPTIMIZER} nor model files, which ds_to_universal "
+            "writes last: it was interrupted, and parameters may be missing; use the checkpoint "
+            "that it was made of",
+            path=directory,
+            missing=(f"{ZERO}/{_OPTIMIZER}",),
+        )
+    return found
+
+
+def _add_params(found: _Folder, modules: Modules, layouts: TensorParallelLayouts | None) -> None:
+    """Add the tensors of the parameters' folders."""
+    shapes = found.shapes()
+    missing = sorted(set(shapes) - set(found.files))
+    if missing:
+        raise CheckpointCorruptError(
+            f"{join(found.directory, ZERO)} lacks the folder of {missing[0]} and "
+            f"{len(missing) - 1} more: the conversion was interrupted, or the copy is incomplete",
+            path=join(found.directory, ZERO),
+            missing=tuple(missing),
+        )
+    known = modules.shards.fqns() | set(modules.ties)
+    kinds = {_slots(s) for n, s in found.files.items() if n not in known}
+    for name, slots in found.files.items():
+        item = f"{ZERO}/{name}"
+        if name in known and name not in shapes:
+            found.extras.items[item] = Item("drop", "the model files have it as it was")
+            continue
+        mine = _slots(slots)
+        more = next((kind for kind in kinds if mine < kind), None)
+        if _MASTER not in slots or (mine and more is not None):
+            raise CheckpointCorruptError(
+                f"{join(found.directory, item)} holds {', '.join(slots)}, other parameters "
+                f"{', '.join(sorted({_MASTER, *(more or mine)}))}: a file is missing",
+                path=join(found.directory, item),
+                fqn=name,
+            )
+        if not mine and more is not None:
+            found.extras.items[item] = Item("reshard", "it has no optimizer state there")
+            if found.native is None:
+                modules.roles[name] = "frozen"
+        for slot in slots:
+            _add_slot(found, name, slot, shapes.get(name))
+        if layouts is not None:
+            _put_parts_together(found, name, layouts)
+
+
+def _slots(files: tuple[str, ...]) -> frozenset[str]:
+    """Return the optimizer's slots among the files of a parameter; groups may have other ones."""
+    return frozenset(files) - {_MASTER, _STEP}
+
+
+def _add_slot(found: _Folder, name: str, slot: str, local: tuple[int, ...] | None) -> None:
+    file = f"{ZERO}/{name}/{slot}{_SUFFIX}"
+    tree = found.opened[file].tree
+    value = tree.get("param") if isinstance(tree, dict) else tree
+    key = TensorKey(name, "weight" if slot == _MASTER else slot)
+    if slot == _STEP and isinstance(value, int | float):
+        found.scalars.add(key, value)
+        return
+    if not isinstance(value, TensorRef):
+        raise CheckpointCorruptError(
+            f"{join(found.directory, file)} holds a {type(value).__name__}, not a tensor",
+            path=join(found.directory, file),
+            fqn=name,
+        )
+    if slot == _STEP:
+        if value.num_elements != 1:
+            raise CheckpointCorruptError(
+                f"{join(found.directory, file)} holds {list(value.shape)} numbers, not a step: "
+                "another file was copied over it; use another checkpoint",
+                path=join(found.directory, file),
+                fqn=name,
+            )
+        found.scalars.add(key, value._replace(shape=(), strides=()))
+        return
+    shape = _shape(found, file, value, tree, local)
+    fragment = Fragment(
+        box=Box.full(shape),
+        file=file,
+        offset_bytes=value.offset_bytes,
+        num_bytes=value.num_bytes,
+        crc32=None,
+        blocks=(),
+        strides=value.byte_strides,
+    )
+    fragments = () if 0 in shape else (fragment,)
+    found.entries[key] = TensorEntry(key=key, dtype=value.dtype, shape=shape, fragments=fragments)
+
+
+def _put_parts_together(found: _Folder, name: str, layouts: TensorParallelLayouts) -> None:
+    """Correct a fused projection of which the converter joined the ranks' shards end to end."""
+    for key in [TensorKey(name, slot) for slot in ("weight", *found.files[name])]:
+        entry = found.entries.get(key)
+        told = layouts.concatenated(name, entry.shape) if entry is not None else None
+        if entry is None or told is None or entry.fragments[0].strides is not None:
+            continue
+        pattern, count = told
+        shard = (entry.shape[0] // count, *entry.shape[1:])
+        placement = place(pattern, [shard] * count, name=str(key))
+        whole = entry.fragments[0]
+        step_bytes = whole.num_bytes // count
+        fragments = [
+            fragment
+            for rank in range(count)
+            for fragment in extract(
+                key,
+                entry.dtype,
+                placement,
+                rank,
+                file=whole.file,
+                offset_bytes=whole.offset_bytes + rank * step_bytes,
+            )
+        ]
+        found.entries[key] = union(key, entry.dtype, placement, fragments)
+        found.patterns[key] = plain(pattern)
+        found.extras.items[f"cut of {name}"] = Item("reshard", layouts.chosen[name])
+
+
+def _shape(
+    found: _Folder, file: str, ref: TensorRef, tree: Any, local: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """Return the shape of a whole tensor; a bare one is flat, and the model files know its shape.
+
+    Under tensor parallelism these know the shapes of shards, so only the number of dims counts.
+    """
+    native = found.native
+    if local is None or native is None:
+        if not isinstance(tree, dict) and len(ref.shape) == 1:
+            found.extras.items[file] = Item(
+                "reshard", "flat: nothing in the folder tells its shape; copy the model files"
+            )
+        return ref.shape
+    if ref.shape == local:
+        return local
+    if len(ref.shape) == 1 and native.tp == 1 and ref.num_elements == prod(local):
+        return local
+    is_cut = native.tp > 1 or (isinstance(tree, dict) and bool(tree.get("vocab_tensor")))
+    if is_cut and len(ref.shape) == len(local):
+        return ref.shape
+    raise CheckpointCorruptError(
+        f"{join(found.directory, file)} holds a tensor of {list(ref.shape)}, the model files give "
+        f"the parameter {list(local)}",
+        path=join(found.directory, file),
+    )
+
+
+def _groups(found: _Folder) -> list[dict[str, Any]]:
+    """Return the optimizer's groups, and add its step where only the optimizer's file has it."""
+    file = f"{ZERO}/{_OPTIMIZER}"
+    if file not in found.opened:
+        return []
+    tree = found.opened[file].tree
+    if not isinstance(tree, dict):
+        raise CheckpointCorruptError(f"{join(found.directory, file)} does not hold a dict")
+    inner = tree.get("optimizer_state_dict")
+    is_zero3 = isinstance(inner, dict)
+    inner = inner if isinstance(inner, dict) else {}
+    bulk = {"param_groups", "optimizer_state_dict", "fp32_flat_groups", "state"}
+    found.extras.add_optim({k: v for k, v in tree.items() if k not in bulk})
+    if is_zero3:
+        found.extras.items[f"{ZERO}/{_OPTIMIZER}: state"] = Item(
+            "drop", "the first rank's part, which is in the parameters' folders too"
+        )
+        _add_step(found, inner)
+    groups = tree.get("param_groups") or inner.get("param_groups") or []
+    names = _names_by_group(found, groups, tree if is_zero3 else None)
+    _check_steps(found, names)
+    made = Groups()
+    values = [
+        json_value({k: v for k, v in g.items() if k != "params"}, found.store, found.directory)
+        for g in groups
+    ]
+    made.add(list(zip(values, names, strict=True)))
+    return made.result()
+
+
+def _check_steps(found: _Folder, names: list[list[str]]) -> None:
+    """Raise if parameters of one group, which step together, are of different steps."""
+    store = found.scalars.overlay(found.store)
+
+    def step_of(name: str) -> float | None:
+        entry = found.scalars.entries.get(TensorKey(name, _STEP))
+        if entry is None:
+            return None
+        fragment = entry.fragments[0]
+        ref = TensorRef(entry.dtype, (), (), fragment.file, fragment.offset_bytes, None)
+        return number(store, found.directory, ref)
+
+    for group in names:
+        with ThreadPoolExecutor(THREADS_MAX) as pool:
+            steps = dict(zip(group, pool.map(step_of, group), strict=True))
+        known = [(name, step) for name, step in steps.items() if step is not None]
+        for name, step in known:
+            if step != known[0][1]:
+                first = join(found.directory, f"{ZERO}/{known[0][0]}")
+                raise CheckpointCorruptError(
+                    f"{join(found.directory, f'{ZERO}/{name}')} is of step {step:g}, {first} of "
+                    f"step {known[0][1]:g}: the folder mixes two saves; use another checkpoint",
+                    path=join(found.directory, f"{ZERO}/{name}"),
+                    fqn=name,
+                    steps=(step, known[0][1]),
+                )
+
+
+def _add_step(found: _Folder, inner: Mapping[str, Any]) -> None:
+    """Give every trained parameter the step that stage 3 keeps once for all."""
+    state = inner.get("state")
+    first: Any = next(iter(state.values()), {}) if isinstance(state, dict) else {}
+    value = first.get(_STEP) if isinstance(first, dict) else None
+    if isinstance(value, TensorRef | int | float):
+        if isinstance(value, TensorRef):
+            value = value._replace(shape=(), strides=())
+        stepped = {key.fqn for key in found.entries if key.slot not in ("weight", _STEP)}
+        for fqn in sorted(stepped):
+            found.scalars.add(TensorKey(fqn, _STEP), value)
+
+
+def _names_by_group(
+    found: _Folder, groups: list[Mapping[str, Any]], zero3: Mapping[str, Any] | None
+) -> list[list[str]]:
+    """Return the parameters of every group; those of stage 3 follow from sub-groups."""
+    shapes = found.groups()
+    if len(shapes) == len(groups):
+        return [list(group) for group in shapes]
+    trained = sorted({key.fqn for key in found.entries if key.slot not in ("weight", _STEP)})
+    if len(groups) == 1:
+        return [[name for group in shapes for name in group] or trained]
+    if zero3 is None or found.native is None:
+        note = "the folder does not say which parameters are in which of its groups"
+        found.extras.items["param_groups"] = Item("drop", note)
+        return [[] for _ in groups]
+    group_of = {i: g for g, group in enumerate(groups) for i in group.get("params", ())}
+    names: list[list[str]] = [[] for _ in groups]
+    left = iter([item for group in shapes for item in group.items()])
+    for index, flat in enumerate(zero3.get("fp32_flat_groups") or ()):
+        room = flat.num_elements
+        while room > 0 and (item := next(left, None)) is not None:
+            names[group_of.get(index, 0)].append(item[0])
+            room -= -(-prod(item[1]) // found.native.dp)
+    return names
+
+
+def _step(found: _Folder, folder: Folder) -> int:
+    if found.native is not None:
+        step = found.native.first.get("global_steps")
+        if isinstance(step, int) and step >= 0:
+            return step
+    entry = next((e for e in found.scalars.entries.values() if e.key.slot == _STEP), None)
+    if entry is not None:
+        fragment = entry.fragments[0]
+        ref = TensorRef(entry.dtype, (), (), fragment.file, fragment.offset_bytes, None)
+        store = found.scalars.overlay(found.store)
+        value = number(store, found.directory, ref)
+        if value is not None:
+            return int(value)
+    match = _STEP_IN_TAG.fullmatch(folder.tag)
+    return int(match[1]) if match else 0
+
+
+def _checkpoint(
+    found: _Folder, folder: Folder, modules: Modules, groups: list[dict[str, Any]]
+) -> Checkpoint:
+    entries = {**found.entries, **found.scalars.entries}
+    used = {f.file for entry in entries.values() for f in entry.fragments}
+    extents: dict[str, tuple[Extent, ...]] = {
+        name: file.extents for name, file in found.opened.items()
+    }
+    known = {key.fqn for key in entries}
+    native = found.native
+    buffers = frozenset() if native is None else buffer_names(native)
+    modules.roles |= dict.fromkeys(buffers & known, "buffer")
+    lost = sorted(buffers - known - set(modules.ties))
+    if lost:
+        found.extras.items["buffers"] = Item(
+            "drop",
+            f"{', '.join(lost[:3])} and all else that only files of layers hold: DeepSpeed's "
+            "converter leaves them out; convert the native checkpoint",
+        )
+    if native is not None:
+        extents |= native.files.extents
+    manifest = Manifest(
+        kind=Kind.FOREIGN,
+        step=_step(found, folder),
+        attempt=0,
+        state_map=StateMap(
+            entries=dict(sorted(entries.items())),
+            block_bytes=BLOCK_BYTES,
+            extents={name: e for name, e in extents.items() if name in used},
+        ),
+        files={},
+        param_groups=groups,
+        extra=found.extras.extra,
+        source={
+            "format": "deepspeed-universal",
+            "version": _version(found),
+            "tag": folder.tag,
+            "layout": {"dp": 1, "tp": 1, "pp": 1},
+        },
+        ties=resolve_ties(modules.ties, known),
+        roles={fqn: role for fqn, role in sorted(modules.roles.items()) if fqn in known},
+        items=dict(sorted(found.extras.items.items())),
+        patterns=found.patterns,
+    )
+    store = found.scalars.overlay(found.store)
+    return Checkpoint(store=store, directory=found.directory, manifest=manifest)
+
+
+def _version(found: _Folder) -> str:
+    file = found.opened.get(f"{ZERO}/{_OPTIMIZER}")
+    tree = file.tree if file is not None and isinstance(file.tree, dict) else {}
+    first: Mapping[str, Any] = {} if found.native is None else found.native.first
+    return str(first.get("ds_version") or tree.get("ds_version") or "")
+
+
+def with_shapes(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
+    """Return the checkpoint with flat tensors in the shapes that their model has.
+
+    Raises:
+        CheckpointCorruptError: A tensor has another number of elements.
+    """
+    entries = dict(checkpoint.state_map.entries)
+    for key, entry in entries.items():
+        shape = shapes.get(key.fqn)
+        if shape is None or not entry.shape or entry.shape == tuple(shape):
+            continue
+        if len(entry.shape) != 1 or prod(shape) != entry.shape[0]:
+            raise CheckpointCorruptError(
+                f"{key} has shape {list(entry.shape)}, which is not a flat {list(shape)}",
+                fqn=key.fqn,
+                slot=key.slot,
+            )
+        whole = tuple(f._replace(box=Box.full(shape)) for f in entry.fragments)
+        entries[key] = replace(entry, shape=tuple(shape), fragments=whole)
+    state_map = replace(checkpoint.state_map, entries=entries)
+    return replace(checkpoint, manifest=replace(checkpoint.manifest, state_map=state_map))

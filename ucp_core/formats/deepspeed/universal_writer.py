@@ -1,0 +1,236 @@
+"""Writes DeepSpeed's universal folder in a form that it loads at every ZeRO stage.
+
+DeepSpeed's own tool writes one form for the stages 1 and 2 and another for stage 3, and neither
+loads in the other. This folder is both at once: tensors with their shapes, a step for every
+parameter, an optimizer state for either loader, metadata under either name.
+
+What DeepSpeed's universal load does not restore, no folder can give: frozen parameters, buffers,
+and at stage 3 hyper-parameters that differ between groups (those that differ are left out there,
+so that the target keeps its own) and any slot but ``exp_avg`` and ``exp_avg_sq``. At stage 3 it
+also gives all groups and sub-groups one step counter, which then counts several times a step: with
+more than one of them the losses differ from the second step on (measured, 0.19.8). The native form
+(``ucp_core.formats.deepspeed.writer``) has none of these limits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import UcpError
+from ucp_core.formats.deepspeed.writer import DTYPES, common_state
+from ucp_core.formats.deepspeed.writing.model import Group, Model, describe
+from ucp_core.formats.deepspeed.writing.output import Output
+from ucp_core.formats.deepspeed.writing.streams import FlatReader, Range
+from ucp_core.formats.deepspeed.writing.trees import DS_VERSION, Trees, hyper_parameters, number
+from ucp_core.language.patterns import Affine, Cut, Grid
+from ucp_core.native.slabs import check_memory
+from ucp_core.torch_files.torch_writer import Instance, Size, TensorData
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ucp_core.language.rules import Rules
+    from ucp_core.native.opening import Checkpoint
+    from ucp_core.storage.base import Store
+
+#: Slots that DeepSpeed keeps as one number, and the only one of them that its folder has.
+_STEP = "step"
+_SUBPARAM = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
+
+
+def write(  # noqa: PLR0913 - the signature of every writer
+    checkpoint: Checkpoint,
+    store: Store,
+    directory: str,
+    *,
+    memory_bytes: int,
+    progress: Callable[[int, int], None] | None = None,
+    rules: Rules | None = None,
+    dtype: str | None = None,
+    tag: str | None = None,
+    fsync: bool = True,
+) -> None:
+    """Write ``directory/TAG`` and, last, ``directory/latest_universal``, which commits it.
+
+    DeepSpeed loads it with ``{"checkpoint": {"load_universal": true}}`` in its configuration.
+
+    Args:
+        checkpoint: The source, of whatever format, with the target's names.
+        store: Where to.
+        directory: What ``load_checkpoint`` is given; must be empty or not be there.
+        memory_bytes: Bound of the buffers.
+        progress: Called with the bytes of tensors that were written and that will be.
+        rules: How tensors are spread over tensor-parallel ranks, for targets that have them.
+        dtype: A key of ``DTYPES``: of the run's loss scaler. None: what the source was trained in.
+        tag: Name of the folder; default: DeepSpeed's, ``global_step``, the step, ``_universal``.
+        fsync: Whether every file must survive a loss of power before the commit.
+
+    Raises:
+        UcpError: The folder cannot hold the state, or the destination is in use. Nothing was
+            written.
+        CheckpointCorruptError: The source is damaged; nothing is left at the destination.
+        StorageError: A storage refused.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise UcpError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}")
+    check_memory(memory_bytes)
+    model = describe(checkpoint)
+    if not model.groups:
+        raise UcpError(
+            "the source has no groups of an optimizer, as where it has weights only, and "
+            "DeepSpeed's universal load needs them: give the native form at stage 0 "
+            "(--format deepspeed --stage 0), and load it with load_optimizer_states=False"
+        )
+    _check(model)
+    tags = {name: _tags(model, name, rules) for name in model.parameters}
+    folder = tag or f"global_step{model.counters['global_steps']}_universal"
+    precision = DTYPES[dtype or model.precision]
+    trees = Trees(model, FlatReader(checkpoint, memory_bytes), dtype=precision, dp=1)
+
+    def files() -> Iterator[tuple[str, Any]]:
+        # In an order in which no part of it looks like a whole: metadata that names every
+        # parameter first, and of each parameter the values last.
+        yield "zero/optimizer_state.pt", _optimizer_state(trees)
+        yield "mp_rank_00_model_states.pt", _model_states(trees, with_tensors=True)
+        # Stage 3 looks for this name, and takes the same small values from it.
+        yield "zero_pp_rank_0_mp_rank_00_model_states.pt", _model_states(trees, with_tensors=False)
+        for group in model.groups:
+            for name in group.names:
+                yield from _parameter(trees, group, name, tags[name])
+
+    Output(store, directory, folder, progress, fsync=fsync).write(files, latest="latest_universal")
+
+
+def _check(model: Model) -> None:
+    for name in model.parameters:
+        if "/" in name or "\0" in name or name in {"", ".", "..", "optimizer_state.pt"}:
+            raise UcpError(
+                f"{name!r} cannot be the name of a folder, which the form asks for", fqn=name
+            )
+    for group in model.groups:
+        for slot in group.scalars:
+            if slot != _STEP:
+                raise UcpError(
+                    f"the slot {slot} is one number for each parameter, for which DeepSpeed's "
+                    "universal folder has no place: write the native form",
+                    slot=slot,
+                )
+        for slot in group.flat:
+            if "/" in slot or slot in {_STEP, "fp32", "", ".", ".."}:
+                raise UcpError(f"the slot {slot!r} cannot be the name of a file", slot=slot)
+
+
+def _parameter(
+    trees: Trees, group: Group, name: str, tags: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the files of one parameter."""
+    model = trees.model
+    weight = model.weight(name)
+    if _STEP in group.scalars:
+        yield f"zero/{name}/step.pt", number(*group.scalars[_STEP])
+    for slot, dtype in group.flat.items():
+        entry = model.slot(name, slot)
+        if entry is not None:
+            value = trees.data(entry, dtype)
+        else:
+            value = trees.stream(weight.shape, dtype, [Range(None, 0, _numel(weight.shape))])
+        yield f"zero/{name}/{slot}.pt", {"param": value} | tags
+    yield f"zero/{name}/fp32.pt", {"param": trees.data(weight, "F32")} | tags
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+def _tags(model: Model, name: str, rules: Rules | None) -> dict[str, Any]:
+    """Return how DeepSpeed is to spread a parameter over tensor-parallel ranks."""
+    pattern = rules.match(name) if rules is not None else Cut(0)
+    shape = model.weight(name).shape
+    if isinstance(pattern, Cut) and pattern.ratio is not None and shape:
+        pattern = _by_parts(pattern, shape)
+    match pattern:
+        case Cut(widths=None, part_widths=None, ratio=None):
+            return _cut_tags(name, pattern, shape)
+        case Cut() | Grid() | Affine():
+            raise UcpError(
+                f"{name}: the universal folder can only say even cuts along one dim; write the "
+                "native form for uneven ones",
+                fqn=name,
+            )
+        case _:
+            return {}
+
+
+def _by_parts(cut: Cut, shape: tuple[int, ...]) -> Cut:
+    """Return a cut of fused parts by their extents instead of their ratio, where it divides."""
+    ratio = cut.ratio or ()
+    unit, rest = divmod(shape[cut.dim], sum(ratio))
+    return cut if rest else replace(cut, ratio=None, parts=tuple(unit * part for part in ratio))
+
+
+def _cut_tags(name: str, cut: Cut, shape: tuple[int, ...]) -> dict[str, Any]:
+    if not shape:
+        return {}
+    dim = cut.dim % len(shape)
+    if isinstance(cut.parts, tuple) and len(set(cut.parts)) > 1:
+        extents = tuple(cut.parts if d == dim else extent for d, extent in enumerate(shape))
+        state = {"patterns": [name], "shape": extents, "partition_dim": dim}
+        return {"sub_param_shape": Instance(_SUBPARAM, (), state)}
+    tags: dict[str, Any] = {"cat_dim": dim}
+    if cut.parts is not None:
+        tags["param_n_sub_params"] = len(cut.parts) if isinstance(cut.parts, tuple) else cut.parts
+    if cut.unpadded is not None:
+        tags["vocab_tensor"] = True
+    return tags
+
+
+def _optimizer_state(trees: Trees) -> dict[str, Any]:
+    """Return what both loaders want to know of the optimizer."""
+    groups = trees.model.groups
+    param_groups = [hyper_parameters(group, [index]) for index, group in enumerate(groups)]
+    first = next((group.scalars[_STEP] for group in groups if _STEP in group.scalars), None)
+    common = {
+        key: value
+        for key, value in param_groups[0].items()
+        if all(key in group and group[key] == value for group in param_groups)
+    }
+    tree = trees.scaling() | {
+        "zero_stage": Instance("deepspeed.runtime.zero.config.ZeroStageEnum", (1,)),
+        "group_paddings": [0] * len(groups),
+        "partition_count": [1] * len(groups),
+        "ds_version": DS_VERSION,
+        "param_groups": param_groups,
+        "optimizer_state_dict": {
+            "state": {0: {} if first is None else {_STEP: number(*first)}},
+            # Stage 3 gives those of group 0 to all groups.
+            "param_groups": [common | {"params": [0]}],
+        },
+    }
+    if trees.model.clip_grad is not None:
+        tree["clip_grad"] = trees.model.clip_grad
+    return tree
+
+
+def _model_states(trees: Trees, *, with_tensors: bool) -> dict[str, Any]:
+    model = trees.model
+    # Names as in stage 3, whose parameters have no elements there.
+    module: OrderedDict[str, TensorData] = trees.placeholders()
+    if with_tensors:
+        module.update(trees.untrained())
+        module.update((alias, module[owner]) for alias, owner in model.ties.items())
+    frozen = OrderedDict((name, module[name]) for name in model.frozen if with_tensors)
+    return common_state(model, dp=1) | {
+        "module": module,
+        "buffer_names": list(model.buffers),
+        "optimizer": None,
+        "param_shapes": trees.groups_of_shapes(group.names for group in model.groups),
+        "frozen_param_shapes": OrderedDict((n, Size(trees.shape(n))) for n in model.frozen),
+        "frozen_param_fragments": frozen,
+        "shared_params": dict(model.ties),
+        "ds_config": dict(model.config),
+    }

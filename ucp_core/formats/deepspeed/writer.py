@@ -1,0 +1,323 @@
+"""Writes a native checkpoint of DeepSpeed for a chosen stage, dp and tp, which it loads as its own.
+
+``load_checkpoint`` needs no option and every rank reads only its own files; so this is exact in
+all that DeepSpeed's universal load loses: frozen parameters, buffers, hyper-parameters by group.
+The universal folder: ``ucp_core.formats.deepspeed.universal_writer``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import UcpError
+from ucp_core.formats.deepspeed.writing.model import Model, describe
+from ucp_core.formats.deepspeed.writing.output import Output
+from ucp_core.formats.deepspeed.writing.pipeline import Pipeline
+from ucp_core.formats.deepspeed.writing.streams import FlatReader
+from ucp_core.formats.deepspeed.writing.trees import DS_VERSION, Trees
+from ucp_core.formats.deepspeed.writing.universal_info import universal_info
+from ucp_core.language.patterns import Placement, split
+from ucp_core.native.slabs import check_memory
+from ucp_core.torch_files.torch_writer import Size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ucp_core.language.rules import Rules
+    from ucp_core.native.opening import Checkpoint
+    from ucp_core.storage.base import Store
+
+#: Names of dtypes as DeepSpeed's configuration has them.
+DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+#: Stages of ZeRO that cut the momentum of Muon otherwise than everything else.
+_WHOLE_MOMENTUM = (1, 2)
+_STAGES = (0, 1, 2, 3)
+#: Sections of a configuration that are about precision and layout.
+_LAYOUT_KEYS = frozenset({"bf16", "bfloat16", "fp16", "tensor_parallel"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The run that is to load the checkpoint.
+
+    Attributes:
+        stage: ZeRO's, 0 to 3.
+        dp: Data-parallel ranks (times sequence-parallel ones).
+        tp: Tensor-parallel ranks.
+        dtype: Of the model: a key of ``DTYPES``. None: what the source was trained in.
+        sub_group_size: Of stage 3's configuration; its default here is DeepSpeed's.
+        stages: Of a ``PipelineModule``: the first layer of every pipeline stage. Empty: none.
+        tied_layers: Every layer at which one of its tied modules stands, by key.
+        tag: Name of the folder; default: DeepSpeed's, ``global_step`` and the step.
+    """
+
+    stage: int = 1
+    dp: int = 1
+    tp: int = 1
+    dtype: str | None = None
+    sub_group_size: int = 1_000_000_000
+    stages: Sequence[int] = ()
+    tied_layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    tag: str | None = None
+
+    def check(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            UcpError: Names the one that cannot be.
+        """
+        if self.stage not in _STAGES:
+            raise UcpError(f"stage={self.stage!r}: ZeRO has the stages 0 to 3")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UcpError(f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}")
+        for name in ("dp", "tp", "sub_group_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UcpError(f"{name}={value!r} must be at least 1")
+        if self.stage == 0 and self.dtype not in {None, "fp32"}:
+            raise UcpError(
+                f"stage 0 in {self.dtype} keeps its state in a form that is not written: give "
+                "stage 1, or fp32"
+            )
+        if self.stages and self.stage > 1:
+            raise UcpError(f"stage={self.stage}: a PipelineModule runs with ZeRO stage 0 or 1 only")
+
+    @property
+    def pp(self) -> int:
+        """Return the number of pipeline stages."""
+        return max(1, len(self.stages))
+
+
+def write(
+    checkpoint: Checkpoint,
+    store: Store,
+    directory: str,
+    *,
+    memory_bytes: int,
+    progress: Callable[[int, int], None] | None = None,
+    rules: Rules | None = None,
+    fsync: bool = True,
+    **target: Any,
+) -> None:
+    """Write ``directory/TAG`` and, last, ``directory/latest``, which commits it.
+
+    Args:
+        checkpoint: The source, of whatever format, with the target's names.
+        store: Where to.
+        directory: What ``load_checkpoint`` is given; must be empty or not be there.
+        memory_bytes: Bound of the buffers.
+        progress: Called with the bytes of tensors that were written and that will be.
+        rules: How tensors are spread over tensor-parallel ranks; needed where ``tp`` is not 1.
+        fsync: Whether every file must survive a loss of power before the commit.
+        **target: The attributes of ``Target``.
+
+    Raises:
+        UcpError: The target cannot hold the state, or the destination is in use. Nothing was
+            written.
+        CheckpointCorruptError: The source is damaged; nothing is left at the destination.
+        StorageError: A storage refused.
+    """
+    wanted = Target(**target)
+    wanted.check()
+    check_memory(memory_bytes)
+    model = describe(checkpoint)
+    if wanted.dtype is None:
+        wanted = replace(wanted, dtype=model.precision if wanted.stage else "fp32")
+    _check_groups(model, wanted)
+    placements = _placements(model, wanted, rules)
+    reader = FlatReader(checkpoint, memory_bytes)
+    tag = wanted.tag or f"global_step{model.counters['global_steps']}"
+
+    pipeline = Pipeline(wanted.stages, wanted.tied_layers) if wanted.stages else None
+    parts = [model] if pipeline is None else pipeline.models(model)
+    info: dict[str, Any] = {}
+    if pipeline is not None or placements is not None:
+        tied = pipeline.tied(model) if pipeline is not None else ()
+        names = (*model.parameters, *model.frozen, *model.buffers)
+        info["universal_checkpoint_info"] = universal_info(names, placements, tied=tied)
+
+    def trees(part: Model, tp_rank: int) -> Trees:
+        dtype = DTYPES[wanted.dtype or model.precision]
+        return Trees(part, reader, dtype=dtype, dp=wanted.dp, placements=placements, rank=tp_rank)
+
+    def files() -> Iterator[tuple[str, Any]]:
+        for stage, part in enumerate(parts):
+            for tp_rank in range(wanted.tp):
+                mp_rank = stage * wanted.tp + tp_rank
+                yield from _files(trees(part, tp_rank), wanted, mp_rank, info)
+        if pipeline is not None:
+            for tp_rank in range(wanted.tp):
+                yield from _layer_files(trees(model, tp_rank), wanted, pipeline, tp_rank)
+
+    Output(store, directory, tag, progress, fsync=fsync).write(files, latest="latest")
+
+
+def _check_groups(model: Model, wanted: Target) -> None:
+    """Raise unless the stage can hold the optimizer's groups."""
+    if not model.groups and wanted.stage > 0:
+        raise UcpError(
+            "the source has no groups of an optimizer, as where it has weights only, and "
+            f"DeepSpeed needs them at stage {wanted.stage}: give stage 0 (--stage 0), and load it "
+            "with load_optimizer_states=False"
+        )
+    if wanted.stage in _WHOLE_MOMENTUM and any(g.hyper.get("use_muon") for g in model.groups):
+        raise UcpError(
+            f"stage {wanted.stage} keeps Muon's momentum of whole parameters, and not cut like the "
+            "masters; that is not written: give stage 3"
+        )
+
+
+def _placements(
+    model: Model, target: Target, rules: Rules | None
+) -> Mapping[str, Placement] | None:
+    """Return how every tensor is spread over tensor-parallel ranks; None if there is one rank."""
+    tp = target.tp
+    if tp == 1:
+        return None
+    placements: dict[str, Placement] = {}
+    for name in (*model.parameters, *model.frozen, *model.buffers):
+        pattern = rules.match(name) if rules is not None else None
+        if pattern is None:
+            raise UcpError(
+                f"no rule says how {name} is spread over {tp} tensor-parallel ranks: give one "
+                "with --rules",
+                fqn=name,
+            )
+        placements[name] = split(pattern, model.weight(name).shape, tp, name=name)
+    if target.stage > 0:
+        _refuse_empty_shards(model, placements)
+    return placements
+
+
+def _refuse_empty_shards(model: Model, placements: Mapping[str, Placement]) -> None:
+    """Raise if a tensor-parallel rank is to train a parameter of which it has no element.
+
+    ZeRO of DeepSpeed 0.19.8 (``is_optimized_parameter``) takes it for frozen on that rank alone;
+    older versions keep it in the optimizer's groups and lose its shape. No file suits both.
+    """
+    for name in model.parameters:
+        for rank, shard in enumerate(placements[name].shards):
+            if 0 not in shard:
+                continue
+            shape, dim, tp = model.weight(name).shape, shard.index(0), len(placements[name].shards)
+            raise UcpError(
+                f"{name}: the rules cut dim {dim} of {list(shape)} over tp={tp} ranks so that rank "
+                f"{rank} has nothing of it, which DeepSpeed would not train there; give other "
+                "widths or another cut for it with --rules, or a smaller tp",
+                fqn=name,
+                dim=dim,
+                tp=tp,
+                rank=rank,
+            )
+
+
+def _files(
+    trees: Trees, target: Target, mp_rank: int, info: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the names and trees of one model-parallel rank's files."""
+    stage, mp = target.stage, f"mp_rank_{mp_rank:02d}"
+    if stage > 0:
+        prefix = "bf16_" if target.dtype == "bf16" else ""
+        for dp_rank in range(target.dp):
+            state = (
+                trees.optimizer_stage_3(dp_rank, target.sub_group_size)
+                if stage == 3  # noqa: PLR2004 - ZeRO's
+                else trees.optimizer_stage_1_2(stage, dp_rank)
+            )
+            tree = {
+                "optimizer_state_dict": state,
+                "ds_config": _config(trees.model, target),
+                "ds_version": DS_VERSION,
+            }
+            yield f"{prefix}zero_pp_rank_{dp_rank}_{mp}_optim_states.pt", tree
+    if stage < 3:  # noqa: PLR2004 - ZeRO's
+        yield f"{mp}_model_states.pt", {**_model_states(trees, target), **info}
+        return
+    for dp_rank in range(target.dp):
+        name = f"zero_pp_rank_{dp_rank}_{mp}_model_states.pt"
+        yield name, {**_model_states_stage_3(trees, target, dp_rank), **info}
+
+
+def _model_states(trees: Trees, target: Target) -> dict[str, Any]:
+    """Return the model_states of stage 0, 1 or 2, which are the same on every dp rank."""
+    model, stage = trees.model, target.stage
+    module = trees.module()
+    tree: dict[str, Any] = {
+        # Those of a pipeline are in files by layer.
+        "module": None if target.stages else module,
+        "buffer_names": list(model.buffers),
+    }
+    tree["optimizer"] = trees.plain_optimizer() if stage == 0 else None
+    tree["param_shapes"] = tree["shared_params"] = None
+    tree["frozen_param_shapes"] = tree["frozen_param_fragments"] = None
+    if model.groups:
+        # DeepSpeed leaves them out at stage 0, where nothing else tells whose numbers are whose.
+        tree["param_shapes"] = trees.groups_of_shapes(group.names for group in model.groups)
+    if stage > 0:
+        tree["shared_params"] = dict(model.ties)
+    if stage == 2 or model.frozen:  # noqa: PLR2004 - ZeRO's
+        # The same tensors as in the module, so they are stored once. DeepSpeed leaves them out
+        # at stages 0 and 1, and its zero_to_fp32 then loses them.
+        frozen = OrderedDict((name, module[name]) for name in model.frozen)
+        tree["frozen_param_fragments"] = frozen
+        tree["frozen_param_shapes"] = OrderedDict((n, Size(t.shape)) for n, t in frozen.items())
+    return tree | _common(model, target)
+
+
+def _model_states_stage_3(trees: Trees, target: Target, dp_rank: int) -> dict[str, Any]:
+    model = trees.model
+    parts = [names for group in trees.sub_groups(target.sub_group_size) for names in group]
+    tree: dict[str, Any] = {
+        "module": trees.placeholders(),
+        "buffer_names": list(model.buffers),
+        "optimizer": None,
+        "param_shapes": trees.groups_of_shapes(parts),
+        "frozen_param_shapes": OrderedDict((n, Size(trees.shape(n))) for n in model.frozen),
+        # DeepSpeed fills it on rank 0 only.
+        "shared_params": dict(model.ties) if dp_rank == 0 else {},
+        "frozen_param_fragments": trees.frozen_fragments(dp_rank),
+    }
+    return tree | _common(model, target)
+
+
+def _layer_files(
+    trees: Trees, target: Target, pipeline: Pipeline, tp_rank: int
+) -> Iterator[tuple[str, Any]]:
+    """Yield the weights of a pipeline by layer."""
+    module = trees.module()
+    axis = f"-model_{tp_rank:02d}" if target.tp > 1 else ""
+    for layer, names in pipeline.layers(module).items():
+        tree = OrderedDict((local, module[name]) for local, name in names.items())
+        yield f"layer_{layer:02d}{axis}-model_states.pt", tree
+
+
+def _common(model: Model, target: Target) -> dict[str, Any]:
+    state = common_state(model, dp=target.dp, tp=target.tp, pp=target.pp)
+    return state | {"ds_config": _config(model, target)}
+
+
+def common_state(model: Model, *, dp: int, tp: int = 1, pp: int = 1) -> dict[str, Any]:
+    """Return what every model_states file has beside tensors."""
+    return {
+        **model.kept,
+        "skipped_steps": 0,
+        **model.counters,
+        "dp_world_size": dp,
+        "mp_world_size": tp * pp,
+        "checkpoint_parallel_dimensions": {"pp_degree": pp, "tp_degree": tp},
+        "ds_version": DS_VERSION,
+        **model.client_state,
+    }
+
+
+def _config(model: Model, target: Target) -> dict[str, Any]:
+    """Return the source's configuration with what the target has otherwise."""
+    config = {key: value for key, value in model.config.items() if key not in _LAYOUT_KEYS}
+    zero = config.get("zero_optimization")
+    config["zero_optimization"] = (zero if isinstance(zero, dict) else {}) | {"stage": target.stage}
+    if target.dtype in {"bf16", "fp16"}:
+        kept = model.config.get(target.dtype)
+        config[target.dtype] = (kept if isinstance(kept, dict) else {}) | {"enabled": True}
+    return config

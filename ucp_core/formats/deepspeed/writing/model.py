@@ -1,0 +1,322 @@
+"""What a DeepSpeed checkpoint is made of, taken from any checkpoint and checked.
+
+Read by the writers of both forms, before they write anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import UcpError
+from ucp_core.formats.deepspeed.writing.streams import read_scalars
+from ucp_core.formats.shared.restored import restored
+from ucp_core.geometry.statemap import DTYPE_BYTES, TensorEntry, TensorKey
+from ucp_core.numerics.dtypes import FLOATS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucp_core.native.opening import Checkpoint
+
+#: What DeepSpeed itself keeps at the top of a model_states file.
+RESERVED = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "universal_checkpoint_info",
+    }
+)
+_KEPT = ("lr_scheduler", "data_sampler", "random_ltd")
+_COUNTERS = ("skipped_steps", "global_steps", "global_samples")
+_WEIGHT = "weight"
+_EXPERTS = ".deepspeed_experts."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A group of the optimizer.
+
+    Attributes:
+        names: Its parameters, in the order in which DeepSpeed flattens them.
+        hyper: Its hyper-parameters.
+        flat: Slots with as many elements as their parameter: name and dtype.
+        scalars: Slots that are one number for the whole group: name to dtype and bytes.
+    """
+
+    names: tuple[str, ...]
+    hyper: Mapping[str, Any]
+    flat: Mapping[str, str]
+    scalars: Mapping[str, tuple[str, bytes]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A training state in DeepSpeed's terms.
+
+    Attributes:
+        entries: Every tensor of the checkpoint.
+        groups: The optimizer's; none if the checkpoint has no optimizer.
+        trained: Parameters that no group and no role names, where there is no optimizer.
+        frozen: Parameters that are not trained, those without an element among them.
+        buffers: Buffers.
+        ties: Alias to owner.
+        counters: ``global_steps`` and whatever else is known of ``skipped_steps`` and
+            ``global_samples``.
+        kept: States of ``lr_scheduler``, ``data_sampler`` and ``random_ltd``, or None.
+        scaler: The loss scaler's class and state, or None.
+        clip_grad: The bound of the gradient's norm, or None where it is not known.
+        precision: ``fp32``, ``bf16`` or ``fp16``: in which the source's model was trained, as far
+            as it says so.
+        config: The source's configuration of DeepSpeed, or empty.
+        client_state: Everything else, by name.
+    """
+
+    entries: Mapping[TensorKey, TensorEntry]
+    groups: tuple[Group, ...]
+    trained: tuple[str, ...]
+    frozen: tuple[str, ...]
+    buffers: tuple[str, ...]
+    ties: Mapping[str, str]
+    counters: Mapping[str, int]
+    kept: Mapping[str, Any]
+    scaler: Mapping[str, Any] | None
+    clip_grad: float | None
+    precision: str
+    config: Mapping[str, Any]
+    client_state: Mapping[str, Any]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Return every trained parameter, group by group."""
+        return (*(name for group in self.groups for name in group.names), *self.trained)
+
+    def weight(self, name: str) -> TensorEntry:
+        """Return the entry of a parameter's or buffer's values."""
+        return self.entries[TensorKey(name, _WEIGHT)]
+
+    def slot(self, name: str, slot: str) -> TensorEntry | None:
+        """Return the entry of one of a parameter's slots, or None if it has none."""
+        return self.entries.get(TensorKey(name, slot))
+
+
+def describe(checkpoint: Checkpoint) -> Model:
+    """Return the state of ``checkpoint``, checked to be one that DeepSpeed can hold.
+
+    Tensors of the role ``extra``, which are no part of the model, are left out.
+    A parameter without a slot that others of its group have gets zeros there, which is what
+    DeepSpeed itself holds for a parameter that never had a gradient.
+
+    Raises:
+        UcpError: A parameter is in two groups or in none, or a slot is of a shape that flat
+            groups cannot hold; names it.
+        UncoveredRegionError: The source does not hold every element.
+    """
+    state_map, manifest = checkpoint.state_map, checkpoint.manifest
+    state_map.prove_coverage()
+    roles = manifest.roles
+    # The module that loads it would refuse a name that it does not have.
+    entries = {k: e for k, e in state_map.entries.items() if roles.get(k.fqn) != "extra"}
+    weights = [key.fqn for key in sorted(entries) if key.slot == _WEIGHT]
+    shapes = {name: entries[TensorKey(name, _WEIGHT)].shape for name in weights}
+    _check_names(entries, manifest.ties, shapes)
+    named = [_names(index, group, checkpoint) for index, group in enumerate(manifest.param_groups)]
+    _check_once(named, shapes)
+    grouped = {name for names in named for name in names}
+    rest = [name for name in weights if name not in grouped and name not in roles]
+    if grouped and rest:
+        raise UcpError(
+            f"{rest[0]} is in no group of the optimizer and is neither frozen nor a buffer: "
+            "DeepSpeed would not restore it",
+            fqn=rest[0],
+        )
+    # No optimizer trains integers: where there is none to tell, these are buffers.
+    counts = {name for name in rest if entries[TensorKey(name, _WEIGHT)].dtype not in FLOATS}
+    empty = {name for name in grouped if 0 in shapes[name]}
+    scalar_slots = _scalar_slots(entries, shapes)
+    groups = []
+    for names, group in zip(named, manifest.param_groups, strict=True):
+        kept = tuple(name for name in names if name not in empty)
+        hyper = {key: value for key, value in group.items() if key != "params"}
+        groups.append(_group(checkpoint, kept, hyper, scalar_slots))
+    frozen = [name for name in weights if roles.get(name) == "frozen" or name in empty]
+    return Model(
+        entries=entries,
+        groups=tuple(groups) if grouped else (),
+        trained=tuple(name for name in rest if name not in counts),
+        frozen=tuple(frozen),
+        buffers=tuple(n for n in weights if roles.get(n) == "buffer" or n in counts),
+        ties=dict(sorted(manifest.ties.items())),
+        **_small_values(checkpoint),
+    )
+
+
+def _check_names(
+    entries: Mapping[TensorKey, TensorEntry],
+    ties: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    for key in sorted(entries):
+        if key.fqn not in shapes:
+            raise UcpError(f"{key}: the checkpoint has no weight of that name", fqn=key.fqn)
+    expert = next((name for name in shapes if _EXPERTS in name), None)
+    if expert is not None:
+        raise UcpError(
+            f"{expert} is of an expert of DeepSpeed's MoE, which has files of its own that are "
+            "not written: export to another format",
+            fqn=expert,
+        )
+    for alias, owner in sorted(ties.items()):
+        if owner not in shapes:
+            raise UcpError(f"{alias} is tied to {owner}, which the checkpoint does not have")
+
+
+def _names(index: int, group: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[str, ...]:
+    names = group.get("params", ())
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise UcpError(f"param_groups[{index}]: params is not a list of names")
+    ties, roles = checkpoint.manifest.ties, checkpoint.manifest.roles
+    owners = dict.fromkeys(ties.get(name, name) for name in names)
+    return tuple(name for name in owners if name not in roles)
+
+
+def _check_once(named: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    seen: dict[str, int] = {}
+    for index, names in enumerate(named):
+        for name in names:
+            if name not in shapes:
+                raise UcpError(
+                    f"param_groups[{index}] names {name}, which the checkpoint does not have",
+                    fqn=name,
+                )
+            if name in seen:
+                raise UcpError(
+                    f"{name} is in the groups {seen[name]} and {index} of the optimizer", fqn=name
+                )
+            seen[name] = index
+
+
+def _scalar_slots(
+    entries: Mapping[TensorKey, TensorEntry], shapes: Mapping[str, tuple[int, ...]]
+) -> frozenset[str]:
+    """Return the slots that are one number, though some parameter has more elements."""
+    shaped: dict[str, bool] = {"step": False}
+    wide: set[str] = set()
+    for key, entry in entries.items():
+        if key.slot == _WEIGHT:
+            continue
+        shaped[key.slot] = shaped.get(key.slot, False) or entry.shape != ()
+        if prod(shapes[key.fqn]) > 1:
+            wide.add(key.slot)
+    return frozenset(slot for slot, has in shaped.items() if not has and slot in {*wide, "step"})
+
+
+def _group(
+    checkpoint: Checkpoint,
+    names: tuple[str, ...],
+    hyper: Mapping[str, Any],
+    scalar_slots: frozenset[str],
+) -> Group:
+    entries = checkpoint.state_map.entries
+    by_slot: dict[str, list[TensorEntry]] = {}
+    members = set(names)
+    for key in sorted(entries):
+        if key.fqn in members and key.slot != _WEIGHT:
+            by_slot.setdefault(key.slot, []).append(entries[key])
+    flat: dict[str, str] = {}
+    scalars: dict[str, tuple[str, bytes]] = {}
+    for slot, held in by_slot.items():
+        if slot in scalar_slots:
+            scalars[slot] = _one_value(checkpoint, held)
+        else:
+            flat[slot] = _flat_dtype(checkpoint, held)
+    return Group(names=names, hyper=hyper, flat=flat, scalars=scalars)
+
+
+def _one_value(checkpoint: Checkpoint, held: Sequence[TensorEntry]) -> tuple[str, bytes]:
+    values = read_scalars(checkpoint, held)
+    for entry, value in zip(held, values, strict=True):
+        if (entry.dtype, value) != (held[0].dtype, values[0]):
+            raise UcpError(
+                f"{entry.key} differs from {held[0].key}: DeepSpeed keeps one for the whole group "
+                "of the optimizer; put the parameters into groups of their own",
+                fqn=entry.key.fqn,
+                slot=entry.key.slot,
+            )
+    return held[0].dtype, values[0]
+
+
+def _flat_dtype(checkpoint: Checkpoint, held: Sequence[TensorEntry]) -> str:
+    for entry in held:
+        shape = checkpoint.state_map.entries[TensorKey(entry.key.fqn, _WEIGHT)].shape
+        if entry.shape != shape:
+            raise UcpError(
+                f"{entry.key} has the shape {list(entry.shape)}, its parameter {list(shape)}: "
+                "DeepSpeed flattens a slot like its parameter and cannot hold this one",
+                fqn=entry.key.fqn,
+                slot=entry.key.slot,
+            )
+    # The widest of them holds every value.
+    return max((entry.dtype for entry in held), key=lambda dtype: DTYPE_BYTES[dtype])
+
+
+def _small_values(checkpoint: Checkpoint) -> dict[str, Any]:
+    extra = checkpoint.extra
+    config = _dict(extra.pop("ds_config", None))
+    nested = _dict(extra.pop("counters", None))
+    counters: dict[str, int] = {"global_steps": checkpoint.step}
+    for name in _COUNTERS:
+        value = extra.pop(name, nested.get(name))
+        if isinstance(value, int):
+            counters[name] = value
+    clip_grad = _dict(extra.pop("optimizer", None)).get("clip_grad")
+    kept = {name: restored(extra.pop(name, None)) for name in _KEPT}
+    values: dict[str, Any] = {
+        "counters": counters,
+        "kept": kept,
+        "precision": _precision(checkpoint, config),
+        "config": config,
+        "scaler": _scaler(extra.pop("loss_scaler", None)),
+        "clip_grad": clip_grad if isinstance(clip_grad, int | float) else None,
+    }
+    merged = extra | _dict(extra.pop("client_state", None))
+    client = {k: restored(v) for k, v in sorted(merged.items()) if k not in RESERVED}
+    return values | {"client_state": client}
+
+
+def _precision(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
+    for name, keys in {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}.items():
+        if any(_dict(config.get(key)).get("enabled") is True for key in keys):
+            return name
+    entries = checkpoint.state_map.entries.values()
+    dtypes = {entry.dtype for entry in entries if entry.key.slot == _WEIGHT}
+    by_dtypes = {frozenset({"BF16"}): "bf16", frozenset({"F16"}): "fp16"}
+    return by_dtypes.get(frozenset(dtypes), "fp32")
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _scaler(value: Any) -> Mapping[str, Any] | None:
+    """Return ``{class, state}`` of a DeepSpeed loss scaler, as the reader keeps it, or None."""
+    if isinstance(value, dict) and isinstance(value.get("state"), dict) and "class" in value:
+        return value
+    return None

@@ -1,0 +1,97 @@
+"""How the tensors of a DeepSpeed ``PipelineModule`` are spread over stages and layer files.
+
+Pure arithmetic on names: ``3.mlp.weight`` is of layer 3, ``tied_modules.embed.weight`` of every
+layer at which the tied module ``embed`` stands. A layer file is of the whole run, not of a stage.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from ucp_core.errors import UcpError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ucp_core.formats.deepspeed.writing.model import Model
+
+_NAME = re.compile(r"(?:(\d+)|tied_modules\.([^.]+))\.(.+)")
+
+
+class Pipeline:
+    """The stages of a run.
+
+    Args:
+        starts: First layer of every stage, ascending, the first one 0.
+        tied_layers: Every layer at which a tied module stands, ascending, by its key.
+
+    Raises:
+        UcpError: They cannot be such.
+    """
+
+    def __init__(self, starts: Sequence[int], tied_layers: Mapping[str, Sequence[int]]) -> None:
+        if not starts or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
+            raise UcpError(f"stages={list(starts)} must ascend from 0: the first layers of stages")
+        self.num_stages = len(starts)
+        self._starts = tuple(starts)
+        self._tied = {key: tuple(layers) for key, layers in tied_layers.items()}
+
+    def place(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Return the layers that have a tensor, and its name in the file of the first of them.
+
+        Raises:
+            UcpError: It is no name of a ``PipelineModule``, or of an unknown tied module.
+        """
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise UcpError(
+                f"{name} is no name of a PipelineModule, as 3.mlp.weight is: rename the tensors",
+                fqn=name,
+            )
+        if match[1] is not None:
+            return (int(match[1]),), match[3]
+        layers = self._tied.get(match[2])
+        if not layers:
+            raise UcpError(
+                f"{name}: tied_layers does not say at which layers {match[2]} stands", fqn=name
+            )
+        return layers, match[3]
+
+    def models(self, model: Model) -> list[Model]:
+        """Return what every stage holds of the model; a tied tensor is on several stages."""
+        by_stage: list[set[str]] = [set() for _ in self._starts]
+        for name in (*model.parameters, *model.frozen, *model.buffers):
+            for layer in self.place(name)[0]:
+                by_stage[bisect_right(self._starts, layer) - 1].add(name)
+        return [_part(model, names) for names in by_stage]
+
+    def tied(self, model: Model) -> tuple[str, ...]:
+        """Return the tensors that several layers share."""
+        names = (*model.parameters, *model.frozen, *model.buffers)
+        return tuple(name for name in names if len(self.place(name)[0]) > 1)
+
+    def layers(self, names: Iterable[str]) -> dict[int, dict[str, str]]:
+        """Return what is in every layer's file: its names there, and the model's."""
+        files: dict[int, dict[str, str]] = {}
+        for name in names:
+            layers, local = self.place(name)
+            files.setdefault(layers[0], {})[local] = name
+        return dict(sorted(files.items()))
+
+
+def _part(model: Model, names: set[str]) -> Model:
+    groups = [
+        replace(group, names=tuple(name for name in group.names if name in names))
+        for group in model.groups
+    ]
+    return replace(
+        model,
+        # A stage has no group of which it has no parameter.
+        groups=tuple(group for group in groups if group.names),
+        frozen=tuple(name for name in model.frozen if name in names),
+        buffers=tuple(name for name in model.buffers if name in names),
+    )

@@ -1,0 +1,175 @@
+"""Streams of a checkpoint's elements in any order: whole tensors, flat ranges, one rank's shards.
+
+What a stream needs of memory is two buffers of ``SLAB_BYTES_MAX``, whatever it is made of.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ucp_core.errors import UcpError
+from ucp_core.geometry.boxes import Box, flat_range, slabs
+from ucp_core.geometry.statemap import DTYPE_BYTES
+from ucp_core.native.slabs import Piece, Slab, SlabReader
+from ucp_core.numerics.casts import cast
+from ucp_core.numerics.dtypes import FLOATS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ucp_core.geometry.statemap import TensorEntry
+    from ucp_core.language.patterns import Piece as ShardPiece
+    from ucp_core.native.opening import Checkpoint
+
+#: Reads and writes of this size are as fast as larger ones; casts of more only cost memory.
+SLAB_BYTES_MAX = 8 << 20
+#: A slab, the scratch for it, what is gathered and what casting makes of it.
+_BUFFERS = 8
+
+
+class Shard(NamedTuple):
+    """One rank's part of a tensor: what a model-parallel rank calls the parameter.
+
+    Attributes:
+        entry: The whole tensor.
+        shape: Of the part.
+        pieces: Which box of it is where in the whole; what none names is zero.
+    """
+
+    entry: TensorEntry
+    shape: tuple[int, ...]
+    pieces: tuple[ShardPiece, ...] | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """Return the number of elements."""
+        return prod(self.shape)
+
+
+class Range(NamedTuple):
+    """Elements ``start <= i < stop`` of a flattened shard, or zeros where ``shard`` is None."""
+
+    shard: Shard | None
+    start: int
+    stop: int
+
+
+class _Run(NamedTuple):
+    """A box of a shard whose elements come next: its shape, and pieces with their places in it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[Piece, Box], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class FlatReader:
+    """Reads one checkpoint as streams of elements.
+
+    Args:
+        checkpoint: The source.
+        memory_bytes: Bound of the memory that one stream takes.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, memory_bytes: int) -> None:
+        self._slab_bytes = min(SLAB_BYTES_MAX, memory_bytes // _BUFFERS)
+        self._reader = SlabReader(checkpoint, self._slab_bytes)
+
+    def stream(self, ranges: Iterable[Range], dtype: str) -> Iterator[memoryview]:
+        """Yield the elements of all ranges, cast to ``dtype``; a chunk lives until the next.
+
+        Raises:
+            UcpError: A dtype that cannot be cast.
+            ChecksumMismatchError: The source is damaged.
+        """
+        for group in self._groups(_runs(ranges, dtype, self._slab_bytes)):
+            slabs = iter(self._reader.read([piece for run in group for piece, _ in run.pieces]))
+            for run in group:
+                yield _elements(run, slabs, dtype)
+
+    def _groups(self, runs: Iterable[_Run]) -> Iterator[list[_Run]]:
+        group: list[_Run] = []
+        used_bytes = 0
+        for run in runs:
+            if group and used_bytes + run.num_bytes > self._slab_bytes:
+                yield group
+                group, used_bytes = [], 0
+            group.append(run)
+            used_bytes += run.num_bytes
+        if group:
+            yield group
+
+
+def whole(entry: TensorEntry) -> tuple[Range, ...]:
+    """Return the ranges of a whole tensor."""
+    return everything(Shard(entry, entry.shape))
+
+
+def everything(shard: Shard) -> tuple[Range, ...]:
+    """Return the ranges of a whole shard."""
+    return (Range(shard, 0, shard.num_elements),)
+
+
+def _runs(ranges: Iterable[Range], dtype: str, slab_bytes: int) -> Iterator[_Run]:
+    for item in ranges:
+        if item.shard is None:
+            bound = max(1, slab_bytes // DTYPE_BYTES[dtype])
+            for low in range(item.start, item.stop, bound):
+                yield _Run(dtype, (min(bound, item.stop - low),), ())
+            continue
+        shard = item.shard
+        source = shard.entry.dtype
+        if source != dtype and not {source, dtype} <= set(FLOATS):
+            raise UcpError(
+                f"{shard.entry.key}: {source} cannot be written as {dtype}",
+                fqn=shard.entry.key.fqn,
+                slot=shard.entry.key.slot,
+            )
+        bound = max(1, slab_bytes // max(DTYPE_BYTES[source], DTYPE_BYTES[dtype]))
+        for outer in flat_range(shard.shape, item.start, item.stop):
+            for box in slabs(outer, bound):
+                yield _Run(source, box.shape, _pieces(shard, box))
+
+
+def _pieces(shard: Shard, box: Box) -> tuple[tuple[Piece, Box], ...]:
+    """Return what of the whole tensor is in ``box`` of the shard, and where in the box."""
+    if shard.pieces is None:
+        return ((Piece(shard.entry, box), box.relative_to(box)),)
+    found: list[tuple[Piece, Box]] = []
+    for piece in shard.pieces:
+        inner = box.intersect(piece.local)
+        if inner is None:
+            continue
+        shift = [s - a for s, a in zip(piece.start, piece.local.start, strict=True)]
+        moved = Box(
+            tuple(a + d for a, d in zip(inner.start, shift, strict=True)),
+            tuple(b + d for b, d in zip(inner.stop, shift, strict=True)),
+        )
+        found.append((Piece(shard.entry, moved), inner.relative_to(box)))
+    return tuple(found)
+
+
+def _elements(run: _Run, slabs: Iterator[Slab], dtype: str) -> memoryview:
+    if not run.pieces:
+        return memoryview(bytes(prod(run.shape) * DTYPE_BYTES[dtype]))
+    if len(run.pieces) == 1 and run.pieces[0][1].shape == run.shape:
+        return cast(next(slabs).data, run.dtype, dtype)
+    unit = np.dtype(f"V{DTYPE_BYTES[run.dtype]}")
+    gathered = np.zeros(run.shape, unit)
+    for _, inner in run.pieces:
+        place = tuple(slice(a, b) for a, b in zip(inner.start, inner.stop, strict=True))
+        gathered[place] = np.frombuffer(next(slabs).data, unit).reshape(inner.shape)
+    return cast(memoryview(gathered.reshape(-1).view(np.uint8).data), run.dtype, dtype)
+
+
+def read_scalars(checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> list[bytes]:
+    """Return the bytes of 0-d tensors, all read together."""
+    reader = SlabReader(checkpoint, SLAB_BYTES_MAX)
+    pieces = [Piece(entry, Box.full(entry.shape)) for entry in entries]
+    return [bytes(slab.data) for slab in reader.read(pieces)]

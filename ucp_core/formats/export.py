@@ -1,0 +1,126 @@
+"""Any checkpoint in any format that can be written: the writers by name, and their options."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ucp_core.errors import UcpError
+from ucp_core.native.holding import reading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ucp_core.geometry.statemap import TensorEntry
+    from ucp_core.native.opening import Checkpoint
+    from ucp_core.storage.base import Store
+
+
+class _Writer(NamedTuple):
+    """Where a format's writer is, and which options it takes."""
+
+    module: str
+    function: str
+    options: frozenset[str]
+
+
+_WRITERS = {
+    "universal": _Writer("ucp_core.conversion.convert", "convert", frozenset()),
+    "huggingface": _Writer(
+        "ucp_core.formats.huggingface.writer",
+        "write",
+        frozenset({"dtype", "shard_bytes", "keep_tied"}),
+    ),
+    "dcp": _Writer(
+        "ucp_core.formats.dcp.writer",
+        "write",
+        frozenset({"model", "optimizer", "flatten_optimizer"}),
+    ),
+    "deepspeed": _Writer(
+        "ucp_core.formats.deepspeed.writer",
+        "write",
+        frozenset(
+            {
+                *("stage", "dp", "tp", "dtype", "rules", "tag"),
+                *("sub_group_size", "stages", "tied_layers"),
+            }
+        ),
+    ),
+    "deepspeed-universal": _Writer(
+        "ucp_core.formats.deepspeed.universal_writer",
+        "write",
+        frozenset({"dtype", "rules", "tag"}),
+    ),
+}
+#: Formats that have no place for anything but weights.
+_WEIGHTS_ONLY = frozenset({"huggingface"})
+#: Formats of which every tensor is one of the model or its optimizer.
+_MODEL_ONLY = frozenset({"deepspeed", "deepspeed-universal"})
+#: Whether every file must survive a loss of power before the commit.
+_COMMON = frozenset({"fsync"})
+#: Names of the formats.
+FORMATS = tuple(_WRITERS)
+
+
+def export(
+    checkpoint: Checkpoint,
+    store: Store,
+    directory: str,
+    *,
+    format: str,  # noqa: A002 - the word of the command line
+    memory_bytes: int,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> None:
+    """Write ``checkpoint`` as ``format``; only its writer is imported.
+
+    Args:
+        checkpoint: The source, of whatever format.
+        store: Where to.
+        directory: Must not hold a checkpoint.
+        format: One of ``FORMATS``.
+        memory_bytes: Bound of the buffers.
+        progress: Called with the bytes done and the bytes of all that is written.
+        **options: Of that format's writer, which documents them.
+
+    Raises:
+        UcpError: No such format, or it has no such option; or what its writer raises.
+    """
+    writer = _WRITERS.get(format)
+    if writer is None:
+        raise UcpError(f"{format!r} cannot be written: give one of {', '.join(FORMATS)}")
+    wrong = sorted(set(options) - writer.options - _COMMON)
+    if wrong:
+        known = ", ".join(sorted(writer.options | _COMMON))
+        raise UcpError(
+            f"{wrong[0]} is no option of format {format}: it has {known}", option=wrong[0]
+        )
+    write = getattr(import_module(writer.module), writer.function)
+    with reading(checkpoint):
+        write(checkpoint, store, directory, memory_bytes=memory_bytes, progress=progress, **options)
+
+
+def exported(checkpoint: Checkpoint, *, format: str) -> list[TensorEntry]:  # noqa: A002 - as above
+    """Return the tensors of the checkpoint that the format has a place for."""
+    roles = checkpoint.manifest.roles
+    return [
+        entry
+        for key, entry in checkpoint.state_map.entries.items()
+        if (key.slot == "weight" or format not in _WEIGHTS_ONLY)
+        and (roles.get(key.fqn) != "extra" or format not in _MODEL_ONLY)
+    ]
+
+
+def left_behind(checkpoint: Checkpoint, *, format: str) -> list[str]:  # noqa: A002 - as above
+    """Return what of the checkpoint the format has no place for, for people."""
+    roles = checkpoint.manifest.roles
+    if format in _MODEL_ONLY:
+        return [f"tensor {fqn}" for fqn in sorted(roles) if roles[fqn] == "extra"]
+    if format not in _WEIGHTS_ONLY:
+        return []
+    slots = sorted({key.slot for key in checkpoint.state_map.entries} - {"weight"})
+    found = [f"slot {slot}" for slot in slots]
+    if checkpoint.param_groups:
+        found.append("param_groups")
+    found += [f"extra {name}" for name in sorted(checkpoint.extra) if name != format]
+    return found

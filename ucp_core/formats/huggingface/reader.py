@@ -1,0 +1,395 @@
+"""Reads a Hugging Face folder of safetensors, or one such file; weights only, nothing is copied.
+
+The format has no checksum. Which files count follows transformers: those of the index if there
+is one, else ``model.safetensors``, else the only family of files there is; without any,
+``pytorch_model.bin`` or the files of its index.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError
+from ucp_core.formats.huggingface.recognition import (
+    INDEX_SUFFIX,
+    NAME,
+    SUFFIX,
+    TORCH_INDEX,
+    TORCH_NAME,
+    is_torch_file,
+)
+from ucp_core.formats.shared.safetensors_header import (
+    LENGTH_BYTES,
+    Header,
+    TensorRange,
+    header_bytes,
+    parse_header,
+)
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.manifest.document import Item, Kind, Manifest
+from ucp_core.native.opening import Checkpoint
+from ucp_core.numerics.checksums import BLOCK_BYTES
+from ucp_core.storage.base import Store, join
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucp_core.language.rules import Rules
+
+#: What ``extra`` keeps the folder's small documents under, and the writer puts beside the weights.
+EXTRA_NAME = "huggingface"
+
+_FILE_NAME = re.compile(r"[^/\\\x00-\x1f]+")
+_NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+#: One request brings the header of most files.
+_FIRST_BYTES = 64 << 10
+_INDEX_BYTES_MAX = 100_000_000
+#: A model's configuration is a few KiB, its tokenizer some MiB.
+_DOCUMENT_BYTES_MAX = 64 << 10
+_THREADS = 8
+#: Where torch's consolidation leaves the files that it made the folder's of.
+_CONSOLIDATED = "sharded"
+_PICKLES = (".pt", ".pth", ".bin", ".pkl")
+_PICKLE_NOTE = "a pickle beside the weights; what it holds of training state is not read"
+_FILE_NOTE = "no tensors of the model; copy it where it is needed"
+#: Names of the input embedding in the families whose output embedding is tied to it.
+_INPUT_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
+_OUTPUT_EMBEDDING = "lm_head.weight"
+
+
+class _Shard(NamedTuple):
+    """One file and what its header says; ``data_byte`` is where its data begins."""
+
+    file: str
+    data_byte: int
+    header: Header
+
+
+def read(
+    store: Store, directory: str, *, rules: Rules | None = None, tag: str | None = None
+) -> Checkpoint:
+    """Open the folder, or the file if ``directory`` is the path of one.
+
+    Args:
+        store: Where.
+        directory: The folder, or a file that ends in ``.safetensors``, ``.bin`` or ``.pt``.
+        rules: Not needed: every tensor is whole.
+        tag: None: a folder holds one model.
+
+    Raises:
+        CheckpointNotFoundError: No safetensors file is there, or a tag was given.
+        CheckpointCorruptError: Names the file and the tensor that are wrong, or what is missing.
+        ForeignClassError: A pickle holds a class that is not known.
+        StorageError: A file cannot be read.
+    """
+    del rules
+    if tag is not None:
+        raise CheckpointNotFoundError(
+            f"{directory} is a model of Hugging Face, which has no tags: open it without the tag "
+            f"{tag!r}",
+            path=directory,
+            tag=tag,
+        )
+    listed: Mapping[str, str] = {}
+    if directory.endswith(SUFFIX) or is_torch_file(store, directory):
+        path = directory
+        directory, _, name = path.rpartition("/")
+        if not store.exists(path):
+            raise CheckpointNotFoundError(f"{path} is not there", path=path)
+        files, sizes = [name], {name: store.size(path)}
+    else:
+        _refuse_unfinished(store, directory)
+        sizes = store.sizes(directory)
+        files, listed = _files(store, directory, sizes)
+    documents, items = _documents(store, directory, sizes, files)
+    config = documents.get("config.json", {})
+    if files[0].endswith(SUFFIX):
+        entries, metadata = _entries(_shards(store, directory, files, sizes), directory, listed)
+        items |= _scalars_put_right(store, directory, entries)
+        held = StateMap(entries=entries, block_bytes=BLOCK_BYTES)
+    else:
+        # No file of safetensors needs the reader of pickles.
+        from ucp_core.formats.huggingface import torch_weights
+
+        _refuse_missing(directory, files, sizes)
+        held, metadata = torch_weights.state_map(
+            store, directory, files, listed, block_bytes=BLOCK_BYTES
+        )
+    manifest = Manifest(
+        kind=Kind.FOREIGN,
+        step=0,
+        attempt=0,
+        state_map=held,
+        files={},
+        extra={EXTRA_NAME: documents} if documents else {},
+        source={"format": NAME, "version": str(config.get("transformers_version", ""))},
+        ties=_ties(held.entries, metadata, config),
+        items=items,
+    )
+    return Checkpoint(store=store, directory=directory, manifest=manifest)
+
+
+def _refuse_unfinished(store: Store, directory: str) -> None:
+    """Refuse a universal checkpoint without its manifest: of its moments nothing would be left."""
+    from ucp_core.conversion.journal import FOLDER
+
+    if store.exists(join(directory, FOLDER)):
+        raise CheckpointCorruptError(
+            f"{directory} is an unfinished conversion: run ucp convert again, it goes on where it "
+            f"stopped, or delete {FOLDER} to have the weights that are there",
+            path=directory,
+        )
+
+
+def _files(
+    store: Store, directory: str, sizes: Mapping[str, int]
+) -> tuple[list[str], Mapping[str, str]]:
+    """Return the files that hold the model, and the index's map of tensor to file."""
+    indices = sorted(name for name in sizes if name.endswith(INDEX_SUFFIX))
+    if len(indices) > 1 and f"model{INDEX_SUFFIX}" in indices:
+        indices = [f"model{INDEX_SUFFIX}"]
+    if len(indices) > 1:
+        raise CheckpointCorruptError(
+            f"{directory} has several indices, {', '.join(indices)}: give one of the files or "
+            "remove all but one",
+            path=directory,
+            files=indices,
+        )
+    if indices:
+        weight_map = _weight_map(store, join(directory, indices[0]), sizes[indices[0]])
+        return sorted(set(weight_map.values())), weight_map
+    names = sorted(name for name in sizes if name.endswith(SUFFIX))
+    if not names and TORCH_INDEX in sizes:
+        name = TORCH_INDEX
+        weight_map = _weight_map(store, join(directory, name), sizes[name])
+        return sorted(set(weight_map.values())), weight_map
+    if not names and TORCH_NAME in sizes:
+        return [TORCH_NAME], {}
+    if f"model{SUFFIX}" in names:
+        return [f"model{SUFFIX}"], {}
+    return _family(directory, names), {}
+
+
+def _family(directory: str, names: Sequence[str]) -> list[str]:
+    """Return the files of a folder without an index, if they can belong to one model only."""
+    if not names:
+        raise CheckpointNotFoundError(f"{directory} has no {SUFFIX} file", path=directory)
+    if len(names) == 1 and not _NUMBERED.fullmatch(names[0]):
+        return list(names)
+    found = {(match[1], match[3]) for match in map(_NUMBERED.fullmatch, names) if match}
+    if len(found) != 1 or not all(map(_NUMBERED.fullmatch, names)):
+        raise CheckpointCorruptError(
+            f"{directory} has {len(names)} {SUFFIX} files of several models and no index, such as "
+            f"{names[0]} and {names[-1]}: give one file",
+            path=directory,
+            files=list(names),
+        )
+    stem, digits = found.pop()
+    count = int(digits)
+    if count > len(names):
+        number = next(n for n in range(1, count + 1) if _number(stem, n, digits) not in names)
+        _missing(directory, _number(stem, number, digits), "its name is in none of the numbers")
+    return list(names)
+
+
+def _number(stem: str, number: int, digits: str) -> str:
+    return f"{stem}-{number:0{len(digits)}d}-of-{digits}{SUFFIX}"
+
+
+def _missing(directory: str, file: str, why: str) -> NoReturn:
+    raise CheckpointCorruptError(
+        f"{join(directory, file)} is missing: {why}; copy it there, the model is not complete "
+        "without it",
+        path=join(directory, file),
+        file=file,
+    )
+
+
+def _weight_map(store: Store, path: str, size_bytes: int) -> dict[str, str]:
+    if size_bytes > _INDEX_BYTES_MAX:
+        raise CheckpointCorruptError(
+            f"{path} has {size_bytes} bytes, an index has at most {_INDEX_BYTES_MAX}", path=path
+        )
+    document = _json(store.read(path), path)
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointCorruptError(f"{path} has no weight_map", path=path)
+    for name, file in weight_map.items():
+        # A path would lead out of the folder.
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file) or file in {".", ".."}:
+            raise CheckpointCorruptError(
+                f"{path}: tensor {name!r} is said to be in {file!r}, which is not the name of a "
+                "file of this folder",
+                path=path,
+                fqn=name,
+            )
+    return weight_map
+
+
+def _json(data: bytes, path: str) -> Any:
+    try:
+        return json.loads(data, parse_constant=_no_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{path} is not JSON: {error}", path=path) from error
+
+
+def _no_constant(name: str) -> NoReturn:
+    # Python reads and writes NaN; no other JSON does.
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text} is beyond every float")
+    return value
+
+
+def _refuse_missing(directory: str, files: Sequence[str], sizes: Mapping[str, int]) -> None:
+    for file in files:
+        if file not in sizes:
+            _missing(directory, file, f"the folder has {len(sizes)} other files")
+
+
+def _shards(
+    store: Store, directory: str, files: Sequence[str], sizes: Mapping[str, int]
+) -> list[_Shard]:
+    """Read all headers; at once where there are many, because each costs a round trip."""
+    _refuse_missing(directory, files, sizes)
+
+    def shard(file: str) -> _Shard:
+        path = join(directory, file)
+        first = store.read_range(path, 0, min(sizes[file], _FIRST_BYTES))
+        length = header_bytes(first, sizes[file], path)
+        data_byte = LENGTH_BYTES + length
+        text = first[LENGTH_BYTES:data_byte]
+        if len(text) < length:
+            text += store.read_range(path, len(first), data_byte - len(first))
+        return _Shard(file, data_byte, parse_header(text, sizes[file] - data_byte, path))
+
+    if len(files) == 1:
+        return [shard(files[0])]
+    with ThreadPoolExecutor(min(_THREADS, len(files)), thread_name_prefix="ucp-header") as pool:
+        return list(pool.map(shard, files))
+
+
+def _entries(
+    shards: Sequence[_Shard], directory: str, listed: Mapping[str, str]
+) -> tuple[dict[TensorKey, TensorEntry], dict[str, str]]:
+    entries: dict[TensorKey, TensorEntry] = {}
+    metadata: dict[str, str] = {}
+    for shard in shards:
+        metadata.update(shard.header.metadata)
+        for tensor in shard.header.tensors:
+            entry = _entry(shard, tensor)
+            if entry.key in entries:
+                other = entries[entry.key].fragments[0].file
+                raise CheckpointCorruptError(
+                    f"{directory}: tensor {tensor.name!r} is in {other} and in {shard.file}: two "
+                    "models in one folder, or a file of an older save; remove the wrong one",
+                    path=directory,
+                    fqn=tensor.name,
+                    files=[other, shard.file],
+                )
+            entries[entry.key] = entry
+    for name, file in listed.items():
+        held = entries.get(TensorKey(name, "weight"))
+        if held is None or held.fragments[0].file != file:
+            raise CheckpointCorruptError(
+                f"{join(directory, file)}: tensor {name!r} is not in it, though the index says "
+                "so; the file is from another save",
+                path=join(directory, file),
+                fqn=name,
+            )
+    return entries, metadata
+
+
+def _entry(shard: _Shard, tensor: TensorRange) -> TensorEntry:
+    name, dtype, shape, start_byte, stop_byte = tensor
+    begin = shard.data_byte + start_byte
+    fragment = Fragment(Box.full(shape), shard.file, begin, stop_byte - start_byte, None, ())
+    key = TensorKey(name, "weight")
+    return TensorEntry(key=key, dtype=dtype, shape=shape, fragments=(fragment,))
+
+
+def _scalars_put_right(
+    store: Store, directory: str, entries: dict[TensorKey, TensorEntry]
+) -> dict[str, Item]:
+    """Take 0-d tensors from the files that torch consolidated, where these are still there.
+
+    ``HuggingFaceStorageWriter(enable_consolidation=True)`` of torch 2.13 writes all of them as
+    zero, and keeps what it has read in ``sharded``.
+    """
+    scalars = {key for key, entry in entries.items() if not entry.shape}
+    if not scalars:
+        return {}
+    sizes = store.sizes(join(directory, _CONSOLIDATED))
+    sources = {f"{_CONSOLIDATED}/{n}": size for n, size in sizes.items() if n.endswith(SUFFIX)}
+    items: dict[str, Item] = {}
+    for shard in _shards(store, directory, sorted(sources), sources) if sources else ():
+        for tensor in shard.header.tensors:
+            found = _entry(shard, tensor)
+            if found.key not in scalars or found.shape:
+                continue
+            held = entries[found.key]
+            if found.dtype == held.dtype and not any(_bytes(store, directory, held)):
+                entries[found.key] = found
+                note = f"taken from {shard.file}: torch's consolidation writes 0-d tensors as zero"
+                items[tensor.name] = Item("reshard", note)
+    return items
+
+
+def _bytes(store: Store, directory: str, entry: TensorEntry) -> bytes:
+    (fragment,) = entry.fragments
+    path = join(directory, fragment.file)
+    return store.read_range(path, fragment.offset_bytes, fragment.num_bytes)
+
+
+def _ties(
+    entries: Mapping[TensorKey, TensorEntry], metadata: Mapping[str, str], config: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return aliases that were left out because they are tied.
+
+    ``safetensors.torch.save_model`` notes them in the file, transformers in the configuration.
+    """
+    names = {key.fqn for key in entries}
+    ties = {
+        alias: owner for alias, owner in metadata.items() if owner in names and alias not in names
+    }
+    if config.get("tie_word_embeddings") is True and _OUTPUT_EMBEDDING not in names | ties.keys():
+        owner = next((name for name in _INPUT_EMBEDDINGS if name in names), None)
+        if owner is not None:
+            ties[_OUTPUT_EMBEDDING] = owner
+    return ties
+
+
+def _documents(
+    store: Store, directory: str, sizes: Mapping[str, int], files: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Item]]:
+    """Return the small JSON documents of the folder, and what becomes of every other file."""
+    documents: dict[str, Any] = {}
+    items: dict[str, Item] = {}
+    for name, size_bytes in sorted(sizes.items()):
+        if name in files or name.endswith((INDEX_SUFFIX, TORCH_INDEX)):
+            continue
+        if name.endswith(SUFFIX):
+            items[name] = Item("drop", "tensors that do not belong to the model")
+            continue
+        if name.endswith(".json") and size_bytes <= _DOCUMENT_BYTES_MAX:
+            try:
+                document = _json(store.read(join(directory, name)), name)
+            except CheckpointCorruptError as error:
+                # Logs of a training run hold NaN; the weights are none the worse for it.
+                items[name] = Item("drop", str(error))
+                continue
+            if isinstance(document, dict):
+                documents[name] = document
+                items[name] = Item("replicate", f"kept in extra {EXTRA_NAME!r}")
+                continue
+        items[name] = Item("drop", _PICKLE_NOTE if name.endswith(_PICKLES) else _FILE_NOTE)
+    return documents, items

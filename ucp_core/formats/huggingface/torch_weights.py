@@ -1,0 +1,97 @@
+"""Weights in torch's own files: ``pytorch_model.bin`` of transformers, or one state dict.
+
+DeepSpeed's ``save_16bit_model`` and ``zero_to_fp32.py`` write them so. They are read as pickles,
+with no code of theirs run; tensors that share their bytes are tied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ucp_core.errors import CheckpointCorruptError
+from ucp_core.formats.shared.torch_files import Files
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.torch_files.torch_reader import TensorRef
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucp_core.storage.base import Store
+
+
+def state_map(
+    store: Store,
+    directory: str,
+    names: Sequence[str],
+    listed: Mapping[str, str],
+    *,
+    block_bytes: int,
+) -> tuple[StateMap, dict[str, str]]:
+    """Return the tensors of some files, and their ties.
+
+    Args:
+        store: Where.
+        directory: In it.
+        names: The files.
+        listed: File by tensor, as an index has them; empty: there is none.
+        block_bytes: Of the state map.
+
+    Raises:
+        CheckpointCorruptError: A file is damaged or no state dict, or the index contradicts it.
+        ForeignClassError: A pickle holds a class that is not known.
+        StorageError: A file cannot be read.
+    """
+    files = Files(store, directory)
+    files.open(names)
+    entries: dict[TensorKey, TensorEntry] = {}
+    ties: dict[str, str] = {}
+    for name in names:
+        path = files.path(name)
+        owners: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+        for fqn, ref in files.trees[name].items():
+            if not isinstance(fqn, str) or not isinstance(ref, TensorRef):
+                raise CheckpointCorruptError(
+                    f"{path}: {fqn!r} is no tensor, so it is no plain dict of weights by name; if "
+                    "it is one file of a checkpoint, give the folder of that",
+                    path=path,
+                )
+            if listed.get(fqn, name) != name or TensorKey(fqn, "weight") in entries:
+                raise CheckpointCorruptError(
+                    f"{path} holds {fqn}, which is also in {listed.get(fqn, 'another file')}: "
+                    "files of two models are mixed",
+                    path=path,
+                    fqn=fqn,
+                )
+            place = ref.offset_bytes, ref.shape, ref.strides
+            owner = owners.setdefault(place, fqn) if ref.num_bytes else fqn
+            if owner != fqn:
+                ties[fqn] = owner
+                continue
+            entries[TensorKey(fqn, "weight")] = _entry(fqn, ref)
+    missing = sorted(set(listed) - {key.fqn for key in entries} - set(ties))
+    if missing:
+        path = files.path(listed[missing[0]])
+        raise CheckpointCorruptError(
+            f"{path} does not hold {missing[0]}, though the index says so; the file is from "
+            "another save",
+            path=path,
+            fqn=missing[0],
+        )
+    extents = {name: extents for name, extents in files.extents.items() if extents}
+    return StateMap(entries=entries, block_bytes=block_bytes, extents=extents), ties
+
+
+def _entry(fqn: str, ref: TensorRef) -> TensorEntry:
+    fragment = Fragment(
+        Box.full(ref.shape),
+        ref.file,
+        ref.offset_bytes,
+        ref.num_bytes,
+        None,
+        (),
+        strides=ref.byte_strides,
+    )
+    fragments = (fragment,) if ref.num_elements else ()
+    key = TensorKey(fqn, "weight")
+    return TensorEntry(key=key, dtype=ref.dtype, shape=ref.shape, fragments=fragments)

@@ -1,0 +1,248 @@
+"""Writes the weights of any checkpoint as safetensors that the Hugging Face tools load.
+
+Slots of the optimizer stay behind; the index (of one file: the file) is written last and commits.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ucp_core.errors import UcpError
+from ucp_core.formats.huggingface.reader import EXTRA_NAME
+from ucp_core.formats.huggingface.recognition import INDEX_SUFFIX, SUFFIX
+from ucp_core.formats.shared.safetensors_header import print_header
+from ucp_core.geometry.statemap import DTYPE_BYTES, TensorEntry
+from ucp_core.native.slabs import check_memory, stream
+from ucp_core.numerics.casts import cast
+from ucp_core.numerics.dtypes import FLOATS
+from ucp_core.storage.base import Store, join
+from ucp_core.storage.undoing import undone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ucp_core.native.opening import Checkpoint
+    from ucp_core.storage.base import Buffer
+
+#: The size that the Hugging Face tools cut at.
+SHARD_BYTES = 5_000_000_000
+#: Names of dtypes as people write them.
+DTYPES = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"}
+DTYPES |= {"bf16": "BF16", "bfloat16": "BF16"}
+
+_CONFIG_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_CONFIG_KEYS = ("dtype", "torch_dtype")
+#: Elements that are cast at a time: source and result stay in the second-level cache.
+_CAST_ELEMENTS = 1 << 16
+
+
+class _Output(NamedTuple):
+    """A tensor to write: under which name, from which entry, as which dtype."""
+
+    name: str
+    entry: TensorEntry
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.entry.num_bytes // DTYPE_BYTES[self.entry.dtype] * DTYPE_BYTES[self.dtype]
+
+
+def write(  # noqa: PLR0913 - the options of a format
+    checkpoint: Checkpoint,
+    store: Store,
+    directory: str,
+    *,
+    memory_bytes: int,
+    progress: Callable[[int, int], None] | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    keep_tied: bool = False,
+    fsync: bool = True,
+) -> None:
+    """Write the weights, frozen parameters and buffers to ``directory``.
+
+    Args:
+        checkpoint: The source, of whatever format.
+        store: Where to.
+        directory: Must not hold safetensors files.
+        memory_bytes: Bound of the buffers.
+        progress: Called with the bytes read and the bytes of all weights.
+        dtype: A key of ``DTYPES``: every float tensor of 2 bytes or more is cast to it, to
+            nearest. None: each keeps its own.
+        shard_bytes: Files are cut at this size; a larger tensor has a file of its own.
+        keep_tied: Write every alias of a tied tensor too, for tools that do not tie.
+        fsync: Whether every file must survive a loss of power before the commit.
+
+    Raises:
+        UcpError: Nothing to write, or the destination is in use; nothing was written.
+        CheckpointCorruptError: The source is damaged; nothing is left at the destination.
+        StorageError: A storage refused.
+    """
+    check_memory(memory_bytes)
+    target = _dtype(dtype)
+    if shard_bytes < 1:
+        raise UcpError(f"shard_bytes={shard_bytes} is not a size", shard_bytes=shard_bytes)
+    outputs = _outputs(checkpoint, target, keep_tied=keep_tied)
+    taken = [name for name in store.list(directory) if name.endswith((SUFFIX, INDEX_SUFFIX))]
+    if taken:
+        raise UcpError(
+            f"{directory} holds {taken[0]} already: give another destination or remove it",
+            path=join(directory, taken[0]),
+        )
+    checkpoint.state_map.prove_coverage()
+    documents = _documents(checkpoint, outputs)
+    shards = _shards(outputs, shard_bytes)
+    # Half a model would be taken for a whole one by a tool that looks for no index.
+    with undone(store, directory) as written:
+        for name, document in documents.items():
+            path = join(directory, name)
+            if not store.exists(path):
+                written.append(path)
+                store.write_atomic(path, _print(document), fsync=fsync)
+        writer = _Writer(checkpoint, store, directory, memory_bytes, progress, outputs)
+        for number, shard in enumerate(shards, start=1):
+            written.append(join(directory, _file_name(number, len(shards))))
+            writer.file(written[-1], shard, fsync=fsync)
+        if len(shards) > 1:
+            written.append(join(directory, f"model{INDEX_SUFFIX}"))
+            store.write_atomic(written[-1], _print(_index(shards)), fsync=fsync)
+
+
+def _dtype(dtype: str | None) -> str | None:
+    if dtype is None:
+        return None
+    if dtype.lower() not in DTYPES:
+        raise UcpError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}", dtype=dtype)
+    return DTYPES[dtype.lower()]
+
+
+def _outputs(checkpoint: Checkpoint, target: str | None, *, keep_tied: bool) -> list[_Output]:
+    found = [
+        _Output(key.fqn, entry, target if target and entry.dtype in FLOATS else entry.dtype)
+        for key, entry in checkpoint.state_map.entries.items()
+        if key.slot == "weight"
+    ]
+    if not found:
+        raise UcpError(
+            f"{checkpoint.directory} has no weights to export", path=checkpoint.directory
+        )
+    if keep_tied:
+        by_name = {output.name: output for output in found}
+        found += [
+            by_name[owner]._replace(name=alias)
+            for alias, owner in checkpoint.manifest.ties.items()
+            if owner in by_name and alias not in by_name
+        ]
+    if any(output.name == "__metadata__" for output in found):
+        raise UcpError("a safetensors file cannot hold a tensor named '__metadata__': rename it")
+    return sorted(found, key=lambda output: output.name)
+
+
+def _shards(outputs: Sequence[_Output], shard_bytes: int) -> list[list[_Output]]:
+    shards: list[list[_Output]] = [[]]
+    num_bytes = 0
+    for output in outputs:
+        if shards[-1] and num_bytes + output.num_bytes > shard_bytes:
+            shards.append([])
+            num_bytes = 0
+        shards[-1].append(output)
+        num_bytes += output.num_bytes
+    for shard in shards:
+        # So that every tensor is aligned to its element, without gaps.
+        shard.sort(key=lambda output: (-DTYPE_BYTES[output.dtype], output.name))
+    return shards
+
+
+def _file_name(number: int, count: int) -> str:
+    return f"model{SUFFIX}" if count == 1 else f"model-{number:05d}-of-{count:05d}{SUFFIX}"
+
+
+def _index(shards: Sequence[Sequence[_Output]]) -> dict[str, Any]:
+    files = {
+        output.name: _file_name(number, len(shards))
+        for number, shard in enumerate(shards, start=1)
+        for output in shard
+    }
+    total = sum(output.num_bytes for shard in shards for output in shard)
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+
+
+def _documents(checkpoint: Checkpoint, outputs: Sequence[_Output]) -> dict[str, Any]:
+    """Return the documents that the checkpoint brought along from such a folder.
+
+    The configuration's dtype becomes that of the weights: transformers casts to it on loading.
+    """
+    documents = checkpoint.extra.get(EXTRA_NAME, {})
+    if not isinstance(documents, dict):
+        return {}
+    documents = {n: d for n, d in documents.items() if n.endswith(".json") and "/" not in n}
+    floats = {output.dtype for output in outputs if output.dtype in FLOATS}
+    config = documents.get("config.json")
+    if isinstance(config, dict) and len(floats) == 1:
+        (dtype,) = floats
+        changed = {key: _CONFIG_NAMES[dtype] for key in _CONFIG_KEYS if key in config}
+        documents["config.json"] = config | changed
+    return documents
+
+
+def _print(document: Any) -> bytes:
+    return json.dumps(document, indent=2, allow_nan=False).encode() + b"\n"
+
+
+class _Writer:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        store: Store,
+        directory: str,
+        memory_bytes: int,
+        progress: Callable[[int, int], None] | None,
+        outputs: Sequence[_Output],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._store = store
+        self._directory = directory
+        self._memory_bytes = memory_bytes
+        self._progress = progress
+        self._total_bytes = sum(output.entry.num_bytes for output in outputs)
+        self._done_bytes = 0
+
+    def file(self, path: str, shard: Sequence[_Output], *, fsync: bool) -> None:
+        """Write one file as a stream."""
+        names = {output.name for output in shard}
+        metadata = {"format": "pt"} | {
+            alias: owner
+            for alias, owner in self._checkpoint.manifest.ties.items()
+            if owner in names and alias not in names
+        }
+        header = print_header([(o.name, o.dtype, o.entry.shape) for o in shard], metadata)
+        self._store.write_file(path, self._chunks(header, shard), fsync=fsync)
+
+    def _chunks(self, header: bytes, shard: Sequence[_Output]) -> Iterator[Buffer]:
+        yield header
+        outputs = iter([output for output in shard if output.num_bytes])
+        left_bytes = 0
+        output = None
+        entries = [output.entry for output in shard]
+        for slab in stream(self._checkpoint, entries, memory_bytes=self._memory_bytes):
+            if not left_bytes:
+                output = next(outputs)
+                left_bytes = output.entry.num_bytes
+            assert output is not None, "a slab belongs to an output"
+            assert output.entry is slab.piece.entry, "slabs come in the order of the outputs"
+            left_bytes -= len(slab.data)
+            yield from _cast(slab.data, output.entry.dtype, output.dtype)
+            self._done_bytes += len(slab.data)
+            if self._progress is not None:
+                self._progress(self._done_bytes, self._total_bytes)
+
+
+def _cast(data: memoryview, source: str, target: str) -> Iterator[memoryview]:
+    if source == target:
+        yield data
+        return
+    step = _CAST_ELEMENTS * DTYPE_BYTES[source]
+    for low in range(0, len(data), step):
+        yield cast(data[low : low + step], source, target)

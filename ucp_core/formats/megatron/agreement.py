@@ -1,0 +1,137 @@
+"""Whether the files of all ranks are of one save, and each of the rank whose folder it is in. Pure.
+
+A file does not say which model-parallel rank it is of. But its ``args`` have the number of the
+process that wrote it: Megatron numbers processes by stage, in it by expert parallel rank, in it by
+tensor parallel rank, and the first of those that hold the same writes. Tools that convert
+checkpoints write all files in one process.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import CheckpointCorruptError
+from ucp_core.formats.megatron.experts import is_expert
+from ucp_core.formats.shared.copies import refuse_equal
+from ucp_core.torch_files.torch_reader import Opaque, TensorRef
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from ucp_core.formats.megatron.model import Piece
+    from ucp_core.geometry.statemap import TensorKey
+    from ucp_core.storage.base import Store
+
+_SAME = ("iteration", "checkpoint_version")
+#: Arguments that make the shapes of what all ranks have.
+_SAME_ARGUMENTS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "moe_ffn_hidden_size",
+    "num_experts",
+)
+
+
+def arguments_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``args`` of a file; empty where it has none."""
+    arguments = tree.get("args")
+    values = arguments.state if isinstance(arguments, Opaque) else None
+    return values if isinstance(values, dict) else {}
+
+
+def check_agreement(path: str, pieces: Sequence[Piece]) -> None:
+    """Check the files of all ranks.
+
+    Args:
+        path: The folder, for errors.
+        pieces: In any order.
+
+    Raises:
+        CheckpointCorruptError: They are of several saves, or in other ranks' folders.
+    """
+    first = pieces[0]
+    for piece in pieces:
+        mine, others = (
+            {**{key: tree.get(key) for key in _SAME}, **_shapes_told(tree)}
+            for tree in (piece.tree, first.tree)
+        )
+        for key, value in mine.items():
+            if value != others.get(key):
+                raise CheckpointCorruptError(
+                    f"{path}/{piece.file} has {key} {value!r}, another file {others.get(key)!r}: "
+                    "the folder mixes two saves",
+                    path=f"{path}/{piece.file}",
+                    key=key,
+                )
+    lacking = [piece.file for piece in pieces if piece.tree.get("optimizer") is None]
+    if lacking and len(lacking) < len(pieces):
+        raise CheckpointCorruptError(
+            f"{path}/{lacking[0]} has no optimizer, which other ranks' files have: it is of "
+            "another save, or was changed; bring the right one back or use another checkpoint",
+            path=f"{path}/{lacking[0]}",
+        )
+    _check_writers(path, pieces)
+
+
+def check_copies(
+    store: Store,
+    path: str,
+    moments: Iterable[Sequence[tuple[TensorKey, TensorRef]]],
+    shared: Callable[[TensorKey], bool],
+) -> None:
+    """Check that no two ranks have the same moments of what each has another part of.
+
+    Args:
+        store: Where.
+        path: The folder.
+        moments: By rank: slots, and where they are.
+        shared: Whether several ranks have the same of a slot.
+
+    Raises:
+        CheckpointCorruptError: One rank's file was copied over another's.
+    """
+    ranks = [[(key, ref) for key, ref in found if not shared(key)] for found in moments]
+    for experts in (False, True):
+        held = [[ref for key, ref in own if is_expert(key.fqn) == experts] for own in ranks]
+        refuse_equal(store, path, held, "moments")
+
+
+def _shapes_told(tree: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = arguments_of(tree)
+    return {f"args.{name}": arguments.get(name) for name in _SAME_ARGUMENTS}
+
+
+def _check_writers(path: str, pieces: Sequence[Piece]) -> None:
+    """Check that processes of larger numbers wrote the files of later ranks."""
+    writers = [arguments_of(piece.tree).get("rank") for piece in pieces]
+    numbers = [writer for writer in writers if isinstance(writer, int)]
+    if len(numbers) < len(writers) or len(set(numbers)) == 1:
+        return
+    written = [(piece, number) for piece, number in zip(pieces, numbers, strict=True)]
+    by_stage = _first_misplaced(written, lambda p: (p.rank.stage, p.expert, p.rank.tp))
+    # With --use-tp-pp-dp-mapping of earlier versions.
+    by_expert = _first_misplaced(written, lambda p: (p.expert, p.rank.stage, p.rank.tp))
+    if by_stage is None or by_expert is None:
+        return
+    (one, low), (other, high) = by_stage
+    raise CheckpointCorruptError(
+        f"{path}/{other.file} was written by process {high}, {one.file} by process {low}, but "
+        "processes are numbered as ranks are: one was copied over the other, or they changed "
+        "places; bring them back or use another checkpoint",
+        path=f"{path}/{other.file}",
+        files=(one.file, other.file),
+    )
+
+
+def _first_misplaced(
+    written: Sequence[tuple[Piece, int]], order: Callable[[Piece], tuple[int, ...]]
+) -> tuple[tuple[Piece, int], tuple[Piece, int]] | None:
+    """Return the first two neighbours of which the later one's process is not the later one."""
+    ordered = sorted(written, key=lambda item: order(item[0]))
+    return next(((a, b) for a, b in pairwise(ordered) if a[1] >= b[1]), None)

@@ -1,0 +1,164 @@
+"""Experts: what the arguments say of them, their names and places in the whole model. Pure.
+
+Every expert parallel rank numbers its own from 0 on, and repeats all that is no expert. Where there
+are several, Megatron chains two optimizers: the second is that of the experts.
+Experts are a module each (``SequentialMLP``, ``SwitchMLP``), a parameter each of one module
+(``TEGroupedMLP``), or all that a rank has are one parameter (``GroupedMLP``), which says nothing of
+how many there are in it: the arguments do, and its shape must be what they make it. It gets the
+name that ``torch_dist`` gives it, under which it has all experts of all ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
+from ucp_core.formats.shared.grouped_experts import strides
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ucp_core.geometry.statemap import TensorKey
+    from ucp_core.torch_files.torch_reader import TensorRef
+
+_SINGLE = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
+_GROUPED = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)()")
+_FUSED = re.compile(r"(.*\.experts\.)weight([12])")
+_FUSED_NAME = re.compile(r".*\.experts\.experts\.linear_fc([12])\.weight")
+_EXPERTS = (".experts.", ".local_experts.")
+_GATED = ("swiglu", "gated_linear_unit", "quick_geglu")
+
+
+def is_expert(name: str) -> bool:
+    """Return whether a parameter is one of experts."""
+    return any(part in name for part in _EXPERTS)
+
+
+def is_gated(arguments: Mapping[str, Any]) -> bool:
+    """Return whether the first linear of an MLP is a gate and an up projection."""
+    return any(arguments.get(name) for name in _GATED)
+
+
+class Experts(NamedTuple):
+    """What the arguments say of experts.
+
+    Attributes:
+        arguments: Megatron's ``args``.
+        ranks: Expert parallel ranks, 1 or more.
+        total: Experts of a layer; None where nothing is said of them.
+        tp: Tensor parallel ranks, over which experts are cut like the rest of the model.
+    """
+
+    arguments: Mapping[str, Any]
+    ranks: int
+    total: int | None
+    tp: int
+
+    @property
+    def num_local(self) -> int:
+        """Return how many each rank has."""
+        return (self.total or 0) // self.ranks
+
+    def global_name(self, name: str, rank: int, file: str) -> str:
+        """Return the name in the whole model of what an expert parallel rank has.
+
+        Raises:
+            CheckpointCorruptError: The rank has more experts than it should.
+            UnsupportedVersionError: How its experts are put together is not known.
+        """
+        if not is_expert(name):
+            return name
+        fused = _FUSED.fullmatch(name)
+        if fused is not None:
+            return f"{fused[1]}experts.linear_fc{fused[2]}.weight"
+        match = _SINGLE.fullmatch(name) or _GROUPED.fullmatch(name)
+        if is_fused(name) or (match is None and self.ranks > 1):
+            raise UnsupportedVersionError(
+                f"{file}: {name} is of experts in a form that is not known, so they cannot be put "
+                "together over ranks; save in torch_dist format",
+                file=file,
+                fqn=name,
+            )
+        if match is None or self.ranks == 1:
+            return name
+        number = int(match[2])
+        if number >= self.num_local:
+            raise CheckpointCorruptError(
+                f"{file}: {name} is expert {number} of a rank, of which args gives it "
+                f"{self.num_local}",
+                file=file,
+                fqn=name,
+            )
+        return f"{match[1]}{rank * self.num_local + number}{match[3]}"
+
+    def part(self, key: TensorKey, rank: int, ref: TensorRef) -> tuple[TensorRef, int]:
+        """Return what one parameter of all experts of a rank is of the model's tensor.
+
+        Args:
+            key: The model's tensor: ``[experts, out, in]``.
+            rank: The expert parallel rank.
+            ref: The parameter, or a slot of it: ``[in, experts * out]`` for the first linear,
+                ``[experts * in, out]`` for the second, both viewed as ``[experts, in, out]``.
+
+        Returns:
+            The same elements as ``[experts, out, in]``, and the number of the first expert.
+
+        Raises:
+            UnsupportedVersionError: The arguments do not say how many experts it has.
+            CheckpointCorruptError: Its shape is not what the arguments make it.
+        """
+        hidden, ffn, gates = self._sizes(key, ref)
+        match = _FUSED_NAME.fullmatch(key.fqn)
+        assert match is not None, f"{key} is no parameter of several experts"
+        if match[1] == "1":
+            rows, width = gates * ffn, hidden
+            shape = hidden, self.num_local * rows
+        else:
+            rows, width = hidden, ffn
+            shape = self.num_local * width, hidden
+        if ref.shape != shape or ref.byte_strides is not None:
+            raise CheckpointCorruptError(
+                f"{ref.file}: {key}, of all {self.num_local} experts of the rank, is {_form(ref)}, "
+                f"but args makes it {list(shape)} (hidden_size {hidden}, moe_ffn_hidden_size "
+                f"{ffn * self.tp}, {'gated' if gates > 1 else 'not gated'}, {self.tp} tensor "
+                "parallel rank(s)): the file is of another model, or its optimizer of another "
+                "form; bring the right one back, or save in torch_dist format",
+                file=ref.file,
+                fqn=key.fqn,
+                slot=key.slot,
+            )
+        view = ref._replace(shape=(self.num_local, rows, width), strides=strides(rows, width))
+        return view, rank * self.num_local
+
+    def _sizes(self, key: TensorKey, ref: TensorRef) -> tuple[int, int, int]:
+        """Return the sizes of an expert on a rank: hidden, between its linears, 2 if gated."""
+        sizes: dict[str, Any] = {
+            "num_experts": self.total,
+            "hidden_size": self.arguments.get("hidden_size"),
+            # Not told apart before megatron-core 0.10.
+            "moe_ffn_hidden_size": self.arguments.get("moe_ffn_hidden_size")
+            or self.arguments.get("ffn_hidden_size"),
+        }
+        wrong = [f"{name} {v!r}" for name, v in sizes.items() if not isinstance(v, int) or v < 1]
+        if not self.arguments.get("moe_grouped_gemm"):
+            wrong.append(f"moe_grouped_gemm {self.arguments.get('moe_grouped_gemm')!r}")
+        _, hidden, ffn = sizes.values()
+        if wrong or ffn % self.tp:
+            raise UnsupportedVersionError(
+                f"{ref.file}: {key} is all experts of the rank in one parameter, which only args "
+                f"tells apart, and it has {', '.join(wrong) or f'moe_ffn_hidden_size {ffn}'} for "
+                f"{self.tp} tensor parallel rank(s); save in torch_dist format",
+                file=ref.file,
+                fqn=key.fqn,
+            )
+        return hidden, ffn // self.tp, 2 if is_gated(self.arguments) else 1
+
+
+def _form(ref: TensorRef) -> str:
+    return f"{list(ref.shape)}{'' if ref.byte_strides is None else ', not contiguous'}"
+
+
+def is_fused(name: str) -> bool:
+    """Return whether a tensor of the whole model is one parameter on each rank."""
+    return _FUSED_NAME.fullmatch(name) is not None

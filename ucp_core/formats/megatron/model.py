@@ -1,0 +1,475 @@
+"""The model and the optimizer in Megatron's files of one model-parallel rank each."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
+from ucp_core.formats.megatron import flat_buffers
+from ucp_core.formats.megatron.experts import Experts, is_expert, is_fused, is_gated
+from ucp_core.formats.shared.evidence import interchangeable, match_masters
+from ucp_core.formats.shared.optimizer_order import (
+    assign,
+    check_numbers,
+    largest_shape,
+    unclear,
+)
+from ucp_core.formats.shared.shards import Layouts, Rank, Shards
+from ucp_core.formats.shared.values import Scalars, json_value
+from ucp_core.formats.shared.vocabulary import Vocabulary, tells_padding, vocabulary_of
+from ucp_core.geometry.statemap import DTYPE_BYTES, TensorKey
+from ucp_core.language.patterns import Pattern, Replicated, Unique
+from ucp_core.language.rules import Rules, builtin_rules
+from ucp_core.manifest.document import Item
+from ucp_core.torch_files.torch_reader import TensorRef
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucp_core.formats.shared.groups import Groups
+    from ucp_core.formats.shared.torch_files import Files
+
+WEIGHT = "weight"
+_LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
+_CHUNK = re.compile(r"model(\d*)")
+#: Where the last stage keeps its copy of the embedding.
+_HEADS = {
+    "word_embeddings_for_head.weight": "language_model.embedding.word_embeddings.weight",
+    "language_model.word_embeddings_for_head.weight": (
+        "language_model.embedding.word_embeddings.weight"
+    ),
+    "output_layer.weight": "embedding.word_embeddings.weight",
+}
+#: Since then the rows of a fused projection are grouped by head.
+_GROUPED_VERSION = 2.0
+_MASTERS = "fp32_from_fp16_params"
+_REMEDY = "save in torch_dist format"
+
+
+class Piece(NamedTuple):
+    """The files of one model-parallel rank; ``distributed`` is None where the model's has all.
+
+    Of several expert parallel ranks ``expert`` is the number.
+    """
+
+    rank: Rank
+    file: str
+    tree: Mapping[str, Any]
+    distributed: str | None
+    expert: int = 0
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Consecutive layers of one rank: its part of the model, or one of several.
+
+    Attributes:
+        rank: Whose.
+        number: Of the chunk; above 0 in interleaved pipelines.
+        params: Name in the whole model, and where it is.
+        expert: The expert parallel rank.
+    """
+
+    rank: Rank
+    number: int
+    params: list[tuple[str, TensorRef]]
+    expert: int = 0
+
+
+@dataclass(slots=True)
+class Model:
+    """The whole model.
+
+    Attributes:
+        experts: What Megatron's ``args`` say of them.
+        chunks: Of all ranks.
+        ties: Owner by alias.
+        frozen: Names that no optimizer has.
+        items: What was left out.
+        mastered: Whose weights the optimizer has: rank, expert parallel rank and name.
+        moments: By rank and expert parallel rank, the slots that are no weights.
+    """
+
+    experts: Experts
+    chunks: list[Chunk] = field(default_factory=list)
+    ties: dict[str, str] = field(default_factory=dict)
+    frozen: set[str] = field(default_factory=set)
+    items: dict[str, Item] = field(default_factory=dict)
+    mastered: set[tuple[Rank, int, str]] = field(default_factory=set)
+    moments: dict[tuple[Rank, int], list[tuple[TensorKey, TensorRef]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    @property
+    def has_expert_ranks(self) -> bool:
+        """Return whether experts are spread over ranks of their own."""
+        return any(chunk.expert for chunk in self.chunks)
+
+    def number_layers(self) -> None:
+        """Give layers their numbers in the whole model: every chunk counts from 0 on."""
+        counts: dict[tuple[int, int], int] = {}
+        for chunk in self.chunks:
+            numbers = [int(m[2]) for name, _ in chunk.params if (m := _LAYER.fullmatch(name))]
+            counts[chunk.number, chunk.rank.stage] = max(numbers, default=-1) + 1
+        first: dict[tuple[int, int], int] = {}
+        total = 0
+        for place in sorted(counts):
+            first[place] = total
+            total += counts[place]
+        num_layers = self.experts.arguments.get("num_layers")
+        if isinstance(num_layers, int) and num_layers != total:
+            raise CheckpointCorruptError(
+                f"the files hold {total} layers, args says {num_layers}: stages are missing, or "
+                "the files are of two models"
+            )
+        stages = 1 + max(chunk.rank.stage for chunk in self.chunks)
+        for chunk in self.chunks:
+            offset = first[chunk.number, chunk.rank.stage]
+            chunk.params = [
+                (self._owner(_shifted(name, offset), chunk.rank, stages), ref)
+                for name, ref in chunk.params
+            ]
+
+    def _owner(self, name: str, rank: Rank, stages: int) -> str:
+        """Return the embedding's name for the copy that the last of several stages has."""
+        owner = _HEADS.get(name)
+        untied = self.experts.arguments.get("untie_embeddings_and_output_weights")
+        if owner is None or stages == 1 or rank.stage == 0 or untied:
+            return name
+        self.ties[name] = owner
+        return owner
+
+    def add(self, shards: Shards) -> None:
+        """Add the weights without a master; what every expert parallel rank has, once."""
+        for chunk in self.chunks:
+            for name, ref in chunk.params:
+                is_first = chunk.expert == 0 or is_expert(name)
+                if is_first and (chunk.rank, chunk.expert, name) not in self.mastered:
+                    self.put(shards, TensorKey(name, WEIGHT), chunk, ref)
+
+    def put(self, shards: Shards, key: TensorKey, place: Piece | Chunk, ref: TensorRef) -> None:
+        """Add what one rank has of a tensor."""
+        if key.slot != WEIGHT:
+            self.moments[place.rank, place.expert].append((key, ref))
+        if is_fused(key.fqn):
+            part, first = self.experts.part(key, place.expert, ref)
+            shards.add_rows(key, place.rank, part, first, self.experts.total or 0)
+        else:
+            shards.add_ref(key, place.rank, ref)
+
+    def chunks_of(self, piece: Piece) -> list[Chunk]:
+        """Return the parts of the model that a rank's file has."""
+        place = piece.rank, piece.expert
+        return [chunk for chunk in self.chunks if (chunk.rank, chunk.expert) == place]
+
+
+def _shifted(name: str, offset: int) -> str:
+    match = _LAYER.fullmatch(name)
+    return name if match is None else f"{match[1]}{offset + int(match[2])}{match[3]}"
+
+
+def model_of(piece: Piece, experts: Experts) -> list[Chunk]:
+    """Return the chunks of one rank's file.
+
+    Args:
+        piece: The file.
+        experts: What the arguments say of them.
+
+    Raises:
+        CheckpointCorruptError: It holds no model, or one without tensors.
+        UnsupportedVersionError: Its experts cannot be numbered.
+    """
+    keys = sorted(
+        (int(match[1] or 0), key) for key in piece.tree if (match := _CHUNK.fullmatch(str(key)))
+    )
+    chunks = [
+        Chunk(piece.rank, number, list(_flattened(piece.tree[key], "")), piece.expert)
+        for number, key in keys
+    ]
+    for chunk in chunks:
+        chunk.params = [
+            (experts.global_name(name, piece.expert, piece.file), ref) for name, ref in chunk.params
+        ]
+    if not any(chunk.params for chunk in chunks):
+        raise CheckpointCorruptError(f"{piece.file} holds no tensors of a model", file=piece.file)
+    return chunks
+
+
+def has_experts(tree: Mapping[str, Any]) -> bool:
+    """Return whether a rank's file has parameters of experts."""
+    keys = [key for key in tree if _CHUNK.fullmatch(str(key))]
+    return any(is_expert(name) for key in keys for name, _ in _flattened(tree[key], ""))
+
+
+def _flattened(tree: Any, prefix: str) -> Iterator[tuple[str, TensorRef]]:
+    if isinstance(tree, TensorRef):
+        if not prefix.endswith("_extra_state"):
+            yield prefix, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _flattened(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+class _Part(NamedTuple):
+    """One of the optimizers of a rank, which Megatron chains: that of experts is the second."""
+
+    tree: Any
+    place: tuple[int, int]
+    chunks: list[Chunk]
+
+    @property
+    def params(self) -> list[tuple[str, TensorRef]]:
+        return [param for chunk in self.chunks for param in chunk.params]
+
+
+def _parts(piece: Piece, model: Model) -> list[_Part]:
+    """Return the optimizers of a rank that no other rank repeats."""
+    trees, chunks = piece.tree.get("optimizer"), model.chunks_of(piece)
+    if trees is None:
+        return []
+    trees = trees if isinstance(trees, list) else [trees]
+    # A stage without experts has one optimizer where others chain two.
+    is_chained = model.has_expert_ranks and has_experts(piece.tree)
+    if len(trees) == 1 and not is_chained:
+        return [_Part(trees[0], (0, 1), chunks)] if piece.expert == 0 else []
+    if len(trees) != len((False, True)) or not is_chained:
+        raise UnsupportedVersionError(
+            f"{piece.file}: {len(trees)} chained optimizers are not supported in this format; save "
+            "in torch_dist format",
+            file=piece.file,
+        )
+    return [
+        _Part(
+            trees[experts],
+            (int(experts), len(trees)),
+            [
+                replace(c, params=[p for p in c.params if is_expert(p[0]) == experts])
+                for c in chunks
+            ],
+        )
+        for experts in (False, True)
+        if experts or piece.expert == 0
+    ]
+
+
+def add_optimizer(
+    files: Files, piece: Piece, model: Model, shards: Shards, scalars: Scalars, groups: Groups
+) -> None:
+    """Add masters and slots of one rank.
+
+    Raises:
+        PatternError: Which state belongs to which parameter cannot be told.
+        UnsupportedVersionError: Several optimizers.
+    """
+    for part in _parts(piece, model):
+        tree = part.tree
+        inner = tree.get("optimizer", tree) if isinstance(tree, dict) else None
+        hyper = inner.get("param_groups") if isinstance(inner, dict) else None
+        if inner is None or not isinstance(hyper, list):
+            raise CheckpointCorruptError(f"{piece.file}: optimizer has no param_groups")
+        if piece.distributed is None and any("params" not in group for group in hyper):
+            raise CheckpointCorruptError(
+                f"{piece.file}: the optimizer numbers no parameters: its state is in a file of its "
+                "own (distrib_optim.pt), which no folder of a rank has: bring the files back or "
+                "use another checkpoint",
+                file=piece.file,
+            )
+        if piece.distributed is not None:
+            names = _add_distributed(files, piece, part, model, shards, scalars, hyper)
+        else:
+            names = _add_numbered(files, piece, part, model, shards, scalars, inner)
+        values = [
+            json_value({k: v for k, v in g.items() if k != "params"}, files.store, files.directory)
+            for g in hyper
+        ]
+        groups.add(list(zip(values, names, strict=True)))
+        trained = {name for group in names for name in group}
+        if trained:
+            model.frozen |= {name for name, _ in part.params} - trained
+
+
+def _by_masters(
+    files: Files,
+    piece: Piece,
+    params: Sequence[tuple[str, TensorRef]],
+    masters: Sequence[Sequence[TensorRef]],
+) -> list[list[str]]:
+    """Return the names of each group's parameters, whose weights its masters round to."""
+    taken: set[str] = set()
+    found: list[list[str]] = []
+    for index, group in enumerate(masters):
+        names = match_masters(files.store, files.directory, group, params, taken)
+        if None in names:
+            raise unclear(
+                piece.file,
+                f"master {names.index(None)} of group {index} rounds to no weight of the model: "
+                "the file mixes two saves, or was changed",
+                _REMEDY,
+            )
+        found.append([name for name in names if name is not None])
+    alike = interchangeable(files.store, files.directory, params, found)
+    if alike is not None:
+        why = f"{alike[0]} and {alike[1]} have the same weights, and one of them was not trained"
+        raise unclear(piece.file, f"{why}, or is in another group", _REMEDY)
+    return found
+
+
+def _add_numbered(
+    files: Files,
+    piece: Piece,
+    part: _Part,
+    model: Model,
+    shards: Shards,
+    scalars: Scalars,
+    inner: Mapping[str, Any],
+) -> list[list[str]]:
+    """Add an optimizer that numbers its parameters; return the names of each group."""
+    hyper, state = inner["param_groups"], inner.get("state") or {}
+    check_numbers(hyper, None, piece.file)
+    masters = part.tree.get(_MASTERS) or part.tree.get("fp32_from_fp16")
+    params = part.params
+    if masters:
+        names = _by_masters(files, piece, params, masters)
+    else:
+        wanted = [[largest_shape(state.get(n, {})) for n in g["params"]] for g in hyper]
+        by_group = assign(wanted, [(name, ref.shape) for name, ref in params], piece.file, _REMEDY)
+        names = [by_group.get(index, []) for index in range(len(hyper))]
+    for index, group in enumerate(hyper):
+        if len(names[index]) != len(group["params"]):
+            raise PatternError(
+                f"{piece.file}: group {index} has {len(group['params'])} parameters, of which "
+                f"{len(names[index])} have masters: some are kept in float32; save in torch_dist "
+                "format",
+                file=piece.file,
+            )
+        for place, (name, number) in enumerate(zip(names[index], group["params"], strict=True)):
+            if masters:
+                master = masters[index][place]
+                model.put(shards, TensorKey(name, WEIGHT), piece, master)
+                model.mastered.add((piece.rank, piece.expert, name))
+            for slot, value in {"step": group.get("step"), **state.get(number, {})}.items():
+                if isinstance(value, TensorRef) and value.shape and slot != "step":
+                    model.put(shards, TensorKey(name, slot), piece, value)
+                elif isinstance(value, TensorRef | int | float):
+                    scalars.add(TensorKey(name, slot), value)
+    return names
+
+
+def _add_distributed(
+    files: Files,
+    piece: Piece,
+    part: _Part,
+    model: Model,
+    shards: Shards,
+    scalars: Scalars,
+    hyper: Sequence[Mapping[str, Any]],
+) -> list[list[str]]:
+    """Add the flat buffers of the distributed optimizer; return the names of each group."""
+    assert piece.distributed is not None, "the caller looked"
+    files.open([piece.distributed], kinds=(dict, list))
+    pending: list[tuple[str, list[tuple[str, TensorRef]]]] = []
+    trained: set[str] = set()
+    for chunk in part.chunks:
+        kinds: dict[str, list[tuple[str, TensorRef]]] = defaultdict(list)
+        for name, ref in chunk.params:
+            kinds[ref.dtype].append((name, ref))
+        pending += kinds.items()
+    step = next((g["step"] for g in hyper if isinstance(g.get("step"), int | float)), None)
+    tree = files.trees[piece.distributed]
+    for kind, refs in flat_buffers.buffers(tree, piece.distributed, part.place):
+        dtype = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(kind, kind)
+        index = next((i for i, (d, _) in enumerate(pending) if d == dtype), None)
+        if index is None:
+            raise PatternError(
+                f"{piece.distributed} has a buffer of {kind}, the model no such parameters left",
+                file=piece.distributed,
+            )
+        params = dict(pending.pop(index)[1])
+        starts = flat_buffers.find(
+            files.store, files.directory, refs["param"], list(params.items())
+        )
+        for name, start in starts.items():
+            weight = params[name]
+            model.mastered.add((piece.rank, piece.expert, name))
+            for slot, ref in refs.items():
+                key = TensorKey(name, WEIGHT if slot == "param" else slot)
+                offset = ref.offset_bytes + start * DTYPE_BYTES[ref.dtype]
+                part_of = ref._replace(
+                    shape=weight.shape, strides=weight.strides, offset_bytes=offset
+                )
+                model.put(shards, key, piece, part_of)
+            if step is not None:
+                scalars.add(TensorKey(name, "step"), step)
+        trained |= starts.keys()
+    own = [param for param in part.params if param[0] in trained]
+    return _names_by_decay(model, own, hyper)
+
+
+def _names_by_decay(
+    model: Model, params: Sequence[tuple[str, TensorRef]], hyper: Sequence[Mapping[str, Any]]
+) -> list[list[str]]:
+    """Return the names of each group as Megatron makes them: biases and vectors do not decay."""
+    if len(hyper) == 1:
+        return [[name for name, _ in params]]
+    decays = [group.get("wd_mult") for group in hyper]
+    if sorted(map(str, decays)) != ["0.0", "1.0"]:
+        note = "the distributed optimizer does not say which parameters are in which group"
+        model.items["param_groups"] = Item("drop", note)
+        return [[] for _ in hyper]
+    plain = [n for n, ref in params if n.endswith(".bias") or len(ref.shape) == 1]
+    rest = [n for n, _ in params if n not in set(plain)]
+    return [rest if decay else plain for decay in decays]
+
+
+@dataclass(slots=True)
+class _MegatronLayouts:
+    degree: int
+    rules: Rules
+    vocabulary: Vocabulary
+
+    def pattern(
+        self, key: TensorKey, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[Pattern, int | None]:
+        """Return the pattern of a tensor by the rules of its name, and its rows without padding."""
+        if not any(shapes):
+            return (Unique() if self.degree == 1 else Replicated("first")), None
+        found = self.rules.match(key.fqn, key.slot)
+        if tells_padding(found):
+            return found, None
+        extent = self.vocabulary.extent(key.fqn, sum(shape[0] for shape in shapes if shape))
+        if self.degree == 1:
+            return Unique(), extent
+        if found is None:
+            raise PatternError(
+                f"{key.fqn}: no rule says how it is cut over {self.degree} tensor parallel ranks; "
+                "give one with --rules",
+                fqn=key.fqn,
+                unknown=f"{key.fqn} {list(shapes[0])}",
+            )
+        return found, extent
+
+
+def pattern_rules(
+    arguments: Mapping[str, Any],
+    rules: Rules | None,
+    degree: int,
+    tree: Mapping[str, Any],
+) -> Layouts:
+    """Return what tells the patterns: the user's rules, then those of Megatron's names.
+
+    Raises:
+        UnsupportedVersionError: Too old: rows of fused projections have another order.
+    """
+    version = tree.get("checkpoint_version", 0)
+    if degree > 1 and rules is None and not (version and version >= _GROUPED_VERSION):
+        raise UnsupportedVersionError(
+            f"checkpoint_version {version} orders the rows of fused projections in another way; "
+            "give rules for query_key_value with --rules",
+            version=version,
+        )
+    family = builtin_rules("megatron-gated" if is_gated(arguments) else "megatron")
+    wanted = family if rules is None else rules.over(family)
+    return _MegatronLayouts(degree, wanted, vocabulary_of(arguments))

@@ -1,0 +1,256 @@
+"""Reads Megatron-LM's checkpoints of before ``torch_dist``: a folder per model-parallel rank.
+
+``iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt`` has the model and, unless it is distributed,
+the optimizer; else ``distrib_optim.pt`` beside it has that. How tensors are cut is in Megatron's
+code, so it comes from the rules of its family unless the user gives others.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ForeignClassError,
+    UnsupportedVersionError,
+)
+from ucp_core.formats.megatron.agreement import arguments_of, check_agreement, check_copies
+from ucp_core.formats.megatron.experts import Experts
+from ucp_core.formats.megatron.model import (
+    Model,
+    Piece,
+    add_optimizer,
+    has_experts,
+    model_of,
+    pattern_rules,
+)
+from ucp_core.formats.megatron.recognition import (
+    LATEST,
+    MODEL_FILE,
+    NAME,
+    RANK,
+    is_checkpoint,
+    latest,
+)
+from ucp_core.formats.shared.groups import Groups
+from ucp_core.formats.shared.shards import Rank, Shards
+from ucp_core.formats.shared.torch_files import Files
+from ucp_core.formats.shared.values import Scalars, json_value, refusing_nonsense
+from ucp_core.formats.shared.vocabulary import vocabulary_of
+from ucp_core.geometry.statemap import StateMap
+from ucp_core.manifest.document import Item, Kind, Manifest
+from ucp_core.native.opening import Checkpoint
+from ucp_core.numerics.checksums import BLOCK_BYTES
+from ucp_core.storage.base import Store, join
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ucp_core.language.rules import Rules
+
+_DISTRIBUTED_FILE = "distrib_optim.pt"
+_MODEL_KEY = re.compile(r"model\d*")
+
+
+def read(
+    store: Store, directory: str, *, rules: Rules | None = None, tag: str | None = None
+) -> Checkpoint:
+    """Open a checkpoint; pickles are read, of tensors a few elements at most.
+
+    Args:
+        store: Where.
+        directory: The folder of an iteration, or the one that holds the latest.
+        rules: How tensors are cut; they count before those of Megatron's own names.
+        tag: Name of the iteration's folder, as ``iter_0001000``.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
+        PatternError: How a tensor is cut, or which state is whose, cannot be told.
+        UnsupportedVersionError: Its experts cannot be put together, or it is too old.
+        ForeignClassError: A pickle holds a class that is not known.
+        StorageError: A file cannot be read.
+    """
+    path = _located(store, directory, tag)
+    with refusing_nonsense(path, "Megatron"):
+        return _read(store, path, rules)
+
+
+def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
+    files, pieces, arguments = _opened(store, path)
+    tp = 1 + max(piece.rank.tp for piece in pieces)
+    shards, scalars, groups = Shards(tp), Scalars(), Groups()
+    model = Model(_experts(path, arguments, tp))
+    for piece in pieces:
+        model.chunks += model_of(piece, model.experts)
+    model.number_layers()
+    for piece in pieces:
+        add_optimizer(files, piece, model, shards, scalars, groups)
+    model.add(shards)
+    layouts = pattern_rules(arguments, rules, tp, files.trees[pieces[0].file])
+    entries = {**shards.entries(layouts), **scalars.entries}
+    tied = set(model.ties.values())
+    check_copies(
+        store,
+        path,
+        model.moments.values(),
+        lambda key: key.fqn in tied or "replicated" in shards.patterns.get(key, ()),
+    )
+    first = files.trees[pieces[0].file]
+    extra, items = _extras(files, first, len(pieces))
+    used = {f.file for entry in entries.values() for f in entry.fragments}
+    known = {key.fqn for key in entries}
+    items |= vocabulary_of(arguments).item(entries)
+    manifest = Manifest(
+        kind=Kind.FOREIGN,
+        step=_iteration(first, pieces[0].file),
+        attempt=0,
+        state_map=StateMap(
+            entries=dict(sorted(entries.items())),
+            block_bytes=BLOCK_BYTES,
+            extents={name: e for name, e in files.extents.items() if name in used},
+        ),
+        files={},
+        param_groups=groups.result(),
+        extra=extra,
+        source={
+            "format": NAME,
+            "version": str(first.get("checkpoint_version", "")),
+            "tag": path.rsplit("/", 1)[-1],
+            "layout": {"tp": tp, "pp": 1 + max(piece.rank.stage for piece in pieces)},
+        },
+        world_size=len(pieces),
+        ties={a: o for a, o in sorted(model.ties.items()) if o in known and a not in known},
+        roles={fqn: "frozen" for fqn in sorted(model.frozen) if fqn in known},
+        items=dict(sorted({**items, **model.items}.items())),
+        patterns=shards.patterns,
+    )
+    return Checkpoint(store=scalars.overlay(store), directory=path, manifest=manifest)
+
+
+def _located(store: Store, directory: str, tag: str | None) -> str:
+    if tag is None and is_checkpoint(store, directory):
+        return directory
+    if tag is not None and ("/" in tag or tag in {"", ".", ".."}):
+        raise CheckpointNotFoundError(f"the tag {tag!r} is not the name of a folder", tag=tag)
+    for name in [tag] if tag is not None else latest(store, directory):
+        if is_checkpoint(store, join(directory, name)):
+            return join(directory, name)
+    raise CheckpointNotFoundError(
+        f"{directory} holds no checkpoint of Megatron ({tag or LATEST})", path=directory
+    )
+
+
+def _opened(store: Store, path: str) -> tuple[Files, list[Piece], Mapping[str, Any]]:
+    """Open the files of all ranks; those that are too many are refused."""
+    ranks = [name for name in store.list(path) if RANK.fullmatch(name)]
+    files = Files(store, path)
+    files.open(f"{name}/{MODEL_FILE}" for name in ranks)
+    first = files.trees[f"{ranks[0]}/{MODEL_FILE}"]
+    values = arguments_of(first)
+    tp = values.get("tensor_model_parallel_size")
+    pp = values.get("pipeline_model_parallel_size")
+    matches = [match for name in ranks if (match := RANK.fullmatch(name))]
+    tp = tp if isinstance(tp, int) else 1 + max(int(match[1]) for match in matches)
+    pp = pp if isinstance(pp, int) else 1 + max(int(match[2] or 0) for match in matches)
+    ep = _expert_ranks(values)
+    wanted = {
+        f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else ""): (
+            Rank(p, t),
+            e,
+        )
+        for e in range(ep)
+        for p in range(pp)
+        for t in range(tp)
+    }
+    for name in sorted(set(wanted) ^ set(ranks)):
+        what = "lacks" if name in wanted else "has more than the ranks of its arguments:"
+        raise CheckpointCorruptError(
+            f"{path} {what} {name} ({tp} tensor parallel ranks in {pp} stage(s), {ep} expert "
+            "parallel rank(s)): the checkpoint was not copied completely, or is mixed with another",
+            path=path,
+            missing=(name,),
+        )
+    distributed = {n for n in wanted if _DISTRIBUTED_FILE in store.list(join(path, n))}
+    for name, (_, expert) in sorted(wanted.items()) if distributed else ():
+        # Of what expert parallel ranks repeat, the first one gathers the state.
+        is_needed = expert == 0 or has_experts(files.trees[f"{name}/{MODEL_FILE}"])
+        if is_needed and name not in distributed:
+            raise CheckpointCorruptError(
+                f"{path}/{name} lacks {_DISTRIBUTED_FILE}, which other ranks have", path=path
+            )
+    pieces = [
+        Piece(
+            rank=rank,
+            file=f"{name}/{MODEL_FILE}",
+            tree=files.trees[f"{name}/{MODEL_FILE}"],
+            distributed=f"{name}/{_DISTRIBUTED_FILE}" if name in distributed else None,
+            expert=expert,
+        )
+        for name, (rank, expert) in wanted.items()
+    ]
+    check_agreement(path, pieces)
+    return files, pieces, values
+
+
+def _expert_ranks(arguments: Mapping[str, Any]) -> int:
+    ranks = arguments.get("expert_model_parallel_size")
+    return ranks if isinstance(ranks, int) and ranks > 1 else 1
+
+
+def _experts(path: str, arguments: Mapping[str, Any], tp: int) -> Experts:
+    """Return what the arguments say of experts.
+
+    Raises:
+        UnsupportedVersionError: They are cut otherwise than the rest of the model.
+        CheckpointCorruptError: The arguments do not say how many there are.
+    """
+    ranks, total = _expert_ranks(arguments), arguments.get("num_experts")
+    own = arguments.get("expert_tensor_parallel_size")
+    if total is not None and ranks > 1 and arguments.get("moe_extended_tp"):
+        own = tp * ranks
+    if total is not None and own is not None and own != tp:
+        raise UnsupportedVersionError(
+            f"{path}: experts are cut over {own} ranks, the rest of the model over {tp}, and the "
+            "names of the folders do not tell which has what; save in torch_dist format",
+            path=path,
+        )
+    if ranks > 1 and (not isinstance(total, int) or total % ranks):
+        raise CheckpointCorruptError(
+            f"{path}: args has num_experts {total!r} for {ranks} expert parallel ranks", path=path
+        )
+    return Experts(arguments, ranks, total if isinstance(total, int) else None, tp)
+
+
+def _iteration(first: Mapping[str, Any], file: str) -> int:
+    value = first.get("iteration", 0)
+    if value == "release":
+        return 0
+    if not isinstance(value, int) or value < 0:
+        raise CheckpointCorruptError(f"{file}: iteration is {value!r}", file=file)
+    return value
+
+
+def _extras(
+    files: Files, first: Mapping[str, Any], num_ranks: int
+) -> tuple[dict[str, Any], dict[str, Item]]:
+    """Return the small values, and what became of every key."""
+    extra: dict[str, Any] = {}
+    items: dict[str, Item] = {}
+    for key, value in first.items():
+        if _MODEL_KEY.fullmatch(str(key)) or key == "optimizer":
+            items[str(key)] = Item("reshard", "its tensors")
+            continue
+        try:
+            kept = json_value(value, files.store, files.directory)
+        except ForeignClassError as error:
+            items[str(key)] = Item("drop", str(error))
+            continue
+        name = "lr_scheduler" if key in ("opt_param_scheduler", "lr_scheduler") else str(key)
+        extra[name] = kept
+        is_rng = "rng" in name and num_ranks > 1
+        note = f"each of {num_ranks} ranks had its own; in extra is that of the first"
+        items[str(key)] = Item("reseed", note) if is_rng else Item("replicate", "in extra")
+    return extra, items

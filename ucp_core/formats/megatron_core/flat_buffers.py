@@ -1,0 +1,431 @@
+"""The flat buffers of Megatron's distributed optimizer (``dp_reshardable``), told apart.
+
+A buffer holds the parameters of one model-parallel rank one after the other, and the checkpoint
+does not say which. Megatron lays them out in the reverse order of the model's modules, each at a
+multiple of 64 elements; the metadata list the model's keys in that order. So the layout can be
+worked out, and it can be proven: the buffer's fp32 weights, rounded, are the model's weights. What
+does not fit in length and in values is refused, never guessed. Buffers must be filled; parameters
+that are in none were not trained.
+
+Source: ``_compute_per_buffer_param_layout`` in ``megatron/core/optimizer/distrib_optimizer.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucp_core.errors import UnsupportedVersionError
+from ucp_core.formats.megatron_core.buffer_weights import (
+    Buffer,
+    Param,
+    Piece,
+    holds,
+    holds_grouped,
+    holds_plain,
+)
+from ucp_core.formats.megatron_core.key_names import BucketKey, stack_of
+from ucp_core.formats.shared import grouped_experts
+from ucp_core.geometry.boxes import Box, flat_range, reach
+from ucp_core.geometry.statemap import DTYPE_BYTES, Extent, Fragment, TensorEntry, TensorKey
+from ucp_core.numerics.dtypes import FLOATS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ucp_core.formats.dcp.container import Container
+
+_FILE_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
+#: Elements at whose multiples parameters begin.
+_ALIGNMENT = 64
+#: Experts have an optimizer of their own where their ranks are others than those of the rest.
+_EXPERTS = ".experts."
+_CHAIN = re.compile(r"chained_(\d+)\.")
+#: The last stage has a copy of the embedding if there is no output layer of its own.
+_EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
+
+
+class _Placed(NamedTuple):
+    """A parameter in a buffer: which bucket of it, from which element on, in which order."""
+
+    param: Param
+    bucket: BucketKey
+    start: int
+    is_grouped: bool = False
+
+
+def decoded(
+    container: Container,
+    buckets: Mapping[BucketKey, str],
+    models: Sequence[str],
+) -> tuple[list[TensorEntry], dict[str, tuple[Extent, ...]]]:
+    """Return the entries that flat buffers hold, by the model's keys, and their checksums.
+
+    Args:
+        container: The checkpoint.
+        buckets: The buffers and their keys.
+        models: The model's keys, in order.
+
+    Raises:
+        UnsupportedVersionError: The buffers do not fit the model's weights; names the first.
+        CheckpointCorruptError: An item is not what the metadata say.
+    """
+    named = {key: TensorKey(key, "weight") for key in models}
+    model = {key.fqn: entry for key, entry in container.entries(named)[0].items()}
+    _check_kinds(container, buckets, model)
+    flat, extents = container.entries({key: TensorKey(key, "flat") for key in buckets.values()})
+    buffers = {bucket: Buffer(flat[TensorKey(key, "flat")]) for bucket, key in buckets.items()}
+    fragments: dict[TensorKey, list[Fragment]] = defaultdict(list)
+    for chain, weights in _by_chain(buffers, model):
+        params = _by_group(container, chain, weights)
+        for group in sorted({bucket.group for bucket in chain}):
+            own = {bucket: buffer for bucket, buffer in chain.items() if bucket.group == group}
+            for placed in _laid_out(container, group, own, params.get(group, ())):
+                _add_fragments(fragments, placed, own)
+    entries = []
+    for name, found in fragments.items():
+        whole = model[name.fqn]
+        dtype = buffers[next(b for b in buffers if b.slot == name.slot)].entry.dtype
+        entries.append(
+            TensorEntry(key=name, dtype=dtype, shape=whole.shape, fragments=tuple(sorted(found)))
+        )
+    return entries, extents
+
+
+def _check_kinds(
+    container: Container, buckets: Mapping[BucketKey, str], model: Mapping[str, TensorEntry]
+) -> None:
+    for bucket, key in buckets.items():
+        item = container.tensors[key]
+        if len(item.shape) != 1 or (bucket.slot == "weight" and item.dtype not in FLOATS):
+            raise _refused(container, key, f"{item.dtype}{list(item.shape)} is no flat buffer")
+    for key, entry in model.items():
+        if entry.dtype not in FLOATS or any(f.strides is not None for f in entry.fragments):
+            raise _refused(container, key, f"weights in {entry.dtype} cannot be compared")
+
+
+def _by_chain(
+    buffers: Mapping[BucketKey, Buffer], model: Mapping[str, TensorEntry]
+) -> list[tuple[dict[BucketKey, Buffer], dict[str, TensorEntry]]]:
+    """Return the buffers of each kind of optimizer, and the weights that may be in them.
+
+    Of several optimizers the last is that of the experts; a stage without has one, unnumbered.
+    """
+    numbers = {
+        bucket: int(match[1]) if (match := _CHAIN.match(bucket.group)) else 0 for bucket in buffers
+    }
+    last = max(numbers.values())
+    if last == 0:
+        return [(dict(buffers), dict(model))]
+    return [
+        (
+            {bucket: buffers[bucket] for bucket in buffers if (numbers[bucket] == last) == experts},
+            {key: entry for key, entry in model.items() if (_EXPERTS in key) == experts},
+        )
+        for experts in (False, True)
+    ]
+
+
+def _by_group(
+    container: Container,
+    buffers: Mapping[BucketKey, Buffer],
+    model: Mapping[str, TensorEntry],
+) -> dict[str, list[Param]]:
+    """Return the parameters of each model-parallel rank, in order of its modules.
+
+    A rank's files hold its buffers and its share of the model; what is the same on every rank of
+    a stage is in the files of one of them only.
+    """
+    groups = _groups(container, buffers)
+    owned: dict[_Name, dict[str, list[Piece]]] = {}
+    for name, fragment in _in_order(model):
+        rank = _rank(container, fragment.file)
+        if rank not in groups:
+            raise _refused(container, name.key, f"rank {rank} has written no buffer")
+        places = owned.setdefault(name, {})
+        places.setdefault(groups[rank], []).append(Piece(name.key, model[name.key].dtype, fragment))
+    stages = _stages(set(groups.values()), [set(places) for places in owned.values()])
+    params: dict[str, list[Param]] = defaultdict(list)
+    for name, places in owned.items():
+        stage = stages[next(iter(places))]
+        if len(places) == len(stage):
+            for group, pieces in places.items():
+                params[group].append(Param(name.key, tuple(pieces), is_replica=False))
+        elif len(places) == 1:
+            ((owner, pieces),) = places.items()
+            for group in stage:
+                replica = group != owner
+                params[group].append(Param(name.key, tuple(pieces), replica))
+        else:
+            raise _refused(
+                container, name.key, f"{len(places)} of {len(stage)} ranks of its stage hold it"
+            )
+    if _OUTPUT not in model:
+        _add_copies(params, stages, owned.get(_Name(_EMBEDDING, None, None), {}))
+    return params
+
+
+def _groups(container: Container, buffers: Mapping[BucketKey, Buffer]) -> dict[int, str]:
+    """Return the group of buffers of each rank."""
+    groups: dict[int, str] = {}
+    for bucket, buffer in buffers.items():
+        for fragment in buffer.entry.fragments:
+            rank = _rank(container, fragment.file)
+            if groups.setdefault(rank, bucket.group) != bucket.group:
+                raise _refused(container, bucket.group, f"rank {rank} has other optimizers too")
+    return groups
+
+
+def _add_copies(
+    params: dict[str, list[Param]],
+    stages: Mapping[str, set[str]],
+    places: Mapping[str, Sequence[Piece]],
+) -> None:
+    """Add to other stages, behind all that they have, what only the embedding's has written."""
+    owners = sorted(places, key=_number)
+    for stage in {tuple(sorted(stage, key=_number)) for stage in stages.values()}:
+        if len(stage) == len(owners) and not set(stage) & set(owners):
+            for group, owner in zip(stage, owners, strict=True):
+                copy = Param(_EMBEDDING, tuple(places[owner]), is_replica=True)
+                params[group].append(copy)
+
+
+def _number(group: str) -> int:
+    return int(group.rpartition("_")[2])
+
+
+class _Name(NamedTuple):
+    """What is a parameter of its own: a tensor, or a layer of a stack, or an expert of that."""
+
+    key: str
+    layer: int | None
+    expert: int | None
+
+
+def _name(entry: TensorEntry, box: Box, *, is_stack: bool) -> _Name:
+    key, dim = entry.key.fqn, int(is_stack)
+    layer = box.start[0] if is_stack else None
+    apart = _EXPERTS in key and len(box.start) > dim + 1 and box.stop[dim] == box.start[dim] + 1
+    return _Name(key, layer, box.start[dim] if apart else None)
+
+
+def _in_order(model: Mapping[str, TensorEntry]) -> list[tuple[_Name, Fragment]]:
+    """Return the chunks in order of the modules: layer after layer where keys are stacks.
+
+    Experts that are modules of their own follow one another.
+    """
+    found: list[tuple[_Name, Fragment]] = []
+    done: set[str] = set()
+    stacks = {
+        key: stack_of(key, entry.shape, (f.box for f in entry.fragments))
+        for key, entry in model.items()
+    }
+    for key, entry in model.items():
+        stack = stacks[key]
+        if stack is None:
+            found += [(_name(entry, f.box, is_stack=False), f) for f in entry.fragments]
+        elif stack not in done:
+            done.add(stack)
+            members = [other for other in model if stacks[other] == stack]
+            experts = min((i for i, k in enumerate(members) if _EXPERTS in k), default=0)
+            chunks = []
+            for place, other in enumerate(members):
+                for fragment in model[other].fragments:
+                    name = _name(model[other], fragment.box, is_stack=True)
+                    block = (place, 0) if name.expert is None else (experts, name.expert)
+                    chunks.append((name.layer or 0, block, place, fragment, name))
+            found += [(name, fragment) for *_, fragment, name in sorted(chunks)]
+    return found
+
+
+def _stages(groups: set[str], together: Sequence[set[str]]) -> dict[str, set[str]]:
+    """Return the ranks of each rank's pipeline stage: those that share tensors."""
+    stages = {group: {group} for group in groups}
+    for members in together:
+        merged = set().union(*(stages[group] for group in members))
+        if len(merged) > len(stages[next(iter(members))]):
+            for group in merged:
+                stages[group] = merged
+    return stages
+
+
+def _rank(container: Container, file: str) -> int:
+    match = _FILE_RANK.fullmatch(file)
+    if match is None:
+        raise _refused(container, file, "the name of the file names no rank")
+    return int(match[1])
+
+
+def _laid_out(
+    container: Container,
+    group: str,
+    buffers: Mapping[BucketKey, Buffer],
+    params: Sequence[Param],
+) -> list[_Placed]:
+    """Return where each parameter of a rank is: in reverse order, checked by length and values."""
+    masters = sorted(bucket for bucket in buffers if bucket.slot == "weight")
+    if not masters:
+        raise _refused(container, group, "there are no fp32 weights in the buffers")
+    left: Sequence[Param] = params
+    for order, choose in (
+        (params[::-1], _next),
+        (params[::-1], _later),
+        (params, _only),
+    ):
+        placed, left = _tried(container, buffers, masters, order, choose)
+        if placed is not None and _is_only_way(container, buffers, placed, left):
+            return _ordered(container, buffers, placed)
+    raise _refused(
+        container,
+        left[0].key if left else group,
+        f"where it is in the buffers of {group} does not follow from its weights: they are not "
+        "there, or others have the same",
+    )
+
+
+def _ordered(
+    container: Container, buffers: Mapping[BucketKey, Buffer], placed: Sequence[_Placed]
+) -> list[_Placed]:
+    """Return what was placed with the order of its elements, which is one for all experts."""
+    apart = [one for one in placed if one.param.may_be_grouped]
+    ways = [
+        way
+        for way in (holds_plain, holds_grouped)
+        if all(way(container, buffers[one.bucket], one.start, one.param) for one in apart)
+    ]
+    if apart and len(ways) != 1:
+        why = "whether its experts are one parameter or several does not follow from their weights"
+        raise _refused(container, apart[0].param.key, why)
+    is_grouped = ways == [holds_grouped]
+    return [one._replace(is_grouped=is_grouped and one in apart) for one in placed]
+
+
+def _tried(
+    container: Container,
+    buffers: Mapping[BucketKey, Buffer],
+    masters: Sequence[BucketKey],
+    params: Sequence[Param],
+    choose: Callable[[Container, Buffer, int, Sequence[Param]], int | None],
+) -> tuple[list[_Placed] | None, list[Param]]:
+    """Return where the parameters are as ``choose`` finds them, or None, and those not found."""
+    left = list(params)
+    skipped: list[Param] = []
+    placed: list[_Placed] = []
+    for bucket, start in _starts(buffers, masters, placed):
+        index = choose(container, buffers[bucket], start, left)
+        if index is None:
+            return None, skipped + left
+        placed.append(_Placed(left.pop(index), bucket, start))
+        if choose is _later:
+            skipped += left[:index]
+            del left[:index]
+    return placed, skipped + left
+
+
+def _is_only_way(
+    container: Container,
+    buffers: Mapping[BucketKey, Buffer],
+    placed: Sequence[_Placed],
+    left: Sequence[Param],
+) -> bool:
+    """Return whether no parameter that was not placed could be where another one was."""
+    return not any(
+        holds(container, buffers[one.bucket], one.start, other) for other in left for one in placed
+    )
+
+
+def _starts(
+    buffers: Mapping[BucketKey, Buffer],
+    masters: Sequence[BucketKey],
+    placed: Sequence[_Placed],
+) -> Iterator[tuple[BucketKey, int]]:
+    """Yield where a parameter begins; the caller adds it to ``placed`` before the next one."""
+    for bucket in masters:
+        start = 0
+        # What follows the last parameter is padding up to the next bucket.
+        while start < buffers[bucket].num_elements:
+            yield bucket, start
+            position = start + placed[-1].param.num_elements
+            start = -(-position // _ALIGNMENT) * _ALIGNMENT
+
+
+def _next(container: Container, buffer: Buffer, start: int, left: Sequence[Param]) -> int | None:
+    """Return 0 if the next parameter in order of the modules begins at ``start``."""
+    return 0 if left and holds(container, buffer, start, left[0]) else None
+
+
+def _later(container: Container, buffer: Buffer, start: int, left: Sequence[Param]) -> int | None:
+    """Return the next in order that begins at ``start``: those before it are not in a buffer."""
+    return next((i for i, p in enumerate(left) if holds(container, buffer, start, p)), None)
+
+
+def _only(container: Container, buffer: Buffer, start: int, left: Sequence[Param]) -> int | None:
+    """Return the parameter that begins at ``start`` if there is only one: order does not count.
+
+    Ranks that share the saving may write the keys in another order.
+    """
+    found = [i for i, param in enumerate(left) if holds(container, buffer, start, param)]
+    return found[0] if len(found) == 1 else None
+
+
+def _add_fragments(
+    fragments: dict[TensorKey, list[Fragment]],
+    placed: _Placed,
+    buffers: Mapping[BucketKey, Buffer],
+) -> None:
+    """Add what one parameter has in each slot of its buffer."""
+    for bucket, buffer in buffers.items():
+        if (bucket.buffer, bucket.bucket) != (placed.bucket.buffer, placed.bucket.bucket):
+            continue
+        found = fragments[TensorKey(placed.param.key, bucket.slot)]
+        if placed.is_grouped:
+            found += _grouped(placed, buffer)
+            continue
+        low = placed.start
+        for piece in placed.param.pieces:
+            count = piece.fragment.box.num_elements
+            for start, stop, file, at in buffer.cut(low, low + count):
+                found += _boxes(
+                    piece.fragment.box,
+                    (start - low, stop - low),
+                    (file, at, DTYPE_BYTES[buffer.entry.dtype]),
+                    replica=placed.param.is_replica,
+                )
+            low += count
+
+
+def _grouped(placed: _Placed, buffer: Buffer) -> Iterator[Fragment]:
+    """Yield the fragments of experts that are one parameter."""
+    param, low, itemsize = placed.param, placed.start, DTYPE_BYTES[buffer.entry.dtype]
+    for start, stop, file, at in buffer.cut(low, low + param.num_elements):
+        for box, position, steps in grouped_experts.segments(param.boxes, start - low, stop - low):
+            strides = tuple(step * itemsize for step in steps)
+            first, last = reach(box, box, strides, itemsize)
+            offset = at + (low + position - start) * itemsize
+            size = last - first
+            yield Fragment(box, file, offset, size, None, (), param.is_replica, strides)
+
+
+def _boxes(
+    box: Box, positions: tuple[int, int], place: tuple[str, int, int], *, replica: bool
+) -> Iterator[Fragment]:
+    """Yield the fragments of flat positions of a box; ``place``: file, byte, bytes an element."""
+    file, at, itemsize = place
+    for local in flat_range(box.shape, *positions):
+        start = tuple(a + b for a, b in zip(local.start, box.start, strict=True))
+        stop = tuple(a + b for a, b in zip(local.stop, box.start, strict=True))
+        size = local.num_elements * itemsize
+        yield Fragment(Box(start, stop), file, at, size, None, (), replica)
+        at += size
+
+
+def _refused(container: Container, what: str, why: str) -> UnsupportedVersionError:
+    return UnsupportedVersionError(
+        f"{container.where}: {what}: {why}, so the flat buffers of the distributed optimizer "
+        "(dp_reshardable) cannot be told apart: load it with Megatron and save it with "
+        "--dist-ckpt-optim-fully-reshardable",
+        what=what,
+        path=container.where,
+    )

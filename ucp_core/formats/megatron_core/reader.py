@@ -1,0 +1,373 @@
+"""Reader of Megatron-core's ``torch_dist``: the container of torch DCP with keys of its own.
+
+Layers that are alike are one tensor in the files and one each here. The distributed optimizer
+comes as one tensor per parameter (``fully_reshardable``) or as flat buffers of each
+model-parallel rank (``dp_reshardable``), which say nothing of what is in them; see
+``flat_buffers``. Source: ``megatron/core/dist_checkpointing`` and
+``megatron/core/optimizer/distrib_optimizer.py`` of Megatron-core 0.16 and 0.19.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ForeignClassError,
+    StorageError,
+    UnsupportedVersionError,
+)
+from ucp_core.formats.dcp.container import Container
+from ucp_core.formats.dcp.directory import read_container
+from ucp_core.formats.dcp.state import BLOCK_BYTES, State, json_value
+from ucp_core.formats.megatron_core import flat_buffers, key_names
+from ucp_core.formats.megatron_core.recognition import CONFIG, NAME, TRACKER, located
+from ucp_core.formats.shared.inline import INLINE_NAME, OverlayStore
+from ucp_core.formats.shared.vocabulary import tells_padding, vocabulary_of
+from ucp_core.geometry.statemap import StateMap, TensorKey
+from ucp_core.language.operators import strip_padding
+from ucp_core.language.patterns import Cut, place
+from ucp_core.manifest.document import Item, Kind, Manifest
+from ucp_core.native.opening import Checkpoint
+from ucp_core.storage.base import Store, join
+from ucp_core.torch_files.torch_reader import Opaque, read_torch_file
+
+if TYPE_CHECKING:
+    from ucp_core.language.rules import Rules
+
+_COMMON = "common.pt"
+_COMMON_KEY = "common_state/shard_0_1"
+_BACKENDS = ("torch_dist",)
+#: Objects of the distributed optimizer that describe the buffers of the run that saved.
+_LAYOUTS = (".per_bucket_numel", ".per_bucket_numel_unpadded", ".param_state_sharding_type")
+#: The whole state of one model-parallel rank, pickled (``dp_zero_gather_scatter``).
+_GATHERED = ".param_state"
+
+
+def read(
+    store: Store, directory: str, *, rules: Rules | None = None, tag: str | None = None
+) -> Checkpoint:
+    """Open a ``torch_dist`` checkpoint; metadata and small items are read, no tensor is.
+
+    Args:
+        store: Where.
+        directory: Of one iteration, or of all, with Megatron's file that names the latest.
+        rules: Of them only where the padding of a vocabulary begins (``unpadded``): the metadata
+            say which box every file holds.
+        tag: The folder of an iteration.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        CheckpointCorruptError: Files are missing, truncated, damaged, or of different saves.
+        PatternError: A rule says that padding begins behind the end of a tensor.
+        UncoveredRegionError: The chunks of a tensor leave a hole or overlap.
+        UnsupportedVersionError: The optimizer's state cannot be told apart; says what is missing.
+        ForeignClassError: The metadata hold an unknown class or kind of tensor.
+    """
+    where = located(store, directory, tag)
+    if where is None:
+        raise CheckpointNotFoundError(
+            f"{directory} has no {CONFIG} of Megatron-core and no {TRACKER} that leads to one",
+            path=directory,
+        )
+    config = _config(store, where)
+    backend = config.get("sharded_backend")
+    if backend not in _BACKENDS:
+        raise UnsupportedVersionError(
+            f"{where} was saved as {str(backend)[:40]!r}; only {', '.join(_BACKENDS)} can be read: "
+            "load it with Megatron and save it with --ckpt-format torch_dist",
+            path=where,
+        )
+    container = read_container(store, where)
+    reader = _Reader(container, _common(container), rules)
+    state = reader.state()
+    state_map = StateMap(entries=state.entries, block_bytes=BLOCK_BYTES, extents=state.extents)
+    state_map.prove_coverage()
+    manifest = Manifest(
+        kind=Kind.FOREIGN,
+        step=state.step,
+        attempt=0,
+        state_map=state_map,
+        files={},
+        param_groups=state.param_groups,
+        extra=state.extra,
+        source={
+            "format": NAME,
+            "version": str(config.get("sharded_backend_version", "")),
+            "layout": state.layout,
+        },
+        roles=state.roles,
+        items=state.items,
+    )
+    if state.inline:
+        store = OverlayStore(store, {INLINE_NAME: bytes(state.inline)})
+    return Checkpoint(store=store, directory=where, manifest=manifest)
+
+
+def _config(store: Store, where: str) -> dict[str, Any]:
+    path = join(where, CONFIG)
+    try:
+        config = json.loads(store.read(path))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{path} is not JSON: {error}", path=path) from error
+    if not isinstance(config, dict):
+        raise CheckpointCorruptError(f"{path} is not a JSON object", path=path)
+    return config
+
+
+def _common(container: Container) -> dict[str, Any]:
+    """Return what all ranks had in common: iteration, arguments, groups, schedule."""
+    if _COMMON_KEY in container.blobs:
+        ((_, found),) = container.values([_COMMON_KEY])
+    else:
+        try:
+            found = read_torch_file(container.store, container.directory, _COMMON).tree
+        except StorageError as error:
+            if not error.facts.get("missing"):
+                raise
+            raise CheckpointCorruptError(
+                f"{container.directory} has neither {_COMMON} nor an item {_COMMON_KEY}: bring it "
+                "back or use another checkpoint",
+                path=container.directory,
+            ) from error
+    while isinstance(found, list | tuple) and len(found) == 1:
+        found = found[0]
+    if not isinstance(found, dict):
+        raise CheckpointCorruptError(
+            f"{container.directory}: the common state is a {type(found).__name__}",
+            path=container.directory,
+        )
+    return {str(key): value for key, value in found.items()}
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Turns a container into state."""
+
+    container: Container
+    common: dict[str, Any]
+    rules: Rules | None = None
+    result: State = field(default_factory=State)
+    is_local: bool = True
+    objects: dict[str, list[str]] = field(default_factory=dict)
+
+    def state(self) -> State:
+        for key in self.container.blobs:
+            if key != _COMMON_KEY:
+                self.objects.setdefault(key_names.object_of(key), []).append(key)
+        self._refuse_gathered()
+        self._add_extra_states()
+        models = [k for k in self.container.tensors if not key_names.is_optimizer(k)]
+        self._add_tensors(models)
+        self._add_buckets(models)
+        self._strip_padding()
+        self._add_common()
+        self._add_groups()
+        self._add_objects()
+        self._add_roles(models)
+        self.result.layout["layers"] = "local" if self.is_local else "fused"
+        return self.result
+
+    def _refuse_gathered(self) -> None:
+        """Refuse state that is no tensor of the checkpoint: without it a run would start anew."""
+        for key in self.objects:
+            if key_names.is_optimizer(key) and key.endswith(_GATHERED):
+                raise UnsupportedVersionError(
+                    f"{self.container.where}: {key} holds the optimizer's state as gathered by one "
+                    "rank (dp_zero_gather_scatter), which cannot be read: load it with the "
+                    "Megatron that saved it and save it with --dist-ckpt-optim-fully-reshardable",
+                    key=key,
+                )
+
+    def _add_extra_states(self) -> None:
+        """Look at the modules' own states: without Transformer Engine they are all None."""
+        keys = [key for key in self.objects if key.endswith("._extra_state")]
+        found: dict[str, Any] = {}
+        for shard in [shard for key in keys for shard in self.objects.pop(key)]:
+            try:
+                ((_, value),) = self.container.values([shard])
+                if not _is_nothing(value):
+                    self.is_local = False
+                    found[shard] = self._json(value, shard)
+            except ForeignClassError as error:
+                self.is_local = False
+                note = f"scaling of fp8 is made anew: what the module kept is too much: {error}"
+                self.result.items[shard] = Item("drop", note)
+        if found:
+            self.result.extra["_extra_state"] = found
+            note = "kept in extra; scaling of fp8 is made anew where it does not fit"
+            self.result.items["_extra_state"] = Item("replicate", note)
+        elif keys and self.is_local:
+            self.result.items["_extra_state"] = Item("drop", f"{len(keys)} modules have none")
+
+    def _add_tensors(self, models: list[str]) -> None:
+        """Add parameters and states that are tensors of their own, layer by layer."""
+        keys: dict[str, TensorKey] = {}
+        for key in self.container.tensors:
+            named = key_names.slot_of(key)
+            if named is not None:
+                keys[key] = TensorKey(named[1], named[0])
+            elif key_names.is_optimizer(key) and key_names.bucket_of(key) is None:
+                raise UnsupportedVersionError(
+                    f"{self.container.where}: {key} is of a form of the distributed optimizer "
+                    "that cannot be read: load it with the Megatron that saved it and save it with "
+                    "--dist-ckpt-optim-fully-reshardable",
+                    key=key,
+                )
+        self._refuse_flattened(keys)
+        mastered = {name.fqn for name in keys.values() if name.slot == "weight"}
+        copies = [key for key in models if key in mastered]
+        keys |= {key: TensorKey(key, "weight") for key in models if key not in mastered}
+        entries, self.result.extents = self.container.entries(keys)
+        for entry in entries.values():
+            for layer in key_names.unstacked(entry, is_local=self.is_local):
+                self.result.put(layer)
+        if copies:
+            dtypes = sorted({self.container.tensors[key].dtype for key in copies})
+            note = f"{len(copies)} copies in {', '.join(dtypes)} of weights that the optimizer has"
+            self.result.items["model"] = Item("drop", note)
+        else:
+            self.result.items["model"] = Item("reshard", f"{len(models)} tensors")
+        if mastered:
+            note = f"{len(mastered)} parameters, fp32 weights among them"
+            self.result.items["optimizer.state"] = Item("reshard", note)
+
+    def _refuse_flattened(self, keys: dict[str, TensorKey]) -> None:
+        """Refuse masters of another shape: each rank flattened its share of a fragment."""
+        for key, (fqn, slot) in keys.items():
+            model = self.container.tensors.get(fqn)
+            shape = self.container.tensors[key].shape
+            if slot == "weight" and model is not None and model.shape != shape:
+                raise UnsupportedVersionError(
+                    f"{self.container.where}: {key} is {list(shape)}, {fqn} {list(model.shape)}: "
+                    "ranges of flattened parameters (fully_sharded_model_space) cannot be read: "
+                    "load it with the Megatron that saved it and save it with "
+                    "--dist-ckpt-optim-fully-reshardable",
+                    key=key,
+                )
+
+    def _add_buckets(self, models: list[str]) -> None:
+        """Replace the weights by those of the flat buffers, and add their states."""
+        found = {}
+        for key in self.container.tensors:
+            bucket = key_names.bucket_of(key)
+            if bucket is not None:
+                found[bucket] = key
+        if not found:
+            return
+        entries, extents = flat_buffers.decoded(self.container, found, models)
+        for file, more in extents.items():
+            merged = {*self.result.extents.get(file, ()), *more}
+            self.result.extents[file] = tuple(sorted(merged))
+        for entry in entries:
+            for layer in key_names.unstacked(entry, is_local=self.is_local):
+                self.result.entries[layer.key] = layer
+        note = "flat buffers, told apart by the weights in them"
+        self.result.items["optimizer.distributed"] = Item("reshard", note)
+        note = "copies of the weights that the optimizer has in fp32"
+        self.result.items["model"] = Item("drop", note)
+
+    def _strip_padding(self) -> None:
+        """Leave out the rows behind a vocabulary's tokens, in every slot."""
+        arguments = self.common.get("args")
+        values = arguments.state if isinstance(arguments, Opaque) else arguments
+        vocabulary = vocabulary_of(values if isinstance(values, dict) else {})
+        for key, entry in self.result.entries.items():
+            if not entry.shape:
+                continue
+            rule = None if self.rules is None else self.rules.match(key.fqn, key.slot)
+            cut = Cut(unpadded=vocabulary.extent(key.fqn, entry.shape[0]))
+            if tells_padding(rule):
+                cut = Cut(rule.dim, unpadded=rule.unpadded)
+            if cut.unpadded is not None:
+                shape = place(cut, (entry.shape,), name=str(key)).shape
+                self.result.entries[key] = strip_padding(entry, shape)
+        self.result.items |= vocabulary.item(self.result.entries)
+
+    def _add_common(self) -> None:
+        for key, value in self.common.items():
+            if key == "optimizer":
+                continue
+            self.result.extra[key] = self._json(value, key)
+            self.result.items[key] = Item("replicate", "kept in extra")
+        iteration = self.common.get("iteration")
+        if isinstance(iteration, int) and iteration >= 0:
+            self.result.step = iteration
+
+    def _add_groups(self) -> None:
+        """Name the parameters of the groups, and give each its step count."""
+        states = [self._json(self.common.get("optimizer"), "optimizer")]
+        for key in [key for key in self.objects if key.endswith(".optimizer")]:
+            states += [self._json(v, k) for k, v in self.container.values(self.objects.pop(key))]
+        groups, steps, rest = key_names.split_optimizer(states)
+        if rest:
+            self.result.extra["optimizer"] = rest
+            self.result.items["optimizer"] = Item("replicate", "what is not its groups, in extra")
+        if not groups:
+            return
+        weights = {k.fqn: e.shape for k, e in self.result.entries.items() if k.slot == "weight"}
+        trained = {key.fqn for key in self.result.entries if key.slot != "weight"} or set(weights)
+        shapes = {fqn: shape for fqn, shape in weights.items() if fqn in trained}
+        named, unsure = key_names.assigned(groups, shapes)
+        self.result.param_groups = named
+        note = f"{len(named)} groups; who is in which follows from Megatron's own rule"
+        if unsure:
+            note += f", which leaves out {len(unsure)} parameters: {', '.join(unsure[:3])}"
+        self.result.items["optimizer.param_groups"] = Item("replicate", note)
+        # Who is in no group for sure has the step of all groups, if they agree.
+        agreed = named[:1] if len({group.get("step") for group in named}) == 1 else []
+        for group, fqns in [(g, g["params"]) for g in named] + [(g, unsure) for g in agreed]:
+            step = group.get("step", steps[0] if steps else None)
+            if isinstance(step, int | float):
+                for fqn in fqns:
+                    if TensorKey(fqn, "step") not in self.result.entries:
+                        self.result.put_inline(TensorKey(fqn, "step"), step)
+
+    def _add_objects(self) -> None:
+        """Keep the other sharded objects: random state, data cursor, bucket sizes."""
+        for key, shards in self.objects.items():
+            if key.endswith(_LAYOUTS):
+                self.result.items[key] = Item("drop", "how the flat buffers were laid out")
+                continue
+            try:
+                values = {
+                    shard.rsplit("/", 1)[-1]: self._json(value, shard)
+                    for shard, value in self.container.values(shards)
+                }
+            except ForeignClassError as error:
+                self.result.items[key] = Item("drop", f"its value is of an unknown class: {error}")
+                continue
+            self.result.extra[key] = values
+            if "rng" in key:
+                note = "kept in extra by model-parallel rank; other layouts derive their own"
+                self.result.items[key] = Item("reseed", note)
+            else:
+                self.result.items[key] = Item("replicate", "kept in extra")
+        for name in self.container.leftovers():
+            note = "not named in the metadata: left behind by another save"
+            self.result.items[name] = Item("drop", note)
+
+    def _add_roles(self, models: list[str]) -> None:
+        slots: dict[str, int] = {}
+        for key in self.result.entries:
+            slots[key.fqn] = slots.get(key.fqn, 0) + 1
+        if max(slots.values(), default=0) < 2 or not models:  # noqa: PLR2004 - no optimizer
+            return
+        for fqn, count in slots.items():
+            if count == 1:
+                self.result.roles[fqn] = "buffer" if fqn.endswith(_BUFFERS) else "frozen"
+
+    def _json(self, value: Any, key: str) -> Any:
+        return json_value(self.container, value, key)
+
+
+_BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq", "running_mean", "running_var")
+
+
+def _is_nothing(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(item is None for item in value)
+    return value is None

@@ -1,0 +1,41 @@
+"""Recognises Megatron-core's ``torch_dist`` checkpoints by the names of their files."""
+
+from __future__ import annotations
+
+import re
+
+from ucp_core.errors import CheckpointCorruptError
+from ucp_core.formats.dcp.recognition import metadata_names
+from ucp_core.storage.base import Store, join
+
+NAME = "megatron-core"
+CONFIG = "metadata.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"\d{1,12}|release")
+
+
+def recognise(store: Store, directory: str) -> bool:
+    """Return whether ``directory`` is a ``torch_dist`` checkpoint, or holds the latest one."""
+    try:
+        return located(store, directory, None) is not None
+    except CheckpointCorruptError:
+        return False
+
+
+def located(store: Store, directory: str, tag: str | None) -> str | None:
+    """Return the directory of the iteration to read, or None."""
+    where = directory if tag is None else join(directory, tag)
+    names = store.list(where)
+    if CONFIG in names and metadata_names(names):
+        return where
+    if tag is not None or TRACKER not in names:
+        return None
+    text = store.read(join(directory, TRACKER)).decode(errors="replace").strip()
+    if not _ITERATION.fullmatch(text):
+        raise CheckpointCorruptError(
+            f"{join(directory, TRACKER)} says {text[:40]!r}, which is no iteration",
+            path=join(directory, TRACKER),
+        )
+    folder = text if text == "release" else f"iter_{int(text):07d}"
+    names = store.list(join(directory, folder))
+    return join(directory, folder) if CONFIG in names and metadata_names(names) else None

@@ -1,0 +1,158 @@
+"""Proof that a float32 master is of a parameter: rounded to the model's dtype, it is its weight.
+
+A few elements of both are read. Formats without names for masters are read by it.
+"""
+
+from __future__ import annotations
+
+import struct
+from math import copysign, inf
+from typing import TYPE_CHECKING
+
+from ucp_core.geometry.statemap import DTYPE_BYTES
+from ucp_core.storage.base import Store, join
+from ucp_core.torch_files.torch_reader import TensorRef
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+#: Elements that are compared at either end: two parameters that agree in so many are alike.
+_SAMPLE = 32
+_HALVES = ("F16", "BF16")
+
+
+def is_master_of(
+    store: Store, directory: str, masters: TensorRef, start: int, weight: TensorRef
+) -> bool:
+    """Return whether elements from ``start`` on of flat masters are those of ``weight``."""
+    count = weight.num_elements
+    if start + count > masters.num_elements:
+        return False
+    if masters.dtype != weight.dtype and (masters.dtype != "F32" or weight.dtype not in _HALVES):
+        return False
+    if weight.byte_strides is not None or masters.byte_strides is not None:
+        return False
+    size = min(count, _SAMPLE)
+    for first in {0, count - size}:
+        found = _read(store, directory, masters, start + first, size)
+        expected = _read(store, directory, weight, first, size)
+        if rounded(found, masters.dtype, weight.dtype) != expected:
+            return False
+    return True
+
+
+def match_masters(
+    store: Store,
+    directory: str,
+    masters: Sequence[TensorRef],
+    params: Sequence[tuple[str, TensorRef]],
+    taken: set[str],
+) -> list[str | None]:
+    """Return the name of each master's parameter, or None; ``taken`` gets those that are found.
+
+    Where several fit, their weights are equal, and the first in the model's order is meant.
+    """
+    names: list[str | None] = []
+    for master in masters:
+        fitting = (n for n, ref in params if n not in taken and ref.shape == master.shape)
+        by_name = dict(params)
+        name = _first(store, directory, master, 0, fitting, by_name)
+        names.append(name)
+        if name is not None:
+            taken.add(name)
+    return names
+
+
+def match_flat(
+    store: Store,
+    directory: str,
+    flat: TensorRef,
+    params: Sequence[tuple[str, TensorRef]],
+    taken: set[str],
+) -> list[str] | None:
+    """Return the parameters that fill a flat group, in order; None if they do not fill it."""
+    by_name = dict(params)
+    names: list[str] = []
+    start = 0
+    while start < flat.num_elements:
+        left = (n for n, ref in params if n not in taken and ref.num_elements)
+        name = _first(store, directory, flat, start, left, by_name)
+        if name is None:
+            return None
+        names.append(name)
+        taken.add(name)
+        start += by_name[name].num_elements
+    return names
+
+
+def interchangeable(
+    store: Store,
+    directory: str,
+    params: Sequence[tuple[str, TensorRef]],
+    groups: Sequence[Sequence[str]],
+) -> tuple[str, str] | None:
+    """Return two parameters with equal weights of which one's masters could be the other's.
+
+    In one group the model's order tells them apart; in two, or where one has no masters, nothing.
+    """
+    group_of = {name: index for index, group in enumerate(groups) for name in group}
+    met: dict[tuple[object, ...], str] = {}
+    for name, ref in params:
+        if ref.byte_strides is not None or not ref.num_elements:
+            continue
+        size = min(ref.num_elements, _SAMPLE)
+        ends = [_read(store, directory, ref, at, size) for at in (0, ref.num_elements - size)]
+        other = met.setdefault((ref.dtype, ref.shape, *ends), name)
+        if group_of.get(name) != group_of.get(other):
+            return other, name
+    return None
+
+
+def _first(
+    store: Store,
+    directory: str,
+    masters: TensorRef,
+    start: int,
+    names: Iterable[str],
+    params: dict[str, TensorRef],
+) -> str | None:
+    return next(
+        (n for n in names if is_master_of(store, directory, masters, start, params[n])), None
+    )
+
+
+def _read(store: Store, directory: str, ref: TensorRef, first: int, count: int) -> bytes:
+    itemsize = DTYPE_BYTES[ref.dtype]
+    offset = ref.offset_bytes + first * itemsize
+    return store.read_range(join(directory, ref.file), offset, count * itemsize)
+
+
+def rounded(data: bytes, source: str, target: str) -> bytes:
+    """Return a few floats in another dtype, rounded to the nearest as torch does."""
+    if source == target:
+        return data
+    if source != "F32" or target not in _HALVES:
+        from ucp_core.numerics.casts import cast
+
+        return bytes(cast(memoryview(data), source, target))
+    # Nearly all there are; numpy would take 0.1 s to import.
+    count = len(data) // DTYPE_BYTES[source]
+    if target == "F16":
+        return b"".join(map(_half, struct.unpack(f"<{count}f", data)))
+    return struct.pack(f"<{count}H", *map(_bf16, struct.unpack(f"<{count}I", data)))
+
+
+def _half(value: float) -> bytes:
+    try:
+        return struct.pack("<e", value)
+    except OverflowError:
+        # A master above the range of float16 becomes infinite, as it does in torch.
+        return struct.pack("<e", copysign(inf, value))
+
+
+def _bf16(bits: int) -> int:
+    upper = bits >> 16
+    if bits & 0x7FFFFFFF > 0x7F800000:  # noqa: PLR2004 - not a number, which stays one
+        return upper | 0x40
+    # Half of the last place, less one where that place is even: a tie goes up only if it is odd.
+    return (bits + 0x7FFF + (upper & 1)) >> 16

@@ -1,0 +1,114 @@
+"""Experts of a rank that are one parameter (Megatron's ``GroupedMLP``). Pure.
+
+The model's tensor has each expert as ``[out, in]``, gate above up. The parameter, and so a flat
+buffer that holds it, has them the other way round: ``[experts, in, out]``, gate beside up. Here the
+last three dims of the boxes that a rank holds of the model's tensor are experts, out and in.
+
+Source: ``GroupedMLP.sharded_state_dict`` in ``megatron/core/transformer/moe/experts.py``, 0.5 to
+0.16.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucp_core.geometry.boxes import Box, flat_range
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_KEY = re.compile(r".*\.experts\.linear_fc[12]\.weight")
+_DIMS = 3
+
+
+class Segment(NamedTuple):
+    """Elements of a box of the model's tensor, and where they are in the parameter.
+
+    Attributes:
+        box: In the model's tensor.
+        position: Of the first element, in the flattened parameter.
+        strides: Elements of the parameter between neighbours along each dim of the box.
+    """
+
+    box: Box
+    position: int
+    strides: tuple[int, ...]
+
+
+class Sample(NamedTuple):
+    """Elements that are side by side in the parameter.
+
+    Attributes:
+        piece: Number of the box that they are in.
+        position: Of the first, in the flattened parameter.
+        size: How many.
+        start: Of the first, in the flattened box; the next are ``step`` apart.
+        step: Elements of the box between neighbours.
+    """
+
+    piece: int
+    position: int
+    size: int
+    start: int
+    step: int
+
+
+def may_be_grouped(key: str, boxes: Sequence[Box]) -> bool:
+    """Return whether a rank's boxes of a tensor can be of such a parameter."""
+    if _KEY.fullmatch(key) is None or len(boxes[0].start) < _DIMS:
+        return False
+    return len({(box.shape[-3], box.shape[-1]) for box in boxes}) == 1
+
+
+def strides(rows: int, width: int) -> tuple[int, int, int]:
+    """Return the parameter's elements between experts, between their rows (out), and columns."""
+    return rows * width, 1, rows
+
+
+def segments(boxes: Sequence[Box], start: int, stop: int) -> Iterator[Segment]:
+    """Yield what flat positions ``[start, stop)`` of the parameter are.
+
+    Args:
+        boxes: All that the rank holds of the tensor, in order.
+        start: First position.
+        stop: Behind the last one.
+    """
+    experts, _, width = boxes[0].shape[-_DIMS:]
+    edges = list(accumulate((box.shape[-2] for box in boxes), initial=0))
+    total = edges[-1]
+    for part in flat_range((experts, width, total), start, stop):
+        for box, low in zip(boxes, edges, strict=False):
+            own = Box((0, 0, low), (experts, width, low + box.shape[-2])).intersect(part)
+            if own is None:
+                continue
+            expert, column, row = own.start
+            lead, lead_stop = box.start[:-_DIMS], box.stop[:-_DIMS]
+            corner = box.start[-_DIMS:]
+            first = (corner[0] + expert, corner[1] + row - low, corner[2] + column)
+            size = (own.shape[0], own.shape[2], own.shape[1])
+            last = tuple(a + n for a, n in zip(first, size, strict=True))
+            yield Segment(
+                box=Box((*lead, *first), (*lead_stop, *last)),
+                position=(expert * width + column) * total + row,
+                strides=(*([experts * width * total] * len(lead)), *strides(total, width)),
+            )
+
+
+def samples(boxes: Sequence[Box], count: int) -> Iterator[Sample]:
+    """Yield up to ``count`` elements at either end of each box, as the parameter has them."""
+    experts, _, width = boxes[0].shape[-_DIMS:]
+    edges = list(accumulate((box.shape[-2] for box in boxes), initial=0))
+    for piece, (box, low) in enumerate(zip(boxes, edges, strict=False)):
+        rows = box.shape[-2]
+        size = min(count, rows)
+        ends = ((0, 0, 0), (experts - 1, rows - size, width - 1))
+        for expert, row, column in dict.fromkeys(ends):
+            yield Sample(
+                piece=piece,
+                position=(expert * width + column) * edges[-1] + low + row,
+                size=size,
+                start=(expert * rows + row) * width + column,
+                step=width,
+            )

@@ -1,0 +1,215 @@
+"""Which of a torch optimizer's numbered parameters is which of the model's.
+
+Pure. A torch optimizer numbers its parameters group by group and does not save their names. In a
+group they are in the model's order; which group has which is proven by their shapes, or refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import CheckpointCorruptError, PatternError
+from ucp_core.torch_files.torch_reader import TensorRef
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    Shape = tuple[int, ...]
+
+#: What to do about it where the optimizer could keep names, and where it could not.
+NAME_THEM = (
+    "make the optimizer of the trained ones of model.named_parameters(), whose names it keeps "
+    "(torch 2.6 or later), or save with one that is distributed (ZeRO stage 1)"
+)
+DISTRIBUTE_IT = "save with an optimizer that is distributed (ZeRO stage 1)"
+
+
+def largest_shape(state: Mapping[str, Any]) -> Shape | None:
+    """Return the shape of the largest slot of a parameter's state; None if it has none.
+
+    Of slots of one element, numbers have no dim, and others those of the parameter.
+    """
+    refs = [v for slot, v in state.items() if isinstance(v, TensorRef) and slot != "step"]
+    best = max(refs, key=lambda ref: (ref.num_elements, len(ref.shape)), default=None)
+    return None if best is None else best.shape
+
+
+def check_numbers(
+    groups: Sequence[Mapping[str, Any]], masters: Sequence[Any] | None, file: str
+) -> None:
+    """Check that no parameter is numbered twice, and that each has a master if any has.
+
+    Args:
+        groups: Of the optimizer.
+        masters: By group, its masters, where there are any.
+        file: For errors.
+
+    Raises:
+        CheckpointCorruptError: The file was put together of two, or changed.
+    """
+    numbers = Counter(number for group in groups for number in group["params"])
+    twice = [number for number, times in numbers.items() if times > 1]
+    if twice:
+        raise CheckpointCorruptError(
+            f"{file}: the optimizer has parameter {twice[0]} more than once: the file was changed, "
+            "or put together of two; use another checkpoint",
+            file=file,
+        )
+    counts = [len(group["params"]) for group in groups]
+    if masters is not None and list(map(len, masters)) != counts:
+        raise CheckpointCorruptError(
+            f"{file}: the optimizer's groups have {counts} parameters, but "
+            f"{list(map(len, masters))} masters: the file was changed, or put together of two; use "
+            "another checkpoint",
+            file=file,
+        )
+
+
+def assign(
+    wanted: Sequence[Sequence[Shape | None]],
+    params: Sequence[tuple[str, Shape]],
+    file: str,
+    remedy: str = DISTRIBUTE_IT,
+) -> dict[int, list[str]]:
+    """Return the names of every group's parameters, in order.
+
+    With one group of as many parameters as the model has, they are in the model's order, unless
+    their shapes are in another. Else all parameters of a shape must be in one group: then their
+    order there is the model's, unless shapes prove that this group has an order of its own. Or the
+    shapes of each group must be found in that order at one place only: then the others are frozen.
+
+    Args:
+        wanted: By group, the shape of each parameter as its state tells it, or None.
+        params: Names and shapes in the model's order.
+        file: For errors.
+        remedy: What to do where it cannot be told, for errors.
+
+    Raises:
+        PatternError: It cannot be told.
+        CheckpointCorruptError: A state is larger than the parameter at its place.
+    """
+    count = sum(len(group) for group in wanted)
+    if len(wanted) == 1 and count == len(params) and not _is_moved(wanted[0], params):
+        for (name, shape), other in zip(params, wanted[0], strict=True):
+            # Factored state is smaller than its parameter, never larger.
+            if other is not None and prod(other) > prod(shape):
+                raise CheckpointCorruptError(
+                    f"{file}: {name} is {list(shape)}, but the optimizer's state at its place is "
+                    f"{list(other)}",
+                    file=file,
+                    fqn=name,
+                )
+        return {0: [name for name, _ in params]}
+    try:
+        return _by_shape(wanted, params, file, remedy)
+    except PatternError:
+        found = _by_order(wanted, params)
+        if found is None:
+            raise
+        return found
+
+
+def can_be(wanted: Sequence[Sequence[Shape | None]], params: Sequence[tuple[str, Shape]]) -> bool:
+    """Return whether every group's shapes are among the model's, in order, in any way at all."""
+    shapes = [shape for _, shape in params]
+    known = ([shape for shape in group if shape is not None] for group in wanted)
+    return all(_places(group, shapes) is not None for group in known)
+
+
+def _by_order(
+    wanted: Sequence[Sequence[Shape | None]], params: Sequence[tuple[str, Shape]]
+) -> dict[int, list[str]] | None:
+    """Return names where the shapes of every group, in order, have only one place in the model."""
+    shapes = [shape for _, shape in params]
+    taken: set[int] = set()
+    for group in wanted:
+        first, last = _places(group, shapes), _places(group[::-1], shapes[::-1])
+        if first is None or last is None or first != [len(shapes) - 1 - p for p in last[::-1]]:
+            return None
+        if taken & set(first):
+            return None
+        taken |= set(first)
+    return {i: [params[p][0] for p in _places(g, shapes) or ()] for i, g in enumerate(wanted)}
+
+
+def _places(group: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
+    """Return the first places where shapes of a group follow one another; None if they do not."""
+    places = []
+    at = 0
+    for other in group:
+        while at < len(shapes) and shapes[at] != other:
+            at += 1
+        if at == len(shapes):
+            return None
+        places.append(at)
+        at += 1
+    return places
+
+
+def _is_moved(group: Sequence[Shape | None], params: Sequence[tuple[str, Shape]]) -> bool:
+    """Return whether a group has exactly the model's shapes, but in another order."""
+    shapes = [shape for _, shape in params]
+    return list(group) != shapes and Counter(group) == Counter(shapes)
+
+
+def _by_shape(
+    wanted: Sequence[Sequence[Shape | None]],
+    params: Sequence[tuple[str, Shape]],
+    file: str,
+    remedy: str,
+) -> dict[int, list[str]]:
+    names: dict[Shape | None, list[str]] = defaultdict(list)
+    for name, shape in params:
+        names[shape].append(name)
+    places: dict[Shape | None, list[int]] = defaultdict(list)
+    for index, group in enumerate(wanted):
+        for other in group:
+            places[other].append(index)
+    if None in places:
+        raise unclear(file, "some have no state that would tell their shape", remedy)
+    for kind, groups in places.items():
+        if len(set(groups)) > 1:
+            raise unclear(file, f"parameters of shape {kind} are in several groups", remedy)
+        if len(groups) != len(names[kind]):
+            raise unclear(
+                file,
+                f"the model has {len(names[kind])} of shape {kind}, the optimizer {len(groups)}",
+                remedy,
+            )
+    left = {shape: iter(names[shape]) for shape in places}
+    found = {index: [next(left[other]) for other in group] for index, group in enumerate(wanted)}
+    _check_order(wanted, found, params, file, remedy)
+    return found
+
+
+def _check_order(
+    wanted: Sequence[Sequence[Shape | None]],
+    found: Mapping[int, Sequence[str]],
+    params: Sequence[tuple[str, Shape]],
+    file: str,
+    remedy: str,
+) -> None:
+    """Raise if a group is not in the model's order, and has several parameters of one shape."""
+    place = {name: number for number, (name, _) in enumerate(params)}
+    for index, names in found.items():
+        shape, times = Counter(wanted[index]).most_common(1)[0] if names else (None, 0)
+        if times > 1 and any(place[a] > place[b] for a, b in pairwise(names)):
+            raise unclear(
+                file,
+                f"the parameters of group {index} are in another order than the model's, and "
+                f"{times} of them are of shape {shape}",
+                remedy,
+            )
+
+
+def unclear(file: str, why: str, remedy: str = DISTRIBUTE_IT) -> PatternError:
+    """Return the error that parameters and state cannot be matched."""
+    return PatternError(
+        f"{file}: the optimizer does not say which state belongs to which parameter, and that "
+        f"cannot be told: {why}; {remedy}",
+        file=file,
+        why=why,
+    )

@@ -1,0 +1,32 @@
+"""Small values of a checkpoint as what they were before they became JSON."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.geometry.statemap import DTYPE_BYTES
+from ucp_core.torch_files.torch_writer import TensorData
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+def restored(value: Any, dtypes: Collection[str] = frozenset(DTYPE_BYTES)) -> Any:
+    """Return a value of ``extra`` with tensors and bytes as such, which JSON has in base64.
+
+    Args:
+        value: The value.
+        dtypes: Tensors of others stay as they are.
+    """
+    if isinstance(value, list):
+        return [restored(item, dtypes) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"base64"}:
+        return b64decode(value["base64"])
+    if value.keys() == {"dtype", "shape", "base64"} and value["dtype"] in dtypes:
+        return TensorData.of_bytes(
+            value["dtype"], tuple(value["shape"]), b64decode(value["base64"])
+        )
+    return {key: restored(item, dtypes) for key, item in value.items()}

@@ -1,0 +1,190 @@
+"""The header of a safetensors file: parse it as if an enemy had written it, and print it.
+
+Pure. Layout by https://github.com/huggingface/safetensors: 8 bytes of length, a JSON object that
+names dtype, shape and ``data_offsets`` of every tensor, then the data without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from ucp_core.errors import CheckpointCorruptError
+from ucp_core.geometry.statemap import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+LENGTH_BYTES = 8
+#: The limit of the reference implementation; its reason holds here: a header is read into memory.
+HEADER_BYTES_MAX = 100_000_000
+#: torch and numpy stop at 64.
+_NDIM_MAX = 64
+#: SPEC.md, section 2: integers are below it.
+_INTEGER_MAX = 1 << 60
+
+
+class TensorRange(NamedTuple):
+    """A tensor of the file; offsets count from the first byte of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start_byte: int
+    stop_byte: int
+
+
+class Header(NamedTuple):
+    """A parsed header: the tensors in order of their bytes, and free texts."""
+
+    tensors: tuple[TensorRange, ...]
+    metadata: Mapping[str, str]
+
+
+class _DuplicateNameError(Exception):
+    """JSON may name a member twice; one of the two would be lost."""
+
+
+def header_bytes(first: bytes, file_bytes: int, where: str) -> int:
+    """Return the length of the JSON that follows the ``LENGTH_BYTES`` in ``first``.
+
+    Raises:
+        CheckpointCorruptError: The file is too short for it, or it is beyond the limit.
+    """
+    if len(first) < LENGTH_BYTES:
+        _refuse(where, None, f"has {file_bytes} bytes, too few for a safetensors file")
+    length = int.from_bytes(first[:LENGTH_BYTES], "little")
+    if length > HEADER_BYTES_MAX:
+        _refuse(where, None, f"says its header has {length} bytes, {HEADER_BYTES_MAX} are allowed")
+    if length > file_bytes - LENGTH_BYTES:
+        _refuse(
+            where, None, f"says its header has {length} bytes, but the file has only {file_bytes}"
+        )
+    return length
+
+
+def parse_header(text: bytes, data_bytes: int, where: str) -> Header:
+    """Return what a header says, proven: every tensor in the file, no byte twice, no gap.
+
+    Args:
+        text: The JSON.
+        data_bytes: Bytes of the file behind it.
+        where: Path of the file, for messages.
+
+    Raises:
+        CheckpointCorruptError: Names the file, and the tensor if there is one.
+    """
+    document = _document(text, where)
+    metadata = document.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        _refuse(where, None, "has a __metadata__ that is not an object of texts")
+    tensors = [_tensor(name, value, data_bytes, where) for name, value in document.items()]
+    tensors.sort(key=lambda t: (t.start_byte, t.stop_byte))
+    stop_byte = 0
+    previous = ""
+    for tensor in tensors:
+        if tensor.start_byte < stop_byte:
+            _refuse(where, tensor.name, f"overlaps tensor {previous!r}")
+        if tensor.start_byte > stop_byte:
+            _refuse(where, tensor.name, f"follows a gap of {tensor.start_byte - stop_byte} bytes")
+        stop_byte, previous = tensor.stop_byte, tensor.name
+    if stop_byte != data_bytes:
+        _refuse(where, None, f"has {data_bytes} bytes of data, its tensors are {stop_byte}")
+    return Header(tuple(tensors), metadata)
+
+
+def _document(text: bytes, where: str) -> dict[str, Any]:
+    if not text.startswith(b"{"):
+        _refuse(where, None, "is not a safetensors file: its header is not a JSON object")
+    try:
+        document = json.loads(text, object_pairs_hook=_unique)
+    except _DuplicateNameError as error:
+        _refuse(where, str(error), "is there twice")
+    except (ValueError, RecursionError) as error:
+        _refuse(where, None, f"has a header that is not JSON: {error}")
+    assert isinstance(document, dict), "JSON that begins with a brace is an object"
+    return document
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _DuplicateNameError(name)
+        found[name] = value
+    return found
+
+
+def _tensor(name: str, value: Any, data_bytes: int, where: str) -> TensorRange:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        _refuse(where, repr(name), "has a name that is not text")
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        _refuse(where, name, "is not described by exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        _refuse(where, name, f"has dtype {dtype!r}, known are {', '.join(DTYPE_BYTES)}")
+    if not _is_counts(shape) or len(shape) > _NDIM_MAX:
+        _refuse(where, name, f"has shape {_short(shape)}, not a list of sizes")
+    if not _is_counts(offsets) or len(offsets) != 2:  # noqa: PLR2004 - a start and a stop
+        _refuse(where, name, f"has data_offsets {_short(offsets)}, not a start and a stop")
+    start_byte, stop_byte = offsets
+    if not start_byte <= stop_byte <= data_bytes:
+        _refuse(
+            where,
+            name,
+            f"has data_offsets [{start_byte}, {stop_byte}], but the file has {data_bytes} bytes "
+            "of data; is it cut short?",
+        )
+    expected = prod(shape) * DTYPE_BYTES[dtype]
+    if stop_byte - start_byte != expected:
+        _refuse(
+            where,
+            name,
+            f"has {stop_byte - start_byte} bytes, {dtype}{_short(shape)} needs {_short(expected)}",
+        )
+    return TensorRange(name, dtype, tuple(shape), start_byte, stop_byte)
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < _INTEGER_MAX for n in value)
+
+
+def _short(value: Any) -> str:
+    try:
+        text = str(value)
+    except ValueError:  # more digits than Python prints
+        return "(a gigantic number)"
+    return text if len(text) <= 80 else f"{text[:77]}..."  # noqa: PLR2004 - a line of a terminal
+
+
+def _refuse(where: str, name: str | None, what: str) -> NoReturn:
+    if name is None:
+        raise CheckpointCorruptError(f"{where} {what}", path=where)
+    raise CheckpointCorruptError(f"{where}: tensor {name!r} {what}", path=where, fqn=name)
+
+
+def print_header(
+    tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]
+) -> bytes:
+    """Return the length and the JSON that begin a file.
+
+    Args:
+        tensors: Name, dtype and shape in the order in which the data will follow.
+        metadata: Free texts; ``{"format": "pt"}`` is what transformers asks for.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset_bytes = 0
+    for name, dtype, shape in tensors:
+        stop_byte = offset_bytes + prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [offset_bytes, stop_byte],
+        }
+        offset_bytes = stop_byte
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text

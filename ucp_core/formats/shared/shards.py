@@ -1,0 +1,356 @@
+"""Collects what the files of a model-parallel checkpoint hold, and makes whole tensors of it.
+
+Pure. A tensor is first cut over ranks of model parallelism into shards; ZeRO flattens each shard
+and cuts it again into runs. Readers add runs; ``Shards.entries`` asks for a pattern of each tensor
+and proves that the runs make up all of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import prod
+from operator import add, mul, sub
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ucp_core.errors import CheckpointCorruptError, PatternError
+from ucp_core.geometry.boxes import Box, flat_range
+from ucp_core.geometry.statemap import DTYPE_BYTES, Fragment, TensorEntry, TensorKey
+from ucp_core.language.operators import extract, strip_padding, union
+from ucp_core.language.patterns import Cut, Pattern, Placement, place
+from ucp_core.language.plain import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ucp_core.torch_files.torch_reader import TensorRef
+
+
+class Rank(NamedTuple):
+    """A rank of model parallelism: its pipeline stage, and its number within the stage."""
+
+    stage: int
+    tp: int
+
+
+class Run(NamedTuple):
+    """Elements ``[start, stop)`` of a flattened shard, side by side in a file."""
+
+    file: str
+    offset_bytes: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Shard:
+    """What one rank of model parallelism holds of one tensor.
+
+    Attributes:
+        dtype: Of the bytes in the files.
+        shape: Of the shard.
+        runs: Where its elements are, once flattened.
+        strides: Of a shard whose runs are whole rows, but not C-contiguous: bytes between
+            neighbours.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    runs: list[Run] = field(default_factory=list)
+    strides: tuple[int, ...] | None = None
+
+
+class Layouts(Protocol):
+    """Knows how a tensor is spread over the ranks of tensor parallelism."""
+
+    def pattern(
+        self, key: TensorKey, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[Pattern, int | None]:
+        """Return the pattern, and the true extent of dim 0 where what lies behind is padding.
+
+        Raises:
+            PatternError: It is not known.
+        """
+
+
+@dataclass(slots=True)
+class Shards:
+    """Shards by tensor and rank.
+
+    Attributes:
+        tp_degree: Ranks in a stage.
+        patterns: Of what ``entries`` returned, where there are several ranks: as JSON.
+    """
+
+    tp_degree: int
+    patterns: dict[TensorKey, Any] = field(default_factory=dict)
+    _found: dict[TensorKey, dict[Rank, Shard]] = field(default_factory=lambda: defaultdict(dict))
+
+    def add_run(
+        self, key: TensorKey, rank: Rank, dtype: str, shape: tuple[int, ...], run: Run | None
+    ) -> None:
+        """Add elements of a flattened shard; None where a rank has no element of it.
+
+        Raises:
+            CheckpointCorruptError: Another file gives the shard another dtype or shape.
+        """
+        ranks = self._found[key]
+        shard = ranks.get(rank)
+        if shard is None:
+            shard = ranks[rank] = Shard(dtype, shape)
+        if (shard.dtype, shard.shape) != (dtype, shape):
+            where = f" in {run.file}" if run is not None else ""
+            raise CheckpointCorruptError(
+                f"{key} is {dtype}{list(shape)}{where}, another file has it as "
+                f"{shard.dtype}{list(shard.shape)}",
+                fqn=key.fqn,
+                slot=key.slot,
+            )
+        if run is not None and run.stop > run.start:
+            shard.runs.append(run)
+
+    def add_ref(self, key: TensorKey, rank: Rank, ref: TensorRef) -> None:
+        """Add a whole shard.
+
+        Raises:
+            CheckpointCorruptError: The rank has one already.
+        """
+        other = self._found[key].get(rank)
+        if other is not None and other.runs:
+            raise CheckpointCorruptError(
+                f"{key} is in {other.runs[0].file} and in {ref.file}, both for rank {rank.tp} of "
+                f"stage {rank.stage}: one of them is left from another run",
+                fqn=key.fqn,
+                slot=key.slot,
+                files=[other.runs[0].file, ref.file],
+            )
+        count = prod(ref.shape)
+        runs = [Run(ref.file, ref.offset_bytes, 0, count)] if count else []
+        self._found[key][rank] = Shard(ref.dtype, ref.shape, runs, ref.byte_strides)
+
+    def add_rows(
+        self, key: TensorKey, rank: Rank, ref: TensorRef, first: int, num_rows: int
+    ) -> None:
+        """Add a part of a shard of ``num_rows`` along dim 0: the rows from ``first`` on.
+
+        Raises:
+            CheckpointCorruptError: Another file gives the shard another dtype or shape.
+        """
+        row = prod(ref.shape[1:])
+        run = Run(ref.file, ref.offset_bytes, first * row, first * row + ref.num_elements)
+        self.add_run(key, rank, ref.dtype, (num_rows, *ref.shape[1:]), run)
+        self._found[key][rank].strides = ref.byte_strides
+
+    def replace_ref(self, key: TensorKey, rank: Rank, ref: TensorRef) -> None:
+        """Add a whole shard in place of the one that is known."""
+        self.drop(key, rank)
+        self.add_ref(key, rank, ref)
+
+    def drop(self, key: TensorKey, rank: Rank) -> None:
+        """Forget a shard, because a better one follows."""
+        self._found[key].pop(rank, None)
+
+    def add_empty(self, fqn: str, tp: int, shape: tuple[int, ...]) -> None:
+        """Add a rank's shard without elements to every slot and stage that lacks it."""
+        for key, ranks in self._found.items():
+            if key.fqn == fqn:
+                kinds = {rank.stage: shard.dtype for rank, shard in ranks.items()}
+                for stage, dtype in kinds.items():
+                    ranks.setdefault(Rank(stage, tp), Shard(dtype, shape))
+
+    def fqns(self) -> set[str]:
+        """Return the names of all tensors."""
+        return {key.fqn for key in self._found}
+
+    def stages(self) -> dict[str, set[int]]:
+        """Return the pipeline stages that hold each tensor."""
+        found: dict[str, set[int]] = defaultdict(set)
+        for key, ranks in self._found.items():
+            found[key.fqn] |= {rank.stage for rank in ranks}
+        return found
+
+    def shape_of(self, key: TensorKey) -> tuple[int, ...] | None:
+        """Return the shape of any rank's shard, or None if there is none."""
+        return next((shard.shape for shard in self._found.get(key, {}).values()), None)
+
+    def slots_of(self, fqn: str) -> set[str]:
+        """Return the slots of which any rank holds something."""
+        return {key.slot for key in self._found if key.fqn == fqn}
+
+    def first_runs(self, key: TensorKey) -> list[tuple[str, Run]]:
+        """Return dtype and first run of every tensor parallel rank's shard, in one stage."""
+        ranks = self._found.get(key, {})
+        stage = min((rank.stage for rank in ranks), default=0)
+        return [
+            (shard.dtype, min(shard.runs, key=lambda run: run.start))
+            for rank, shard in sorted(ranks.items())
+            if rank.stage == stage and shard.runs
+        ]
+
+    def entries(self, layouts: Layouts) -> dict[TensorKey, TensorEntry]:
+        """Return the whole tensors.
+
+        Raises:
+            PatternError: How tensors are spread is not known or does not fit; names all of them
+                that are not known.
+            UncoveredRegionError: Elements are missing, or held twice.
+            CheckpointCorruptError: A rank has no shard.
+        """
+        made: dict[TensorKey, TensorEntry] = {}
+        unknown: dict[str, PatternError] = {}
+        placed: dict[tuple[Pattern, tuple[tuple[int, ...], ...]], _Placed] = {}
+        for key, ranks in self._found.items():
+            stages = _by_stage(key, ranks, self.tp_degree)
+            shapes = tuple(shard.shape for shard in next(iter(stages.values())))
+            try:
+                pattern, extent = layouts.pattern(key, shapes)
+            except PatternError as error:
+                if "unknown" not in error.facts:
+                    raise
+                unknown.setdefault(key.fqn, error)
+                continue
+            memo = pattern, shapes
+            if memo not in placed:
+                placed[memo] = _Placed(place(pattern, shapes, name=str(key)), plain(pattern))
+            made[key] = _entry(key, stages, placed[memo], extent)
+            if self.tp_degree > 1:
+                self.patterns[key] = _told(pattern, placed[memo], made[key])
+        if unknown:
+            raise _all_unknown(list(unknown.values()))
+        return dict(sorted(made.items()))
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A placement, and the fragments of runs that were asked for: layers and slots are alike.
+
+    Attributes:
+        placement: Of all tensors of one pattern and one shape.
+        told: The pattern as JSON.
+        known: By rank and run: fragments as of a file that begins with the run, of elements of
+            one byte.
+    """
+
+    placement: Placement
+    told: Any
+    known: dict[tuple[int, int, int], list[Fragment]] = field(default_factory=dict)
+
+    def fragments(self, key: TensorKey, tp: int, start: int, stop: int) -> list[Fragment]:
+        """Return the fragments of a run."""
+        place_of = tp, start, stop
+        found = self.known.get(place_of)
+        if found is None:
+            flat = start, stop
+            found = extract(key, "U8", self.placement, tp, file="", offset_bytes=0, flat=flat)
+            self.known[place_of] = found
+        return found
+
+
+def _told(pattern: Pattern, placed: _Placed, entry: TensorEntry) -> Any:
+    """Return the pattern as JSON; what was stripped of a plain cut is part of it."""
+    is_stripped = entry.shape != placed.placement.shape
+    if is_stripped and pattern == Cut(0):
+        return plain(Cut(0, unpadded=entry.shape[0]))
+    return placed.told
+
+
+def _by_stage(
+    key: TensorKey, ranks: dict[Rank, Shard], tp_degree: int
+) -> dict[int, tuple[Shard, ...]]:
+    """Return the shards of every stage that has the tensor, by rank; all stages must agree."""
+    found: dict[int, tuple[Shard, ...]] = {}
+    for stage in sorted({rank.stage for rank in ranks}):
+        missing = [tp for tp in range(tp_degree) if Rank(stage, tp) not in ranks]
+        if missing:
+            raise CheckpointCorruptError(
+                f"{key}: of stage {stage}, the files of tensor parallel rank(s) {missing} do not "
+                "have it, those of the others do",
+                fqn=key.fqn,
+                slot=key.slot,
+            )
+        found[stage] = tuple(ranks[Rank(stage, tp)] for tp in range(tp_degree))
+    kinds = {tuple((s.dtype, s.shape) for s in shards) for shards in found.values()}
+    if len(kinds) > 1 or len({dtype for dtype, _ in next(iter(kinds))}) > 1:
+        raise CheckpointCorruptError(
+            f"{key}: ranks hold it in several dtypes or, in several stages, in different shapes: "
+            f"{sorted(kinds)}",
+            fqn=key.fqn,
+            slot=key.slot,
+        )
+    return found
+
+
+def _entry(
+    key: TensorKey,
+    stages: dict[int, tuple[Shard, ...]],
+    placed: _Placed,
+    extent: int | None,
+) -> TensorEntry:
+    first = min(stages)
+    fragments: list[Fragment] = []
+    for stage, shards in stages.items():
+        for tp, shard in enumerate(shards):
+            fragments += _fragments(key, placed, tp, shard, replica=stage != first)
+    entry = union(key, stages[first][0].dtype, placed.placement, fragments)
+    if extent is None or not entry.shape or entry.shape[0] <= extent:
+        return entry
+    return strip_padding(entry, (extent, *entry.shape[1:]))
+
+
+def _fragments(
+    key: TensorKey, placed: _Placed, tp: int, shard: Shard, *, replica: bool
+) -> Iterable[Fragment]:
+    itemsize = DTYPE_BYTES[shard.dtype]
+    for run in shard.runs:
+        if shard.strides is not None:
+            yield from _strided(placed.placement, tp, shard, run, replica=replica)
+            continue
+        for fragment in placed.fragments(key, tp, run.start, run.stop):
+            strides = fragment.strides
+            yield Fragment(
+                box=fragment.box,
+                file=run.file,
+                offset_bytes=run.offset_bytes + fragment.offset_bytes * itemsize,
+                num_bytes=fragment.num_bytes * itemsize,
+                crc32=None,
+                blocks=(),
+                replica=replica or fragment.replica,
+                strides=None if strides is None else tuple([s * itemsize for s in strides]),
+                copy=fragment.copy,
+            )
+
+
+def _strided(
+    placement: Placement, tp: int, shard: Shard, run: Run, *, replica: bool
+) -> Iterable[Fragment]:
+    """Yield the fragments of rows of a shard that are not C-contiguous in their file."""
+    strides = shard.strides
+    assert strides is not None, "only strided shards come here"
+    itemsize = DTYPE_BYTES[shard.dtype]
+    (held,) = flat_range(shard.shape, run.start, run.stop)
+    for piece in placement.pieces[tp]:
+        local = piece.local.intersect(held)
+        if local is None:
+            continue
+        shape = local.shape
+        start = tuple(map(add, piece.start, map(sub, local.start, piece.local.start)))
+        first = sum(map(mul, map(sub, local.start, held.start), strides))
+        last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        yield Fragment(
+            box=Box(start, tuple(map(add, start, shape))),
+            file=run.file,
+            offset_bytes=run.offset_bytes + first,
+            num_bytes=last + itemsize,
+            crc32=None,
+            blocks=(),
+            replica=replica or piece.replica,
+            strides=strides,
+            copy=tp if placement.relation == "average" else 0,
+        )
+
+
+def _all_unknown(errors: Sequence[PatternError]) -> PatternError:
+    """Return one error for all tensors of which the spreading is not known."""
+    names = [str(error.facts["unknown"]) for error in errors]
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")  # noqa: PLR2004
+    return PatternError(f"{errors[0]} (tensors: {shown})", unknown=tuple(names))

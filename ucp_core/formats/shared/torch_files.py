@@ -1,0 +1,74 @@
+"""The torch files of one folder, opened: many at once, because each is asked for separately."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import CheckpointCorruptError
+from ucp_core.storage.base import join
+from ucp_core.torch_files.torch_reader import TorchFile, read_torch_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ucp_core.geometry.statemap import Extent
+    from ucp_core.storage.base import Store
+
+#: Unpickling holds the interpreter, so more threads help only where requests take long.
+THREADS_MAX = 16
+
+
+@dataclass(slots=True)
+class Files:
+    """Torch files of one folder, opened.
+
+    Attributes:
+        store: Where the folder is.
+        directory: In it.
+        trees: Values by file.
+        extents: Checksums of storages by file.
+    """
+
+    store: Store
+    directory: str
+    trees: dict[str, Any] = field(default_factory=dict)
+    extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
+
+    def open(self, names: Iterable[str], *, kinds: tuple[type, ...] = (dict,)) -> None:
+        """Read the pickles of more files, in parallel; no tensor is read.
+
+        Args:
+            names: Of the files.
+            kinds: What they may hold.
+
+        Raises:
+            CheckpointCorruptError: A file is damaged or holds something else.
+            ForeignClassError: A class is not known.
+            StorageError: A file cannot be read.
+        """
+        wanted = [name for name in dict.fromkeys(names) if name not in self.trees]
+        if len(wanted) <= 1:
+            found = [self._read(name, kinds) for name in wanted]
+        else:
+            with ThreadPoolExecutor(min(THREADS_MAX, len(wanted))) as pool:
+                found = list(pool.map(self._read, wanted, repeat(kinds)))
+        for name, file in zip(wanted, found, strict=True):
+            self.trees[name] = file.tree
+            self.extents[name] = file.extents
+
+    def _read(self, name: str, kinds: tuple[type, ...]) -> TorchFile:
+        file = read_torch_file(self.store, self.directory, name)
+        if not isinstance(file.tree, kinds):
+            raise CheckpointCorruptError(
+                f"{self.path(name)} holds a {type(file.tree).__name__}, not a dict: not a rank's "
+                "file of a checkpoint",
+                path=self.path(name),
+            )
+        return file
+
+    def path(self, name: str) -> str:
+        """Return the path of a file, for errors."""
+        return join(self.directory, name)

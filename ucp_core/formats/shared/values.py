@@ -1,0 +1,154 @@
+"""Values of foreign pickles as JSON, small tensors read; and numbers as tensors without a file."""
+
+from __future__ import annotations
+
+import struct
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ucp_core.errors import CheckpointCorruptError, ForeignClassError
+from ucp_core.formats.shared.inline import INLINE_NAME, OverlayStore
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import Fragment, TensorEntry, TensorKey
+from ucp_core.storage.base import Store, join
+from ucp_core.torch_files.torch_reader import Opaque, TensorRef, plain
+
+#: A generator's state has 5 KiB.
+SMALL_TENSOR_BYTES = 64 << 10
+
+_FORMATS = {
+    "F64": "d",
+    "F32": "f",
+    "F16": "e",
+    "I64": "q",
+    "I32": "i",
+    "I16": "h",
+    "I8": "b",
+    "U64": "Q",
+    "U32": "I",
+    "U16": "H",
+    "U8": "B",
+    "BOOL": "?",
+}
+#: What Python raises where a structure is not what was expected.
+_NONSENSE = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+#: Above it a step count would be rounded in float32, in which torch keeps it.
+_EXACT_MAX = 1 << 24
+
+
+@contextmanager
+def refusing_nonsense(where: str, framework: str) -> Iterator[None]:
+    """Turn what surprises a reader deep in a foreign file's structure into an error of ours.
+
+    A pickle's structure is only its writer's word, and checks of every level of it would be most
+    of a reader.
+    """
+    try:
+        yield
+    except _NONSENSE as error:
+        raise CheckpointCorruptError(
+            f"{where} does not hold what {framework} writes: {type(error).__name__}: {error}",
+            path=where,
+        ) from error
+
+
+def number(store: Store, directory: str, ref: TensorRef) -> float | int | bool | None:
+    """Return the only element of a tensor; None where Python has no such number (bfloat16)."""
+    code = _FORMATS.get(ref.dtype)
+    if code is None or ref.num_elements != 1:
+        return None
+    data = store.read_range(join(directory, ref.file), ref.offset_bytes, ref.num_bytes)
+    value: float | int | bool = struct.unpack(f"<{code}", data)[0]
+    return value
+
+
+def json_value(value: Any, store: Store, directory: str) -> Any:
+    """Return ``value`` as JSON; tensors of one element as numbers, other small ones in base64.
+
+    Raises:
+        ForeignClassError: It holds a large tensor, or what is no plain data.
+        StorageError: A tensor cannot be read.
+    """
+    return plain(_without_tensors(value, store, directory, 0))
+
+
+def _without_tensors(value: Any, store: Store, directory: str, depth: int) -> Any:
+    if depth > 100:  # noqa: PLR2004 - deeper is no small value
+        raise ForeignClassError("a value is too deep to be kept as JSON")
+    if isinstance(value, TensorRef):
+        return _tensor(value, store, directory)
+    if type(value) is dict:
+        return {k: _without_tensors(v, store, directory, depth + 1) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return [_without_tensors(item, store, directory, depth + 1) for item in value]
+    if type(value) is Opaque:
+        state = _without_tensors(value.state, store, directory, depth + 1)
+        args = tuple(_without_tensors(value.args, store, directory, depth + 1))
+        return Opaque(value.name, args, state)
+    return value
+
+
+def _tensor(ref: TensorRef, store: Store, directory: str) -> Any:
+    if not ref.shape:
+        value = number(store, directory, ref)
+        if value is not None:
+            return value
+    if ref.num_bytes > SMALL_TENSOR_BYTES:
+        raise ForeignClassError(
+            f"a tensor {ref.dtype}{list(ref.shape)} in {ref.file} is too large for a small value"
+        )
+    data = store.read_range(join(directory, ref.file), ref.offset_bytes, ref.num_bytes)
+    made: dict[str, Any] = {"dtype": ref.dtype, "shape": list(ref.shape)}
+    if ref.byte_strides is not None:
+        made["strides"] = list(ref.strides)
+    return {**made, "base64": b64encode(data).decode()}
+
+
+class Scalars:
+    """Tensors of one element each, of which the bytes are in a torch file or in memory."""
+
+    def __init__(self) -> None:
+        self.entries: dict[TensorKey, TensorEntry] = {}
+        self._data = bytearray()
+        self._offsets: dict[bytes, int] = {}
+
+    def add(self, key: TensorKey, value: TensorRef | float) -> None:
+        """Add one; the first of several values for one key counts."""
+        if key in self.entries:
+            return
+        if isinstance(value, TensorRef):
+            dtype, file, offset_bytes = value.dtype, value.file, value.offset_bytes
+            shape, num_bytes = value.shape, value.num_bytes
+        else:
+            dtype, data = _packed(value)
+            file, shape, num_bytes = INLINE_NAME, (), len(data)
+            if data not in self._offsets:
+                self._offsets[data] = len(self._data)
+                self._data += data
+            offset_bytes = self._offsets[data]
+        fragment = Fragment(Box.full(shape), file, offset_bytes, num_bytes, None, ())
+        self.entries[key] = TensorEntry(key=key, dtype=dtype, shape=shape, fragments=(fragment,))
+
+    def overlay(self, store: Store) -> Store:
+        """Return a store in which the values that are in memory can be read."""
+        return OverlayStore(store, {INLINE_NAME: bytes(self._data)}) if self._data else store
+
+
+def _packed(value: float) -> tuple[str, bytes]:
+    if isinstance(value, bool):
+        return "BOOL", struct.pack("<?", value)
+    if isinstance(value, int) and abs(value) > _EXACT_MAX:
+        return "I64", struct.pack("<q", value)
+    if isinstance(value, int):
+        return "F32", struct.pack("<f", value)
+    return "F64", struct.pack("<d", value)

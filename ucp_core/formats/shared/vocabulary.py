@@ -1,0 +1,103 @@
+"""How many rows of Megatron's embeddings are tokens, and how many were added behind them. Pure.
+
+The embedding and the output layer have ``padded_vocab_size`` rows: the tokenizer's size, rounded up
+to a multiple of ``make_vocab_size_divisible_by`` times the tensor parallel ranks. Another number of
+ranks pads otherwise, so the rows behind the tokens are no state. The size itself is in the
+arguments only if it was given there, as ``vocab_size``; else it stays with the tokenizer.
+
+Sources: ``build_tokenizer`` and ``NullTokenizer`` of Megatron-LM, core 0.5 to 0.19.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from ucp_core.language.patterns import Cut, Pattern
+from ucp_core.manifest.document import Item
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ucp_core.geometry.statemap import TensorEntry, TensorKey
+
+_NAMES = re.compile(
+    r"(.*\.)?(word_embeddings|word_embeddings_for_head|output_layer|lm_head)\.(weight|bias)"
+)
+#: These count the token at the end of documents besides the given size, up to core 0.17.
+_NULL, _NULL_MULTIMODAL = "NullTokenizer", "NullMultimodalTokenizer"
+#: An argument that Megatron has since the first of them does not.
+_SINCE_EXACT = "null_tokenizer_eod_id"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the arguments of a run say of its vocabulary.
+
+    Attributes:
+        num_rows: Of the embedding as it was saved; None: not known, so nothing is.
+        num_tokens: Rows that are tokens; None: not known.
+        why_unknown: For people.
+    """
+
+    num_rows: int | None = None
+    num_tokens: int | None = None
+    why_unknown: str = ""
+
+    def extent(self, fqn: str, num_rows: int) -> int | None:
+        """Return how many of a tensor's rows are tokens; None: all, or it is not known."""
+        is_padded = self.num_rows == num_rows and _NAMES.fullmatch(fqn) is not None
+        return self.num_tokens if is_padded else None
+
+    def item(self, entries: Mapping[TensorKey, TensorEntry]) -> dict[str, Item]:
+        """Return what became of the padding, by the item's name; nothing where there is none."""
+        rows = {
+            key.fqn: entry.shape[0]
+            for key, entry in sorted(entries.items())
+            if key.slot == "weight" and entry.shape and _NAMES.fullmatch(key.fqn)
+        }
+        kept = next((fqn for fqn, count in rows.items() if count == self.num_rows), None)
+        cut = next((fqn for fqn, count in rows.items() if count < (self.num_rows or 0)), None)
+        if cut is not None:
+            note = (
+                f"{cut} and its like have {rows[cut]} of {self.num_rows} rows: those behind are "
+                "padding of the layout that saved, zeros where a target needs them"
+            )
+        elif kept is not None and self.num_tokens is None:
+            note = (
+                f"{kept} keeps all {self.num_rows} rows, padding among them: {self.why_unknown}; "
+                "a rule can tell where it begins: {cut: {dim: 0, unpadded: N}}"
+            )
+        else:
+            return {}
+        return {"vocabulary": Item("reshard", note)}
+
+
+def vocabulary_of(arguments: Mapping[str, Any]) -> Vocabulary:
+    """Return what Megatron's arguments say; a size that does not make the rows is not believed."""
+    rows, size = _number(arguments, "padded_vocab_size"), _number(arguments, "vocab_size")
+    if rows is None:
+        return Vocabulary()
+    if size is None:
+        return Vocabulary(rows, None, "args has no vocab_size, only the tokenizer knows it")
+    kind = arguments.get("tokenizer_type")
+    one_more = kind == _NULL_MULTIMODAL or (kind == _NULL and _SINCE_EXACT not in arguments)
+    size += int(one_more)
+    step = _number(arguments, "make_vocab_size_divisible_by")
+    if step is not None:
+        step *= _number(arguments, "tensor_model_parallel_size") or 1
+    if size > rows or (step is not None and -(-size // step) * step != rows):
+        why = f"args has vocab_size {size}, which is not what was padded to {rows}"
+        return Vocabulary(rows, None, why)
+    return Vocabulary(rows, size)
+
+
+def tells_padding(pattern: Pattern | None) -> TypeGuard[Cut]:
+    """Return whether a rule says where the padding of a tensor begins."""
+    return isinstance(pattern, Cut) and pattern.unpadded is not None
+
+
+def _number(arguments: Mapping[str, Any], name: str) -> int | None:
+    value = arguments.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

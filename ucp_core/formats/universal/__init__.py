@@ -1,0 +1,1 @@
+"""The universal checkpoint: whole tensors in safetensors files."""

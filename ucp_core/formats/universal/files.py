@@ -1,0 +1,135 @@
+"""Where every byte of a universal checkpoint goes: known before the first one moves. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
+
+from ucp_core.geometry.statemap import DTYPE_BYTES, TensorEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucp_core.geometry.statemap import StateMap
+
+#: The size that the Hugging Face tools cut at.
+FILE_BYTES_MAX = 5_000_000_000
+INDEX_NAME = "model.safetensors.index.json"
+_SAFE_SLOT = re.compile(r"[A-Za-z0-9_]+")
+
+
+class TargetTensor(NamedTuple):
+    """One tensor of a file: what it is in the source, and where its bytes go."""
+
+    entry: TensorEntry
+    offset_bytes: int
+
+
+class TargetFile(NamedTuple):
+    """One safetensors file: its header, the tensors that follow it without gaps, its size."""
+
+    name: str
+    header: bytes
+    tensors: tuple[TargetTensor, ...]
+    num_bytes: int
+
+
+def target_files(state_map: StateMap) -> tuple[TargetFile, ...]:
+    """Return a family of files for each slot of ``state_map``."""
+    by_slot: dict[str, list[TensorEntry]] = {}
+    for _, entry in sorted(state_map.entries.items()):
+        by_slot.setdefault(entry.key.slot, []).append(entry)
+    files: list[TargetFile] = []
+    for slot, entries in sorted(by_slot.items()):
+        family = _family(slot)
+        groups = _groups(entries)
+        for number, group in enumerate(groups, start=1):
+            name = f"{family}-{number:05d}-of-{len(groups):05d}.safetensors"
+            files.append(_target_file(name, group))
+    return tuple(files)
+
+
+def small_files(files: Sequence[TargetFile], extra: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the JSON files of a universal checkpoint by name: the index, and the extra values."""
+    weights = [
+        (tensor.entry, file.name)
+        for file in files
+        for tensor in file.tensors
+        if tensor.entry.key.slot == "weight"
+    ]
+    weights.sort(key=lambda weight: weight[0].key)
+    index = {
+        "metadata": {"total_size": sum(entry.num_bytes for entry, _ in weights)},
+        "weight_map": {entry.key.fqn: name for entry, name in weights},
+    }
+    values = {INDEX_NAME: index} | {extra_file(name): extra[name] for name in sorted(extra)}
+    return {
+        name: json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
+        for name, value in values.items()
+    }
+
+
+def extra_file(name: str) -> str:
+    """Return the file of an extra value."""
+    return f"extra/{_file_name(name)}.json"
+
+
+def _target_file(name: str, entries: Sequence[TensorEntry]) -> TargetFile:
+    header = _header(entries)
+    offset_bytes = len(header)
+    tensors: list[TargetTensor] = []
+    for entry in entries:
+        tensors.append(TargetTensor(entry, offset_bytes))
+        offset_bytes += entry.num_bytes
+    return TargetFile(name, header, tuple(tensors), offset_bytes)
+
+
+def _groups(entries: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
+    """Cut a family into files: by name, none above the size unless one tensor is."""
+    groups: list[list[TensorEntry]] = [[]]
+    num_bytes = 0
+    for entry in entries:
+        if groups[-1] and num_bytes + entry.num_bytes > FILE_BYTES_MAX:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(entry)
+        num_bytes += entry.num_bytes
+    for group in groups:
+        # safetensors wants every tensor aligned and no gaps between them.
+        group.sort(key=lambda entry: (-DTYPE_BYTES[entry.dtype], entry.key.fqn))
+    return groups
+
+
+def _header(entries: Sequence[TensorEntry]) -> bytes:
+    """Return the length and the JSON that begin a safetensors file."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset_bytes = 0
+    for entry in entries:
+        num_bytes = entry.num_bytes
+        header[entry.key.fqn] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [offset_bytes, offset_bytes + num_bytes],
+        }
+        offset_bytes += num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _family(slot: str) -> str:
+    """Return how the files of a slot begin; ``model`` is what other tools look for."""
+    if slot == "weight":
+        return "model"
+    if slot == "model" or not _SAFE_SLOT.fullmatch(slot):
+        return f"slot-{_file_name(slot)}"
+    return slot
+
+
+def _file_name(name: str) -> str:
+    """Return ``name`` as part of a file name: anything but letters, digits and ``_-`` escaped."""
+    if not name:
+        return "%"
+    return quote(name, safe="").replace(".", "%2E").replace("~", "%7E")

@@ -1,0 +1,379 @@
+"""Fragments of many tensors as columns of numbers: a row each, made an object when asked for. Pure.
+
+A checkpoint of 1,000 ranks has a million fragments, of which one rank needs a few thousand. Rows
+take a fifth of the memory of objects, and numpy searches, merges and proves a million of them in
+the time in which Python makes ten thousand objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ucp_core.errors import CheckpointCorruptError
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import DTYPE_BYTES, Fragment, TensorEntry, TensorKey, prove_entry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    Numbers = NDArray[np.int64]
+    #: Index of a box, what holds a piece of it, and the elements of the piece; its first byte from
+    #: the fragment's first element, and that behind its last one, others may lie between; where
+    #: the piece is in the memory of the box if its bytes lie alike there, else -1.
+    Piece = tuple[int, Fragment, Box, int, int, int]
+
+#: Columns of ``Table.places``.
+FILE, OFFSET, NUM_BYTES, CRC, FIRST_BLOCK, NUM_BLOCKS = range(6)
+START, STOP = range(2)
+#: What positions in all tensors side by side are below, with room for sums of two.
+_POSITION_MAX = 1 << 61
+
+
+class Slot(NamedTuple):
+    """A logical tensor of a table."""
+
+    key: TensorKey
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Slots:
+    """The tensors of one table or of many.
+
+    Attributes:
+        every: They, in order.
+    """
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self.every = tuple(slots)
+
+    @cached_property
+    def numbers(self) -> Mapping[TensorKey, int]:
+        """Return the number of every slot by its key."""
+        return {slot.key: number for number, slot in enumerate(self.every)}
+
+    @cached_property
+    def is_sorted(self) -> bool:
+        """Return whether they are in order of their keys."""
+        return all(one.key < other.key for one, other in pairwise(self.every))
+
+    @cached_property
+    def ndims(self) -> Numbers:
+        """Return the number of dims of every slot."""
+        return np.array([len(slot.shape) for slot in self.every], np.int64)
+
+    @cached_property
+    def ndim(self) -> int:
+        """Return the most dims of any slot."""
+        return int(self.ndims.max(initial=0))
+
+    @cached_property
+    def whole(self) -> Numbers:
+        """Return the box of all of every slot, filled up with dims of extent 1."""
+        return bounds_of([Box.full(slot.shape) for slot in self.every], self.ndim)
+
+    @cached_property
+    def itemsizes(self) -> Numbers:
+        """Return the bytes of one element of every slot."""
+        return np.array([DTYPE_BYTES[slot.dtype] for slot in self.every], np.int64)
+
+
+class _Runs(NamedTuple):
+    """Tensors that were cut into ranges of their memory, as by rows; most are.
+
+    Attributes:
+        is_run: By slot. That proves that every element is held once. Slots of which it is not
+            true may be sound, too: tensor parallelism cuts columns.
+        bases: By slot: where it begins if all tensors lie side by side.
+        firsts: By row: where it begins then. Of other slots, all rows are empty.
+        lasts: And behind which element it ends.
+    """
+
+    is_run: NDArray[np.bool_]
+    bases: Numbers
+    firsts: Numbers
+    lasts: Numbers
+
+
+class Table:
+    """Fragments without replicas, strides and copies: those of native checkpoints.
+
+    Attributes:
+        slots: The tensors; of one pipeline stage, tables share them.
+        firsts: The fragments of slot ``s`` are rows ``firsts[s]`` to ``firsts[s + 1]``, in order
+            of their boxes.
+        bounds: Of their boxes: ``[row, START or STOP, dim]``. Tensors of fewer dims than others
+            have dims of extent 1 behind their own.
+        places: Where their bytes are, by the columns above.
+        files: The names that the column ``FILE`` counts.
+        blocks: crc32 of all blocks.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        firsts: Numbers,
+        bounds: Numbers,
+        places: Numbers,
+        files: Sequence[str],
+        blocks: NDArray[np.uint32],
+    ) -> None:
+        self.slots = slots
+        self.firsts = firsts
+        self.bounds = bounds
+        self.places = places
+        self.files = tuple(files)
+        self.blocks = blocks
+
+    @cached_property
+    def slot_of(self) -> Numbers:
+        """Return the slot of every row."""
+        return np.repeat(np.arange(len(self.slots.every)), np.diff(self.firsts))
+
+    @cached_property
+    def runs(self) -> _Runs:
+        """Return which tensors are cut into ranges, and what rows hold of those."""
+        slot, whole = self.slot_of, self.slots.whole
+        total = whole[:, STOP].prod(axis=1)
+        first, last, extent = spans(self.bounds, whole[slot])
+        begins = np.diff(slot, prepend=-1) != 0
+        ends = np.diff(slot, append=-1) != 0
+        expected = np.where(begins, 0, np.concatenate(([0], last))[: len(last)])
+        is_wrong = (first != expected) | (last - first != extent) | (extent == 0)
+        is_wrong |= ends & (last != total[slot])
+        is_run = total == 0
+        is_run[slot] = True
+        is_run[slot[is_wrong]] = False
+        ends_of_slots = list(accumulate(total.tolist(), initial=0))
+        if ends_of_slots[-1] > _POSITION_MAX:
+            is_run[:] = False
+            ends_of_slots = [0] * len(ends_of_slots)
+        base = np.array(ends_of_slots[:-1], np.int64)
+        shift = base[slot]
+        is_in_run = is_run[slot]
+        return _Runs(is_run, base, shift + first * is_in_run, shift + last * is_in_run)
+
+    def pieces(self, slots: Sequence[int], boxes: Sequence[Box]) -> tuple[list[Piece], list[bool]]:
+        """Return where boxes are, each of the slot beside it, and whether all of it is found.
+
+        Nothing is, where that cannot be told at once: the tensor is not cut into ranges, or the
+        box reaches out of it.
+        """
+        number = np.array(slots, np.int64)
+        bounds = bounds_of(boxes, self.slots.ndim)
+        is_found = self.runs.is_run[number]
+        is_found &= (bounds[:, START] >= 0).all(axis=1)
+        is_found &= (bounds[:, STOP] <= self.slots.whole[number, STOP]).all(axis=1)
+        place, row, inner = self._find(number, bounds, np.flatnonzero(is_found))
+        start, stop, size = spans(inner, self.bounds[row])
+        target, _, _ = spans(inner, bounds[place])
+        itemsize = self.slots.itemsizes[number[place]]
+        # What lies side by side in a range of a tensor does so in every box of it.
+        target = np.where(stop - start == size, target * itemsize, -1)
+        numbers = np.stack([start * itemsize, stop * itemsize, target], axis=1)
+        found = [
+            (index, fragment, Box(tuple(low[:ndim]), tuple(high[:ndim])), *rest)
+            for index, fragment, ndim, (low, high), rest in zip(
+                place.tolist(),
+                self.fragments(row),
+                self.slots.ndims[number[place]].tolist(),
+                inner.tolist(),
+                numbers.tolist(),
+                strict=True,
+            )
+        ]
+        return found, is_found.tolist()
+
+    def _find(
+        self, slots: Numbers, boxes: Numbers, wanted: Numbers
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """Return the pieces of the wanted boxes: which box, which row, and bounds."""
+        runs, slots = self.runs, slots[wanted]
+        first, last, _ = spans(boxes[wanted], self.slots.whole[slots])
+        low = np.searchsorted(runs.lasts, runs.bases[slots] + first, side="right")
+        high = np.searchsorted(runs.firsts, runs.bases[slots] + last, side="left")
+        counts = np.maximum(high - low, 0)
+        box = np.repeat(wanted, counts)
+        row = np.arange(len(box)) + np.repeat(low - np.cumsum(counts) + counts, counts)
+        bounds, boxes = self.bounds[row], boxes[box]
+        start = np.maximum(bounds[:, START], boxes[:, START])
+        stop = np.minimum(bounds[:, STOP], boxes[:, STOP])
+        is_met = (start < stop).all(axis=1)
+        return box[is_met], row[is_met], np.stack([start, stop], axis=1)[is_met]
+
+    def near(self, slot: int, box: Box) -> list[Fragment]:
+        """Return the fragments of a tensor that hold any of a box."""
+        ndim = len(box.start)
+        rows = np.arange(*self.firsts[slot : slot + 2].tolist())
+        bounds = self.bounds[rows, :, :ndim]
+        is_met = (bounds[:, START] < np.array(box.stop)) & (bounds[:, STOP] > np.array(box.start))
+        return self.fragments(rows[is_met.all(axis=1)])
+
+    def fragments(self, rows: slice | Numbers) -> list[Fragment]:
+        """Return the fragments of rows, which are rows of tensors with the same number of dims."""
+        ndims = self.slots.ndims[self.slot_of[rows]].tolist()
+        places, bounds = self.places[rows].tolist(), self.bounds[rows].tolist()
+        files, blocks = self.files, self.blocks
+        return [
+            Fragment(
+                Box(tuple(start[:ndim]), tuple(stop[:ndim])),
+                files[file],
+                offset_bytes,
+                num_bytes,
+                crc32,
+                (crc32,) if num == 1 else tuple(blocks[block : block + num].tolist()),
+            )
+            for ndim, (start, stop), (file, offset_bytes, num_bytes, crc32, block, num) in zip(
+                ndims, bounds, places, strict=True
+            )
+        ]
+
+    def entry(self, slot: int) -> TensorEntry:
+        """Return a tensor with all its fragments."""
+        key, dtype, shape = self.slots.every[slot]
+        first, last = self.firsts[slot : slot + 2].tolist()
+        fragments = tuple(self.fragments(slice(first, last)))
+        return TensorEntry(key=key, dtype=dtype, shape=shape, fragments=fragments)
+
+    def prove_coverage(self) -> None:
+        """Do what ``StateMap.prove_coverage`` does.
+
+        Raises:
+            UncoveredRegionError: Names the first tensor, box and files that break it.
+            CheckpointCorruptError: A fragment contradicts its tensor.
+        """
+        for slot in np.flatnonzero(~self.runs.is_run).tolist():
+            prove_entry(self.entry(slot))
+
+
+class TableEntries(Mapping[TensorKey, TensorEntry]):
+    """The tensors of a table as a ``StateMap`` has them; each is made when it is asked for.
+
+    Attributes:
+        table: Where they come from.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self._made: dict[TensorKey, TensorEntry] = {}
+
+    def __getitem__(self, key: TensorKey) -> TensorEntry:
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = self.table.entry(self.table.slots.numbers[key])
+        return found
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.table.slots.numbers
+
+    def __iter__(self) -> Iterator[TensorKey]:
+        return iter(self.table.slots.numbers)
+
+    def __len__(self) -> int:
+        return len(self.table.slots.every)
+
+
+def bounds_of(boxes: Sequence[Box], ndim: int) -> Numbers:
+    """Return the bounds of boxes, filled up to ``ndim`` dims."""
+    zeros, ones = (0,) * ndim, (1,) * ndim
+    sides = chain.from_iterable(
+        ((box.start + zeros)[:ndim] + (box.stop + ones)[:ndim]) for box in boxes
+    )
+    return np.fromiter(sides, np.int64, 2 * ndim * len(boxes)).reshape(len(boxes), 2, ndim)
+
+
+def spans(inner: Numbers, outer: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Return flat positions of boxes in others that they lie in: first, behind the last, and size.
+
+    Where the box is not empty, it lies side by side in the other if size is what is between them.
+    """
+    first = np.zeros(len(inner), np.int64)
+    last = np.zeros(len(inner), np.int64)
+    size = np.ones(len(inner), np.int64)
+    for dim in range(inner.shape[2]):
+        low, extent = outer[:, START, dim], outer[:, STOP, dim] - outer[:, START, dim]
+        first = first * extent + inner[:, START, dim] - low
+        last = last * extent + inner[:, STOP, dim] - 1 - low
+        size = size * (inner[:, STOP, dim] - inner[:, START, dim])
+    return first, last + 1, size
+
+
+def merged(tables: Sequence[Table]) -> Table:
+    """Return one table of all fragments; its slots are in order of their keys.
+
+    Raises:
+        CheckpointCorruptError: Two tables disagree on the dtype or shape of a tensor.
+    """
+    slots, numbers = _merged_slots(tables)
+    num_files = np.cumsum([0, *(len(table.files) for table in tables)])
+    num_blocks = np.cumsum([0, *(len(table.blocks) for table in tables)])
+    shifts = np.zeros((len(tables), NUM_BLOCKS + 1), np.int64)
+    shifts[:, FILE], shifts[:, FIRST_BLOCK] = num_files[:-1], num_blocks[:-1]
+    slot = np.concatenate([n[t.slot_of] for t, n in zip(tables, numbers, strict=True)])
+    bounds = np.concatenate([_filled_up(table.bounds, slots.ndim) for table in tables])
+    order = box_order(slot, bounds)
+    places = np.concatenate([t.places + shift for t, shift in zip(tables, shifts, strict=True)])
+    return Table(
+        slots,
+        np.searchsorted(slot[order], np.arange(len(slots.every) + 1)),
+        bounds[order],
+        places[order],
+        tuple(chain.from_iterable(table.files for table in tables)),
+        np.concatenate([table.blocks for table in tables]),
+    )
+
+
+def columns_of(bounds: Numbers) -> list[Numbers]:
+    """Return the bounds of boxes as arrays, in the order in which boxes are compared."""
+    return [bounds[:, side, dim] for side in (START, STOP) for dim in range(bounds.shape[2])]
+
+
+def box_order(slot: Numbers, bounds: Numbers) -> Numbers:
+    """Return the order of rows by slot, and then by box."""
+    order: Numbers = np.lexsort((*reversed(columns_of(bounds)), slot))
+    return order
+
+
+def _merged_slots(tables: Sequence[Table]) -> tuple[Slots, list[Numbers]]:
+    """Return the slots of all tables in order, and where each table's slots are among them."""
+    first = tables[0].slots
+    if first.is_sorted and all(table.slots is first for table in tables):
+        return first, [np.arange(len(first.every))] * len(tables)
+    known: dict[TensorKey, Slot] = {}
+    for place, table in enumerate(tables):
+        if place and table.slots is tables[place - 1].slots:
+            continue
+        for slot in table.slots.every:
+            other = known.setdefault(slot.key, slot)
+            if other != slot:
+                raise CheckpointCorruptError(
+                    f"{slot.key}: a rank saved {slot.dtype}{list(slot.shape)} to "
+                    f"{', '.join(table.files)}, another rank {other.dtype}{list(other.shape)}",
+                    fqn=slot.key.fqn,
+                    slot=slot.key.slot,
+                )
+    slots = Slots(known[key] for key in sorted(known))
+    found: list[Numbers] = []
+    for place, table in enumerate(tables):
+        if place and table.slots is tables[place - 1].slots:
+            found.append(found[-1])
+        else:
+            places = [slots.numbers[slot.key] for slot in table.slots.every]
+            found.append(np.array(places, np.int64))
+    return slots, found
+
+
+def _filled_up(bounds: Numbers, ndim: int) -> Numbers:
+    missing = ndim - bounds.shape[2]
+    if not missing:
+        return bounds
+    more = np.zeros((len(bounds), 2, missing), np.int64)
+    more[:, STOP] = 1
+    return np.concatenate((bounds, more), axis=2)

@@ -1,0 +1,297 @@
+"""Training state as a map: which boxes of which tensor are where, and the proof of it.
+
+Pure. A ``StateMap`` describes a checkpoint, a set of rank records, or what a rank holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from operator import le
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
+from ucp_core.geometry.boxes import Box, packed_strides, reach
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+#: Bytes of one element by the names that safetensors uses.
+DTYPE_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+#: So many ways in which tensors are cut are remembered: a layer has about ten.
+_CUTS_KEPT = 64
+
+
+class TensorKey(NamedTuple):
+    """One logical tensor of the state.
+
+    Attributes:
+        fqn: Fully qualified name of the parameter or buffer.
+        slot: ``weight``, or the optimizer's name for its tensor (``exp_avg``, ...).
+    """
+
+    fqn: str
+    slot: str
+
+    def __str__(self) -> str:
+        """Return ``fqn (slot)``."""
+        return f"{self.fqn} ({self.slot})"
+
+
+class Fragment(NamedTuple):
+    """The bytes of one box in one file.
+
+    Attributes:
+        box: The elements, in coordinates of the whole tensor.
+        file: Name in the checkpoint's directory.
+        offset_bytes: Where the first element is in the file.
+        num_bytes: Bytes from there to behind the last element.
+        crc32: Of all its bytes; None where a foreign format has no checksum of this range.
+        blocks: crc32 of each block of the map's ``block_bytes``; the last block may be shorter.
+            Empty where ``crc32`` is None.
+        replica: Another fragment without this flag holds the same elements.
+        strides: Bytes between neighbours along each dim; None where the box is C-contiguous.
+        copy: Which of the tensor's independently updated copies it belongs to.
+    """
+
+    box: Box
+    file: str
+    offset_bytes: int
+    num_bytes: int
+    crc32: int | None
+    blocks: tuple[int, ...]
+    replica: bool = False
+    strides: tuple[int, ...] | None = None
+    copy: int = 0
+
+    def byte_strides(self, itemsize: int) -> tuple[int, ...]:
+        """Return the bytes between neighbours along each dim, also of a C-contiguous box."""
+        if self.strides is not None:
+            return self.strides
+        return packed_strides(self.box.shape, itemsize)
+
+
+class Extent(NamedTuple):
+    """Bytes of a foreign file that have one checksum of their own: a record of a torch zip."""
+
+    offset_bytes: int
+    num_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One logical tensor and the fragments that hold it, in order of their boxes.
+
+    Attributes:
+        key: Its name and slot.
+        dtype: By safetensors' names.
+        shape: Of the whole tensor.
+        fragments: Where its elements are.
+        copies: Above 1, so many copies were updated independently, each covers the tensor, and
+            its value is their mean.
+    """
+
+    key: TensorKey
+    dtype: str
+    shape: tuple[int, ...]
+    fragments: tuple[Fragment, ...]
+    copies: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the whole tensor."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateMap:
+    """Tensors by key.
+
+    Attributes:
+        entries: What is held.
+        block_bytes: The blocks that the fragments' checksums are for.
+        extents: By file: the ranges of a foreign file that its own format has checksums of.
+    """
+
+    entries: Mapping[TensorKey, TensorEntry]
+    block_bytes: int
+    extents: Mapping[str, tuple[Extent, ...]] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all tensors, replicas counted once."""
+        return sum(entry.num_bytes for entry in self.entries.values())
+
+    def prove_coverage(self) -> None:
+        """Check that every element of every tensor is held exactly once, replicas aside.
+
+        Raises:
+            UncoveredRegionError: Names the first tensor, box and files that break it.
+            CheckpointCorruptError: A fragment contradicts its tensor.
+        """
+        table = getattr(self.entries, "table", None)
+        if table is not None:
+            table.prove_coverage()
+            return
+        for entry in self.entries.values():
+            prove_entry(entry)
+
+
+def prove_entry(entry: TensorEntry) -> None:
+    """Check one tensor as ``StateMap.prove_coverage`` does; each of its copies where it has some.
+
+    Disjoint boxes inside the tensor whose sizes add up to its size cover it, so no element is
+    ever looked at. Cost: n log n for fragments along one dim; less for a tensor that is cut as one
+    before it was, as layers and slots are.
+    """
+    whole, itemsize = Box.full(entry.shape), DTYPE_BYTES[entry.dtype]
+    sizes = _sizes_inside(entry.shape, tuple([fragment.box for fragment in entry.fragments]))
+    copies: list[list[Fragment]] = [[] for _ in range(entry.copies)]
+    for fragment, size in zip(entry.fragments, sizes, strict=True):
+        is_right = fragment.strides is None and fragment.num_bytes == size * itemsize
+        if not is_right or not 0 <= fragment.copy < entry.copies:
+            _check_fragment(entry, whole, fragment)
+        if not fragment.replica:
+            copies[fragment.copy].append(fragment)
+    for number, fragments in enumerate(copies):
+        _prove_once(entry, whole, fragments, f" of copy {number}" if entry.copies > 1 else "")
+
+
+@lru_cache(maxsize=_CUTS_KEPT)
+def _sizes_inside(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[int, ...]:
+    """Return the number of elements of every box; -1 for one that cannot be of the tensor."""
+    whole = Box.full(shape)
+
+    def size(box: Box) -> int:
+        is_box = len(box.start) == len(box.stop) == len(shape) and all(map(le, *box))
+        return box.num_elements if is_box and whole.contains(box) else -1
+
+    return tuple(map(size, boxes))
+
+
+def _check_fragment(entry: TensorEntry, whole: Box, fragment: Fragment) -> None:
+    """Check that a fragment, replica or not, can be one of the tensor."""
+    start, stop = fragment.box
+    is_box = len(start) == len(stop) == len(entry.shape) and all(map(le, start, stop))
+    if not is_box or not whole.contains(fragment.box):
+        raise UncoveredRegionError(
+            f"{entry.key}: box {fragment.box} of file {fragment.file} reaches outside the "
+            f"tensor of shape {list(entry.shape)}",
+            **_facts(entry, fragment.box, fragment.file),
+        )
+    if not 0 <= fragment.copy < entry.copies:
+        raise CheckpointCorruptError(
+            f"{entry.key}: box {fragment.box} of file {fragment.file} belongs to copy "
+            f"{fragment.copy}, the tensor has {entry.copies}",
+            **_facts(entry, fragment.box, fragment.file),
+        )
+    strides = fragment.strides
+    if strides is not None and (len(strides) != len(entry.shape) or min(strides, default=0) < 0):
+        raise CheckpointCorruptError(
+            f"{entry.key}: box {fragment.box} of file {fragment.file} has strides "
+            f"{list(strides)}: there must be one for each dim, none negative",
+            **_facts(entry, fragment.box, fragment.file),
+        )
+    itemsize = DTYPE_BYTES[entry.dtype]
+    num_bytes = fragment.box.num_elements * itemsize
+    if strides is not None and num_bytes:
+        num_bytes = reach(fragment.box, fragment.box, strides, itemsize)[1]
+    if num_bytes != fragment.num_bytes:
+        raise CheckpointCorruptError(
+            f"{entry.key}: box {fragment.box} of {entry.dtype} has {num_bytes} bytes, file "
+            f"{fragment.file} is said to hold {fragment.num_bytes} for it",
+            **_facts(entry, fragment.box, fragment.file),
+        )
+
+
+def _prove_once(entry: TensorEntry, whole: Box, primary: Sequence[Fragment], of: str) -> None:
+    """Check that ``primary`` holds every element exactly once; ``of`` names the copy."""
+    boxes = tuple([fragment.box for fragment in primary])
+    clash = _overlap(len(entry.shape), boxes)
+    if clash is not None:
+        one, two = (primary[number] for number in clash)
+        both = one.box.intersect(two.box)
+        raise UncoveredRegionError(
+            f"{entry.key}: box {both}{of} is held twice, in {one.file} and in {two.file}, and "
+            "neither is declared a replica",
+            **_facts(entry, both, one.file, two.file),
+        )
+    if sum(_sizes_inside(entry.shape, boxes)) != prod(entry.shape):
+        hole = _hole(whole, primary)
+        raise UncoveredRegionError(
+            f"{entry.key}: box {hole}{of} of shape {list(entry.shape)} is in none of the files "
+            f"{_names(primary)}",
+            **_facts(entry, hole, *(fragment.file for fragment in primary)),
+        )
+
+
+@lru_cache(maxsize=_CUTS_KEPT)
+def _overlap(ndim: int, boxes: tuple[Box, ...]) -> tuple[int, int] | None:
+    """Return which two boxes share an element, or None: a sweep along the most cut dim."""
+    filled = [number for number, box in enumerate(boxes) if not box.is_empty]
+    if len(filled) <= 1:
+        return None
+    if ndim == 0:
+        return filled[0], filled[1]
+    dim = sweep_dim([boxes[number] for number in filled], ndim)
+    active: list[int] = []
+    for number in sorted(filled, key=lambda n: boxes[n].start[dim]):
+        box = boxes[number]
+        active = [other for other in active if boxes[other].stop[dim] > box.start[dim]]
+        for other in active:
+            if boxes[other].intersect(box) is not None:
+                return other, number
+        active.append(number)
+    return None
+
+
+def sweep_dim(boxes: Sequence[Box], ndim: int) -> int:
+    """Return the dim along which the fewest boxes lie side by side at any place.
+
+    The most starts do not tell it: ranges of a flattened tensor begin in any column and yet most
+    of them have all columns.
+    """
+
+    def mean(dim: int) -> float:
+        low = min(box.start[dim] for box in boxes)
+        high = max(box.stop[dim] for box in boxes)
+        return sum(box.stop[dim] - box.start[dim] for box in boxes) / max(high - low, 1)
+
+    return min(range(ndim), key=mean)
+
+
+def _hole(whole: Box, fragments: Sequence[Fragment]) -> Box | None:
+    left = [whole]
+    for fragment in fragments:
+        left = [rest for box in left for rest in box.subtract(fragment.box)]
+    return left[0] if left else None
+
+
+def _names(fragments: Sequence[Fragment]) -> str:
+    names = sorted({fragment.file for fragment in fragments})
+    shown = ", ".join(names[:4]) or "(none)"
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"  # noqa: PLR2004
+
+
+def _facts(entry: TensorEntry, box: Box | None, *files: str) -> dict[str, object]:
+    return {"fqn": entry.key.fqn, "slot": entry.key.slot, "box": box, "files": sorted(set(files))}

@@ -1,0 +1,331 @@
+"""The operators of Universal Checkpointing, as functions on fragments and maps.
+
+The paper's operators (ATC'25, table 2) move tensors; these move descriptions, and bytes move once,
+at the end. ``extract`` says where one rank's file has which boxes, ``union`` proves that all of
+them make up the tensor, ``strip_padding`` crops it, ``target_map`` (the paper's UcpInfo) says what
+a rank of another layout needs, ``load`` reads it. The paper's Save is ``ucp_core.conversion``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from operator import add, sub
+
+from ucp_core.errors import PatternError
+from ucp_core.geometry.boxes import Box, flat_range, span
+from ucp_core.geometry.statemap import DTYPE_BYTES, Fragment, TensorEntry, TensorKey, prove_entry
+from ucp_core.language.patterns import Placement
+from ucp_core.language.targets import Target, target_map, target_pieces
+from ucp_core.manifest.document import Manifest
+from ucp_core.native.opening import Checkpoint, LocalTensor
+from ucp_core.native.opening import load as load_tensors
+from ucp_core.reading.plan import Part
+
+__all__ = [
+    "Target",
+    "extract",
+    "load",
+    "rename",
+    "strip_padding",
+    "target_map",
+    "target_pieces",
+    "tie",
+    "union",
+]
+
+
+def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
+    key: TensorKey,
+    dtype: str,
+    placement: Placement,
+    rank: int,
+    *,
+    file: str,
+    offset_bytes: int,
+    flat: tuple[int, int] | None = None,
+    replica: bool = False,
+    copy: int | None = None,
+    crc32: int | None = None,
+    blocks: tuple[int, ...] = (),
+) -> list[Fragment]:
+    """Return the fragments of one tensor that a file of one rank holds; padding is left out.
+
+    Args:
+        key: The tensor.
+        dtype: Of the bytes in the file.
+        placement: How the ranks' shards make up the tensor.
+        rank: Whose shard it is.
+        file: Name in the checkpoint's directory.
+        offset_bytes: Where the first of the elements is in the file.
+        flat: Elements ``[start, stop)`` of the flattened shard are there, as ZeRO cuts it; what
+            lies behind the shard's end is padding. None: the whole shard.
+        replica: Another file holds the same elements and is the primary one.
+        copy: Of an average; default: ``rank``.
+        crc32: Of the bytes, if they have a checksum of their own. It is kept where one fragment
+            is all of them.
+        blocks: The same by blocks.
+
+    Raises:
+        PatternError: ``rank`` or ``flat`` does not fit the placement.
+    """
+    if not 0 <= rank < len(placement.shards):
+        raise PatternError(f"{key}: rank {rank} of {len(placement.shards)} in {file}", rank=rank)
+    shard = placement.shards[rank]
+    total = prod(shard)
+    start, stop = (0, total) if flat is None else flat
+    if not 0 <= start <= stop:
+        raise PatternError(f"{key}: flat range [{start}, {stop}) in {file}", rank=rank)
+    held = flat_range(shard, start, min(stop, total)) if start < total else ()
+    if copy is None:
+        copy = rank if placement.relation == "average" else 0
+    itemsize = DTYPE_BYTES[dtype]
+    origin = offset_bytes - start * itemsize
+    strides = _strides(shard, itemsize)
+    found: list[Fragment] = []
+    for local, begin, is_copy in placement.pieces[rank]:
+        for inner, first, last in _inside(held, local, shard, start):
+            whole = last - first == stop - start
+            found.append(
+                Fragment(
+                    _moved(inner, local, begin),
+                    file,
+                    origin + first * itemsize,
+                    (last - first) * itemsize,
+                    crc32 if whole else None,
+                    blocks if whole else (),
+                    replica or is_copy,
+                    None if last - first == inner.num_elements else strides,
+                    copy,
+                )
+            )
+    return found
+
+
+def _inside(
+    held: Sequence[Box], local: Box, shard: tuple[int, ...], start: int
+) -> Iterator[tuple[Box, int, int]]:
+    """Yield what of the boxes of a flat range is in ``local``, and its flat positions."""
+    if local.stop == shard and not any(local.start):
+        # The usual case: the boxes of a flat range lie one behind the other.
+        for box in held:
+            stop = start + box.num_elements
+            yield box, start, stop
+            start = stop
+        return
+    full = Box.full(shard)
+    for box in held:
+        inner = local.intersect(box)
+        if inner is not None:
+            yield inner, *span(inner, full)
+
+
+def _strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    strides = [itemsize] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+def _moved(inner: Box, local: Box, begin: tuple[int, ...]) -> Box:
+    """Return the box of the whole tensor that ``inner``, a part of ``local``, is."""
+    if begin == local.start:
+        return inner
+    shift = list(map(sub, begin, local.start))
+    return Box(tuple(map(add, inner.start, shift)), tuple(map(add, inner.stop, shift)))
+
+
+def union(
+    key: TensorKey, dtype: str, placement: Placement, fragments: Iterable[Fragment]
+) -> TensorEntry:
+    """Return the tensor that the fragments of all files make up, proven to be whole.
+
+    Replicas stay in the entry to be compared, unless the placement says that the first one is
+    taken. Of an average, every copy covers the tensor.
+
+    Raises:
+        UncoveredRegionError: A hole or an overlap; names the tensor, the box and the files.
+    """
+    first_only = placement.relation == "replica" and placement.check == "first"
+    kept = [f for f in fragments if not (first_only and f.replica)]
+    kept.sort(key=_order)
+    entry = TensorEntry(
+        key=key,
+        dtype=dtype,
+        shape=placement.shape,
+        fragments=tuple(kept),
+        copies=len(placement.shards) if placement.relation == "average" else 1,
+    )
+    prove_entry(entry)
+    return entry
+
+
+def _order(fragment: Fragment) -> tuple[Box, int, bool, str, int]:
+    # Not the fragment itself: crc32 and strides may be None, which has no order.
+    return (fragment.box, fragment.copy, fragment.replica, fragment.file, fragment.offset_bytes)
+
+
+def strip_padding(entry: TensorEntry, shape: Sequence[int]) -> TensorEntry:
+    """Return the tensor without what lies behind ``shape``: the padding of a vocabulary.
+
+    Raises:
+        PatternError: ``shape`` is larger than the tensor.
+    """
+    whole = Box.full(shape)
+    if len(shape) != len(entry.shape) or not Box.full(entry.shape).contains(whole):
+        raise PatternError(
+            f"{entry.key}: has shape {list(entry.shape)}, which padding could not have brought "
+            f"from {list(shape)}",
+            fqn=entry.key.fqn,
+            slot=entry.key.slot,
+        )
+    itemsize = DTYPE_BYTES[entry.dtype]
+    cropped = (_cropped(fragment, whole, itemsize) for fragment in entry.fragments)
+    fragments = sorted((f for f in cropped if f is not None), key=_order)
+    return replace(entry, shape=tuple(shape), fragments=tuple(fragments))
+
+
+def _cropped(fragment: Fragment, whole: Box, itemsize: int) -> Fragment | None:
+    inner = fragment.box.intersect(whole)
+    if inner is None or inner == fragment.box:
+        return None if inner is None else fragment
+    strides = fragment.strides or _strides(fragment.box.shape, itemsize)
+    last = sum((n - 1) * s for n, s in zip(inner.shape, strides, strict=True))
+    num_bytes = last + itemsize
+    # Padding lies behind the elements, so the first one stays where it was.
+    return fragment._replace(
+        box=inner,
+        num_bytes=num_bytes,
+        crc32=None,
+        blocks=(),
+        strides=None if num_bytes == inner.num_elements * itemsize else strides,
+    )
+
+
+def rename(manifest: Manifest, mapping: Mapping[str, str]) -> Manifest:
+    """Return the checkpoint with other tensor names, in every slot, group, tie and role.
+
+    Args:
+        manifest: Of any source.
+        mapping: New names by old ones; a name that is not in it stays.
+
+    Raises:
+        PatternError: A name does not exist, or two tensors would get one name.
+    """
+    known = {key.fqn for key in manifest.state_map.entries} | set(manifest.ties)
+    missing = sorted(set(mapping) - known)
+    if missing:
+        raise PatternError(
+            f"{missing[0]}: to be renamed, but the checkpoint has no such tensor "
+            f"({len(missing)} such names)",
+            fqn=missing[0],
+        )
+    names = sorted((mapping.get(fqn, fqn), fqn) for fqn in known)
+    for (new, one), (same, other) in pairwise(names):
+        if new == same:
+            raise PatternError(f"{new}: would be the new name of both {one} and {other}", fqn=new)
+
+    def new_name(fqn: str) -> str:
+        return mapping.get(fqn, fqn)
+
+    entries: dict[TensorKey, TensorEntry] = {}
+    for key, entry in manifest.state_map.entries.items():
+        new_key = TensorKey(new_name(key.fqn), key.slot)
+        entries[new_key] = replace(entry, key=new_key)
+    groups = [
+        {**group, "params": [new_name(fqn) for fqn in group["params"]]}
+        if "params" in group
+        else group
+        for group in manifest.param_groups
+    ]
+    return replace(
+        manifest,
+        state_map=replace(manifest.state_map, entries=dict(sorted(entries.items()))),
+        param_groups=groups,
+        ties={new_name(alias): new_name(owner) for alias, owner in manifest.ties.items()},
+        roles={new_name(fqn): role for fqn, role in manifest.roles.items()},
+        patterns={
+            key._replace(fqn=new_name(key.fqn)): pattern
+            for key, pattern in manifest.patterns.items()
+        },
+    )
+
+
+def tie(manifest: Manifest, ties: Mapping[str, str]) -> Manifest:
+    """Return the checkpoint with aliases of tensors known as such.
+
+    What files hold under an alias becomes a replica of the tensor that is kept, so that whoever
+    converts or verifies compares the two.
+
+    Args:
+        manifest: Of any source.
+        ties: The tensor that is kept, by alias; the alias may have no bytes of its own.
+
+    Raises:
+        PatternError: The tensor that is kept does not exist, or the alias is another tensor.
+    """
+    entries = dict(manifest.state_map.entries)
+    for alias, owner in ties.items():
+        if owner in ties or not any(key.fqn == owner for key in entries):
+            raise PatternError(
+                f"{alias}: tied to {owner}, which "
+                + ("is tied itself" if owner in ties else "the checkpoint does not have"),
+                fqn=alias,
+            )
+        for key in [key for key in entries if key.fqn == alias]:
+            kept = TensorKey(owner, key.slot)
+            entries[kept] = _joined(entries.get(kept), entries.pop(key), owner)
+    groups = [
+        {**group, "params": [fqn for fqn in group["params"] if fqn not in ties]}
+        if "params" in group
+        else group
+        for group in manifest.param_groups
+    ]
+    return replace(
+        manifest,
+        state_map=replace(manifest.state_map, entries=entries),
+        param_groups=groups,
+        ties={**manifest.ties, **ties},
+        roles={fqn: role for fqn, role in manifest.roles.items() if fqn not in ties},
+        patterns={key: found for key, found in manifest.patterns.items() if key.fqn not in ties},
+    )
+
+
+def _joined(kept: TensorEntry | None, alias: TensorEntry, owner: str) -> TensorEntry:
+    """Return the kept entry with the fragments of an alias as replicas."""
+    if kept is None or (kept.dtype, kept.shape) != (alias.dtype, alias.shape) or kept.copies > 1:
+        has = "nothing" if kept is None else f"{kept.dtype}{list(kept.shape)}"
+        raise PatternError(
+            f"{alias.key}: tied to {owner}, but it has {alias.dtype}{list(alias.shape)} and "
+            f"{owner} {has}",
+            fqn=alias.key.fqn,
+            slot=alias.key.slot,
+        )
+    copies = (fragment._replace(replica=True) for fragment in alias.fragments)
+    fragments = sorted([*kept.fragments, *copies], key=_order)
+    return replace(kept, fragments=tuple(fragments))
+
+
+def load(checkpoint: Checkpoint, parts: Iterable[Part], *, threads: int = 2) -> list[LocalTensor]:
+    """Return the parts in new memory, in their order.
+
+    A model that does not fit into host memory twice is loaded by calls of a layer each.
+
+    Raises:
+        UcpError: As ``ucp_core.checkpoint.load``.
+    """
+    tensors = [
+        LocalTensor(
+            fqn=part.key.fqn,
+            slot=part.key.slot,
+            dtype=part.dtype,
+            shape=part.shape,
+            box=part.box,
+            data=memoryview(bytearray(part.box.num_elements * DTYPE_BYTES[part.dtype])),
+        )
+        for part in parts
+    ]
+    load_tensors(checkpoint, tensors, threads=threads)
+    return tensors

@@ -1,0 +1,1 @@
+"""The document that defines a checkpoint: parse, validate, print, merge. Pure."""

@@ -1,0 +1,469 @@
+"""The document that defines a checkpoint: validate, parse, print, merge.
+
+Pure. ``SPEC.md`` is the normative text. Three kinds share one form: the manifest of a
+universal checkpoint, that of a native distributed one, and the record that each rank writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    ChecksumMismatchError,
+    UcpError,
+    UnsupportedVersionError,
+)
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.manifest.json_text import load_json
+from ucp_core.manifest.validation import FORMATS, Problem, validate
+from ucp_core.numerics.checksums import combine_blocks, crc32
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+VERSION = 1
+#: Smaller documents are read as quickly one value at a time.
+_SCAN_BYTES_MIN = 8 << 10
+_NUMPY_BYTES_MIN = 1 << 20
+
+__all__ = [
+    "VERSION",
+    "FileEntry",
+    "Item",
+    "Kind",
+    "Manifest",
+    "Problem",
+    "from_bytes",
+    "merge",
+    "parse",
+    "to_bytes",
+    "to_json",
+    "validate",
+]
+
+
+class Kind(StrEnum):
+    """What a document describes; the value of its ``format``."""
+
+    UNIVERSAL = "everstep-universal"
+    DISTRIBUTED = "everstep-distributed"
+    RANK_RECORD = "everstep-rank-record"
+    #: Another framework's checkpoint, described in memory only.
+    FOREIGN = "foreign"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """A file of the checkpoint: its size, and the crc32 of all its bytes."""
+
+    num_bytes: int
+    crc32: int
+
+
+class Item(NamedTuple):
+    """What becomes of one item of a foreign checkpoint.
+
+    Attributes:
+        policy: ``reshard``, ``replicate``, ``reseed`` or ``drop``.
+        note: Why, for people.
+    """
+
+    policy: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A parsed manifest or rank record.
+
+    Attributes:
+        kind: Which of the three.
+        step: The optimizer step after which the state was taken.
+        attempt: The attempt that took it: the fencing token.
+        state_map: All tensors and their fragments; those of one rank in a rank record.
+        files: Every data file by its name in the directory.
+        param_groups: The optimizer's groups: ``params`` (fqns) and hyper-parameters.
+        extra: Small named values, JSON. In a universal manifest: name to file.
+        source: Who wrote it; free, JSON.
+        world_size: Ranks that saved; 0 in a universal manifest.
+        rank: The rank of a record; -1 in a manifest.
+        ties: Aliases of a tensor: other name to the name that has an entry.
+        roles: ``frozen``, ``buffer`` or ``extra`` by fqn, for tensors that are no trained
+            parameters.
+        items: What became of everything else that a foreign checkpoint held.
+        patterns: How the shards of several ranks made up a tensor, in the text form of
+            ``RULES.md``; kept in universal manifests, of what was read from shards.
+    """
+
+    kind: Kind
+    step: int
+    attempt: int
+    state_map: StateMap
+    files: Mapping[str, FileEntry]
+    param_groups: Sequence[Mapping[str, Any]] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    source: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int = 0
+    rank: int = -1
+    ties: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
+    items: Mapping[str, Item] = field(default_factory=dict)
+    patterns: Mapping[TensorKey, Any] = field(default_factory=dict)
+
+
+def parse(document: Any, *, where: str = "manifest") -> Manifest:
+    """Return the manifest that ``document`` describes.
+
+    Raises:
+        UnsupportedVersionError: A newer format.
+        CheckpointCorruptError: Lists every problem; they are in ``facts["problems"]``.
+    """
+    if isinstance(document, dict) and document.get("format") in FORMATS:
+        version = document.get("version")
+        if isinstance(version, int) and version > VERSION:
+            raise UnsupportedVersionError(
+                f"{where} has format version {version}, this program reads up to {VERSION}: "
+                "update everstep",
+                version=version,
+            )
+    problems = validate(document)
+    if problems:
+        lines = "; ".join(str(problem) for problem in problems[:8])
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""  # noqa: PLR2004
+        raise CheckpointCorruptError(
+            f"{where} is not valid: {lines}{more}", where=where, problems=tuple(problems)
+        )
+    kind = Kind(document["format"])
+    entries: dict[TensorKey, TensorEntry] = {}
+    for fqn, tensor in document["tensors"].items():
+        for slot, value in tensor["slots"].items():
+            entry = _entry(TensorKey(fqn, slot), tensor, value, kind)
+            entries[entry.key] = entry
+    return _manifest(document, entries)
+
+
+def _manifest(document: dict[str, Any], entries: Mapping[TensorKey, TensorEntry]) -> Manifest:
+    """Return a sound document, whose tensors were read already, as a manifest."""
+    kind = Kind(document["format"])
+    return Manifest(
+        kind=kind,
+        step=document["step"],
+        attempt=document["attempt"],
+        state_map=StateMap(entries=entries, block_bytes=document["block_bytes"]),
+        files={
+            name: FileEntry(num_bytes=value["nbytes"], crc32=value["crc32"])
+            for name, value in document["files"].items()
+        },
+        param_groups=document["param_groups"],
+        extra=document["extra"],
+        source=document["source"],
+        world_size=0 if kind is Kind.UNIVERSAL else document["world_size"],
+        rank=document["rank"] if kind is Kind.RANK_RECORD else -1,
+        ties={a: fqn for fqn, t in document["tensors"].items() for a in t.get("ties", ())},
+        roles={fqn: t["role"] for fqn, t in document["tensors"].items() if "role" in t},
+        items={
+            name: Item(value["policy"], value.get("note", ""))
+            for name, value in document.get("items", {}).items()
+        },
+        patterns=_patterns(document["tensors"]) if kind is Kind.UNIVERSAL else {},
+    )
+
+
+def _patterns(tensors: dict[str, Any]) -> dict[TensorKey, Any]:
+    """Return the patterns; a slot of the tensor's shape has the tensor's unless it says."""
+    found: dict[TensorKey, Any] = {}
+    for fqn, tensor in tensors.items():
+        for slot, value in tensor["slots"].items():
+            usual = None if "shape" in value else tensor.get("pattern")
+            pattern = value.get("pattern", usual)
+            if pattern is not None:
+                found[TensorKey(fqn, slot)] = pattern
+    return found
+
+
+def _entry(
+    key: TensorKey, tensor: dict[str, Any], value: dict[str, Any], kind: Kind
+) -> TensorEntry:
+    shape = tuple(value.get("shape", tensor["shape"]))
+    if kind is not Kind.UNIVERSAL:
+        fragments = [_fragment(_box(item["box"]), item) for item in value["fragments"]]
+        fragments.sort(key=lambda fragment: fragment.box)
+    else:
+        fragments = [_fragment(Box.full(shape), value)._replace(replica=False)]
+    return TensorEntry(key=key, dtype=value["dtype"], shape=shape, fragments=tuple(fragments))
+
+
+def _box(bounds: list[list[int]]) -> Box:
+    return Box(tuple([b[0] for b in bounds]), tuple([b[1] for b in bounds]))
+
+
+def _fragment(box: Box, item: dict[str, Any]) -> Fragment:
+    return Fragment(
+        box,
+        item["file"],
+        item["offset"],
+        item["nbytes"],
+        item["crc32"],
+        tuple(item.get("blocks") or (item["crc32"],)),
+        item.get("replica", False),
+    )
+
+
+def to_json(manifest: Manifest) -> dict[str, Any]:
+    """Return the document that ``parse`` reads back to an equal manifest.
+
+    Raises:
+        UcpError: A tie or a role is of a tensor that has no entry.
+    """
+    assert manifest.kind is not Kind.FOREIGN, "a foreign checkpoint has no document of this form"
+    tensors: dict[str, dict[str, Any]] = {}
+    patterns = manifest.patterns if manifest.kind is Kind.UNIVERSAL else {}
+    for key, entry in sorted(manifest.state_map.entries.items()):
+        shape = list(entry.shape)
+        tensor = tensors.setdefault(key.fqn, {"shape": shape, "slots": {}})
+        value: dict[str, Any] = {"dtype": entry.dtype}
+        usual = patterns.get(TensorKey(key.fqn, "weight")) if patterns else None
+        if shape != tensor["shape"]:
+            value["shape"] = shape
+        if usual is not None:
+            tensor["pattern"] = usual
+        if patterns and patterns.get(key) != (None if "shape" in value else usual):
+            value["pattern"] = patterns.get(key)
+        if manifest.kind is Kind.UNIVERSAL:
+            value |= _location(entry.fragments[0])
+        else:
+            value["fragments"] = [
+                {"box": [list(b) for b in zip(*fragment.box, strict=True)]} | _location(fragment)
+                for fragment in entry.fragments
+            ]
+        tensor["slots"][key.slot] = value
+    _add_relations(tensors, manifest)
+    document: dict[str, Any] = {
+        "format": str(manifest.kind),
+        "version": VERSION,
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "block_bytes": manifest.state_map.block_bytes,
+        "tensors": tensors,
+        "param_groups": list(manifest.param_groups),
+        "extra": dict(manifest.extra),
+        "files": {
+            name: {"nbytes": entry.num_bytes, "crc32": entry.crc32}
+            for name, entry in sorted(manifest.files.items())
+        },
+        "source": dict(manifest.source),
+    }
+    if manifest.kind is not Kind.UNIVERSAL:
+        document["world_size"] = manifest.world_size
+    if manifest.kind is Kind.RANK_RECORD:
+        document["rank"] = manifest.rank
+    if manifest.items:
+        document["items"] = {name: item._asdict() for name, item in sorted(manifest.items.items())}
+    return document
+
+
+def _add_relations(tensors: dict[str, dict[str, Any]], manifest: Manifest) -> None:
+    """Write ties and roles to the tensors that they are of."""
+    missing = sorted({*manifest.ties.values(), *manifest.roles} - set(tensors))
+    if missing:
+        raise UcpError(
+            f"{missing[0]} is tied or has a role, but the checkpoint has no such tensor",
+            fqn=missing[0],
+        )
+    for alias, fqn in sorted(manifest.ties.items()):
+        tensors[fqn].setdefault("ties", []).append(alias)
+    for fqn, role in manifest.roles.items():
+        tensors[fqn]["role"] = role
+
+
+def _location(fragment: Fragment) -> dict[str, Any]:
+    value: dict[str, Any] = {
+        "file": fragment.file,
+        "offset": fragment.offset_bytes,
+        "nbytes": fragment.num_bytes,
+        "crc32": fragment.crc32,
+    }
+    if len(fragment.blocks) > 1:
+        value["blocks"] = list(fragment.blocks)
+    if fragment.replica:
+        value["replica"] = True
+    return value
+
+
+_SEAL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
+_SEAL_BYTES = len(b',"crc32":"00000000"}\n')
+
+
+def to_bytes(manifest: Manifest, *, tensors: str | None = None) -> bytes:
+    """Return the document as one line of JSON that ends with the crc32 of what precedes it.
+
+    Args:
+        manifest: What to print.
+        tensors: The text of its tensors, where that is printed already: the map has none then.
+
+    Raises:
+        UcpError: ``extra``, ``param_groups`` or ``source`` is not JSON.
+    """
+    try:
+        text = json.dumps(to_json(manifest), separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UcpError(
+            f"extra, param_groups or source cannot be kept as JSON: {error}; "
+            "numbers must be finite, tensors belong into the tensors",
+        ) from error
+    if tensors is not None:
+        assert not manifest.state_map.entries, "tensors come from one place"
+        # The first such text is the document's own: only numbers come before it.
+        text = text.replace('"tensors":{}', f'"tensors":{tensors}', 1)
+    body = text[:-1].encode()
+    return body + b',"crc32":"%08x"}\n' % crc32(body)
+
+
+def from_bytes(data: bytes, *, where: str = "manifest") -> Manifest:
+    """Return the manifest that ``to_bytes`` printed.
+
+    Raises:
+        ChecksumMismatchError: Not the bytes that were written: damaged, cut short or edited.
+        CheckpointCorruptError: Lists every problem of the document.
+        UnsupportedVersionError: A newer format.
+    """
+    seal = _SEAL.fullmatch(data, max(0, len(data) - _SEAL_BYTES))
+    if seal is None:
+        raise ChecksumMismatchError(
+            f"{where} does not end with its crc32: it is cut short or was edited", where=where
+        )
+    found = crc32(memoryview(data)[: seal.start()])
+    if found != int(seal[1], 16):
+        raise ChecksumMismatchError(
+            f"{where} is damaged: its crc32 is {found:08x}, written was {seal[1].decode()}",
+            where=where,
+        )
+    # numpy takes 0.1 s to import, as long as it takes to do without it for a document this large.
+    if len(data) >= _SCAN_BYTES_MIN and ("numpy" in sys.modules or len(data) >= _NUMPY_BYTES_MIN):
+        from ucp_core.geometry.fragment_table import TableEntries
+        from ucp_core.manifest.fragment_columns import scan
+
+        if scanned := scan(data):
+            return _manifest(scanned.document, TableEntries(scanned.table))
+    try:
+        document = load_json(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{where} is not JSON: {error}", where=where) from error
+    return parse(document, where=where)
+
+
+def merge(records: Sequence[Manifest]) -> Manifest:
+    """Return the manifest of a distributed checkpoint from the records of all its ranks.
+
+    Deterministic: whoever merges gets the same. ``extra``, ``source`` and hyper-parameters are
+    those of rank 0; the ``params`` of a group are gathered over the ranks, because a pipeline
+    stage knows only its own. The blocks are the largest of any rank.
+
+    Raises:
+        CheckpointCorruptError: Two ranks disagree on the dtype or shape of a tensor, or have
+            blocks of which the larger are not made up of the smaller.
+        UncoveredRegionError: The ranks together do not hold every element exactly once.
+    """
+    records = sorted(records, key=lambda record: record.rank)
+    first = records[0]
+    block_bytes = max(record.state_map.block_bytes for record in records)
+    state_map = StateMap(entries=_merged_entries(records, block_bytes), block_bytes=block_bytes)
+    state_map.prove_coverage()
+    return Manifest(
+        kind=Kind.DISTRIBUTED,
+        step=first.step,
+        attempt=first.attempt,
+        state_map=state_map,
+        files={name: entry for record in records for name, entry in record.files.items()},
+        param_groups=_merged_groups(records),
+        extra=first.extra,
+        source=first.source,
+        world_size=first.world_size,
+        ties={alias: fqn for record in records for alias, fqn in record.ties.items()},
+        roles={fqn: role for record in records for fqn, role in record.roles.items()},
+        items={name: item for record in records for name, item in record.items.items()},
+    )
+
+
+def _merged_entries(
+    records: Sequence[Manifest], block_bytes: int
+) -> Mapping[TensorKey, TensorEntry]:
+    maps = [record.state_map for record in records]
+    tables = [getattr(state_map.entries, "table", None) for state_map in maps]
+    if all(tables) and all(state_map.block_bytes == block_bytes for state_map in maps):
+        from ucp_core.geometry.fragment_table import TableEntries, merged
+
+        return TableEntries(merged(list(filter(None, tables))))
+    fragments: dict[TensorKey, list[Fragment]] = defaultdict(list)
+    seen: dict[TensorKey, TensorEntry] = {}
+    for record in records:
+        for key, entry in record.state_map.entries.items():
+            known = seen.setdefault(key, entry)
+            if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                raise CheckpointCorruptError(
+                    f"{key}: rank {record.rank} saved {entry.dtype}{list(entry.shape)}, another "
+                    f"rank {known.dtype}{list(known.shape)}",
+                    fqn=key.fqn,
+                    slot=key.slot,
+                )
+            fragments[key] += _with_blocks(entry.fragments, record, block_bytes)
+    return {
+        key: TensorEntry(
+            key=key,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            fragments=tuple(sorted(fragments[key])),
+        )
+        for key, entry in sorted(seen.items())
+    }
+
+
+def _with_blocks(
+    fragments: Sequence[Fragment], record: Manifest, block_bytes: int
+) -> Sequence[Fragment]:
+    """Return a rank's fragments with the checksums of larger blocks than its own.
+
+    A rank's snapshot, which has small ones, may be stored beside what another rank stored itself.
+    """
+    small_bytes = record.state_map.block_bytes
+    if small_bytes == block_bytes:
+        return fragments
+    if block_bytes % small_bytes:
+        raise CheckpointCorruptError(
+            f"rank {record.rank} has checksums of blocks of {small_bytes} bytes, another rank of "
+            f"{block_bytes}",
+            rank=record.rank,
+        )
+    return [
+        fragment._replace(
+            blocks=tuple(
+                combine_blocks(
+                    fragment.blocks[low // small_bytes : (low + block_bytes) // small_bytes],
+                    min(block_bytes, fragment.num_bytes - low),
+                    small_bytes,
+                )
+                for low in range(0, max(fragment.num_bytes, 1), block_bytes)
+            )
+        )
+        for fragment in fragments
+    ]
+
+
+def _merged_groups(records: Sequence[Manifest]) -> list[dict[str, Any]]:
+    merged: list[dict[str, Any]] = []
+    for record in records:
+        for index, group in enumerate(record.param_groups):
+            if index == len(merged):
+                merged.append(dict(group))
+            elif "params" in group:
+                names = [*merged[index].get("params", ()), *group["params"]]
+                merged[index]["params"] = list(dict.fromkeys(names))
+    return merged

@@ -1,0 +1,483 @@
+"""Reads the fragments of a large document as columns, if it is printed as our writers print. Pure.
+
+Nearly all of a document are its lists of fragments. They are cut out of the text and compared with
+what they must look like number by number, at the speed of copying; what is left is small, and is
+read as any JSON. Nothing is taken for good here that ``ucp_core.manifest.validation`` would
+refuse, and
+whatever looks different is left to it: other spacing, unknown keys, replicas, and all damage.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ucp_core.geometry.fragment_table import (
+    FILE,
+    FIRST_BLOCK,
+    NUM_BLOCKS,
+    NUM_BYTES,
+    OFFSET,
+    START,
+    STOP,
+    Slot,
+    Slots,
+    Table,
+    columns_of,
+)
+from ucp_core.geometry.statemap import TensorKey
+from ucp_core.manifest.json_text import load_json
+from ucp_core.manifest.validation import CRC_MAX, validate, validate_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucp_core.geometry.fragment_table import Numbers
+
+_HEAD = re.compile(
+    rb'\{"format":"everstep-(?:distributed|rank-record)","version":1,"step":\d+,"attempt":\d+,'
+    rb'"block_bytes":\d+,"tensors":(?=\{)'
+)
+_LIST = b',"fragments":['
+_BEHIND = b',"param_groups":['
+#: Stands where a list was cut out; no JSON has it.
+_MARK = b"NaN"
+#: Lists are compared so many bytes at a time: what is made of them takes some ten times as much,
+#: which stays in the cache.
+_CHUNK_BYTES = 1 << 18
+#: Boxes are filled up to the most dims of any tensor, so more would take more than their text.
+_NDIM_MAX = 8
+#: ``np.fromstring`` reads as many digits without overflow.
+_DIGITS_MAX = 18
+_KNOWN_MAX = 8
+#: A list of 1,000 ranks has 0.2 MB. More would take more memory than as objects.
+_LIST_BYTES_MAX = 16 << 20
+#: Numbers of a fragment beside its box and blocks: two in the file's name, offset, size, the 32
+#: of ``crc32``, and its value.
+_NUM_FIXED = 6
+#: The numbers in a file's name are below.
+_NAME_NUMBER_MAX = 1 << 31
+_SPACES = bytes(byte if byte in b"0123456789" else 0x20 for byte in range(256))
+_ZERO, _OPEN = b"0{"
+
+
+class Scanned(NamedTuple):
+    """A sound document.
+
+    Attributes:
+        document: It, with all lists of fragments empty.
+        table: The fragments.
+    """
+
+    document: dict[str, Any]
+    table: Table
+
+
+def scan(data: bytes) -> Scanned | None:
+    """Return what a document says, or None if it has to be read and validated otherwise."""
+    head = _HEAD.match(data)
+    behind = data.find(_BEHIND, head.end()) if head else -1
+    if head is None or behind < 0:
+        return None
+    text = data[head.end() : behind]
+    try:
+        document = load_json(data[: head.end()] + b"{}" + data[behind:])
+        read = None if validate(document) else _read_known(text) or _read(text)
+    except (ValueError, RecursionError):
+        return None
+    if read is None:
+        return None
+    tensors, firsts, rows = read
+    names = _numbered_files(rows.places, document["files"])
+    if names is None:
+        return None
+    table = Table(tensors.slots, firsts, rows.bounds, rows.places, names, rows.blocks)
+    if not _is_sound(table, document["files"], document["block_bytes"]):
+        return None
+    return Scanned(document | {"tensors": tensors.document}, table)
+
+
+class _Read(NamedTuple):
+    """The text of tensors.
+
+    Attributes:
+        tensors: What it says beside fragments.
+        firsts: As in ``Table``.
+        rows: The fragments.
+    """
+
+    tensors: _Tensors
+    firsts: Numbers
+    rows: _Rows
+
+
+class _Known(NamedTuple):
+    """A text of tensors that was read.
+
+    Attributes:
+        tensors: What it says beside fragments.
+        firsts: As in ``Table``.
+        shape: Where the numbers of fragments are among all of the text.
+        others: Where those of names and shapes are.
+        values: Of the others.
+        num_digits: Of the others.
+    """
+
+    tensors: _Tensors
+    firsts: Numbers
+    shape: _Shape
+    others: Numbers
+    values: Numbers
+    num_digits: Numbers
+
+
+#: By form. The ranks of a pipeline stage have the same tensors, and so have their next versions:
+#: of those nothing but numbers has to be read.
+_known: dict[bytes, _Known] = {}
+
+
+def _read_known(text: bytes) -> _Read | None:
+    """Read a text that differs from one that was read in numbers of fragments only."""
+    numbers = _numbers(text) if _known and len(text) <= _CHUNK_BYTES else None
+    known = None if numbers is None else _known.get(numbers.form.tobytes())
+    if numbers is None or known is None:
+        return None
+    if not np.array_equal(numbers.values[known.others], known.values):
+        return None
+    if not np.array_equal(numbers.num_digits[known.others], known.num_digits):
+        return None
+    rows = _rows(numbers, known.shape)
+    return None if rows is None else _Read(known.tensors, known.firsts, rows)
+
+
+def _learn(text: bytes, cut: _Cut, tensors: _Tensors, firsts: Numbers, shape: _Shape) -> None:
+    """Keep what a text was like whose numbers were all compared at once."""
+    numbers = _numbers(text)
+    if numbers is None:
+        return
+    steps = np.zeros(len(numbers.starts) + 1, np.int64)
+    np.add.at(steps, np.searchsorted(numbers.starts, cut.begins), 1)
+    np.add.at(steps, np.searchsorted(numbers.starts, cut.ends), -1)
+    is_inside = np.cumsum(steps[:-1]) > 0
+    others = np.flatnonzero(~is_inside)
+    # Behind the numbers of both are the two that stand for dims that are not there.
+    place = np.append(np.flatnonzero(is_inside), (len(is_inside), len(is_inside) + 1))
+    moved = shape._replace(
+        bounds=place[shape.bounds],
+        fixed=place[shape.fixed],
+        plain=place[shape.plain],
+        blocks=place[shape.blocks],
+    )
+    if len(_known) >= _KNOWN_MAX:
+        _known.clear()
+    values, num_digits = numbers.values[others], numbers.num_digits[others]
+    _known[numbers.form.tobytes()] = _Known(tensors, firsts, moved, others, values, num_digits)
+
+
+def _read(text: bytes) -> _Read | None:
+    """Read the text of tensors.
+
+    Raises:
+        ValueError: It is not JSON.
+        RecursionError: It is nested too deeply.
+    """
+    cut = _cut(text)
+    tensors = None if cut is None else _tensors(cut.text)
+    if cut is None or tensors is None or len(cut.begins) != len(tensors.slots.ndims):
+        return None
+    ndim = tensors.slots.ndim
+    if ndim > _NDIM_MAX:
+        return None
+    lists = list(zip(cut.begins, cut.ends, strict=True))
+    counts = np.array([text.count(b"{", begin, end) for begin, end in lists], np.int64)
+    firsts: Numbers = np.concatenate(([0], np.cumsum(counts)))
+    ndims = np.repeat(tensors.slots.ndims, counts)
+    found = [_no_rows(ndim)]
+    num_blocks = 0
+    for low, high in _chunks(lists):
+        chunk = b",".join([text[begin:end] for begin, end in lists[low:high] if begin < end])
+        if not chunk:
+            continue
+        numbers = _numbers(chunk) if len(chunk) <= _LIST_BYTES_MAX else None
+        shape = numbers and _shape(numbers, ndims[firsts[low] : firsts[high]], ndim)
+        rows = numbers and shape and _rows(numbers, shape)
+        if not shape or not rows:
+            return None
+        if high - low == len(lists) and len(text) <= _CHUNK_BYTES:
+            _learn(text, cut, tensors, firsts, shape)
+        rows.places[:, FIRST_BLOCK] += num_blocks
+        num_blocks += len(rows.blocks)
+        found.append(rows)
+    bounds, places, blocks = map(np.concatenate, zip(*found, strict=True))
+    return _Read(tensors, firsts, _Rows(bounds, places, blocks))
+
+
+class _Cut(NamedTuple):
+    """The text of tensors without its lists of fragments.
+
+    Attributes:
+        text: Has a mark where a list was.
+        begins: Where the inside of each list began.
+        ends: Where it ended.
+    """
+
+    text: bytes
+    begins: list[int]
+    ends: list[int]
+
+
+def _cut(text: bytes) -> _Cut | None:
+    pieces: list[bytes] = []
+    begins: list[int] = []
+    ends: list[int] = []
+    done = 0
+    while (low := text.find(_LIST, done)) >= 0:
+        low += len(_LIST)
+        # No name of a file that we write has brackets.
+        high = low if text.startswith(b"]", low) else text.find(b"}]", low) + 1
+        if not high:
+            return None
+        pieces.append(text[done : low - 1])
+        begins.append(low)
+        ends.append(high)
+        done = high + 1
+    rest = _MARK.join([*pieces, text[done:]])
+    if rest.count(_MARK) != len(begins):
+        return None
+    return _Cut(rest, begins, ends)
+
+
+class _Tensors(NamedTuple):
+    """What is said of tensors beside their fragments; others must not change it."""
+
+    document: dict[str, Any]
+    slots: Slots
+
+
+class _Mark(int):
+    """The place of a list that was cut out, and its number."""
+
+
+def _tensors(text: bytes) -> _Tensors | None:
+    """Return what the text of tensors without lists says, or None if it is not sound."""
+    marks: list[_Mark] = []
+
+    def mark(name: str) -> _Mark:
+        if name != _MARK.decode():
+            raise ValueError(name)
+        marks.append(_Mark(len(marks)))
+        return marks[-1]
+
+    document = load_json(text, constant=mark)
+    found: list[Slot] = []
+    try:
+        for fqn, tensor in document.items():
+            for slot, value in tensor["slots"].items():
+                place, value["fragments"] = value["fragments"], []
+                if type(place) is not _Mark or place != len(found):
+                    return None
+                shape = tuple(value.get("shape", tensor["shape"]))
+                found.append(Slot(TensorKey(fqn, slot), value["dtype"], shape))
+    except (AttributeError, KeyError, TypeError):
+        return None
+    if len(found) != len(marks) or validate_tensors(document):
+        return None
+    return _Tensors(document, Slots(found))
+
+
+class _Rows(NamedTuple):
+    """Fragments in the order of the text; see ``Table``. Files have the numbers of their names."""
+
+    bounds: Numbers
+    places: Numbers
+    blocks: NDArray[np.uint32]
+
+
+class _Shape(NamedTuple):
+    """Where the numbers of fragments are among numbers; behind them are thought 0 and 1.
+
+    Attributes:
+        bounds: Those of boxes, as in ``Table``.
+        fixed: The others that every fragment has.
+        plain: All but those of files' names.
+        blocks: The checksums of blocks.
+        num_blocks: By fragment.
+    """
+
+    bounds: Numbers
+    fixed: Numbers
+    plain: Numbers
+    blocks: Numbers
+    num_blocks: Numbers
+
+
+def _no_rows(ndim: int) -> _Rows:
+    places = np.zeros((0, NUM_BLOCKS + 1), np.int64)
+    return _Rows(np.zeros((0, 2, ndim), np.int64), places, np.zeros(0, np.uint32))
+
+
+def _chunks(places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield runs of lists, which begin and end there, that are compared together."""
+    low = num_bytes = 0
+    for number, (begin, end) in enumerate(places):
+        if num_bytes + end - begin > _CHUNK_BYTES and number > low:
+            yield low, number
+            low, num_bytes = number, 0
+        num_bytes += end - begin
+    yield low, len(places)
+
+
+class _Numbers(NamedTuple):
+    """The numbers of a text.
+
+    Attributes:
+        form: The text with 0 for every number.
+        starts: Where each begins.
+        values: Of the numbers.
+        num_digits: Of each.
+        is_padded: Whether zeros come before its first digit.
+    """
+
+    form: NDArray[np.uint8]
+    starts: Numbers
+    values: Numbers
+    num_digits: Numbers
+    is_padded: NDArray[np.bool_]
+
+
+def _numbers(text: bytes) -> _Numbers | None:
+    """Return the numbers of a text that neither begins nor ends with one."""
+    letters = np.frombuffer(text, np.uint8)
+    is_digit = (letters - np.uint8(_ZERO)) < 10  # noqa: PLR2004  what is below 0 becomes large
+    edges = np.flatnonzero(is_digit[1:] != is_digit[:-1]) + 1
+    starts, stops = edges[0::2], edges[1::2]
+    if is_digit[0] or is_digit[-1] or not len(starts):
+        return None
+    num_digits = stops - starts
+    if num_digits.max() > _DIGITS_MAX:
+        return None
+    is_shown = ~is_digit
+    is_shown[starts] = True
+    form = letters.copy()
+    form[starts] = _ZERO
+    return _Numbers(
+        form[is_shown],
+        starts,
+        np.fromstring(text.translate(_SPACES), np.int64, sep=" "),
+        num_digits,
+        (letters[starts] == _ZERO) & (num_digits > 1),
+    )
+
+
+def _shape(numbers: _Numbers, ndims: Numbers, ndim_max: int) -> _Shape | None:
+    """Return where the numbers of fragments are, which are of tensors with ``ndims`` dims each."""
+    form, num_numbers = numbers.form, len(numbers.values)
+    # Where the numbers of each fragment begin: the first of its box, and that behind its box.
+    begin = np.searchsorted(np.flatnonzero(form == _ZERO), np.flatnonzero(form == _OPEN))
+    num_blocks = np.diff(begin, append=num_numbers) - 2 * ndims - _NUM_FIXED
+    if num_blocks.min() < 0 or form.tobytes() != _expected(ndims, num_blocks):
+        return None
+    bounds = np.empty((len(begin), 2, ndim_max), np.int64)
+    for dim in range(ndim_max):
+        for side in (START, STOP):
+            place = begin + 2 * dim + side
+            bounds[:, side, dim] = np.where(ndims > dim, place, num_numbers + side)
+    fixed = (begin + 2 * ndims)[:, None] + np.arange(_NUM_FIXED)
+    is_block = np.ones(num_numbers + 2, np.bool_)
+    is_block[bounds] = is_block[fixed] = is_block[num_numbers:] = False
+    # The only block of a fragment has the fragment's checksum.
+    is_block[fixed[num_blocks == 0, _NUM_FIXED - 1]] = True
+    is_plain = np.ones(num_numbers, np.bool_)
+    is_plain[fixed[:, :2]] = False
+    return _Shape(
+        bounds,
+        fixed,
+        np.flatnonzero(is_plain),
+        np.flatnonzero(is_block),
+        np.maximum(num_blocks, 1),
+    )
+
+
+def _rows(numbers: _Numbers, shape: _Shape) -> _Rows | None:
+    """Return the fragments that numbers are of."""
+    values = np.append(numbers.values, (0, 1))
+    attempt, rank, offset, num_bytes, is_32, crc32 = values[shape.fixed].T
+    blocks = values[shape.blocks]
+    is_name = _is_printed(shape.fixed[:, 0], 4, numbers) & _is_printed(
+        shape.fixed[:, 1], 5, numbers
+    )
+    if (
+        not is_name.all()
+        or numbers.is_padded[shape.plain].any()
+        or (is_32 != 32).any()  # noqa: PLR2004
+        or max(crc32.max(), blocks.max()) > CRC_MAX
+        or max(attempt.max(), rank.max()) >= _NAME_NUMBER_MAX
+    ):
+        return None
+    file = attempt * _NAME_NUMBER_MAX + rank
+    first_block = np.cumsum(shape.num_blocks) - shape.num_blocks
+    places = np.stack([file, offset, num_bytes, crc32, first_block, shape.num_blocks], axis=1)
+    return _Rows(values[shape.bounds], places, blocks.astype(np.uint32))
+
+
+def _is_printed(places: Numbers, width: int, numbers: _Numbers) -> NDArray[np.bool_]:
+    """Return whether numbers are printed with at least ``width`` digits, and no zero too many."""
+    num_digits, is_padded = numbers.num_digits[places], numbers.is_padded[places]
+    found: NDArray[np.bool_] = (num_digits == width) | (num_digits > width) & ~is_padded
+    return found
+
+
+def _expected(ndims: Numbers, num_blocks: Numbers) -> bytes:
+    """Return the form of fragments with so many dims and blocks."""
+    kinds = list(zip(ndims.tolist(), num_blocks.tolist(), strict=True))
+    forms = {kind: _form(*kind) for kind in set(kinds)}
+    return b",".join([forms[kind] for kind in kinds])
+
+
+def _form(ndim: int, num_blocks: int) -> bytes:
+    box = b",".join([b"[0,0]"] * ndim)
+    blocks = b',"blocks":[' + b",".join([b"0"] * num_blocks) + b"]" if num_blocks else b""
+    place = b'"file":"a0-r0.bin","offset":0,"nbytes":0,"crc0":0'
+    return b'{"box":[' + box + b"]," + place + blocks + b"}"
+
+
+def _numbered_files(places: Numbers, files: Mapping[str, Any]) -> list[str] | None:
+    """Number the files of fragments; return their names, or None if one is not known."""
+    found, places[:, FILE] = np.unique(places[:, FILE], return_inverse=True)
+    numbers = (divmod(number, _NAME_NUMBER_MAX) for number in found.tolist())
+    names = [f"a{attempt:04d}-r{rank:05d}.bin" for attempt, rank in numbers]
+    return names if all(name in files for name in names) else None
+
+
+def _is_sound(table: Table, files: Mapping[str, Mapping[str, int]], block_bytes: int) -> bool:
+    """Return whether the numbers are what they must be; see SPEC.md, sections 2 and 3."""
+    slot, bounds = table.slot_of, table.bounds
+    start, stop = bounds[:, START], bounds[:, STOP]
+    offset, num_bytes = table.places[:, OFFSET], table.places[:, NUM_BYTES]
+    sizes = np.array([files[name]["nbytes"] for name in table.files], np.int64)
+    # Of a box in its tensor, which has less than 2^60 elements, none overflows to another size.
+    expected_bytes = (stop - start).prod(axis=1) * table.slots.itemsizes[slot]
+    num_blocks = np.maximum(-(-num_bytes // block_bytes), 1)
+    return bool(
+        (start <= stop).all()
+        and (stop <= table.slots.whole[slot, STOP]).all()
+        and (num_bytes == expected_bytes).all()
+        and (offset + num_bytes <= sizes[table.places[:, FILE]]).all()
+        and (table.places[:, NUM_BLOCKS] == num_blocks).all()
+        and _is_sorted(slot, bounds)
+    )
+
+
+def _is_sorted(slot: Numbers, bounds: Numbers) -> bool:
+    """Return whether rows are in the order of their slots, and of their boxes in each."""
+    is_same = np.ones(max(len(slot) - 1, 0), np.bool_)
+    for column in (slot, *columns_of(bounds)):
+        steps = np.diff(column)
+        if (is_same & (steps < 0)).any():
+            return False
+        is_same &= steps == 0
+    return True

@@ -1,0 +1,1 @@
+"""Our own distributed checkpoints: save a rank, commit, find, open, load."""

@@ -1,0 +1,298 @@
+"""Which of a run's checkpoints count: validity under fencing, search, garbage collection."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    StorageError,
+    UcpError,
+)
+from ucp_core.lineage import counts
+from ucp_core.manifest.document import from_bytes
+from ucp_core.native.opening import MANIFEST_NAME, Checkpoint, open_checkpoint
+from ucp_core.native.saving import try_commit
+from ucp_core.storage.base import Store, join
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ucp_core.lineage import Lineage
+
+#: Longer than a reader needs that reads 1 TB at 300 MB/s.
+GRACE_S = 3600.0
+
+_STEP_NAME = re.compile(r"step-(\d{8,})")
+_WITHDRAWN_NAME = "withdrawn.json"
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the directory name of ``step`` under ``checkpoints/``."""
+    return f"step-{step:08d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The newest valid checkpoint.
+
+    Attributes:
+        step: Its step.
+        attempt: The attempt that committed it.
+        directory: Its path in the store.
+        checkpoint: The same, opened.
+        skipped: ``(name, reason)`` of every newer directory that does not count.
+    """
+
+    step: int
+    attempt: int
+    directory: str
+    checkpoint: Checkpoint = field(repr=False, compare=False)
+    skipped: tuple[tuple[str, str], ...]
+
+
+def find_committed(
+    store: Store,
+    checkpoints_directory: str,
+    *,
+    lineage: Lineage,
+    exclude: frozenset[str] = frozenset(),
+) -> Found | None:
+    """Return the newest checkpoint that is committed, valid under ``lineage`` and all there.
+
+    Reads the manifest and one listing of each directory down to the first that counts; the bytes
+    of tensors are verified when they are loaded. Nothing is deleted.
+
+    Args:
+        store: Where.
+        checkpoints_directory: Holds ``step-00001200`` and its like.
+        lineage: See ``ucp_core.lineage``.
+        exclude: Names of directories to skip, because loading them failed.
+
+    Raises:
+        StorageError: The storage refused to show a checkpoint, and no other one counts.
+    """
+    skipped: list[tuple[str, str]] = []
+    refused: StorageError | None = None
+    for name in step_names(store, checkpoints_directory):
+        if name in exclude:
+            skipped.append((name, "excluded: it could not be loaded before"))
+            continue
+        directory = join(checkpoints_directory, name)
+        try:
+            checkpoint = _open_valid(store, directory, lineage)
+            _check_files(checkpoint)
+        except StorageError as error:
+            refused = refused or error
+            skipped.append((name, str(error)))
+            continue
+        except UcpError as error:
+            skipped.append((name, str(error)))
+            continue
+        return Found(
+            step=checkpoint.step,
+            attempt=checkpoint.attempt,
+            directory=directory,
+            checkpoint=checkpoint,
+            skipped=tuple(skipped),
+        )
+    if refused is not None:
+        # To begin from scratch because a password expired would throw the run away.
+        raise refused
+    return None
+
+
+def unloadable(
+    store: Store, checkpoints_directory: str, *, lineage: Lineage
+) -> tuple[tuple[int, str], ...]:
+    """Return ``(step, reason)`` of what was committed and counts, where none of it can be loaded.
+
+    To be asked where ``find_committed`` finds nothing: to begin anew beside these is not for a
+    program to choose, for somebody may bring one back. What was never committed, or after its
+    attempt was fenced, is none of them. Newest first; the reason is empty where only loading the
+    bytes shows it.
+
+    Raises:
+        StorageError: The storage refused to show a checkpoint.
+    """
+    found: list[tuple[int, str]] = []
+    for name in step_names(store, checkpoints_directory):
+        reason = ""
+        try:
+            checkpoint = open_checkpoint(store, join(checkpoints_directory, name))
+            if not counts(step=checkpoint.step, attempt=checkpoint.attempt, lineage=lineage):
+                continue
+            _check_files(checkpoint)
+        except CheckpointNotFoundError:
+            continue
+        except StorageError:
+            raise
+        except UcpError as error:
+            reason = str(error)
+        found.append((int(name.removeprefix("step-")), reason))
+    return tuple(found)
+
+
+def step_names(store: Store, checkpoints_directory: str) -> list[str]:
+    """Return the names of checkpoint directories, newest step first, committed or not."""
+    names = store.list(checkpoints_directory)
+    found = [(int(match[1]), match[0]) for match in map(_STEP_NAME.fullmatch, names) if match]
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def _open_valid(store: Store, directory: str, lineage: Lineage) -> Checkpoint:
+    checkpoint = open_checkpoint(store, directory)
+    if counts(step=checkpoint.step, attempt=checkpoint.attempt, lineage=lineage):
+        return checkpoint
+    # A fenced process that was slow can replace the manifest of a newer attempt in the instant
+    # between its look and its write. The newer records are still there, and commit again.
+    for attempt, world_size in _complete_attempts(store, directory):
+        step = checkpoint.step
+        if (
+            attempt > checkpoint.attempt
+            and counts(step=step, attempt=attempt, lineage=lineage)
+            and try_commit(store, directory, step=step, attempt=attempt, world_size=world_size)
+        ):
+            return open_checkpoint(store, directory)
+    overtaken = min(
+        a for a, resume in lineage if a > checkpoint.attempt and resume < checkpoint.step
+    )
+    raise CheckpointCorruptError(
+        f"attempt {checkpoint.attempt} committed it after it was fenced: attempt {overtaken} "
+        "resumed from an older step",
+        attempt=checkpoint.attempt,
+    )
+
+
+def _complete_attempts(store: Store, directory: str) -> list[tuple[int, int]]:
+    """Return ``(attempt, world_size)`` by the records of rank 0, newest first."""
+    found: list[tuple[int, int]] = []
+    for name in store.list(directory):
+        match = re.fullmatch(r"a(\d+)-r00000\.json", name)
+        if match:
+            path = join(directory, name)
+            try:
+                found.append((int(match[1]), from_bytes(store.read(path), where=path).world_size))
+            except CheckpointCorruptError:
+                continue
+    return sorted(found, reverse=True)
+
+
+def _check_files(checkpoint: Checkpoint) -> None:
+    sizes = checkpoint.store.sizes(checkpoint.directory)
+    for name, entry in checkpoint.manifest.files.items():
+        if "/" in name:
+            path = join(checkpoint.directory, name)
+            size = checkpoint.store.size(path) if checkpoint.store.exists(path) else None
+        else:
+            size = sizes.get(name)
+        if size != entry.num_bytes:
+            what = "is missing" if size is None else f"has {size} bytes, not {entry.num_bytes}"
+            raise CheckpointCorruptError(f"file {name} {what}", file=name)
+
+
+def collect_garbage(
+    store: Store,
+    checkpoints_directory: str,
+    *,
+    keep: int,
+    lineage: Lineage,
+    grace_s: float = GRACE_S,
+    now_s: Callable[[], float] = time.time,  # noqa: TID251  processes share no other clock
+) -> list[str]:
+    """Delete the directories that are older than the ``keep`` newest valid checkpoints.
+
+    Nothing newer is touched: it may be under way. With fewer than ``keep`` valid ones nothing is
+    deleted, so the last committed one never is. Nor is one that a reader holds (``reading``): it
+    is left for the next call. Where the storage has no locks, a checkpoint is first withdrawn, so
+    that nobody opens it any more, and deleted by a call at least ``grace_s`` later; it is not
+    deleted under a reader that takes less.
+
+    Args:
+        store: Where.
+        checkpoints_directory: See ``find_committed``.
+        keep: At least 1.
+        lineage: See ``ucp_core.lineage``.
+        grace_s: How long what was withdrawn can still be read.
+        now_s: The wall clock.
+
+    Returns:
+        The names of what was deleted.
+    """
+    assert keep >= 1, f"keep={keep} would delete the last committed checkpoint"
+    names = step_names(store, checkpoints_directory)
+    kept = 0
+    for index, name in enumerate(names):
+        try:
+            _check_files(_open_valid(store, join(checkpoints_directory, name), lineage))
+        except UcpError:
+            continue
+        kept += 1
+        if kept == keep:
+            doomed = names[index + 1 :]
+            break
+    else:
+        return []
+    return [
+        name
+        for name in doomed
+        if _collect(store, join(checkpoints_directory, name), now_s(), grace_s)
+    ]
+
+
+def _collect(store: Store, directory: str, now_s: float, grace_s: float) -> bool:
+    """Delete one checkpoint if nobody can be reading it; return whether it is gone."""
+    manifest_path = join(directory, MANIFEST_NAME)
+    withdrawn_path = join(directory, _WITHDRAWN_NAME)
+    with suppress(_GoneError), _locked(store, manifest_path) as held:
+        if held is False:
+            return False
+        if held is None:
+            # The time comes first: a crash between the two leaves a whole checkpoint.
+            note = json.dumps({"withdrawn_s": now_s}).encode()
+            store.write_atomic(withdrawn_path, note, fsync=False)
+        # First the commit, then the data: what is half deleted is not committed.
+        store.delete(manifest_path)
+        if held:
+            store.delete(directory)
+            return True
+    if now_s < _withdrawn_s(store, withdrawn_path) + grace_s:
+        return False
+    store.delete(directory)
+    return True
+
+
+class _GoneError(Exception):
+    """Nothing is committed there."""
+
+
+@contextmanager
+def _locked(store: Store, path: str) -> Iterator[bool | None]:
+    with ExitStack() as stack:
+        try:
+            # Storages without locks do not look whether the file is there.
+            if not store.exists(path):
+                raise _GoneError
+            held = stack.enter_context(store.lock(path, shared=False))
+        except StorageError as error:
+            if not error.facts.get("missing"):
+                raise
+            raise _GoneError from error
+        yield held
+
+
+def _withdrawn_s(store: Store, path: str) -> float:
+    """Return when the checkpoint was withdrawn; long ago if it was never committed."""
+    if not store.exists(path):
+        return -math.inf
+    try:
+        return float(json.loads(store.read(path))["withdrawn_s"])
+    except (ValueError, KeyError, TypeError):
+        return -math.inf

@@ -1,0 +1,222 @@
+"""A committed checkpoint: open it, and load any boxes of it into memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import DTYPE_BYTES, StateMap, TensorKey
+from ucp_core.manifest.document import Kind, Manifest, from_bytes
+from ucp_core.native.holding import reading
+from ucp_core.reading.plan import Part, plan
+from ucp_core.storage.base import Store, join
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+MANIFEST_NAME = "manifest.json"
+#: The checksums of 10 TB of blocks, with as many fragments, take a quarter of it.
+MANIFEST_BYTES_MAX = 1 << 30
+
+#: Scratch of one reading thread: how far a copy reaches whose bytes have to be gathered.
+_SPAN_BYTES_MAX = 32 << 20
+#: Of a copy that needs no memory: to plan and begin one takes as long as reading 0.2 MiB, and two
+#: threads' shares of 100 MB differ by less than a tenth.
+_DIRECT_BYTES_MAX = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTensor:
+    """A piece of one logical tensor in this process's memory.
+
+    Attributes:
+        fqn: Fully qualified name of the parameter or buffer.
+        slot: ``weight``, or the optimizer's name for its tensor.
+        dtype: By safetensors' names: ``F32``, ``BF16``, ...
+        shape: Of the whole tensor.
+        box: The part held here; it may be empty.
+        data: The bytes of the part, C-contiguous; writable when loading.
+        replica: Another rank writes these elements, so saving skips them.
+    """
+
+    fqn: str
+    slot: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    data: memoryview
+    replica: bool = False
+
+
+def bytes_of(tensor: LocalTensor) -> memoryview:
+    """Return the data of ``tensor`` as bytes; its size must be that of the box."""
+    data = memoryview(tensor.data).cast("B")
+    expected = tensor.box.num_elements * DTYPE_BYTES[tensor.dtype]
+    assert len(data) == expected, (
+        f"{tensor.fqn} ({tensor.slot}): data has {len(data)} bytes, box {tensor.box} of "
+        f"{tensor.dtype} has {expected}"
+    )
+    return data
+
+
+def parts_of(need: Sequence[LocalTensor]) -> list[Part]:
+    """Return what ``plan`` has to know of tensors that are needed."""
+    return [Part(TensorKey(t.fqn, t.slot), t.dtype, tuple(t.shape), t.box) for t in need]
+
+
+def targets_of(need: Sequence[LocalTensor]) -> list[memoryview]:
+    """Return where ``execute`` puts the tensors' bytes."""
+    return [memoryview(b"") if tensor.box.is_empty else bytes_of(tensor) for tensor in need]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """What ``load`` did.
+
+    Attributes:
+        size_bytes: Bytes that were needed and are now in place.
+        read_bytes: Bytes that were read for them, or to verify them.
+        seconds: Time of planning and reading.
+    """
+
+    size_bytes: int
+    read_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A committed checkpoint: where it is, and its manifest."""
+
+    store: Store = field(repr=False)
+    directory: str
+    manifest: Manifest = field(repr=False)
+
+    @property
+    def state_map(self) -> StateMap:
+        """Return which boxes of which tensor are where."""
+        return self.manifest.state_map
+
+    @property
+    def manifest_path(self) -> str:
+        """Return where the manifest is; that of a foreign checkpoint is in memory only."""
+        return join(self.directory, MANIFEST_NAME)
+
+    @property
+    def step(self) -> int:
+        """Return the step after which the state was taken."""
+        return self.manifest.step
+
+    @property
+    def attempt(self) -> int:
+        """Return the attempt that took it."""
+        return self.manifest.attempt
+
+    @property
+    def param_groups(self) -> Sequence[Mapping[str, Any]]:
+        """Return the optimizer's groups."""
+        return self.manifest.param_groups
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Return the small named values; those of a universal checkpoint are read from files."""
+        if self.manifest.kind is not Kind.UNIVERSAL:
+            return dict(self.manifest.extra)
+        from ucp_core.formats.universal.writer import read_extra
+
+        return read_extra(self)
+
+
+def open_checkpoint(store: Store, directory: str) -> Checkpoint:
+    """Return the checkpoint in ``directory``, native or universal.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is committed there.
+        CheckpointCorruptError: The manifest is damaged or contradicts itself.
+        UnsupportedVersionError: It was written in a newer format.
+    """
+    path = join(directory, MANIFEST_NAME)
+    try:
+        # Damage or malice must not take all memory before the first byte is looked at.
+        num_bytes = store.size(path)
+        if num_bytes > MANIFEST_BYTES_MAX:
+            raise CheckpointCorruptError(
+                f"{path} has {num_bytes} bytes, a manifest has at most {MANIFEST_BYTES_MAX}",
+                path=path,
+            )
+        data = store.read(path)
+    except StorageError as error:
+        if not error.facts.get("missing"):
+            raise
+        raise CheckpointNotFoundError(
+            f"{directory} has no {MANIFEST_NAME}: nothing was committed there", path=path
+        ) from error
+    manifest = from_bytes(data, where=path)
+    if manifest.kind is Kind.RANK_RECORD:
+        raise CheckpointCorruptError(f"{path} is the record of a rank, not a manifest", path=path)
+    return Checkpoint(store=store, directory=directory, manifest=manifest)
+
+
+def load(
+    checkpoint: Checkpoint,
+    need: Sequence[LocalTensor],
+    *,
+    threads: int = 2,
+    with_extents: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> LoadResult:
+    """Fill the data of every tensor in ``need`` from the checkpoint, whatever layout saved it.
+
+    What has checksums of its own blocks is verified in any case.
+
+    Args:
+        checkpoint: The source.
+        need: Boxes and writable memory; any number, any overlap, replicas too.
+        threads: Readers at most; small loads use one.
+        with_extents: Verify bytes of foreign files too, by reading the records of which any byte
+            is needed in whole first.
+        progress: Called with the size of every read that is done, by any of the readers.
+
+    Raises:
+        UncoveredRegionError: The checkpoint does not hold a box that is needed.
+        ChecksumMismatchError: Damaged bytes; ``need`` is partly filled and must not be used.
+        CheckpointCorruptError: A tensor has another dtype or shape than needed.
+        CheckpointNotFoundError: It was deleted since it was opened.
+        StorageError: A file cannot be read.
+    """
+    # They need numpy, whose import takes longer than opening a checkpoint.
+    from ucp_core.native.extents import touched, verify_extents
+    from ucp_core.reading.transfer import Source, execute, gap_bytes_max, run_gap_bytes_min
+
+    begun = perf_counter()
+    request_bytes = checkpoint.store.request_bytes
+    reads = plan(
+        parts_of(need),
+        [checkpoint.state_map],
+        span_bytes_max=_SPAN_BYTES_MAX,
+        direct_bytes_max=max(request_bytes, _DIRECT_BYTES_MAX),
+        gap_bytes_max=gap_bytes_max(checkpoint.store),
+        run_gap_bytes_min=run_gap_bytes_min(checkpoint.store),
+    )
+    verified_bytes = 0
+    source = Source(checkpoint.store, checkpoint.directory, checkpoint.state_map.block_bytes)
+    with reading(checkpoint):
+        if with_extents:
+            only = touched(reads, checkpoint.state_map)
+            verified_bytes = verify_extents(checkpoint, threads=threads, only=only)
+        execute(
+            reads,
+            [source],
+            targets_of(need),
+            threads=threads,
+            batch_bytes=request_bytes,
+            progress=progress,
+        )
+    return LoadResult(
+        size_bytes=reads.needed_bytes,
+        read_bytes=reads.read_bytes + verified_bytes,
+        seconds=perf_counter() - begun,
+    )

@@ -1,0 +1,334 @@
+"""Saves one rank's part of a state without communication, and commits when all parts are there."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import CheckpointCorruptError
+from ucp_core.geometry.boxes import Box
+from ucp_core.geometry.statemap import DTYPE_BYTES, StateMap
+from ucp_core.manifest.document import FileEntry, Kind, Manifest, from_bytes, merge, to_bytes
+from ucp_core.native.opening import MANIFEST_NAME, LocalTensor, bytes_of
+from ucp_core.native.rank_record import TensorsForm
+from ucp_core.numerics.checksums import BLOCK_BYTES, combine, combine_blocks, crc32, of_blocks
+from ucp_core.storage.base import Store, join
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+
+#: Format, version, step, attempt, file, world size, rank and seal: some 300 bytes.
+_HEAD_BYTES_MAX = 1024
+#: From here on a thread of its own for the checksums is worth its start.
+_BESIDE_BYTES_MIN = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveResult:
+    """What ``save_rank`` did.
+
+    Attributes:
+        committed: Whether the checkpoint of all ranks is committed now.
+        size_bytes: Bytes of tensors that this rank wrote.
+        seconds: Time until the record was written and the commit was tried.
+    """
+
+    committed: bool
+    size_bytes: int
+    seconds: float
+
+
+def save_rank(  # noqa: PLR0913 - each is a fact that the record states
+    store: Store,
+    directory: str,
+    *,
+    step: int,
+    attempt: int,
+    rank: int,
+    world_size: int,
+    tensors: Sequence[LocalTensor],
+    extra: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    source: Mapping[str, Any],
+    fsync: bool,
+) -> SaveResult:
+    """Write this rank's part of the state, and commit if it was the last one.
+
+    Every rank calls it, none waits for another. ``extra`` and the hyper-parameters of
+    ``param_groups`` count as rank 0 gives them. What is committed already is not written again.
+
+    Args:
+        store: Where to.
+        directory: Of this step's checkpoint.
+        step: The optimizer step after which the state was taken.
+        attempt: The fencing token.
+        rank: This rank.
+        world_size: Ranks that save.
+        tensors: What this rank holds; replicas and empty boxes are skipped.
+        extra: Small named values, JSON.
+        param_groups: The optimizer's groups with ``params`` as fqns, JSON.
+        source: Who writes, JSON.
+        fsync: Whether the data must survive a loss of power before the commit.
+
+    Raises:
+        StorageError: The storage refused.
+        UncoveredRegionError: The ranks together do not hold every element exactly once.
+    """
+    saver = RankSaver(
+        tensors,
+        attempt=attempt,
+        rank=rank,
+        world_size=world_size,
+        source=source,
+        block_bytes=BLOCK_BYTES,
+    )
+    return saver.save(
+        store,
+        directory,
+        step=step,
+        data=[bytes_of(tensors[index]) for index in saver.order],
+        extra=extra,
+        param_groups=param_groups,
+        fsync=fsync,
+    )
+
+
+class RankSaver:
+    """Saves the same tensors of one rank again and again: what does not change is printed once.
+
+    Args:
+        tensors: What the rank holds; replicas and empty boxes are skipped. Their data does not
+            matter here.
+        attempt: The fencing token.
+        rank: This rank.
+        world_size: Ranks that save.
+        source: Who writes, JSON.
+        block_bytes: The blocks that have checksums of their own.
+
+    Attributes:
+        order: Which of ``tensors`` are written, in the order in which the file has them.
+        sizes_bytes: Of their data.
+        record_bytes_max: Of the record, but for ``extra``, ``param_groups`` and ``source``.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[LocalTensor],
+        *,
+        attempt: int,
+        rank: int,
+        world_size: int,
+        source: Mapping[str, Any],
+        block_bytes: int,
+    ) -> None:
+        self._block_bytes = block_bytes
+        self._attempt, self._rank, self._world_size = attempt, rank, world_size
+        self._source = source
+        self._name = rank_name(attempt, rank)
+        written = [
+            index
+            for index, tensor in enumerate(tensors)
+            if not tensor.replica and not tensor.box.is_empty
+        ]
+        # Large elements first: every fragment is aligned to its element without padding.
+        written.sort(key=lambda index: _place(tensors[index]))
+        self.order = tuple(written)
+        self._form = TensorsForm(
+            [tensors[index] for index in written], f"{self._name}.bin", block_bytes=block_bytes
+        )
+        self.sizes_bytes = tuple(self._form.sizes_bytes)
+        self.record_bytes_max = self._form.text_bytes_max + _HEAD_BYTES_MAX
+
+    def save(
+        self,
+        store: Store,
+        directory: str,
+        *,
+        step: int,
+        data: Sequence[memoryview],
+        extra: Mapping[str, Any],
+        param_groups: Sequence[Mapping[str, Any]],
+        fsync: bool,
+        blocks: Sequence[Sequence[int]] | None = None,
+    ) -> SaveResult:
+        """Write what the tensors are now; see ``save_rank``.
+
+        Args:
+            store: Where to.
+            directory: Of this step's checkpoint.
+            step: The optimizer step after which the state was taken.
+            data: The bytes of the tensors of ``order``.
+            extra: Small named values, JSON.
+            param_groups: The optimizer's groups.
+            fsync: Whether it must survive a loss of power before the commit.
+            blocks: crc32 of every block of each of ``data``, where the caller has them already.
+
+        Raises:
+            StorageError: The storage refused.
+            UncoveredRegionError: The ranks together do not hold every element exactly once.
+        """
+        begun = perf_counter()
+        assert tuple(map(len, data)) == self.sizes_bytes, "not the data of these tensors"
+        held = _committed_manifest(store, directory)
+        if held is not None and (held.step, held.attempt) == (step, self._attempt):
+            return SaveResult(committed=True, size_bytes=0, seconds=perf_counter() - begun)
+        file = f"{self._name}.bin"
+        size_bytes, blocks = self._write(store, join(directory, file), data, blocks, fsync=fsync)
+        totals = [
+            _total(each, num_bytes, self._block_bytes)
+            for each, num_bytes in zip(blocks, self.sizes_bytes, strict=True)
+        ]
+        whole = 0
+        for total, num_bytes in zip(totals, self.sizes_bytes, strict=True):
+            whole = combine(whole, total, num_bytes)
+        record = Manifest(
+            kind=Kind.RANK_RECORD,
+            step=step,
+            attempt=self._attempt,
+            state_map=StateMap(entries={}, block_bytes=self._block_bytes),
+            files={file: FileEntry(num_bytes=size_bytes, crc32=whole)},
+            param_groups=param_groups,
+            extra=extra if self._rank == 0 else {},
+            source=self._source,
+            world_size=self._world_size,
+            rank=self._rank,
+        )
+        text = to_bytes(record, tensors=self._form.filled(totals, blocks))
+        store.write_atomic(join(directory, f"{self._name}.json"), text, fsync=fsync)
+        committed = try_commit(
+            store,
+            directory,
+            step=step,
+            attempt=self._attempt,
+            world_size=self._world_size,
+            fsync=fsync,
+        )
+        seconds = perf_counter() - begun
+        return SaveResult(committed=committed, size_bytes=size_bytes, seconds=seconds)
+
+    def _write(
+        self,
+        store: Store,
+        path: str,
+        data: Sequence[memoryview],
+        blocks: Sequence[Sequence[int]] | None,
+        *,
+        fsync: bool,
+    ) -> tuple[int, Sequence[Sequence[int]]]:
+        """Write the data; return their size and the crc32 of every block."""
+        if blocks is not None:
+            return store.write_file(path, data, fsync=fsync), blocks
+        if sum(self.sizes_bytes) < _BESIDE_BYTES_MIN:
+            found: list[list[int]] = []
+            chunks = _checked(data, found, self._block_bytes)
+            return store.write_file(path, chunks, fsync=fsync), found
+        # Checksums before each write make a save a third longer than the writes (256 MB).
+        with ThreadPoolExecutor(1, "checksums") as beside:
+            sums = beside.submit(_checksums, data, self._block_bytes)
+            size_bytes = store.write_file(path, data, fsync=fsync)
+            return size_bytes, sums.result()
+
+
+def _place(tensor: LocalTensor) -> tuple[int, str, str, Box]:
+    return (-DTYPE_BYTES[tensor.dtype], tensor.slot, tensor.fqn, tensor.box)
+
+
+def _checked(
+    data: Sequence[memoryview], blocks: list[list[int]], block_bytes: int
+) -> Iterator[memoryview]:
+    """Yield the data block by block, and note the checksums on the way."""
+    for view in data:
+        found: list[int] = []
+        blocks.append(found)
+        for low in range(0, len(view), block_bytes):
+            # The checksum brings the block into the cache, from which the write takes it.
+            chunk = view[low : low + block_bytes]
+            found.append(crc32(chunk))
+            yield chunk
+
+
+def _checksums(data: Sequence[memoryview], block_bytes: int) -> list[list[int]]:
+    """Return the crc32 of every block of each of ``data``."""
+    return [of_blocks(view, block_bytes) for view in data]
+
+
+def _total(blocks: Sequence[int], num_bytes: int, block_bytes: int) -> int:
+    return blocks[0] if len(blocks) == 1 else combine_blocks(blocks, num_bytes, block_bytes)
+
+
+def rank_name(attempt: int, rank: int) -> str:
+    """Return how the files of a rank begin."""
+    return f"a{attempt:04d}-r{rank:05d}"
+
+
+def try_commit(
+    store: Store,
+    directory: str,
+    *,
+    step: int,
+    attempt: int,
+    world_size: int,
+    fsync: bool = False,
+) -> bool:
+    """Write the manifest if the records of all ranks of ``(step, attempt)`` are there.
+
+    Any process may call it, any number of times, at once with others: all write the same bytes.
+    The manifest of an older attempt is replaced, because an attempt that trains ``step`` resumed
+    below it, so the older one was fenced. That of a newer attempt is never touched.
+
+    Returns:
+        Whether the checkpoint of this attempt is committed now.
+
+    Raises:
+        CheckpointCorruptError: The records contradict each other or are damaged.
+    """
+    path = join(directory, MANIFEST_NAME)
+    held = _committed_manifest(store, directory)
+    if held is not None and held.step == step and held.attempt >= attempt:
+        return held.attempt == attempt
+    sizes = store.sizes(directory)
+    names = [rank_name(attempt, rank) for rank in range(world_size)]
+    if any(f"{name}.json" not in sizes or f"{name}.bin" not in sizes for name in names):
+        return False
+    records: list[Manifest] = []
+    for rank, name in enumerate(names):
+        where = join(directory, f"{name}.json")
+        record = from_bytes(store.read(where), where=where)
+        found = (record.kind, record.step, record.attempt, record.rank, record.world_size)
+        expected = (Kind.RANK_RECORD, step, attempt, rank, world_size)
+        if found != expected:
+            raise CheckpointCorruptError(
+                f"{where} says (kind, step, attempt, rank, world_size) = {found}, "
+                f"expected {expected}",
+                where=where,
+            )
+        size = record.files[f"{name}.bin"].num_bytes if f"{name}.bin" in record.files else -1
+        if size != sizes[f"{name}.bin"]:
+            raise CheckpointCorruptError(
+                f"{join(directory, name)}.bin has {sizes[f'{name}.bin']} bytes, its record "
+                f"says {size}",
+                where=where,
+            )
+        records.append(record)
+    data = to_bytes(merge(records))
+    # Where nothing is committed, nothing may be replaced: a newer attempt can commit meanwhile.
+    if not store.exists(path) and store.write_atomic(path, data, fsync=fsync, exclusive=True):
+        return True
+    held = _committed_manifest(store, directory)
+    if held is not None and held.step == step and held.attempt >= attempt:
+        return held.attempt == attempt
+    return store.write_atomic(path, data, fsync=fsync)
+
+
+def _committed_manifest(store: Store, directory: str) -> Manifest | None:
+    """Return the manifest, or None if there is none or it is damaged, which commits nothing."""
+    path = join(directory, MANIFEST_NAME)
+    if not store.exists(path):
+        return None
+    try:
+        return from_bytes(store.read(path), where=path)
+    except CheckpointCorruptError:
+        return None

@@ -1,0 +1,203 @@
+"""Any checkpoint as a stream of slabs: whole tensors in order, in memory that does not grow.
+
+While one group of slabs is used, the next is read by another thread into the other of two
+buffers, so reading and writing go on at once.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ucp_core.errors import UcpError
+from ucp_core.geometry.boxes import Box, slabs
+from ucp_core.geometry.statemap import DTYPE_BYTES, Extent, TensorEntry
+from ucp_core.native.extents import touched, verify_extents
+from ucp_core.native.holding import reading
+from ucp_core.native.opening import Checkpoint
+from ucp_core.numerics.checksums import BLOCK_BYTES
+from ucp_core.reading.plan import Part, plan
+from ucp_core.reading.transfer import Source, execute
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Iterator, Sequence
+    from concurrent.futures import Future
+
+    from ucp_core.reading.plan import ReadPlan
+
+#: Below this, slabs would be smaller than the blocks that are read for them.
+MEMORY_BYTES_MIN = 8 * BLOCK_BYTES
+#: Where a piece begins in its buffer: a line of the cache, and aligned for every dtype.
+_ALIGNMENT_BYTES = 64
+
+
+class Piece(NamedTuple):
+    """A box of a tensor."""
+
+    entry: TensorEntry
+    box: Box
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the box."""
+        return self.box.num_elements * DTYPE_BYTES[self.entry.dtype]
+
+
+class Slab(NamedTuple):
+    """A piece and its bytes, C-contiguous; they are valid until the next slab is asked for."""
+
+    piece: Piece
+    data: memoryview
+
+
+def pieces_of(entries: Iterable[TensorEntry], slab_bytes: int) -> Iterator[Piece]:
+    """Yield every tensor in pieces of at most ``slab_bytes`` (or one element)."""
+    for entry in entries:
+        bound = max(1, slab_bytes // DTYPE_BYTES[entry.dtype])
+        for box in slabs(Box.full(entry.shape), bound):
+            yield Piece(entry, box)
+
+
+def stream(
+    checkpoint: Checkpoint,
+    entries: Iterable[TensorEntry],
+    *,
+    memory_bytes: int,
+    piece_bytes_max: int | None = None,
+) -> Generator[Slab, None, None]:
+    """Yield the bytes of every tensor in order; an empty one yields nothing.
+
+    Args:
+        checkpoint: The source, of whatever format.
+        entries: Tensors of it.
+        memory_bytes: Bound of the buffers; at least ``MEMORY_BYTES_MIN``.
+        piece_bytes_max: Slabs are no larger than this either.
+
+    Raises:
+        UcpError: The bound is too small, or the source is damaged.
+    """
+    slab_bytes = _slab_bytes(memory_bytes)
+    pieces = pieces_of(entries, min(slab_bytes, piece_bytes_max or slab_bytes))
+    yield from _stream(checkpoint, pieces, slab_bytes)
+
+
+def stream_box(
+    checkpoint: Checkpoint, entry: TensorEntry, box: Box, *, memory_bytes: int
+) -> Iterator[Slab]:
+    """Yield the bytes of a box of one tensor in order, as ``stream`` does."""
+    slab_bytes = _slab_bytes(memory_bytes)
+    boxes = slabs(box, max(1, slab_bytes // DTYPE_BYTES[entry.dtype]))
+    yield from _stream(checkpoint, (Piece(entry, one) for one in boxes), slab_bytes)
+
+
+def _slab_bytes(memory_bytes: int) -> int:
+    check_memory(memory_bytes)
+    # Two buffers, the scratch of reading, and as much again for what the caller makes of a slab.
+    return memory_bytes // 4
+
+
+def _stream(checkpoint: Checkpoint, pieces: Iterable[Piece], slab_bytes: int) -> Iterator[Slab]:
+    verified: set[tuple[str, Extent]] = set()
+    readers = [SlabReader(checkpoint, slab_bytes, verified) for _ in range(2)]
+    # In this order: the lock is given back when nobody reads any more.
+    with reading(checkpoint), ThreadPoolExecutor(1, thread_name_prefix="ucp-ahead") as pool:
+        ahead: Future[list[Slab]] | None = None
+        for number, group in enumerate(_groups(pieces, slab_bytes)):
+            ready = ahead.result() if ahead is not None else []
+            # The buffer that is filled now is the one whose slabs were used up last.
+            ahead = pool.submit(readers[number % 2].read, group)
+            yield from ready
+        if ahead is not None:
+            yield from ahead.result()
+
+
+def check_memory(memory_bytes: int) -> None:
+    """Check that a bound of memory can be kept.
+
+    Raises:
+        UcpError: It cannot.
+    """
+    if memory_bytes < MEMORY_BYTES_MIN:
+        raise UcpError(
+            f"memory_bytes={memory_bytes} is too small: give at least {MEMORY_BYTES_MIN}",
+            memory_bytes=memory_bytes,
+        )
+
+
+def _groups(pieces: Iterable[Piece], slab_bytes: int) -> Iterator[list[Piece]]:
+    """Yield runs of pieces that fit a buffer: small tensors are read together."""
+    group: list[Piece] = []
+    used_bytes = 0
+    for piece in pieces:
+        size = aligned(piece.num_bytes)
+        if group and used_bytes + size > slab_bytes:
+            yield group
+            group, used_bytes = [], 0
+        group.append(piece)
+        used_bytes += size
+    if group:
+        yield group
+
+
+def aligned(num_bytes: int) -> int:
+    """Return what a piece takes in a buffer."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+class SlabReader:
+    """Reads pieces of one checkpoint into memory that it uses again at the next call.
+
+    A foreign file's record that has one checksum for all its bytes is verified when the first of
+    them is needed, which is once; readers that share ``verified`` do it once together.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        slab_bytes: int,
+        verified: set[tuple[str, Extent]] | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._verified = set() if verified is None else verified
+        self._state_map = checkpoint.state_map
+        self._source = Source(
+            checkpoint.store, checkpoint.directory, checkpoint.state_map.block_bytes
+        )
+        self._span_bytes = max(1, slab_bytes // 2)
+        self._buffer = memoryview(b"")
+
+    def read(self, pieces: Sequence[Piece]) -> list[Slab]:
+        """Return the bytes of the pieces, verified where the source has checksums.
+
+        Raises:
+            ChecksumMismatchError: The source is damaged.
+            StorageError: A file cannot be read.
+        """
+        offsets: list[int] = []
+        total = 0
+        for piece in pieces:
+            offsets.append(total)
+            total += aligned(piece.num_bytes)
+        if total > len(self._buffer):
+            # Not zeroed: every byte is read over.
+            self._buffer = np.empty(total, dtype=np.uint8).data
+        targets = [
+            self._buffer[offset : offset + piece.num_bytes]
+            for offset, piece in zip(offsets, pieces, strict=True)
+        ]
+        parts = [Part(p.entry.key, p.entry.dtype, p.entry.shape, p.box) for p in pieces]
+        reads = plan(parts, [self._state_map], span_bytes_max=self._span_bytes)
+        if self._state_map.extents:
+            self._verify(reads)
+        execute(reads, [self._source], targets, threads=1, batch_bytes=self._span_bytes)
+        return [Slab(piece, data) for piece, data in zip(pieces, targets, strict=True)]
+
+    def _verify(self, reads: ReadPlan) -> None:
+        new = {
+            file: [extent for extent in extents if (file, extent) not in self._verified]
+            for file, extents in touched(reads, self._state_map).items()
+        }
+        verify_extents(self._checkpoint, threads=1, only=new)
+        self._verified.update((file, extent) for file in new for extent in new[file])

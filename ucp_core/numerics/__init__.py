@@ -1,0 +1,1 @@
+"""Numbers in bytes: checksums, dtypes and casts. Pure."""

@@ -1,0 +1,150 @@
+"""Which bytes of which fragments a flat range of a tensor consists of. Pure.
+
+The elements of a box, in the order of the whole tensor, are in the order of the box's own memory:
+so any flat range of a tensor takes one run of bytes from each C-contiguous fragment, however the
+tensor is cut, and ranges that follow one another read a file once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucp_core.geometry.boxes import Box, flat_range, is_packed
+from ucp_core.geometry.statemap import DTYPE_BYTES, Fragment, TensorEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class Run(NamedTuple):
+    """Elements to take from one fragment.
+
+    Attributes:
+        fragment: Where they are.
+        first: The first, counted in the fragment.
+        num_elements: So many, side by side in the fragment.
+        target: Where the first goes, counted from the start of the range; -1 if others lie
+            between them there.
+    """
+
+    fragment: Fragment
+    first: int
+    num_elements: int
+    target: int
+
+
+def is_plain(entry: TensorEntry) -> bool:
+    """Return whether flat ranges of the tensor are made of runs: no strides, no averages."""
+    itemsize = DTYPE_BYTES[entry.dtype]
+    return entry.copies == 1 and all(
+        fragment.strides is None or is_packed(fragment.box.shape, fragment.strides, itemsize)
+        for fragment in entry.fragments
+    )
+
+
+class Holders:
+    """The fragments of one plain tensor, searched by flat position."""
+
+    def __init__(self, entry: TensorEntry) -> None:
+        self.entry = entry
+        self.has_replicas = any(fragment.replica for fragment in entry.fragments)
+        self._primary = _Sorted(entry.shape, [f for f in entry.fragments if not f.replica])
+        self._replicas = _Sorted(entry.shape, [f for f in entry.fragments if f.replica])
+
+    def runs(self, start: int, stop: int) -> list[Run]:
+        """Return what the elements ``[start, stop)`` consist of, replicas aside."""
+        return self._primary.runs(start, stop)
+
+    def replica_runs(self, start: int, stop: int) -> list[Run]:
+        """Return where else these elements are."""
+        return self._replicas.runs(start, stop)
+
+
+class _Sorted:
+    def __init__(self, shape: tuple[int, ...], fragments: Sequence[Fragment]) -> None:
+        self._shape = shape
+        held = [fragment for fragment in fragments if not fragment.box.is_empty]
+        found = sorted(
+            ((position(fragment.box, shape, 0), fragment) for fragment in held),
+            key=lambda pair: pair[0],
+        )
+        self._fragments = [fragment for _, fragment in found]
+        self._firsts = [first for first, _ in found]
+        self._sizes = [fragment.box.num_elements for fragment in self._fragments]
+        self._lasts = [
+            position(fragment.box, shape, size - 1)
+            for fragment, size in zip(self._fragments, self._sizes, strict=True)
+        ]
+        # No fragment before index i ends behind ``_reach[i]``: what to search from the left.
+        self._reach = list(accumulate(self._lasts, max))
+
+    def runs(self, start: int, stop: int) -> list[Run]:
+        low = bisect_left(self._reach, start)
+        high = bisect_right(self._firsts, stop - 1)
+        found: list[Run] = []
+        for number in range(low, high):
+            fragment = self._fragments[number]
+            first, count = 0, self._sizes[number]
+            begin, last = self._firsts[number], self._lasts[number]
+            if begin < start or last >= stop:
+                first = count_before(fragment.box, self._shape, start)
+                count = count_before(fragment.box, self._shape, stop) - first
+                if count <= 0:
+                    continue
+                begin = position(fragment.box, self._shape, first)
+                last = position(fragment.box, self._shape, first + count - 1)
+            target = begin - start if last + 1 - begin == count else -1
+            found.append(Run(fragment, first, count, target))
+        return found
+
+
+def count_before(box: Box, shape: Sequence[int], flat: int) -> int:
+    """Return how many elements of ``box`` lie before position ``flat`` of the tensor."""
+    rest = prod(shape)
+    size = box.num_elements
+    if flat >= rest:
+        return size
+    count = 0
+    for low, high, extent in zip(box.start, box.stop, shape, strict=True):
+        rest //= extent
+        index, flat = divmod(flat, rest)
+        size //= high - low
+        if index < low:
+            return count
+        if index >= high:
+            return count + (high - low) * size
+        count += (index - low) * size
+    return count
+
+
+def position(box: Box, shape: Sequence[int], number: int) -> int:
+    """Return the flat position in the tensor of element ``number`` of ``box``."""
+    flat = 0
+    stride = 1
+    for low, high, extent in zip(
+        reversed(box.start), reversed(box.stop), reversed(shape), strict=True
+    ):
+        number, index = divmod(number, high - low)
+        flat += (low + index) * stride
+        stride *= extent
+    return flat
+
+
+def scattered(run: Run, shape: Sequence[int], start: int) -> Iterator[tuple[int, Box, int]]:
+    """Yield the boxes that an interleaved run consists of, in order.
+
+    Each with where it begins in the run, in coordinates of the whole tensor, and with where its
+    first element goes, counted from position ``start`` of the tensor.
+    """
+    box = run.fragment.box
+    done = 0
+    for inner in flat_range(box.shape, run.first, run.first + run.num_elements):
+        moved = Box(
+            tuple(a + b for a, b in zip(inner.start, box.start, strict=True)),
+            tuple(a + b for a, b in zip(inner.stop, box.start, strict=True)),
+        )
+        yield done, moved, position(moved, shape, 0) - start
+        done += moved.num_elements

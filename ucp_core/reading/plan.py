@@ -1,0 +1,487 @@
+"""Which bytes to read to get which boxes: arithmetic only, done before any byte moves.
+
+``plan`` covers every box that is needed from the fragments that are held, one source per element.
+Counterpart: ``ucp_core.reading.transfer`` executes the plan.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
+from ucp_core.geometry.boxes import Box, is_packed, reach, slabs, span
+from ucp_core.geometry.statemap import (
+    DTYPE_BYTES,
+    Fragment,
+    StateMap,
+    TensorEntry,
+    TensorKey,
+    sweep_dim,
+)
+from ucp_core.reading.rows import rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Sequence
+
+    from ucp_core.geometry.fragment_table import Slot, Table
+
+#: Up to this many fragments a look at each is cheaper than a search.
+_SEARCH_FRAGMENTS_MIN = 16
+#: Bytes between elements up to which one longer read is cheaper: 3 us to read 64 KiB from the
+#: page cache, as long as it takes to plan and begin another read.
+GAP_BYTES_MAX = 64 << 10
+#: What tensors that are cut alike have in common, but for whether there are checksums.
+_CUT = itemgetter(*map(Fragment._fields.index, ("box", "num_bytes", "replica", "strides")))
+#: Boxes whose copies are kept for tensors that are cut alike.
+_KNOWN_MAX = 256
+#: Of more fragments, to find out whether another tensor is cut alike costs more than to search.
+_ALIKE_FRAGMENTS_MAX = 64
+#: A mean is made of so many elements at a time: their sums in fp64 stay in the cache.
+_MEAN_ELEMENTS_MAX = 1 << 18
+
+
+class Part(NamedTuple):
+    """A box of a tensor that somebody needs; its bytes go C-contiguously to memory of its own."""
+
+    key: TensorKey
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+
+
+class Copy(NamedTuple):
+    """Elements to take from one fragment to one part.
+
+    Attributes:
+        part: Index into the plan's parts.
+        source: Index into the maps that were given to ``plan``.
+        fragment: Where the bytes are.
+        box: The elements, in coordinates of the whole tensor. Where ``target_byte`` is not -1,
+            the bytes may be only a part of it.
+        start_byte: First byte, counted from the fragment's first element.
+        stop_byte: Behind the last byte; other elements may lie between.
+        target_byte: Where the bytes go, counted from the start of the part, if they lie side by
+            side both in the fragment and in the part; -1 if they have to be gathered.
+        run_bytes: What its runs have together that are read one by one to where they belong; -1
+            if all bytes from the first to the last are read.
+    """
+
+    part: int
+    source: int
+    fragment: Fragment
+    box: Box
+    start_byte: int
+    stop_byte: int
+    target_byte: int
+    run_bytes: int = -1
+
+
+class Mean(NamedTuple):
+    """Elements whose value is the mean of copies that were updated independently.
+
+    Attributes:
+        part: Index into the plan's parts.
+        box: The elements, in coordinates of the whole tensor; they lie side by side in the part.
+        terms: How to get them from each copy; the box is the only part of each plan.
+    """
+
+    part: int
+    box: Box
+    terms: tuple[ReadPlan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPlan:
+    """What to copy, and what it will cost.
+
+    Attributes:
+        parts: What was needed.
+        copies: In order of source, file and offset.
+        needed_bytes: Size of all parts.
+        read_bytes: What will be read for them, whole blocks counted.
+        means: What has to be read several times and averaged.
+    """
+
+    parts: tuple[Part, ...]
+    copies: tuple[Copy, ...]
+    needed_bytes: int
+    read_bytes: int
+    means: tuple[Mean, ...] = ()
+
+    def work_lists(self, num_lists: int) -> list[tuple[Copy, ...]]:
+        """Return the copies in at most ``num_lists`` lists of about equal bytes.
+
+        Each list is a run of the plan's order, so that neighbours in a file stay together.
+        """
+        if num_lists == 1:
+            return [self.copies] if self.copies else []
+        total = sum(map(read_bytes_of, self.copies))
+        lists: list[tuple[Copy, ...]] = []
+        current: list[Copy] = []
+        done = 0
+        for copy in self.copies:
+            current.append(copy)
+            done += read_bytes_of(copy)
+            if done * num_lists >= total * (len(lists) + 1):
+                lists.append(tuple(current))
+                current = []
+        if current:
+            lists.append(tuple(current))
+        return lists
+
+
+class _Limits(NamedTuple):
+    """What one copy may reach over.
+
+    Attributes:
+        span_bytes: Of a copy whose elements have to be gathered.
+        direct_bytes: Of one whose bytes lie alike in the fragment and in the part.
+        gap_bytes: Between its elements.
+        block_bytes: The blocks of the checksums.
+        run_gap_bytes: Between runs that are read one by one.
+    """
+
+    span_bytes: int
+    direct_bytes: int
+    gap_bytes: int
+    block_bytes: int
+    run_gap_bytes: int
+
+
+def plan(
+    need: Sequence[Part],
+    have: Sequence[StateMap],
+    *,
+    span_bytes_max: int,
+    direct_bytes_max: int | None = None,
+    gap_bytes_max: int = GAP_BYTES_MAX,
+    run_gap_bytes_min: int = sys.maxsize,
+) -> ReadPlan:
+    """Return how to get every part from the maps; an earlier map is preferred box by box.
+
+    Args:
+        need: What is needed.
+        have: Where to take it from, cheapest first.
+        span_bytes_max: A copy reaches over at most so many bytes of a fragment, unless a single
+            element is larger; it bounds the memory of whoever executes the plan.
+        direct_bytes_max: The same for copies that need no memory, because their bytes lie alike
+            in the fragment and in the part; what is read at a time. Default: the former.
+        gap_bytes_max: Elements that lie further apart are read by copies of their own.
+        run_gap_bytes_min: Runs without checksums that lie at least so far apart are one copy, and
+            read one by one. Default: there are none.
+
+    Raises:
+        UncoveredRegionError: No map holds a box that is needed.
+        CheckpointCorruptError: A map holds a tensor of another dtype or shape than needed.
+    """
+    direct_bytes = direct_bytes_max or span_bytes_max
+    limits = [
+        _Limits(span_bytes_max, direct_bytes, gap_bytes_max, each.block_bytes, run_gap_bytes_min)
+        for each in have
+    ]
+    return _Planner(have, limits).plan(need)
+
+
+class _Planner:
+    """Plans against the same maps.
+
+    What is found out about a tensor is kept for its next part, and not longer: a map can make its
+    entries as they are asked for, and those of a large model would not fit.
+    """
+
+    def __init__(self, have: Sequence[StateMap], limits: Sequence[_Limits]) -> None:
+        self._have = have
+        self._limits = limits
+        self._key: TensorKey | None = None
+        self._indices: dict[int, list[_Index]] = {}
+        self._known: dict[Hashable, list[tuple[int, Copy]]] = {}
+
+    def plan(self, need: Sequence[Part]) -> ReadPlan:
+        """Return how to get every part."""
+        copies: list[Copy] = []
+        means: list[Mean] = []
+        wanted = [(number, part) for number, part in enumerate(need) if not part.box.is_empty]
+        needed_bytes = sum(part.box.num_elements * DTYPE_BYTES[part.dtype] for _, part in wanted)
+        table = getattr(self._have[0].entries, "table", None) if len(self._have) == 1 else None
+        if table is not None:
+            wanted = self._from_table(wanted, table, copies)
+        for number, part in wanted:
+            if not self._like_another(number, part, copies):
+                self._part(number, part, copies, means)
+        read_bytes = self._read_bytes(copies) + sum(map(read_bytes_of, means))
+        return _plan_of(need, copies, means, needed_bytes, read_bytes)
+
+    def _from_table(
+        self, wanted: Sequence[tuple[int, Part]], table: Table, copies: list[Copy]
+    ) -> list[tuple[int, Part]]:
+        """Cover parts as ``_part`` does, all at once; return those that the table has not."""
+        known: list[tuple[int, Part]] = []
+        unknown: list[tuple[int, Part]] = []
+        slots: list[int] = []
+        for number, part in wanted:
+            slot = table.slots.numbers.get(part.key)
+            if slot is None:
+                unknown.append((number, part))
+            else:
+                _check_same(part, table.slots.every[slot])
+                known.append((number, part))
+                slots.append(slot)
+        limits = self._limits[0]
+        pieces, is_found = table.pieces(slots, [part.box for _, part in known])
+        for index, fragment, box, start, stop, target in pieces:
+            number, part = known[index]
+            if target >= 0 and stop - start <= limits.direct_bytes:
+                copies.append(Copy(number, 0, fragment, box, start, stop, target))
+            else:
+                copies += _copies(number, part, 0, fragment, box, limits)
+        for index in (index for index, flag in enumerate(is_found) if not flag):
+            number, part = known[index]
+            near = _Index(table.near(slots[index], part.box), len(part.shape))
+            left = self._cover(number, part, 0, near, [part.box], copies)
+            if left:
+                raise _uncovered(part, left[0], f"box {left[0]} is in no file")
+        return unknown
+
+    def _like_another(self, number: int, part: Part, copies: list[Copy]) -> bool:
+        """Cover a part as one before it whose tensor is cut alike; return whether it could be."""
+        entry = self._have[0].entries.get(part.key) if len(self._have) == 1 else None
+        if entry is None or entry.copies > 1 or len(entry.fragments) > _ALIKE_FRAGMENTS_MAX:
+            return False
+        _check_same(part, entry)
+        fragments = entry.fragments
+        is_checked = tuple([fragment.crc32 is not None for fragment in fragments])
+        cut = part.dtype, part.shape, part.box, tuple(map(_CUT, fragments)), is_checked
+        known = self._known.get(cut)
+        if known is None:
+            own: list[Copy] = []
+            self._part(number, part, own, [])
+            copies += own
+            places = {fragment: place for place, fragment in enumerate(fragments)}
+            if len(self._known) == _KNOWN_MAX:
+                self._known.clear()
+            self._known[cut] = [(places[copy.fragment], copy) for copy in own]
+        else:
+            copies += [Copy(number, 0, fragments[place], *copy[3:]) for place, copy in known]
+        return True
+
+    def _part(self, number: int, part: Part, copies: list[Copy], means: list[Mean]) -> None:
+        """Cover the part's box with fragments, each element by the first map that has it."""
+        left = [part.box]
+        for source, state_map in enumerate(self._have):
+            entry = state_map.entries.get(part.key)
+            if entry is None:
+                continue
+            _check_same(part, entry)
+            indices = self._index(source, entry)
+            if entry.copies > 1:
+                # Every copy covers the tensor, or the map is damaged: nothing is left to others.
+                for box in left:
+                    means += self._means(number, part._replace(box=box), source, indices)
+                return
+            left = self._cover(number, part, source, indices[0], left, copies)
+            if not left:
+                return
+        known = any(part.key in state_map.entries for state_map in self._have)
+        what = f"box {left[0]} is in no file" if known else "is not in the checkpoint"
+        raise _uncovered(part, left[0], what)
+
+    def _cover(
+        self,
+        number: int,
+        part: Part,
+        source: int,
+        index: _Index,
+        left: list[Box],
+        copies: list[Copy],
+    ) -> list[Box]:
+        """Take what the fragments hold of ``left``; return what they do not hold."""
+        for fragment in index.near(part.box):
+            rest: list[Box] = []
+            for box in left:
+                inner = box.intersect(fragment.box)
+                if inner is None:
+                    rest.append(box)
+                    continue
+                copies += _copies(number, part, source, fragment, inner, self._limits[source])
+                if inner != box:
+                    rest += box.subtract(inner)
+            left = rest
+            if not left:
+                break
+        return left
+
+    def _means(
+        self, number: int, part: Part, source: int, indices: Sequence[_Index]
+    ) -> Iterator[Mean]:
+        for box in slabs(part.box, _MEAN_ELEMENTS_MAX):
+            piece = part._replace(box=box)
+            terms: list[ReadPlan] = []
+            for copy, index in enumerate(indices):
+                copies: list[Copy] = []
+                left = self._cover(0, piece, source, index, [box], copies)
+                if left:
+                    raise _uncovered(part, left[0], f"box {left[0]} of copy {copy} is in no file")
+                needed_bytes = box.num_elements * DTYPE_BYTES[part.dtype]
+                read_bytes = self._read_bytes(copies)
+                terms.append(_plan_of([piece], copies, [], needed_bytes, read_bytes))
+            yield Mean(number, box, tuple(terms))
+
+    def _index(self, source: int, entry: TensorEntry) -> list[_Index]:
+        """Return the fragments of each copy of a tensor."""
+        if entry.key != self._key:
+            self._key = entry.key
+            self._indices.clear()
+        found = self._indices.get(source)
+        if found is None:
+            copies: list[list[Fragment]] = [[] for _ in range(entry.copies)]
+            for fragment in entry.fragments:
+                copies[fragment.copy].append(fragment)
+            found = [_Index(fragments, len(entry.shape)) for fragments in copies]
+            self._indices[source] = found
+        return found
+
+    def _read_bytes(self, copies: Sequence[Copy]) -> int:
+        return sum(read_bytes_of(copy, self._limits[copy.source].block_bytes) for copy in copies)
+
+
+def readable(copy: Copy, block_bytes: int) -> tuple[int, int]:
+    """Return the bytes of the fragment to read for a copy: whole blocks where it has any."""
+    if copy.fragment.crc32 is None:
+        return copy.start_byte, copy.stop_byte
+    low = copy.start_byte // block_bytes * block_bytes
+    high = -(-copy.stop_byte // block_bytes) * block_bytes
+    return low, min(high, copy.fragment.num_bytes)
+
+
+def read_bytes_of(step: Copy | Mean, block_bytes: int = 1) -> int:
+    """Return what is read for one step of a plan."""
+    if isinstance(step, Mean):
+        return sum(term.read_bytes for term in step.terms)
+    if step.run_bytes >= 0:
+        return step.run_bytes
+    low, high = readable(step, block_bytes)
+    return high - low
+
+
+class _Index:
+    """The fragments of one copy of a tensor, replicas last, by place."""
+
+    def __init__(self, fragments: Sequence[Fragment], ndim: int) -> None:
+        primary = [fragment for fragment in fragments if not fragment.replica]
+        self._replicas = [fragment for fragment in fragments if fragment.replica]
+        self._dim = -1
+        if ndim and len(primary) >= _SEARCH_FRAGMENTS_MIN:
+            dim = self._dim = sweep_dim([fragment.box for fragment in primary], ndim)
+            primary.sort(key=lambda f: f.box.start[dim])
+            self._starts = [f.box.start[dim] for f in primary]
+            self._extent_max = max(f.box.stop[dim] - f.box.start[dim] for f in primary)
+        self._primary = primary
+
+    def near(self, box: Box) -> Iterator[Fragment]:
+        """Yield every fragment that can meet ``box``, and few others."""
+        if self._dim < 0:
+            yield from self._primary
+        else:
+            # None that starts further down reaches the box.
+            low = bisect_left(self._starts, box.start[self._dim] - self._extent_max + 1)
+            high = bisect_left(self._starts, box.stop[self._dim])
+            yield from self._primary[low:high]
+        yield from self._replicas
+
+
+def _plan_of(
+    need: Sequence[Part],
+    copies: list[Copy],
+    means: Sequence[Mean],
+    needed_bytes: int,
+    read_bytes: int,
+) -> ReadPlan:
+    copies.sort(key=lambda c: (c.source, c.fragment.file, c.fragment.offset_bytes + c.start_byte))
+    return ReadPlan(
+        parts=tuple(need),
+        copies=tuple(copies),
+        needed_bytes=needed_bytes,
+        read_bytes=read_bytes,
+        means=tuple(means),
+    )
+
+
+def _uncovered(part: Part, box: Box, what: str) -> UncoveredRegionError:
+    return UncoveredRegionError(
+        f"{part.key}: {what}; the model that loads must have the tensors of the one that saved",
+        fqn=part.key.fqn,
+        slot=part.key.slot,
+        box=box,
+    )
+
+
+def _check_same(part: Part, entry: TensorEntry | Slot) -> None:
+    if part.dtype != entry.dtype or part.shape != entry.shape:
+        raise CheckpointCorruptError(
+            f"{part.key}: the checkpoint has {entry.dtype}{list(entry.shape)}, "
+            f"needed is {part.dtype}{list(part.shape)}; load it with the model that saved it",
+            fqn=part.key.fqn,
+            slot=part.key.slot,
+        )
+
+
+def _copies(
+    number: int, part: Part, source: int, fragment: Fragment, box: Box, limits: _Limits
+) -> Iterator[Copy]:
+    """Yield the copies of one box, cut so that none spans more than ``limits`` allow."""
+    itemsize = DTYPE_BYTES[part.dtype]
+    strides = fragment.byte_strides(itemsize)
+    start_byte, stop_byte = reach(box, fragment.box, strides, itemsize)
+    low, high = span(box, part.box)
+    shape = box.shape
+    if high - low == box.num_elements and is_packed(shape, strides, itemsize):
+        yield from _direct(
+            Copy(number, source, fragment, box, start_byte, stop_byte, low * itemsize), limits
+        )
+        return
+    # Going along the dim with the longest stride goes through the file in order.
+    dim = max((d for d, extent in enumerate(shape) if extent > 1), key=lambda d: strides[d])
+    size = box.num_elements * itemsize
+    if fragment.crc32 is None and rows_of(fragment, box, part).gap_bytes >= limits.run_gap_bytes:
+        # In pieces that can be shared out.
+        for piece in box.split(dim, min(-(-size // limits.direct_bytes), shape[dim])):
+            low, high = reach(piece, fragment.box, strides, itemsize)
+            size = piece.num_elements * itemsize
+            yield Copy(number, source, fragment, piece, low, high, -1, size)
+        return
+    start = box.start[dim]
+    inner = reach(box.with_dim(dim, start, start + 1), fragment.box, strides, itemsize)
+    gap_bytes = limits.gap_bytes
+    if fragment.crc32 is not None:
+        # A block at either end is read with the elements.
+        gap_bytes += 2 * limits.block_bytes
+    if strides[dim] - (inner[1] - inner[0]) > gap_bytes:
+        pieces = box.split(dim, shape[dim])
+    elif stop_byte - start_byte > limits.span_bytes:
+        pieces = box.split(dim, 2)
+    else:
+        yield Copy(number, source, fragment, box, start_byte, stop_byte, -1)
+        return
+    for piece in pieces:
+        yield from _copies(number, part, source, fragment, piece, limits)
+
+
+def _direct(copy: Copy, limits: _Limits) -> Iterator[Copy]:
+    """Yield a copy whose bytes lie alike on both sides, cut where it costs nothing."""
+    if copy.stop_byte - copy.start_byte <= limits.direct_bytes:
+        yield copy
+        return
+    # At the ends of blocks, so that no block is read twice.
+    unit = 1 if copy.fragment.crc32 is None else limits.block_bytes
+    start_byte, shift = copy.start_byte, copy.target_byte - copy.start_byte
+    while copy.stop_byte - start_byte > limits.direct_bytes:
+        cut = (start_byte + limits.direct_bytes) // unit * unit
+        if cut <= start_byte:
+            break
+        yield copy._replace(start_byte=start_byte, stop_byte=cut, target_byte=start_byte + shift)
+        start_byte = cut
+    yield copy._replace(start_byte=start_byte, target_byte=start_byte + shift)

@@ -1,0 +1,271 @@
+"""Any storage that fsspec knows: object stores, remote file systems, ``memory://``."""
+
+from __future__ import annotations
+
+import builtins
+import posixpath
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ucp_core.errors import StorageError
+from ucp_core.storage.base import is_temporary, temporary_name
+from ucp_core.storage.service_errors import Retries
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import fsspec
+
+    from ucp_core.storage.base import Buffer, ReadRange
+
+T = TypeVar("T")
+
+#: Object stores: a file appears when it is complete, so no temporary name is needed. fsspec's
+#: own memory is not among them: it shows a file from its opening on.
+_ATOMIC_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "az", "oss"}
+#: A long read is cut into requests of this size, and so many are under way at once: a connection
+#: to an object store carries about 90 MB/s (its providers' guides; not measured here).
+_REQUEST_BYTES = 8 << 20
+_REQUESTS_AT_ONCE = 8
+
+
+class FsspecStore:
+    """Files of an fsspec file system; paths are what ``fsspec.core.url_to_fs`` returns.
+
+    ``fsync`` is what the storage makes of a closed file: object stores acknowledge durable data.
+    ``request_bytes`` is large, because every request waits for an answer first; not measured.
+
+    Args:
+        filesystem: Of fsspec. One that repeats requests by itself multiplies ``retries``.
+        retries: How long a service that fails for a moment is waited for.
+    """
+
+    request_bytes = 32 << 20
+
+    def __init__(
+        self, filesystem: fsspec.AbstractFileSystem, *, retries: Retries | None = None
+    ) -> None:
+        self._fs = filesystem
+        self._retries = retries or Retries()
+        protocol = filesystem.protocol
+        names = {protocol} if isinstance(protocol, str) else set(protocol)
+        self._is_atomic = bool(names & _ATOMIC_PROTOCOLS)
+
+    def read(self, path: str) -> bytes:
+        """Return the whole file."""
+        data: bytes = self._retries.call(path, lambda: self._fs.cat_file(path))
+        return data
+
+    def read_range(self, path: str, offset_bytes: int, size_bytes: int) -> bytes:
+        """Return exactly ``size_bytes`` from ``offset_bytes``."""
+        return b"".join(self._fetched(path, [(offset_bytes, offset_bytes + size_bytes)]))
+
+    def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
+        """Fill the buffers of every range, by several requests at once."""
+        buffers = (buffer for _, each in ranges for buffer in each)
+        spans = [(start, start + sum(map(len, each))) for start, each in ranges]
+        target = memoryview(b"")
+        for data in self._fetched(path, spans):
+            rest = memoryview(data)
+            while rest:
+                while not target:
+                    target = next(buffers)
+                size = min(len(rest), len(target))
+                target[:size] = rest[:size]
+                target, rest = target[size:], rest[size:]
+
+    def _fetched(self, path: str, spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+        """Yield the bytes of the half-open ``spans`` in order, in pieces."""
+        pieces = [
+            (low, min(low + _REQUEST_BYTES, stop))
+            for start, stop in spans
+            for low in range(start, stop, _REQUEST_BYTES)
+        ]
+        for index in range(0, len(pieces), _REQUESTS_AT_ONCE):
+            window = pieces[index : index + _REQUESTS_AT_ONCE]
+            fetch = _Fetch(self._fs, path, window)
+            self._retries.call(path, fetch)
+            for start, stop in window:
+                data = fetch.done[start, stop]
+                if len(data) != stop - start:
+                    raise StorageError(
+                        f"{path} ends {stop - start - len(data)} bytes before {stop}: truncated",
+                        path=path,
+                    )
+                yield data
+
+    def write_atomic(
+        self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
+    ) -> bool:
+        """Put ``data`` at ``path`` at once."""
+        if exclusive and self.exists(path):
+            return False
+        # Where files grow in place only a rename makes them whole at once, and it replaces.
+        if not exclusive or not self._is_atomic:
+            self.write_file(path, [data], fsync=fsync)
+            return True
+        try:
+            # S3 and GCS refuse by themselves; for others fsspec looks again.
+            self._call(path, lambda: self._fs.pipe_file(path, bytes(data), mode="create"))
+        except StorageError as error:
+            if not error.facts.get("taken"):
+                raise
+            # A request whose answer was lost is repeated, by us or below us, and meets itself.
+            return self.read(path) == bytes(data)
+        return True
+
+    def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
+        """Write ``chunks`` one after the other and return the size."""
+        del fsync
+        folder, name = posixpath.split(path)
+        goal = path if self._is_atomic else f"{folder}/{temporary_name(name)}"
+        self._make_parent(path)
+        # Where files appear whole, only ``commit`` makes it appear.
+        options = {"autocommit": False} if self._is_atomic else {}
+        file: Any = self._call(path, lambda: self._fs.open(goal, "wb", **options))
+        size_bytes = 0
+        try:
+            for chunk in chunks:
+                size_bytes += memoryview(chunk).nbytes
+                # A stream cannot be repeated: what was sent is not there any more.
+                self._call(path, partial(file.write, chunk), once=True)
+            self._call(path, file.close, once=True)
+        except BaseException:
+            self._abandon(file, goal)
+            raise
+        if self._is_atomic:
+            self._call(path, file.commit, once=True)
+        else:
+            self._call(path, lambda: self._fs.mv(goal, path), once=True)
+        return size_bytes
+
+    def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
+        """Add ``data`` at the end of the file; object stores rewrite it."""
+        del fsync
+        if self._is_atomic:
+            old = self.read(path) if self.exists(path) else b""
+            self._call(path, lambda: self._fs.pipe_file(path, old + bytes(data)))
+            return
+        self._make_parent(path)
+
+        def add() -> None:
+            with self._fs.open(path, "ab") as file:
+                file.write(data)
+
+        self._call(path, add, once=True)
+
+    def list(self, directory: str) -> tuple[str, ...]:
+        """Return the names in ``directory``, sorted."""
+        return tuple(sorted(posixpath.basename(e["name"]) for e in self._entries(directory)))
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Return the size of every file of ``list``."""
+        return {
+            posixpath.basename(entry["name"]): int(entry["size"])
+            for entry in self._entries(directory)
+            if entry["type"] == "file"
+        }
+
+    def exists(self, path: str) -> bool:
+        """Return whether a file or directory is there."""
+        # fsspec's own ``exists`` answers False to every error, a missing right too.
+        try:
+            self._info(path)
+        except StorageError as error:
+            if error.facts.get("missing"):
+                return False
+            raise
+        return True
+
+    def size(self, path: str) -> int:
+        """Return the size of a file."""
+        return int(self._info(path)["size"])
+
+    def delete(self, path: str) -> None:
+        """Remove a file, or a directory with all in it."""
+        try:
+            self._retries.call(path, lambda: self._fs.rm(path, recursive=True))
+        except StorageError as error:
+            if not error.facts.get("missing"):
+                raise
+
+    def makedirs(self, path: str) -> None:
+        """Make a directory and its parents where the storage has such a thing."""
+        # On an object store this would make a missing bucket, whose name may be a slip.
+        if not self._is_atomic:
+            self._call(path, lambda: self._fs.makedirs(path, exist_ok=True))
+
+    @contextmanager
+    def lock(self, path: str, *, shared: bool) -> Iterator[bool | None]:
+        """Lock nothing: these storages have no locks."""
+        del path, shared
+        yield None
+
+    def _make_parent(self, path: str) -> None:
+        self.makedirs(posixpath.dirname(path))
+
+    def _call(self, path: str, act: Callable[[], T], *, once: bool = False) -> T:
+        """Make a request that writes; ``once`` where a second attempt would do harm."""
+        retries = Retries(attempts=1) if once else self._retries
+        return retries.call(path, act, needs_bucket=self._is_atomic)
+
+    def _info(self, path: str) -> dict[str, Any]:
+        self._fs.invalidate_cache(posixpath.dirname(path))
+        info: dict[str, Any] = self._retries.call(path, lambda: self._fs.info(path))
+        return info
+
+    def _entries(self, directory: str) -> builtins.list[dict[str, Any]]:
+        # Another process may have written: a listing from the cache would hide its commit.
+        self._fs.invalidate_cache(directory)
+        try:
+            found = self._retries.call(directory, lambda: self._fs.ls(directory, detail=True))
+        except StorageError as error:
+            if error.facts.get("missing") or isinstance(error.__cause__, NotADirectoryError):
+                return []
+            raise
+        folder = directory.strip("/")
+        return [
+            entry
+            for entry in found
+            if entry["name"].strip("/") != folder
+            and not is_temporary(posixpath.basename(entry["name"]))
+        ]
+
+    def _abandon(self, file: Any, path: str) -> None:
+        """Drop a file that is half written. The error that led here matters more than one here."""
+        with suppress(StorageError):
+            if self._is_atomic:
+                # Else it would be flushed when it is forgotten.
+                with suppress(AttributeError):
+                    file.closed = True
+                self._call(path, file.discard, once=True)
+                return
+            self._call(path, file.close, once=True)
+        with suppress(StorageError):
+            self._call(path, lambda: self._fs.rm(path))
+
+
+class _Fetch:
+    """Reads pieces of a file at once; called again, only those that are not ``done``."""
+
+    def __init__(
+        self, filesystem: fsspec.AbstractFileSystem, path: str, pieces: Iterable[tuple[int, int]]
+    ) -> None:
+        self._fs = filesystem
+        self._path = path
+        self._pieces = tuple(dict.fromkeys(pieces))
+        self.done: dict[tuple[int, int], bytes] = {}
+
+    def __call__(self) -> None:
+        left = [piece for piece in self._pieces if piece not in self.done]
+        starts, stops = ([piece[side] for piece in left] for side in (0, 1))
+        found = self._fs.cat_ranges([self._path] * len(left), starts, stops, on_error="return")
+        wrong: Exception | None = None
+        for piece, item in zip(left, found, strict=True):
+            if isinstance(item, Exception):
+                wrong = item
+            else:
+                self.done[piece] = item
+        if wrong is not None:
+            raise wrong

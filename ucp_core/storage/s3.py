@@ -1,0 +1,148 @@
+"""S3 and what speaks its protocol: large files go up in parts, several at once."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import StorageError
+from ucp_core.storage.remote import FsspecStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ucp_core.storage.base import Buffer
+
+#: S3 takes 10,000 parts. Parts double after every 2,000, so that 5 TiB, its largest file, fit
+#: and files of up to 31 GiB stay with one size, as some other services demand.
+_PART_BYTES = 16 << 20
+_PARTS_OF_ONE_SIZE = 2000
+#: With the part that is being filled, 7 parts are in memory at most.
+_PARTS_AT_ONCE = 6
+
+
+class S3Store(FsspecStore):
+    """Files of a bucket, through s3fs; nothing is there before the whole file is.
+
+    A writer that is killed leaves the parts that it sent: invisible, but paid for. A rule of the
+    bucket (``AbortIncompleteMultipartUpload``) removes them.
+    """
+
+    def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
+        """Write ``chunks`` one after the other and return the size."""
+        del fsync
+        bucket, key, _ = self._fs.split_path(path)
+        names = {"Bucket": bucket, "Key": key}
+        pending = _Body()
+        upload: _Upload | None = None
+        size_bytes = 0
+        try:
+            for chunk in chunks:
+                view = memoryview(chunk).cast("B")
+                size_bytes += len(view)
+                while view:
+                    room = (upload.part_bytes if upload else _PART_BYTES) - pending.tell()
+                    pending.write(view[:room])
+                    view = view[room:]
+                    if view:
+                        upload = upload or _Upload(self, path, names)
+                        upload.part(pending)
+                        pending = _Body()
+            if upload is None:
+                self.request(path, "put_object", names, pending)
+            else:
+                upload.part(pending)
+                upload.complete(size_bytes)
+        except BaseException:
+            if upload is not None:
+                upload.abort()
+            raise
+        self._fs.invalidate_cache(path)
+        return size_bytes
+
+    def request(
+        self, path: str, method: str, arguments: Mapping[str, Any], body: _Body | None = None
+    ) -> dict[str, Any]:
+        """Make a request that writes, as often as it takes."""
+
+        def act() -> dict[str, Any]:
+            given = {}
+            if body is not None:
+                body.seek(0)
+                given = {"Body": body}
+            answer: dict[str, Any] = self._fs.call_s3(method, **arguments, **given)
+            return answer
+
+        return self._call(path, act)
+
+
+class _Body(io.BytesIO):
+    """What a request sends. Bytes as such would go to the socket in one call, and be copied."""
+
+    def close(self) -> None:
+        """Stay open: the client closes what it has sent, but it may have to send it again."""
+
+
+class _Upload:
+    """A multipart upload: parts go up while the next ones are filled."""
+
+    def __init__(self, store: S3Store, path: str, names: dict[str, Any]) -> None:
+        self._store = store
+        self._path = path
+        answer = store.request(path, "create_multipart_upload", names)
+        self._names: dict[str, Any] = names | {"UploadId": answer["UploadId"]}
+        self._pool = ThreadPoolExecutor(_PARTS_AT_ONCE, thread_name_prefix="s3-upload")
+        self._under_way: deque[Future[dict[str, Any]]] = deque()
+        self._parts: list[dict[str, Any]] = []
+        self._num_parts = 0
+
+    @property
+    def part_bytes(self) -> int:
+        """Return the size of the part that comes next."""
+        return _PART_BYTES << (self._num_parts // _PARTS_OF_ONE_SIZE)
+
+    def part(self, data: _Body) -> None:
+        """Send a part; wait if too many are under way."""
+        self._num_parts += 1
+        self._under_way.append(self._pool.submit(self._send, self._num_parts, data))
+        while len(self._under_way) >= _PARTS_AT_ONCE:
+            self._parts.append(self._under_way.popleft().result())
+
+    def _send(self, number: int, data: _Body) -> dict[str, Any]:
+        answer = self._store.request(
+            self._path, "upload_part", self._names | {"PartNumber": number}, data
+        )
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    def complete(self, size_bytes: int) -> None:
+        """Make the file appear."""
+        self._parts += [future.result() for future in self._under_way]
+        self._pool.shutdown()
+        try:
+            self._store.request(
+                self._path,
+                "complete_multipart_upload",
+                self._names | {"MultipartUpload": {"Parts": self._parts}},
+            )
+        except StorageError:
+            # If the answer was lost, the upload is done and unknown to a second attempt.
+            if not self._is_complete(size_bytes):
+                raise
+
+    def _is_complete(self, size_bytes: int) -> bool:
+        names = {name: self._names[name] for name in ("Bucket", "Key")}
+        try:
+            found = self._store.request(self._path, "head_object", names)
+        except StorageError:
+            return False
+        is_of_parts = str(found["ETag"]).strip('"').endswith(f"-{len(self._parts)}")
+        return is_of_parts and found["ContentLength"] == size_bytes
+
+    def abort(self) -> None:
+        """Drop what was sent. The error that led here matters more than one of this."""
+        self._pool.shutdown(cancel_futures=True)
+        with suppress(StorageError):
+            self._store.request(self._path, "abort_multipart_upload", self._names)

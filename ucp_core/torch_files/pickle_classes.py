@@ -1,0 +1,454 @@
+"""What the classes of foreign pickles become here, by name. Nothing is ever imported for a name.
+
+``DEFAULT`` holds exactly the classes that occur in the files of torch, DeepSpeed, Megatron and
+their dependencies. Everything in it is a function of ours that makes plain data, checks the kinds
+of its arguments and never makes more than it was given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+from ucp_core.errors import ForeignClassError
+from ucp_core.torch_files.pickle_arrays import NumpyArray
+from ucp_core.torch_files.pickle_tensors import (
+    TORCH_DTYPES,
+    Storage,
+    rebuild_from_type,
+    rebuild_parameter,
+    rebuild_tensor,
+    rebuild_tensor_v3,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+Allow: TypeAlias = "frozenset[str] | Mapping[str, Callable[..., Any]]"
+
+#: Elements of a tuple that is used as a key, with those of tuples in it: hashing follows a tuple
+#: wherever it leads, and one that contains itself twice at every level never ends.
+_KEY_ELEMENTS_MAX = 64
+_NAME_CHARACTERS_MAX = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A name that a pickle mentions: a class, a function, a dtype.
+
+    Attributes:
+        name: With its module.
+        make: What a call of it becomes.
+    """
+
+    name: str
+    make: Callable[..., Any] = field(repr=False, compare=False)
+
+
+class Buildable:
+    """Stands for objects that are made first and given their state later."""
+
+    __slots__ = ()
+
+    def build(self, state: Any) -> None:
+        """Take the state."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, eq=False)
+class Opaque(Buildable):
+    """An object of an allowed foreign class: what its pickle says, nothing else.
+
+    Attributes:
+        name: Of the class, with its module.
+        args: It was made with them.
+        state: It was set to; usually a dict of its attributes.
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+    def build(self, state: Any) -> None:
+        """Take the state."""
+        self.state = state
+
+
+class Array:
+    """A numpy array of which the content comes later."""
+
+    def with_state(self, state: Any) -> Any:
+        """Return the array: ``(version, shape, dtype, is_fortran, bytes)``."""
+        _, shape, dtype, is_fortran, data = state
+        return array_of(data, dtype, shape, "F" if is_fortran else "C")
+
+
+class Resolver:
+    """Finds what a name becomes."""
+
+    def __init__(self, allow: Allow, where: str) -> None:
+        self._allow = allow
+        self._where = where
+        self._known: dict[tuple[str, str], Global] = {}
+
+    def find(self, module: str, name: str) -> Global:
+        """Return what stands for a name.
+
+        Raises:
+            ForeignClassError: The name is not known.
+        """
+        try:
+            return self._known[module, name]
+        except KeyError:
+            pass
+        full = f"{_RENAMED.get(module, module)}.{name}"
+        if len(full) > _NAME_CHARACTERS_MAX:
+            msg = "a class has an endless name"
+            raise ValueError(msg)
+        known = self._known[module, name] = Global(full, self._maker(full))
+        return known
+
+    def _maker(self, full: str) -> Callable[..., Any]:
+        if not isinstance(self._allow, frozenset):
+            if full in self._allow:
+                return self._allow[full]
+        elif _is_named(full, self._allow):
+            return _opaque(full)
+        maker = DEFAULT.get(full)
+        if maker is not None:
+            return maker
+        if _is_named(full, _OPAQUE):
+            return _opaque(full)
+        if full in _REFUSED:
+            return self._refusal(full)
+        raise ForeignClassError(
+            f"{self._where}: the pickle in it needs the class {full}, which is not a known part of "
+            "a checkpoint; nothing was executed. If you trust the file, load it with torch, and "
+            "save it again without that object",
+            path=self._where,
+            name=full,
+        )
+
+    def _refusal(self, full: str) -> Callable[..., Any]:
+        def refuse(*_: Any) -> NoReturn:
+            raise ForeignClassError(
+                f"{self._where}: {_REFUSED[full]} ({full}) cannot be read: save it as an "
+                "ordinary dense tensor",
+                path=self._where,
+                name=full,
+            )
+
+        return refuse
+
+
+def _is_named(full: str, names: frozenset[str]) -> bool:
+    if full in names:
+        return True
+    parts = full.split(".")
+    return any(".".join(parts[:size]) + "." in names for size in range(1, len(parts)))
+
+
+def _opaque(full: str) -> Callable[..., Any]:
+    def make(*args: Any) -> Opaque:
+        return Opaque(full, args)
+
+    return make
+
+
+def check_key(key: Any) -> None:
+    """Check that hashing ``key`` is cheap: a scalar, a stand-in, or a small tuple of them."""
+    kind = type(key)
+    if kind in _KEYS or isinstance(key, Buildable):
+        return
+    parts = [key]
+    count = 0
+    while parts:
+        part = parts.pop()
+        if type(part) is tuple:
+            count += 1 + len(part)
+            if count > _KEY_ELEMENTS_MAX:
+                break
+            parts += part
+        elif type(part) not in _KEYS and not isinstance(part, Buildable):
+            count = _KEY_ELEMENTS_MAX + 1
+            break
+    if kind is not tuple or count > _KEY_ELEMENTS_MAX:
+        msg = f"a {kind.__name__} is used as a key"
+        raise TypeError(msg)
+
+
+_KEYS = frozenset((str, int, float, bool, bytes, complex, type(None), Global, Opaque))
+
+
+def _kind(value: Any, *kinds: type[Any]) -> Any:
+    if type(value) not in kinds:
+        msg = f"a {type(value).__name__} where {kinds[0].__name__} is expected"
+        raise TypeError(msg)
+    return value
+
+
+def _size(extents: Any = ()) -> tuple[Any, ...]:
+    return extents if type(extents) is tuple else tuple(_kind(extents, tuple, list))
+
+
+def _dict(items: Any = ()) -> dict[Any, Any]:
+    if type(items) is dict:
+        return dict(items)
+    made: dict[Any, Any] = {}
+    for item in _kind(items, list, tuple):
+        key, value = item
+        check_key(key)
+        made[key] = value
+    return made
+
+
+def _default_dict(factory: Any = None, items: Any = ()) -> dict[Any, Any]:
+    del factory
+    return _dict(items)
+
+
+def _set(items: Any = ()) -> set[Any]:
+    for item in _kind(items, list, tuple, set, frozenset):
+        check_key(item)
+    return set(items)
+
+
+def _frozenset(items: Any = ()) -> frozenset[Any]:
+    return frozenset(_set(items))
+
+
+def _list(items: Any = (), _length: Any = None) -> list[Any]:
+    return list(_kind(items, list, tuple))
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    return complex(_kind(real, float, int), _kind(imaginary, float, int))
+
+
+def _bytes(data: Any = b"", encoding: Any = None) -> bytes:
+    if encoding is not None:
+        return _encode(data, encoding)
+    return bytes(_kind(data, bytes, bytearray))
+
+
+def _encode(text: Any, encoding: Any = "utf-8") -> bytes:
+    # Pickles of protocol 2 keep bytes as text of this encoding.
+    if _kind(encoding, str) not in {"latin1", "latin-1", "utf-8", "ascii"}:
+        msg = f"encoding {encoding[:20]!r}"
+        raise ValueError(msg)
+    return bytes(_kind(text, str), encoding)
+
+
+def _path(*parts: Any) -> str:
+    return "/".join(_kind(part, str) for part in parts).replace("//", "/")
+
+
+def _attribute(owner: Any, name: Any) -> Opaque:
+    # Members of an enumeration and nested classes; only their names are joined.
+    return Opaque(f"{_kind(owner, Global).name}.{_kind(name, str)}")
+
+
+def _reconstructor(kind: Any, base: Any, state: Any) -> Any:
+    del base, state
+    return _kind(kind, Global).make()
+
+
+def _new_object(kind: Any, *args: Any) -> Any:
+    return _kind(kind, Global).make(*args)
+
+
+def _layout(name: Any) -> Opaque:
+    return Opaque(_kind(name, str))
+
+
+def _numpy_reconstruct(kind: Any, shape: Any, code: Any) -> Array:
+    del shape, code
+    if _kind(kind, Global).name != "numpy.ndarray":
+        msg = f"an array of class {kind.name}"
+        raise TypeError(msg)
+    return Array()
+
+
+def _numpy_frombuffer(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
+    return array_of(data, dtype, shape, order)
+
+
+def _numpy_scalar(dtype: Any, data: Any = None) -> Any:
+    return array_of(data, dtype, (), "C").tolist()
+
+
+def array_of(data: Any, dtype: Any, shape: Any, order: Any) -> NumpyArray:
+    """Return the numpy array that a pickle describes; only of numbers and booleans."""
+    if type(dtype) is not Opaque or dtype.name != "numpy.dtype":
+        msg = "an array without a dtype"
+        raise TypeError(msg)
+    return NumpyArray(
+        shape=tuple(_kind(extent, int) for extent in _kind(shape, tuple)),
+        data=_encode(data, "latin1") if type(data) is str else _kind(data, bytes, bytearray),
+        dtype=_kind(dtype.args[0], str),
+        byte_order=_kind(dtype.state[1], str) if type(dtype.state) is tuple else "|",
+        is_fortran=order == "F",
+    )
+
+
+def _plain(*args: Any) -> NoReturn:
+    msg = f"a constant is called with {len(args)} arguments"
+    raise TypeError(msg)
+
+
+def _float(value: Any = 0.0) -> float:
+    return float(_kind(value, float, int))
+
+
+def _int(value: Any = 0) -> int:
+    return int(_kind(value, int, bool))
+
+
+#: Modules that older pickles name otherwise.
+_RENAMED = {
+    "__builtin__": "builtins",
+    "copy_reg": "copyreg",
+    "numpy._core.multiarray": "numpy.core.multiarray",
+    "numpy._core.numeric": "numpy.core.numeric",
+    "pathlib._local": "pathlib",
+}
+
+_STORAGES = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "QInt8": "qint8",
+    "QUInt8": "quint8",
+    "QInt32": "qint32",
+    "QUInt4x2": "quint4x2",
+    "QUInt2x4": "quint2x4",
+}
+
+_CONSTANTS = (
+    "strided",
+    "sparse_coo",
+    "contiguous_format",
+    "channels_last",
+    "preserve_format",
+    "per_tensor_affine",
+    "per_channel_affine",
+    "per_channel_affine_float_qparams",
+)
+
+_REFUSED = {
+    "torch._utils._rebuild_qtensor": "a quantised tensor",
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
+    "torch._utils._rebuild_sparse_csr_tensor": "a sparse tensor",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor",
+    "torch._utils._rebuild_meta_tensor_no_storage": "a tensor on the meta device, without data",
+    "torch._utils._rebuild_wrapper_subclass": "a tensor subclass without data of its own",
+    "torch._utils._rebuild_xla_tensor": "a tensor of an XLA device",
+    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of a device outside torch",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of a device outside torch",
+    "torch.jit._pickle.restore_type_tag": "a TorchScript value",
+}
+
+_DCP = "torch.distributed.checkpoint"
+#: Classes of which only the data is taken. A trailing dot: everything below.
+_OPAQUE = frozenset(
+    (
+        "argparse.Namespace",
+        "builtins.Ellipsis",
+        "builtins.slice",
+        "builtins.xrange",
+        "fractions.Fraction",
+        "types.SimpleNamespace",
+        "_io.BytesIO",
+        "datetime.date",
+        "datetime.datetime",
+        "datetime.time",
+        "datetime.timedelta",
+        "datetime.timezone",
+        "decimal.Decimal",
+        "numpy.random.",
+        "signal.Signals",
+        "uuid.UUID",
+        "torch._C._nn.",
+        "torch.nn.functional.",
+        "torch.device",
+        "torch.Generator",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaleConfig",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        "deepspeed.runtime.zero.stage_1_and_2.fragment_address",
+        "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+        "deepspeed.utils.tensor_fragment.tensor_fragment",
+        f"{_DCP}.metadata.",
+        f"{_DCP}.planner.",
+        f"{_DCP}.filesystem._StorageInfo",
+        f"{_DCP}.filesystem._StoragePrefix",
+        f"{_DCP}.filesystem._FileSystemWriterMetadata",
+        f"{_DCP}._hf_utils._HFStorageInfo",
+        "torch.distributed._shard.sharded_tensor.metadata.",
+        "torch.distributed._shard.metadata.ShardMetadata",
+        "megatron.",
+    )
+)
+
+DEFAULT: dict[str, Callable[..., Any]] = {
+    "builtins.set": _set,
+    "builtins.frozenset": _frozenset,
+    "builtins.list": _list,
+    "builtins.tuple": _size,
+    "builtins.dict": _dict,
+    "builtins.int": _int,
+    # Names of protocol 2, which torch writes, for int and str.
+    "builtins.long": _int,
+    "builtins.unicode": _plain,
+    "builtins.float": _float,
+    "builtins.complex": _complex,
+    "builtins.bytes": _bytes,
+    "builtins.bytearray": _bytes,
+    "builtins.object": _plain,
+    "builtins.str": _plain,
+    "builtins.bool": _plain,
+    "builtins.getattr": _attribute,
+    "copyreg._reconstructor": _reconstructor,
+    "copyreg.__newobj__": _new_object,
+    "collections.OrderedDict": _dict,
+    "collections.defaultdict": _default_dict,
+    "collections.Counter": _dict,
+    "collections.deque": _list,
+    "_codecs.encode": _encode,
+    "pathlib.PosixPath": _path,
+    "pathlib.WindowsPath": _path,
+    "pathlib.PurePosixPath": _path,
+    "numpy.ndarray": _plain,
+    "numpy.dtype": _opaque("numpy.dtype"),
+    "numpy.core.multiarray._reconstruct": _numpy_reconstruct,
+    "numpy.core.multiarray.scalar": _numpy_scalar,
+    "numpy.core.numeric._frombuffer": _numpy_frombuffer,
+    "torch.Size": _size,
+    "torch.Tensor": _plain,
+    "torch.nn.parameter.Parameter": _plain,
+    "torch.nn.parameter.Buffer": _plain,
+    "torch.serialization._get_layout": _layout,
+    "torch._utils._rebuild_tensor": rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": rebuild_tensor_v3,
+    "torch._utils._rebuild_parameter": rebuild_parameter,
+    "torch._utils._rebuild_parameter_with_state": rebuild_parameter,
+    "torch._tensor._rebuild_from_type": rebuild_from_type,
+    "torch._tensor._rebuild_from_type_v2": rebuild_from_type,
+    "torch.storage.UntypedStorage": Storage(None),
+    "torch.storage.TypedStorage": Storage(None),
+    **{f"torch.{name}": _plain for name in (*TORCH_DTYPES, *_CONSTANTS)},
+    **{f"torch.{name}Storage": Storage(dtype) for name, dtype in _STORAGES.items()},
+    **{f"torch.cuda.{name}Storage": Storage(dtype) for name, dtype in _STORAGES.items()},
+}

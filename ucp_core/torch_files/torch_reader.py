@@ -1,0 +1,344 @@
+"""Reads what ``torch.save`` wrote, without torch and without reading any tensor.
+
+A ``.pt`` file is a zip of uncompressed records: ``NAME/data.pkl``, a pickle that refers to the
+storages, and ``NAME/data/KEY`` for each of them. Two reads suffice: the directory at the end, and
+the small records. Tensors become ``TensorRef``: where their bytes are. Sources: APPNOTE.TXT 6.3
+(zip), and the files that torch 1.6 to 2.13 wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ucp_core.errors import CheckpointCorruptError
+from ucp_core.geometry.statemap import DTYPE_BYTES, Extent
+from ucp_core.storage.base import join
+from ucp_core.torch_files import zip_reader
+from ucp_core.torch_files.pickle_classes import Allow, Global, Opaque
+from ucp_core.torch_files.pickle_reader import PICKLE_BYTES_MAX, read_pickle
+from ucp_core.torch_files.pickle_tensors import Storage, StorageRef, TensorRef, known_dtype
+from ucp_core.torch_files.pickle_values import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ucp_core.storage.base import Store
+
+__all__ = [
+    "Global",
+    "Opaque",
+    "TensorRef",
+    "TorchFile",
+    "plain",
+    "read_pickle",
+    "read_torch_file",
+    "read_torch_part",
+]
+
+#: The small records at either end of a zip that holds one tensor.
+EDGE_BYTES = 2048
+#: Of files of one size; more of them are parsed each time.
+_TEMPLATES_MAX = 8
+#: ``('storage', class, key, device, number of elements)``.
+_STORAGE_FIELDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """What a torch file holds.
+
+    Attributes:
+        tree: Its value; tensors are ``TensorRef``, foreign objects ``Opaque``.
+        extents: The storages that tensors of the tree lie in, with torch's checksums, in order.
+    """
+
+    tree: Any
+    extents: tuple[Extent, ...]
+
+
+def read_torch_file(
+    store: Store,
+    directory: str,
+    file: str,
+    *,
+    offset_bytes: int = 0,
+    num_bytes: int | None = None,
+    allow: Allow = frozenset(),
+) -> TorchFile:
+    """Read the pickle of a torch file; no tensor is read.
+
+    Args:
+        store: Where the file is.
+        directory: In it.
+        file: Name in the directory.
+        offset_bytes: Where the zip begins: above 0 where files are packed into one (DCP).
+        num_bytes: Its size; None: to the end of the file.
+        allow: More classes, as for ``read_pickle``.
+
+    Raises:
+        CheckpointCorruptError: Truncated, damaged, not a torch file, or of a torch before 1.6.
+        ForeignClassError: The pickle needs a class, or has a kind of tensor, that is not known.
+        StorageError: The file cannot be read.
+    """
+    path = join(directory, file)
+    size = store.size(path) - offset_bytes if num_bytes is None else num_bytes
+
+    def read(start: int, length: int) -> bytes:
+        return store.read_range(path, offset_bytes + start, length)
+
+    return read_torch_part(read, size, file, where=path, offset_bytes=offset_bytes, allow=allow)
+
+
+def read_torch_part(
+    read: zip_reader.Read,
+    size: int,
+    file: str,
+    *,
+    where: str,
+    offset_bytes: int = 0,
+    allow: Allow = frozenset(),
+    tail_bytes: int = zip_reader.TAIL_BYTES,
+) -> TorchFile:
+    """Read a torch file by ``read(start, length)``, which counts from the start of its zip.
+
+    Tensors refer to ``file`` and count from ``offset_bytes`` before the zip.
+    """
+    records = zip_reader.read_records(read, size, where=where, tail_bytes=tail_bytes)
+    names = _small_names(records, where)
+    contents = dict(
+        zip(names, zip_reader.read_contents(read, records, names, where=where), strict=True)
+    )
+    return _tree(records, contents, file, offset_bytes, where, allow)
+
+
+def _small_names(records: Mapping[str, zip_reader.Record], where: str) -> list[str]:
+    """Return the names of the pickle and of the byte order's record, if there is one."""
+    found = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(found) != 1:
+        raise CheckpointCorruptError(
+            f"{where} is a zip file with {len(found)} records named */data.pkl, so not what "
+            "torch.save writes",
+            path=where,
+        )
+    prefix = found[0].removesuffix("data.pkl")
+    if f"{prefix}constants.pkl" in records:
+        raise CheckpointCorruptError(
+            f"{where} is a TorchScript program, not a checkpoint: save the state_dict with "
+            "torch.save",
+            path=where,
+        )
+    if records[found[0]].num_bytes > PICKLE_BYTES_MAX:
+        raise CheckpointCorruptError(
+            f"{where}: its pickle has {records[found[0]].num_bytes} bytes: not a checkpoint",
+            path=where,
+        )
+    return [name for name in (found[0], f"{prefix}byteorder") if name in records]
+
+
+def _tree(
+    records: Mapping[str, zip_reader.Record],
+    contents: Mapping[str, bytes],
+    file: str,
+    offset_bytes: int,
+    where: str,
+    allow: Allow,
+) -> TorchFile:
+    tree, storages = _read_tree(records, contents, file, offset_bytes, where, allow)
+    found = (storage.extent for storage in storages if storage.num_bytes)
+    return TorchFile(tree, tuple(sorted(extent for extent in found if extent is not None)))
+
+
+def _read_tree(
+    records: Mapping[str, zip_reader.Record],
+    contents: Mapping[str, bytes],
+    file: str,
+    offset_bytes: int,
+    where: str,
+    allow: Allow,
+) -> tuple[Any, tuple[StorageRef, ...]]:
+    pickled, order = next(iter(contents)), [*contents.values()][1:]
+    if order not in ([], [b"little"]):
+        raise CheckpointCorruptError(
+            f"{where} was written on a big-endian machine: load and save it on a little-endian one",
+            path=where,
+        )
+    prefix = pickled.removesuffix("data.pkl")
+    storages = _Storages(records, prefix, file, offset_bytes, where)
+    tree = read_pickle(contents[pickled], where=where, allow=allow, persistent=storages.find)
+    return tree, storages.known()
+
+
+class _Storages:
+    """Finds the records that a pickle refers to."""
+
+    def __init__(
+        self,
+        records: Mapping[str, zip_reader.Record],
+        prefix: str,
+        file: str,
+        offset_bytes: int,
+        where: str,
+    ) -> None:
+        self._records = records
+        self._prefix = prefix
+        self._file = file
+        self._offset_bytes = offset_bytes
+        self._where = where
+        self._known: dict[str, StorageRef] = {}
+
+    def known(self) -> tuple[StorageRef, ...]:
+        """Return the storages that were referred to."""
+        return tuple(self._known.values())
+
+    def find(self, identity: Any) -> StorageRef:
+        """Return the storage of a persistent id."""
+        if type(identity) is not tuple or len(identity) != _STORAGE_FIELDS:
+            msg = "a persistent id is not that of a storage"
+            raise TypeError(msg)
+        _, kind, key, device, count = identity
+        if not all(map(_is_of, (key, count, kind, device), (str, int, Global, str))):
+            msg = "a persistent id is not that of a storage"
+            raise TypeError(msg)
+        if key in self._known:
+            return self._known[key]
+        if not isinstance(kind.make, Storage):
+            msg = f"{kind.name} is not a storage"
+            raise TypeError(msg)
+        record = self._records.get(f"{self._prefix}data/{key}")
+        if record is None:
+            raise CheckpointCorruptError(
+                f"{self._where}: storage {key[:40]} (device {device[:20]}) has no record: "
+                "the file is damaged, or was saved without its data",
+                path=self._where,
+            )
+        dtype = kind.make.dtype
+        itemsize = 1 if dtype is None else DTYPE_BYTES[known_dtype(dtype, self._where)]
+        if count * itemsize != record.num_bytes:
+            raise CheckpointCorruptError(
+                f"{self._where}: storage {key[:40]} has {record.num_bytes} bytes, its pickle says "
+                f"{count * itemsize}: the file is damaged",
+                path=self._where,
+            )
+        self._known[key] = storage = StorageRef(
+            self._where,
+            key,
+            self._file,
+            self._offset_bytes + record.offset_bytes,
+            record.num_bytes,
+            record.crc32,
+            dtype,
+        )
+        return storage
+
+
+def _is_of(value: Any, kind: type[Any]) -> bool:
+    return type(value) is kind
+
+
+class _Template(NamedTuple):
+    """A file of one tensor, as far as others are like it.
+
+    Attributes:
+        small_bytes: Where its small records begin.
+        small: They.
+        directory_bytes: Where its directory begins.
+        directory: It, from there to the end, without the checksums of other records.
+        crcs: Where those are in it.
+        crc: Where that of the storage is.
+        start: Where the storage begins.
+        num_bytes: Its size.
+        ref: The tensor, counted from the start of the storage.
+    """
+
+    small_bytes: int
+    small: bytes
+    directory_bytes: int
+    directory: bytes
+    crcs: tuple[int, ...]
+    crc: int
+    start: int
+    num_bytes: int
+    ref: TensorRef
+
+
+class TensorFiles:
+    """Reads many torch files that hold one tensor each, as torch DCP packs them.
+
+    Layers and ranks repeat: a file that differs from a known one only in its tensor's bytes and
+    their checksums is not parsed again.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[_Template]] = {}
+
+    def read(
+        self, read: zip_reader.Read, size: int, file: str, *, where: str, offset_bytes: int
+    ) -> TensorRef:
+        """Return the tensor of one file; arguments and errors as of ``read_torch_part``."""
+        for template in self._known.get(size, ()):
+            tail = read(template.directory_bytes, size - template.directory_bytes)
+            if (
+                read(template.small_bytes, len(template.small)) == template.small
+                and _without(tail, template.crcs) == template.directory
+            ):
+                crc = int.from_bytes(tail[template.crc : template.crc + 4], "little")
+                return _placed(template, crc, file, offset_bytes)
+        records = zip_reader.read_records(read, size, where=where, tail_bytes=EDGE_BYTES)
+        template = _template(read, records, size, where)
+        known = self._known.setdefault(size, [])
+        if len(known) < _TEMPLATES_MAX and len(template.small) <= EDGE_BYTES:
+            known.append(template)
+        tail = read(template.directory_bytes, size - template.directory_bytes)
+        crc = int.from_bytes(tail[template.crc : template.crc + 4], "little")
+        return _placed(template, crc, file, offset_bytes)
+
+
+def _placed(template: _Template, crc: int, file: str, offset_bytes: int) -> TensorRef:
+    start = offset_bytes + template.start
+    extent = Extent(start, template.num_bytes, crc) if crc else None
+    ref = template.ref
+    return TensorRef(ref.dtype, ref.shape, ref.strides, file, start + ref.offset_bytes, extent)
+
+
+def _without(data: bytes, crcs: tuple[int, ...]) -> bytes:
+    """Return ``data`` without the four bytes at each place."""
+    low = 0
+    parts: list[bytes] = []
+    for place in crcs:
+        parts.append(data[low:place])
+        low = place + 4
+    return b"".join((*parts, data[low:]))
+
+
+def _template(
+    read: zip_reader.Read, records: Mapping[str, zip_reader.Record], size: int, where: str
+) -> _Template:
+    """Parse a file of one tensor."""
+    names = _small_names(records, where)
+    contents = dict(
+        zip(names, zip_reader.read_contents(read, records, names, where=where), strict=True)
+    )
+    tree, storages = _read_tree(records, contents, "", 0, where, frozenset())
+    if type(tree) is not TensorRef:
+        raise CheckpointCorruptError(
+            f"{where} holds a {type(tree).__name__}, not one tensor", path=where
+        )
+    (storage,) = storages
+    low = min(records[name].offset_bytes for name in names)
+    high = max(records[name].offset_bytes + records[name].num_bytes for name in names)
+    start = min(record.entry_bytes for record in records.values())
+    others = [record for name, record in records.items() if name not in names]
+    crcs = sorted(record.entry_bytes - start + zip_reader.ENTRY_CRC_BYTES for record in others)
+    own = records[f"{names[0].removesuffix('data.pkl')}data/{storage.key}"]
+    return _Template(
+        small_bytes=low,
+        small=read(low, high - low),
+        directory_bytes=start,
+        directory=_without(read(start, size - start), tuple(crcs)),
+        crcs=tuple(crcs),
+        crc=own.entry_bytes - start + zip_reader.ENTRY_CRC_BYTES,
+        start=storage.offset_bytes,
+        num_bytes=storage.num_bytes,
+        ref=tree._replace(offset_bytes=tree.offset_bytes - storage.offset_bytes),
+    )

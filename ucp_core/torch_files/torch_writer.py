@@ -1,0 +1,76 @@
+"""Writes a file that ``torch.load`` reads, without torch and without its tensors in memory.
+
+The tree may hold plain values, ``Size``, tensors (``TensorData``, streamed), and objects of the
+allowed foreign classes (``Instance``, ``Named``), which are named in the file and never imported.
+Counterpart: ``ucp_core.torch_files.torch_reader``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.torch_files.pickle_writer import (
+    CORE_NAMES,
+    Instance,
+    Named,
+    Size,
+    TensorData,
+    pickle_tree,
+)
+from ucp_core.torch_files.zip_writer import ALIGNMENT_BYTES, ZipStream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucp_core.storage.base import Buffer, Store
+
+__all__ = ["Instance", "Named", "Size", "TensorData", "torch_file_chunks", "write_torch_file"]
+
+#: The name that torch gives to archives without a file name; readers take any.
+_PREFIX = "archive"
+
+
+def write_torch_file(
+    store: Store,
+    path: str,
+    tree: Any,
+    *,
+    allow: frozenset[str] = frozenset(),
+    fsync: bool,
+) -> int:
+    """Write ``tree`` to ``path``, which appears when it is complete, and return its size.
+
+    Args:
+        store: Where to.
+        path: The file.
+        tree: Plain values, containers and tensors.
+        allow: ``module.Class`` of every foreign class that may occur.
+        fsync: Return only when the data would survive a loss of power.
+
+    Raises:
+        UcpError: A value that cannot be written; says where in the tree. Nothing is written.
+        StorageError: The storage refused.
+    """
+    return store.write_file(path, torch_file_chunks(tree, allow=allow), fsync=fsync)
+
+
+def torch_file_chunks(tree: Any, *, allow: frozenset[str] = frozenset()) -> Iterator[Buffer]:
+    """Return the bytes of the file as a stream; what is wrong with the tree is raised at once."""
+    data, storages = pickle_tree(tree, allow=CORE_NAMES | allow)
+    return _chunks(data, storages)
+
+
+def _chunks(data: bytes, storages: list[TensorData]) -> Iterator[Buffer]:
+    stream = ZipStream(_PREFIX)
+    head = {
+        "data.pkl": data,
+        ".format_version": b"1",
+        ".storage_alignment": str(ALIGNMENT_BYTES).encode(),
+        "byteorder": b"little",
+    }
+    for name, content in head.items():
+        yield from stream.record(name, len(content), (content,))
+    for index, tensor in enumerate(storages):
+        yield from stream.record(f"data/{index}", tensor.num_bytes, tensor.chunks())
+    yield from stream.record("version", 2, (b"3\n",))
+    yield from stream.end()

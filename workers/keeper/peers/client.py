@@ -1,0 +1,345 @@
+"""Asks keepers of other nodes for what is in their memory: the other end of ``wire``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import threading
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from ucp_core.errors import StorageError
+from ucp_core.numerics.checksums import crc32
+from workers.keeper.peers import server as wire
+from workers.keeper.peers.frames import (
+    CHALLENGE_BYTES,
+    CHUNK,
+    SIZE,
+    Refused,
+    behind,
+    fields_of,
+    first,
+    fit_buffers,
+    keep_alive,
+    limit_waits,
+    proof,
+    receive,
+    receive_json,
+    receive_views,
+    send,
+    send_json,
+)
+from workers.keeper.peers.listing import Listing, listing_of
+from workers.protocol import Held
+
+__all__ = ["RemotePart", "WireClient"]
+
+#: How often a range is asked for again, from where it broke off.
+_TRIES: Final = 3
+#: So much is asked for ahead at most: the server reads no requests while it sends.
+_AHEAD_MAX: Final = 64
+
+
+class _Range(NamedTuple):
+    """What a request for bytes says."""
+
+    arena: str
+    held: Held
+    offset_bytes: int
+    size_bytes: int
+    is_bare: bool
+
+
+class WireClient:
+    """Asks one peer's keeper; safe to call from several threads, each has its own connection.
+
+    Args:
+        address: Where the peer's ``WireServer`` listens.
+        secret: Of that keeper.
+
+    Attributes:
+        num_connections: How many were made so far, by all threads: with each that ends, the peer
+            forgets what it was told over it.
+    """
+
+    def __init__(self, address: tuple[str, int], *, secret: bytes) -> None:
+        self.num_connections = 0
+        self._address = address
+        self._secret = secret
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        #: Weak: a thread that ended takes its connection along.
+        self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._is_aborted = False
+
+    def read(
+        self,
+        arena: str,
+        held: Held,
+        offset_bytes: int,
+        targets: Sequence[memoryview],
+        *,
+        is_bare: bool = False,
+    ) -> None:
+        """Fill ``targets``, one after the other, from ``offset_bytes`` of the slot's body on.
+
+        A connection that breaks is made anew, and the range goes on where it broke off.
+
+        Args:
+            arena: Name of the peer's arena.
+            held: Which version in it.
+            offset_bytes: Where to begin.
+            targets: Writable.
+            is_bare: Whether the caller verifies the bytes, by what it has of them end to end.
+
+        Raises:
+            StorageError: The peer refuses (then ``facts["refused"]``), cannot be reached, or
+                sends damaged bytes.
+        """
+        left = [memoryview(target).cast("B") for target in targets if len(target)]
+        for number in range(_TRIES):
+            try:
+                for taken in self._stream(arena, held, offset_bytes, left, is_bare=is_bare):
+                    offset_bytes += taken
+                    left = behind(left, taken)
+            except Refused as refusal:
+                if self._asked:
+                    self._hang_up()
+                raise self._error(held, str(refusal), refused=True) from None
+            except OSError as error:
+                self._hang_up()
+                if number == _TRIES - 1 or self._is_aborted:
+                    why = f"{type(error).__name__}: {error}"
+                    raise self._error(held, why, refused=False) from error
+            else:
+                return
+
+    def ask(
+        self, arena: str, held: Held, ranges: Sequence[tuple[int, int]], *, is_bare: bool = False
+    ) -> None:
+        """Ask for ranges that this thread is going to read next, in this order.
+
+        The peer sends one while another is looked at, and nobody waits for requests on their way.
+        It is only a hint: who then reads something else begins a new connection, and what goes
+        wrong here shows when it is read.
+
+        Args:
+            arena: Name of the peer's arena.
+            held: Which version in it.
+            ranges: Where each begins in the slot's body, and its size, in bytes.
+            is_bare: As it is read then.
+        """
+        asked = self._asked
+        some = [each for each in ranges if each[1]]
+        for offset_bytes, size_bytes in some[: max(0, _AHEAD_MAX - len(asked))]:
+            wanted = _Range(arena, held, offset_bytes, size_bytes, is_bare)
+            try:
+                self._send(wanted)
+            except OSError:
+                self._hang_up()
+                return
+            asked.append(wanted)
+
+    def list_arenas(
+        self,
+        *,
+        after: int,
+        timeout_s: float,
+        without: Collection[str] = (),
+        copied: Mapping[str, Held] = MappingProxyType({}),
+    ) -> Listing:
+        """Return what the peer's ranks have written, once its news differ from ``after``.
+
+        Args:
+            after: The last listing's ``news``; -1 for an answer at once.
+            timeout_s: Below the time after which a silent peer is given up (5 s).
+            without: Arenas that are not going to be copied: nobody shall wait for that.
+            copied: What was copied since the last listing, or need not be, with all before it.
+
+        Raises:
+            StorageError: The peer cannot be reached, or answers nonsense.
+        """
+        request = {
+            "list": True,
+            "after": after,
+            "timeout_s": timeout_s,
+            "without": sorted(without),
+            "copied": {name: fields_of(held) for name, held in copied.items()},
+        }
+        try:
+            connection = self._rested()
+            send_json(connection, request)
+            answer = receive_json(connection, size_bytes_max=wire.LISTING_BYTES_MAX)
+            return listing_of(answer)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._hang_up()
+            raise self._unreachable(error) from error
+
+    def note_copied(self, arena: str, held: Held) -> None:
+        """Tell the peer that this version was copied, or need not be, with all before it.
+
+        Raises:
+            StorageError: The peer cannot be reached.
+        """
+        try:
+            send_json(self._rested(), {"copied": {arena: fields_of(held)}})
+        except OSError as error:
+            self._hang_up()
+            raise self._unreachable(error) from error
+
+    def close(self) -> None:
+        """Close this thread's connection."""
+        self._hang_up()
+
+    def abort(self) -> None:
+        """Break off what any thread is waiting for here; every later call fails."""
+        with self._lock:
+            self._is_aborted = True
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _stream(
+        self,
+        arena: str,
+        held: Held,
+        offset_bytes: int,
+        targets: list[memoryview],
+        *,
+        is_bare: bool,
+    ) -> Iterator[int]:
+        """Receive chunk by chunk; yield the size of each that is in place, verified if not bare."""
+        size_bytes = sum(map(len, targets))
+        if not size_bytes:
+            return
+        wanted = _Range(arena, held, offset_bytes, size_bytes, is_bare)
+        if self._asked and self._asked[0] == wanted:
+            self._asked.popleft()
+            connection = self._connection()
+        else:
+            connection = self._rested()
+            self._send(wanted)
+        done = 0
+        while done < size_bytes:
+            size, value = CHUNK.unpack(receive(connection, CHUNK.size))
+            if size == 0:
+                (length,) = SIZE.unpack(receive(connection, SIZE.size))
+                raise Refused(receive(connection, min(length, 4096)).decode(errors="replace"))
+            if size > min(wire.CHUNK_BYTES, size_bytes - done):
+                raise OSError(f"a chunk of {size} bytes was not asked for")
+            views = list(first(behind(targets, done), size))
+            receive_views(connection, views)
+            if (
+                not is_bare
+                and functools.reduce(lambda old, view: crc32(view, old), views, 0) != value
+            ):
+                raise OSError("a chunk was damaged on its way")
+            done += size
+            yield size
+
+    @property
+    def _asked(self) -> deque[_Range]:
+        """Return what was asked for ahead on this thread's connection, and is not read yet."""
+        asked: deque[_Range] | None = getattr(self._local, "asked", None)
+        if asked is None:
+            asked = self._local.asked = deque()
+        return asked
+
+    def _send(self, wanted: _Range) -> None:
+        request = {
+            "arena": wanted.arena,
+            "held": fields_of(wanted.held),
+            "offset_bytes": wanted.offset_bytes,
+            "size_bytes": wanted.size_bytes,
+            "bare": wanted.is_bare,
+        }
+        send_json(self._connection(), request)
+
+    def _rested(self) -> socket.socket:
+        """Return a connection on which nothing is on its way that nobody wants any more."""
+        if self._asked:
+            self._hang_up()
+        return self._connection()
+
+    def _connection(self) -> socket.socket:
+        held: socket.socket | None = getattr(self._local, "connection", None)
+        if held is None:
+            held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            # Known before it is connected: whoever fails from here on hangs up, or aborts.
+            self._local.connection = held
+            with self._lock:
+                if self._is_aborted:
+                    raise ConnectionAbortedError("nothing is asked for any more")
+                self._open.add(held)
+                self.num_connections += 1
+            limit_waits(held, sending_s=wire.STALL_S, receiving_s=wire.STALL_S)
+            keep_alive(held)
+            held.connect(self._address)
+            fit_buffers(held)
+            challenge = receive(held, CHALLENGE_BYTES)
+            send(held, proof(self._secret, challenge))
+        return held
+
+    def _hang_up(self) -> None:
+        held: socket.socket | None = getattr(self._local, "connection", None)
+        self._local.connection = None
+        self._asked.clear()
+        if held is not None:
+            with self._lock:
+                self._open.discard(held)
+                held.close()
+
+    def _error(self, held: Held, why: str, *, refused: bool) -> StorageError:
+        host, port = self._address
+        return StorageError(
+            f"the snapshot of rank {held.rank} after step {held.step} cannot be had from "
+            f"{host}:{port}: {why}; use another source",
+            rank=held.rank,
+            step=held.step,
+            refused=refused,
+        )
+
+    def _unreachable(self, error: Exception) -> StorageError:
+        host, port = self._address
+        return StorageError(
+            f"the keeper at {host}:{port} does not answer: {type(error).__name__}: {error}",
+            host=host,
+            port=port,
+            refused=False,
+        )
+
+
+class RemotePart:
+    """One rank's part of a version in a peer's memory; see ``workers.memory.versions.Part``.
+
+    Args:
+        client: Of the peer.
+        arena: Name of its arena.
+        held: The part.
+        is_bare: Whether all that is read is verified by the record of the part: by a load.
+    """
+
+    def __init__(
+        self, client: WireClient, arena: str, held: Held, *, is_bare: bool = False
+    ) -> None:
+        self._client = client
+        self._is_bare = is_bare
+        self._arena = arena
+        self._held = held
+
+    @property
+    def held(self) -> Held:
+        """Return what the slot said when the part was found."""
+        return self._held
+
+    def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
+        """Read over the network."""
+        self._client.read(self._arena, self._held, offset_bytes, targets, is_bare=self._is_bare)
+
+    def ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Ask for what this thread fills next, in this order: where it begins, and its size."""
+        self._client.ask(self._arena, self._held, ranges, is_bare=self._is_bare)

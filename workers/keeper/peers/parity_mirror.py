@@ -1,0 +1,291 @@
+"""Parities of a group of nodes in place of copies: k nodes, each 1/(k-1) of a part in memory.
+
+Every node of the group runs one of these. It waits until all ranks of the group have finished
+the same version, reads from each other node the blocks that its own parities are of, and keeps
+their parities; each byte of a part travels once, or twice for double parity. Ranks take no
+snapshot while a node of their group has not made its parities of the newest one.
+
+A group has lanes: the first ranks of its nodes are protected together, then the second ones. A
+node with fewer ranks has no part in the last lanes.
+
+Where the ranks of a lane are replicas, each has made its parity itself, and what is read from the
+other nodes is only the records of their parts.
+
+Counterpart: ``workers.parity.rebuild`` reads parts from what is left of a group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ucp_core.errors import StorageError
+from workers.errors import ArenaError, ParityError
+from workers.keeper.peers.client import RemotePart, WireClient
+from workers.keeper.peers.listing import Listed, is_copy
+from workers.keeper.peers.replication import POLL_S, Following
+from workers.keeper.slots import Shelf
+from workers.memory.arena import Arena
+from workers.memory.retention import is_parity
+from workers.memory.versions import LocalPart, Part
+from workers.parity.rebuild import write
+from workers.parity.record import ParityRecord, complete_draft, slot_bytes
+from workers.protocol import Held, Member, ParityGroup
+
+__all__ = ["ParityMirror", "parity_name"]
+
+#: Takes the place of a node in the names of copies: nobody copies these. See ``is_parity`` of
+#: ``workers.memory.retention``.
+_PREFIX: Final = "parity"
+
+
+def parity_name(lane: int, attempt: int, number: int = 0) -> str:
+    """Return the name of the arena with a node's parities of a lane.
+
+    Args:
+        lane: Of the group.
+        attempt: Of the group.
+        number: How many arenas of the lane were too small for what it has grown to.
+    """
+    return f"{_PREFIX}/{lane}{f'-{number}' if number else ''}.{attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A version of a rank, of the group's attempt."""
+
+    arena: str
+    body_bytes: int
+    held: Held
+
+
+#: Of a node: by rank, then by step.
+_Versions = Mapping[int, Mapping[int, _Found]]
+
+
+class ParityMirror(Following):
+    """Keeps this node's parities of a group in a thread of its own until ``stop``.
+
+    Args:
+        shelf: Takes the parities, under ``parity_name``.
+        group: Whom to follow.
+        on_trouble: Called from the thread with a line for each thing that is in the way, and twice
+            a minute again while it is.
+        niceness: Of the thread.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        group: ParityGroup,
+        on_trouble: Callable[[str], object],
+        niceness: int = 0,
+    ) -> None:
+        self._peers = {
+            index: WireClient((place.peer.host, place.peer.port), secret=place.peer.secret)
+            for index, place in enumerate(group.places)
+            if place.peer is not None and place.ranks
+        }
+        what = f"protecting a group of {len(group.places)} nodes by parity"
+        super().__init__(what, list(self._peers.values()), on_trouble, niceness)
+        self._shelf = shelf
+        self._group = group
+        #: The newest version that all ranks of the group and the nodes with its parities have.
+        self._kept: tuple[int, int] | None = None
+        #: What peers know to be protected, by place and arena.
+        self._told: dict[tuple[int, str], Held] = {}
+        self._start()
+
+    def stop(self) -> None:
+        """Follow nobody any more, at once; what is held stays."""
+        self._stopping.set()
+        # It may be waiting for what the own ranks write.
+        self._shelf.tell()
+        super().stop()
+
+    def _follow(self) -> None:
+        self._told.clear()
+        # A node without ranks keeps parities and has no part in them.
+        news = {index: -1 for index, place in enumerate(self._group.places) if place.ranks}
+        listed: dict[int, Mapping[str, Listed]] = {}
+        steps = dict.fromkeys(news, 0)
+        versions: dict[int, _Versions] = {}
+        made = 0
+        while not self._stopping.is_set():
+            newest = max(steps.values())
+            for place, after in list(news.items()):
+                # Whoever has the newest version is asked all the same: not to is not to follow.
+                waits = newest <= made or steps[place] < newest
+                timeout_s = POLL_S / len(news) if waits else 0.0
+                news[place], listed[place] = self._list(place, after, timeout_s)
+                versions[place] = _of_attempt(listed[place], self._group.attempt)
+                steps[place] = _newest(versions[place], self._group.places[place].ranks)
+            step = min(steps.values())
+            self._kept = _kept(listed, self._group.attempt)
+            if step > made and self._make(versions, step):
+                made = step
+            self._tell(listed, made)
+            self._is_well()
+
+    def _list(self, place: int, news: int, timeout_s: float) -> tuple[int, Mapping[str, Listed]]:
+        if place in self._peers:
+            listing = self._peers[place].list_arenas(after=news, timeout_s=timeout_s)
+            return listing.news, listing.arenas
+        news = self._shelf.wait_news(news, timeout_s)
+        own = {name: arena for name, arena in self._shelf.arenas().items() if not is_copy(name)}
+        return news, {
+            name: Listed(arena.body_bytes, tuple(arena.versions()), arena.kept())
+            for name, arena in own.items()
+        }
+
+    def _make(self, versions: Mapping[int, _Versions], step: int) -> bool:
+        """Return whether all lanes' parities of a step are there now."""
+        for lane in range(self._group.num_lanes):
+            found = {
+                index: versions[index][place.ranks[lane]].get(step)
+                for index, place in enumerate(self._group.places)
+                if lane < len(place.ranks)
+            }
+            there = {index: each for index, each in found.items() if each is not None}
+            # Some have written over it, and so there is a newer one.
+            make = self._complete_lane if self._group.over_replicas else self._make_lane
+            if len(there) < len(found) or not make(lane, step, there):
+                return False
+        return True
+
+    def _complete_lane(self, lane: int, step: int, found: Mapping[int, _Found]) -> bool:
+        """Put the members' records to the parity that this node's rank has made."""
+        rank = self._group.places[self._group.place].ranks[lane]
+        arena, made = self._made(rank, step)
+        own = self._shelf.arena(found[self._group.place].arena)
+        if own is None:
+            return False
+        parts: dict[int, Part] = {
+            index: RemotePart(self._peers[index], each.arena, each.held)
+            if index in self._peers
+            else LocalPart(own, each.held)
+            for index, each in found.items()
+        }
+        try:
+            complete_draft(made, parts, arena.body(made.held.slot))
+        except ParityError as error:
+            raise ArenaError(f"the parity of rank {rank} is of no use: {error}") from error
+        except StorageError as error:
+            if error.facts.get("refused", True):
+                # Written over: the next listing has what is there now.
+                return False
+            raise
+        except ValueError:
+            # An arena was let go of under our hands.
+            return False
+        return True
+
+    def _made(self, rank: int, step: int) -> tuple[Arena, LocalPart]:
+        """Return the parity that a rank of this node has made from its replica.
+
+        Raises:
+            ArenaError: It has made none; it does so before it finishes its own part.
+        """
+        version = (self._group.attempt, step, -1 - rank)
+        for name, arena in self._shelf.arenas().items():
+            for held in arena.versions() if is_parity(name) else ():
+                if (held.attempt, held.step, held.rank) == version:
+                    return arena, LocalPart(arena, held)
+        raise ArenaError(
+            f"rank {rank} has made no parity of step {step}: it may have been refused memory",
+            rank=rank,
+        )
+
+    def _make_lane(self, lane: int, step: int, found: Mapping[int, _Found]) -> bool:
+        group = self._group
+        places = range(len(group.places))
+        sizes = [found[index].body_bytes if index in found else 0 for index in places]
+        arena = self._reserve(lane, slot_bytes(sizes, num_parities=group.num_parities))
+        if any((held.attempt, held.step) == (group.attempt, step) for held in arena.versions()):
+            return True
+        world_size = next(iter(found.values())).held.world_size
+        record = ParityRecord(
+            attempt=group.attempt,
+            step=step,
+            world_size=world_size,
+            num_parities=group.num_parities,
+            place=group.place,
+            members=tuple(_member(found.get(index)) for index in places),
+        )
+        parts = {
+            index: RemotePart(client, found[index].arena, found[index].held)
+            for index, client in self._peers.items()
+            if index in found
+        }
+        try:
+            slot = arena.choose(self._shelf.lineage, kept=self._kept)
+            # No rank's: whoever takes it for one must find that there is none.
+            rank = -1 - group.place
+            arena.begin(slot, attempt=group.attempt, step=step, rank=rank, world_size=world_size)
+            data_bytes, record_bytes = write(record, parts, arena.body(slot))
+            arena.finish(slot, data_bytes=data_bytes, record_bytes=record_bytes)
+        except StorageError as error:
+            if error.facts["refused"]:
+                # Written over: the next listing has what is there now.
+                return False
+            raise
+        except ValueError:
+            # The arena was let go of under our hands.
+            return False
+        return True
+
+    def _reserve(self, lane: int, body_bytes: int) -> Arena:
+        """Return memory for parities of a lane; where parts have grown, beside what there is.
+
+        What that holds protects the versions before, until the attempt is over.
+        """
+        names = (parity_name(lane, self._group.attempt, number) for number in itertools.count())
+        for name in names:
+            arena = self._shelf.arena(name)
+            if arena is None or arena.body_bytes >= body_bytes:
+                return self._shelf.reserve(name, body_bytes=body_bytes)
+        raise AssertionError("numbers do not end")
+
+    def _tell(self, listed: Mapping[int, Mapping[str, Listed]], made: int) -> None:
+        """Tell the peers which of their newest versions need not be waited for any more."""
+        for place, client in self._peers.items():
+            for name, each in listed[place].items():
+                newest = each.parts[-1] if each.parts else None
+                if newest is None or self._told.get((place, name)) == newest:
+                    continue
+                if newest.attempt != self._group.attempt or newest.step <= made:
+                    client.note_copied(name, newest)
+                    self._told[place, name] = newest
+
+
+def _of_attempt(arenas: Mapping[str, Listed], attempt: int) -> _Versions:
+    versions: dict[int, dict[int, _Found]] = {}
+    for name, listed in arenas.items():
+        for held in listed.parts:
+            if held.attempt == attempt:
+                found = _Found(name, listed.body_bytes, held)
+                versions.setdefault(held.rank, {})[held.step] = found
+    return versions
+
+
+def _newest(versions: _Versions, ranks: Sequence[int]) -> int:
+    """Return the newest step that all of a node's ranks have finished; 0 if there is none."""
+    return min(max(versions.get(rank, {0: None})) for rank in ranks)
+
+
+def _kept(listed: Mapping[int, Mapping[str, Listed]], attempt: int) -> tuple[int, int] | None:
+    """Return what no rank writes over: they agree, and one may be ahead with its word.
+
+    What ranks of an older attempt left says what was kept then.
+    """
+    said = [each.kept for arenas in listed.values() for each in arenas.values()]
+    return min((kept for kept in said if kept is not None and kept[0] == attempt), default=None)
+
+
+def _member(found: _Found | None) -> Member | None:
+    if found is None:
+        return None
+    held = found.held
+    return Member(rank=held.rank, data_bytes=held.data_bytes, record_bytes=held.record_bytes)

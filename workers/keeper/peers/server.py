@@ -1,0 +1,273 @@
+"""The keepers' data plane: byte ranges of slots over TCP, from one node's memory to another's.
+
+A connection proves that it knows the keeper's secret and then asks, one thing after the other.
+Every chunk carries its crc32, and the server looks at the slot again before each: what was
+written over meanwhile is refused and never sent as if it were the version that was asked for. Who
+verifies all bytes by the version's own record asks for them bare, without crc32.
+
+    server  32 random bytes
+    client  HMAC-SHA256 of them under the secret, 32 bytes
+    client  length (u32) and JSON, one of
+
+      {"arena", "held": [field, ...], "offset_bytes", "size_bytes", "bare": bool}
+    server  chunks: size (u32), crc32 (u32), the bytes; or size 0, length (u32) and the refusal
+
+      {"copied": {arena: held}}
+    server  nothing
+
+      {"list": true, "after": n, "timeout_s": t, "without": [arena, ...], "copied": {arena: held}}
+    server  once what it lists has changed since news n, or after t: length (u32) and JSON
+            {"news": n, "arenas": {name: {"body_bytes": ..., "parts": [held, ...],
+                                       "kept": [attempt, step] or null}}}
+
+Only what the node's own ranks wrote is listed, no copies. Whoever lists follows: as long as it
+goes on asking, the ranks of the listed arenas know that somebody copies them, and wait for it
+with their next snapshot; but for those that it says to do ``without``, and those whose newest
+version it has ``copied``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import threading
+import time
+from typing import Any, Final
+
+from ucp_core.numerics.checksums import crc32
+from workers.keeper.peers.frames import (
+    CHALLENGE_BYTES,
+    CHUNK,
+    SIZE,
+    RateLimit,
+    Refused,
+    fit_buffers,
+    has_hung_up,
+    held_of,
+    keep_alive,
+    limit_waits,
+    proof,
+    receive,
+    receive_json,
+    send,
+    send_json,
+)
+from workers.keeper.peers.listing import Listed, Listing, agree, is_copy
+from workers.keeper.peers.liveness import Attendance
+from workers.keeper.priority import be_nice
+from workers.keeper.slots import Shelf
+from workers.memory.arena import NUM_SLOTS, Arena
+from workers.protocol import Held
+
+__all__ = ["CHUNK_BYTES", "LISTING_BYTES_MAX", "STALL_S", "WireServer"]
+
+#: With 1 MiB a checksum finds the bytes in the cache still, but both ends are woken more often: a
+#: copy takes a tenth more processor time, and bytes without checksums a third more.
+CHUNK_BYTES: Final = 4 << 20
+#: Where there is a limit, a chunk for everybody goes out in so long, but it is not less than so
+#: much: ranks wait for nobody to whom nothing went for 2 s, and who hears nothing for 5 s gives up.
+_CHUNK_S: Final = 0.05
+_CHUNK_BYTES_MIN: Final = 4 << 10
+_REQUEST_BYTES_MAX: Final = 64 << 10
+#: Three versions of some thousands of arenas.
+LISTING_BYTES_MAX: Final = 1 << 20
+#: A peer that neither sends nor takes for so long is given up; the caller has other sources.
+STALL_S: Final = 5.0
+#: While a peer takes some of a chunk in so long, the ranks know that it is there.
+_SIGN_S: Final = 1.0
+#: Where a process may open no more files, it is tried again after this.
+_ACCEPT_S: Final = 0.1
+#: A peer that lists is at rest no longer between two requests: ranks wait for it.
+_FOLLOW_STALL_S: Final = 2.0
+#: While there is no news, how often the server looks whether the peer is still there.
+_LOOK_S: Final = 0.25
+_POLL_S_MAX: Final = 2.0
+#: For so long what a rank finished is kept back for the others of its node. They finish within 1 ms
+#: of each other, and a listing costs both ends 0.3 ms of processor time.
+_TOGETHER_S: Final = 0.003
+
+
+class WireServer:
+    """Serves the slots of ``shelf`` on one interface until ``close``.
+
+    Args:
+        shelf: What there is.
+        host: Address of the interface to listen on: the data network's, not any.
+        secret: Of this keeper.
+        bytes_per_s: Most that goes out, over all connections; 0 is no limit.
+        niceness: Of the threads that send.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        *,
+        host: str,
+        secret: bytes,
+        bytes_per_s: float = 0.0,
+        niceness: int = 0,
+    ) -> None:
+        self._shelf = shelf
+        self._niceness = niceness
+        self._secret = secret
+        self._limit = RateLimit(bytes_per_s)
+        self._bytes_per_s = bytes_per_s
+        self._attendance = Attendance(shelf)
+        self._closed = False
+        self._listener = socket.create_server((host, 0), backlog=128)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._open: set[socket.socket] = set()
+        #: What was listed last, by connection.
+        self._listed: dict[socket.socket, dict[str, list[Held]]] = {}
+        self._thread = threading.Thread(target=self._accept, name="wire", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Serve nobody any more; what is under way breaks off."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        for connection in list(self._open):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                # No descriptor is left, or no memory: whoever comes is served once there is.
+                time.sleep(_ACCEPT_S)
+                continue
+            self._open.add(connection)
+            try:
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="wire-peer", daemon=True
+                ).start()
+            except RuntimeError:
+                # No thread is left. It asks again, or elsewhere.
+                self._open.discard(connection)
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        be_nice(self._niceness)
+        try:
+            with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                keep_alive(connection)
+                fit_buffers(connection)
+                follows: bool | None = None
+                limit_waits(connection, sending_s=_SIGN_S, receiving_s=STALL_S)
+                challenge = os.urandom(CHALLENGE_BYTES)
+                send(connection, challenge)
+                if not hmac.compare_digest(
+                    receive(connection, CHALLENGE_BYTES), proof(self._secret, challenge)
+                ):
+                    return
+                while True:
+                    if follows != self._attendance.follows(connection):
+                        follows = self._attendance.follows(connection)
+                        # Others are idle between two loads and close themselves.
+                        receiving_s = _FOLLOW_STALL_S if follows else None
+                        limit_waits(connection, sending_s=_SIGN_S, receiving_s=receiving_s)
+                    request = receive_json(connection, size_bytes_max=_REQUEST_BYTES_MAX)
+                    self._answer(connection, request)
+        finally:
+            self._attendance.follow(connection, ())
+            self._listed.pop(connection, None)
+            self._open.discard(connection)
+
+    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        for name, held in dict(request.get("copied", {})).items():
+            self._attendance.note_got(connection, str(name), held_of(held))
+        if "list" in request:
+            self._list(connection, request)
+        elif "arena" in request:
+            self._send_range(connection, request)
+
+    def _list(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        after, without = int(request["after"]), set(map(str, request["without"]))
+        end_s = time.monotonic() + min(float(request["timeout_s"]), _POLL_S_MAX)
+        news, versions = after, self._originals()
+        while True:
+            self._attendance.follow(connection, versions.keys() - without)
+            wait_s = min(_LOOK_S, max(end_s - time.monotonic(), 0.0))
+            news = self._shelf.wait_news(news, wait_s)
+            versions = self._originals()
+            # The copies that are made here are news too, and nothing to the peer.
+            if news != after and (after < 0 or versions != self._listed.get(connection)):
+                if after < 0 or agree(versions):
+                    break
+                # The other ranks are about to finish the same step: one listing for all.
+                end_s = min(end_s, time.monotonic() + _TOGETHER_S)
+            if time.monotonic() >= end_s:
+                break
+            if has_hung_up(connection):
+                raise ConnectionError("the peer hung up")
+        self._attendance.follow(connection, versions.keys() - without)
+        arenas = {
+            name: Listed(arena.body_bytes, tuple(parts), arena.kept())
+            for name, parts in versions.items()
+            if (arena := self._shelf.arena(name)) is not None
+        }
+        self._listed[connection] = versions
+        send_json(connection, Listing(news, arenas).to_json())
+
+    def _originals(self) -> dict[str, list[Held]]:
+        arenas = self._shelf.arenas()
+        return {name: arena.versions() for name, arena in arenas.items() if not is_copy(name)}
+
+    def _send_range(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        name, held = str(request["arena"]), held_of(request["held"])
+        start, size_bytes = int(request["offset_bytes"]), int(request["size_bytes"])
+        is_bare = bool(request.get("bare"))
+        try:
+            arena = self._arena(name, held, start, start + size_bytes)
+            chunk_bytes = self._chunk_bytes()
+            for low in range(start, start + size_bytes, chunk_bytes):
+                high = min(low + chunk_bytes, start + size_bytes)
+                data = arena.body(held.slot)[low:high]
+                self._send_chunk(connection, arena, held, data, is_bare=is_bare)
+        except Refused as refusal:
+            words = str(refusal).encode()
+            self._send(connection, CHUNK.pack(0, 0) + SIZE.pack(len(words)) + words)
+
+    def _chunk_bytes(self) -> int:
+        """Return what is sent at once over each of the connections that there are now."""
+        if not self._bytes_per_s:
+            return CHUNK_BYTES
+        shared_bytes = self._bytes_per_s * _CHUNK_S / max(len(self._open), 1)
+        return min(CHUNK_BYTES, max(int(shared_bytes), _CHUNK_BYTES_MIN))
+
+    def _arena(self, name: str, held: Held, start: int, stop: int) -> Arena:
+        arena = self._shelf.find(name)
+        if arena is None:
+            raise Refused(f"no snapshot of {name} is held here")
+        if not (0 <= held.slot < NUM_SLOTS and 0 <= start <= stop <= arena.body_bytes):
+            raise Refused(f"a slot of {name} has {arena.body_bytes} bytes, of {NUM_SLOTS}")
+        return arena
+
+    def _send_chunk(
+        self,
+        connection: socket.socket,
+        arena: Arena,
+        held: Held,
+        data: memoryview,
+        *,
+        is_bare: bool,
+    ) -> None:
+        self._limit.wait(len(data))
+        value = 0 if is_bare else crc32(data)
+        if arena.held(held.slot) != held:
+            raise Refused(f"the snapshot after step {held.step} was overwritten")
+        # In one packet with what follows.
+        self._send(connection, CHUNK.pack(len(data), value), socket.MSG_MORE)
+        self._send(connection, data)
+
+    def _send(self, connection: socket.socket, data: bytes | memoryview, flags: int = 0) -> None:
+        send(connection, data, flags, stall_s=STALL_S, moved=self._attendance.renew)

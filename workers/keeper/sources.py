@@ -1,0 +1,316 @@
+"""Where the parts of a version in memory are taken from: near before far, and each only if whole.
+
+The parts of one version may be held several times: on the node that wrote them, and as copies
+on others. A holder that fails (it cannot be reached, was written over, or has damaged bytes)
+gives way to the next one of the same part, and what was loaded so far is loaded again. A part
+without a holder is computed from the parities of its group, if enough of that is left.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeVar
+
+from ucp_core.checkpoint import Checkpoint
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    StorageError,
+    UcpError,
+)
+from ucp_core.reading.mapped import Mapped
+from workers.errors import ArenaError, ParityError
+from workers.keeper.descriptors import door_path, open_arena
+from workers.keeper.peers.client import RemotePart, WireClient
+from workers.memory.arena import Arena
+from workers.memory.versions import LocalPart, MemoryTier, Part, ask_part, mapped_part, open_version
+from workers.parity.damage import damaged
+from workers.parity.rebuild import lost_parts
+from workers.parity.record import read_record
+from workers.protocol import Held, MemoryPart, Source, held_source
+
+__all__ = ["LOCAL_MEMORY", "PARITY", "PEER_MEMORY", "MemorySources"]
+
+#: Kinds of sources, as ``Formed`` names them.
+LOCAL_MEMORY: Final = "local memory"
+PEER_MEMORY: Final = "peer memory"
+PARITY: Final = "parity"
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class MemorySources:
+    """The holders of one version's parts, as one worker reaches them. Close it after use.
+
+    Args:
+        parts: Every holder of every rank's part, and of parities.
+        node: The node of this worker.
+        keeper_directory: Where the keeper of the node has its door; None if it has none.
+
+    Attributes:
+        skipped: ``(which part, why)`` of the holders that failed.
+        damaged: Those of them whose bytes are not the bytes that were written.
+        unread: The others of them, and all holders of a version whose parts contradict each
+            other: which of them is bad is not known.
+        taken_bytes: Bytes that were read of the version that was loaded, by kind of source.
+    """
+
+    def __init__(
+        self, parts: Sequence[MemoryPart], *, node: str, keeper_directory: Path | None
+    ) -> None:
+        near = node if keeper_directory is not None else ""
+        self._left = sorted(parts, key=lambda part: part.node != near)
+        self._near = near
+        self._door = door_path(keeper_directory or Path())
+        self._arenas: dict[str, Arena] = {}
+        self._clients: dict[tuple[str, int], WireClient] = {}
+        self.skipped: list[tuple[str, str]] = []
+        self.damaged: list[Source] = []
+        self.unread: list[Source] = []
+        self.taken_bytes: Counter[str] = Counter()
+
+    def load(self, fill: Callable[[Checkpoint], _T]) -> _T:
+        """Return what ``fill`` makes of the version.
+
+        Args:
+            fill: Loads from a checkpoint; called again if a holder fails.
+
+        Raises:
+            UcpError: No holder of some part is left, or the parts do not belong together.
+        """
+        while True:
+            chosen = self._choose()
+            checkpoint = None
+            try:
+                checkpoint = open_version(chosen.parts)
+                for part in chosen.parts.values():
+                    part.sizes_bytes.clear()
+                filled = fill(checkpoint)
+            except (UcpError, ParityError) as error:
+                self._blame(chosen, checkpoint, error)
+                continue
+            for part in chosen.parts.values():
+                if size_bytes := sum(part.sizes_bytes):
+                    self.taken_bytes[part.kind] += size_bytes
+            return filled
+
+    def close(self) -> None:
+        """Let go of connections and memory."""
+        for client in self._clients.values():
+            client.close()
+        for arena in self._arenas.values():
+            arena.close()
+
+    def _choose(self) -> _Chosen:
+        """Return the first holder of every part that can be opened, or what it is computed from."""
+        parts: dict[int, _Watched] = {}
+        for place in list(self._left):
+            rank = place.held.rank
+            if rank >= 0 and rank not in parts and place in self._left:
+                try:
+                    parts[rank] = self._open(place)
+                except ArenaError as error:
+                    self._give_up_on([place], error)
+        world_size = max((place.held.world_size for place in self._left), default=0)
+        missing = [rank for rank in range(world_size or 1) if rank not in parts]
+        if not missing:
+            return _Chosen(parts)
+        return self._compute(parts, missing)
+
+    def _compute(self, parts: dict[int, _Watched], missing: Sequence[int]) -> _Chosen:
+        """Return the parts and those that are nowhere, to be read through what is left."""
+        num_left = len(self._left)
+        parities = self._open_parities()
+        if len(self._left) < num_left:
+            # A node that does not answer may have been chosen for a part, too.
+            return self._choose()
+        # What is read to compute a part is not what is taken of the version.
+        members = [_Watched(part.place, part.part, part.kind) for part in parts.values()]
+        reason = "there are no parities of it"
+        computed: dict[int, _Watched] = {}
+        try:
+            for part in lost_parts(parities, members):
+                computed[part.held.rank] = _Watched(None, part, PARITY)
+        except ParityError as error:
+            reason = str(error)
+        except StorageError as error:
+            # Its node was there when the record was read first.
+            self._give_up_on(_places(each for each in parities if each.is_lost), error)
+            return self._choose()
+        for rank in missing:
+            if rank not in computed:
+                raise CheckpointNotFoundError(
+                    f"the part of rank {rank} is in no memory that can be read, and cannot be "
+                    f"computed: {reason}",
+                    rank=rank,
+                )
+        return _Chosen({**computed, **parts}, parities, members)
+
+    def _open_parities(self) -> list[_Watched]:
+        """Return the parities whose record is sound; give up the others."""
+        opened: list[_Watched] = []
+        for place in list(self._left):
+            if place.held.rank < 0 and place in self._left:
+                try:
+                    parity = self._open(place)
+                    read_record(parity)
+                    opened.append(parity)
+                except ParityError as error:
+                    # Its checksum says so; what was written over says that by another error.
+                    self._give_up_on([place], error, is_damaged=True)
+                except (ArenaError, StorageError) as error:
+                    self._give_up_on([place], error)
+        return opened
+
+    def _open(self, place: MemoryPart) -> _Watched:
+        if place.node == self._near:
+            arena = self._arenas.get(place.arena)
+            if arena is None:
+                arena = self._arenas[place.arena] = open_arena(self._door, place.arena)
+            return _Watched(place, LocalPart(arena, place.held), LOCAL_MEMORY)
+        address = (place.host, place.port)
+        client = self._clients.get(address)
+        if client is None:
+            client = self._clients[address] = WireClient(address, secret=place.secret)
+        return _Watched(
+            place, RemotePart(client, place.arena, place.held, is_bare=True), PEER_MEMORY
+        )
+
+    def _blame(
+        self, chosen: _Chosen, checkpoint: Checkpoint | None, error: UcpError | ParityError
+    ) -> None:
+        """Give up whose bytes were not there, or not what they should be.
+
+        Raises:
+            UcpError: It is nobody's fault, or everybody's.
+        """
+        every = [*chosen.parts.values(), *chosen.parities, *chosen.members]
+        culprits = _places(part for part in every if part.is_lost)
+        part = _behind(chosen, checkpoint, error)
+        if not culprits and part is not None and part.place is not None:
+            culprits = [part.place]
+        if culprits:
+            self._give_up_on(culprits, error)
+        elif chosen.parities and (part is not None or isinstance(error, ParityError)):
+            self._blame_parities(chosen, error)
+        else:
+            self.unread += map(_source, _places(every))
+            raise error
+
+    def _blame_parities(self, chosen: _Chosen, error: UcpError | ParityError) -> None:
+        """Give up what a part was computed from that is not what was written."""
+        try:
+            found = damaged(chosen.parities, chosen.members)
+        except (UcpError, ParityError) as unread:
+            error, found = unread, []
+        found = found or [each for each in (*chosen.parities, *chosen.members) if each.is_lost]
+        if not found:
+            error = ParityError(f"one of them is damaged, and which is not known: {error}")
+        self._give_up_on(_places(found or chosen.parities), error)
+
+    def _give_up_on(
+        self, places: Sequence[MemoryPart], error: Exception, *, is_damaged: bool = False
+    ) -> None:
+        """Read no more from holders that failed."""
+        away = {place.node for place in places if _is_silence(error)}
+        for place in places:
+            held = place.held
+            what = f"of rank {held.rank}" if held.rank >= 0 else f"({place.arena})"
+            name = f"step {held.step} {what} in the memory of node {place.node[:12]}"
+            self.skipped.append((name, f"{type(error).__name__}: {error}"))
+            log.warning("snapshot_skipped", extra={"part": name, "reason": str(error)})
+        # A node that does not answer is not asked for its other parts: each would take as long.
+        lost = [place for place in self._left if place in places or place.node in away]
+        self._left = [place for place in self._left if place not in lost]
+        is_damaged |= isinstance(error, CheckpointCorruptError)
+        (self.damaged if is_damaged else self.unread).extend(map(_source, lost))
+
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """A part, or parities, with a note of how much is taken and whether it could be.
+
+    ``place`` is None for what is computed.
+    """
+
+    place: MemoryPart | None
+    part: Part
+    kind: str
+    #: Appended to by several readers at once.
+    sizes_bytes: deque[int] = field(default_factory=deque)
+    is_lost: bool = False
+
+    @property
+    def held(self) -> Held:
+        return self.part.held
+
+    def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
+        try:
+            self.part.fill(offset_bytes, targets)
+        except StorageError:
+            self.is_lost = True
+            raise
+        self.sizes_bytes.append(sum(map(len, targets)))
+
+    def ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
+        ask_part(self.part, ranges)
+
+    def mapped(self) -> Mapped | None:
+        found = mapped_part(self.part)
+        if found is None:
+            return None
+
+        def confirm(num_bytes: int) -> None:
+            found.confirm(num_bytes)
+            self.sizes_bytes.append(num_bytes)
+
+        return Mapped(found.data, confirm)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Where a version is to be read.
+
+    Attributes:
+        parts: Of every rank.
+        parities: What some of them are computed from.
+        members: And the parts that they are computed with.
+    """
+
+    parts: dict[int, _Watched]
+    parities: Sequence[_Watched] = ()
+    members: Sequence[_Watched] = ()
+
+
+def _behind(
+    chosen: _Chosen, checkpoint: Checkpoint | None, error: UcpError | ParityError
+) -> _Watched | None:
+    """Return the part whose bytes an error is about, if it says so."""
+    if "rank" in error.facts:
+        return chosen.parts.get(error.facts["rank"])
+    tier = checkpoint.store if checkpoint is not None else None
+    if isinstance(tier, MemoryTier) and "path" in error.facts:
+        return chosen.parts[tier.rank_of(error.facts["path"])]
+    return None
+
+
+def _places(parts: Iterable[_Watched]) -> list[MemoryPart]:
+    """Return where parts are, each once; what is computed is nowhere."""
+    return list(dict.fromkeys(part.place for part in parts if part.place is not None))
+
+
+def _source(place: MemoryPart) -> Source:
+    return held_source(place.node, place.arena, place.held)
+
+
+def _is_silence(error: Exception) -> bool:
+    """Return whether a keeper could not be reached, other than that it refused something."""
+    if isinstance(error, ArenaError):
+        return "path" in error.facts
+    return isinstance(error, StorageError) and error.facts.get("refused") is False

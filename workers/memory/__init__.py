@@ -1,0 +1,1 @@
+"""Memory that outlives a trainer: arenas of slots, and the versions in them."""

@@ -1,0 +1,88 @@
+"""A store that is one slot of an arena: ``save_rank`` writes a version of a rank into memory by it.
+
+What is written is exactly a rank's part of a native distributed checkpoint (``ucp_core/SPEC.md``):
+the data file, then the record, which completes the slot. There is no manifest: a version counts
+once the records of all its ranks are held, wherever they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from ucp_core.errors import StorageError
+from ucp_core.storage.base import Buffer
+from ucp_core.storage.refusing import RefusingStore
+from workers.memory.arena import Arena
+
+__all__ = ["ArenaStore"]
+
+
+class ArenaStore(RefusingStore):
+    """Writes one version of one rank into ``slot``, which ``begin`` was called on.
+
+    Args:
+        arena: The rank's arena.
+        slot: The slot in it.
+        is_captured: Whether the data that is written lies at its place in the slot already: a
+            snapshot that was captured there only gets its record.
+        check: Called before the slot becomes complete; what it raises leaves it as it is.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        slot: int,
+        *,
+        is_captured: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._is_captured = is_captured
+        self._arena = arena
+        self._slot = slot
+        self._check = check
+        self._body = np.frombuffer(arena.body(slot), dtype=np.uint8)
+        self._data_bytes = -1
+
+    def write_file(self, path: str, chunks: Iterable[Buffer], **_: bool) -> int:
+        """Put the data of the rank at the begin of the slot and return its size."""
+        assert self._data_bytes < 0, f"{path}: the slot holds its data already"
+        end = sum(map(len, chunks)) if self._is_captured else self._copy(path, chunks)
+        self._data_bytes = end
+        return end
+
+    def write_atomic(self, path: str, data: Buffer, **_: bool) -> bool:
+        """Put the record behind the data; the slot is complete then."""
+        assert self._data_bytes >= 0, f"{path}: a record comes after its data"
+        end = self._data_bytes + len(data)
+        self._check_fits(path, end)
+        self._body[self._data_bytes : end] = np.frombuffer(data, dtype=np.uint8)
+        self._check()
+        self._arena.finish(self._slot, data_bytes=self._data_bytes, record_bytes=len(data))
+        return True
+
+    def _copy(self, path: str, chunks: Iterable[Buffer]) -> int:
+        end = 0
+        for chunk in chunks:
+            source = np.frombuffer(chunk, dtype=np.uint8)
+            self._check_fits(path, end + source.size)
+            self._body[end : end + source.size] = source
+            end += source.size
+        return end
+
+    def _check_fits(self, path: str, size_bytes: int) -> None:
+        if size_bytes > self._body.size:
+            raise StorageError(
+                f"{path} needs {size_bytes} bytes, a snapshot slot has {self._body.size}: "
+                "reserve a larger arena",
+                path=path,
+            )
+
+    def exists(self, _path: str) -> bool:
+        """Return False: a slot is not committed by itself, and holds no manifest."""
+        return False
+
+    def sizes(self, _directory: str) -> dict[str, int]:
+        """Return nothing: whether the version counts is not found out here."""
+        return {}

@@ -1,0 +1,207 @@
+"""Memory as a place to load from: the versions that keepers hold, read like a checkpoint.
+
+A version in memory is a native distributed checkpoint whose files are slots of arenas. So it is
+opened and loaded as any other, under any new layout, and every block is verified on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ucp_core.checkpoint import Checkpoint, checkpoint_name
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    StorageError,
+    UcpError,
+)
+from ucp_core.manifest.document import Kind, Manifest, from_bytes, merge
+from ucp_core.reading.mapped import Mapped
+from ucp_core.storage import ReadRange
+from ucp_core.storage.refusing import RefusingStore
+from workers.memory.arena import Arena
+from workers.protocol import Held
+
+__all__ = ["LocalPart", "MemoryTier", "Part", "ask_part", "mapped_part", "open_version"]
+
+
+class Part(Protocol):
+    """One rank's part of a version, wherever it is: its data, and its record behind them."""
+
+    @property
+    def held(self) -> Held:
+        """Return what the slot said when the part was found."""
+
+    def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
+        """Read from ``offset_bytes`` of the slot's body on into the targets, one after the other.
+
+        Raises:
+            StorageError: The part is not there any more.
+        """
+
+
+def mapped_part(part: Part) -> Mapped | None:
+    """Return the data of a part, if it is of a kind that has ``mapped`` and is in memory here."""
+    find: Callable[[], Mapped | None] | None = getattr(part, "mapped", None)
+    return None if find is None else find()
+
+
+def ask_part(part: Part, ranges: Sequence[tuple[int, int]]) -> None:
+    """Tell a part what is filled next, if it is of a kind that has ``ahead``: see ``transfer``."""
+    ask: Callable[[Sequence[tuple[int, int]]], None] | None = getattr(part, "ahead", None)
+    if ask is not None:
+        ask(ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """A part in memory that this process maps."""
+
+    arena: Arena
+    held: Held
+
+    def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
+        """Copy, and check that the slot was not written over meanwhile."""
+        body = np.frombuffer(self.arena.body(self.held.slot), dtype=np.uint8)
+        for target in targets:
+            stop = offset_bytes + len(target)
+            np.copyto(np.frombuffer(target, dtype=np.uint8), body[offset_bytes:stop])
+            offset_bytes = stop
+        self._confirm()
+
+    def mapped(self) -> Mapped:
+        """Return its data where they lie."""
+        data = self.arena.body(self.held.slot)[: self.held.data_bytes]
+        return Mapped(data, lambda _: self._confirm())
+
+    def _confirm(self) -> None:
+        now = self.arena.held(self.held.slot)
+        if now != self.held:
+            raise StorageError(
+                f"the snapshot of rank {self.held.rank} after step {self.held.step} was "
+                "overwritten while it was read; use another source",
+                step=self.held.step,
+                rank=self.held.rank,
+            )
+
+
+def open_version(by_rank: Mapping[int, Part]) -> Checkpoint:
+    """Return the version that the parts of all ranks make up, as a checkpoint to load from.
+
+    Raises:
+        CheckpointNotFoundError: A rank's part is missing.
+        CheckpointCorruptError: A record is damaged (``facts["rank"]`` says whose), or the records
+            contradict each other.
+        StorageError: A part is not there any more.
+    """
+    records: list[Manifest] = []
+    files: dict[str, Part] = {}
+    for rank in range(max((part.held.world_size for part in by_rank.values()), default=1)):
+        if rank not in by_rank:
+            raise CheckpointNotFoundError(
+                f"the part of rank {rank} is in no memory that can be reached", rank=rank
+            )
+        record = _record(by_rank[rank])
+        records.append(record)
+        files |= dict.fromkeys(record.files, by_rank[rank])
+    manifest = merge(records)
+    directory = checkpoint_name(manifest.step)
+    return Checkpoint(store=MemoryTier(files), directory=directory, manifest=manifest)
+
+
+def _record(part: Part) -> Manifest:
+    held = part.held
+    data = bytearray(held.record_bytes)
+    part.fill(held.data_bytes, [memoryview(data)])
+    where = f"the snapshot of rank {held.rank} after step {held.step}"
+    try:
+        record = from_bytes(bytes(data), where=where)
+    except UcpError as error:
+        error.facts["rank"] = held.rank
+        raise
+    found = (record.kind, record.step, record.attempt, record.rank, record.world_size)
+    if found != (Kind.RANK_RECORD, held.step, held.attempt, held.rank, held.world_size):
+        raise CheckpointCorruptError(
+            f"{where} of attempt {held.attempt} says (kind, step, attempt, rank, world_size) = "
+            f"{found}; use another source",
+            where=where,
+            rank=held.rank,
+        )
+    return record
+
+
+class MemoryTier(RefusingStore):
+    """The data files of one version by name; a store to read from.
+
+    Args:
+        files: Where each is.
+    """
+
+    #: A copy from memory gains nothing beyond the second-level cache.
+    request_bytes = 4 << 20
+
+    def __init__(self, files: Mapping[str, Part]) -> None:
+        self._files = dict(files)
+
+    def rank_of(self, path: str) -> int:
+        """Return the rank whose data a file is."""
+        return self._part(path).held.rank
+
+    def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
+        """Fill the buffers of every range."""
+        part = self._part(path)
+        for offset_bytes, buffers in ranges:
+            stop = offset_bytes + sum(len(buffer) for buffer in buffers)
+            if stop > part.held.data_bytes:
+                raise StorageError(
+                    f"{path} has {part.held.data_bytes} bytes in memory, needed are {stop}; use "
+                    "another source",
+                    path=path,
+                )
+            part.fill(offset_bytes, buffers)
+
+    def ahead(self, path: str, ranges: Sequence[tuple[int, int]]) -> None:
+        """Have a peer send what this thread reads next, before it is read."""
+        ask_part(self._part(path), ranges)
+
+    def mapped(self, path: str) -> Mapped | None:
+        """Return the bytes of a file that is in memory of this process."""
+        return mapped_part(self._part(path))
+
+    def read_range(self, path: str, offset_bytes: int, size_bytes: int) -> bytes:
+        """Return exactly ``size_bytes`` from ``offset_bytes``."""
+        data = bytearray(size_bytes)
+        self.read_ranges(path, [(offset_bytes, (memoryview(data),))])
+        return bytes(data)
+
+    def read(self, path: str) -> bytes:
+        """Return the whole file."""
+        return self.read_range(path, 0, self.size(path))
+
+    def exists(self, path: str) -> bool:
+        """Return whether the version has such a file."""
+        return _name(path) in self._files
+
+    def size(self, path: str) -> int:
+        """Return the size of a file."""
+        return self._part(path).held.data_bytes
+
+    def lock(self, path: str, *, shared: bool) -> AbstractContextManager[bool | None]:
+        """Lock nothing: whoever reads a slot that is written over is told so."""
+        del path, shared
+        return nullcontext(None)
+
+    def _part(self, path: str) -> Part:
+        part = self._files.get(_name(path))
+        if part is None:
+            raise StorageError(f"{path} is in no memory", path=path, missing=True)
+        return part
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]

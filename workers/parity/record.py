@@ -1,0 +1,196 @@
+"""What a slot of parities says of itself: of which parts they are, and how those were cut.
+
+A parity slot holds a node's parities, and behind them the record of what went into them. Parities
+of parts that travel are of data and record. A rank that makes a parity from its own replica knows
+the others' data, and not their records: it leaves a draft, and the keeper puts the members'
+records, which are small, whole between the parity and its record.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+from zlib import crc32
+
+from workers.errors import ParityError
+from workers.memory.versions import Part
+from workers.parity.stripes import Stripes
+from workers.protocol import Member
+
+__all__ = ["ParityRecord", "complete_draft", "read_record", "slot_bytes", "write_draft"]
+
+_CRC_BYTES: Final = 4
+#: Of a record, whatever its numbers are: of each member, and of the rest.
+_MEMBER_RECORD_BYTES: Final = 128
+_RECORD_BYTES: Final = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityRecord:
+    """What a node's parities are of.
+
+    Attributes:
+        attempt: Of the version.
+        step: Of the version.
+        world_size: Of the version.
+        num_parities: 1 or 2: how many nodes may be lost.
+        place: Of the node that keeps these parities, in the group.
+        members: By place in the group; None where a node had no part to put in.
+        with_records: Whether the parities are of the members' data only, and behind them lie the
+            members' records, by place; those of a draft have 0 bytes yet.
+    """
+
+    attempt: int
+    step: int
+    world_size: int
+    num_parities: int
+    place: int
+    members: tuple[Member | None, ...]
+    with_records: bool = False
+
+    @property
+    def is_draft(self) -> bool:
+        """Return whether records of members are missing."""
+        return self.with_records and any(
+            member is not None and not member.record_bytes for member in self.members
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return how much of every member went in."""
+        if self.with_records:
+            return [member.data_bytes if member is not None else 0 for member in self.members]
+        return [member.size_bytes if member is not None else 0 for member in self.members]
+
+    @property
+    def parities_bytes(self) -> int:
+        """Return the size of all parities of a node."""
+        return self.num_parities * self.stripes.block_bytes
+
+    def record_start(self, place: int) -> int:
+        """Return where in a slot the record of a member lies, of parities with records."""
+        before = self.members[:place]
+        return self.parities_bytes + sum(each.record_bytes for each in before if each is not None)
+
+    @property
+    def stripes(self) -> Stripes:
+        """Return how the parts are cut."""
+        return Stripes.of_parts(self.lengths, num_parities=self.num_parities)
+
+    @property
+    def version(self) -> tuple[int, int, int]:
+        """Return attempt, step and world size."""
+        return self.attempt, self.step, self.world_size
+
+    def to_bytes(self, size_bytes: int = 0) -> bytes:
+        """Return the record as it lies behind the parities, ``size_bytes`` long at least."""
+        text = json.dumps(asdict(self)).encode().ljust(size_bytes - _CRC_BYTES)
+        return text + crc32(text).to_bytes(_CRC_BYTES, "little")
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ParityRecord:
+        """Return what ``to_bytes`` returned.
+
+        Raises:
+            ParityError: It is damaged.
+        """
+        text, value = data[:-_CRC_BYTES], data[-_CRC_BYTES:]
+        if crc32(text) != int.from_bytes(value, "little"):
+            raise ParityError("the record of a parity is damaged: take another source")
+        fields: dict[str, Any] = json.loads(text)
+        members = (None if each is None else Member(**each) for each in fields.pop("members"))
+        return cls(members=tuple(members), **fields)
+
+
+def slot_bytes(lengths: Sequence[int], *, num_parities: int) -> int:
+    """Return what a slot must hold for a node's parities of parts of ``lengths`` and the record."""
+    stripes = Stripes.of_parts(lengths, num_parities=num_parities)
+    return num_parities * stripes.block_bytes + _record_bytes_max(len(lengths))
+
+
+def write_draft(record: ParityRecord, body: memoryview) -> tuple[int, int]:
+    """Write the record of a parity that was made from a replica, at the end of its slot.
+
+    Args:
+        record: A draft.
+        body: Of the slot: as long as ``slot_bytes`` says, and as all members' records need.
+
+    Returns:
+        Data bytes and record bytes, to finish the slot with.
+    """
+    record_bytes = _record_bytes_max(len(record.members))
+    data_bytes = len(body) - record_bytes
+    body[data_bytes:] = record.to_bytes(record_bytes)
+    return data_bytes, record_bytes
+
+
+def complete_draft(made: Part, parts: Mapping[int, Part], body: memoryview) -> None:
+    """Put the records of all members behind a parity that was made from a replica.
+
+    Does nothing if they are there. Nobody else writes to this place until the slot is begun anew,
+    and then what is written here is of another version, and counts for nothing.
+
+    Args:
+        made: The slot as ``write_draft`` left it.
+        parts: The members by place.
+        body: Of the slot.
+
+    Raises:
+        ParityError: It is not of these members, or has no room for their records.
+        StorageError: A part, or the slot, was written over.
+    """
+    draft, held = _read(made), made.held
+    if not draft.is_draft:
+        return
+    expected = {at: (each.rank, each.data_bytes) for at, each in enumerate(draft.members) if each}
+    if {at: (part.held.rank, part.held.data_bytes) for at, part in parts.items()} != expected:
+        raise ParityError(f"it is of (rank, data_bytes) {expected}, not of what is held")
+    sizes = {at: part.held.record_bytes for at, part in parts.items()}
+    record = replace(
+        draft,
+        members=tuple(
+            each and replace(each, record_bytes=sizes[at]) for at, each in enumerate(draft.members)
+        ),
+    )
+    if record.record_start(len(record.members)) > held.data_bytes:
+        raise ParityError(
+            f"{sum(sizes.values())} bytes of records do not fit into the "
+            f"{held.data_bytes - record.parities_bytes} behind it",
+            size_bytes=sum(sizes.values()),
+        )
+    for at, part in parts.items():
+        start = record.record_start(at)
+        part.fill(part.held.data_bytes, [body[start : start + sizes[at]]])
+    # Last: without it the parity does not count.
+    body[held.data_bytes : held.data_bytes + held.record_bytes] = record.to_bytes(held.record_bytes)
+
+
+def _record_bytes_max(num_members: int) -> int:
+    return _RECORD_BYTES + num_members * _MEMBER_RECORD_BYTES
+
+
+def read_record(parity: Part) -> ParityRecord:
+    """Return what the parities in a slot are of.
+
+    Raises:
+        ParityError: The record is damaged, a draft, or of another version than the slot.
+        StorageError: The slot was written over.
+    """
+    record = _read(parity)
+    if record.is_draft:
+        raise ParityError("a parity waits for the records of its members: take another source")
+    return record
+
+
+def _read(parity: Part) -> ParityRecord:
+    data = bytearray(parity.held.record_bytes)
+    parity.fill(parity.held.data_bytes, [memoryview(data)])
+    record = ParityRecord.from_bytes(bytes(data))
+    if record.version[:2] != (parity.held.attempt, parity.held.step):
+        raise ParityError(
+            f"a parity of (attempt, step) {record.version[:2]} is in a slot that says "
+            f"{(parity.held.attempt, parity.held.step)}: take another source"
+        )
+    return record

@@ -1,0 +1,116 @@
+"""Rotated parity: which blocks every node of a group stores, and where parity of what lies.
+
+A group of n nodes has n stripes. Stripe i keeps its parities on nodes i and, with two, i + 1,
+and one data block on each of the others, so every node holds n - m data blocks, its *share*, and
+m parities, and any m lost nodes cost a stripe at most m of its blocks.
+
+Of state that all n nodes hold anyway, as data-parallel replicas do, each saves a share, and
+computes its parities from its own replica: no byte crosses the network while saving. State of
+which every node has its own part takes that part as its share, and the blocks travel to the nodes
+that hold their parity.
+
+Source: RAIM5 of REFT (arXiv 2310.12670) for the former, SCR's XOR scheme for the latter; both
+with one parity only and equal parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from workers.errors import ParityError
+from workers.parity.code import GROUP_MAX, parity_bytes
+from workers.placement.groups import parity_places
+
+__all__ = ["Piece", "Stripes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A block of a node's share, and where its parity is kept.
+
+    Attributes:
+        stripe: Which.
+        index: The member of the stripe's parity that it is.
+        start: Where it begins in the share, in bytes.
+        stop: Where it ends.
+        holders: The nodes with parity P and, if there are two, Q of the stripe.
+    """
+
+    stripe: int
+    index: int
+    start: int
+    stop: int
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stripes:
+    """The arithmetic of one group. Nodes are numbered 0 to n - 1 here.
+
+    Attributes:
+        num_nodes: Size of the group, above ``num_parities``; any, odd ones too.
+        num_parities: 1 or 2: how many lost nodes are survived.
+        block_bytes: Size of a parity block; a data block may be shorter or empty.
+    """
+
+    num_nodes: int
+    num_parities: int
+    block_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.num_parities not in (1, 2) or self.num_nodes <= self.num_parities:
+            raise ParityError(
+                f"{self.num_parities} parities in a group of {self.num_nodes} nodes: take 1 or 2, "
+                "and more nodes than parities",
+                num_nodes=self.num_nodes,
+                num_parities=self.num_parities,
+            )
+        if self.num_parities > 1 and self.num_data > GROUP_MAX:
+            raise ParityError(
+                f"double parity in a group of {self.num_nodes} nodes: take at most "
+                f"{GROUP_MAX + self.num_parities}",
+                num_nodes=self.num_nodes,
+            )
+
+    @classmethod
+    def of_parts(cls, lengths: Sequence[int], *, num_parities: int) -> Stripes:
+        """Return the stripes of parts of ``lengths``, one per node."""
+        blocks = max(len(lengths) - num_parities, 1)
+        block_bytes = parity_bytes([-(-max(lengths, default=0) // blocks)])
+        return cls(num_nodes=len(lengths), num_parities=num_parities, block_bytes=block_bytes)
+
+    @property
+    def num_data(self) -> int:
+        """Return how many data blocks a stripe has, and a share."""
+        return self.num_nodes - self.num_parities
+
+    def holders(self, stripe: int) -> tuple[int, ...]:
+        """Return the nodes with the parities of a stripe."""
+        return parity_places(stripe, num_nodes=self.num_nodes, num_parities=self.num_parities)
+
+    def members(self, stripe: int) -> tuple[int, ...]:
+        """Return the nodes with the data blocks of a stripe, by index in its parity."""
+        holders = self.holders(stripe)
+        return tuple(node for node in range(self.num_nodes) if node not in holders)
+
+    def parities_of(self, node: int) -> tuple[int, ...]:
+        """Return the stripes of which a node holds parity P and, if there are two, Q."""
+        return tuple((node - which) % self.num_nodes for which in range(self.num_parities))
+
+    def pieces(self, node: int, length: int) -> Iterator[Piece]:
+        """Yield the blocks of a share of ``length`` bytes, in order; none that is empty."""
+        start = 0
+        for stripe in range(self.num_nodes):
+            if node in self.holders(stripe):
+                continue
+            stop = min(start + self.block_bytes, length)
+            if start < stop:
+                yield Piece(
+                    stripe=stripe,
+                    index=self.members(stripe).index(node),
+                    start=start,
+                    stop=stop,
+                    holders=self.holders(stripe),
+                )
+            start += self.block_bytes

@@ -1,0 +1,1 @@
+"""Which node protects whose snapshots, and how. Pure."""

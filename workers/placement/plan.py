@@ -1,0 +1,262 @@
+"""Who keeps which redundancy of whose snapshots, by which mechanism, and what that survives.
+
+Pure, for state of which each rank has its own part, so that it has to travel; what replicas hold
+too is protected without that, see ``orchestrator.policies.saving.redundancy``. The mechanism that
+is
+fastest to recover from is taken of those that memory and the number of nodes allow: copies before
+parity, because a copy is read and a parity is computed from a whole group. A claim of tolerance is
+for nodes; it holds for racks where ``shared_racks`` is empty.
+
+How fast the link is decides how often a snapshot is taken, and nothing here. To survive as many
+lost nodes, copies and parities send the same bytes; and a slow link is no ground for refusal, since
+snapshots that are due before peers have the last one are skipped, not queued: the interval
+stretches (``workers.train.boundary.cadence``, ``orchestrator.policies.saving.cadence``).
+At 4 MiB a second for 4.8 MiB
+a node and version, each tenth step of 0.12 s was taken, and of 101 peers had the 88th at the end.
+
+Source: the protections of REFT (arXiv 2310.12670), with two parities, unequal parts and any
+number of nodes; partner copies of GEMINI (SOSP 2023); XOR sets of SCR.
+
+REFT's third, optimizer recomputation, was measured and left out: replicas would save the state
+after every K-th step only, and after the others their gradients, a third of AdamW's bytes. As
+replicas send each other nothing, copying is all that this spares, and it spares less of it than a
+snapshot after each third step. Of 300 MB on two replicas training waits 51 ms a step for snapshots
+of every step; 22 ms with gradients and K = 8, in 1.9 times the memory; 26 and 17 ms for snapshots
+of every second and third. It is better for the one or two steps more that these may lose, and only
+if no replica can leave its own state (``workers.snapshot.final``). Those are trained again;
+it has up to seven updates to make again, each 28 ms to load gradients and 106 ms to update, where
+the state itself loads in 66 ms. A keeper that made them at once would need twice the processor
+time of a snapshot. And no checksum says that what was made again is right: fused AdamW and SGD
+give other bits where tensors are cut otherwise, Muon needs whole matrices, and what a script does
+to weights between updates is in no gradient. ``tests.benchmarks.bench_recomputation``, 2026-11-23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from workers.placement.groups import (
+    Groups,
+    form_groups,
+    partners,
+    shared_domains,
+)
+
+__all__ = [
+    "PARITIES",
+    "Cost",
+    "Mechanism",
+    "Node",
+    "Placement",
+    "PlacementRules",
+    "Preference",
+    "place",
+    "sized",
+]
+
+#: Double parity has at most so many members and two parities (``workers.parity.code``).
+_DOUBLE_NODES_MAX = 17
+
+
+class Mechanism(StrEnum):
+    """How a state is protected against lost nodes."""
+
+    NONE = "no redundancy"
+    REDUNDANT_COPY = "redundant copy"
+    REPLICA_PARITY = "parity over replicas"
+    DOUBLE_PARITY = "double parity"
+    PARTNER_COPY = "partner copy"
+    RING_PARITY = "ring parity"
+
+
+PARITIES = frozenset({Mechanism.REPLICA_PARITY, Mechanism.DOUBLE_PARITY, Mechanism.RING_PARITY})
+
+
+class Preference(StrEnum):
+    """Which mechanisms may be taken. A parity over one node's data is a copy, and made as one."""
+
+    AUTO = "auto"
+    COPY = "copy"
+    PARITY = "parity"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A node and what it can spare.
+
+    Attributes:
+        name: Of the node.
+        rack: What it fails together with; "" if nothing is known.
+        num_ranks: Workers on it.
+        headroom_bytes: Memory for snapshots, own data and redundancy, in all slots.
+    """
+
+    name: str
+    rack: str = ""
+    num_ranks: int = 1
+    headroom_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRules:
+    """What is asked for.
+
+    Attributes:
+        tolerance: How many nodes of a group may be lost, 1 or 2; 0 asks for nothing.
+        preference: Of mechanisms.
+        group_max: Nodes in a group. With two parities groups of 8 outlive pairs from 64 nodes
+            on, at a third of their memory (simultaneous losses, research of this project).
+        num_slots: Versions that are held at once.
+    """
+
+    tolerance: int = 1
+    preference: Preference = Preference.AUTO
+    group_max: int = 8
+    num_slots: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Bytes of one version: sent over the network, and kept in memory.
+
+    Parity is rounded up to 64 bytes a block, which is not counted.
+    """
+
+    network_bytes: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The whole decision.
+
+    Attributes:
+        mechanism: How snapshots are protected.
+        tolerance: Nodes of each group that may be lost.
+        groups: Nodes that protect each other, in the order of ``Stripes``.
+        reason: Why this mechanism, in a line.
+        costs: Of one version, by node.
+        keepers: Of copies, by node: who keeps what it has.
+        shared_racks: Racks of which a group with parities has more than one node, or that have
+            two copies of the same: their loss may cost more than the tolerance.
+    """
+
+    mechanism: Mechanism
+    tolerance: int
+    groups: Groups
+    reason: str
+    costs: Mapping[str, Cost]
+    keepers: Mapping[str, tuple[str, ...]]
+    shared_racks: tuple[str, ...]
+
+
+def place(nodes: Sequence[Node], rank_bytes: int, rules: PlacementRules) -> Placement:
+    """Return how snapshots are to be protected.
+
+    Tolerance is lowered where it cannot be had, and the reason says so.
+
+    Args:
+        nodes: All nodes of the run.
+        rank_bytes: The largest rank's part of a version; 0 if that is not known yet.
+        rules: What is asked for.
+    """
+    known = {node.name: node for node in sorted(nodes, key=lambda node: node.name)}
+    sizes = {"size_min": rules.tolerance + 1, "size_max": rules.group_max}
+    return _protect(rank_bytes, form_groups(_domains(known), **sizes), known, rules)
+
+
+def _domains(nodes: Mapping[str, Node]) -> dict[str, str]:
+    return {name: node.rack or name for name, node in nodes.items()}
+
+
+def _protect(
+    rank_bytes: int, groups: Groups, nodes: Mapping[str, Node], rules: PlacementRules
+) -> Placement:
+    refused: list[str] = []
+    domains = _domains(nodes)
+    smallest = min(map(len, groups), default=0)
+    if smallest <= rules.tolerance:
+        refused.append(f"tolerance {rules.tolerance} needs {rules.tolerance + 1} nodes")
+    for tolerance in range(max(0, min(rules.tolerance, smallest - 1)), -1, -1):
+        keepers = partners(groups, domains, tolerance)
+        for mechanism in _candidates(groups, tolerance, rules.preference):
+            costs = _costs(rank_bytes, mechanism, tolerance, groups, keepers, nodes)
+            if why := _refusal(costs, nodes, rules):
+                refused.append(f"{mechanism} for {tolerance} {why}")
+                if tolerance:
+                    continue
+            worst = max((each.memory_bytes for each in costs.values()), default=0)
+            sent = max((each.network_bytes for each in costs.values()), default=0)
+            reason = f"snapshots: {mechanism}, survives {tolerance} of {smallest} nodes"
+            if rank_bytes:
+                reason += f", {sized(worst)} a node and version, {sized(sent)} sent"
+            holders = tuple((node, *others) for node, others in keepers.items())
+            return Placement(
+                mechanism=mechanism,
+                tolerance=tolerance,
+                groups=groups,
+                reason="; ".join([reason, *refused]),
+                costs=costs,
+                keepers=keepers,
+                shared_racks=shared_domains(groups if mechanism in PARITIES else holders, domains),
+            )
+    raise AssertionError("no redundancy is always a candidate")
+
+
+def _candidates(groups: Groups, tolerance: int, preference: Preference) -> list[Mechanism]:
+    """Return the mechanisms for a tolerance, those first that recovery is fastest from."""
+    if tolerance <= 0:
+        return [Mechanism.NONE]
+    sizes = [len(group) for group in groups]
+    copies, parities = [Mechanism.PARTNER_COPY], list[Mechanism]()
+    # With one data block in a stripe the parity is a copy.
+    if min(sizes) >= tolerance + 2:
+        if tolerance == 1:
+            parities.append(Mechanism.RING_PARITY)
+        elif max(sizes) <= _DOUBLE_NODES_MAX:
+            parities.append(Mechanism.DOUBLE_PARITY)
+    if preference is Preference.PARITY:
+        return parities or copies
+    return copies if preference is Preference.COPY else [*copies, *parities]
+
+
+def _costs(
+    rank_bytes: int,
+    mechanism: Mechanism,
+    tolerance: int,
+    groups: Groups,
+    keepers: Mapping[str, tuple[str, ...]],
+    nodes: Mapping[str, Node],
+) -> dict[str, Cost]:
+    costs: dict[str, Cost] = {}
+    for group in groups:
+        num_ranks = {name: nodes[name].num_ranks for name in group}
+        block_bytes = -(-rank_bytes * max(num_ranks.values()) // max(1, len(group) - tolerance))
+        for name in group:
+            own_bytes = rank_bytes * num_ranks[name]
+            if mechanism in PARITIES:
+                kept_bytes = tolerance * block_bytes
+            else:
+                kept_bytes = rank_bytes * sum(num_ranks[x] for x in group if name in keepers[x])
+            # Of copies each goes out whole; of parities each byte goes into as many as there are.
+            costs[name] = Cost(
+                network_bytes=tolerance * own_bytes, memory_bytes=own_bytes + kept_bytes
+            )
+    return costs
+
+
+def _refusal(costs: Mapping[str, Cost], nodes: Mapping[str, Node], rules: PlacementRules) -> str:
+    """Return why some node cannot bear its cost; "" if all can."""
+    for name, each in costs.items():
+        need_bytes, free_bytes = each.memory_bytes * rules.num_slots, nodes[name].headroom_bytes
+        if need_bytes > free_bytes:
+            return f"needs {sized(need_bytes)} on {name[:8]}, {sized(free_bytes)} are free"
+    return ""
+
+
+def sized(num_bytes: int) -> str:
+    """Return a number of bytes for people."""
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
+    return f"{num_bytes / (1 << 10 * power):.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -1,0 +1,1 @@
+"""A worker process: its Ray actor, its start, its end."""

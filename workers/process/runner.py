@@ -1,0 +1,155 @@
+"""What a worker process keeps from attempt to attempt, and how it is told to leave one.
+
+The training thread calls ``run``; any other thread may call ``fence`` and
+``yield_at_boundary``. A fence is for good: an attempt that was fenced is never entered.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ucp_core.storage import open_store
+from workers import collectives
+from workers.keeper.watch import page_path, ring_path
+from workers.process.warm_up import rehearse
+from workers.protocol import (
+    Assignment,
+    Formed,
+    Outcome,
+    Pace,
+    Raised,
+    SaveCosts,
+    WorkerPhase,
+)
+from workers.records.progress import ProgressPage
+from workers.settings import Settings
+from workers.train.context import WorkerContext
+from workers.train.loop import run_attempt
+
+
+class AttemptRunner:
+    """Runs one attempt at a time in the caller's thread.
+
+    Args:
+        worker: Worker id.
+        directory: Shared-memory directory for the page and the ring.
+        run_url: The run directory.
+        settings: ``Settings.to_json()``.
+        node: Ray node id, hex.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: str,
+        directory: Path,
+        run_url: str,
+        settings: dict[str, Any],
+        node: str = "",
+    ) -> None:
+        store, path = open_store(run_url)
+        self._formed: dict[int, Formed] = {}
+        self._fenced: set[int] = set()
+        self._yielding: set[int] = set()
+        self._durably: set[int] = set()
+        self._paces: dict[int, Pace] = {}
+        self._costs: dict[int, Callable[[], SaveCosts]] = {}
+        self._lock = threading.Lock()
+        self._page = ProgressPage.create(page_path(directory, worker), worker=worker)
+        self._context = WorkerContext(
+            worker=worker,
+            settings=Settings.from_json(settings),
+            store=store,
+            directory=path,
+            page=self._page,
+            ring_path=str(ring_path(directory, worker)),
+            fenced=self.is_fenced,
+            yield_requested=self._yielding.__contains__,
+            yield_durable=self._durably.__contains__,
+            node=node,
+            keeper_directory=directory,
+            on_formed=self._note_formed,
+            pace=lambda attempt: self._paces.get(attempt, Pace()),
+            on_costs=self._note_costs,
+        )
+        self._ring_path = ring_path(directory, worker)
+        self.attempt = 0
+
+    def prepare(self, *, on_cpu: bool) -> None:
+        """Do once what the first attempt would pay for. Raises ``WorkerError`` if that fails.
+
+        On a GPU there is no rehearsal: which one it will be is known with the first slot.
+        """
+        if on_cpu:
+            rehearse(self._context.settings, self._ring_path)
+        # What is imported stays: collections after an attempt then look at the attempt only.
+        gc.collect()
+        gc.freeze()
+
+    def run(self, assignment: Assignment, gpu_ids: tuple[int, ...]) -> Outcome:
+        """Train in the attempt until it ends for this worker; never raises."""
+        # Takes effect because CUDA was not used in this process yet: torch is imported, no more.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
+        self.attempt = assignment.attempt
+        self._page.assign(assignment.attempt, assignment.rank)
+        try:
+            return run_attempt(assignment, self._context)
+        except BaseException as error:  # noqa: BLE001  the edge: a bug of ours is an outcome too
+            return Raised(
+                attempt=assignment.attempt,
+                step=assignment.resume_step,
+                error=f"{type(error).__name__}: {error}",
+                traceback=traceback.format_exc(),
+            )
+        finally:
+            self.attempt = 0
+            self._page.assign(0, -1)
+            self._page.enter(WorkerPhase.IDLE)
+
+    def formed(self, attempt: int) -> Formed | None:
+        """Return what forming ``attempt`` took; None if it has not formed."""
+        return self._formed.get(attempt)
+
+    def fence(self, attempt: int) -> None:
+        """Make ``attempt`` end here: its collectives fail at once, its writes are not committed.
+
+        But for one: the state that it leaves with goes into memory before it says that it left.
+        """
+        with self._lock:
+            self._fenced.add(attempt)
+        collectives.abort(attempt)
+
+    def is_fenced(self, attempt: int) -> bool:
+        """Return whether ``attempt`` was fenced."""
+        return attempt in self._fenced
+
+    def yield_at_boundary(self, attempt: int, *, durable: bool) -> None:
+        """Ask the training thread to leave ``attempt`` at the next boundary all ranks agree on.
+
+        Args:
+            attempt: Which.
+            durable: Whether the state is to be in storage then. Asked for once, it stays so.
+        """
+        with self._lock:
+            if durable:
+                # First: whoever sees the wish must see how.
+                self._durably.add(attempt)
+            self._yielding.add(attempt)
+
+    def keep_pace(self, attempt: int, pace: Pace) -> SaveCosts | None:
+        """Have ``attempt`` save so often; return what its steps and saves cost, if it is here."""
+        self._paces = {attempt: pace}
+        costs = self._costs.get(attempt)
+        return costs() if costs is not None else None
+
+    def _note_costs(self, attempt: int, costs: Callable[[], SaveCosts]) -> None:
+        self._costs = {attempt: costs}
+
+    def _note_formed(self, formed: Formed) -> None:
+        self._formed = {formed.attempt: formed}

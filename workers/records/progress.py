@@ -1,0 +1,349 @@
+"""The progress page: where a worker is, stored by it and read by the keeper from outside.
+
+A worker sends no heartbeats. It stores into a small file in shared memory, which stays
+readable while the process is stopped and after it died. The training thread stores where it
+is; a thread of its own stores a beat, so that a reader can tell a process that is stuck (the
+beat goes on) from one that is stopped or starved (the beat is silent), and these from each
+other by what the kernel says of the thread that beats.
+
+As in the record ring, every state is kept twice and written alternately, each copy framed by
+the number of its store: a reader finds at least one whole copy at any moment.
+
+Counterpart: ``workers.keeper`` reads.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from workers.protocol import GroupState, WorkerPhase, WorkerReport
+from workers.records.ring import map_draft, read_attempt
+
+#: Period of the beat.
+BEAT_S: Final = 0.1
+
+_MAGIC: Final = b"everpage"
+_VERSION: Final = 2
+# magic, version, pid, start time of the process in clock ticks since boot, worker id
+_HEADER = struct.Struct("<8sQQQ32s")
+_BEAT_AT: Final = 64
+# the kernel's number of the thread that beats
+_BEATER_AT: Final = 72
+# store, attempt, rank, phase, phase_since_ns, step, micro_batch, moved_bytes, step_s, loss, store
+_STATE = struct.Struct("<QQqQQQQQddQ")
+_STATE_AT: Final = 128
+_PAGE_BYTES: Final = 4096
+_PHASES: Final = tuple(WorkerPhase)
+_PHASE_CODES: Final = {phase: code for code, phase in enumerate(_PHASES)}
+_READ_TRIES_MAX: Final = 100
+_WORD = struct.Struct("<Q")
+#: What the kernel says of a process whose first thread waits for something.
+_SLEEPS: Final = frozenset("SDI")
+_LATE_BEATS: Final = 3
+_KERNEL_BYTES_MAX: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageView:
+    """What a progress page said at one moment; times on the machine's monotonic clock.
+
+    Attributes:
+        worker: Worker id.
+        pid: The worker's process.
+        started_ticks: Its start time in clock ticks since boot; tells it from a later process
+            of the same pid.
+        attempt: Attempt that the worker is in, 0 if none.
+        rank: Its rank there, -1 if none.
+        phase: Where it is.
+        phase_since_ns: When it came there.
+        step: Last step that it completed.
+        micro_batch: Micro-batches done in the step under way.
+        moved_bytes: Read and written in this attempt, while it loads, saves or leaves.
+        step_s: Duration of the last step completed in this attempt; 0.0 before the first.
+        loss: Its loss; ``nan`` before the first.
+        beat_ns: Last beat of the process.
+        beater: The kernel's number of the thread that beats; 0 before its first.
+    """
+
+    worker: str
+    pid: int
+    started_ticks: int
+    attempt: int
+    rank: int
+    phase: WorkerPhase
+    phase_since_ns: int
+    step: int
+    micro_batch: int
+    moved_bytes: int
+    step_s: float
+    loss: float
+    beat_ns: int
+    beater: int
+
+
+class ProgressPage:
+    """The writing end. A store takes about 1 us and never calls the kernel. Thread-safe.
+
+    Make it by ``create``; the beat goes on until ``close``.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._stores = 0
+        self._attempt, self._rank = 0, -1
+        self._phase, self._since_ns = _PHASE_CODES[WorkerPhase.IDLE], time.monotonic_ns()
+        self._step = self._micro_batch = self._moved_bytes = 0
+        self._step_s, self._loss = 0.0, math.nan
+        self._closed = threading.Event()
+        self._beat_word = memoryview(memory)[_BEAT_AT : _BEATER_AT + 8].cast("Q")
+        self._beat_word[0] = self._since_ns
+        self._store()
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], *, worker: str) -> ProgressPage:
+        """Return the page of ``worker`` at ``path``; it appears whole in place of an old one."""
+        path = Path(path)
+        draft, memory = map_draft(path, _PAGE_BYTES)
+        _, started_ticks = process_state(os.getpid())
+        _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, os.getpid(), started_ticks, worker.encode())
+        page = cls(memory)
+        draft.replace(path)
+        threading.Thread(target=page._beat, daemon=True, name="beat").start()
+        return page
+
+    def close(self) -> None:
+        """Stop the beat. The page stays readable."""
+        self._closed.set()
+
+    def assign(self, attempt: int, rank: int) -> None:
+        """Store that the worker enters ``attempt`` as ``rank``; (0, -1) when it is in none.
+
+        Step duration and loss start anew: the first step of an attempt is judged by its own
+        bound. The last completed step stays until ``resumed`` or ``completed`` says otherwise.
+        """
+        with self._lock:
+            self._attempt, self._rank = attempt, rank
+            self._micro_batch = self._moved_bytes = 0
+            self._step_s, self._loss = 0.0, math.nan
+            self._store()
+
+    def enter(self, phase: WorkerPhase) -> None:
+        """Store that the worker comes into ``phase`` now."""
+        with self._lock:
+            self._phase, self._since_ns = _PHASE_CODES[phase], time.monotonic_ns()
+            self._store()
+
+    def resumed(self, step: int) -> None:
+        """Store that the state after ``step`` was loaded."""
+        with self._lock:
+            self._step = step
+            self._store()
+
+    def micro_batch(self, num_done: int) -> None:
+        """Store how many micro-batches of the step under way are done."""
+        with self._lock:
+            self._micro_batch = num_done
+            self._store()
+
+    def moved(self, num_bytes: int) -> None:
+        """Store that so much more was read or written; what loads or saves for long must say so."""
+        with self._lock:
+            self._moved_bytes += num_bytes
+            self._store()
+
+    def completed(self, step: int, step_s: float, loss: float) -> None:
+        """Store that ``step`` is completed; it took ``step_s``."""
+        with self._lock:
+            self._step, self._step_s, self._loss, self._micro_batch = step, step_s, loss, 0
+            self._store()
+
+    def _store(self) -> None:
+        stores = self._stores = self._stores + 1
+        _STATE.pack_into(
+            self._memory,
+            _STATE_AT + stores % 2 * _STATE.size,
+            stores,
+            self._attempt,
+            self._rank,
+            self._phase,
+            self._since_ns,
+            self._step,
+            self._micro_batch,
+            self._moved_bytes,
+            self._step_s,
+            self._loss,
+            stores,
+        )
+
+    def _beat(self) -> None:
+        self._beat_word[1] = threading.get_native_id()
+        while not self._closed.wait(BEAT_S):
+            self._beat_word[0] = time.monotonic_ns()
+
+
+class PageReader:
+    """The reading end, kept open: a look takes microseconds. For one page of one process.
+
+    Args:
+        memory: The mapped page. ``open_page`` makes one.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    def view(self) -> PageView | None:
+        """Return what the page says now; None if it is none of ours."""
+        memory = self._memory
+        magic, version, pid, started_ticks, worker = _HEADER.unpack_from(memory, 0)
+        if (magic, version) != (_MAGIC, _VERSION):
+            return None
+        state = _read_state(memory)
+        if state is None:
+            return None
+        _, attempt, rank, phase, since_ns, step, micro_batch, moved_bytes, step_s, loss, _ = state
+        return PageView(
+            worker=worker.rstrip(b"\0").decode(),
+            pid=pid,
+            started_ticks=started_ticks,
+            attempt=attempt,
+            rank=rank,
+            phase=_PHASES[phase],
+            phase_since_ns=since_ns,
+            step=step,
+            micro_batch=micro_batch,
+            moved_bytes=moved_bytes,
+            step_s=step_s,
+            loss=loss,
+            beat_ns=_WORD.unpack_from(memory, _BEAT_AT)[0],
+            beater=_WORD.unpack_from(memory, _BEATER_AT)[0],
+        )
+
+
+def open_page(path: str | os.PathLike[str]) -> PageReader | None:
+    """Return a reader of the page at ``path``; None if there is no page.
+
+    Works while the writer runs, is stopped, or is gone.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            return PageReader(mmap.mmap(file.fileno(), _PAGE_BYTES, access=mmap.ACCESS_READ))
+    except (FileNotFoundError, ValueError):
+        # ValueError: the file is shorter than a page, so it is none.
+        return None
+
+
+def read_page(path: str | os.PathLike[str]) -> PageView | None:
+    """Return what the page at ``path`` says; None if there is no page."""
+    reader = open_page(path)
+    return None if reader is None else reader.view()
+
+
+def observe(
+    worker: str,
+    page_path: str | os.PathLike[str],
+    ring_path: str | os.PathLike[str],
+    *,
+    now_ns: int,
+) -> WorkerReport:
+    """Return what can be seen of ``worker`` from outside its process.
+
+    Args:
+        worker: Worker id for the report.
+        page_path: Its progress page; a missing one is reported as a process that is gone.
+        ring_path: Its record ring; records of another attempt than the page's are left out.
+        now_ns: The machine's monotonic clock, which ages count to.
+    """
+    view = read_page(page_path)
+    return report_on(worker, view, read_attempt(ring_path, now_ns=now_ns), now_ns=now_ns)
+
+
+def report_on(
+    worker: str,
+    view: PageView | None,
+    ring: tuple[int, tuple[GroupState, ...]],
+    *,
+    now_ns: int,
+) -> WorkerReport:
+    """Return what ``observe`` does, of what was read of the page and then of the ring."""
+    if view is None:
+        return WorkerReport(
+            worker=worker, pid=0, os_state="X", attempt=0, rank=-1, phase=WorkerPhase.IDLE,
+            step=0, micro_batch=0, moved_bytes=0, phase_s=0.0, beat_age_s=0.0, step_s=0.0,
+            loss=math.nan, groups=(),
+        )  # fmt: skip
+    letter, started_ticks = process_state(view.pid)
+    beat_age_ns = max(0, now_ns - view.beat_ns)
+    if letter in _SLEEPS and beat_age_ns > _LATE_BEATS * BEAT_S * 1e9 and _is_starved(view):
+        letter = "R"
+    attempt, groups = ring
+    return WorkerReport(
+        worker=worker,
+        pid=view.pid,
+        os_state=letter if started_ticks == view.started_ticks else "X",
+        attempt=view.attempt,
+        rank=view.rank,
+        phase=view.phase,
+        step=view.step,
+        micro_batch=view.micro_batch,
+        moved_bytes=view.moved_bytes,
+        phase_s=max(0, now_ns - view.phase_since_ns) / 1e9,
+        beat_age_s=beat_age_ns / 1e9,
+        step_s=view.step_s,
+        loss=view.loss,
+        groups=groups if attempt == view.attempt else (),
+    )
+
+
+def _is_starved(view: PageView) -> bool:
+    """Return whether the thread that should beat only waits for a processor."""
+    return view.beater > 0 and process_state(view.pid, thread=view.beater)[0] == "R"
+
+
+def process_state(pid: int, *, thread: int = 0) -> tuple[str, int]:
+    """Return the kernel's state letter of ``pid`` and its start time in ticks; ("X", 0) if gone.
+
+    With ``thread`` those of that thread of it.
+    """
+    place = f"/proc/{pid}/task/{thread}/stat" if thread else f"/proc/{pid}/stat"
+    try:
+        stat = _read_at_once(place)
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0
+    # The command name may hold spaces and brackets; what follows its last bracket does not.
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return fields[0].decode(), int(fields[19])
+
+
+def _read_at_once(path: str) -> bytes:
+    """Return a small file of the kernel's, in a third of the time that a file object takes."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, _KERNEL_BYTES_MAX)
+    finally:
+        os.close(fd)
+
+
+def _read_state(
+    memory: mmap.mmap,
+) -> tuple[int, int, int, int, int, int, int, int, float, float, int] | None:
+    for _ in range(_READ_TRIES_MAX):
+        copies = [memory[at : at + _STATE.size] for at in _COPIES_AT]
+        again = [memory[at : at + _STATE.size] for at in _COPIES_AT]
+        # Twice, because a store begins by zeroing the copy from its head on.
+        states = [_STATE.unpack(a) for a, b in zip(copies, again, strict=True) if a == b]
+        whole = [state for state in states if state[0] == state[-1] > 0]
+        if whole:
+            return max(whole)
+    return None
+
+
+_COPIES_AT: Final = (_STATE_AT, _STATE_AT + _STATE.size)

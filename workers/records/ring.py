@@ -1,0 +1,437 @@
+"""The record ring: what a process said of its collectives, readable after it stopped or died.
+
+One file per worker and attempt, mapped into memory: a header, one state per process group,
+and the last collectives one by one. The writer stores and never calls the kernel, so a record
+survives SIGSTOP and SIGKILL of the writer and costs about 1 us. These are the communicator and
+operation records of C4 (arXiv 2406.04594, section 3), kept outside the communication library.
+
+A reader in another process must never take half a store for a whole one. A group's state is
+therefore kept twice and written alternately, and each copy begins and ends with the number of
+its store: a writer that was stopped in the middle of a store leaves the other copy whole.
+
+Counterparts: ``workers.collectives.group`` writes, ``workers.records.progress.observe`` reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from workers.protocol import GroupState
+
+_MAGIC: Final = b"everring"
+_VERSION: Final = 1
+
+#: Groups beyond this many are counted and not recorded. A rank of a 5-axis mesh is in about 10
+#: groups, and pipeline pairs add 2 per neighbour.
+NUM_GROUPS_MAX: Final = 128
+#: Collectives that are kept one by one: some steps' worth in 256 KiB.
+NUM_RECORDS: Final = 4096
+
+#: Bits of ``Record.flags``; none while the collective is in flight.
+FINISHED: Final = 1
+FAILED: Final = 2
+ABORTED: Final = 4
+_FLAG_BITS: Final = 3
+
+_NO_FILE: Final = (0, 0)
+
+#: What is recorded as an operation; a record holds the index.
+OPS: Final = (
+    "",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+    "send",
+    "recv",
+)
+_OP_CODES: Final = {op: code for code, op in enumerate(OPS)}
+
+# magic, version, attempt, pid, number of ints for ranks
+_HEADER = struct.Struct("<8sQQQQ")
+_HEADER_BYTES: Final = 128
+# Words of the header that change after creation, as indices of 8-byte words.
+_NUM_GROUPS_WORD: Final = 8
+_LEFT_WORD: Final = 9
+_NUM_DROPPED_WORD: Final = 10
+
+# store, entered, finished, number and enter_ns of the one waited for or 0, size_bytes, op, store
+_STATE = struct.Struct("<QQQQQQQQ")
+# length of the name, the name in UTF-8, index of the first rank, number of ranks
+_NAME = struct.Struct("<Q112sII")
+_GROUP_BYTES: Final = 2 * _STATE.size + _NAME.size
+_NAME_BYTES_MAX: Final = 112
+# number + 1, group, seq, op and dtype, size_bytes, enter_ns, number + 1, exit_ns with flags
+_RECORD = struct.Struct("<QQQQQQQQ")
+_EXIT_WORD: Final = 7
+_READ_TRIES_MAX: Final = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One collective of this process.
+
+    Attributes:
+        group: Index of the group in the file's table.
+        seq: Number of the collective in its group, from 1.
+        op: What it was.
+        dtype: Code of the first tensor's dtype, as given to ``enter``.
+        size_bytes: Payload that this rank put in.
+        enter_ns: When it was called, on the machine's monotonic clock.
+        exit_ns: When its result was seen; 0 while it is in flight.
+        flags: ``FINISHED``, ``FAILED`` and ``ABORTED``.
+    """
+
+    group: int
+    seq: int
+    op: str
+    dtype: int
+    size_bytes: int
+    enter_ns: int
+    exit_ns: int
+    flags: int
+
+
+class _GroupWriter:
+    """The writer's own memory of one group."""
+
+    __slots__ = (
+        "entered", "finished", "in_flight", "offset", "on_device", "op", "size_bytes", "stores",
+        "waited",
+    )  # fmt: skip
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+        self.stores = self.entered = self.finished = self.size_bytes = self.op = 0
+        # Number and enter_ns: of those in flight, and of the one that a thread waits for.
+        self.in_flight: deque[tuple[int, int]] = deque()
+        self.waited = (0, 0)
+        self.on_device = False
+
+
+class RecordRing:
+    """The writing end. One per attempt; thread-safe; replaces what was at ``path`` at once.
+
+    Args:
+        path: File to create, in memory-backed storage such as ``/dev/shm``.
+        attempt: Attempt that the records belong to.
+        num_ranks: World size; bounds the room for the groups' members.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, attempt: int, num_ranks: int) -> None:
+        # A rank's groups on a mesh have at most world_size members per axis; pairs have 2.
+        self._num_ints = 16 * num_ranks + 2 * NUM_GROUPS_MAX
+        self._num_ints_used = 0
+        self._records_at = _records_offset(self._num_ints)
+        self._memory = _create(Path(path), self._records_at + NUM_RECORDS * _RECORD.size)
+        _HEADER.pack_into(self._memory, 0, _MAGIC, _VERSION, attempt, os.getpid(), self._num_ints)
+        self._view = memoryview(self._memory)
+        self._words = self._view.cast("Q")
+        self._lock = threading.Lock()
+        self._groups: list[_GroupWriter] = []
+        self._names: dict[str, int] = {}
+        self._num_records = 0
+
+    def group(self, name: str, ranks: tuple[int, ...]) -> int:
+        """Return the index of the group ``name``, entered into the table when it is new.
+
+        A second group of the same name, as from making the same mesh twice, gets ``#2`` behind
+        its name. Returns -1, which is not recorded, when the table is full.
+        """
+        with self._lock:
+            count = self._names[name] = self._names.get(name, 0) + 1
+            unique = name if count == 1 else f"{name}#{count}"
+            first = self._num_ints_used
+            if len(self._groups) == NUM_GROUPS_MAX or first + len(ranks) > self._num_ints:
+                self._words[_NUM_DROPPED_WORD] += 1
+                return -1
+            index = len(self._groups)
+            offset = _HEADER_BYTES + index * _GROUP_BYTES
+            encoded = unique.encode()[:_NAME_BYTES_MAX]
+            struct.pack_into(f"<{len(ranks)}I", self._memory, _ints_offset(first), *ranks)
+            at = offset + 2 * _STATE.size
+            _NAME.pack_into(self._memory, at, len(encoded), encoded, first, len(ranks))
+            self._num_ints_used += len(ranks)
+            self._groups.append(_GroupWriter(offset))
+            # Last: a reader looks at no more groups than this word says.
+            self._words[_NUM_GROUPS_WORD] = index + 1
+            return index
+
+    def enter(
+        self, group: int, op: str, size_bytes: int, dtype: int = 0, *, on_device: bool = False
+    ) -> tuple[int, int]:
+        """Record that a collective was called; return its number in the group and its record's.
+
+        On a device it counts as waited for from now on: nothing tells when a stream waits.
+        """
+        if group < 0:
+            return 0, -1
+        code = _OP_CODES[op]
+        with self._lock:
+            now_ns = time.monotonic_ns()
+            state = self._groups[group]
+            seq = state.entered = state.entered + 1
+            state.op, state.size_bytes, state.on_device = code, size_bytes, on_device
+            number = self._num_records
+            self._num_records = number + 1
+            state.in_flight.append((seq, now_ns))
+            at = self._records_at + number % NUM_RECORDS * _RECORD.size
+            word = code | dtype << 32
+            _RECORD.pack_into(
+                self._memory, at, number + 1, group, seq, word, size_bytes, now_ns, number + 1, 0
+            )
+            self._store(state)
+            return seq, number
+
+    def wait(self, group: int, seq: int) -> None:
+        """Record that a thread waits for the collective ``seq`` of ``group``.
+
+        Not called when the result comes at once. A collective that was started ahead and that
+        nobody waits for yet must not make its rank look like a waiting one.
+        """
+        if group < 0:
+            return
+        with self._lock:
+            state = self._groups[group]
+            state.waited = next((one for one in state.in_flight if one[0] == seq), (0, 0))
+            self._store(state)
+
+    def leave(self, group: int, seq: int, number: int, flags: int) -> None:
+        """Record the end of the collective ``seq`` of ``group``.
+
+        ``FINISHED`` settles the earlier ones of the group, too: this rank has the result of a
+        later one, so every member has called the earlier ones, and nobody may be missed there.
+        """
+        if group < 0:
+            return
+        with self._lock:
+            at = (self._records_at + number % NUM_RECORDS * _RECORD.size) // 8
+            if self._words[at] == number + 1:
+                self._words[at + _EXIT_WORD] = time.monotonic_ns() << _FLAG_BITS | flags
+            state = self._groups[group]
+            if flags & FINISHED and seq > state.finished:
+                state.finished = seq
+                while state.in_flight and state.in_flight[0][0] <= seq:
+                    state.in_flight.popleft()
+                if state.waited[0] <= seq:
+                    state.waited = (0, 0)
+                self._store(state)
+
+    def num_in_flight(self) -> int:
+        """Return how many collectives were called and not seen to end."""
+        with self._lock:
+            return sum(len(state.in_flight) for state in self._groups)
+
+    def close(self) -> None:
+        """Mark the attempt as left: a reader sees no groups any more. The file stays."""
+        with self._lock:
+            self._words[_LEFT_WORD] = 1
+
+    def _store(self, state: _GroupWriter) -> None:
+        stores = state.stores = state.stores + 1
+        waited = state.waited
+        if state.on_device and state.in_flight:
+            waited = state.in_flight[0]
+        _STATE.pack_into(
+            self._memory,
+            state.offset + stores % 2 * _STATE.size,
+            stores,
+            state.entered,
+            state.finished,
+            *waited,
+            state.size_bytes,
+            state.op,
+            stores,
+        )
+
+
+def read_ring(path: str | os.PathLike[str], *, now_ns: int | None = None) -> tuple[GroupState, ...]:
+    """Return the state of every group in which a collective was called.
+
+    Works while the writer runs, is stopped, or is gone. Empty if there is no ring, or if the
+    writer has left the attempt.
+
+    Args:
+        path: The ring's file.
+        now_ns: Monotonic time that ``waiting_s`` counts to; the clock's if not given.
+    """
+    return read_attempt(path, now_ns=now_ns)[1]
+
+
+def read_attempt(
+    path: str | os.PathLike[str], *, now_ns: int | None = None
+) -> tuple[int, tuple[GroupState, ...]]:
+    """Return the attempt of the ring and what ``read_ring`` returns; attempt 0 if there is none."""
+    with _mapped(path) as memory:
+        return _attempt_in(memory, time.monotonic_ns() if now_ns is None else now_ns)
+
+
+class RingReader:
+    """The reading end, kept open: it follows the rings at one path from attempt to attempt.
+
+    To map a ring for each look costs more than the look.
+
+    Args:
+        path: The ring's file; need not be there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        self._memory: mmap.mmap | None = None
+        self._file = _NO_FILE
+
+    def attempt(self, *, now_ns: int) -> tuple[int, tuple[GroupState, ...]]:
+        """Return what ``read_attempt`` does."""
+        try:
+            found = os.stat(self._path)  # noqa: PTH116  a Path would cost as much again
+        except FileNotFoundError:
+            return 0, ()
+        # The number of a mapped file is no other file's. A ring is whole when it appears, and
+        # never shrinks.
+        if (found.st_dev, found.st_ino) != self._file:
+            if self._memory is not None:
+                self._memory.close()
+            self._memory, self._file = _map(self._path)
+        return _attempt_in(self._memory, now_ns)
+
+
+def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
+    """Return the last collectives, oldest first; those being stored at this moment are left out."""
+    with _mapped(path) as memory:
+        if memory is None:
+            return ()
+        start = _records_offset(_HEADER.unpack_from(memory, 0)[4])
+        found: dict[int, Record] = {}
+        for at in range(start, start + NUM_RECORDS * _RECORD.size, _RECORD.size):
+            number, group, seq, word, size_bytes, enter_ns, commit, end = _RECORD.unpack_from(
+                memory, at
+            )
+            if number == 0 or number != commit:
+                continue
+            found[number] = Record(
+                group=group,
+                seq=seq,
+                op=OPS[word & 0xFFFFFFFF],
+                dtype=word >> 32,
+                size_bytes=size_bytes,
+                enter_ns=enter_ns,
+                exit_ns=end >> _FLAG_BITS,
+                flags=end & ((1 << _FLAG_BITS) - 1),
+            )
+        return tuple(found[number] for number in sorted(found))
+
+
+def map_draft(path: Path, size_bytes: int) -> tuple[Path, mmap.mmap]:
+    """Return a new file that is to replace ``path``, and its memory, which is all there.
+
+    Where shared memory is full, a page that is only promised is a bus error at its first store.
+
+    Raises:
+        OSError: There is not that much.
+    """
+    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
+    with draft.open("w+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+        except OSError as error:
+            draft.unlink()
+            what = f"{error.strerror} for {size_bytes} bytes"
+            raise OSError(error.errno, what, str(path)) from error
+        return draft, mmap.mmap(file.fileno(), size_bytes)
+
+
+def _create(path: Path, size_bytes: int) -> mmap.mmap:
+    # A new file under the old name: a reader of the last attempt's ring keeps what it mapped.
+    draft, memory = map_draft(path, size_bytes)
+    draft.replace(path)
+    return memory
+
+
+@contextlib.contextmanager
+def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap | None]:
+    memory, _ = _map(path)
+    try:
+        yield memory
+    finally:
+        if memory is not None:
+            memory.close()
+
+
+def _map(path: str | os.PathLike[str]) -> tuple[mmap.mmap | None, tuple[int, int]]:
+    """Return the ring at ``path`` and its file's numbers; None and no file's if there is none."""
+    try:
+        with Path(path).open("rb") as file:
+            found = os.fstat(file.fileno())
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (FileNotFoundError, ValueError):
+        # ValueError: an empty file cannot be mapped.
+        return None, _NO_FILE
+    if len(memory) > _HEADER_BYTES and _HEADER.unpack_from(memory, 0)[:2] == (_MAGIC, _VERSION):
+        return memory, (found.st_dev, found.st_ino)
+    memory.close()
+    return None, _NO_FILE
+
+
+def _attempt_in(memory: mmap.mmap | None, now_ns: int) -> tuple[int, tuple[GroupState, ...]]:
+    if memory is None:
+        return 0, ()
+    attempt = _HEADER.unpack_from(memory, 0)[2]
+    if _word(memory, _LEFT_WORD):
+        return attempt, ()
+    states = (_read_group(memory, i, now_ns) for i in range(_word(memory, _NUM_GROUPS_WORD)))
+    return attempt, tuple(state for state in states if state is not None)
+
+
+def _read_group(memory: mmap.mmap, index: int, now_ns: int) -> GroupState | None:
+    offset = _HEADER_BYTES + index * _GROUP_BYTES
+    for _ in range(_READ_TRIES_MAX):
+        copies = [_STATE.unpack_from(memory, offset + i * _STATE.size) for i in (0, 1)]
+        again = [_STATE.unpack_from(memory, offset + i * _STATE.size) for i in (0, 1)]
+        # Twice, because the store begins by zeroing the copy from its head on.
+        whole = [a for a, b in zip(copies, again, strict=True) if a == b and a[0] == a[7]]
+        if whole:
+            break
+    else:
+        return None
+    stores, entered, finished, waited, since_ns, size_bytes, op, _ = max(whole)
+    if stores == 0:
+        return None
+    length, name, first, count = _NAME.unpack_from(memory, offset + 2 * _STATE.size)
+    return GroupState(
+        group=name[:length].decode(errors="replace"),
+        ranks=struct.unpack_from(f"<{count}I", memory, _ints_offset(first)),
+        entered_seq=entered,
+        # Whoever waits for a number has use for the earlier ones' results only afterwards.
+        finished_seq=max(finished, waited - 1),
+        op=OPS[op],
+        size_bytes=size_bytes,
+        waiting_s=max(1, now_ns - since_ns) / 1e9 if waited else 0.0,
+    )
+
+
+def _word(memory: mmap.mmap, index: int) -> int:
+    return int.from_bytes(memory[8 * index : 8 * index + 8], "little")
+
+
+def _ints_offset(index: int) -> int:
+    return _HEADER_BYTES + NUM_GROUPS_MAX * _GROUP_BYTES + 4 * index
+
+
+def _records_offset(num_ints: int) -> int:
+    end = _ints_offset(num_ints)
+    return end + -end % 64

@@ -1,0 +1,103 @@
+"""The last snapshot of a rank that leaves an attempt early: when it may be, and where. Pure.
+
+A rank whose process lives when its attempt ends still has the state after its last step, which
+memory need not have: snapshots may be taken every so many steps, or be skipped. So it takes one
+more before it says that it has left, and if all ranks can, nothing is lost. No rank knows
+whether the others can. So what they would go on from otherwise must stay whatever comes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ucp_core.lineage import Lineage
+from workers.memory.retention import counts
+from workers.protocol import Held
+
+__all__ = ["FAREWELL_S_MAX", "Footing", "is_quick"]
+
+#: All of it takes no longer: whoever waits for this rank to leave waits for that, and kills it
+#: after two seconds.
+FAREWELL_S_MAX: Final = 0.5
+#: What is expected to take longer than this is not begun: the machine may be busier now.
+_EXPECTED_S_MAX: Final = FAREWELL_S_MAX / 2
+#: Copying and checksumming without haste; a quiet machine does eight times that.
+_BYTES_PER_S: Final = 1 << 30
+
+
+def is_quick(size_bytes: int, measured_s: float | None) -> bool:
+    """Return whether a snapshot is short enough to be taken on the way out.
+
+    Args:
+        size_bytes: Of the snapshot.
+        measured_s: What the last one took, until it was complete, but for what one in a hurry does
+            not wait for; None if there was none.
+    """
+    expected_s = size_bytes / _BYTES_PER_S if measured_s is None else measured_s
+    return expected_s <= _EXPECTED_S_MAX
+
+
+class Footing:
+    """Which versions the run can fall back on, as far as one rank of an attempt knows.
+
+    Args:
+        attempt: The rank's.
+        resumed: ``(attempt, step)`` of the version that it began with, (0, 0) if none.
+
+    Attributes:
+        safe: ``(attempt, step)`` of the newest version that all ranks, and their peers, have.
+    """
+
+    def __init__(self, attempt: int, resumed: tuple[int, int]) -> None:
+        self._attempt = attempt
+        self.safe = resumed
+        self._taken: tuple[int, int] | None = None
+        self._num_taken = 0
+
+    def take(self, step: int) -> None:
+        """Note that this rank has begun a snapshot."""
+        self._taken = (self._attempt, step)
+        self._num_taken += 1
+
+    def agree(self, *, is_behind: bool, is_without_memory: bool) -> None:
+        """Note what all ranks said together of the snapshots begun so far."""
+        if is_without_memory:
+            # One rank may have failed to complete it: nobody will ever know.
+            self._taken = None
+        elif not is_behind and self._taken is not None:
+            self.safe = self._taken
+
+    def slot(
+        self, slots: Sequence[Held | None], *, pinned: int | None, lineage: Lineage
+    ) -> int | None:
+        """Return the slot for one more snapshot; None if what is in each may be needed.
+
+        Spared are the newest version that all ranks have completed and copied, and whatever is
+        newer. Besides, a keeper takes the first of two versions of an attempt for complete
+        (``workers.memory.retention``), so none may come behind a first one that perhaps is not.
+
+        Args:
+            slots: What each slot holds; None if it is empty, damaged or under way.
+            pinned: A slot that is on its way to storage.
+            lineage: ``(attempt, resume_step)`` of every attempt up to this one.
+        """
+        if self._num_taken == 1 and self.safe != self._taken:
+            return None
+        free = [
+            slot
+            for slot, held in enumerate(slots)
+            if slot != pinned
+            and (held is None or not counts(held, lineage) or _age(held) < self.safe)
+        ]
+        return min(free, key=lambda slot: _worth(slots[slot], lineage), default=None)
+
+
+def _worth(held: Held | None, lineage: Lineage) -> tuple[int, tuple[int, int]]:
+    if held is None:
+        return (0, (0, 0))
+    return (2 if counts(held, lineage) else 1, _age(held))
+
+
+def _age(held: Held) -> tuple[int, int]:
+    return held.attempt, held.step

@@ -1,0 +1,132 @@
+"""How the tensors of a rank lie in a slot: found once, and kept while they stay alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ucp_core.checkpoint import LocalTensor, RankSaver
+from workers.memory.arena import NUM_SLOTS, Arena
+from workers.protocol import Assignment
+from workers.snapshot.host_copy import HostTensors
+from workers.state.entries import StateEntry
+
+__all__ = ["BLOCK_BYTES", "Captured", "Form", "source_of"]
+
+#: A layout that has changed needs parts of blocks, which are read whole: of 1 MiB ones half as much
+#: again as is needed (4 ranks onto 3, 50 MB each), of these a tenth to a third.
+BLOCK_BYTES: Final = 256 << 10
+#: The record has room for twice the small values of the first snapshot, and for this.
+_RECORD_SPARE_BYTES: Final = 64 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A state on its way into a slot; see ``ucp_core.checkpoint.save_rank``.
+
+    Attributes:
+        step: The step after which it was taken.
+        entries: What this rank saves of its tensors.
+        extra: Small named values.
+        param_groups: The optimizer's groups.
+        guarded: What it saves for others, whose share of the state it has too: rank and tensors;
+            copies of them, or a parity over them.
+    """
+
+    step: int
+    entries: Sequence[StateEntry]
+    extra: Mapping[str, Any]
+    param_groups: Sequence[Mapping[str, Any]]
+    guarded: Sequence[tuple[int, Sequence[StateEntry]]] = ()
+
+
+def source_of(assignment: Assignment) -> dict[str, Any]:
+    """Return what a checkpoint says of its writer."""
+    return {"writer": "everstep", "layout": assignment.layout.to_json()}
+
+
+class Form:
+    """Where everything lies in a slot, as ``save_rank`` writes it; made once per layout."""
+
+    def __init__(self, state: Captured, assignment: Assignment) -> None:
+        self._entries = state.entries
+        self._layout = [_layout(entry) for entry in state.entries]
+        self.saver = RankSaver(
+            [entry.local_tensor(None) for entry in state.entries],
+            attempt=assignment.attempt,
+            rank=assignment.rank,
+            world_size=assignment.layout.world_size,
+            source=source_of(assignment),
+            block_bytes=BLOCK_BYTES,
+        )
+        self._take(state.entries)
+        small = len(json.dumps([dict(state.extra), list(state.param_groups)]))
+        record_bytes_max = self.saver.record_bytes_max + 2 * small + _RECORD_SPARE_BYTES
+        self.data_bytes = sum(self.saver.sizes_bytes)
+        self.body_bytes = self.data_bytes + record_bytes_max
+        self.data: list[list[memoryview]] = []
+        self.views: list[list[Tensor]] = []
+
+    def takes(self, entries: Sequence[StateEntry]) -> bool:
+        """Return whether these tensors are laid out alike; it copies from them from now on."""
+        if entries is self._entries:
+            return True
+        if [_layout(entry) for entry in entries] != self._layout:
+            return False
+        self._take(entries)
+        return True
+
+    def _take(self, entries: Sequence[StateEntry]) -> None:
+        self._entries = entries
+        self._written = [entries[index] for index in self.saver.order]
+        self.sources = [entry.tensor for entry in self._written]
+        self._host = HostTensors(self.sources, block_bytes=BLOCK_BYTES)
+
+    def bytes(self) -> Sequence[memoryview] | None:
+        """Return the bytes of every tensor where they are now, in the order of the data.
+
+        The very list of the last call if they have not moved; None if they cannot be seen so.
+        """
+        return self._host.views()
+
+    def copy(self, slot: int) -> list[list[int]] | None:
+        """Copy all of it into the slot, unless that is for ``DeviceCopy`` to do; then None.
+
+        Returns:
+            Of every tensor the crc32 of each block; none of those that are left for later.
+        """
+        return self._host.copy_to(self.data[slot])
+
+    def lay_out(self, arena: Arena) -> None:
+        """Find the place of every tensor in every slot."""
+        for slot in range(NUM_SLOTS):
+            body = arena.body(slot)
+            block = torch.frombuffer(body, dtype=torch.uint8)
+            data: list[memoryview] = []
+            views: list[Tensor] = []
+            start = 0
+            for entry, size in zip(self._written, self.saver.sizes_bytes, strict=True):
+                data.append(body[start : start + size])
+                flat = block[start : start + size].view(entry.tensor.dtype)
+                views.append(flat.view(entry.tensor.shape))
+                start += size
+            self.data.append(data)
+            self.views.append(views)
+
+    def tensors(self, slot: int) -> list[LocalTensor]:
+        """Return the tensors as they lie in a slot."""
+        return [
+            entry.local_tensor(view)
+            for entry, view in zip(self._written, self.views[slot], strict=True)
+        ]
+
+
+def _layout(entry: StateEntry) -> tuple[Any, ...]:
+    """Return what decides where an entry lies."""
+    tensor = entry.tensor
+    return (entry.fqn, entry.slot, entry.shape, entry.box, tensor.dtype)

@@ -1,0 +1,306 @@
+"""The training state of this rank as named local tensors, for saving and loading.
+
+Weights are float32 masters; every tensor that the optimizer keeps per parameter is a slot of
+that parameter under the optimizer's own name (``exp_avg``); its scalars (``step``) are small
+named values. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ucp_core.checkpoint import LocalTensor
+from ucp_core.geometry.boxes import Box
+from workers.errors import StateError
+from workers.parallel.fsdp import Piece
+from workers.state.replica_shares import Sharing, cut
+
+__all__ = [
+    "HostBuffer",
+    "StateEntry",
+    "SteadyState",
+    "local_parameters",
+    "set_scalars",
+    "state_of",
+]
+
+_DTYPES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}
+#: Tensors begin at multiples of this in the host buffer; a cache line.
+_ALIGN_BYTES: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateEntry:
+    """One tensor of the state as this rank holds it.
+
+    Attributes:
+        fqn: Name of the parameter.
+        slot: "weight" or the optimizer's name.
+        shape: Of the whole tensor.
+        box: This rank's part.
+        tensor: The part itself, on the training device.
+    """
+
+    fqn: str
+    slot: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: Tensor
+
+    def part(self, box: Box) -> StateEntry:
+        """Return those rows of the entry that ``box`` has, in the same memory."""
+        if box == self.box:
+            return self
+        first = box.start[0] - self.box.start[0]
+        return replace(self, box=box, tensor=self.tensor.narrow(0, first, box.shape[0]))
+
+    def local_tensor(self, host: Tensor | None) -> LocalTensor:
+        """Return the entry with its bytes in ``host``, contiguous and on the CPU.
+
+        Without ``host`` it only says what the entry is.
+        """
+        return LocalTensor(
+            fqn=self.fqn,
+            slot=self.slot,
+            dtype=_DTYPES[self.tensor.dtype],
+            shape=self.shape,
+            box=self.box,
+            data=_memory(host) if host is not None else memoryview(b""),
+        )
+
+
+def local_parameters(pieces: Sequence[Piece]) -> dict[str, nn.Parameter]:
+    """Return a plain parameter for every piece, over the same memory, for the optimizer.
+
+    Optimizers that see plain tensors skip DTensor's dispatch, which costs more than the update
+    of a small parameter, and keep no mesh alive.
+    """
+    return {piece.fqn: nn.Parameter(piece.local) for piece in pieces}
+
+
+def state_of(
+    pieces: Sequence[Piece],
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> list[StateEntry]:
+    """Return weights and optimizer slots, sorted by name and slot.
+
+    Raises:
+        StateError: The optimizer keeps something that is neither a scalar nor shaped like its
+            parameter, or of a type that is not saved.
+    """
+    entries: list[StateEntry] = []
+    for piece in pieces:
+        parameter = parameters[piece.fqn]
+        slots = {"weight": piece.local}
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+                if value.dtype not in _DTYPES:
+                    raise StateError(
+                        f"the optimizer's {name} of {piece.fqn} is {value.dtype}; saved are "
+                        f"{', '.join(map(str, _DTYPES))}: this optimizer cannot be resumed",
+                        fqn=piece.fqn,
+                        slot=name,
+                    )
+                slots[name] = value
+            elif not _is_scalar(value):
+                raise StateError(
+                    f"the optimizer's {name} of {piece.fqn} is neither a number nor a tensor of "
+                    f"shape {tuple(parameter.shape)}; this optimizer cannot be resumed",
+                    fqn=piece.fqn,
+                    slot=name,
+                )
+        entries += [
+            StateEntry(fqn=piece.fqn, slot=slot, shape=piece.shape, box=piece.box, tensor=value)
+            for slot, value in sorted(slots.items())
+        ]
+    return entries
+
+
+def set_scalars(
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    values: Mapping[str, Any],
+) -> None:
+    """Put back what ``SteadyState.scalars`` returned, into numbers that the optimizer has.
+
+    It keeps nothing of a parameter that is frozen or not its own: there nothing is put.
+    """
+    for fqn, parameter in parameters.items():
+        state = optimizer.state.get(parameter, {})
+        for name, value in values.items():
+            number = value.get(fqn) if isinstance(value, Mapping) else value
+            if number is None or name not in state:
+                continue
+            held = state[name]
+            if isinstance(held, Tensor):
+                held.fill_(number)
+            else:
+                state[name] = type(held)(number)
+
+
+class SteadyState:
+    """The state as it is from step to step: values change, the tensors that hold them do not.
+
+    Looking all of it up takes as long as copying a few megabytes, so it is done once; before
+    each use it is made sure that the optimizer still holds the same tensors.
+
+    Args:
+        pieces: This rank's part of every parameter.
+        parameters: What the optimizer updates, by name.
+        optimizer: The optimizer.
+        sharing: Who else holds the same parts.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        sharing: Sharing,
+    ) -> None:
+        self._pieces, self._parameters, self._optimizer = pieces, parameters, optimizer
+        self._sharing = sharing
+        self._entries: list[StateEntry] | None = None
+        self._saved: list[StateEntry] = []
+        self._guarded: tuple[tuple[int, list[StateEntry]], ...] = ()
+        self._addresses: list[int] = []
+        self._held: list[_Held] = []
+        self._names = {id(parameter): fqn for fqn, parameter in parameters.items()}
+
+    def entries(self) -> list[StateEntry]:
+        """Return all tensors, for loading; the very list of the last call if they are the same.
+
+        Raises:
+            StateError: The optimizer keeps what cannot be saved in parts.
+        """
+        if self._entries is None or not all(map(self._is_as_before, self._held)):
+            self._entries = state_of(self._pieces, self._parameters, self._optimizer)
+            self._addresses = []
+            self._held = [self._look_up(fqn) for fqn in self._parameters]
+        return self._entries
+
+    def saved(self) -> list[StateEntry]:
+        """Return what this rank saves of ``entries``; again the very list of the last call.
+
+        Raises:
+            StateError: The optimizer keeps what cannot be saved in parts.
+        """
+        entries = self.entries()
+        if self._sharing.num_shares == 1:
+            return entries
+        # A view stays where it is when the tensor that it was taken of moves.
+        addresses = [entry.tensor.data_ptr() for entry in entries]
+        if addresses != self._addresses:
+            parts = [(entry.box, entry.tensor.element_size()) for entry in entries]
+            shares = [
+                [entries[number].part(box) for number, box in share]
+                for share in cut(parts, self._sharing.num_shares)
+            ]
+            self._saved = shares[self._sharing.share]
+            self._guarded = tuple((rank, shares[share]) for rank, share in self._sharing.guarded)
+            self._addresses = addresses
+        return self._saved
+
+    def guarded(self) -> tuple[tuple[int, list[StateEntry]], ...]:
+        """Return what this rank saves for others, by rank; it belongs to the last ``saved``."""
+        return self._guarded
+
+    def scalars(self) -> dict[str, Any]:
+        """Return the optimizer's numbers: one for all parameters, or by name where they differ.
+
+        Call ``entries`` first.
+        """
+        found: dict[str, dict[str, float]] = {}
+        for held in self._held:
+            if held.scalars:
+                state = self._optimizer.state[held.parameter]
+                for name in held.scalars:
+                    found.setdefault(name, {})[held.fqn] = float(state[name])
+        return {
+            name: next(iter(by_fqn.values()))
+            if len(by_fqn) == len(self._parameters) and len(set(by_fqn.values())) == 1
+            else by_fqn
+            for name, by_fqn in found.items()
+        }
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's groups, with parameters by name."""
+        return [
+            {**group, "params": [self._names[id(parameter)] for parameter in group["params"]]}
+            for group in self._optimizer.param_groups
+        ]
+
+    def _look_up(self, fqn: str) -> _Held:
+        parameter = self._parameters[fqn]
+        state = self._optimizer.state.get(parameter, {})
+        scalars = tuple(name for name, value in state.items() if _is_scalar(value))
+        tensors = tuple((name, value) for name, value in state.items() if name not in scalars)
+        return _Held(fqn=fqn, parameter=parameter, scalars=scalars, tensors=tensors)
+
+    def _is_as_before(self, held: _Held) -> bool:
+        state = self._optimizer.state.get(held.parameter, {})
+        return len(state) == len(held.scalars) + len(held.tensors) and all(
+            state.get(name) is tensor for name, tensor in held.tensors
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """What the optimizer keeps for one parameter."""
+
+    fqn: str
+    parameter: nn.Parameter
+    scalars: tuple[str, ...]
+    tensors: tuple[tuple[str, Any], ...]
+
+
+class HostBuffer:
+    """One block of host memory that takes copies of a state; kept from attempt to attempt."""
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def views(self, entries: Sequence[StateEntry]) -> list[Tensor]:
+        """Return a view of the block for every entry; what was there before is lost."""
+        places: list[tuple[int, int]] = []
+        end = 0
+        for entry in entries:
+            size_bytes = entry.tensor.numel() * entry.tensor.element_size()
+            places.append((end, end + size_bytes))
+            end += math.ceil(size_bytes / _ALIGN_BYTES) * _ALIGN_BYTES
+        if len(self._block) < end:
+            pinned = any(entry.tensor.is_cuda for entry in entries)
+            self._block = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
+        return [
+            self._block[start:stop].view(entry.tensor.dtype).view(entry.tensor.shape)
+            for entry, (start, stop) in zip(entries, places, strict=True)
+        ]
+
+    def capture(self, entries: Sequence[StateEntry]) -> list[LocalTensor]:
+        """Return a copy of what this rank saves, taken now."""
+        mine = [entry for entry in entries if entry.tensor.numel()]
+        views = self.views(mine)
+        if mine:
+            torch._foreach_copy_(views, [entry.tensor.detach() for entry in mine])
+        return [entry.local_tensor(view) for entry, view in zip(mine, views, strict=True)]
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return isinstance(value, int | float)
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().reshape(-1)
+    # A view: what is loaded into it has to arrive in the tensor.
+    assert not flat.numel() or flat.data_ptr() == tensor.data_ptr(), "tensor is not contiguous"
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)

@@ -1,0 +1,1 @@
+"""One optimizer step: micro-batches, reduction, gradient norm, learning rate."""
