@@ -12,26 +12,27 @@ the commit. Nothing here talks to another process. ``SPEC.md`` is the normative 
 
 from __future__ import annotations
 
-from ucp_core.formats.universal.writer import materialise
-from ucp_core.inspection.verify import verify
-from ucp_core.native.catalogue import (
+from ucp_core.conversion import materialise
+from ucp_core.inspection import verify
+from ucp_core.native import (
+    MANIFEST_NAME,
+    Checkpoint,
     Found,
+    LoadResult,
+    LocalTensor,
+    RankSaver,
+    SaveResult,
     checkpoint_name,
     collect_garbage,
     find_committed,
-    unloadable,
-)
-from ucp_core.native.extents import verify_extents
-from ucp_core.native.holding import reading
-from ucp_core.native.opening import (
-    MANIFEST_NAME,
-    Checkpoint,
-    LoadResult,
-    LocalTensor,
     load,
     open_checkpoint,
+    reading,
+    save_rank,
+    try_commit,
+    unloadable,
+    verify_extents,
 )
-from ucp_core.native.saving import RankSaver, SaveResult, save_rank, try_commit
 
 __all__ = [
     "MANIFEST_NAME",

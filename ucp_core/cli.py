@@ -11,25 +11,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ucp_core.commands import convert, tools
-from ucp_core.commands.console import (
+from ucp_core.commands import (
     EXIT_CHECKPOINT,
     EXIT_STORAGE,
     Json,
     RenameFile,
     RulesFile,
     Tag,
+    convert,
     human,
     open_any,
     print_json,
+    tools,
 )
-from ucp_core.commands.console import Source as _Url
-from ucp_core.commands.console import progress as progress_bar
+from ucp_core.commands import Source as _Url
+from ucp_core.commands import progress as progress_bar
 from ucp_core.errors import StorageError, UcpError
-from ucp_core.manifest.document import Kind
+from ucp_core.manifest import Kind
 
 if TYPE_CHECKING:
-    from ucp_core.native.opening import Checkpoint
+    from ucp_core.native import Checkpoint
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -91,7 +92,7 @@ def verify_command(
     as_json: Json = False,  # noqa: FBT002 - a flag of the command line
 ) -> None:
     """Read every byte of a checkpoint and name what is damaged; exit code 1 if anything is."""
-    from ucp_core.inspection.verify import unchecked_bytes, verify
+    from ucp_core.inspection import unchecked_bytes, verify
 
     opened = open_any(checkpoint, rules=rules, tag=tag)
     with progress_bar("verifying", as_json=as_json) as progress:

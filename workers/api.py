@@ -57,10 +57,7 @@ from typing import Any
 from workers.errors import SettingsError, TaskError
 from workers.protocol import Completed, PeerLost, Raised
 from workers.settings import Settings, TrainSettings, problems
-from workers.train.alone import run_alone
-from workers.train.executor.step import Step
-from workers.train.script import Task, hand_over
-from workers.train.session import Session
+from workers.train import Session, Step, Task, hand_over, run_alone
 
 __all__ = ["Session", "Settings", "Step", "Task", "TrainSettings", "run"]
 

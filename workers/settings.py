@@ -12,13 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Final, TypeVar
 
 from workers.errors import SettingsError
-from workers.models.shape import (
-    BYTE_VOCAB_SIZE,
-    PRESETS,
-    ModelShape,
-    resolve,
-    shape_problems,
-)
+from workers.models import BYTE_VOCAB_SIZE, PRESETS, ModelShape, resolve, shape_problems
 
 __all__ = [
     "AUTO",

@@ -82,26 +82,24 @@ def run(
     RAY_ADDRESS a Ray cluster of simulated nodes is started on this machine. Ctrl-C leaves the run
     going; `everstep stop` ends it.
     """
-    from orchestrator.config.preflight import preflight
-    from orchestrator.config.schema import load
+    from orchestrator.config import load, run_preflight
 
     extra = list(overrides or [])
     if address is not None:
         extra.append(f"cluster.address={address}")
     if local_nodes is not None:
         extra.append(f"cluster.local_nodes={local_nodes}")
-    settings = load(config, extra, look=preflight)
+    settings = load(config, extra, look=run_preflight)
     from orchestrator.detection import limits_from
-    from orchestrator.driver.console import RunView, print_bounds
-    from orchestrator.driver.launch import launch
-    from orchestrator.shell.serve.status import bounds_document
+    from orchestrator.driver import RunView, launch_run, print_bounds
+    from orchestrator.shell import bounds_document
 
     directory = settings.run.directory
     console = Console(stderr=as_json)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(f"run directory {directory}")
     with _ending(f"no run was seen to begin; `everstep status {directory}` says if one did"):
-        launched = launch(settings, say=say)
+        launched = launch_run(settings, say=say)
     print_bounds(
         bounds_document(settings, limits_from(0.0, patience=settings.patience)),
         settings.patience,
@@ -130,8 +128,8 @@ def demo(
     import shutil
     from pathlib import Path
 
-    from orchestrator.config.schema import demo_config
-    from orchestrator.driver.demo import run_demo
+    from orchestrator.config import demo_config
+    from orchestrator.driver import run_demo
 
     runs = [Path(directory) / name for name in ("undisturbed", "disturbed")]
     for path in runs:
@@ -149,7 +147,7 @@ def demo(
 def status(run_dir: RunDirectory, *, as_json: Json = False) -> None:
     """Say where a run is: phase, step, loss, workers, nodes, capacity asked for."""
     from orchestrator.cli.status_view import print_status
-    from orchestrator.driver.status import read_status
+    from orchestrator.driver import read_status
 
     document = read_status(run_dir)
     if as_json:
@@ -162,8 +160,7 @@ def status(run_dir: RunDirectory, *, as_json: Json = False) -> None:
 @_edge
 def stop(run_dir: RunDirectory, *, as_json: Json = False) -> None:
     """Stop a run at the next step boundary, with that step committed."""
-    from orchestrator.driver.launch import stop_run
-    from orchestrator.driver.status import contact
+    from orchestrator.driver import contact, stop_run
 
     say = partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True)
     stop_run(run_dir, contact(run_dir), "everstep stop", say=say)
@@ -179,7 +176,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write report.html into the run directory: loss, incidents, phases, goodput."""
-    from orchestrator.report.html import write_report
+    from orchestrator.report import write_report
 
     _print({"report": str(write_report(run_dir, compare=compare))}, as_json=as_json)
 
@@ -188,7 +185,7 @@ def report(
 @_edge
 def replay(run_dir: RunDirectory, *, as_json: Json = False) -> None:
     """Fold the journal again and check that it leads to the same decisions."""
-    from orchestrator.driver.status import replay_run
+    from orchestrator.driver import replay_run
 
     _print(replay_run(run_dir), as_json=as_json)
 
@@ -208,7 +205,7 @@ def convert(  # noqa: PLR0913 - options of a command
     as_json: Json = False,
 ) -> None:
     """Make a universal checkpoint on all nodes of a cluster; `ucp convert` does it on one."""
-    from orchestrator.driver.convert import convert_command
+    from orchestrator.driver import convert_command
 
     _print(
         convert_command(
@@ -237,13 +234,13 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say what would happen now if machines were lost: version, lost steps, sources, workers."""
-    from orchestrator.driver.status import plan_losses
+    from orchestrator.driver import plan_losses
 
     found = plan_losses(recovery, lose)
     if as_json:
         typer.echo(json.dumps(found.to_json()))
         return
-    from orchestrator.driver.console import print_plan
+    from orchestrator.driver import print_plan
 
     print_plan(found, Console())
 
@@ -264,9 +261,8 @@ def doctor(
     Looks at this machine, or at every node of the cluster that --address, CONFIG or RAY_ADDRESS
     names. Exit code 1 if a run could not work.
     """
-    from orchestrator.config.schema import load
-    from orchestrator.driver.doctor import address_of, advice_lines, examine
-    from orchestrator.driver.findings import report
+    from orchestrator.config import load
+    from orchestrator.driver import address_of, advice_lines, examine, report
 
     settings = load(config, list(overrides or [])) if config is not None else None
     findings, nodes = examine(settings, address=address_of(settings, address))
@@ -285,7 +281,7 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Run the controller's decisions against simulated faults and check the promises."""
-    from orchestrator.simulation.campaign import run_campaign
+    from orchestrator.simulation import run_campaign
 
     campaign = run_campaign(range(seed, seed + histories))
     _print(campaign.to_json(), as_json=as_json)

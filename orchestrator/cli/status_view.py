@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from orchestrator.driver.console import sources_text
+from orchestrator.driver import sources_text
 
 #: Enough of a node's id to tell it from others, and for ``everstep plan --lose``.
 _NODE_CHARS = 8

@@ -1,1 +1,24 @@
 """The configuration of a run: schema, sources, and what is wrong with it."""
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from orchestrator.config.preflight import run_preflight
+    from orchestrator.config.schema import RunConfig, demo_config, load
+
+__all__ = [
+    "RunConfig",
+    "demo_config",
+    "load",
+    "run_preflight",
+]
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "orchestrator.config.preflight": ("run_preflight",),
+        "orchestrator.config.schema": ("RunConfig", "demo_config", "load"),
+    },
+)

@@ -16,22 +16,22 @@ from pathlib import Path
 import psutil
 
 from orchestrator.config.schema import Problem, RunConfig
-from orchestrator.policies.layout.choose import LayoutRules, choose
+from orchestrator.policies import LayoutRules, choose
 from ucp_core.errors import UcpError
 from ucp_core.storage import LocalStore, Store, join, open_store
-from workers.data.text import find_source
+from workers.data import find_source
 from workers.errors import WorkerError
-from workers.models.shape import ModelShape, num_parameters
+from workers.models import ModelShape, num_parameters
 from workers.settings import model_shape
 
-__all__ = ["preflight", "worker_memory_bytes"]
+__all__ = ["run_preflight", "worker_memory_bytes"]
 
 GIB = 1 << 30
 #: float32 master, its gradient, and AdamW's two moments: bytes of state per parameter.
 STATE_BYTES = 4 + 4 + 4 + 4
 
 
-def preflight(config: RunConfig, doubtful: Collection[str] = ()) -> list[Problem]:
+def run_preflight(config: RunConfig, doubtful: Collection[str] = ()) -> list[Problem]:
     """Return what would fail: nothing is started, and nothing is left behind.
 
     Writes and deletes one small file in the run directory, or above it if it is not there.

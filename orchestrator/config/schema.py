@@ -28,10 +28,9 @@ from orchestrator.config.sources import (
     override,
     parse,
 )
-from orchestrator.core.rules import Bounds, RunRules
+from orchestrator.core import Bounds, RunRules
 from orchestrator.errors import ConfigError
-from orchestrator.policies.budgets import BudgetRules
-from orchestrator.policies.layout.choose import LayoutRules, usable
+from orchestrator.policies import BudgetRules, LayoutRules, usable
 from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
 from workers.settings import (
@@ -254,7 +253,7 @@ def load(
     Args:
         path_or_text: A path, an fsspec URL, or text of more than one line.
         overrides: ``section.key=value`` in order; values are read as YAML.
-        look: Finds what needs more than the text, as ``orchestrator.config.preflight.preflight``.
+        look: Finds what needs more than the text, as ``orchestrator.config.run_preflight``.
 
     Raises:
         ConfigError: With every problem at once, each with its place and what would be right.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isinf
 from operator import attrgetter, is_
 
-from orchestrator.core.state.run import ACTIVE, Phase, RunState, WorkerStatus, worker_name
+from orchestrator.core.state import ACTIVE, Phase, RunState, WorkerStatus, worker_name
 
 #: Phases that end by themselves or at their bound.
 _BOUNDED = frozenset({Phase.WAITING, Phase.FORMING, Phase.YIELDING, Phase.FENCING, Phase.READING})

@@ -18,7 +18,7 @@ from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
 from orchestrator.core.handlers import resume as reopening
 from orchestrator.core.rules import RunRules
-from orchestrator.core.state.run import TERMINAL, RunState, freeze, next_deadline_s, thaw
+from orchestrator.core.state import TERMINAL, RunState, freeze, next_deadline_s, thaw
 from orchestrator.core.transition import Turn
 
 Transition: TypeAlias = tuple[RunState, tuple[Action, ...]]

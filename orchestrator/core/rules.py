@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Final
 
-from orchestrator.policies.budgets import BudgetRules
-from orchestrator.policies.growth import GrowthRules
-from orchestrator.policies.layout.choose import LayoutRules, usable
+from orchestrator.policies import BudgetRules, GrowthRules, LayoutRules, usable
 
 #: A process that is not ready in ten minutes, or an attempt that has not formed in hours, hangs.
 _START_FACTOR_MAX: Final = 10

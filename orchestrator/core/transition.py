@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator.core.actions import Action
 from orchestrator.core.rules import RunRules
-from orchestrator.core.state.run import Draft
+from orchestrator.core.state import Draft
 
 
 class Turn:

@@ -4,8 +4,8 @@
 rank is never named, and what cannot be decided is said to be undecided.
 """
 
+from orchestrator.detection.detector import Detector, observe, without_silent
 from orchestrator.detection.limits import PATIENCE, Limits, as_seconds, limits_from
-from orchestrator.detection.observe import Detector, observe, without_silent
 from orchestrator.detection.verdict import Judgement, NodeSilent, Verdict, judge
 
 __all__ = [

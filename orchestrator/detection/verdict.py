@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TypeAlias
 
+from orchestrator.detection.detector import WATCH_GAP_S, Detector, Watched
 from orchestrator.detection.limits import Limits
-from orchestrator.detection.observe import WATCH_GAP_S, Detector, Watched
 from orchestrator.detection.waits import WaitGraph, mismatch, wait_graph, waits
 from workers.protocol import WorkerPhase, WorkerReport
 

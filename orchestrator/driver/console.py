@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from orchestrator.policies.whatif import RecoveryPlan
-from ucp_core.commands.console import human
+from orchestrator.policies import RecoveryPlan
+from ucp_core.commands import human
 
 #: Without a terminal, one line is printed this often.
 PLAIN_LINE_S = 5.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from orchestrator.config.schema import RunConfig, load
+from orchestrator.config import RunConfig, load
 from orchestrator.errors import ConfigError
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, SUMMARY
 from ucp_core.storage import join, open_store

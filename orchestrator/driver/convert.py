@@ -15,12 +15,9 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from orchestrator.errors import CapacityError
-from orchestrator.shell.connect import connect
-from orchestrator.shell.local.cluster import HostedCluster
+from orchestrator.shell import HostedCluster, connect_ray
 from ucp_core.checkpoint import Checkpoint
-from ucp_core.conversion.convert import ConvertResult, convert
-from ucp_core.conversion.work_items import Job, Result, Worker
-from ucp_core.conversion.workers import Batch
+from ucp_core.conversion import Batch, ConvertResult, Job, Result, Worker, convert
 from ucp_core.storage import open_store
 
 #: A batch that died so often dies of something that is not chance.
@@ -57,7 +54,7 @@ def convert_on_cluster(
 
     Raises:
         CapacityError: The cluster has no processors, or a batch died again and again.
-        UcpError: As ``ucp_core.conversion.convert.convert`` does.
+        UcpError: As ``ucp_core.conversion.run.convert`` does.
     """
     store, directory = open_store(destination)
     processors = int(ray.cluster_resources().get("CPU", 0))
@@ -140,7 +137,7 @@ def convert_command(  # noqa: PLR0913 - options of a command
         CapacityError: There is no cluster.
         UcpError: See ``convert_on_cluster``.
     """
-    from ucp_core.commands.console import memory_size, open_any, progress
+    from ucp_core.commands import memory_size, open_any, progress
 
     memory_bytes = memory_size(memory)
     checkpoint = open_any(source, rules=rules, rename=rename, tag=tag)
@@ -176,7 +173,7 @@ def convert_command(  # noqa: PLR0913 - options of a command
 
 def _connect(address: str) -> None:
     try:
-        connect(address)
+        connect_ray(address)
     except (ConnectionError, RayError) as error:
         raise CapacityError(
             f"no Ray cluster answers at {address}: {error}. Start one, or give --local-nodes",

@@ -11,13 +11,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.config.schema import RunConfig
+from orchestrator.config import RunConfig
 from orchestrator.driver.console import RunView
+from orchestrator.driver.faults import kill_node_of, signal_rank, wait_for
 from orchestrator.driver.launch import Launched, open_cluster
-from orchestrator.report.html import write_report
+from orchestrator.report import write_report
 from orchestrator.run_directory import read_run
-from orchestrator.shell.local.faults import kill_node_of, signal_rank, wait_for
-from ucp_core.commands.console import human
+from ucp_core.commands import human
 
 #: One act of the story must be over within this.
 ACT_S_MAX = 90.0

@@ -21,15 +21,13 @@ from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.config.preflight import preflight
-from orchestrator.config.schema import RunConfig
+from orchestrator.config import RunConfig, run_preflight
 from orchestrator.driver.findings import Finding, Level, NodeFacts, diagnose
 from orchestrator.errors import CapacityError
-from orchestrator.shell.clock import wall_time
-from orchestrator.shell.connect import connect
+from orchestrator.shell import connect_ray, wall_time
 from ucp_core.errors import UcpError
 from ucp_core.storage import join, open_store
-from workers.process.environment import copies_past_caches
+from workers.process import copies_past_caches
 
 __all__ = ["examine"]
 
@@ -58,7 +56,7 @@ def examine(
     silent: list[str] = []
     if address is not None:
         try:
-            connect(address)
+            connect_ray(address)
         except (ConnectionError, RayError) as error:
             raise CapacityError(
                 f"no Ray cluster answers at {address}: {error}. Start one with `ray start --head`",
@@ -81,7 +79,7 @@ def examine(
 
 
 def _settings(config: RunConfig) -> list[Finding]:
-    problems = preflight(config)
+    problems = run_preflight(config)
     if not problems:
         message = "run directory, data, files and memory are as they must be"
         return [Finding(level=Level.OK, about="settings", message=message)]

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from orchestrator.config.schema import RunConfig
-from workers.process.environment import TUNABLE, VARIABLE
+from orchestrator.config import RunConfig
+from workers.process import TUNABLE, VARIABLE
 
 __all__ = ["Finding", "Level", "NodeFacts", "diagnose"]
 

@@ -20,16 +20,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from orchestrator.config.schema import RunConfig, load
+from orchestrator.config import RunConfig, load
 from orchestrator.driver.continuing import require_continuable, require_same
 from orchestrator.driver.start_order import taking_turns
 from orchestrator.errors import CapacityError
 from orchestrator.run_directory import CONFIG, CONTACT, SUMMARY
-from orchestrator.shell.connect import connect
-from orchestrator.shell.controller import OPTIONS, Controller
-from orchestrator.shell.local.cluster import HostedCluster
-from orchestrator.shell.names import RunNames
-from orchestrator.shell.storage.incarnation import next_life
+from orchestrator.shell import OPTIONS, Controller, HostedCluster, RunNames, connect_ray, next_life
 from ucp_core.storage import join, open_store
 
 #: How often a followed run is looked at.
@@ -157,7 +153,7 @@ def open_cluster(config: RunConfig) -> HostedCluster | None:
         address = cluster.address
         os.environ["RAY_AUTH_MODE"] = "disabled"
     try:
-        connect(address, namespace=RunNames(run_id(config.run.directory)).namespace)
+        connect_ray(address, namespace=RunNames(run_id(config.run.directory)).namespace)
     except (ConnectionError, RayError, OSError) as error:
         raise CapacityError(
             f"no Ray cluster answers at {address}: {error}. Start one with `ray start --head`, "
@@ -167,7 +163,7 @@ def open_cluster(config: RunConfig) -> HostedCluster | None:
     return cluster
 
 
-def launch(config: RunConfig, *, say: Callable[[str], None] = lambda _: None) -> Launched:
+def launch_run(config: RunConfig, *, say: Callable[[str], None] = lambda _: None) -> Launched:
     """Start the run in ``config``, let it go on, or attach to it if it goes on already.
 
     Args:
@@ -218,7 +214,7 @@ def is_going_on(config: RunConfig) -> bool:
     address = json.loads(store.read(join(path, CONTACT)))["ray_address"]
     names = RunNames(run_id(config.run.directory))
     try:
-        connect(address, namespace=names.namespace)
+        connect_ray(address, namespace=names.namespace)
         ray.get_actor(names.controller, namespace=names.namespace)
     except (ConnectionError, RayError, OSError):
         return False
@@ -241,7 +237,7 @@ def stop_run(url: str, contact: dict[str, Any], reason: str, *, say: Callable[[s
         CapacityError: No controller answers, nor does the one that Ray would start after it.
     """
     try:
-        connect(contact["ray_address"])
+        connect_ray(contact["ray_address"])
         controller: Any = ray.get_actor(RunNames("").controller, namespace=contact["namespace"])
         order: Any = controller.stop.remote(reason)
         if not ray.wait([order], timeout=ANSWER_S)[0]:

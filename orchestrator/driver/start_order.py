@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from orchestrator.errors import CapacityError
-from orchestrator.shell.clock import monotonic_s
+from orchestrator.shell import monotonic_s
 from ucp_core.errors import StorageError
 from ucp_core.storage import LocalStore, Store, join, open_store
 

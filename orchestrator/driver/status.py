@@ -8,24 +8,24 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.config.schema import RunConfig, load
-from orchestrator.core.log.journal import fold, openings, verify
-from orchestrator.core.rules import RunRules
-from orchestrator.core.state.run import RunState, describe
+from orchestrator.config import RunConfig, load
+from orchestrator.core import RunRules, RunState, describe, fold, openings, verify
 from orchestrator.errors import CapacityError, RunNotFoundError
-from orchestrator.policies import quarantine
-from orchestrator.policies.saving.cadence import CadenceRules
-from orchestrator.policies.versions import MEMORY, Holding, ParityHolding, Version
-from orchestrator.policies.whatif import (
+from orchestrator.policies import (
+    MEMORY,
+    CadenceRules,
+    Holding,
     LossFacts,
+    ParityHolding,
     RecoveryPlan,
     StoredVersion,
+    Version,
     WorkerPlace,
     plan_recovery,
+    quarantine,
 )
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, SUMMARY
-from orchestrator.shell.storage.incarnation import config_of
-from orchestrator.shell.storage.journal import read_segments
+from orchestrator.shell import config_of, read_segments
 from ucp_core.checkpoint import checkpoint_name, find_committed
 from ucp_core.lineage import Lineage
 from ucp_core.storage import Store, join, open_store

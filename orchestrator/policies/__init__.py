@@ -1,1 +1,86 @@
 """."""
+
+from orchestrator import policies
+from orchestrator.policies import budgets, growth, layout, quarantine, versions
+from orchestrator.policies.budgets import BudgetRules, Fault, FaultClass, UserError
+from orchestrator.policies.growth import GrowthRules
+from orchestrator.policies.layout import LayoutRules, choose, usable
+from orchestrator.policies.saving import (
+    Cadence,
+    CadenceFacts,
+    CadenceRules,
+    ReducedTime,
+    Redundancy,
+    RedundancyFacts,
+    RedundancyPlan,
+    Tier,
+    alert,
+    cost_share,
+    decide,
+    noted,
+    over_budget,
+    plan_redundancy,
+    rank_bytes,
+    settled,
+    taken_steps,
+)
+from orchestrator.policies.versions import (
+    MEMORY,
+    Holding,
+    ParityHolding,
+    Protection,
+    Version,
+    complete,
+)
+from orchestrator.policies.whatif import (
+    LossFacts,
+    RecoveryPlan,
+    StoredVersion,
+    WorkerPlace,
+    plan_recovery,
+)
+
+__all__ = [
+    "MEMORY",
+    "BudgetRules",
+    "Cadence",
+    "CadenceFacts",
+    "CadenceRules",
+    "Fault",
+    "FaultClass",
+    "GrowthRules",
+    "Holding",
+    "LayoutRules",
+    "LossFacts",
+    "ParityHolding",
+    "Protection",
+    "RecoveryPlan",
+    "ReducedTime",
+    "Redundancy",
+    "RedundancyFacts",
+    "RedundancyPlan",
+    "StoredVersion",
+    "Tier",
+    "UserError",
+    "Version",
+    "WorkerPlace",
+    "alert",
+    "budgets",
+    "choose",
+    "complete",
+    "cost_share",
+    "decide",
+    "growth",
+    "layout",
+    "noted",
+    "over_budget",
+    "plan_recovery",
+    "plan_redundancy",
+    "policies",
+    "quarantine",
+    "rank_bytes",
+    "settled",
+    "taken_steps",
+    "usable",
+    "versions",
+]

@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from ucp_core.lineage import Lineage, counts
-from workers.placement.groups import parity_places
+from workers.placement import parity_places
 from workers.protocol import Held, HeldParity, Inventory, Member
 
 __all__ = [

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from orchestrator.report.charts import Band, Series, chart
 from orchestrator.run_directory import PHASES, Incident, RunRecord, StepRecord, read_run
-from ucp_core.commands.console import human
+from ucp_core.commands import human
 from ucp_core.storage import join, open_store
 
 REPORT_NAME = "report.html"

@@ -14,7 +14,7 @@ ANSWER_S = 10.0
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost"})
 
 
-def connect(address: str, *, namespace: str | None = None) -> None:
+def connect_ray(address: str, *, namespace: str | None = None) -> None:
     """Join the cluster at ``address``; nothing of its logs reaches our output.
 
     Raises ``ConnectionError`` or ``RayError`` if nothing answers there.

@@ -55,7 +55,7 @@ class Controller:
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         # Only now: among saturated trainers half a second of imports took two at that niceness.
         from orchestrator.shell.loop import Run
-        from workers.process.rest import Rest
+        from workers.process import Rest
 
         self._loop = asyncio.new_event_loop()
         self._self = ray.get_runtime_context().current_actor

@@ -15,43 +15,38 @@ from typing import Any
 
 import ray
 
-from orchestrator.config.schema import RunConfig
-from orchestrator.core import actions as act
-from orchestrator.core.events import (
+from orchestrator.config import RunConfig
+from orchestrator.core import (
+    ACTIVE,
     CommittedRead,
     Event,
     FaultInjected,
+    Phase,
     SlotGranted,
     StopRequested,
     Ticked,
     WorkersSurveyed,
+    WorkerStatus,
+    adopted,
+    describe,
+    next_deadline_s,
+    step,
+    turn_records,
 )
-from orchestrator.core.handlers.survey import adopted
-from orchestrator.core.log.journal import turn_records
-from orchestrator.core.machine import step
-from orchestrator.core.state.run import ACTIVE, Phase, WorkerStatus, describe, next_deadline_s
+from orchestrator.core import actions as act
 from orchestrator.policies import versions
 from orchestrator.run_directory import CHECKPOINTS
-from orchestrator.shell.capacity.nodes import Nodes
-from orchestrator.shell.capacity.rendezvous import Rendezvous, preload
-from orchestrator.shell.capacity.slots import Capacity
-from orchestrator.shell.capacity.workers import Crew
+from orchestrator.shell.capacity import Capacity, Crew, Nodes, Rendezvous, preload
 from orchestrator.shell.clock import wall_time
 from orchestrator.shell.guard import begin_guard
-from orchestrator.shell.memory.pacing import Pacing
-from orchestrator.shell.memory.protection import ProtectionWatch, loss_document
-from orchestrator.shell.memory.snapshots import Snapshots
+from orchestrator.shell.memory import Pacing, ProtectionWatch, Snapshots, loss_document
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.observer import Observer
-from orchestrator.shell.serve.page import StatusPage
-from orchestrator.shell.serve.status import bounds_document, status_document
-from orchestrator.shell.storage.compaction import BookmarkFile
-from orchestrator.shell.storage.incarnation import begin_life
-from orchestrator.shell.storage.journal import JournalFile
-from orchestrator.shell.storage.record import RunRecord
+from orchestrator.shell.serve import StatusPage, bounds_document, status_document
+from orchestrator.shell.storage import BookmarkFile, JournalFile, RunRecord, begin_life
 from ucp_core.storage import join, open_store
-from workers.placement.plan import Preference
-from workers.process.rest import Rest
+from workers.placement import Preference
+from workers.process import Rest
 from workers.protocol import Assignment, MemoryPart, NodeReport
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from orchestrator.core.events import Event, HangFound, StepCompleted
+from orchestrator.core import Event, HangFound, StepCompleted
 from orchestrator.detection import (
     Detector,
     Limits,

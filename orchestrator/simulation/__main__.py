@@ -7,11 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from orchestrator.core.actions import Action
-from orchestrator.core.events import Event
-from orchestrator.core.state.run import RunState
+from orchestrator.core import Action, Event, RunState
 from orchestrator.simulation.campaign import Campaign, run_campaign
-from orchestrator.simulation.checkers.violations import Violation
+from orchestrator.simulation.checkers import Violation
 from orchestrator.simulation.history import History
 from orchestrator.simulation.scenario import one_line, phase_line
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.simulation.checkers.violations import Violation
+from orchestrator.simulation.checkers import Violation
 from orchestrator.simulation.history import HistoryResult, run_history
 
 

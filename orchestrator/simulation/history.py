@@ -7,23 +7,28 @@ from dataclasses import dataclass
 from math import inf
 from random import Random
 
+from orchestrator.core import (
+    TERMINAL,
+    Action,
+    AvoidRules,
+    Bounds,
+    FenceAttempt,
+    KillWorker,
+    Phase,
+    RequestSlot,
+    RunRules,
+    RunState,
+    check,
+    machine,
+    next_deadline_s,
+    reopening,
+)
 from orchestrator.core import events as ev
-from orchestrator.core import machine
-from orchestrator.core.actions import Action, FenceAttempt, KillWorker, RequestSlot
-from orchestrator.core.checks import check
-from orchestrator.core.handlers.resume import reopening
-from orchestrator.core.rules import AvoidRules, Bounds, RunRules
-from orchestrator.core.state.run import TERMINAL, Phase, RunState, next_deadline_s
-from orchestrator.policies.budgets import BudgetRules
-from orchestrator.policies.growth import GrowthRules
-from orchestrator.policies.layout.choose import LayoutRules, usable
-from orchestrator.simulation.checkers.violations import Monitor, Violation, require
+from orchestrator.policies import BudgetRules, GrowthRules, LayoutRules, usable
+from orchestrator.simulation.checkers import Monitor, Violation, require
 from orchestrator.simulation.faults import faults
-from orchestrator.simulation.world.cluster import SimCluster
-from orchestrator.simulation.world.journaling import SimJournal
-from orchestrator.simulation.world.parts import STEP_S, SimNode
-from orchestrator.simulation.world.saving import COPY_S, Tiers
-from workers.placement.plan import Preference
+from orchestrator.simulation.world import COPY_S, STEP_S, SimCluster, SimJournal, SimNode, Tiers
+from workers.placement import Preference
 
 #: Every wait of the machine is shorter than a minute here, and some follow each other.
 LIVENESS_S = 120.0

@@ -11,13 +11,9 @@ import ast
 from dataclasses import fields
 from typing import Any, get_args
 
+from orchestrator.core import Action, RunRules, RunState, check, step
 from orchestrator.core import events as ev
-from orchestrator.core.actions import Action
-from orchestrator.core.checks import check
-from orchestrator.core.machine import step
-from orchestrator.core.rules import RunRules
-from orchestrator.core.state.run import RunState
-from orchestrator.policies.layout.choose import LayoutRules
+from orchestrator.policies import LayoutRules
 
 _EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(ev.Event)}
 

@@ -22,7 +22,7 @@ PURE_FILES = (
     "ucp_core/lineage.py",
     "ucp_core/geometry/boxes.py",
     "ucp_core/geometry/statemap.py",
-    "ucp_core/reading/plan.py",
+    "ucp_core/reading/planning.py",
     "ucp_core/manifest/document.py",
     "ucp_core/language/patterns.py",
     "ucp_core/language/rules.py",

@@ -30,7 +30,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ucp_core.checkpoint import LocalTensor, find_committed, load, open_checkpoint, save_rank
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 from ucp_core.storage import LocalStore, join
 
 SLOTS = ("weight", "exp_avg", "exp_avg_sq")

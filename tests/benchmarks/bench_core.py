@@ -13,11 +13,9 @@ import json
 from time import perf_counter, process_time
 from typing import Any
 
+from orchestrator.core import RunRules, RunState, step
 from orchestrator.core import events as ev
-from orchestrator.core.machine import step
-from orchestrator.core.rules import RunRules
-from orchestrator.core.state.run import RunState
-from orchestrator.simulation.campaign import run_campaign
+from orchestrator.simulation import run_campaign
 
 
 class Timed:

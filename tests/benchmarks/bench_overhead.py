@@ -27,11 +27,11 @@ from typing import Any
 
 import ray
 
-from orchestrator.shell.names import RunNames
+from orchestrator.shell import RunNames
 from tests.benchmarks.bench_recorder import measure_stores
 from tests.benchmarks.bench_recovery import Bench, running
 from tests.benchmarks.common import load_average, processor_s, spread
-from workers.keeper.actor import OPTIONS
+from workers.keeper import OPTIONS
 from workers.keeper.watch import NodeWatch
 
 #: Shorter than any bound after which a silent node or controller would be missed.

@@ -26,9 +26,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from workers.parity import Stripes
 from workers.parity import code as parity
 from workers.parity.code import BLOCK_BYTES, P, Q
-from workers.parity.stripes import Stripes
 from workers.snapshot.replica_parity import fold, folds
 
 #: Issue of this part: at least so much of a copy's speed.

@@ -20,11 +20,11 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.layout import ParallelLayout
-from ucp_core.manifest.document import FileEntry, Kind, Manifest, from_bytes, parse, to_bytes
-from ucp_core.reading.plan import Part, ReadPlan, plan
+from ucp_core.manifest import FileEntry, Kind, Manifest, from_bytes, to_bytes
+from ucp_core.manifest.document import parse
+from ucp_core.reading import Part, ReadPlan, plan
 
 SAVED = ParallelLayout(pp=4, dp_shard=32, tp=8)
 LOADED = ParallelLayout(pp=2, dp_shard=16, tp=16)

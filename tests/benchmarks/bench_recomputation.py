@@ -42,14 +42,14 @@ from tests.benchmarks.common import load_average, processor_s
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.snapshots import eventually
 from ucp_core.checkpoint import load
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
-from workers.keeper.sources import MemorySources
-from workers.memory.arena import NUM_SLOTS
+from workers.keeper import MemorySources
+from workers.memory import NUM_SLOTS
 from workers.protocol import Assignment, KeeperOrder
 from workers.settings import Settings, SnapshotSettings
-from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
-from workers.state.entries import StateEntry
+from workers.snapshot import Captured, SnapshotMemory, SnapshotWriter
+from workers.state import StateEntry
 from workers.state.replica_shares import cut
 
 #: Steps between two states, and whether gradients are saved between them.

@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from tests.benchmarks.common import percentile
 from tests.support.ranks import Place, running
-from workers import collectives
+from workers.collectives import collectives
 from workers.protocol import WorkerPhase
-from workers.records.progress import ProgressPage, observe
-from workers.records.ring import FINISHED, RecordRing
+from workers.records import FINISHED, ProgressPage, RecordRing
+from workers.records.progress import observe
 
 NUM_CALLS = 100
 

@@ -27,9 +27,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.schema import RunConfig, demo_config
+from orchestrator.config import RunConfig, demo_config
+from orchestrator.driver.faults import kill_node_of, signal_rank, wait_for
 from orchestrator.driver.launch import Launched, open_cluster
-from orchestrator.shell.local.faults import kill_node_of, signal_rank, wait_for
 from tests.benchmarks.common import percentile, spread
 
 ACT_S_MAX = 120.0

@@ -31,12 +31,12 @@ import torch
 from tests.benchmarks.common import load_average
 from tests.support.node_memory import NodeProcess
 from tests.support.snapshots import eventually
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Assignment, GroupPlace, KeeperOrder, ParityGroup, Peer
 from workers.settings import Settings, SnapshotSettings
-from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
-from workers.state.entries import StateEntry
+from workers.snapshot import Captured, SnapshotMemory, SnapshotWriter
+from workers.state import StateEntry
 from workers.state.replica_shares import cut
 
 WAYS: Final = ("network", "replicas", "parity")

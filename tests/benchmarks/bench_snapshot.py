@@ -47,10 +47,11 @@ from tests.benchmarks.common import load_average, paired
 from tests.benchmarks.decoder_parts import NUM_WORKERS, DecoderPart, assignment
 from tests.support.node_memory import NodeProcess
 from tests.support.ranks import Place, running
-from workers.keeper.descriptors import door_path, open_arena
-from workers.process.environment import tuned
+from workers.keeper import door_path
+from workers.keeper.descriptors import open_arena
+from workers.process import tuned
 from workers.settings import Settings, SnapshotSettings
-from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
+from workers.snapshot import Captured, SnapshotMemory, SnapshotWriter
 
 #: Issue of this part: at least so much of a copy's speed.
 TARGET: Final = 0.80

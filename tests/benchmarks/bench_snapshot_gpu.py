@@ -25,11 +25,12 @@ from tests.benchmarks.bench_snapshot_steps import run_ours
 from tests.benchmarks.common import load_average, paired
 from tests.benchmarks.steps import Job
 from tests.support.node_memory import NodeProcess
-from workers.memory.credits import Credits
-from workers.models.shape import PRESETS, num_parameters
+from workers.memory import Credits
+from workers.models import PRESETS, num_parameters
 from workers.settings import Settings
+from workers.snapshot import SnapshotMemory
 from workers.snapshot.device import DeviceCopy
-from workers.snapshot.writing import BLOCK_BYTES, SnapshotMemory
+from workers.snapshot.writing import BLOCK_BYTES
 
 #: Issue of this part: of a pinned copy's speed, and of a step.
 COPY_TARGET: Final = 0.90

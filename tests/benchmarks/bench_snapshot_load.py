@@ -55,13 +55,13 @@ from tests.benchmarks.decoder_parts import NUM_WORKERS, DecoderPart, assignment
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.ranks import Place, running
 from ucp_core.checkpoint import Checkpoint, RankSaver, load
-from workers.keeper.descriptors import door_path, open_arena, reserve
-from workers.keeper.sources import MemorySources
-from workers.memory.slot_store import ArenaStore
-from workers.memory.versions import LocalPart, open_version
-from workers.process.environment import tuned
+from workers.keeper import MemorySources, door_path, reserve
+from workers.keeper.descriptors import open_arena
+from workers.memory import ArenaStore, LocalPart, open_version
+from workers.process import tuned
 from workers.protocol import MemoryPart
-from workers.snapshot.writing import BLOCK_BYTES, source_of
+from workers.snapshot import source_of
+from workers.snapshot.writing import BLOCK_BYTES
 
 NUM_LOADERS: Final = 3
 #: Issue of this part: at least so much of the other's speed.

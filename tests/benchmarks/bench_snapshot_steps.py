@@ -50,10 +50,10 @@ from tests.support.node_memory import NodeProcess
 from tests.support.ranks import Place, running
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
-from workers.models.decoder import Decoder, mean_loss
-from workers.process.environment import tuned
+from workers.models import Decoder, mean_loss
+from workers.process import tuned
 from workers.protocol import Assignment, Completed, KeeperOrder
-from workers.records.progress import ProgressPage
+from workers.records import ProgressPage
 from workers.settings import (
     CheckpointSettings,
     Settings,
@@ -62,12 +62,10 @@ from workers.settings import (
 )
 from workers.snapshot import releases as releases_module
 from workers.snapshot.releases import SPREAD
-from workers.state.replica_shares import replicas_of
+from workers.state import replicas_of
+from workers.train import Session, WorkerContext, run_attempt
 from workers.train.boundary.cadence import Cadence
-from workers.train.context import WorkerContext
 from workers.train.lm import adamw
-from workers.train.loop import run_attempt
-from workers.train.session import Session
 
 #: Issue of this part: at most so much of a step, by megabytes of state per worker.
 TARGETS: Final = {3: 0.02, 200: 0.05}

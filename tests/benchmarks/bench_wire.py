@@ -32,16 +32,15 @@ import numpy as np
 
 from tests.benchmarks.common import spread
 from ucp_core.checkpoint import LocalTensor, load, save_rank
-from ucp_core.geometry.boxes import Box
-from workers.keeper.descriptors import Door, door_path, notify
+from ucp_core.geometry import Box
+from workers.keeper import door_path, notify
+from workers.keeper.descriptors import Door
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.listing import Listing
 from workers.keeper.peers.mirror import Mirrors
 from workers.keeper.peers.server import WireServer
 from workers.keeper.slots import Shelf
-from workers.memory.arena import Arena
-from workers.memory.slot_store import ArenaStore
-from workers.memory.versions import Part, open_version
+from workers.memory import Arena, ArenaStore, Part, open_version
 from workers.protocol import Peer
 
 SECRET = b"of this benchmark"

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
-from workers.models.shape import PRESETS, ModelShape, parameter_shapes
+from workers.models import PRESETS, ModelShape
+from workers.models.shape import parameter_shapes
 from workers.protocol import Assignment
-from workers.state.entries import StateEntry
+from workers.state import StateEntry
 
 SLOTS: Final = ("weight", "exp_avg", "exp_avg_sq")
 #: Workers whose parts have the sizes of ``SHAPES``.

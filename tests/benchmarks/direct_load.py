@@ -16,8 +16,7 @@ import numpy as np
 
 from ucp_core.checkpoint import LocalTensor, load
 from ucp_core.formats import open_source
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import DTYPE_BYTES
+from ucp_core.geometry import DTYPE_BYTES, Box
 from ucp_core.storage import open_store
 
 

@@ -31,8 +31,8 @@ from unittest.mock import patch
 
 import psutil
 
-from orchestrator.shell.local.cluster import HostedCluster
-from workers.data.dataset import open_texts
+from orchestrator.shell import HostedCluster
+from workers.data import open_texts
 from workers.settings import DataSettings
 
 PEER: Final = "ray train 2.60"

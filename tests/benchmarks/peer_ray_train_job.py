@@ -26,9 +26,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from workers.data.dataset import Split, open_texts
-from workers.data.order import DataOrder
-from workers.models.decoder import Decoder, initial_value, mean_loss
+from workers.data import DataOrder, Split, open_texts
+from workers.models import Decoder, initial_value, mean_loss
 from workers.settings import Settings, TrainSettings, model_shape
 
 CHECKPOINT_EVERY_STEPS = 2

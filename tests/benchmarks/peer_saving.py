@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.benchmarks.steps import Job, Meter, batch
 from tests.support.ranks import Place
-from workers.models.decoder import Decoder, mean_loss
+from workers.models import Decoder, mean_loss
 from workers.settings import TrainSettings
 from workers.train.lm import adamw
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.benchmarks.common import processor_s
 from tests.benchmarks.decoder_parts import shape_of
-from workers.models.shape import ModelShape
+from workers.models import ModelShape
 
 SEQUENCE_LENGTH = 128
 

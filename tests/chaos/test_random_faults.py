@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.schema import RunConfig, demo_config
+from orchestrator.config import RunConfig, demo_config
+from orchestrator.driver.faults import kill_keeper_of, kill_node_of, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
-from orchestrator.shell.connect import connect
-from orchestrator.shell.local.cluster import HostedCluster
-from orchestrator.shell.local.faults import kill_keeper_of, kill_node_of, signal_rank, wait_for
+from orchestrator.shell import HostedCluster, connect_ray
 from tests.support.history import read_history
 
 pytestmark = pytest.mark.timeout(1500)
@@ -33,7 +32,7 @@ def cluster() -> Iterator[HostedCluster]:
     import ray
 
     hosted = HostedCluster(num_nodes=2, cpus_per_node=2)
-    connect(hosted.address)
+    connect_ray(hosted.address)
     yield hosted
     ray.shutdown()
     hosted.shutdown()

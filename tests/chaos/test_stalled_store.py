@@ -15,7 +15,7 @@ from tests.support.snapshot_rank import Rank, state
 from tests.support.snapshots import eventually
 from workers.keeper.node_memory import NodeMemory
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
-from workers.snapshot.writing import SnapshotMemory
+from workers.snapshot import SnapshotMemory
 
 pytest.importorskip("moto", reason="a server to stop")
 pytest.importorskip("s3fs", reason="what talks to it")

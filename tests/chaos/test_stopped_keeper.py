@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.schema import demo_config
+from orchestrator.config import demo_config
+from orchestrator.driver.faults import member, wait_for
 from orchestrator.driver.launch import Launched
-from orchestrator.shell.connect import connect
-from orchestrator.shell.local.cluster import HostedCluster
-from orchestrator.shell.local.faults import member, wait_for
+from orchestrator.shell import HostedCluster, connect_ray
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -26,7 +25,7 @@ def run(tmp_path: Path) -> Iterator[Launched]:
     import ray
 
     hosted = HostedCluster(num_nodes=2, cpus_per_node=2)
-    connect(hosted.address)
+    connect_ray(hosted.address)
     yield Launched(demo_config(str(tmp_path / "run"), ["train.steps=100000"]), hosted)
     ray.shutdown()
     hosted.shutdown()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.schema import RunConfig, demo_config
+from orchestrator.config import RunConfig, demo_config
 from tests.support.attempts import write_texts
 from tests.support.trainers import Run
 from workers.settings import DataSettings

@@ -12,18 +12,18 @@ import torch.distributed as dist
 
 from tests.support.ranks import Place, running
 from ucp_core.checkpoint import LocalTensor, load, open_checkpoint, save_rank
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
-from ucp_core.native.replicas import load_together
+from ucp_core.native import load_together
 from ucp_core.storage import LocalStore, ReadRange
-from workers.keeper.watch import page_path
+from workers.keeper import page_path
 from workers.protocol import Assignment, FoundBad
-from workers.records.progress import ProgressPage
+from workers.records import ProgressPage
 from workers.settings import CheckpointSettings, Settings
-from workers.state.entries import HostBuffer, StateEntry
-from workers.train.boundary.restore import UnloadableSignal, restore
+from workers.state import HostBuffer, StateEntry
+from workers.train import WorkerContext
+from workers.train.boundary.restore import UnloadableSignal, restore_state
 from workers.train.boundary.sharing import GroupTransport
-from workers.train.context import WorkerContext
 
 NUM_RANKS = 4
 ROWS, COLUMNS, LAYERS = 512, 1024, 12
@@ -123,7 +123,7 @@ def _restore(place: Place) -> tuple[int, list[FoundBad], int, bool]:
         unloadable: list[FoundBad] = []
         for attempt, resume_step in ((2, 2), (3, 1)):
             try:
-                restored = restore(
+                restored = restore_state(
                     Assignment(
                         attempt=attempt,
                         rank=place.rank,

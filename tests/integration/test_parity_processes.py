@@ -13,10 +13,11 @@ from tests.support.keeper_process import KeeperProcess, keeper
 from tests.support.memory_versions import local_tensors, make_state, write_version
 from tests.support.snapshots import eventually
 from ucp_core.checkpoint import Checkpoint, load
-from workers.keeper.descriptors import notify, open_arena, reserve
+from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources, notify, reserve
+from workers.keeper.descriptors import open_arena
 from workers.keeper.peers.parity_mirror import parity_name
-from workers.keeper.sources import LOCAL_MEMORY, PARITY, PEER_MEMORY, MemorySources
-from workers.memory.arena import Arena
+from workers.keeper.sources import PARITY
+from workers.memory import Arena
 from workers.protocol import GroupPlace, MemoryPart, ParityGroup
 
 #: Ranks by node: the first has more than the others.

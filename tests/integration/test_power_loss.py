@@ -11,9 +11,8 @@ from tests.support.checkpoints import local_tensors, random_sharding, save, smal
 from tests.support.power import PowerLog
 from tests.support.snapshots import part
 from ucp_core.checkpoint import checkpoint_name, collect_garbage, open_checkpoint, save_rank
-from ucp_core.conversion.convert import convert
-from ucp_core.storage import LocalStore, join
-from ucp_core.storage.recycling import RecyclingStore
+from ucp_core.conversion import convert
+from ucp_core.storage import LocalStore, RecyclingStore, join
 
 STATE = small_state()
 

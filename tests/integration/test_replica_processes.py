@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.policies.saving.redundancy import (
-    RedundancyFacts,
-    RedundancyPlan,
-    plan_redundancy,
-)
+from orchestrator.policies import RedundancyFacts, RedundancyPlan, plan_redundancy
 from tests.support.attempts import lines, settings, wait_for_steps
 from tests.support.node_memory import NodeProcess, newest, read, whole_state
 from tests.support.snapshots import eventually
@@ -25,8 +21,8 @@ from ucp_core.checkpoint import (
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import LocalStore
 from workers.keeper.peers.listing import is_copy
-from workers.memory.retention import is_guard
-from workers.placement.plan import Preference
+from workers.memory import is_guard
+from workers.placement import Preference
 from workers.protocol import (
     Completed,
     GroupPlace,

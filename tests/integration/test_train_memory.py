@@ -31,7 +31,8 @@ from tests.support.snapshots import eventually
 from tests.support.trainers import Run
 from ucp_core.checkpoint import open_checkpoint
 from ucp_core.storage import LocalStore
-from workers.keeper.descriptors import door_path, open_arena
+from workers.keeper import door_path
+from workers.keeper.descriptors import open_arena
 from workers.protocol import (
     Completed,
     KeeperOrder,

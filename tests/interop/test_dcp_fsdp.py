@@ -24,10 +24,9 @@ from ucp_core.checkpoint import LocalTensor, materialise, open_checkpoint
 from ucp_core.checkpoint import load as load_boxes
 from ucp_core.formats import open_source
 from ucp_core.formats.dcp import writer as dcp_writer
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import TensorKey
-from ucp_core.inspection.diff import diff
-from ucp_core.native.opening import Checkpoint
+from ucp_core.geometry import Box, TensorKey
+from ucp_core.inspection import diff
+from ucp_core.native import Checkpoint
 from ucp_core.storage import LocalStore
 
 MEMORY = 8 << 20

@@ -25,9 +25,8 @@ from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
 from ucp_core.errors import UcpError
 from ucp_core.formats import open_source
 from ucp_core.formats.dcp import writer as dcp_writer
-from ucp_core.geometry.statemap import TensorKey
-from ucp_core.storage import LocalStore, MemoryStore
-from ucp_core.storage.base import Buffer
+from ucp_core.geometry import TensorKey
+from ucp_core.storage import Buffer, LocalStore, MemoryStore
 
 MEMORY = 8 << 20
 

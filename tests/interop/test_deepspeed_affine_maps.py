@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from tests.support.shards import assembled, random_array
 from ucp_core.errors import PatternError
-from ucp_core.geometry.statemap import Fragment, TensorKey
-from ucp_core.language.operators import extract, union
-from ucp_core.language.patterns import parse_affine_map, place
+from ucp_core.geometry import Fragment, TensorKey
+from ucp_core.language import extract, parse_affine_map, place, union
 
 pytestmark = pytest.mark.interop
 

@@ -19,8 +19,8 @@ from tests.support.forked_commands import ForkedCommands
 from ucp_core.formats import open_source
 from ucp_core.formats.deepspeed import universal_writer as deepspeed_universal_writer
 from ucp_core.formats.deepspeed import writer as deepspeed_writer
-from ucp_core.language.patterns import Cut, Replicated
-from ucp_core.language.rules import Rule, Rules
+from ucp_core.language import Cut, Replicated, Rules
+from ucp_core.language.rules import Rule
 from ucp_core.storage import LocalStore
 
 SCRIPT = "tests.support.train_deepspeed"

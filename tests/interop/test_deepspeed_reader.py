@@ -17,9 +17,8 @@ import safetensors.numpy
 
 from tests.support.forked_commands import ForkedCommands
 from ucp_core.formats import open_source
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import TensorKey
-from ucp_core.native.opening import LocalTensor, load
+from ucp_core.geometry import Box, TensorKey
+from ucp_core.native import LocalTensor, load
 from ucp_core.storage import LocalStore
 
 SCRIPT = "tests.support.train_deepspeed_sources"

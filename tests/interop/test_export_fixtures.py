@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.foreign_reading import shared_fixture
-from ucp_core.formats import open_source
-from ucp_core.formats.export import FORMATS, export
-from ucp_core.inspection.diff import diff
+from ucp_core.formats import FORMATS, export, open_source
+from ucp_core.inspection import diff
 from ucp_core.storage import LocalStore, MemoryStore
 
 FIXTURES = (

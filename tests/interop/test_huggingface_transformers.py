@@ -16,8 +16,8 @@ from tests.support.foreign_reading import shared_fixture
 from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
 from ucp_core.formats import open_source
 from ucp_core.formats.huggingface import writer as huggingface_writer
-from ucp_core.geometry.statemap import TensorKey
-from ucp_core.inspection.diff import diff
+from ucp_core.geometry import TensorKey
+from ucp_core.inspection import diff
 from ucp_core.storage import LocalStore, MemoryStore
 
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")

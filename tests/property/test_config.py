@@ -6,7 +6,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import RunConfig, load
+from orchestrator.config import RunConfig, load
 from orchestrator.errors import ConfigError
 
 SECTIONS = [*RunConfig.model_fields, "trian"]

@@ -15,10 +15,10 @@ from tests.support.memory_versions import State, local_tensors, make_state, writ
 from ucp_core.checkpoint import Checkpoint, find_committed, load, save_rank
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.storage import LocalStore
-from workers.keeper.descriptors import Door, door_path
+from workers.keeper import MemorySources, door_path
+from workers.keeper.descriptors import Door
 from workers.keeper.peers.server import WireServer
 from workers.keeper.slots import Shelf
-from workers.keeper.sources import MemorySources
 from workers.protocol import HeldPart, Inventory, MemoryPart, Source, held_source
 
 NUM_FLIPS = 100

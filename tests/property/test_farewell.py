@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.memory.retention import choose_slot, counts
+from workers.memory import counts
+from workers.memory.retention import choose_slot
 from workers.protocol import Held
-from workers.snapshot.final import Footing
+from workers.snapshot import Footing
 
 RESUMED = 4
 OFTEN, SELDOM = st.sampled_from([True, True, True, False]), st.sampled_from([False, False, True])

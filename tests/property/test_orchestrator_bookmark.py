@@ -7,14 +7,23 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from orchestrator.core import (
+    Basis,
+    Bookmark,
+    Folded,
+    Place,
+    RunState,
+    RunStats,
+    behind,
+    decode,
+    encode,
+)
 from orchestrator.core.log.codec import codec
-from orchestrator.core.log.compaction import Basis, Bookmark, Place, behind, decode, encode
-from orchestrator.core.log.journal import Folded
-from orchestrator.core.log.stats import IncidentStats, RunStats
-from orchestrator.core.state.run import Cause, Draft, Node, RunState, Slot, Worker, freeze
+from orchestrator.core.log.stats import IncidentStats
+from orchestrator.core.state.run import Cause, Draft, Node, Slot, Worker, freeze
 from orchestrator.core.state.table import Table
 from orchestrator.errors import BookmarkError
-from orchestrator.policies.budgets import Fault, UserError
+from orchestrator.policies import Fault, UserError
 from ucp_core.layout import ParallelLayout
 
 BASIS = Basis(program="p", rules="r")

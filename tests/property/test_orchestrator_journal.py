@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.core.log.journal import parse, turn_records
+from orchestrator.core import turn_records
+from orchestrator.core.log.journal import parse
 from ucp_core.layout import ParallelLayout
 
 LAYOUTS = st.builds(

@@ -3,13 +3,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.core import RunRules, RunState, StartAttempt, check, reopening, step
 from orchestrator.core import events as ev
-from orchestrator.core.actions import StartAttempt
-from orchestrator.core.checks import check
-from orchestrator.core.handlers.resume import reopening
-from orchestrator.core.machine import step
-from orchestrator.core.rules import RunRules
-from orchestrator.core.state.run import RunState
 
 WORKERS = st.sampled_from([f"w{n:04d}" for n in range(1, 6)] + ["stranger"])
 NODES = st.sampled_from(["a", "b", "c"])

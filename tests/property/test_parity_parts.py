@@ -16,13 +16,11 @@ from tests.support.memory_versions import check_loads, make_state, write_version
 from tests.support.stripes import rebuild_shares
 from ucp_core.errors import UcpError
 from workers.errors import ParityError
-from workers.memory.arena import Arena
-from workers.memory.versions import LocalPart, Part
+from workers.memory import Arena, LocalPart, Part
+from workers.parity import ParityRecord, Stripes, slot_bytes, write
 from workers.parity import rebuild as parity_part
 from workers.parity.code import BLOCK_BYTES
-from workers.parity.rebuild import Group, write
-from workers.parity.record import ParityRecord, slot_bytes
-from workers.parity.stripes import Stripes
+from workers.parity.rebuild import Group
 from workers.protocol import Held, Member
 from workers.snapshot.replica_parity import fold, folds
 

@@ -7,10 +7,10 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.policies.saving.redundancy import RedundancyFacts, plan_redundancy
+from orchestrator.policies import RedundancyFacts, plan_redundancy
 from ucp_core.layout import ParallelLayout
-from workers.placement.plan import Mechanism, Preference
-from workers.state.replica_shares import replicas_of
+from workers.placement import Mechanism, Preference
+from workers.state import replicas_of
 
 LAYOUTS = st.builds(ParallelLayout, dp_replicate=st.integers(2, 5), dp_shard=st.integers(1, 3))
 

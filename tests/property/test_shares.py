@@ -8,10 +8,10 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import DTYPE_BYTES, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.geometry import DTYPE_BYTES, Box, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.layout import ParallelLayout
-from workers.state.replica_shares import Sharing, cut, replicas_of
+from workers.state import Sharing, replicas_of
+from workers.state.replica_shares import cut
 
 SHAPES = st.lists(
     st.tuples(

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.placements import is_readable
-from workers.placement.groups import form_groups, partners, shared_domains
-from workers.placement.plan import Node, PlacementRules, place
+from workers.placement import Node, PlacementRules, form_groups, place, shared_domains
+from workers.placement.groups import partners
 
 RACKS = st.lists(st.integers(0, 4), min_size=1, max_size=8)
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from workers.memory.arena import NUM_SLOTS
-from workers.memory.retention import Shelved, choose_slot, counts, in_use, reapable, split_name
+from workers.memory import NUM_SLOTS, Shelved, counts, in_use, reapable, split_name
+from workers.memory.retention import choose_slot
 from workers.protocol import Held
 
 Version = tuple[int, int]

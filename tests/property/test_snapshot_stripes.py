@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.stripes import rebuild_shares
 from workers.errors import ParityError
+from workers.parity import Stripes
 from workers.parity import code as parity
-from workers.parity.stripes import Stripes
 
 
 def _bytes(length: int, seed: int = 0) -> np.ndarray:

@@ -20,10 +20,8 @@ from tests.support.memory_versions import (
 )
 from ucp_core.checkpoint import LocalTensor, load, save_rank
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
-from ucp_core.geometry.boxes import Box
-from workers.memory.arena import Arena
-from workers.memory.slot_store import ArenaStore
-from workers.memory.versions import LocalPart, open_version
+from ucp_core.geometry import Box
+from workers.memory import Arena, ArenaStore, LocalPart, open_version
 
 
 @contextmanager

@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucp_core.errors import UncoveredRegionError
-from ucp_core.geometry.boxes import Box, flat_range, is_contiguous, runs, span
-from ucp_core.geometry.statemap import Fragment, TensorEntry, TensorKey, prove_entry
+from ucp_core.geometry import (
+    Box,
+    Fragment,
+    TensorEntry,
+    TensorKey,
+    flat_range,
+    is_contiguous,
+    prove_entry,
+    span,
+)
+from ucp_core.geometry.boxes import runs
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 

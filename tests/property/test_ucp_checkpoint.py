@@ -36,7 +36,8 @@ from ucp_core.conversion import job as conversion
 from ucp_core.conversion import outputs as files
 from ucp_core.conversion import work_items as work
 from ucp_core.errors import UcpError, UncoveredRegionError, UnsupportedVersionError
-from ucp_core.manifest.document import from_bytes, parse, to_bytes, to_json, validate
+from ucp_core.manifest import from_bytes, to_bytes, to_json
+from ucp_core.manifest.document import parse, validate
 from ucp_core.native import saving as _save
 from ucp_core.storage import MemoryStore, join
 

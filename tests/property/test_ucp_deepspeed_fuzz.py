@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.deepspeed_folders import Folder, Param, native, read, tensor, universal
 from ucp_core.errors import UcpError
-from ucp_core.torch_files.torch_writer import Instance, TensorData
+from ucp_core.torch_files import Instance, TensorData
 
 MODEL = [
     Param("1.up.weight", (4, 6), 0),

@@ -16,9 +16,9 @@ from ucp_core.errors import UcpError
 from ucp_core.formats import open_source
 from ucp_core.formats.deepspeed import universal_writer as deepspeed_universal_writer
 from ucp_core.formats.deepspeed import writer as deepspeed_writer
-from ucp_core.geometry.boxes import Box
-from ucp_core.language.patterns import Cut, Pattern, Replicated, split
-from ucp_core.language.rules import Rule, Rules
+from ucp_core.geometry import Box
+from ucp_core.language import Cut, Pattern, Replicated, Rules, split
+from ucp_core.language.rules import Rule
 from ucp_core.storage import MemoryStore
 
 MEMORY_BYTES = 32 << 20

@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from tests.support.foreign_maps import Foreign, index, random_box, random_foreign, target
 from ucp_core.checkpoint import Checkpoint, LocalTensor, load
 from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import StateMap
+from ucp_core.geometry import Box, StateMap
 from ucp_core.native import opening as _open
-from ucp_core.numerics.floats import decode, encode
+from ucp_core.numerics import decode, encode
+from ucp_core.reading import Mapped, transfer
 from ucp_core.reading import rows as _rows
-from ucp_core.reading import transfer
-from ucp_core.reading.mapped import Mapped
 from ucp_core.storage import MemoryStore, ReadRange
 
 SEEDS = st.integers(0, 2**32)

@@ -15,8 +15,8 @@ from ucp_core.formats import open_source
 from ucp_core.formats.dcp import writer as dcp_writer
 from ucp_core.formats.huggingface import recognition as huggingface
 from ucp_core.formats.huggingface import writer as huggingface_writer
-from ucp_core.geometry.statemap import DTYPE_BYTES, TensorKey
-from ucp_core.inspection.diff import diff
+from ucp_core.geometry import DTYPE_BYTES, TensorKey
+from ucp_core.inspection import diff
 from ucp_core.inspection.elements import Tolerance
 from ucp_core.storage import MemoryStore
 

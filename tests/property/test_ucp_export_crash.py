@@ -11,12 +11,10 @@ import pytest
 from tests.support.checkpoints import ROOT, save, small_state
 from ucp_core.checkpoint import Checkpoint, open_checkpoint
 from ucp_core.errors import UcpError
-from ucp_core.formats import open_source
+from ucp_core.formats import export, open_source
 from ucp_core.formats.dcp import writer as dcp_writer
-from ucp_core.formats.export import export
-from ucp_core.inspection.diff import diff
-from ucp_core.storage import MemoryStore
-from ucp_core.storage.base import Buffer
+from ucp_core.inspection import diff
+from ucp_core.storage import Buffer, MemoryStore
 
 MEMORY = 8 << 20
 

@@ -20,7 +20,7 @@ from ucp_core.errors import UcpError
 from ucp_core.formats.dcp import reader as dcp
 from ucp_core.formats.megatron_core import reader as megatron_core
 from ucp_core.storage import MemoryStore
-from ucp_core.torch_files.torch_reader import plain, read_pickle, read_torch_file
+from ucp_core.torch_files import plain, read_pickle, read_torch_file
 
 
 def _torch_file() -> bytes:

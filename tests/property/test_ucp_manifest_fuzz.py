@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import ROOT, save, small_state
 from ucp_core.checkpoint import materialise, open_checkpoint
 from ucp_core.errors import UcpError
-from ucp_core.manifest.document import Manifest, from_bytes, to_bytes, to_json
-from ucp_core.numerics.checksums import crc32
+from ucp_core.manifest import Manifest, from_bytes, to_bytes, to_json
+from ucp_core.numerics import crc32
 from ucp_core.storage import MemoryStore
 
 _VALUES: tuple[Any, ...] = (

@@ -25,28 +25,33 @@ from tests.support.shards import (
 )
 from ucp_core.checkpoint import Checkpoint
 from ucp_core.errors import RulesError, UncoveredRegionError
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import Fragment, StateMap, TensorEntry, TensorKey, prove_entry
-from ucp_core.language.affine import piece_boxes
-from ucp_core.language.operators import extract, load, strip_padding, target_pieces, union
-from ucp_core.language.patterns import (
+from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey, prove_entry
+from ucp_core.language import (
     Affine,
-    AffinePiece,
     Average,
     Cut,
     Grid,
     Pattern,
     Replicated,
+    Rules,
     Unique,
+    extract,
+    load_renames,
+    load_rules,
     place,
+    plain,
     split,
+    strip_padding,
+    union,
 )
-from ucp_core.language.plain import plain
-from ucp_core.language.rules import Rule, Rules, load_renames, load_rules
+from ucp_core.language.affine import piece_boxes
+from ucp_core.language.operators import load, target_pieces
+from ucp_core.language.patterns import AffinePiece
+from ucp_core.language.rules import Rule
 from ucp_core.language.targets import Sharding
 from ucp_core.layout import ParallelLayout
-from ucp_core.manifest.document import Kind, Manifest
-from ucp_core.reading.plan import Part
+from ucp_core.manifest import Kind, Manifest
+from ucp_core.reading import Part
 from ucp_core.storage import MemoryStore
 
 SEEDS = st.integers(0, 2**32)

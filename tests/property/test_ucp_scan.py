@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from tests.support.checkpoints import ROOT, empty_tensors, random_sharding, random_state, save
 from ucp_core.errors import CheckpointCorruptError, UcpError, UncoveredRegionError
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import TensorKey
+from ucp_core.geometry import Box, TensorKey
+from ucp_core.manifest import Manifest, from_bytes, merge, to_bytes
 from ucp_core.manifest import document as manifest
-from ucp_core.manifest.document import Manifest, from_bytes, merge, parse, to_bytes
+from ucp_core.manifest.document import parse
 from ucp_core.manifest.fragment_columns import scan
 from ucp_core.manifest.json_text import load_json
 from ucp_core.native import saving as _save
 from ucp_core.native.opening import parts_of
-from ucp_core.numerics.checksums import crc32
-from ucp_core.reading.plan import Part, ReadPlan, plan
+from ucp_core.numerics import crc32
+from ucp_core.reading import Part, ReadPlan, plan
 from ucp_core.storage import MemoryStore
 
 SEEDS = st.integers(0, 2**32)

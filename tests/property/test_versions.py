@@ -6,10 +6,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.policies.versions import complete, newest, protection, without
+from orchestrator.policies import complete
+from orchestrator.policies.versions import newest, protection, without
 from workers.errors import ParityError
-from workers.parity.rebuild import lost_parts
-from workers.parity.record import ParityRecord
+from workers.parity import ParityRecord, lost_parts
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, Member
 
 NODES = ("a", "b", "c", "d")

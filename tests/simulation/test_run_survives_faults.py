@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from orchestrator.simulation import run_campaign
 from orchestrator.simulation.__main__ import main
-from orchestrator.simulation.campaign import run_campaign
 from orchestrator.simulation.history import History, run_history
 
 NUM_HISTORIES = 2000

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
+from orchestrator.core import Phase, machine
+from orchestrator.core import compaction as bookmark
 from orchestrator.core import events as ev
-from orchestrator.core import machine
 from orchestrator.core.handlers import deadlines as on_time
 from orchestrator.core.handlers import demand, fleet, formation, planned, recovery, survey
 from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
 from orchestrator.core.handlers import resume as reopening
-from orchestrator.core.log import compaction as bookmark
-from orchestrator.core.state.run import Draft, Node, Phase, Worker
+from orchestrator.core.state.run import Draft, Node, Worker
 from orchestrator.core.transition import Turn
 from orchestrator.policies import versions
 from orchestrator.simulation.checkers.violations import Violation

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator.core.actions import Action, StartAttempt
-from orchestrator.core.events import Event, WorkerLeft, WorkerRaised
-from orchestrator.core.log.journal import turn_records
-from orchestrator.core.log.stats import RunStats
-from orchestrator.core.state.run import RunState
+from orchestrator.core import (
+    Action,
+    Event,
+    RunState,
+    RunStats,
+    StartAttempt,
+    WorkerLeft,
+    WorkerRaised,
+    turn_records,
+)
 from orchestrator.simulation.history import History
 
 NUM_HISTORIES = 150

@@ -12,8 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ucp_core.checkpoint import LocalTensor, SaveResult, checkpoint_name, save_rank
-from ucp_core.geometry.boxes import Box, flat_range
-from ucp_core.geometry.statemap import DTYPE_BYTES, TensorKey
+from ucp_core.geometry import DTYPE_BYTES, Box, TensorKey, flat_range
 from ucp_core.storage import Store, join
 
 #: Boxes of each rank, by tensor.

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from tests.support.checkpoints import State, Whole, assert_loaded, save, small_state, whole_need
 from ucp_core.checkpoint import Checkpoint, checkpoint_name, load, open_checkpoint, verify
-from ucp_core.conversion.convert import ConvertResult, convert
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import Extent, Fragment, StateMap, TensorEntry, TensorKey
-from ucp_core.manifest.document import Item, Kind, Manifest
-from ucp_core.numerics.checksums import BLOCK_BYTES, crc32
+from ucp_core.conversion import ConvertResult, convert
+from ucp_core.geometry import Box, Extent, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.manifest import Item, Kind, Manifest
+from ucp_core.numerics import BLOCK_BYTES, crc32
 from ucp_core.storage import LocalStore
 
 MIB = 1 << 20

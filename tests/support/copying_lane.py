@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.memory.cuda import Lane, Mark
+from workers.memory import Lane, Mark
 from workers.snapshot import device
 from workers.snapshot.host_copy import HostTensors
 from workers.snapshot.writing import BLOCK_BYTES

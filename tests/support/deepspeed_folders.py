@@ -15,18 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ucp_core.formats import open_source
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import TensorKey
-from ucp_core.language.rules import Rules
-from ucp_core.native.opening import Checkpoint, LocalTensor, load
+from ucp_core.geometry import Box, TensorKey
+from ucp_core.language import Rules
+from ucp_core.native import Checkpoint, LocalTensor, load
 from ucp_core.storage import LocalStore
-from ucp_core.torch_files.torch_writer import (
-    Instance,
-    Named,
-    Size,
-    TensorData,
-    write_torch_file,
-)
+from ucp_core.torch_files import Instance, Named, Size, TensorData, write_torch_file
 
 Array = npt.NDArray[Any]
 

@@ -30,7 +30,8 @@ from ucp_core.storage import local
 from workers.keeper.node_memory import NodeMemory
 from workers.keeper.peers import server as wire
 from workers.keeper.peers.listing import is_copy
-from workers.memory.arena import NUM_SLOTS, PAGE_BYTES, Arena
+from workers.memory import NUM_SLOTS, Arena
+from workers.memory.arena import PAGE_BYTES
 from workers.protocol import MemoryPart
 
 #: A small state has many chunks then.

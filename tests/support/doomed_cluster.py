@@ -20,10 +20,9 @@ from tests.support.memory_versions import State, local_tensors, make_state, writ
 from tests.support.snapshots import eventually
 from ucp_core.checkpoint import Checkpoint, find_committed, load
 from ucp_core.storage import LocalStore
-from workers.keeper.descriptors import Lease, door_path, notify, reserve
+from workers.keeper import Lease, MemorySources, door_path, notify, reserve
 from workers.keeper.persister import CHECKPOINTS
-from workers.keeper.sources import MemorySources
-from workers.memory.arena import Arena
+from workers.memory import Arena
 from workers.protocol import GroupPlace, KeeperOrder, ParityGroup, Peer, Source
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 

@@ -14,9 +14,9 @@ from tests.support.doomed import DoomedNode, DoomedTrainer, newest, places_of
 from tests.support.snapshots import eventually
 from tests.support.soak import COLUMNS, ROWS, STORED_EVERY, Attempt, weights
 from ucp_core.checkpoint import Checkpoint, LocalTensor, load
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
+from workers.keeper import MemorySources
 from workers.keeper.peers.listing import is_copy
-from workers.keeper.sources import MemorySources
 from workers.keeper.vault import Vault
 from workers.protocol import KeeperOrder, MemoryPart
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings

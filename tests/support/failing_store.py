@@ -16,8 +16,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from ucp_core.storage import LocalStore, MemoryStore, Store
-from ucp_core.storage.base import Buffer
+from ucp_core.storage import Buffer, LocalStore, MemoryStore, Store
 from ucp_core.storage.remote import FsspecStore
 
 T = TypeVar("T")

@@ -12,18 +12,18 @@ from numpy.typing import NDArray
 
 from tests.support.checkpoints import cuts
 from ucp_core.checkpoint import Checkpoint, LocalTensor
-from ucp_core.geometry.boxes import Box, packed_strides
-from ucp_core.geometry.statemap import (
+from ucp_core.geometry import (
     DTYPE_BYTES,
+    Box,
     Extent,
     Fragment,
     StateMap,
     TensorEntry,
     TensorKey,
+    packed_strides,
 )
-from ucp_core.manifest.document import Kind, Manifest
-from ucp_core.numerics.checksums import crc32
-from ucp_core.numerics.floats import decode, encode
+from ucp_core.manifest import Kind, Manifest
+from ucp_core.numerics import crc32, decode, encode
 from ucp_core.storage import MemoryStore
 
 DIRECTORY = "foreign"

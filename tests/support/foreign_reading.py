@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from ucp_core.checkpoint import Checkpoint, LocalTensor, load
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import TensorKey
+from ucp_core.geometry import Box, TensorKey
 
 TORCH_DTYPES = {
     "F32": torch.float32,

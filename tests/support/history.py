@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.schema import RunConfig
+from orchestrator.config import RunConfig
 from orchestrator.run_directory import read_run
 
 #: Once so many snapshots were skipped the next is taken, though peers lack the one before.

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from orchestrator.config.schema import RunConfig, load
+from orchestrator.config import RunConfig, load
+from orchestrator.core import Phase, step, turn_records
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.core.log.journal import turn_records
-from orchestrator.core.machine import step
-from orchestrator.core.state.run import Phase
 from orchestrator.shell.storage.compaction import BookmarkFile
 from orchestrator.shell.storage.incarnation import Life, begin_life
 from orchestrator.shell.storage.journal import JournalFile

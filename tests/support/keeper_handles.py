@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.nodes import Nodes, NodeView
 from orchestrator.shell.memory.snapshots import Answer, Snapshots
-from orchestrator.shell.names import RunNames
 from ucp_core.storage import Store
-from workers.placement.plan import Preference
+from workers.placement import Preference
 from workers.protocol import Held, HeldPart, Inventory, KeeperOrder
 
 ROOT = "run/checkpoints"

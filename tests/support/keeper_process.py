@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.keeper.descriptors import Door, door_path
+from workers.keeper import door_path
+from workers.keeper.descriptors import Door
 from workers.keeper.peers.mirror import Mirrors
 from workers.keeper.peers.parity_mirror import ParityMirror
 from workers.keeper.peers.server import WireServer

@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.support.deepspeed_folders import CLASSES, SLOTS, Array, namespace, tensor
 from ucp_core.storage import LocalStore
-from ucp_core.torch_files.torch_writer import write_torch_file
+from ucp_core.torch_files import write_torch_file
 
 LAYERS = 2
 EXPERTS = 4

@@ -8,11 +8,9 @@ from typing import TypeAlias
 import numpy as np
 
 from ucp_core.checkpoint import LocalTensor, load, save_rank
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 from ucp_core.lineage import Lineage
-from workers.memory.arena import Arena
-from workers.memory.slot_store import ArenaStore
-from workers.memory.versions import Part, open_version
+from workers.memory import Arena, ArenaStore, Part, open_version
 from workers.protocol import Held
 
 State: TypeAlias = Mapping[str, np.ndarray]

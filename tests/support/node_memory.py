@@ -11,9 +11,9 @@ from typing import Any
 
 from tests.support.forking import forking
 from ucp_core.checkpoint import Checkpoint, LocalTensor, load
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
+from workers.keeper import MemorySources
 from workers.keeper.node_memory import NodeMemory
-from workers.keeper.sources import MemorySources
 from workers.protocol import Inventory, KeeperOrder, MemoryPart, Peer
 from workers.settings import Settings
 

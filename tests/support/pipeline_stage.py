@@ -23,11 +23,10 @@ from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from tests.support.copying_lane import Done
-from workers.memory.credits import Credits
-from workers.memory.cuda import Mark
+from workers.memory import Credits, Mark
 from workers.snapshot import device as device_module
+from workers.snapshot import on_passes
 from workers.snapshot.device import DeviceCopy
-from workers.snapshot.passes import on_passes
 
 __all__ = ["NUM_BUCKETS", "NUM_STEPS"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from workers.placement.groups import parity_places
-from workers.placement.plan import PARITIES, Placement
+from workers.placement import PARITIES, parity_places
+from workers.placement.plan import Placement
 
 
 def is_readable(placement: Placement, lost: Collection[str]) -> bool:

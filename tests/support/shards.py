@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ucp_core.geometry.statemap import Fragment
-from ucp_core.language.patterns import Average, Cut, Grid, Pattern, Replicated, Unique
+from ucp_core.geometry import Fragment
+from ucp_core.language import Average, Cut, Grid, Pattern, Replicated, Unique
 
 Array = npt.NDArray[np.int32]
 

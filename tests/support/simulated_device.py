@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from workers.memory.cuda import Mark
+from workers.memory import Mark
 
 WAIT_S_MAX = 20.0
 

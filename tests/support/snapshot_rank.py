@@ -11,14 +11,14 @@ import torch
 
 from tests.support.snapshots import eventually
 from ucp_core.checkpoint import LocalTensor, load
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
-from workers.keeper.descriptors import Door, Shelf, door_path
-from workers.memory.arena import Arena
-from workers.memory.versions import LocalPart, open_version
+from workers.keeper import door_path
+from workers.keeper.descriptors import Door, Shelf
+from workers.memory import Arena, LocalPart, open_version
 from workers.protocol import Assignment
-from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
-from workers.state.entries import StateEntry
+from workers.snapshot import Captured, SnapshotMemory, SnapshotWriter
+from workers.state import StateEntry
 
 
 class Node:

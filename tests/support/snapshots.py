@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from ucp_core.checkpoint import LocalTensor, checkpoint_name, save_rank
-from ucp_core.geometry.boxes import Box
-from ucp_core.storage import MemoryStore
-from ucp_core.storage.base import Buffer
-from workers.memory.arena import Arena
-from workers.memory.slot_store import ArenaStore
+from ucp_core.geometry import Box
+from ucp_core.storage import Buffer, MemoryStore
+from workers.memory import Arena, ArenaStore
 from workers.protocol import Held
 
 ROWS = 4096

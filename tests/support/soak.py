@@ -20,12 +20,12 @@ from torch import Tensor
 
 from tests.support.forking import forking
 from ucp_core.checkpoint import LocalTensor, load
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
-from workers.keeper.sources import MemorySources
+from workers.keeper import MemorySources
 from workers.protocol import Assignment, MemoryPart
-from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
-from workers.state.entries import StateEntry
+from workers.snapshot import Captured, SnapshotMemory, SnapshotWriter
+from workers.state import StateEntry
 
 __all__ = ["Attempt", "SoakRank", "SoakTrainer", "Usage", "run_attempt", "usage_of", "weights"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from workers.parity import Stripes
 from workers.parity.code import rebuild
-from workers.parity.stripes import Stripes
 
 Bytes = NDArray[np.uint8]
 

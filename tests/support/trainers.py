@@ -21,11 +21,12 @@ import torch.distributed as dist
 from tests.support.forking import forking
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
-from workers import collectives
+from workers.collectives import collectives
 from workers.protocol import Assignment, Formed, MemoryPart, Outcome, Pace
-from workers.records.progress import ProgressPage
+from workers.records import ProgressPage
 from workers.settings import Settings
-from workers.train.loop import WorkerContext, run_attempt
+from workers.train import run_attempt
+from workers.train.loop import WorkerContext
 
 #: Guards against a hang: workers that share a processor with others may need long for an attempt.
 ANSWER_S_MAX = 240.0

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 
 from orchestrator.detection import Detector, Limits, Verdict, judge, limits_from, observe
 from tests.support.ranks import Place, Ranks, until
-from workers import collectives
+from workers.collectives import collectives
 from workers.protocol import NodeReport, WorkerPhase
-from workers.records.progress import ProgressPage, read_page
+from workers.records import ProgressPage, read_page
 from workers.records.progress import observe as observe_worker
 
 NUM_RANKS = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from workers.memory.arena import Arena
+from workers.memory import Arena
 from workers.protocol import Held
 
 SECRET = b"of this run"

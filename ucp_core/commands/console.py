@@ -15,8 +15,8 @@ from ucp_core.storage import open_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ucp_core.language.rules import Rules
-    from ucp_core.native.opening import Checkpoint
+    from ucp_core.language import Rules
+    from ucp_core.native import Checkpoint
 
 EXIT_CHECKPOINT = 1
 EXIT_USAGE = 2
@@ -72,8 +72,8 @@ def open_all(
     if rename is not None:
         from dataclasses import replace
 
-        from ucp_core.language.operators import rename as rename_manifest
-        from ucp_core.language.rules import load_renames
+        from ucp_core.language import load_renames
+        from ucp_core.language import rename as rename_manifest
 
         renames = load_renames(_text(rename), rename)
         renames.refuse_idle(known)
@@ -97,7 +97,7 @@ def read_rules(file: str | None) -> Rules | None:
     """Return the rules of a file, or of a family that ships."""
     if file is None:
         return None
-    from ucp_core.language.rules import builtin_names, builtin_rules, load_rules
+    from ucp_core.language import builtin_names, builtin_rules, load_rules
 
     if file in builtin_names():
         return builtin_rules(file)
@@ -129,7 +129,7 @@ def size(text: str) -> int:
 def memory_size(text: str) -> int:
     """Return the bytes of a bound of memory that can be kept."""
     # Of 8 blocks; not from where it is used, which imports numpy.
-    from ucp_core.numerics.checksums import BLOCK_BYTES
+    from ucp_core.numerics import BLOCK_BYTES
 
     memory_bytes_min = 8 * BLOCK_BYTES
     num_bytes = size(text)

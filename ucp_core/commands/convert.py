@@ -23,7 +23,7 @@ from ucp_core.commands.console import (
 from ucp_core.storage import open_store
 
 if TYPE_CHECKING:
-    from ucp_core.conversion.forecast import Forecast
+    from ucp_core.conversion import Forecast
     from ucp_core.layout import ParallelLayout
 
 
@@ -59,7 +59,7 @@ def convert_command(  # noqa: PLR0913 - options of a command
     as_json: Json = False,
 ) -> None:
     """Make a universal checkpoint: whole tensors in safetensors files that any tool reads."""
-    from ucp_core.conversion.convert import convert, memory_left
+    from ucp_core.conversion import convert, memory_left
 
     memory_bytes = memory_size(memory)
     opened = open_any(source, rules=rules, rename=rename, tag=tag)
@@ -116,7 +116,7 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Tell what a conversion or a load would read, move and write, and how long it would take."""
-    from ucp_core.conversion.forecast import forecast
+    from ucp_core.conversion import forecast
 
     opened = open_any(source, rules=rules, rename=rename, tag=tag)
     target = None if layout is None else _layout(layout)

@@ -30,8 +30,8 @@ from ucp_core.storage import open_store
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucp_core.inspection.diff import DiffReport, TensorDiff
-    from ucp_core.native.opening import Checkpoint
+    from ucp_core.inspection import DiffReport, TensorDiff
+    from ucp_core.native import Checkpoint
 
 #: Rows of a table for people; programs get everything.
 _ROWS_MAX = 50
@@ -82,7 +82,7 @@ def diff_command(  # noqa: PLR0913 - options of a command
     Rules and renamings apply to both; names of one are enough for a renaming. Small values are
     compared too, unless --only or --slots ask for some tensors.
     """
-    from ucp_core.inspection.diff import Tolerance, diff
+    from ucp_core.inspection import Tolerance, diff
 
     memory_bytes = memory_size(memory)
     opened = open_all([first, second], rules=rules, rename=rename)
@@ -235,7 +235,7 @@ def export_command(  # noqa: PLR0913 - options of a command
     Formats: universal, huggingface, dcp (torch.distributed.checkpoint), deepspeed,
     deepspeed-universal. Options of one format are refused with the others.
     """
-    from ucp_core.formats.export import FORMATS, export
+    from ucp_core.formats import FORMATS, export
 
     if to not in FORMATS:
         raise typer.BadParameter(f"{to!r} is none of {', '.join(FORMATS)}", param_hint="--format")
@@ -285,7 +285,7 @@ def _tied_layers(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
 
 
 def _exported(opened: Checkpoint, destination: str, to: str) -> dict[str, Any]:
-    from ucp_core.formats.export import exported, left_behind
+    from ucp_core.formats import exported, left_behind
 
     entries = exported(opened, format=to)
     return {
@@ -315,8 +315,7 @@ def extract_command(  # noqa: PLR0913 - options of a command
     """Show what is in a tensor or a box of it, and write it to a file if one is given."""
     from dataclasses import asdict
 
-    from ucp_core.inspection.diff import plain
-    from ucp_core.inspection.extract import extract, find, parse_box
+    from ucp_core.inspection import extract, find, parse_box, plain
 
     memory_bytes = memory_size(memory)
     opened = open_any(source, rules=rules, rename=rename, tag=tag)

@@ -8,23 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp_core.conversion.journal import FOLDER
 from ucp_core.conversion.source_checks import Collector, plan_extents
 from ucp_core.conversion.work_items import Item, Job, Result, is_local
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
-from ucp_core.formats.universal.files import (
-    INDEX_NAME,
-    TargetFile,
-    extra_file,
-    small_files,
-    target_files,
-)
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import Fragment, StateMap, TensorEntry, TensorKey
-from ucp_core.manifest.document import FileEntry, Kind, Manifest, from_bytes, to_bytes
-from ucp_core.native.opening import MANIFEST_NAME, Checkpoint
-from ucp_core.numerics.checksums import BLOCK_BYTES, combine, combine_blocks, crc32
-from ucp_core.storage.base import Store, join
+from ucp_core.formats import INDEX_NAME, TargetFile, extra_file, small_files, target_files
+from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.manifest import FileEntry, Kind, Manifest, from_bytes, to_bytes
+from ucp_core.native import MANIFEST_NAME, UNFINISHED_NAME, Checkpoint
+from ucp_core.numerics import BLOCK_BYTES, combine, combine_blocks, crc32
+from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -178,7 +170,7 @@ def _check_contents(store: Store, directory: str, targets: Sequence[TargetFile])
     what both would be taken for, nobody can say.
     """
     names = [name for name in store.list(directory) if not name.startswith(".")]
-    if store.exists(join(directory, FOLDER)):
+    if store.exists(join(directory, UNFINISHED_NAME)):
         own = {INDEX_NAME, extra_file("").partition("/")[0], *(target.name for target in targets)}
         names = [name for name in names if name not in own]
     if not names:

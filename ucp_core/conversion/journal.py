@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 from ucp_core.conversion.source_checks import Check, Piece
 from ucp_core.conversion.work_items import Item, Result
 from ucp_core.errors import StorageError, UcpError
-from ucp_core.numerics.checksums import crc32
+from ucp_core.native import UNFINISHED_NAME
+from ucp_core.numerics import crc32
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: Everything of a conversion under way is in this folder of its destination.
-FOLDER = ".tmp-convert"
 _NAME = "journal"
 _CRC_DIGITS = 8
 
@@ -77,7 +76,7 @@ class Journal:
             UcpError: Another process converts to the same directory.
             StorageError: The directory cannot be written.
         """
-        self.folder = Path(directory) / FOLDER
+        self.folder = Path(directory) / UNFINISHED_NAME
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self.folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -13,10 +13,10 @@ from ucp_core.conversion import journal
 from ucp_core.conversion.work_items import Item, Result, Worker
 from ucp_core.conversion.workers import Writer, do_item
 from ucp_core.errors import StorageError
-from ucp_core.formats.universal.files import TargetFile
-from ucp_core.numerics.checksums import BLOCK_BYTES, crc32
-from ucp_core.storage.base import Store, join
-from ucp_core.storage.reserving import may_reserve
+from ucp_core.formats import TargetFile
+from ucp_core.native import UNFINISHED_NAME
+from ucp_core.numerics import BLOCK_BYTES, crc32
+from ucp_core.storage import Store, join, may_reserve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -72,7 +72,7 @@ class Streamed(NamedTuple):
 
 
 def _marker(directory: str, target: TargetFile) -> str:
-    return join(directory, journal.FOLDER, f"{target.name}.json")
+    return join(directory, UNFINISHED_NAME, f"{target.name}.json")
 
 
 class LocalFiles:
@@ -215,7 +215,7 @@ class StreamedFiles:
 
     def __post_init__(self) -> None:
         """Say whose the files are before the first of them appears."""
-        path = join(self.directory, journal.FOLDER, "begun")
+        path = join(self.directory, UNFINISHED_NAME, "begun")
         self.store.write_atomic(path, self._head(), fsync=False)
 
     def resumed(self) -> Iterator[Result]:
@@ -261,7 +261,7 @@ class StreamedFiles:
 
     def remove(self) -> None:
         """Delete the markers."""
-        self.store.delete(join(self.directory, journal.FOLDER))
+        self.store.delete(join(self.directory, UNFINISHED_NAME))
 
     def discard(self) -> None:
         """Delete what was written."""

@@ -10,13 +10,13 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.errors import ChecksumMismatchError
-from ucp_core.numerics.checksums import combine
-from ucp_core.reading.gather import is_plain
+from ucp_core.numerics import combine
+from ucp_core.reading import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from ucp_core.geometry.statemap import Extent, StateMap
+    from ucp_core.geometry import Extent, StateMap
 
 
 class Check(NamedTuple):

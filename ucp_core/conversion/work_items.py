@@ -13,17 +13,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.conversion.source_checks import Check, ExtentPlan, Notes, Piece
 from ucp_core.errors import CheckpointCorruptError, StorageError
-from ucp_core.geometry.boxes import Box, flat_range, packed_strides
-from ucp_core.geometry.statemap import DTYPE_BYTES, Fragment, StateMap, TensorEntry
-from ucp_core.numerics.checksums import BLOCK_BYTES, combine, crc32
-from ucp_core.reading.gather import Holders, Run, is_plain, scattered
-from ucp_core.storage.base import Store, join
-from ucp_core.storage.local import LocalStore
+from ucp_core.geometry import (
+    DTYPE_BYTES,
+    Box,
+    Fragment,
+    StateMap,
+    TensorEntry,
+    flat_range,
+    packed_strides,
+)
+from ucp_core.numerics import BLOCK_BYTES, combine, crc32
+from ucp_core.reading import Holders, Run, is_plain, scattered
+from ucp_core.storage import LocalStore, Store, join
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ucp_core.formats.universal.files import TargetFile
+    from ucp_core.formats import TargetFile
 
 #: A process may have 1024 files open, and others need some.
 _OPEN_FILES_MAX = 200
@@ -298,8 +304,7 @@ class Worker:
     def _load(self, entry: TensorEntry, boxes: Sequence[Box], target: memoryview) -> None:
         """Fill ``target`` with the boxes of a tensor, one after the other."""
         # Most conversions never come here, and numpy takes 60 ms to import.
-        from ucp_core.reading.plan import Part, plan
-        from ucp_core.reading.transfer import Source, execute
+        from ucp_core.reading import Part, Source, execute, plan
 
         job = self._job
         parts = [Part(entry.key, entry.dtype, entry.shape, box) for box in boxes]

@@ -1,113 +1,48 @@
-"""Checkpoints of other frameworks, opened as any other: recognised, described, never copied.
+"""Checkpoints of other frameworks, opened as any other: recognised, described, never copied."""
 
-A format is a package with two modules: ``recognition`` with ``NAME`` and
-``recognise(store, directory) -> bool``, which imports next to nothing, and ``reader`` with
-``read(store, directory, *, rules, tag) -> Checkpoint``, imported only for what is of its format.
-"""
+from typing import TYPE_CHECKING
 
-from __future__ import annotations
-
-from dataclasses import replace
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from ucp_core.errors import CheckpointNotFoundError
-from ucp_core.native.opening import MANIFEST_NAME, Checkpoint, open_checkpoint
-from ucp_core.storage.base import Store, join
+from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from ucp_core.formats.exporting import FORMATS, export, exported, left_behind
+    from ucp_core.formats.opening import open_source, recognise
+    from ucp_core.formats.shared import print_header
+    from ucp_core.formats.universal import (
+        INDEX_NAME,
+        TargetFile,
+        extra_file,
+        small_files,
+        target_files,
+    )
 
-    from ucp_core.language.rules import Rules
+__all__ = [
+    "FORMATS",
+    "INDEX_NAME",
+    "TargetFile",
+    "export",
+    "exported",
+    "extra_file",
+    "left_behind",
+    "open_source",
+    "print_header",
+    "recognise",
+    "small_files",
+    "target_files",
+]
 
-__all__ = ["open_source", "recognise"]
-
-#: Asked in this order: a folder of Megatron-core is also one of torch DCP.
-_FORMATS = ("deepspeed", "megatron_core", "megatron", "dcp", "huggingface")
-
-_NATIVE = "everstep"
-
-
-def recognise(store: Store, directory: str) -> str | None:
-    """Return the name of the format of ``directory``, or None if none is known.
-
-    ``everstep`` is our own; the others have their ``NAME``.
-    """
-    if _is_native(store, directory):
-        return _NATIVE
-    found = _recognised(store, directory)
-    return None if found is None else found[1]
-
-
-def open_source(
-    store: Store,
-    directory: str,
-    *,
-    rules: Rules | None = None,
-    rename: Mapping[str, str] | None = None,
-    tag: str | None = None,
-) -> Checkpoint:
-    """Open a checkpoint of any known format; its headers and pickles are read, no tensor is.
-
-    Args:
-        store: Where.
-        directory: The checkpoint, or the folder that holds it under a tag.
-        rules: How tensors are cut over ranks, for sources that do not say so themselves, and
-            which tensors are tied.
-        rename: New fqn by the source's fqn; applies to every slot, group, tie and role.
-        tag: Which of several checkpoints in ``directory``, where the format has such names.
-
-    Raises:
-        CheckpointNotFoundError: Nothing that any reader knows is there.
-        CheckpointCorruptError: It contradicts itself, or a file is missing or damaged.
-        PatternError: How a tensor was cut is not known, or does not fit its shards.
-        ForeignClassError: A pickle holds a class that is not known; nothing of it ran.
-        UnsupportedVersionError: The source says that it cannot be converted.
-        StorageError: A file cannot be read.
-    """
-    checkpoint = _open(store, directory, rules, tag)
-    manifest = checkpoint.manifest
-    if rules is not None and rules.ties:
-        from ucp_core.language.operators import tie
-
-        manifest = tie(manifest, rules.ties)
-    if rename:
-        from ucp_core.language.operators import rename as rename_manifest
-
-        manifest = rename_manifest(manifest, rename)
-    return replace(checkpoint, manifest=manifest)
-
-
-def _open(store: Store, directory: str, rules: Rules | None, tag: str | None) -> Checkpoint:
-    if _is_native(store, directory):
-        if tag is not None:
-            raise CheckpointNotFoundError(
-                f"{directory} is one checkpoint of {_NATIVE}, which has no tags: open it without "
-                f"the tag {tag!r}",
-                path=directory,
-                tag=tag,
-            )
-        return open_checkpoint(store, directory)
-    found = _recognised(store, directory)
-    if found is None:
-        raise CheckpointNotFoundError(
-            f"{directory} is in no known format (everstep, {', '.join(_FORMATS)}): "
-            "give the folder of one checkpoint, or the one that holds its tags",
-            path=directory,
-        )
-    reader: Any = import_module(f"{__name__}.{found[0]}.reader")
-    opened: Checkpoint = reader.read(store, directory, rules=rules, tag=tag)
-    return opened
-
-
-def _recognised(store: Store, directory: str) -> tuple[str, str] | None:
-    """Return the package and the ``NAME`` of the format of what other frameworks wrote."""
-    for package in _FORMATS:
-        module: Any = import_module(f"{__name__}.{package}.recognition")
-        if module.recognise(store, directory):
-            return package, module.NAME
-    return None
-
-
-def _is_native(store: Store, directory: str) -> bool:
-    return store.exists(join(directory, MANIFEST_NAME))
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "ucp_core.formats.exporting": ("FORMATS", "export", "exported", "left_behind"),
+        "ucp_core.formats.opening": ("open_source", "recognise"),
+        "ucp_core.formats.shared": ("print_header",),
+        "ucp_core.formats.universal": (
+            "INDEX_NAME",
+            "TargetFile",
+            "extra_file",
+            "small_files",
+            "target_files",
+        ),
+    },
+)

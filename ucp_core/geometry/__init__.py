@@ -1,1 +1,116 @@
 """Which elements of which tensor: boxes, and training state as a map of them. Pure."""
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from ucp_core.geometry.boxes import (
+        Box,
+        flat_range,
+        is_contiguous,
+        is_packed,
+        packed_strides,
+        reach,
+        slabs,
+        span,
+    )
+    from ucp_core.geometry.fragment_table import (
+        FILE,
+        FIRST_BLOCK,
+        NUM_BLOCKS,
+        NUM_BYTES,
+        OFFSET,
+        START,
+        STOP,
+        Slot,
+        Slots,
+        Table,
+        TableEntries,
+        columns_of,
+        merged,
+    )
+    from ucp_core.geometry.fragment_table import Numbers as Numbers
+    from ucp_core.geometry.statemap import (
+        DTYPE_BYTES,
+        Extent,
+        Fragment,
+        StateMap,
+        TensorEntry,
+        TensorKey,
+        prove_entry,
+        sweep_dim,
+    )
+
+__all__ = [
+    "DTYPE_BYTES",
+    "FILE",
+    "FIRST_BLOCK",
+    "NUM_BLOCKS",
+    "NUM_BYTES",
+    "OFFSET",
+    "START",
+    "STOP",
+    "Box",
+    "Extent",
+    "Fragment",
+    "Slot",
+    "Slots",
+    "StateMap",
+    "Table",
+    "TableEntries",
+    "TensorEntry",
+    "TensorKey",
+    "columns_of",
+    "flat_range",
+    "is_contiguous",
+    "is_packed",
+    "merged",
+    "packed_strides",
+    "prove_entry",
+    "reach",
+    "slabs",
+    "span",
+    "sweep_dim",
+]
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "ucp_core.geometry.boxes": (
+            "Box",
+            "flat_range",
+            "is_contiguous",
+            "is_packed",
+            "packed_strides",
+            "reach",
+            "slabs",
+            "span",
+        ),
+        "ucp_core.geometry.fragment_table": (
+            "FILE",
+            "FIRST_BLOCK",
+            "NUM_BLOCKS",
+            "NUM_BYTES",
+            "OFFSET",
+            "START",
+            "STOP",
+            "Slot",
+            "Slots",
+            "Table",
+            "TableEntries",
+            "columns_of",
+            "merged",
+        ),
+        "ucp_core.geometry.statemap": (
+            "DTYPE_BYTES",
+            "Extent",
+            "Fragment",
+            "StateMap",
+            "TensorEntry",
+            "TensorKey",
+            "prove_entry",
+            "sweep_dim",
+        ),
+    },
+)

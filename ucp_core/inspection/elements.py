@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ucp_core.geometry.statemap import DTYPE_BYTES
-from ucp_core.numerics.casts import cast, numpy_dtype
-from ucp_core.numerics.dtypes import FLOATS
-from ucp_core.numerics.floats import decode
+from ucp_core.geometry import DTYPE_BYTES
+from ucp_core.numerics import FLOATS, cast, decode, numpy_dtype
 
 #: Elements that are looked at one by one at a time; bounds the memory for it.
 _CHUNK_ELEMENTS = 1 << 17

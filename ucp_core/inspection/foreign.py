@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ucp_core.conversion.source_checks import plan_extents
-from ucp_core.conversion.work_items import Item, Job, Worker
+from ucp_core.conversion import Item, Job, Worker, plan_extents
 from ucp_core.errors import CheckpointCorruptError, StorageError
-from ucp_core.formats.universal.files import target_files
-from ucp_core.geometry.statemap import Fragment, StateMap, TensorKey
-from ucp_core.manifest.validation import Problem
-from ucp_core.numerics.checksums import BLOCK_BYTES, crc32
-from ucp_core.storage.base import join
+from ucp_core.formats import target_files
+from ucp_core.geometry import Fragment, StateMap, TensorKey
+from ucp_core.manifest import Problem
+from ucp_core.numerics import BLOCK_BYTES, crc32
+from ucp_core.storage import join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ucp_core.native.opening import Checkpoint
+    from ucp_core.native import Checkpoint
 
 _CHUNK_BYTES = 8 * BLOCK_BYTES
 

@@ -5,3 +5,94 @@ Its patterns are values of ``ucp_core.language.patterns``, its rules of
 arithmetic of strided pieces (``affine``), the text form (``syntax``) and its printing (``plain``).
 Families that ship are in ``ucp_core/language/families``.
 """
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from ucp_core.language.operators import extract, rename, strip_padding, tie, union
+    from ucp_core.language.pattern_text import plain
+    from ucp_core.language.patterns import (
+        Affine,
+        Average,
+        Cut,
+        Grid,
+        Pattern,
+        Piece,
+        Placement,
+        Replicated,
+        Unique,
+        parse_affine_map,
+        place,
+        split,
+    )
+    from ucp_core.language.rules import (
+        Rules,
+        builtin_names,
+        builtin_rules,
+        family_of,
+        load_renames,
+        load_rules,
+    )
+    from ucp_core.language.targets import shapes_of, target_map
+
+__all__ = [
+    "Affine",
+    "Average",
+    "Cut",
+    "Grid",
+    "Pattern",
+    "Piece",
+    "Placement",
+    "Replicated",
+    "Rules",
+    "Unique",
+    "builtin_names",
+    "builtin_rules",
+    "extract",
+    "family_of",
+    "load_renames",
+    "load_rules",
+    "parse_affine_map",
+    "place",
+    "plain",
+    "rename",
+    "shapes_of",
+    "split",
+    "strip_padding",
+    "target_map",
+    "tie",
+    "union",
+]
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "ucp_core.language.operators": ("extract", "rename", "strip_padding", "tie", "union"),
+        "ucp_core.language.pattern_text": ("plain",),
+        "ucp_core.language.patterns": (
+            "Affine",
+            "Average",
+            "Cut",
+            "Grid",
+            "Pattern",
+            "Piece",
+            "Placement",
+            "Replicated",
+            "Unique",
+            "parse_affine_map",
+            "place",
+            "split",
+        ),
+        "ucp_core.language.rules": (
+            "Rules",
+            "builtin_names",
+            "builtin_rules",
+            "family_of",
+            "load_renames",
+            "load_rules",
+        ),
+        "ucp_core.language.targets": ("shapes_of", "target_map"),
+    },
+)

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.errors import PatternError
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,7 +12,7 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 from ucp_core.errors import PatternError
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 
 
 @dataclass(frozen=True, slots=True)

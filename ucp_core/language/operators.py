@@ -15,14 +15,22 @@ from math import prod
 from operator import add, sub
 
 from ucp_core.errors import PatternError
-from ucp_core.geometry.boxes import Box, flat_range, span
-from ucp_core.geometry.statemap import DTYPE_BYTES, Fragment, TensorEntry, TensorKey, prove_entry
+from ucp_core.geometry import (
+    DTYPE_BYTES,
+    Box,
+    Fragment,
+    TensorEntry,
+    TensorKey,
+    flat_range,
+    prove_entry,
+    span,
+)
 from ucp_core.language.patterns import Placement
 from ucp_core.language.targets import Target, target_map, target_pieces
-from ucp_core.manifest.document import Manifest
-from ucp_core.native.opening import Checkpoint, LocalTensor
-from ucp_core.native.opening import load as load_tensors
-from ucp_core.reading.plan import Part
+from ucp_core.manifest import Manifest
+from ucp_core.native import Checkpoint, LocalTensor
+from ucp_core.native import load as load_tensors
+from ucp_core.reading import Part
 
 __all__ = [
     "Target",

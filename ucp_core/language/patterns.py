@@ -26,7 +26,7 @@ from math import prod
 from typing import Any, Literal, TypeAlias
 
 from ucp_core.errors import PatternError, UnsupportedVersionError
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 from ucp_core.language.affine import AffinePiece, piece_boxes
 from ucp_core.language.cuts import Cut, Piece, cut_problems, fitted_cut, listed, place_cuts
 

@@ -13,12 +13,11 @@ from math import prod
 from typing import Literal, NamedTuple, TypeAlias
 
 from ucp_core.errors import PatternError
-from ucp_core.geometry.boxes import Box, flat_range
-from ucp_core.geometry.statemap import StateMap, TensorKey
+from ucp_core.geometry import Box, StateMap, TensorKey, flat_range
 from ucp_core.language.patterns import Placement, Replicated, split
 from ucp_core.language.rules import Rules
 from ucp_core.layout import ParallelLayout
-from ucp_core.reading.plan import Part
+from ucp_core.reading import Part
 
 #: How data-parallel ranks share what a tensor-parallel rank holds: ``dim0`` as FSDP2 does,
 #: ``zero12`` and ``zero3`` as the stages of DeepSpeed's ZeRO do.

@@ -20,11 +20,10 @@ from ucp_core.errors import (
     UcpError,
     UnsupportedVersionError,
 )
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.manifest.json_text import load_json
 from ucp_core.manifest.validation import FORMATS, Problem, validate
-from ucp_core.numerics.checksums import combine_blocks, crc32
+from ucp_core.numerics import combine_blocks, crc32
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -348,7 +347,7 @@ def from_bytes(data: bytes, *, where: str = "manifest") -> Manifest:
         )
     # numpy takes 0.1 s to import, as long as it takes to do without it for a document this large.
     if len(data) >= _SCAN_BYTES_MIN and ("numpy" in sys.modules or len(data) >= _NUMPY_BYTES_MIN):
-        from ucp_core.geometry.fragment_table import TableEntries
+        from ucp_core.geometry import TableEntries
         from ucp_core.manifest.fragment_columns import scan
 
         if scanned := scan(data):
@@ -399,7 +398,7 @@ def _merged_entries(
     maps = [record.state_map for record in records]
     tables = [getattr(state_map.entries, "table", None) for state_map in maps]
     if all(tables) and all(state_map.block_bytes == block_bytes for state_map in maps):
-        from ucp_core.geometry.fragment_table import TableEntries, merged
+        from ucp_core.geometry import TableEntries, merged
 
         return TableEntries(merged(list(filter(None, tables))))
     fragments: dict[TensorKey, list[Fragment]] = defaultdict(list)

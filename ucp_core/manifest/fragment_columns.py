@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ucp_core.geometry.fragment_table import (
+from ucp_core.geometry import (
     FILE,
     FIRST_BLOCK,
     NUM_BLOCKS,
@@ -25,9 +25,9 @@ from ucp_core.geometry.fragment_table import (
     Slot,
     Slots,
     Table,
+    TensorKey,
     columns_of,
 )
-from ucp_core.geometry.statemap import TensorKey
 from ucp_core.manifest.json_text import load_json
 from ucp_core.manifest.validation import CRC_MAX, validate, validate_tensors
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucp_core.geometry.fragment_table import Numbers
+    from ucp_core.geometry import Numbers
 
 _HEAD = re.compile(
     rb'\{"format":"everstep-(?:distributed|rank-record)","version":1,"step":\d+,"attempt":\d+,'

@@ -10,7 +10,7 @@ import reprlib
 from math import prod
 from typing import Any, NamedTuple
 
-from ucp_core.geometry.statemap import DTYPE_BYTES
+from ucp_core.geometry import DTYPE_BYTES
 
 #: The values of ``format``.
 FORMATS = ("everstep-universal", "everstep-distributed", "everstep-rank-record")

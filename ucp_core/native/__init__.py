@@ -1,1 +1,110 @@
 """Our own distributed checkpoints: save a rank, commit, find, open, load."""
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from ucp_core.native.catalogue import (
+        Found,
+        checkpoint_name,
+        collect_garbage,
+        find_committed,
+        unloadable,
+    )
+    from ucp_core.native.extents import verify_extents
+    from ucp_core.native.holding import reading
+    from ucp_core.native.opening import (
+        MANIFEST_NAME,
+        UNFINISHED_NAME,
+        Checkpoint,
+        LoadResult,
+        LocalTensor,
+        load,
+        open_checkpoint,
+    )
+    from ucp_core.native.replicas import load_together
+    from ucp_core.native.saving import RankSaver, SaveResult, rank_name, save_rank, try_commit
+    from ucp_core.native.slabs import (
+        MEMORY_BYTES_MIN,
+        Piece,
+        Slab,
+        SlabReader,
+        aligned,
+        check_memory,
+        stream,
+        stream_box,
+    )
+
+__all__ = [
+    "MANIFEST_NAME",
+    "MEMORY_BYTES_MIN",
+    "UNFINISHED_NAME",
+    "Checkpoint",
+    "Found",
+    "LoadResult",
+    "LocalTensor",
+    "Piece",
+    "RankSaver",
+    "SaveResult",
+    "Slab",
+    "SlabReader",
+    "aligned",
+    "check_memory",
+    "checkpoint_name",
+    "collect_garbage",
+    "find_committed",
+    "load",
+    "load_together",
+    "open_checkpoint",
+    "rank_name",
+    "reading",
+    "save_rank",
+    "stream",
+    "stream_box",
+    "try_commit",
+    "unloadable",
+    "verify_extents",
+]
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "ucp_core.native.catalogue": (
+            "Found",
+            "checkpoint_name",
+            "collect_garbage",
+            "find_committed",
+            "unloadable",
+        ),
+        "ucp_core.native.extents": ("verify_extents",),
+        "ucp_core.native.holding": ("reading",),
+        "ucp_core.native.opening": (
+            "MANIFEST_NAME",
+            "UNFINISHED_NAME",
+            "Checkpoint",
+            "LoadResult",
+            "LocalTensor",
+            "load",
+            "open_checkpoint",
+        ),
+        "ucp_core.native.replicas": ("load_together",),
+        "ucp_core.native.saving": (
+            "RankSaver",
+            "SaveResult",
+            "rank_name",
+            "save_rank",
+            "try_commit",
+        ),
+        "ucp_core.native.slabs": (
+            "MEMORY_BYTES_MIN",
+            "Piece",
+            "Slab",
+            "SlabReader",
+            "aligned",
+            "check_memory",
+            "stream",
+            "stream_box",
+        ),
+    },
+)

@@ -17,10 +17,10 @@ from ucp_core.errors import (
     UcpError,
 )
 from ucp_core.lineage import counts
-from ucp_core.manifest.document import from_bytes
+from ucp_core.manifest import from_bytes
 from ucp_core.native.opening import MANIFEST_NAME, Checkpoint, open_checkpoint
 from ucp_core.native.saving import try_commit
-from ucp_core.storage.base import Store, join
+from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ucp_core.errors import ChecksumMismatchError
-from ucp_core.numerics.checksums import crc32
-from ucp_core.reading.transfer import THREAD_BYTES_MIN
-from ucp_core.storage.base import join
+from ucp_core.numerics import crc32
+from ucp_core.reading import THREAD_BYTES_MIN
+from ucp_core.storage import join
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ucp_core.geometry.statemap import Extent, StateMap
+    from ucp_core.geometry import Extent, StateMap
     from ucp_core.native.opening import Checkpoint
-    from ucp_core.reading.plan import Copy, ReadPlan
+    from ucp_core.reading import Copy, ReadPlan
 
 
 class _Place(NamedTuple):

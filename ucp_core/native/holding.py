@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import CheckpointNotFoundError, StorageError
-from ucp_core.manifest.document import Kind
+from ucp_core.manifest import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

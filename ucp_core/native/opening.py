@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import DTYPE_BYTES, StateMap, TensorKey
-from ucp_core.manifest.document import Kind, Manifest, from_bytes
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ChecksumMismatchError,
+    StorageError,
+)
+from ucp_core.geometry import DTYPE_BYTES, Box, StateMap, TensorKey
+from ucp_core.manifest import Kind, Manifest, from_bytes
 from ucp_core.native.holding import reading
-from ucp_core.reading.plan import Part, plan
-from ucp_core.storage.base import Store, join
+from ucp_core.numerics import crc32
+from ucp_core.reading import Part, plan
+from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 MANIFEST_NAME = "manifest.json"
+#: A conversion keeps its journal in this folder of its destination until it commits.
+UNFINISHED_NAME = ".tmp-convert"
 #: The checksums of 10 TB of blocks, with as many fragments, take a quarter of it.
 MANIFEST_BYTES_MAX = 1 << 30
 
@@ -125,9 +133,7 @@ class Checkpoint:
         """Return the small named values; those of a universal checkpoint are read from files."""
         if self.manifest.kind is not Kind.UNIVERSAL:
             return dict(self.manifest.extra)
-        from ucp_core.formats.universal.writer import read_extra
-
-        return read_extra(self)
+        return _read_extra(self)
 
 
 def open_checkpoint(store: Store, directory: str) -> Checkpoint:
@@ -189,7 +195,7 @@ def load(
     """
     # They need numpy, whose import takes longer than opening a checkpoint.
     from ucp_core.native.extents import touched, verify_extents
-    from ucp_core.reading.transfer import Source, execute, gap_bytes_max, run_gap_bytes_min
+    from ucp_core.reading import Source, execute, gap_bytes_max, run_gap_bytes_min
 
     begun = perf_counter()
     request_bytes = checkpoint.store.request_bytes
@@ -220,3 +226,22 @@ def load(
         read_bytes=reads.read_bytes + verified_bytes,
         seconds=perf_counter() - begun,
     )
+
+
+def _read_extra(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the small named values of a universal checkpoint, verified.
+
+    Raises:
+        ChecksumMismatchError: A file is damaged.
+    """
+    values: dict[str, Any] = {}
+    for name, file in checkpoint.manifest.extra.items():
+        path = join(checkpoint.directory, file)
+        data = checkpoint.store.read(path)
+        if crc32(data) != checkpoint.manifest.files[file].crc32:
+            raise ChecksumMismatchError(f"{path} is damaged; use an older checkpoint", path=path)
+        try:
+            values[name] = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointCorruptError(f"{path} is not JSON: {error}", path=path) from error
+    return values

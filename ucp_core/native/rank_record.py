@@ -10,8 +10,8 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from ucp_core.geometry.statemap import DTYPE_BYTES, Fragment, StateMap, TensorEntry, TensorKey
-from ucp_core.manifest.document import Kind, Manifest, to_json
+from ucp_core.geometry import DTYPE_BYTES, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.manifest import Kind, Manifest, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

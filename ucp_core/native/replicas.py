@@ -19,12 +19,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from ucp_core.errors import CheckpointCorruptError, UcpError
-from ucp_core.geometry.statemap import DTYPE_BYTES
+from ucp_core.geometry import DTYPE_BYTES
 from ucp_core.native.holding import reading
 from ucp_core.native.opening import Checkpoint, LoadResult, LocalTensor, load, parts_of, targets_of
-from ucp_core.numerics.checksums import crc32
-from ucp_core.reading.plan import Copy, Mean, ReadPlan, plan, read_bytes_of
-from ucp_core.reading.transfer import Source, execute, gap_bytes_max, run_gap_bytes_min, view_of
+from ucp_core.numerics import crc32
+from ucp_core.reading import (
+    Copy,
+    Mean,
+    ReadPlan,
+    Source,
+    execute,
+    gap_bytes_max,
+    plan,
+    read_bytes_of,
+    run_gap_bytes_min,
+    view_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

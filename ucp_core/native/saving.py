@@ -8,13 +8,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import DTYPE_BYTES, StateMap
-from ucp_core.manifest.document import FileEntry, Kind, Manifest, from_bytes, merge, to_bytes
+from ucp_core.geometry import DTYPE_BYTES, Box, StateMap
+from ucp_core.manifest import FileEntry, Kind, Manifest, from_bytes, merge, to_bytes
 from ucp_core.native.opening import MANIFEST_NAME, LocalTensor, bytes_of
 from ucp_core.native.rank_record import TensorsForm
-from ucp_core.numerics.checksums import BLOCK_BYTES, combine, combine_blocks, crc32, of_blocks
-from ucp_core.storage.base import Store, join
+from ucp_core.numerics import BLOCK_BYTES, combine, combine_blocks, crc32, of_blocks
+from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ucp_core.errors import UcpError
-from ucp_core.geometry.boxes import Box, slabs
-from ucp_core.geometry.statemap import DTYPE_BYTES, Extent, TensorEntry
+from ucp_core.geometry import DTYPE_BYTES, Box, Extent, TensorEntry, slabs
 from ucp_core.native.extents import touched, verify_extents
 from ucp_core.native.holding import reading
 from ucp_core.native.opening import Checkpoint
-from ucp_core.numerics.checksums import BLOCK_BYTES
-from ucp_core.reading.plan import Part, plan
-from ucp_core.reading.transfer import Source, execute
+from ucp_core.numerics import BLOCK_BYTES
+from ucp_core.reading import Part, Source, execute, plan
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
-    from ucp_core.reading.plan import ReadPlan
+    from ucp_core.reading import ReadPlan
 
 #: Below this, slabs would be smaller than the blocks that are read for them.
 MEMORY_BYTES_MIN = 8 * BLOCK_BYTES

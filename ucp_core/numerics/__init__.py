@@ -1,1 +1,40 @@
 """Numbers in bytes: checksums, dtypes and casts. Pure."""
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from ucp_core.numerics.casts import cast, numpy_dtype
+    from ucp_core.numerics.checksums import BLOCK_BYTES, combine, combine_blocks, crc32, of_blocks
+    from ucp_core.numerics.dtypes import FLOATS
+    from ucp_core.numerics.floats import decode, encode
+
+__all__ = [
+    "BLOCK_BYTES",
+    "FLOATS",
+    "cast",
+    "combine",
+    "combine_blocks",
+    "crc32",
+    "decode",
+    "encode",
+    "numpy_dtype",
+    "of_blocks",
+]
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "ucp_core.numerics.casts": ("cast", "numpy_dtype"),
+        "ucp_core.numerics.checksums": (
+            "BLOCK_BYTES",
+            "combine",
+            "combine_blocks",
+            "crc32",
+            "of_blocks",
+        ),
+        "ucp_core.numerics.dtypes": ("FLOATS",),
+        "ucp_core.numerics.floats": ("decode", "encode"),
+    },
+)

@@ -12,8 +12,7 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucp_core.geometry.boxes import Box, flat_range, is_packed
-from ucp_core.geometry.statemap import DTYPE_BYTES, Fragment, TensorEntry
+from ucp_core.geometry import DTYPE_BYTES, Box, Fragment, TensorEntry, flat_range, is_packed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

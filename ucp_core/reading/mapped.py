@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ucp_core.numerics.checksums import crc32
-from ucp_core.reading.plan import readable
+from ucp_core.numerics import crc32
+from ucp_core.reading.planning import readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ucp_core.reading.plan import Copy
-    from ucp_core.storage.base import Store
+    from ucp_core.reading.planning import Copy
+    from ucp_core.storage import Store
 
 
 #: Copied before it is verified. On an EPYC with 1 MiB of second-level cache, copying and verifying

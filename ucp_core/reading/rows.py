@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ucp_core.geometry.boxes import span
-from ucp_core.geometry.statemap import DTYPE_BYTES
+from ucp_core.geometry import DTYPE_BYTES, span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucp_core.geometry.boxes import Box
-    from ucp_core.geometry.statemap import Fragment
-    from ucp_core.reading.plan import Copy, Part
+    from ucp_core.geometry import Box, Fragment
+    from ucp_core.reading.planning import Copy, Part
 
 #: What a store takes as a ``ReadRange``; plans know no stores.
 _Read: TypeAlias = tuple[int, tuple[memoryview, ...]]

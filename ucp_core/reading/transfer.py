@@ -16,22 +16,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from ucp_core.errors import ChecksumMismatchError
-from ucp_core.geometry.statemap import DTYPE_BYTES, Fragment
-from ucp_core.numerics.checksums import crc32
-from ucp_core.numerics.floats import decode, encode
+from ucp_core.geometry import DTYPE_BYTES, Fragment
+from ucp_core.numerics import crc32, decode, encode
 from ucp_core.reading.mapped import DamagedBlockError, mapped_file, take
-from ucp_core.reading.plan import GAP_BYTES_MAX, read_bytes_of, readable
+from ucp_core.reading.planning import GAP_BYTES_MAX, read_bytes_of, readable
 from ucp_core.reading.rows import runs_of
 from ucp_core.reading.scratch import LINE_BYTES, Scratch
-from ucp_core.storage.base import ReadRange, Store, ask_ahead, join
+from ucp_core.storage import ReadRange, Store, ask_ahead, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from ucp_core.geometry.boxes import Box
-    from ucp_core.reading.plan import Copy, Mean, Part, ReadPlan
+    from ucp_core.geometry import Box
+    from ucp_core.reading.planning import Copy, Mean, Part, ReadPlan
 
 #: A second thread pays from here on: starting one costs 0.1 ms, reading 4 MiB 0.3 ms.
 THREAD_BYTES_MIN = 4 << 20

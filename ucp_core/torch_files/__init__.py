@@ -5,3 +5,51 @@ pickle (``pickle_reader``, ``pickle_writer``), which names classes (``pickle_cla
 (``pickle_tensors``) and small values (``pickle_values``); ``pickle_machine`` runs its opcodes.
 ``safetensors`` is the header of such a file; ``inline`` serves values that are in no file.
 """
+
+from ucp_core.torch_files.pickle_classes import Buildable, Global
+from ucp_core.torch_files.pickle_reader import collector_paused
+from ucp_core.torch_files.pickle_tensors import extents_of, known_dtype
+from ucp_core.torch_files.pickle_writer import pickle_tree
+from ucp_core.torch_files.torch_reader import (
+    EDGE_BYTES,
+    Opaque,
+    TensorFiles,
+    TensorRef,
+    TorchFile,
+    plain,
+    read_pickle,
+    read_torch_file,
+    read_torch_part,
+)
+from ucp_core.torch_files.torch_writer import (
+    Instance,
+    Named,
+    Size,
+    TensorData,
+    torch_file_chunks,
+    write_torch_file,
+)
+
+__all__ = [
+    "EDGE_BYTES",
+    "Buildable",
+    "Global",
+    "Instance",
+    "Named",
+    "Opaque",
+    "Size",
+    "TensorData",
+    "TensorFiles",
+    "TensorRef",
+    "TorchFile",
+    "collector_paused",
+    "extents_of",
+    "known_dtype",
+    "pickle_tree",
+    "plain",
+    "read_pickle",
+    "read_torch_file",
+    "read_torch_part",
+    "torch_file_chunks",
+    "write_torch_file",
+]

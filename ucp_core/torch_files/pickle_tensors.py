@@ -8,8 +8,7 @@ from math import prod
 from typing import Any, NamedTuple, NoReturn
 
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError
-from ucp_core.geometry.boxes import is_packed
-from ucp_core.geometry.statemap import DTYPE_BYTES, Extent
+from ucp_core.geometry import DTYPE_BYTES, Extent, is_packed
 
 _NDIM_MAX = 64
 _INT_MAX = 1 << 60

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import UcpError
-from ucp_core.geometry.statemap import DTYPE_BYTES
+from ucp_core.geometry import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from ucp_core.storage.base import Buffer
+    from ucp_core.storage import Buffer
 
 #: Dtypes with a storage class of their own; torch writes the others as untyped storages.
 _STORAGES = {

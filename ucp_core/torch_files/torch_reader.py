@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.geometry.statemap import DTYPE_BYTES, Extent
-from ucp_core.storage.base import join
+from ucp_core.geometry import DTYPE_BYTES, Extent
+from ucp_core.storage import join
 from ucp_core.torch_files import zip_reader
 from ucp_core.torch_files.pickle_classes import Allow, Global, Opaque
 from ucp_core.torch_files.pickle_reader import PICKLE_BYTES_MAX, read_pickle
@@ -23,7 +23,7 @@ from ucp_core.torch_files.pickle_values import plain
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ucp_core.storage.base import Store
+    from ucp_core.storage import Store
 
 __all__ = [
     "Global",

@@ -22,7 +22,7 @@ from ucp_core.torch_files.zip_writer import ALIGNMENT_BYTES, ZipStream
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucp_core.storage.base import Buffer, Store
+    from ucp_core.storage import Buffer, Store
 
 __all__ = ["Instance", "Named", "Size", "TensorData", "torch_file_chunks", "write_torch_file"]
 

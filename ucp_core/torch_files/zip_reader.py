@@ -9,7 +9,7 @@ import struct
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias
 
 from ucp_core.errors import CheckpointCorruptError, ChecksumMismatchError
-from ucp_core.numerics.checksums import crc32
+from ucp_core.numerics import crc32
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -9,12 +9,12 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucp_core.numerics.checksums import crc32
+from ucp_core.numerics import crc32
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ucp_core.storage.base import Buffer
+    from ucp_core.storage import Buffer
 
 #: torch maps files and wants storages to begin at such addresses.
 ALIGNMENT_BYTES = 64

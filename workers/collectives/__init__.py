@@ -5,13 +5,14 @@ every wait of an attempt from outside. What the groups did is in the record ring
 ``read_ring`` reads from any process.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from workers.collectives.errors import AbortedError, CollectiveError, GroupError
-from workers.records.ring import read_ring
+from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from workers import collectives
     from workers.collectives.attempt import abort, check, form, leave, set_timeout
+    from workers.collectives.errors import AbortedError, CollectiveError, GroupError
 
 __all__ = [
     "AbortedError",
@@ -19,17 +20,17 @@ __all__ = [
     "GroupError",
     "abort",
     "check",
+    "collectives",
     "form",
     "leave",
-    "read_ring",
     "set_timeout",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # A keeper reads rings and never trains: it need not pay 2 s and 200 MB for torch.
-    if name in {"abort", "check", "form", "leave", "set_timeout"}:
-        from workers.collectives import attempt
-
-        return getattr(attempt, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "workers": ("collectives",),
+        "workers.collectives.attempt": ("abort", "check", "form", "leave", "set_timeout"),
+        "workers.collectives.errors": ("AbortedError", "CollectiveError", "GroupError"),
+    },
+)

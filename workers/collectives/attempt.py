@@ -30,7 +30,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from workers.collectives.errors import AbortedError, CollectiveError
 from workers.collectives.group import RecordedGroup
 from workers.collectives.work import StreamWork, Waiter, helpers
-from workers.records.ring import RecordRing
+from workers.records import RecordRing
 
 #: torch knows the recorded groups by these names.
 BACKENDS: Final = {"gloo": "everstep_gloo", "nccl": "everstep_nccl"}

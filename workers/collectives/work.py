@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from workers.collectives.errors import AbortedError, CollectiveError
-from workers.records.ring import ABORTED, FAILED, FINISHED
+from workers.records import ABORTED, FAILED, FINISHED
 
 if TYPE_CHECKING:
     from workers.collectives.attempt import Attempt

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workers.errors import DataError
-from workers.models.shape import BYTE_VOCAB_SIZE
+from workers.models import BYTE_VOCAB_SIZE
 
 __all__ = ["END_OF_TEXT_NAMES", "Tokenizer", "byte_tokenizer", "open_tokenizer"]
 

@@ -1,1 +1,36 @@
 """The keeper: one per node, outside the trainers; it watches them and speaks for the node."""
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from workers.keeper.actor import OPTIONS, Keeper
+    from workers.keeper.descriptors import Lease, door_path, leave_arena, notify, reserve
+    from workers.keeper.sources import LOCAL_MEMORY, PEER_MEMORY, MemorySources
+    from workers.keeper.watch import page_path, ring_path
+
+__all__ = [
+    "LOCAL_MEMORY",
+    "OPTIONS",
+    "PEER_MEMORY",
+    "Keeper",
+    "Lease",
+    "MemorySources",
+    "door_path",
+    "leave_arena",
+    "notify",
+    "page_path",
+    "reserve",
+    "ring_path",
+]
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "workers.keeper.actor": ("Keeper", "OPTIONS"),
+        "workers.keeper.descriptors": ("Lease", "door_path", "leave_arena", "notify", "reserve"),
+        "workers.keeper.sources": ("LOCAL_MEMORY", "MemorySources", "PEER_MEMORY"),
+        "workers.keeper.watch": ("page_path", "ring_path"),
+    },
+)

@@ -32,7 +32,7 @@ from workers.errors import WorkerError
 from workers.keeper.node_memory import NodeMemory
 from workers.keeper.watch import GONE, STILL_S, NodeWatch, clear
 from workers.parent_death import end_with_parent
-from workers.process.rest import Bell, Rest, hang_bell
+from workers.process import Bell, Rest, hang_bell
 from workers.protocol import Inventory, KeeperOrder, NodeReport
 from workers.settings import Settings
 

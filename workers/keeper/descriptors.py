@@ -33,8 +33,7 @@ from typing import Any, Final
 
 from workers.errors import ArenaError
 from workers.keeper.slots import Shelf
-from workers.memory.arena import Arena
-from workers.memory.retention import owner_of
+from workers.memory import Arena, owner_of
 
 __all__ = [
     "DOOR",

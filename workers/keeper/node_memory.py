@@ -18,19 +18,14 @@ from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
 from workers.errors import WorkerError
 from workers.keeper.descriptors import Door, door_path
-from workers.keeper.peers.mirror import Mirrors
-from workers.keeper.peers.parity_mirror import ParityMirror
-from workers.keeper.peers.server import WireServer
+from workers.keeper.peers import Mirrors, ParityMirror, WireServer
 from workers.keeper.persister import Persister
 from workers.keeper.problems import Troubles
 from workers.keeper.slots import Shelf
 from workers.keeper.vault import VAULT, Vault
 from workers.keeper.watch import dead_workers
-from workers.memory.arena import Arena
-from workers.memory.node_limit import available_bytes
-from workers.memory.retention import is_parity
-from workers.memory.versions import LocalPart
-from workers.parity.record import read_record
+from workers.memory import Arena, LocalPart, available_bytes, is_parity
+from workers.parity import read_record
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder, ParityGroup
 from workers.settings import Settings
 

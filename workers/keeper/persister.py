@@ -21,14 +21,12 @@ import numpy as np
 from ucp_core import lineage as lineage_rule
 from ucp_core.checkpoint import checkpoint_name, collect_garbage, try_commit
 from ucp_core.errors import CheckpointCorruptError, UcpError
-from ucp_core.manifest.document import Kind, Manifest, from_bytes
-from ucp_core.numerics.checksums import crc32
-from ucp_core.storage import LocalStore, Store, join
-from ucp_core.storage.recycling import RecyclingStore
+from ucp_core.manifest import Kind, Manifest, from_bytes
+from ucp_core.numerics import crc32
+from ucp_core.storage import LocalStore, RecyclingStore, Store, join
 from workers.keeper.priority import be_nice
 from workers.keeper.slots import Shelf
-from workers.memory.arena import Arena
-from workers.memory.retention import counts, is_parity
+from workers.memory import Arena, counts, is_parity
 from workers.protocol import Held
 from workers.settings import CheckpointSettings
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from workers.errors import ArenaError
-from workers.memory.arena import NUM_SLOTS, Arena
-from workers.memory.node_limit import available_bytes
-from workers.memory.retention import (
+from workers.memory import (
+    NUM_SLOTS,
+    Arena,
     Shelved,
+    available_bytes,
     in_use,
     is_guard,
     owner_of,

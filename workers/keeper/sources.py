@@ -22,15 +22,12 @@ from ucp_core.errors import (
     StorageError,
     UcpError,
 )
-from ucp_core.reading.mapped import Mapped
+from ucp_core.reading import Mapped
 from workers.errors import ArenaError, ParityError
 from workers.keeper.descriptors import door_path, open_arena
-from workers.keeper.peers.client import RemotePart, WireClient
-from workers.memory.arena import Arena
-from workers.memory.versions import LocalPart, MemoryTier, Part, ask_part, mapped_part, open_version
-from workers.parity.damage import damaged
-from workers.parity.rebuild import lost_parts
-from workers.parity.record import read_record
+from workers.keeper.peers import RemotePart, WireClient
+from workers.memory import Arena, LocalPart, MemoryTier, Part, ask_part, mapped_part, open_version
+from workers.parity import damaged, lost_parts, read_record
 from workers.protocol import Held, MemoryPart, Source, held_source
 
 __all__ = ["LOCAL_MEMORY", "PARITY", "PEER_MEMORY", "MemorySources"]

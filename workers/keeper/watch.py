@@ -11,15 +11,15 @@ import time
 from pathlib import Path
 
 from workers.protocol import NodeReport, WorkerPhase, WorkerReport
-from workers.records.progress import (
+from workers.records import (
     PageReader,
     PageView,
+    RingReader,
     open_page,
     process_state,
     read_page,
     report_on,
 )
-from workers.records.ring import RingReader
 
 PAGE_SUFFIX = ".page"
 RING_SUFFIX = ".ring"

@@ -1,1 +1,96 @@
 """Memory that outlives a trainer: arenas of slots, and the versions in them."""
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from workers.memory.arena import NUM_SLOTS, Arena
+    from workers.memory.credits import PATIENCE_S, Credits
+    from workers.memory.cuda import CudaLane, Lane, Mark, is_recording_graph
+    from workers.memory.node_limit import available_bytes
+    from workers.memory.retention import (
+        Shelved,
+        counts,
+        guard_name,
+        in_use,
+        is_guard,
+        is_parity,
+        owner_of,
+        reapable,
+        replica_parity_name,
+        split_name,
+    )
+    from workers.memory.slot_store import ArenaStore
+    from workers.memory.versions import (
+        LocalPart,
+        MemoryTier,
+        Part,
+        ask_part,
+        mapped_part,
+        open_version,
+    )
+    from workers.memory.worker_memory import HandOver, SnapshotMemory
+
+__all__ = [
+    "NUM_SLOTS",
+    "PATIENCE_S",
+    "Arena",
+    "ArenaStore",
+    "Credits",
+    "CudaLane",
+    "HandOver",
+    "Lane",
+    "LocalPart",
+    "Mark",
+    "MemoryTier",
+    "Part",
+    "Shelved",
+    "SnapshotMemory",
+    "ask_part",
+    "available_bytes",
+    "counts",
+    "guard_name",
+    "in_use",
+    "is_guard",
+    "is_parity",
+    "is_recording_graph",
+    "mapped_part",
+    "open_version",
+    "owner_of",
+    "reapable",
+    "replica_parity_name",
+    "split_name",
+]
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "workers.memory.arena": ("Arena", "NUM_SLOTS"),
+        "workers.memory.credits": ("Credits", "PATIENCE_S"),
+        "workers.memory.cuda": ("CudaLane", "Lane", "Mark", "is_recording_graph"),
+        "workers.memory.node_limit": ("available_bytes",),
+        "workers.memory.retention": (
+            "Shelved",
+            "counts",
+            "guard_name",
+            "in_use",
+            "is_guard",
+            "is_parity",
+            "owner_of",
+            "reapable",
+            "replica_parity_name",
+            "split_name",
+        ),
+        "workers.memory.slot_store": ("ArenaStore",),
+        "workers.memory.versions": (
+            "LocalPart",
+            "MemoryTier",
+            "Part",
+            "ask_part",
+            "mapped_part",
+            "open_version",
+        ),
+        "workers.memory.worker_memory": ("HandOver", "SnapshotMemory"),
+    },
+)

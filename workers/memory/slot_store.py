@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from ucp_core.errors import StorageError
-from ucp_core.storage.base import Buffer
-from ucp_core.storage.refusing import RefusingStore
+from ucp_core.storage import Buffer, RefusingStore
 from workers.memory.arena import Arena
 
 __all__ = ["ArenaStore"]

@@ -20,10 +20,9 @@ from ucp_core.errors import (
     StorageError,
     UcpError,
 )
-from ucp_core.manifest.document import Kind, Manifest, from_bytes, merge
-from ucp_core.reading.mapped import Mapped
-from ucp_core.storage import ReadRange
-from ucp_core.storage.refusing import RefusingStore
+from ucp_core.manifest import Kind, Manifest, from_bytes, merge
+from ucp_core.reading import Mapped
+from ucp_core.storage import ReadRange, RefusingStore
 from workers.memory.arena import Arena
 from workers.protocol import Held
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from workers.errors import ArenaError
-from workers.keeper.descriptors import Lease, door_path, leave_arena, notify, reserve
+from workers.keeper import Lease, door_path, leave_arena, notify, reserve
 from workers.memory.arena import Arena
 from workers.memory.cuda import register, unregister
 

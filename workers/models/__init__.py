@@ -1,1 +1,43 @@
 """The reference decoder language model. ``shape`` is arithmetic and imports no torch."""
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from workers.models.decoder import Decoder, initial_value, mean_loss
+    from workers.models.shape import (
+        BYTE_VOCAB_SIZE,
+        PRESETS,
+        ModelShape,
+        num_parameters,
+        resolve,
+        shape_problems,
+    )
+
+__all__ = [
+    "BYTE_VOCAB_SIZE",
+    "PRESETS",
+    "Decoder",
+    "ModelShape",
+    "initial_value",
+    "mean_loss",
+    "num_parameters",
+    "resolve",
+    "shape_problems",
+]
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "workers.models.decoder": ("Decoder", "initial_value", "mean_loss"),
+        "workers.models.shape": (
+            "BYTE_VOCAB_SIZE",
+            "ModelShape",
+            "PRESETS",
+            "num_parameters",
+            "resolve",
+            "shape_problems",
+        ),
+    },
+)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 from workers.errors import TaskError
 from workers.parallel.mesh import Mesh
 

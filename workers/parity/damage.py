@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Final, TypeVar
 
 from ucp_core.errors import UcpError
-from ucp_core.manifest.document import from_bytes
-from ucp_core.numerics.checksums import crc32
+from ucp_core.manifest import from_bytes
+from ucp_core.numerics import crc32
 from workers.errors import ParityError
-from workers.memory.versions import Part
+from workers.memory import Part
 from workers.parity.rebuild import lost_parts
 
 __all__ = ["damaged", "is_sound"]

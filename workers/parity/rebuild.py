@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ucp_core.errors import StorageError, UcpError
-from ucp_core.manifest.document import from_bytes
+from ucp_core.manifest import from_bytes
 from workers.errors import ParityError
-from workers.memory.versions import Part
+from workers.memory import Part
 from workers.parity.code import BLOCK_BYTES, P, add, rebuild
 from workers.parity.record import ParityRecord, read_record
 from workers.parity.stripes import Piece

@@ -15,7 +15,7 @@ from typing import Any, Final
 from zlib import crc32
 
 from workers.errors import ParityError
-from workers.memory.versions import Part
+from workers.memory import Part
 from workers.parity.stripes import Stripes
 from workers.protocol import Member
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from workers.errors import ParityError
 from workers.parity.code import GROUP_MAX, parity_bytes
-from workers.placement.groups import parity_places
+from workers.placement import parity_places
 
 __all__ = ["Piece", "Stripes"]
 

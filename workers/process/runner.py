@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ucp_core.storage import open_store
-from workers import collectives
-from workers.keeper.watch import page_path, ring_path
+from workers.collectives import collectives
+from workers.keeper import page_path, ring_path
 from workers.process.warm_up import rehearse
 from workers.protocol import (
     Assignment,
@@ -27,10 +27,9 @@ from workers.protocol import (
     SaveCosts,
     WorkerPhase,
 )
-from workers.records.progress import ProgressPage
+from workers.records import ProgressPage
 from workers.settings import Settings
-from workers.train.context import WorkerContext
-from workers.train.loop import run_attempt
+from workers.train import WorkerContext, run_attempt
 
 
 class AttemptRunner:

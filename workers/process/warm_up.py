@@ -17,8 +17,7 @@ from ucp_core.storage import MemoryStore
 from workers.errors import WorkerError
 from workers.protocol import Assignment, Completed, Raised, WorkerPhase
 from workers.settings import ModelSettings, Settings
-from workers.train.context import WorkerContext
-from workers.train.loop import run_attempt
+from workers.train import WorkerContext, run_attempt
 
 #: No attempt of a run has this number.
 REHEARSAL = 0

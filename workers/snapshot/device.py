@@ -35,9 +35,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ucp_core.numerics.checksums import of_blocks
-from workers.memory.credits import PATIENCE_S, Credits
-from workers.memory.cuda import CudaLane, Lane, Mark
+from ucp_core.numerics import of_blocks
+from workers.memory import PATIENCE_S, Credits, CudaLane, Lane, Mark
 from workers.snapshot.releases import shares
 
 __all__ = ["BUCKET_BYTES", "IN_FLIGHT_MAX", "DeviceCopy", "Piece", "cut"]

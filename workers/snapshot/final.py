@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ucp_core.lineage import Lineage
-from workers.memory.retention import counts
+from workers.memory import counts
 from workers.protocol import Held
 
 __all__ = ["FAREWELL_S_MAX", "Footing", "is_quick"]

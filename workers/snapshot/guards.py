@@ -18,15 +18,12 @@ from typing import Final
 
 from torch import Tensor
 
-from ucp_core.numerics.checksums import of_blocks
+from ucp_core.numerics import of_blocks
 from workers.errors import ArenaError
-from workers.memory.arena import Arena
-from workers.memory.retention import guard_name
-from workers.memory.slot_store import ArenaStore
-from workers.memory.worker_memory import SnapshotMemory
+from workers.memory import Arena, ArenaStore, SnapshotMemory, guard_name
 from workers.protocol import Assignment
 from workers.snapshot.slot_layout import BLOCK_BYTES, Captured, Form
-from workers.state.entries import StateEntry
+from workers.state import StateEntry
 
 __all__ = ["Guards"]
 

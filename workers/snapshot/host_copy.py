@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ucp_core.numerics.checksums import crc32
+from ucp_core.numerics import crc32
 
 __all__ = ["HostTensors"]
 

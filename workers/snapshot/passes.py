@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_iter
 
-from workers.memory.cuda import is_recording_graph
+from workers.memory import is_recording_graph
 
 __all__ = ["Told", "on_passes"]
 

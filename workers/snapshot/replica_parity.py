@@ -26,14 +26,11 @@ import torch
 from torch import Tensor
 
 from workers.errors import ArenaError
-from workers.memory.arena import Arena
-from workers.memory.retention import replica_parity_name
-from workers.memory.worker_memory import SnapshotMemory
-from workers.parity.record import ParityRecord, slot_bytes, write_draft
-from workers.parity.stripes import Stripes
+from workers.memory import Arena, SnapshotMemory, replica_parity_name
+from workers.parity import ParityRecord, Stripes, slot_bytes, write_draft
 from workers.protocol import Assignment, Member
 from workers.snapshot.slot_layout import Captured, Form
-from workers.state.entries import StateEntry
+from workers.state import StateEntry
 
 __all__ = ["ReplicaParity", "fold", "folds"]
 

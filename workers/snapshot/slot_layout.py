@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ucp_core.checkpoint import LocalTensor, RankSaver
-from workers.memory.arena import NUM_SLOTS, Arena
+from workers.memory import NUM_SLOTS, Arena
 from workers.protocol import Assignment
 from workers.snapshot.host_copy import HostTensors
-from workers.state.entries import StateEntry
+from workers.state import StateEntry
 
 __all__ = ["BLOCK_BYTES", "Captured", "Form", "source_of"]
 

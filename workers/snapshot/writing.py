@@ -18,17 +18,14 @@ from typing import Final
 
 from ucp_core.checkpoint import LocalTensor
 from workers.errors import ArenaError
-from workers.memory.arena import NUM_SLOTS, Arena
-from workers.memory.credits import Credits
-from workers.memory.slot_store import ArenaStore
-from workers.memory.worker_memory import SnapshotMemory
+from workers.memory import NUM_SLOTS, Arena, ArenaStore, Credits, SnapshotMemory
 from workers.protocol import Assignment
 from workers.snapshot.device import DeviceCopy
 from workers.snapshot.final import FAREWELL_S_MAX, Footing, is_quick
 from workers.snapshot.guards import Guards
 from workers.snapshot.replica_parity import ReplicaParity
 from workers.snapshot.slot_layout import BLOCK_BYTES, Captured, Form, source_of
-from workers.state.entries import StateEntry
+from workers.state import StateEntry
 
 __all__ = ["BLOCK_BYTES", "Captured", "SnapshotMemory", "SnapshotWriter", "source_of"]
 

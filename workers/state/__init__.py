@@ -1,1 +1,45 @@
 """The training state of a rank as named local tensors, and as a map of boxes."""
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from workers.state.buffers import PersistentBuffers
+    from workers.state.entries import (
+        HostBuffer,
+        StateEntry,
+        SteadyState,
+        local_parameters,
+        set_scalars,
+    )
+    from workers.state.optimizers import refuse_unfit
+    from workers.state.replica_shares import Sharing, replicas_of
+
+__all__ = [
+    "HostBuffer",
+    "PersistentBuffers",
+    "Sharing",
+    "StateEntry",
+    "SteadyState",
+    "local_parameters",
+    "refuse_unfit",
+    "replicas_of",
+    "set_scalars",
+]
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "workers.state.buffers": ("PersistentBuffers",),
+        "workers.state.entries": (
+            "HostBuffer",
+            "StateEntry",
+            "SteadyState",
+            "local_parameters",
+            "set_scalars",
+        ),
+        "workers.state.optimizers": ("refuse_unfit",),
+        "workers.state.replica_shares": ("Sharing", "replicas_of"),
+    },
+)

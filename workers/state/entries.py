@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ucp_core.checkpoint import LocalTensor
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 from workers.errors import StateError
-from workers.parallel.fsdp import Piece
+from workers.parallel import Piece
 from workers.state.replica_shares import Sharing, cut
 
 __all__ = [

@@ -1,1 +1,35 @@
 """The training step and the loop around it. ``settings`` and ``quotas`` import no torch."""
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from workers.train.alone import run_alone
+    from workers.train.context import WorkerContext
+    from workers.train.executor import Step
+    from workers.train.loop import run_attempt
+    from workers.train.script import Task, hand_over
+    from workers.train.session import Session
+
+__all__ = [
+    "Session",
+    "Step",
+    "Task",
+    "WorkerContext",
+    "hand_over",
+    "run_alone",
+    "run_attempt",
+]
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "workers.train.alone": ("run_alone",),
+        "workers.train.context": ("WorkerContext",),
+        "workers.train.executor": ("Step",),
+        "workers.train.loop": ("run_attempt",),
+        "workers.train.script": ("Task", "hand_over"),
+        "workers.train.session": ("Session",),
+    },
+)

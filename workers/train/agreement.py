@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers import collectives
+from workers.collectives import collectives
 
 __all__ = ["all_agree", "on_host"]
 

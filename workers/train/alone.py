@@ -23,13 +23,12 @@ from ucp_core.checkpoint import (
     unloadable,
 )
 from ucp_core.layout import ParallelLayout
-from ucp_core.storage import Store, open_store
-from ucp_core.storage.base import join
+from ucp_core.storage import Store, join, open_store
 from workers.errors import StateError
 from workers.protocol import Assignment, FoundBad, Outcome, Unloadable
-from workers.records.progress import ProgressPage
+from workers.records import ProgressPage
 from workers.settings import Settings
-from workers.train.boundary.store import CHECKPOINTS
+from workers.train.boundary import CHECKPOINTS
 from workers.train.loop import WorkerContext, run_attempt
 from workers.train.script import Task
 

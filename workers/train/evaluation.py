@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.train.agreement import on_host
-from workers.train.executor.parts import Parts
-from workers.train.executor.quotas import Schedule
+from workers.train.executor import Parts, Schedule
 
 __all__ = ["mean_over_samples", "weights_digest"]
 

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from workers.data.dataset import Split, open_texts
+from workers.data import Split, open_texts
 from workers.errors import DataError
-from workers.models.decoder import Decoder, initial_value, mean_loss
+from workers.models import Decoder, initial_value, mean_loss
 from workers.settings import TrainSettings, model_shape
 from workers.train.session import Session
 

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from ucp_core.errors import UcpError
-from workers import collectives
+from workers.collectives import collectives
 from workers.errors import WorkerError
-from workers.memory.worker_memory import HandOver, SnapshotMemory
-from workers.parallel.mesh import build_mesh
+from workers.memory import HandOver, SnapshotMemory
+from workers.parallel import build_mesh
 from workers.protocol import (
     Assignment,
     Completed,
@@ -34,9 +34,8 @@ from workers.protocol import (
     Yielded,
 )
 from workers.settings import Settings
-from workers.state.entries import HostBuffer
-from workers.train.boundary.boundary import YieldSignal
-from workers.train.boundary.restore import UnloadableSignal
+from workers.state import HostBuffer
+from workers.train.boundary import UnloadableSignal, YieldSignal
 from workers.train.context import WorkerContext
 from workers.train.lm import train_language_model
 from workers.train.script import Task, load_task

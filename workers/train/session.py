@@ -17,34 +17,36 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from workers import collectives
-from workers.data.order import DataOrder
+from workers.collectives import collectives
+from workers.data import DataOrder
 from workers.errors import DataError, TaskError
-from workers.parallel.fsdp import Piece, drop_gathered, materialize, pieces, spread
-from workers.parallel.mesh import Mesh
+from workers.parallel import Mesh, Piece, drop_gathered, materialize, pieces, spread
 from workers.protocol import Assignment, Formed, WorkerPhase
 from workers.settings import Settings
-from workers.snapshot.writing import SnapshotMemory
-from workers.state.buffers import PersistentBuffers
-from workers.state.entries import (
+from workers.snapshot import SnapshotMemory
+from workers.state import (
     HostBuffer,
+    PersistentBuffers,
+    Sharing,
     StateEntry,
     SteadyState,
     local_parameters,
+    refuse_unfit,
     set_scalars,
 )
-from workers.state.optimizers import refuse_unfit
-from workers.state.replica_shares import Sharing
 from workers.train.agreement import on_host
-from workers.train.boundary.boundary import Boundary
-from workers.train.boundary.restore import Restored, restore
-from workers.train.boundary.store import Storing
+from workers.train.boundary import Boundary, Restored, Storing, restore_state
 from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
-from workers.train.executor.parts import Parts
-from workers.train.executor.quotas import Schedule, schedule
-from workers.train.executor.reduction import Reduction, use_all_to_all, use_tree
-from workers.train.executor.step import Step
+from workers.train.executor import (
+    Parts,
+    Reduction,
+    Schedule,
+    Step,
+    schedule,
+    use_all_to_all,
+    use_tree,
+)
 
 __all__ = ["Initialise", "Session"]
 
@@ -346,7 +348,7 @@ class Session:
             parts.prime()
             return parts.state.entries()
 
-        restored = restore(
+        restored = restore_state(
             self._assignment,
             to_fill,
             context=self._context,

@@ -1,1 +1,25 @@
 """What each event changes. Pure."""
+
+from orchestrator.core.handlers import (
+    deadlines,
+    demand,
+    fleet_events,
+    member_events,
+    planned,
+    resume,
+    survey,
+)
+from orchestrator.core.handlers.resume import reopening
+from orchestrator.core.handlers.survey import adopted
+
+__all__ = [
+    "adopted",
+    "deadlines",
+    "demand",
+    "fleet_events",
+    "member_events",
+    "planned",
+    "reopening",
+    "resume",
+    "survey",
+]

@@ -7,7 +7,7 @@ from math import inf
 from orchestrator.core.events import FaultInjected, StopRequested, Ticked
 from orchestrator.core.handlers import demand, fleet, formation, recovery, survey
 from orchestrator.core.handlers.ending import finish
-from orchestrator.core.state.run import Phase, WorkerStatus
+from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.transition import Turn
 
 

@@ -10,7 +10,7 @@ from math import inf
 from orchestrator.core.actions import ReleaseSlot, RequestSlot, StartWorker
 from orchestrator.core.handlers import fleet
 from orchestrator.core.handlers.ending import finish
-from orchestrator.core.state.run import Phase, WorkerStatus
+from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.transition import Turn
 
 _TRAINING = frozenset({Phase.RUNNING, Phase.YIELDING})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import FinishRun, ReportIncident
-from orchestrator.core.state.run import Cause, Phase
+from orchestrator.core.state import Cause, Phase
 from orchestrator.core.transition import Turn
 
 

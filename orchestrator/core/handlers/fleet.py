@@ -9,14 +9,7 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import KillWorker
-from orchestrator.core.state.run import (
-    Node,
-    Slot,
-    Worker,
-    WorkerStatus,
-    worker_name,
-    worker_number,
-)
+from orchestrator.core.state import Node, Slot, Worker, WorkerStatus, worker_name, worker_number
 from orchestrator.core.transition import Turn
 
 

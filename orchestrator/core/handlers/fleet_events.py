@@ -12,7 +12,7 @@ from orchestrator.core.events import (
     WorkerReady,
 )
 from orchestrator.core.handlers import demand, fleet, formation, recovery
-from orchestrator.core.state.run import Phase, WorkerStatus
+from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.transition import Turn
 
 

@@ -7,10 +7,10 @@ from math import inf
 from orchestrator.core.actions import StartAttempt
 from orchestrator.core.handlers import demand, fleet
 from orchestrator.core.handlers.ending import finish
-from orchestrator.core.state.run import Node, Phase, WorkerStatus
+from orchestrator.core.state import Node, Phase, WorkerStatus
 from orchestrator.core.transition import Turn
+from orchestrator.policies import layout as layout_policy
 from orchestrator.policies import quarantine
-from orchestrator.policies.layout import choose as layout_policy
 
 
 def capacity(turn: Turn) -> int:

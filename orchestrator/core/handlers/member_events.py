@@ -15,9 +15,9 @@ from orchestrator.core.events import (
     WorkerRaised,
 )
 from orchestrator.core.handlers import fleet, planned, recovery
-from orchestrator.core.state.run import ACTIVE, Draft, Phase, Worker
+from orchestrator.core.state import ACTIVE, Draft, Phase, Worker
 from orchestrator.core.transition import Turn
-from orchestrator.policies.budgets import UserError
+from orchestrator.policies import UserError
 
 #: Weight of the newest step in the smoothed duration: about the last ten steps count.
 _STEP_WEIGHT = 0.1

@@ -13,10 +13,10 @@ from orchestrator.core.actions import YieldAttempt
 from orchestrator.core.handlers import recovery
 from orchestrator.core.handlers.ending import finish, report_incident
 from orchestrator.core.handlers.formation import wait
-from orchestrator.core.state.run import Cause, Phase
+from orchestrator.core.state import Cause, Phase
 from orchestrator.core.transition import Turn
 from orchestrator.policies import growth
-from orchestrator.policies.layout import choose as layout_policy
+from orchestrator.policies import layout as layout_policy
 
 #: ``yielded_step`` when members left at different steps; no step is negative.
 _DIFFER = -2

@@ -14,11 +14,9 @@ from orchestrator.core.events import CommittedRead
 from orchestrator.core.handlers import fleet
 from orchestrator.core.handlers.ending import finish, report, report_incident
 from orchestrator.core.handlers.formation import wait
-from orchestrator.core.state.run import Cause, Phase, WorkerStatus
+from orchestrator.core.state import Cause, Phase, WorkerStatus
 from orchestrator.core.transition import Turn
-from orchestrator.policies import budgets
-from orchestrator.policies.budgets import Fault, FaultClass, UserError
-from orchestrator.policies.versions import MEMORY
+from orchestrator.policies import MEMORY, Fault, FaultClass, UserError, budgets
 from workers.protocol import Source
 
 #: How much a kind explains; what explains more replaces the cause while an attempt is fenced.

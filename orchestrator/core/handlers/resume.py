@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from orchestrator.core.events import RunReopened
 from orchestrator.core.handlers import recovery
-from orchestrator.core.state.run import TERMINAL, Cause, Draft, Phase, RunState
+from orchestrator.core.state import TERMINAL, Cause, Draft, Phase, RunState
 from orchestrator.core.transition import Turn
 
 

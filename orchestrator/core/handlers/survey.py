@@ -20,7 +20,7 @@ from orchestrator.core.actions import (
 )
 from orchestrator.core.events import UNKNOWN_ATTEMPT, ControllerStarted, WorkersSurveyed
 from orchestrator.core.handlers import demand, fleet, formation, planned, recovery
-from orchestrator.core.state.run import ACTIVE, TERMINAL, Phase, RunState, WorkerStatus, worker_name
+from orchestrator.core.state import ACTIVE, TERMINAL, Phase, RunState, WorkerStatus, worker_name
 from orchestrator.core.transition import Turn
 
 

@@ -14,8 +14,7 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from orchestrator.core.state.run import Draft, RunState, freeze
-from orchestrator.core.state.table import Table
+from orchestrator.core.state import Draft, RunState, Table, freeze
 from ucp_core.layout import ParallelLayout
 
 #: JSON has no numbers for these.

@@ -23,7 +23,7 @@ from orchestrator.core.log.codec import Codec, field_codecs
 from orchestrator.core.log.stats import RunStats
 from orchestrator.core.machine import step
 from orchestrator.core.rules import RunRules
-from orchestrator.core.state.run import RunState
+from orchestrator.core.state import RunState
 from orchestrator.errors import JournalCorruptError
 from ucp_core.layout import ParallelLayout
 

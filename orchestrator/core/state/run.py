@@ -15,7 +15,7 @@ from math import inf
 from typing import Any, NamedTuple, NoReturn
 
 from orchestrator.core.state.table import Table
-from orchestrator.policies.budgets import Fault, UserError
+from orchestrator.policies import Fault, UserError
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Source
 

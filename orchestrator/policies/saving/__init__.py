@@ -1,1 +1,41 @@
 """How often to save, and how saved state is protected. Pure."""
+
+from orchestrator.policies.saving.cadence import (
+    Cadence,
+    CadenceFacts,
+    CadenceRules,
+    Redundancy,
+    Tier,
+    cost_share,
+    decide,
+    over_budget,
+    settled,
+    taken_steps,
+)
+from orchestrator.policies.saving.reduced import ReducedTime, alert, noted
+from orchestrator.policies.saving.redundancy import (
+    RedundancyFacts,
+    RedundancyPlan,
+    plan_redundancy,
+    rank_bytes,
+)
+
+__all__ = [
+    "Cadence",
+    "CadenceFacts",
+    "CadenceRules",
+    "ReducedTime",
+    "Redundancy",
+    "RedundancyFacts",
+    "RedundancyPlan",
+    "Tier",
+    "alert",
+    "cost_share",
+    "decide",
+    "noted",
+    "over_budget",
+    "plan_redundancy",
+    "rank_bytes",
+    "settled",
+    "taken_steps",
+]

@@ -16,18 +16,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ucp_core.layout import ParallelLayout
-from workers.placement.groups import Groups, form_groups, shared_domains
-from workers.placement.plan import (
+from workers.placement import (
     PARITIES,
+    Groups,
     Mechanism,
     Node,
     PlacementRules,
     Preference,
+    form_groups,
     place,
+    shared_domains,
     sized,
 )
 from workers.protocol import Inventory
-from workers.state.replica_shares import replicas_of
+from workers.state import replicas_of
 
 __all__ = ["RedundancyFacts", "RedundancyPlan", "plan_redundancy", "rank_bytes"]
 

@@ -18,10 +18,10 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.core.events import Event, NodeDraining, NodeJoined, NodeLost
+from orchestrator.core import Event, NodeDraining, NodeJoined, NodeLost
 from orchestrator.shell.names import RunNames
-from workers.keeper.actor import OPTIONS, Keeper
-from workers.process.rest import ring
+from workers.keeper import OPTIONS, Keeper
+from workers.process import ring
 
 #: The node table and drain notices are read this often, 2.6 ms of processor time a read. Lost
 #: nodes are found by their connections; a new one and a notice of 30 s can wait this long.

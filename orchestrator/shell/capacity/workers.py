@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.core.events import (
+from orchestrator.core import (
     UNKNOWN_ATTEMPT,
     Event,
     WorkerExited,
@@ -28,7 +28,7 @@ from orchestrator.core.events import (
     WorkerReady,
 )
 from orchestrator.shell.names import RunNames
-from workers.process.actor import OPTIONS, Worker
+from workers.process import OPTIONS, Worker
 from workers.protocol import (
     Assignment,
     Completed,

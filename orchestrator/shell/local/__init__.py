@@ -1,1 +1,7 @@
 """A simulated cluster on this machine, and faults made on purpose."""
+
+from orchestrator.shell.local.cluster import HostedCluster
+
+__all__ = [
+    "HostedCluster",
+]

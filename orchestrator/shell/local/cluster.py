@@ -26,7 +26,7 @@ import ray
 
 from ucp_core.errors import StorageError
 from ucp_core.storage import open_store
-from workers.process.environment import tuned
+from workers.process import tuned
 
 #: A simulated machine's death is noticed by Ray after about 3 s instead of 12 s to 62 s; the
 #: run does not wait for it, but a returned node must not meet its own ghost for long. A killed

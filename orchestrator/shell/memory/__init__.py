@@ -1,1 +1,26 @@
 """The controller's side of the snapshots in keepers' memory."""
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from orchestrator.shell.memory.pacing import Pacing
+    from orchestrator.shell.memory.protection import ProtectionWatch, loss_document
+    from orchestrator.shell.memory.snapshots import Snapshots
+
+__all__ = [
+    "Pacing",
+    "ProtectionWatch",
+    "Snapshots",
+    "loss_document",
+]
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "orchestrator.shell.memory.pacing": ("Pacing",),
+        "orchestrator.shell.memory.protection": ("ProtectionWatch", "loss_document"),
+        "orchestrator.shell.memory.snapshots": ("Snapshots",),
+    },
+)

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.core.log.stats import RunStats
-from orchestrator.core.state.run import ACTIVE, RunState
-from orchestrator.policies.saving.cadence import (
+from orchestrator.core import ACTIVE, RunState, RunStats
+from orchestrator.policies import (
     Cadence,
     CadenceFacts,
     CadenceRules,
     Redundancy,
+    RedundancyPlan,
     Tier,
     cost_share,
     decide,
@@ -21,9 +21,8 @@ from orchestrator.policies.saving.cadence import (
     settled,
     taken_steps,
 )
-from orchestrator.policies.saving.redundancy import RedundancyPlan
-from orchestrator.shell.capacity.workers import Crew
-from orchestrator.shell.serve.metrics import RunMetrics
+from orchestrator.shell.capacity import Crew
+from orchestrator.shell.serve import RunMetrics
 from workers.protocol import Pace, SaveCosts
 from workers.settings import AUTO, CheckpointSettings, SnapshotSettings
 

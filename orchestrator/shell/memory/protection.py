@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from orchestrator.core.state.run import RunState, WorkerStatus
-from orchestrator.policies import quarantine, versions
-from orchestrator.policies.saving.reduced import ReducedTime, alert, noted
+from orchestrator.core import RunState, WorkerStatus
+from orchestrator.policies import ReducedTime, alert, noted, quarantine, versions
 from orchestrator.shell.memory.snapshots import Snapshots
-from orchestrator.shell.serve.metrics import RunMetrics
+from orchestrator.shell.serve import RunMetrics
 from workers.protocol import Inventory
 
 #: The inventories are looked at this often: all of them, so not at every report of each.

@@ -19,22 +19,26 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from orchestrator.policies import quarantine, versions
-from orchestrator.policies.saving.redundancy import (
+from orchestrator.policies import (
+    Holding,
+    ParityHolding,
+    Protection,
     RedundancyFacts,
     RedundancyPlan,
+    Version,
     plan_redundancy,
+    quarantine,
     rank_bytes,
+    versions,
 )
-from orchestrator.policies.versions import Holding, ParityHolding, Protection, Version
-from orchestrator.shell.capacity.nodes import Nodes, NodeView
+from orchestrator.shell.capacity import Nodes, NodeView
 from ucp_core.checkpoint import Found, checkpoint_name, find_committed, unloadable
 from ucp_core.errors import UcpError
 from ucp_core.layout import ParallelLayout
 from ucp_core.lineage import Lineage
 from ucp_core.storage import Store
-from workers.memory.retention import is_guard
-from workers.placement.plan import Mechanism, Preference
+from workers.memory import is_guard
+from workers.placement import Mechanism, Preference
 from workers.protocol import (
     GroupPlace,
     Held,

@@ -1,1 +1,26 @@
 """What the controller serves: status and metrics."""
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from orchestrator.shell.serve.metrics import RunMetrics
+    from orchestrator.shell.serve.page import StatusPage
+    from orchestrator.shell.serve.status import bounds_document, status_document
+
+__all__ = [
+    "RunMetrics",
+    "StatusPage",
+    "bounds_document",
+    "status_document",
+]
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "orchestrator.shell.serve.metrics": ("RunMetrics",),
+        "orchestrator.shell.serve.page": ("StatusPage",),
+        "orchestrator.shell.serve.status": ("bounds_document", "status_document"),
+    },
+)

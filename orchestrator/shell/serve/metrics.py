@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from orchestrator.core.log.stats import RunStats
+from orchestrator.core import RunStats
 from workers.protocol import SaveCosts
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from orchestrator.config.schema import RunConfig
+from orchestrator.config import RunConfig
 from orchestrator.detection import Limits, as_seconds
-from orchestrator.shell.capacity.nodes import KEEPER_SILENT_S, NodeView
+from orchestrator.shell.capacity import KEEPER_SILENT_S, NodeView
 from workers.protocol import WorkerReport
 
 

@@ -13,13 +13,21 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from orchestrator import core, policies
-from orchestrator.core.log.compaction import Basis, Bookmark, behind, decode, encode
-from orchestrator.core.log.journal import Folded, fold_on
-from orchestrator.core.log.stats import RunStats
-from orchestrator.core.rules import RunRules
-from orchestrator.core.state.run import RunState
+from orchestrator.core import (
+    Basis,
+    Bookmark,
+    Folded,
+    RunRules,
+    RunState,
+    RunStats,
+    behind,
+    core,
+    decode,
+    encode,
+    fold_on,
+)
 from orchestrator.errors import BookmarkError, JournalCorruptError
+from orchestrator.policies import policies
 from orchestrator.run_directory import BOOKMARK
 from orchestrator.shell.storage.journal import (
     JournalFile,

@@ -10,12 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.config.schema import RunConfig, load
-from orchestrator.core.events import ControllerStarted, Event
-from orchestrator.core.handlers.resume import reopening
-from orchestrator.core.log.journal import openings
-from orchestrator.core.log.stats import RunStats
-from orchestrator.core.state.run import RunState
+from orchestrator.config import RunConfig, load
+from orchestrator.core import ControllerStarted, Event, RunState, RunStats, openings, reopening
 from orchestrator.run_directory import CONFIG, OPENINGS, RESULT, SUMMARY
 from orchestrator.shell.clock import RunClock
 from orchestrator.shell.storage.compaction import read_journal

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
-from orchestrator.core.log.compaction import Place
+from orchestrator.core import Place
 from ucp_core.storage import Store, join
 
 DIRECTORY = "journal"

@@ -10,9 +10,9 @@ from typing import Any
 import ray
 from prometheus_client import CollectorRegistry
 
-from orchestrator.core.log.stats import RunStats
+from orchestrator.core import RunStats
 from orchestrator.run_directory import CONTACT, RESULT, SUMMARY
-from orchestrator.shell.serve.metrics import RunMetrics
+from orchestrator.shell.serve import RunMetrics
 from ucp_core.storage import Store, join
 
 

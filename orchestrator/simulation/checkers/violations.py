@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orchestrator.core.actions import (
+from orchestrator.core import (
+    CommittedRead,
     FinishRun,
     KillWorker,
     ReportIncident,
     RequestSlot,
     StartAttempt,
+    WorkerFormed,
+    WorkerLeft,
 )
-from orchestrator.core.events import CommittedRead, WorkerFormed, WorkerLeft
-from orchestrator.policies import quarantine
-from orchestrator.policies.versions import complete
+from orchestrator.policies import complete, quarantine
 from workers.protocol import Source, stored_source
 
 if TYPE_CHECKING:
-    from orchestrator.simulation.world.cluster import SimCluster
+    from orchestrator.simulation.world import SimCluster
 
 #: What so many attempts could not read is not to be tried again.
 _UNREAD_MAX = 2

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from orchestrator.core import events as ev
-from orchestrator.simulation.world.cluster import SimCluster
-from orchestrator.simulation.world.parts import SimNode, SimWorker
+from orchestrator.simulation.world import SimCluster, SimNode, SimWorker
 from workers.protocol import held_source, stored_source
 
 

@@ -13,19 +13,24 @@ from itertools import count
 from random import Random
 from typing import Any
 
+from orchestrator.core import RunRules
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.core.rules import RunRules
-from orchestrator.policies import quarantine, versions
-from orchestrator.policies.saving.redundancy import RedundancyFacts, RedundancyPlan, plan_redundancy
-from orchestrator.simulation.checkers.violations import Monitor
+from orchestrator.policies import (
+    RedundancyFacts,
+    RedundancyPlan,
+    plan_redundancy,
+    quarantine,
+    versions,
+)
+from orchestrator.simulation.checkers import Monitor
 from orchestrator.simulation.world import loading
 from orchestrator.simulation.world.memory import Memory, Part
 from orchestrator.simulation.world.parts import STEP_S, SimAttempt, SimNode, SimWorker
 from orchestrator.simulation.world.saving import Tiers, farewell, save_step
 from orchestrator.simulation.world.storage import Storage
 from ucp_core.layout import ParallelLayout
-from workers.placement.plan import Preference
+from workers.placement import Preference
 from workers.protocol import Source
 
 #: Longer than trainers take to write: what they leave behind is committed by then.

@@ -10,16 +10,26 @@ from itertools import pairwise
 from random import Random
 from zlib import crc32
 
-from orchestrator.core.actions import Action
-from orchestrator.core.events import ControllerStarted, Event
-from orchestrator.core.log import compaction as bookmark
-from orchestrator.core.log.compaction import Basis, Bookmark, Place, decode, encode
-from orchestrator.core.log.journal import Folded, fold_on, turn_records, verify
-from orchestrator.core.log.stats import RunStats
-from orchestrator.core.rules import RunRules
-from orchestrator.core.state.run import RunState
+from orchestrator.core import (
+    Action,
+    Basis,
+    Bookmark,
+    ControllerStarted,
+    Event,
+    Folded,
+    Place,
+    RunRules,
+    RunState,
+    RunStats,
+    decode,
+    encode,
+    fold_on,
+    turn_records,
+    verify,
+)
+from orchestrator.core import compaction as bookmark
 from orchestrator.errors import BookmarkError
-from orchestrator.simulation.checkers.violations import require
+from orchestrator.simulation.checkers import require
 
 #: Chance that a bookmark is written behind an event, and that it is damaged when it is needed.
 _MARK = 0.2

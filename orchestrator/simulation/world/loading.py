@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from orchestrator.core.actions import StartAttempt
-from orchestrator.policies import quarantine, versions
-from orchestrator.policies.versions import Holding
+from orchestrator.core import StartAttempt
+from orchestrator.policies import Holding, quarantine, versions
 from workers.protocol import Inventory, Source, held_source, stored_source
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from orchestrator.core.actions import StartAttempt
-from orchestrator.policies.saving.redundancy import RedundancyPlan
+from orchestrator.core import StartAttempt
+from orchestrator.policies import RedundancyPlan
 from orchestrator.simulation.world.loading import Loading
 from workers.protocol import Member
 

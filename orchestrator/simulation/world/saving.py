@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from orchestrator.core import events as ev
 from orchestrator.simulation.world.memory import Part, serves
 from orchestrator.simulation.world.parts import STEP_S, SimAttempt, SimWorker
-from workers.memory.retention import guard_name
-from workers.placement.plan import Preference
+from workers.memory import guard_name
+from workers.placement import Preference
 from workers.protocol import HeldParity
 
 if TYPE_CHECKING:

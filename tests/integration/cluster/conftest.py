@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.schema import RunConfig
+from orchestrator.config import RunConfig
+from orchestrator.driver.faults import wait_for
 from orchestrator.driver.launch import Launched
 from orchestrator.errors import CapacityError
-from orchestrator.shell.local.faults import wait_for
 
 #: Of a run whose test has failed.
 STOP_S_MAX = 240.0
@@ -24,11 +24,10 @@ def cluster() -> Iterator[Any]:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     import ray
 
-    from orchestrator.shell.connect import connect
-    from orchestrator.shell.local.cluster import HostedCluster
+    from orchestrator.shell import HostedCluster, connect_ray
 
     hosted = HostedCluster(num_nodes=2, cpus_per_node=2)
-    connect(hosted.address)
+    connect_ray(hosted.address)
     yield hosted
     ray.shutdown()
     hosted.shutdown()

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.schema import RunConfig
+from orchestrator.config import RunConfig
+from orchestrator.driver.faults import member, wait_for
 from orchestrator.driver.launch import Launched, run_id
-from orchestrator.shell.local.faults import member, wait_for
-from orchestrator.shell.names import RunNames
+from orchestrator.shell import RunNames
 from tests.support.history import read_history
 from tests.support.snapshots import eventually
-from workers.keeper.descriptors import door_path, open_arena
-from workers.memory.arena import Arena
+from workers.keeper import door_path
+from workers.keeper.descriptors import open_arena
+from workers.memory import Arena
 
 pytestmark = pytest.mark.timeout(900)
 

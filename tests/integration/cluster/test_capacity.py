@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.slots import Capacity
-from orchestrator.shell.names import RunNames
 from tests.support.snapshots import eventually
 
 pytestmark = pytest.mark.ray

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.config.schema import RunConfig
+from orchestrator.config import RunConfig
 from orchestrator.driver.launch import run_id
-from orchestrator.shell.names import RunNames
+from orchestrator.shell import RunNames
 
 pytestmark = pytest.mark.timeout(900)
 

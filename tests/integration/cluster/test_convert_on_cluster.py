@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.checkpoints import State, Whole, save
 from ucp_core.checkpoint import checkpoint_name, open_checkpoint, verify
-from ucp_core.conversion.convert import convert
+from ucp_core.conversion import convert
 from ucp_core.errors import ChecksumMismatchError
-from ucp_core.geometry.statemap import TensorKey
+from ucp_core.geometry import TensorKey
 from ucp_core.storage import LocalStore
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]

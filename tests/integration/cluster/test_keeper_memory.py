@@ -103,7 +103,7 @@ class _Keeper:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from workers.keeper.actor import OPTIONS, Keeper
+        from workers.keeper import OPTIONS, Keeper
 
         self.directory = directory
         self.run_url = run_url
@@ -276,7 +276,7 @@ def test_a_keeper_without_snapshots_is_what_it_was(tmp_path: Path) -> None:
     """They can be turned off, and nobody then finds a door."""
     import ray
 
-    from workers.keeper.actor import OPTIONS, Keeper
+    from workers.keeper import OPTIONS, Keeper
 
     ear: Any = ray.remote(_Ear).options(num_cpus=0).remote()
     settings = Settings(snapshot=SnapshotSettings(every_steps=0))

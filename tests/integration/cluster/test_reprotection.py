@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator.driver.faults import kill_node_of, member, wait_for
 from orchestrator.driver.launch import Launched
-from orchestrator.shell.local.faults import kill_node_of, member, wait_for
 from tests.support.history import check_lost_steps, read_history
 from tests.support.snapshots import eventually
 

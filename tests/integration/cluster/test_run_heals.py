@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.schema import RunConfig
+from orchestrator.config import RunConfig
 from orchestrator.detection import PATIENCE
-from orchestrator.driver.launch import Launched
-from orchestrator.driver.status import plan_losses
-from orchestrator.shell.local.faults import (
+from orchestrator.driver import plan_losses
+from orchestrator.driver.faults import (
     kill_keeper_of,
     kill_node_of,
     member,
     signal_rank,
     wait_for,
 )
+from orchestrator.driver.launch import Launched
 from tests.support.history import check_lost_steps, read_history
 
 pytestmark = pytest.mark.timeout(900)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.schema import RunConfig
+from orchestrator.config import RunConfig
+from orchestrator.driver.faults import member, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
-from orchestrator.shell.local.faults import member, signal_rank, wait_for
 from tests.support.history import read_history
 
 pytestmark = pytest.mark.timeout(900)

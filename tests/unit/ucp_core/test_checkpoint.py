@@ -36,11 +36,9 @@ from ucp_core.errors import (
     StorageError,
     UncoveredRegionError,
 )
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import TensorKey
+from ucp_core.geometry import Box, TensorKey
 from ucp_core.lineage import counts
-from ucp_core.storage import LocalStore, MemoryStore, Store, join
-from ucp_core.storage.base import Buffer
+from ucp_core.storage import Buffer, LocalStore, MemoryStore, Store, join
 
 DIRECTORY = f"{ROOT}/step-00000007"
 STATE = small_state()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.snapshot_rank import Node, Rank
-from workers.snapshot.writing import SnapshotMemory
+from workers.snapshot import SnapshotMemory
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from workers.errors import SettingsError
-from workers.models.shape import PRESETS
+from workers.models import PRESETS
 from workers.settings import (
     CheckpointSettings,
     DataSettings,

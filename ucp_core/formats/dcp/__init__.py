@@ -4,3 +4,17 @@ A directory (``directory``) has metadata (``metadata``) and data files, together
 (``container``), which Megatron-core uses too; in some, tensors lie as safetensors
 (``safetensors``). ``key_names`` says what its keys mean, ``state`` makes training state of it.
 """
+
+from ucp_core.formats.dcp.container import Container
+from ucp_core.formats.dcp.directory import read_container
+from ucp_core.formats.dcp.recognition import metadata_names
+from ucp_core.formats.dcp.state import BLOCK_BYTES, State, json_value
+
+__all__ = [
+    "BLOCK_BYTES",
+    "Container",
+    "State",
+    "json_value",
+    "metadata_names",
+    "read_container",
+]

@@ -14,17 +14,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import Extent, Fragment, TensorEntry, TensorKey
-from ucp_core.storage.base import join
-from ucp_core.torch_files.pickle_reader import collector_paused
-from ucp_core.torch_files.pickle_tensors import TensorRef
-from ucp_core.torch_files.torch_reader import EDGE_BYTES, TensorFiles, read_torch_part
+from ucp_core.geometry import Box, Extent, Fragment, TensorEntry, TensorKey
+from ucp_core.storage import join
+from ucp_core.torch_files import (
+    EDGE_BYTES,
+    TensorFiles,
+    TensorRef,
+    collector_paused,
+    read_torch_part,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from ucp_core.storage.base import Store
+    from ucp_core.storage import Store
 
 #: Ends of the names of files that some save wrote.
 _LEFT = (".distcp", ".metadata.tmp")

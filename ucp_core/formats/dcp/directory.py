@@ -20,16 +20,14 @@ from ucp_core.formats.dcp.metadata import (
 )
 from ucp_core.formats.dcp.recognition import METADATA_NAME, metadata_names
 from ucp_core.formats.dcp.safetensors import find_safetensors
-from ucp_core.geometry.boxes import Box
-from ucp_core.storage.base import join
-from ucp_core.torch_files.pickle_reader import collector_paused
-from ucp_core.torch_files.pickle_tensors import known_dtype
-from ucp_core.torch_files.torch_reader import read_pickle
+from ucp_core.geometry import Box
+from ucp_core.storage import join
+from ucp_core.torch_files import collector_paused, known_dtype, read_pickle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ucp_core.storage.base import Store
+    from ucp_core.storage import Store
 
 _KEY_BYTES_MAX = 4096
 _PATH_PARTS_MAX = 64

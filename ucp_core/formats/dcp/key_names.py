@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, UcpError
-from ucp_core.formats.shared.optimizer_order import assign
+from ucp_core.formats.shared import assign
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.torch_files.pickle_classes import Buildable, Global
-from ucp_core.torch_files.pickle_tensors import extents_of
+from ucp_core.torch_files import Buildable, Global, extents_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

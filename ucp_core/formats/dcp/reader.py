@@ -16,14 +16,14 @@ from ucp_core.formats.dcp.directory import read_container
 from ucp_core.formats.dcp.recognition import NAME, metadata_names, parts_of
 from ucp_core.formats.dcp.safetensors import sharded_container
 from ucp_core.formats.dcp.state import BLOCK_BYTES, state_of, ties_of
-from ucp_core.formats.shared.inline import INLINE_NAME, OverlayStore
-from ucp_core.geometry.statemap import StateMap, TensorKey
-from ucp_core.manifest.document import Kind, Manifest
-from ucp_core.native.opening import Checkpoint
-from ucp_core.storage.base import Store, join
+from ucp_core.formats.shared import INLINE_NAME, OverlayStore
+from ucp_core.geometry import StateMap, TensorKey
+from ucp_core.manifest import Kind, Manifest
+from ucp_core.native import Checkpoint
+from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
-    from ucp_core.language.rules import Rules
+    from ucp_core.language import Rules
 
 
 def read(

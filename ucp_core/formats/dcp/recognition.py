@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from ucp_core.storage.base import Store, join
+from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,22 +14,15 @@ from typing import TYPE_CHECKING
 
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.dcp.container import Blob, Chunk, Container, Item
-from ucp_core.formats.shared.safetensors_header import (
-    LENGTH_BYTES,
-    Header,
-    TensorRange,
-    header_bytes,
-    parse_header,
-)
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import DTYPE_BYTES
-from ucp_core.storage.base import join
-from ucp_core.torch_files.pickle_tensors import TensorRef, extents_of
+from ucp_core.formats.shared import LENGTH_BYTES, Header, TensorRange, header_bytes, parse_header
+from ucp_core.geometry import DTYPE_BYTES, Box
+from ucp_core.storage import join
+from ucp_core.torch_files import TensorRef, extents_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from ucp_core.storage.base import Store
+    from ucp_core.storage import Store
 
 _SHARD = re.compile(r"shard-(\d{1,9})-model-\d+-of-\d+\.safetensors")
 

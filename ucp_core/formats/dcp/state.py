@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError, UnsupportedVersionError
 from ucp_core.formats.dcp.key_names import Names, classify, number_names
-from ucp_core.formats.shared.inline import INLINE_NAME
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import Extent, Fragment, TensorEntry, TensorKey
-from ucp_core.manifest.document import Item
-from ucp_core.numerics.checksums import crc32
-from ucp_core.storage.base import join
-from ucp_core.torch_files.torch_reader import TensorRef, plain
+from ucp_core.formats.shared import INLINE_NAME
+from ucp_core.geometry import Box, Extent, Fragment, TensorEntry, TensorKey
+from ucp_core.manifest import Item
+from ucp_core.numerics import crc32
+from ucp_core.storage import join
+from ucp_core.torch_files import TensorRef, plain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

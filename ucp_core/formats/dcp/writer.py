@@ -12,27 +12,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ucp_core.errors import UcpError
-from ucp_core.formats.shared.restored import restored
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import TensorEntry, TensorKey
-from ucp_core.native.slabs import check_memory, stream
-from ucp_core.storage.base import Store, join
-from ucp_core.storage.undoing import undone
-from ucp_core.torch_files.pickle_writer import pickle_tree
-from ucp_core.torch_files.torch_writer import (
-    Instance,
-    Named,
-    Size,
-    TensorData,
-    torch_file_chunks,
-)
+from ucp_core.formats.shared import restored
+from ucp_core.geometry import Box, TensorEntry, TensorKey
+from ucp_core.native import check_memory, stream
+from ucp_core.storage import Store, join, undone
+from ucp_core.torch_files import Instance, Named, Size, TensorData, pickle_tree, torch_file_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
 
-    from ucp_core.native.opening import Checkpoint
-    from ucp_core.native.slabs import Slab
-    from ucp_core.storage.base import Buffer
+    from ucp_core.native import Checkpoint, Slab
+    from ucp_core.storage import Buffer
 
 #: A loader reads whole chunks, however little it needs of one, and opens each at some 0.3 ms.
 CHUNK_BYTES = 64 << 20

@@ -10,43 +10,53 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
-from ucp_core.formats.deepspeed.reading.copied import refuse_copied
-from ucp_core.formats.deepspeed.reading.extras import Extras
-from ucp_core.formats.deepspeed.reading.file_names import (
-    Folder,
-    locate,
-    sort_names,
-)
-from ucp_core.formats.deepspeed.reading.partitions import RankState, read_rank
-from ucp_core.formats.deepspeed.reading.swapped import refuse_swapped, refuse_swapped_models
-from ucp_core.formats.deepspeed.reading.tensor_parallel import Info, TensorParallelLayouts
-from ucp_core.formats.deepspeed.reading.topology import Native, open_native
-from ucp_core.formats.deepspeed.reading.weights import (
+from ucp_core.formats.deepspeed.reading import (
     WEIGHT,
+    Extras,
+    Folder,
+    Info,
     Modules,
+    Native,
+    RankState,
+    Stage,
+    TensorParallelLayouts,
     add_modules,
+    add_zero3,
+    add_zero12,
     buffer_names,
+    locate,
+    open_native,
+    param_shapes,
+    read_rank,
+    refuse_copied,
+    refuse_swapped,
+    refuse_swapped_models,
     resolve_ties,
+    sort_names,
     tied_weight,
     weights_of,
 )
-from ucp_core.formats.deepspeed.reading.zero import Stage, add_zero3, add_zero12, param_shapes
 from ucp_core.formats.deepspeed.recognition import NAME
-from ucp_core.formats.shared.groups import Groups
-from ucp_core.formats.shared.shards import Shards
-from ucp_core.formats.shared.torch_files import THREADS_MAX
-from ucp_core.formats.shared.values import Scalars, json_value, number, refusing_nonsense
-from ucp_core.geometry.statemap import DTYPE_BYTES, StateMap, TensorEntry, TensorKey
-from ucp_core.manifest.document import Item, Kind, Manifest
-from ucp_core.native.opening import Checkpoint
-from ucp_core.numerics.checksums import BLOCK_BYTES
-from ucp_core.torch_files.torch_reader import Opaque, TensorRef
+from ucp_core.formats.shared import (
+    THREADS_MAX,
+    Groups,
+    Scalars,
+    Shards,
+    json_value,
+    number,
+    refusing_nonsense,
+)
+from ucp_core.geometry import DTYPE_BYTES, StateMap, TensorEntry, TensorKey
+from ucp_core.manifest import Item, Kind, Manifest
+from ucp_core.native import Checkpoint
+from ucp_core.numerics import BLOCK_BYTES
+from ucp_core.torch_files import Opaque, TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucp_core.language.rules import Rules
-    from ucp_core.storage.base import Store
+    from ucp_core.language import Rules
+    from ucp_core.storage import Store
 
 _ZERO3 = 3
 #: Elements that are compared of masters that look alike.
@@ -92,13 +102,13 @@ def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoin
         _add_zero(native, shards, scalars, groups, extras)
     modules = Modules(shards, shards.fqns(), masters=bool(native.optim))
     if not native.optim and native.layers and native.first.get("module", ()) is None:
-        from ucp_core.formats.deepspeed.reading.plain_pipeline import plain_pipeline
+        from ucp_core.formats.deepspeed.reading import plain_pipeline
 
         modules.pipeline = plain_pipeline(native)
         modules.items |= modules.pipeline.items
     add_modules(native, modules)
     if not native.optim:
-        from ucp_core.formats.deepspeed.reading.plain_optimizer import add_plain
+        from ucp_core.formats.deepspeed.reading import add_plain
 
         add_plain(native, modules, scalars, groups, extras)
     extras.add_model(native.first, num_ranks=native.tp * native.pp)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ucp_core.formats.deepspeed.reading.file_names import looks_like_deepspeed
-from ucp_core.storage.base import Store
+from ucp_core.formats.deepspeed.reading import looks_like_deepspeed
+from ucp_core.storage import Store
 
 NAME = "deepspeed"
 

@@ -15,36 +15,33 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.formats.deepspeed.reading.extras import Extras
-from ucp_core.formats.deepspeed.reading.file_names import ZERO, Folder, sort_names
-from ucp_core.formats.deepspeed.reading.topology import Native, open_native
-from ucp_core.formats.deepspeed.reading.weights import (
+from ucp_core.formats.deepspeed.reading import (
+    ZERO,
+    Extras,
+    Folder,
     Modules,
+    Native,
     add_modules,
     buffer_names,
+    open_native,
+    param_shapes,
     resolve_ties,
+    sort_names,
 )
-from ucp_core.formats.deepspeed.reading.zero import param_shapes
-from ucp_core.formats.shared.groups import Groups
-from ucp_core.formats.shared.shards import Shards
-from ucp_core.formats.shared.torch_files import THREADS_MAX
-from ucp_core.formats.shared.values import Scalars, json_value, number
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import Extent, Fragment, StateMap, TensorEntry, TensorKey
-from ucp_core.language.operators import extract, union
-from ucp_core.language.patterns import place
-from ucp_core.language.plain import plain
-from ucp_core.manifest.document import Item, Kind, Manifest
-from ucp_core.native.opening import Checkpoint
-from ucp_core.numerics.checksums import BLOCK_BYTES
-from ucp_core.storage.base import join
-from ucp_core.torch_files.torch_reader import TensorRef, TorchFile, read_torch_file
+from ucp_core.formats.shared import THREADS_MAX, Groups, Scalars, Shards, json_value, number
+from ucp_core.geometry import Box, Extent, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.language import extract, place, plain, union
+from ucp_core.manifest import Item, Kind, Manifest
+from ucp_core.native import Checkpoint
+from ucp_core.numerics import BLOCK_BYTES
+from ucp_core.storage import join
+from ucp_core.torch_files import TensorRef, TorchFile, read_torch_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ucp_core.formats.deepspeed.reading.tensor_parallel import TensorParallelLayouts
-    from ucp_core.storage.base import Store
+    from ucp_core.formats.deepspeed.reading import TensorParallelLayouts
+    from ucp_core.storage import Store
 
 _OPTIMIZER = "optimizer_state.pt"
 _SUFFIX = ".pt"

@@ -20,20 +20,28 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.writer import DTYPES, common_state
-from ucp_core.formats.deepspeed.writing.model import Group, Model, describe
-from ucp_core.formats.deepspeed.writing.output import Output
-from ucp_core.formats.deepspeed.writing.streams import FlatReader, Range
-from ucp_core.formats.deepspeed.writing.trees import DS_VERSION, Trees, hyper_parameters, number
-from ucp_core.language.patterns import Affine, Cut, Grid
-from ucp_core.native.slabs import check_memory
-from ucp_core.torch_files.torch_writer import Instance, Size, TensorData
+from ucp_core.formats.deepspeed.writing import (
+    DS_VERSION,
+    FlatReader,
+    Group,
+    Model,
+    Output,
+    Range,
+    Trees,
+    describe,
+    hyper_parameters,
+    number,
+)
+from ucp_core.language import Affine, Cut, Grid
+from ucp_core.native import check_memory
+from ucp_core.torch_files import Instance, Size, TensorData
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ucp_core.language.rules import Rules
-    from ucp_core.native.opening import Checkpoint
-    from ucp_core.storage.base import Store
+    from ucp_core.language import Rules
+    from ucp_core.native import Checkpoint
+    from ucp_core.storage import Store
 
 #: Slots that DeepSpeed keeps as one number, and the only one of them that its folder has.
 _STEP = "step"

@@ -12,22 +12,26 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import UcpError
-from ucp_core.formats.deepspeed.writing.model import Model, describe
-from ucp_core.formats.deepspeed.writing.output import Output
-from ucp_core.formats.deepspeed.writing.pipeline import Pipeline
-from ucp_core.formats.deepspeed.writing.streams import FlatReader
-from ucp_core.formats.deepspeed.writing.trees import DS_VERSION, Trees
-from ucp_core.formats.deepspeed.writing.universal_info import universal_info
-from ucp_core.language.patterns import Placement, split
-from ucp_core.native.slabs import check_memory
-from ucp_core.torch_files.torch_writer import Size
+from ucp_core.formats.deepspeed.writing import (
+    DS_VERSION,
+    FlatReader,
+    Model,
+    Output,
+    Pipeline,
+    Trees,
+    describe,
+    universal_info,
+)
+from ucp_core.language import Placement, split
+from ucp_core.native import check_memory
+from ucp_core.torch_files import Size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ucp_core.language.rules import Rules
-    from ucp_core.native.opening import Checkpoint
-    from ucp_core.storage.base import Store
+    from ucp_core.language import Rules
+    from ucp_core.native import Checkpoint
+    from ucp_core.storage import Store
 
 #: Names of dtypes as DeepSpeed's configuration has them.
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}

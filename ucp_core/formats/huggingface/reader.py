@@ -22,24 +22,17 @@ from ucp_core.formats.huggingface.recognition import (
     TORCH_NAME,
     is_torch_file,
 )
-from ucp_core.formats.shared.safetensors_header import (
-    LENGTH_BYTES,
-    Header,
-    TensorRange,
-    header_bytes,
-    parse_header,
-)
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import Fragment, StateMap, TensorEntry, TensorKey
-from ucp_core.manifest.document import Item, Kind, Manifest
-from ucp_core.native.opening import Checkpoint
-from ucp_core.numerics.checksums import BLOCK_BYTES
-from ucp_core.storage.base import Store, join
+from ucp_core.formats.shared import LENGTH_BYTES, Header, TensorRange, header_bytes, parse_header
+from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.manifest import Item, Kind, Manifest
+from ucp_core.native import UNFINISHED_NAME, Checkpoint
+from ucp_core.numerics import BLOCK_BYTES
+from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucp_core.language.rules import Rules
+    from ucp_core.language import Rules
 
 #: What ``extra`` keeps the folder's small documents under, and the writer puts beside the weights.
 EXTRA_NAME = "huggingface"
@@ -136,12 +129,10 @@ def read(
 
 def _refuse_unfinished(store: Store, directory: str) -> None:
     """Refuse a universal checkpoint without its manifest: of its moments nothing would be left."""
-    from ucp_core.conversion.journal import FOLDER
-
-    if store.exists(join(directory, FOLDER)):
+    if store.exists(join(directory, UNFINISHED_NAME)):
         raise CheckpointCorruptError(
             f"{directory} is an unfinished conversion: run ucp convert again, it goes on where it "
-            f"stopped, or delete {FOLDER} to have the weights that are there",
+            f"stopped, or delete {UNFINISHED_NAME} to have the weights that are there",
             path=directory,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ucp_core.storage.base import Store
+from ucp_core.storage import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

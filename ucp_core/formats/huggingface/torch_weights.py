@@ -9,15 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.formats.shared.torch_files import Files
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import Fragment, StateMap, TensorEntry, TensorKey
-from ucp_core.torch_files.torch_reader import TensorRef
+from ucp_core.formats.shared import Files
+from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucp_core.storage.base import Store
+    from ucp_core.storage import Store
 
 
 def state_map(

@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ucp_core.errors import UcpError
 from ucp_core.formats.huggingface.reader import EXTRA_NAME
 from ucp_core.formats.huggingface.recognition import INDEX_SUFFIX, SUFFIX
-from ucp_core.formats.shared.safetensors_header import print_header
-from ucp_core.geometry.statemap import DTYPE_BYTES, TensorEntry
-from ucp_core.native.slabs import check_memory, stream
-from ucp_core.numerics.casts import cast
-from ucp_core.numerics.dtypes import FLOATS
-from ucp_core.storage.base import Store, join
-from ucp_core.storage.undoing import undone
+from ucp_core.formats.shared import print_header
+from ucp_core.geometry import DTYPE_BYTES, TensorEntry
+from ucp_core.native import check_memory, stream
+from ucp_core.numerics import FLOATS, cast
+from ucp_core.storage import Store, join, undone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ucp_core.native.opening import Checkpoint
-    from ucp_core.storage.base import Buffer
+    from ucp_core.native import Checkpoint
+    from ucp_core.storage import Buffer
 
 #: The size that the Hugging Face tools cut at.
 SHARD_BYTES = 5_000_000_000

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.megatron.experts import is_expert
-from ucp_core.formats.shared.copies import refuse_equal
-from ucp_core.torch_files.torch_reader import Opaque, TensorRef
+from ucp_core.formats.shared import refuse_equal
+from ucp_core.torch_files import Opaque, TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ucp_core.formats.megatron.model import Piece
-    from ucp_core.geometry.statemap import TensorKey
-    from ucp_core.storage.base import Store
+    from ucp_core.geometry import TensorKey
+    from ucp_core.storage import Store
 
 _SAME = ("iteration", "checkpoint_version")
 #: Arguments that make the shapes of what all ranks have.

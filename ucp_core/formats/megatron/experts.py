@@ -14,13 +14,13 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
-from ucp_core.formats.shared.grouped_experts import strides
+from ucp_core.formats.shared import strides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ucp_core.geometry.statemap import TensorKey
-    from ucp_core.torch_files.torch_reader import TensorRef
+    from ucp_core.geometry import TensorKey
+    from ucp_core.torch_files import TensorRef
 
 _SINGLE = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 _GROUPED = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)()")

@@ -13,13 +13,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, PatternError
-from ucp_core.formats.shared.evidence import is_master_of
-from ucp_core.torch_files.torch_reader import TensorRef
+from ucp_core.formats.shared import is_master_of
+from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucp_core.storage.base import Store
+    from ucp_core.storage import Store
 
 #: Parameters begin at multiples of it, counted from their bucket.
 _ALIGNMENT = 64

@@ -10,27 +10,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
 from ucp_core.formats.megatron import flat_buffers
 from ucp_core.formats.megatron.experts import Experts, is_expert, is_fused, is_gated
-from ucp_core.formats.shared.evidence import interchangeable, match_masters
-from ucp_core.formats.shared.optimizer_order import (
+from ucp_core.formats.shared import (
+    Layouts,
+    Rank,
+    Scalars,
+    Shards,
+    Vocabulary,
     assign,
     check_numbers,
+    interchangeable,
+    json_value,
     largest_shape,
+    match_masters,
+    tells_padding,
     unclear,
+    vocabulary_of,
 )
-from ucp_core.formats.shared.shards import Layouts, Rank, Shards
-from ucp_core.formats.shared.values import Scalars, json_value
-from ucp_core.formats.shared.vocabulary import Vocabulary, tells_padding, vocabulary_of
-from ucp_core.geometry.statemap import DTYPE_BYTES, TensorKey
-from ucp_core.language.patterns import Pattern, Replicated, Unique
-from ucp_core.language.rules import Rules, builtin_rules
-from ucp_core.manifest.document import Item
-from ucp_core.torch_files.torch_reader import TensorRef
+from ucp_core.geometry import DTYPE_BYTES, TensorKey
+from ucp_core.language import Pattern, Replicated, Rules, Unique, builtin_rules
+from ucp_core.manifest import Item
+from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ucp_core.formats.shared.groups import Groups
-    from ucp_core.formats.shared.torch_files import Files
+    from ucp_core.formats.shared import Files, Groups
 
 WEIGHT = "weight"
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")

@@ -34,21 +34,26 @@ from ucp_core.formats.megatron.recognition import (
     is_checkpoint,
     latest,
 )
-from ucp_core.formats.shared.groups import Groups
-from ucp_core.formats.shared.shards import Rank, Shards
-from ucp_core.formats.shared.torch_files import Files
-from ucp_core.formats.shared.values import Scalars, json_value, refusing_nonsense
-from ucp_core.formats.shared.vocabulary import vocabulary_of
-from ucp_core.geometry.statemap import StateMap
-from ucp_core.manifest.document import Item, Kind, Manifest
-from ucp_core.native.opening import Checkpoint
-from ucp_core.numerics.checksums import BLOCK_BYTES
-from ucp_core.storage.base import Store, join
+from ucp_core.formats.shared import (
+    Files,
+    Groups,
+    Rank,
+    Scalars,
+    Shards,
+    json_value,
+    refusing_nonsense,
+    vocabulary_of,
+)
+from ucp_core.geometry import StateMap
+from ucp_core.manifest import Item, Kind, Manifest
+from ucp_core.native import Checkpoint
+from ucp_core.numerics import BLOCK_BYTES
+from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ucp_core.language.rules import Rules
+    from ucp_core.language import Rules
 
 _DISTRIBUTED_FILE = "distrib_optim.pt"
 _MODEL_KEY = re.compile(r"model\d*")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ucp_core.storage.base import Store, join
+from ucp_core.storage import Store, join
 
 NAME = "megatron"
 LATEST = "latest_checkpointed_iteration.txt"

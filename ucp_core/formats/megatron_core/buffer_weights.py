@@ -8,16 +8,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucp_core.formats.shared import grouped_experts
-from ucp_core.formats.shared.evidence import rounded
-from ucp_core.geometry.statemap import DTYPE_BYTES, Fragment, TensorEntry
-from ucp_core.storage.base import join
+from ucp_core.formats.shared import grouped_experts, rounded
+from ucp_core.geometry import DTYPE_BYTES, Fragment, TensorEntry
+from ucp_core.storage import join
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucp_core.formats.dcp.container import Container
-    from ucp_core.geometry.boxes import Box
+    from ucp_core.formats.dcp import Container
+    from ucp_core.geometry import Box
 
 #: Elements compared at either end of a piece.
 _SAMPLE = 64

@@ -27,14 +27,22 @@ from ucp_core.formats.megatron_core.buffer_weights import (
 )
 from ucp_core.formats.megatron_core.key_names import BucketKey, stack_of
 from ucp_core.formats.shared import grouped_experts
-from ucp_core.geometry.boxes import Box, flat_range, reach
-from ucp_core.geometry.statemap import DTYPE_BYTES, Extent, Fragment, TensorEntry, TensorKey
-from ucp_core.numerics.dtypes import FLOATS
+from ucp_core.geometry import (
+    DTYPE_BYTES,
+    Box,
+    Extent,
+    Fragment,
+    TensorEntry,
+    TensorKey,
+    flat_range,
+    reach,
+)
+from ucp_core.numerics import FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ucp_core.formats.dcp.container import Container
+    from ucp_core.formats.dcp import Container
 
 _FILE_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 #: Elements at whose multiples parameters begin.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import TensorEntry, TensorKey
+from ucp_core.geometry import Box, TensorEntry, TensorKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -20,23 +20,19 @@ from ucp_core.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from ucp_core.formats.dcp.container import Container
-from ucp_core.formats.dcp.directory import read_container
-from ucp_core.formats.dcp.state import BLOCK_BYTES, State, json_value
+from ucp_core.formats.dcp import BLOCK_BYTES, Container, State, json_value, read_container
 from ucp_core.formats.megatron_core import flat_buffers, key_names
 from ucp_core.formats.megatron_core.recognition import CONFIG, NAME, TRACKER, located
-from ucp_core.formats.shared.inline import INLINE_NAME, OverlayStore
-from ucp_core.formats.shared.vocabulary import tells_padding, vocabulary_of
-from ucp_core.geometry.statemap import StateMap, TensorKey
-from ucp_core.language.operators import strip_padding
-from ucp_core.language.patterns import Cut, place
-from ucp_core.manifest.document import Item, Kind, Manifest
-from ucp_core.native.opening import Checkpoint
-from ucp_core.storage.base import Store, join
-from ucp_core.torch_files.torch_reader import Opaque, read_torch_file
+from ucp_core.formats.shared import INLINE_NAME, OverlayStore, tells_padding, vocabulary_of
+from ucp_core.geometry import StateMap, TensorKey
+from ucp_core.language import Cut, place, strip_padding
+from ucp_core.manifest import Item, Kind, Manifest
+from ucp_core.native import Checkpoint
+from ucp_core.storage import Store, join
+from ucp_core.torch_files import Opaque, read_torch_file
 
 if TYPE_CHECKING:
-    from ucp_core.language.rules import Rules
+    from ucp_core.language import Rules
 
 _COMMON = "common.pt"
 _COMMON_KEY = "common_state/shard_0_1"

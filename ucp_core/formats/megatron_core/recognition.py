@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.formats.dcp.recognition import metadata_names
-from ucp_core.storage.base import Store, join
+from ucp_core.formats.dcp import metadata_names
+from ucp_core.storage import Store, join
 
 NAME = "megatron-core"
 CONFIG = "metadata.json"

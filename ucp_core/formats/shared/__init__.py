@@ -6,3 +6,79 @@
 knows the order of Megatron's experts that are one parameter, ``copies`` a file that was copied over
 another rank's.
 """
+
+from ucp_core.formats.shared import grouped_experts
+from ucp_core.formats.shared.copies import refuse_equal
+from ucp_core.formats.shared.evidence import (
+    interchangeable,
+    is_master_of,
+    match_flat,
+    match_masters,
+    rounded,
+)
+from ucp_core.formats.shared.grouped_experts import strides
+from ucp_core.formats.shared.groups import Groups
+from ucp_core.formats.shared.inline import INLINE_NAME, OverlayStore
+from ucp_core.formats.shared.optimizer_order import (
+    DISTRIBUTE_IT,
+    NAME_THEM,
+    assign,
+    can_be,
+    check_numbers,
+    largest_shape,
+    unclear,
+)
+from ucp_core.formats.shared.restored import restored
+from ucp_core.formats.shared.safetensors_header import (
+    LENGTH_BYTES,
+    Header,
+    TensorRange,
+    header_bytes,
+    parse_header,
+    print_header,
+)
+from ucp_core.formats.shared.shards import Layouts, Rank, Run, Shards
+from ucp_core.formats.shared.torch_files import THREADS_MAX, Files
+from ucp_core.formats.shared.values import Scalars, json_value, number, refusing_nonsense
+from ucp_core.formats.shared.vocabulary import Vocabulary, tells_padding, vocabulary_of
+
+__all__ = [
+    "DISTRIBUTE_IT",
+    "INLINE_NAME",
+    "LENGTH_BYTES",
+    "NAME_THEM",
+    "THREADS_MAX",
+    "Files",
+    "Groups",
+    "Header",
+    "Layouts",
+    "OverlayStore",
+    "Rank",
+    "Run",
+    "Scalars",
+    "Shards",
+    "TensorRange",
+    "Vocabulary",
+    "assign",
+    "can_be",
+    "check_numbers",
+    "grouped_experts",
+    "header_bytes",
+    "interchangeable",
+    "is_master_of",
+    "json_value",
+    "largest_shape",
+    "match_flat",
+    "match_masters",
+    "number",
+    "parse_header",
+    "print_header",
+    "refuse_equal",
+    "refusing_nonsense",
+    "restored",
+    "rounded",
+    "strides",
+    "tells_padding",
+    "unclear",
+    "vocabulary_of",
+]

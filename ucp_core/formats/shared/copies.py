@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.geometry.statemap import DTYPE_BYTES
-from ucp_core.storage.base import join
+from ucp_core.geometry import DTYPE_BYTES
+from ucp_core.storage import join
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ucp_core.storage.base import Store
-    from ucp_core.torch_files.torch_reader import TensorRef
+    from ucp_core.storage import Store
+    from ucp_core.torch_files import TensorRef
 
 #: What is looked at of a tensor, at its start, in the middle and at its end.
 _SAMPLE_BYTES = 64 << 10

@@ -9,9 +9,9 @@ import struct
 from math import copysign, inf
 from typing import TYPE_CHECKING
 
-from ucp_core.geometry.statemap import DTYPE_BYTES
-from ucp_core.storage.base import Store, join
-from ucp_core.torch_files.torch_reader import TensorRef
+from ucp_core.geometry import DTYPE_BYTES
+from ucp_core.storage import Store, join
+from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -132,7 +132,7 @@ def rounded(data: bytes, source: str, target: str) -> bytes:
     if source == target:
         return data
     if source != "F32" or target not in _HALVES:
-        from ucp_core.numerics.casts import cast
+        from ucp_core.numerics import cast
 
         return bytes(cast(memoryview(data), source, target))
     # Nearly all there are; numpy would take 0.1 s to import.

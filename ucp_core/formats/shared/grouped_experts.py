@@ -14,7 +14,7 @@ import re
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucp_core.geometry.boxes import Box, flat_range
+from ucp_core.geometry import Box, flat_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from ucp_core.storage.base import Buffer, ReadRange, Store
+    from ucp_core.storage import Buffer, ReadRange, Store
 
 #: The file of values that need no other name.
 INLINE_NAME = "@inline"

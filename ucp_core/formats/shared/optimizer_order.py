@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, PatternError
-from ucp_core.torch_files.torch_reader import TensorRef
+from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

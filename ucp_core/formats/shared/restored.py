@@ -5,8 +5,8 @@ from __future__ import annotations
 from base64 import b64decode
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.geometry.statemap import DTYPE_BYTES
-from ucp_core.torch_files.torch_writer import TensorData
+from ucp_core.geometry import DTYPE_BYTES
+from ucp_core.torch_files import TensorData
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.geometry.statemap import DTYPE_BYTES
+from ucp_core.geometry import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

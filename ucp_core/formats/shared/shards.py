@@ -14,16 +14,13 @@ from operator import add, mul, sub
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ucp_core.errors import CheckpointCorruptError, PatternError
-from ucp_core.geometry.boxes import Box, flat_range
-from ucp_core.geometry.statemap import DTYPE_BYTES, Fragment, TensorEntry, TensorKey
-from ucp_core.language.operators import extract, strip_padding, union
-from ucp_core.language.patterns import Cut, Pattern, Placement, place
-from ucp_core.language.plain import plain
+from ucp_core.geometry import DTYPE_BYTES, Box, Fragment, TensorEntry, TensorKey, flat_range
+from ucp_core.language import Cut, Pattern, Placement, extract, place, plain, strip_padding, union
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ucp_core.torch_files.torch_reader import TensorRef
+    from ucp_core.torch_files import TensorRef
 
 
 class Rank(NamedTuple):

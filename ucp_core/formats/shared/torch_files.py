@@ -8,14 +8,14 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.storage.base import join
-from ucp_core.torch_files.torch_reader import TorchFile, read_torch_file
+from ucp_core.storage import join
+from ucp_core.torch_files import TorchFile, read_torch_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ucp_core.geometry.statemap import Extent
-    from ucp_core.storage.base import Store
+    from ucp_core.geometry import Extent
+    from ucp_core.storage import Store
 
 #: Unpickling holds the interpreter, so more threads help only where requests take long.
 THREADS_MAX = 16

@@ -10,10 +10,9 @@ from typing import Any
 
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError
 from ucp_core.formats.shared.inline import INLINE_NAME, OverlayStore
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import Fragment, TensorEntry, TensorKey
-from ucp_core.storage.base import Store, join
-from ucp_core.torch_files.torch_reader import Opaque, TensorRef, plain
+from ucp_core.geometry import Box, Fragment, TensorEntry, TensorKey
+from ucp_core.storage import Store, join
+from ucp_core.torch_files import Opaque, TensorRef, plain
 
 #: A generator's state has 5 KiB.
 SMALL_TENSOR_BYTES = 64 << 10

@@ -14,13 +14,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from ucp_core.language.patterns import Cut, Pattern
-from ucp_core.manifest.document import Item
+from ucp_core.language import Cut, Pattern
+from ucp_core.manifest import Item
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ucp_core.geometry.statemap import TensorEntry, TensorKey
+    from ucp_core.geometry import TensorEntry, TensorKey
 
 _NAMES = re.compile(
     r"(.*\.)?(word_embeddings|word_embeddings_for_head|output_layer|lm_head)\.(weight|bias)"

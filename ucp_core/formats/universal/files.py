@@ -7,12 +7,12 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from ucp_core.geometry.statemap import DTYPE_BYTES, TensorEntry
+from ucp_core.geometry import DTYPE_BYTES, TensorEntry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucp_core.geometry.statemap import StateMap
+    from ucp_core.geometry import StateMap
 
 #: The size that the Hugging Face tools cut at.
 FILE_BYTES_MAX = 5_000_000_000

@@ -1,1 +1,29 @@
 """Keepers of other nodes: byte ranges over TCP, and copies of their snapshots."""
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from workers.keeper.peers.client import RemotePart, WireClient
+    from workers.keeper.peers.mirror import Mirrors
+    from workers.keeper.peers.parity_mirror import ParityMirror
+    from workers.keeper.peers.server import WireServer
+
+__all__ = [
+    "Mirrors",
+    "ParityMirror",
+    "RemotePart",
+    "WireClient",
+    "WireServer",
+]
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "workers.keeper.peers.client": ("RemotePart", "WireClient"),
+        "workers.keeper.peers.mirror": ("Mirrors",),
+        "workers.keeper.peers.parity_mirror": ("ParityMirror",),
+        "workers.keeper.peers.server": ("WireServer",),
+    },
+)

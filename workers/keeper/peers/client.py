@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ucp_core.errors import StorageError
-from ucp_core.numerics.checksums import crc32
+from ucp_core.numerics import crc32
 from workers.keeper.peers import server as wire
 from workers.keeper.peers.frames import (
     CHALLENGE_BYTES,

@@ -21,8 +21,7 @@ from workers.keeper.peers.client import WireClient
 from workers.keeper.peers.listing import Listed, copy_name
 from workers.keeper.peers.replication import POLL_S, Following
 from workers.keeper.slots import Shelf
-from workers.memory.arena import Arena
-from workers.memory.retention import counts
+from workers.memory import Arena, counts
 from workers.protocol import Held, Peer
 
 __all__ = ["Mirror", "Mirrors", "wanted"]

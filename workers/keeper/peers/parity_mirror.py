@@ -27,11 +27,8 @@ from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.listing import Listed, is_copy
 from workers.keeper.peers.replication import POLL_S, Following
 from workers.keeper.slots import Shelf
-from workers.memory.arena import Arena
-from workers.memory.retention import is_parity
-from workers.memory.versions import LocalPart, Part
-from workers.parity.rebuild import write
-from workers.parity.record import ParityRecord, complete_draft, slot_bytes
+from workers.memory import Arena, LocalPart, Part, is_parity
+from workers.parity import ParityRecord, complete_draft, slot_bytes, write
 from workers.protocol import Held, Member, ParityGroup
 
 __all__ = ["ParityMirror", "parity_name"]

@@ -36,7 +36,7 @@ import threading
 import time
 from typing import Any, Final
 
-from ucp_core.numerics.checksums import crc32
+from ucp_core.numerics import crc32
 from workers.keeper.peers.frames import (
     CHALLENGE_BYTES,
     CHUNK,
@@ -58,7 +58,7 @@ from workers.keeper.peers.listing import Listed, Listing, agree, is_copy
 from workers.keeper.peers.liveness import Attendance
 from workers.keeper.priority import be_nice
 from workers.keeper.slots import Shelf
-from workers.memory.arena import NUM_SLOTS, Arena
+from workers.memory import NUM_SLOTS, Arena
 from workers.protocol import Held
 
 __all__ = ["CHUNK_BYTES", "LISTING_BYTES_MAX", "STALL_S", "WireServer"]

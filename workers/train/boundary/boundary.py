@@ -17,14 +17,19 @@ from typing import Any, Final, NoReturn, cast
 import torch
 from torch import nn
 
-from ucp_core.storage.base import join
+from ucp_core.storage import join
 from workers.errors import TaskError
-from workers.parallel.fsdp import fsdp_modules
+from workers.parallel import fsdp_modules
 from workers.protocol import Assignment, WorkerPhase
-from workers.snapshot.final import FAREWELL_S_MAX, Footing
-from workers.snapshot.passes import on_passes
-from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter
-from workers.state.entries import HostBuffer
+from workers.snapshot import (
+    FAREWELL_S_MAX,
+    Captured,
+    Footing,
+    SnapshotMemory,
+    SnapshotWriter,
+    on_passes,
+)
+from workers.state import HostBuffer
 from workers.train.agreement import all_agree
 from workers.train.boundary.cadence import Cadence, Due, Signals
 from workers.train.boundary.costs import SaveMeter
@@ -33,8 +38,7 @@ from workers.train.boundary.restore import LIVE_STATE
 from workers.train.boundary.store import SavedState, Storing
 from workers.train.context import WorkerContext
 from workers.train.evaluation import weights_digest
-from workers.train.executor.parts import Parts
-from workers.train.executor.step import Step
+from workers.train.executor import Parts, Step
 
 __all__ = ["Boundary", "YieldSignal"]
 

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from workers.snapshot.writing import Captured, SnapshotWriter
+from workers.snapshot import Captured, SnapshotWriter
 from workers.train.agreement import on_host
 
 __all__ = ["Protecting"]

@@ -20,20 +20,27 @@ import torch.distributed as dist
 
 from ucp_core.checkpoint import Checkpoint, LocalTensor, checkpoint_name, load, open_checkpoint
 from ucp_core.errors import CheckpointCorruptError, UcpError
-from ucp_core.geometry.statemap import TensorEntry, TensorKey
-from ucp_core.native.replicas import load_together
-from ucp_core.storage import LocalStore, Store
-from ucp_core.storage.base import join
+from ucp_core.geometry import TensorEntry, TensorKey
+from ucp_core.native import load_together
+from ucp_core.storage import LocalStore, Store, join
 from workers.collectives import GroupError
-from workers.keeper.sources import LOCAL_MEMORY, PEER_MEMORY, MemorySources
+from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources
 from workers.protocol import Assignment, FoundBad, stored_source
-from workers.state.entries import HostBuffer, StateEntry
+from workers.state import HostBuffer, StateEntry
 from workers.train.agreement import all_agree
 from workers.train.boundary.sharing import GroupTransport
 from workers.train.boundary.store import CHECKPOINTS
 from workers.train.context import WorkerContext
 
-__all__ = ["LIVE_STATE", "STORAGE", "Restored", "UnloadableSignal", "bare", "misfits", "restore"]
+__all__ = [
+    "LIVE_STATE",
+    "STORAGE",
+    "Restored",
+    "UnloadableSignal",
+    "bare",
+    "misfits",
+    "restore_state",
+]
 
 #: Kinds of sources, beside those of ``workers.keeper.sources``.
 STORAGE: Final = "storage"
@@ -76,7 +83,7 @@ class Restored:
     bare: frozenset[str] = frozenset()
 
 
-def restore(
+def restore_state(
     assignment: Assignment,
     entries: Callable[[], Sequence[StateEntry]],
     *,

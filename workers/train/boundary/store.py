@@ -26,12 +26,11 @@ from ucp_core.checkpoint import (
     save_rank,
 )
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError, UcpError
-from ucp_core.storage import ReadRange, Store
-from ucp_core.storage.base import Buffer, join
+from ucp_core.storage import Buffer, ReadRange, Store, join
 from workers.collectives import AbortedError, CollectiveError
 from workers.protocol import Assignment
 from workers.settings import CheckpointSettings
-from workers.snapshot.writing import source_of
+from workers.snapshot import source_of
 
 __all__ = ["CHECKPOINTS", "SavedState", "Storing", "append_json"]
 

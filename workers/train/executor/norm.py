@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.parallel.fsdp import Piece
+from workers.parallel import Piece
 
 __all__ = ["num_rows", "row_squares", "scale_gradients", "sum_of_squares"]
 

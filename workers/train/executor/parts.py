@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from workers.parallel.fsdp import Piece
-from workers.parallel.mesh import Mesh
-from workers.state.entries import SteadyState
+from workers.parallel import Mesh, Piece
+from workers.state import SteadyState
 from workers.train.executor.reduction import Reduction
 
 __all__ = ["Parts"]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from workers.parallel.fsdp import fsdp_modules
+from workers.parallel import fsdp_modules
 
 __all__ = ["Reduction", "SumTree", "use_all_to_all", "use_tree"]
 

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.data.order import DataOrder
+from workers.data import DataOrder
 from workers.errors import TaskError
-from workers.parallel.fsdp import drop_gathered, fsdp_modules
+from workers.parallel import drop_gathered, fsdp_modules
 from workers.protocol import WorkerPhase
 from workers.settings import TrainSettings
 from workers.train.agreement import on_host
-from workers.train.boundary.cadence import Signals
+from workers.train.boundary import Signals
 from workers.train.context import Progress
 from workers.train.executor.learning_rate import learning_rate
 from workers.train.executor.norm import row_squares, scale_gradients, sum_of_squares

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.preflight import preflight, worker_memory_bytes
-from orchestrator.config.schema import RunConfig, load
+from orchestrator.config import RunConfig, load, run_preflight
+from orchestrator.config.preflight import worker_memory_bytes
 from orchestrator.errors import ConfigError
 
 
@@ -15,18 +15,18 @@ def _config(tmp_path: Path, *overrides: str) -> RunConfig:
 
 
 def _paths(config: RunConfig) -> list[str]:
-    return [problem.path for problem in preflight(config)]
+    return [problem.path for problem in run_preflight(config)]
 
 
 def test_a_good_configuration_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """The check writes a file: whoever mistyped the directory must not find it made."""
     config = _config(tmp_path / "home")
 
-    assert preflight(config) == []
+    assert run_preflight(config) == []
     assert list(tmp_path.iterdir()) == []
 
     (tmp_path / "home" / "run").mkdir(parents=True)
-    assert preflight(config) == []
+    assert run_preflight(config) == []
     assert [path.name for path in tmp_path.rglob("*")] == ["home", "run"]
 
 
@@ -34,7 +34,7 @@ def test_storage_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     """Otherwise the first checkpoint finds out, after minutes of training."""
     (tmp_path / "run").write_text("a file where a directory is to be", encoding="utf-8")
 
-    problems = preflight(_config(tmp_path))
+    problems = run_preflight(_config(tmp_path))
 
     assert [problem.path for problem in problems] == ["run.directory"]
     assert "cannot be written" in problems[0].message
@@ -56,11 +56,11 @@ def test_a_script_that_is_no_python_is_refused_with_its_line(tmp_path: Path) -> 
     """The workers would find it out, each of them, when all has been started."""
     script = tmp_path / "train.py"
     script.write_text("import math\ndef train(:\n")
-    (problem,) = preflight(_config(tmp_path, f"run.script={script}"))
+    (problem,) = run_preflight(_config(tmp_path, f"run.script={script}"))
     script.write_text("import math\n")
 
     assert (problem.path, problem.message) == ("run.script", f"{script}:2: invalid syntax")
-    assert preflight(_config(tmp_path, f"run.script={script}")) == []
+    assert run_preflight(_config(tmp_path, f"run.script={script}")) == []
 
 
 def test_what_the_text_and_what_the_world_refuses_come_at_once(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ train: {{stpes: 3}}
 """
 
     with pytest.raises(ConfigError) as caught:
-        load(text, look=preflight)
+        load(text, look=run_preflight)
 
     places = [problem.split(": ")[:2] for problem in caught.value.facts["problems"]]
     assert places == [
@@ -104,7 +104,7 @@ def test_the_world_is_not_asked_about_what_nobody_wrote(
     monkeypatch.chdir(tmp_path)
 
     with pytest.raises(ConfigError) as caught:
-        load(text, ["model.preset=8b", "cluster.memory_gib_per_worker=1"], look=preflight)
+        load(text, ["model.preset=8b", "cluster.memory_gib_per_worker=1"], look=run_preflight)
 
     lines = caught.value.facts["problems"]
     found = [path for line in lines for path in line.split(": ")[:2] if "text" not in path]
@@ -123,7 +123,7 @@ def test_min_workers_at_which_the_model_does_not_fit_are_refused(tmp_path: Path)
         "train.precision=bf16",
     )
 
-    problems = preflight(config)
+    problems = run_preflight(config)
 
     assert [problem.path for problem in problems] == ["workers.min"]
     assert "4 would do" in problems[0].message
@@ -134,7 +134,7 @@ def test_a_model_that_never_fits_gets_no_number_of_workers(tmp_path: Path) -> No
     """ "Raise workers.min" would be wrong advice where activations alone are too much."""
     config = _config(tmp_path, "model.preset=8b", "cluster.memory_gib_per_worker=1")
 
-    assert "no number up to workers.max=4" in preflight(config)[0].message
+    assert "no number up to workers.max=4" in run_preflight(config)[0].message
 
 
 def test_memory_is_not_judged_where_it_is_not_known(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.schema import RunConfig, demo_config, load
+from orchestrator.config import RunConfig, demo_config, load
 from orchestrator.errors import ConfigError
 from tests.arch._tree import ROOT
 from workers.settings import ParallelSettings, Settings

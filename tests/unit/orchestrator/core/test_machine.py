@@ -1,21 +1,25 @@
 from dataclasses import replace
 from typing import get_args
 
-from orchestrator.core import events as ev
-from orchestrator.core import machine
-from orchestrator.core.actions import (
+from orchestrator.core import (
     Action,
     FenceAttempt,
     KillWorker,
+    Phase,
     RequestSlot,
+    RunRules,
+    RunState,
     StartAttempt,
-    StartWorker,
-    YieldAttempt,
+    adopted,
+    describe,
+    machine,
+    next_deadline_s,
+    step,
 )
-from orchestrator.core.handlers.survey import Adopted, adopted
-from orchestrator.core.machine import step
-from orchestrator.core.rules import RunRules
-from orchestrator.core.state.run import Phase, RunState, describe, freeze, next_deadline_s, thaw
+from orchestrator.core import events as ev
+from orchestrator.core.actions import StartWorker, YieldAttempt
+from orchestrator.core.handlers.survey import Adopted
+from orchestrator.core.state.run import freeze, thaw
 from workers.protocol import Source
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=1000)

@@ -4,12 +4,13 @@ from typing import Any
 
 from rich.console import Console
 
-from orchestrator.config.schema import load
-from orchestrator.core.rules import Bounds
+from orchestrator.config import load
+from orchestrator.core import Bounds
 from orchestrator.detection import Limits, limits_from
-from orchestrator.driver.console import RunView, print_bounds, print_plan
-from orchestrator.policies.whatif import PartSource, RecoveryPlan
-from orchestrator.shell.serve.status import bounds_document
+from orchestrator.driver import RunView, print_bounds, print_plan
+from orchestrator.policies import RecoveryPlan
+from orchestrator.policies.whatif import PartSource
+from orchestrator.shell import bounds_document
 
 PLAN = RecoveryPlan(
     lost_nodes=("bb",),

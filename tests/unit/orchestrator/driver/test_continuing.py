@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.schema import RunConfig, load
+from orchestrator.config import RunConfig, load
 from orchestrator.driver.continuing import require_continuable, require_same
 from orchestrator.errors import ConfigError
 

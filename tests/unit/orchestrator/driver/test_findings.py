@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.main import app
-from orchestrator.config.schema import RunConfig, load
+from orchestrator.config import RunConfig, load
 from orchestrator.driver.findings import Finding, Level, NodeFacts, diagnose
 
 HERE = NodeFacts(

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from orchestrator.core import Phase, RunState, describe
 from orchestrator.core import events as ev
-from orchestrator.core.state.run import Phase, RunState, describe
-from orchestrator.driver.status import plan_losses, read_status
-from orchestrator.policies.whatif import RecoveryPlan
+from orchestrator.driver import plan_losses, read_status
+from orchestrator.policies import RecoveryPlan
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, SUMMARY
 from orchestrator.shell.capacity.nodes import NodeView
 from orchestrator.shell.memory.protection import loss_document

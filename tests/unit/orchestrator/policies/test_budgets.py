@@ -1,13 +1,5 @@
-from orchestrator.policies.budgets import (
-    BudgetRules,
-    Fault,
-    FaultClass,
-    UserError,
-    charge,
-    overspent,
-    pause_s,
-    user_bug,
-)
+from orchestrator.policies import BudgetRules, Fault, FaultClass, UserError
+from orchestrator.policies.budgets import charge, overspent, pause_s, user_bug
 
 RULES = BudgetRules(window_s=100.0, infrastructure_max=2, preemption_max=5, user_max=1)
 

@@ -1,7 +1,8 @@
 from dataclasses import replace
 from math import inf
 
-from orchestrator.policies.growth import GrowthFacts, GrowthRules, decide
+from orchestrator.policies import GrowthRules
+from orchestrator.policies.growth import GrowthFacts, decide
 
 RULES = GrowthRules(interval_s_min=5.0, gather_s=2.0, pause_guess_s=1.0, gain_min=1.05)
 FACTS = GrowthFacts(

@@ -4,9 +4,15 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.policies.layout.choose import LayoutRules
-from orchestrator.policies.versions import complete, lost, newest, protection
-from orchestrator.policies.whatif import LossFacts, StoredVersion, WorkerPlace, plan_recovery
+from orchestrator.policies import (
+    LayoutRules,
+    LossFacts,
+    StoredVersion,
+    WorkerPlace,
+    complete,
+    plan_recovery,
+)
+from orchestrator.policies.versions import lost, newest, protection
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, Member
 
 LINEAGE = ((1, 0),)

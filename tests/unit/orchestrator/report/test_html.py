@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
+from orchestrator.report import write_report
 from orchestrator.report.charts import Band, Series, chart, thin, ticks
-from orchestrator.report.html import Verdict, compare_ends, seconds, write_report
+from orchestrator.report.html import Verdict, compare_ends, seconds
 from orchestrator.run_directory import read_run
 from tests.support.run_directories import Fault, write_run
 

@@ -19,7 +19,7 @@ from tests.support.checkpoints import save, small_state
 from tests.support.commands import ucp
 from tests.support.deepspeed_folders import Folder, Param, native, optim_name
 from tests.support.hostile_pickles import Payload, dumps, torch_zip
-from ucp_core.numerics.checksums import crc32
+from ucp_core.numerics import crc32
 from ucp_core.storage import LocalStore
 
 MODEL = [Param("up.weight", (7, 6)), Param("up.bias", (7,))]

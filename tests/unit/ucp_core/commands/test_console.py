@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ucp_core.commands.console import progress
+from ucp_core.commands import progress
 
 
 class Terminal(io.StringIO):

@@ -11,10 +11,8 @@ import pytest
 from tests.support.commands import ucp
 from tests.support.deepspeed_folders import Param, native, optim_name
 from ucp_core.errors import StorageError
-from ucp_core.formats import open_source
-from ucp_core.formats.export import FORMATS, export
-from ucp_core.storage import LocalStore
-from ucp_core.storage.base import Buffer
+from ucp_core.formats import FORMATS, export, open_source
+from ucp_core.storage import Buffer, LocalStore
 
 #: Of two ranks the first has the first of them, the second the other.
 MODEL = [Param("down.weight", (60, 70)), Param("up.weight", (70, 60))]

@@ -12,7 +12,7 @@ import safetensors.numpy
 
 from tests.support.checkpoints import Whole, save, small_state
 from tests.support.commands import ucp
-from ucp_core.geometry.statemap import TensorKey
+from ucp_core.geometry import TensorKey
 from ucp_core.storage import LocalStore
 
 STEP = "step-00000007"

@@ -24,14 +24,14 @@ from tests.support.conversions import (
     native_source,
 )
 from ucp_core.checkpoint import Checkpoint, open_checkpoint
-from ucp_core.conversion.convert import convert
-from ucp_core.conversion.journal import FOLDER
-from ucp_core.numerics.checksums import crc32
+from ucp_core.conversion import convert
+from ucp_core.native import UNFINISHED_NAME
+from ucp_core.numerics import crc32
 from ucp_core.storage import LocalStore, MemoryStore
 
 _SCRIPT = """
 import os, sys
-from ucp_core.conversion import convert as module
+from ucp_core.conversion import run as module
 from ucp_core.checkpoint import open_checkpoint
 from ucp_core.storage import LocalStore
 
@@ -115,7 +115,7 @@ def test_what_the_journal_says_is_not_believed(tmp_path: Path) -> None:
     convert_to(source, tmp_path / "whole")
     out = tmp_path / "out"
     _run_killed(source, out, 9, 1)
-    for path in (out / FOLDER).glob("*.safetensors"):
+    for path in (out / UNFINISHED_NAME).glob("*.safetensors"):
         with path.open("r+b") as file:
             file.seek(3 * MIB)
             file.write(b"damage")
@@ -161,7 +161,7 @@ def test_a_cut_line_of_the_journal_is_no_line(tmp_path: Path) -> None:
     source = native_source(tmp_path, large_state(8))
     out = tmp_path / "out"
     _run_killed(source, out, 9, 1)
-    path = out / FOLDER / "journal"
+    path = out / UNFINISHED_NAME / "journal"
     # Longer than what is written over it.
     path.write_bytes(path.read_bytes()[:-7] + b"?" * 9000)
     seen = len(path.read_bytes().splitlines())

@@ -9,9 +9,8 @@ from tests.support.commands import ucp
 from tests.support.deepspeed_folders import Param, native
 from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
 from ucp_core.formats import open_source
-from ucp_core.geometry.statemap import TensorKey
-from ucp_core.language.patterns import Cut, Replicated
-from ucp_core.language.rules import load_rules
+from ucp_core.geometry import TensorKey
+from ucp_core.language import Cut, Replicated, load_rules
 from ucp_core.storage import LocalStore
 
 MODEL = [

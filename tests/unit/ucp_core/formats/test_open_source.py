@@ -12,9 +12,8 @@ from tests.support.checkpoints import save, small_state
 from tests.support.deepspeed_folders import CLASSES, Folder, Param, assert_equal, loaded, native
 from ucp_core.errors import CheckpointNotFoundError, PatternError
 from ucp_core.formats import open_source, recognise
-from ucp_core.storage import LocalStore, open_store
-from ucp_core.storage.base import Store, join
-from ucp_core.torch_files.torch_writer import write_torch_file
+from ucp_core.storage import LocalStore, Store, join, open_store
+from ucp_core.torch_files import write_torch_file
 
 MODEL = [Param("up.weight", (7, 6)), Param("up.bias", (7,), group=1), Param("down.weight", (3, 7))]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ucp_core.geometry.boxes import Box, flat_range, is_contiguous, runs, span
+from ucp_core.geometry import Box, flat_range, is_contiguous, span
+from ucp_core.geometry.boxes import runs
 
 
 def test_a_scalar_is_a_box_of_one_element() -> None:

@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
-from ucp_core.geometry.boxes import Box, flat_range
-from ucp_core.geometry.statemap import Fragment, StateMap, TensorEntry, TensorKey, prove_entry
+from ucp_core.geometry import (
+    Box,
+    Fragment,
+    StateMap,
+    TensorEntry,
+    TensorKey,
+    flat_range,
+    prove_entry,
+)
 
 KEY = TensorKey("wte", "weight")
 

@@ -8,21 +8,24 @@ from dataclasses import replace
 import pytest
 
 from ucp_core.errors import PatternError
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import StateMap, TensorEntry, TensorKey
-from ucp_core.language.operators import (
+from ucp_core.geometry import Box, StateMap, TensorEntry, TensorKey
+from ucp_core.language import (
+    Cut,
+    Pattern,
+    Replicated,
+    Rules,
+    builtin_rules,
     extract,
+    place,
     rename,
     strip_padding,
-    target_map,
-    target_pieces,
     tie,
     union,
 )
-from ucp_core.language.patterns import Cut, Pattern, Replicated, place
-from ucp_core.language.rules import Rule, Rules, Stages, builtin_rules
+from ucp_core.language.operators import target_map, target_pieces
+from ucp_core.language.rules import Rule, Stages
 from ucp_core.layout import ParallelLayout
-from ucp_core.manifest.document import Item, Kind, Manifest
+from ucp_core.manifest import Item, Kind, Manifest
 
 KEY = TensorKey("w", "weight")
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from ucp_core.errors import PatternError, UnsupportedVersionError
-from ucp_core.geometry.boxes import Box
-from ucp_core.language.affine import BOXES_MAX, AffinePiece
-from ucp_core.language.patterns import (
+from ucp_core.geometry import Box
+from ucp_core.language import (
     Affine,
     Average,
     Cut,
@@ -23,6 +22,7 @@ from ucp_core.language.patterns import (
     place,
     split,
 )
+from ucp_core.language.affine import BOXES_MAX, AffinePiece
 
 
 def test_gated_halves_come_apart_and_together() -> None:

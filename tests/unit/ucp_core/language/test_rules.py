@@ -9,16 +9,22 @@ import pytest
 
 from ucp_core.commands.console import read_rules
 from ucp_core.errors import PatternError, RulesError
-from ucp_core.language.patterns import Affine, Average, Cut, Grid, Pattern, Replicated, Unique
-from ucp_core.language.rules import (
-    Rule,
+from ucp_core.language import (
+    Affine,
+    Average,
+    Cut,
+    Grid,
+    Pattern,
+    Replicated,
     Rules,
+    Unique,
     builtin_names,
     builtin_rules,
     family_of,
     load_renames,
     load_rules,
 )
+from ucp_core.language.rules import Rule
 
 AFFINE = """\
 affine:

@@ -18,19 +18,10 @@ from ucp_core.errors import (
     UcpError,
     UnsupportedVersionError,
 )
-from ucp_core.geometry.statemap import StateMap, TensorKey
-from ucp_core.manifest.document import (
-    Item,
-    Kind,
-    Manifest,
-    from_bytes,
-    merge,
-    parse,
-    to_bytes,
-    to_json,
-    validate,
-)
-from ucp_core.numerics.checksums import crc32
+from ucp_core.geometry import StateMap, TensorKey
+from ucp_core.manifest import Item, Kind, Manifest, from_bytes, merge, to_bytes, to_json
+from ucp_core.manifest.document import parse, validate
+from ucp_core.numerics import crc32
 from ucp_core.storage import LocalStore, MemoryStore
 
 DIRECTORY = f"{ROOT}/step-00000007"

@@ -13,16 +13,15 @@ from tests.support.counting_store import CountingStore
 from tests.support.foreign_maps import DIRECTORY, Foreign, random_foreign, target
 from ucp_core.checkpoint import Checkpoint, LoadResult, load, verify_extents
 from ucp_core.errors import ChecksumMismatchError
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import Extent, Fragment, StateMap, TensorEntry, TensorKey
-from ucp_core.manifest.document import Kind, Manifest
-from ucp_core.numerics.checksums import crc32
+from ucp_core.geometry import Box, Extent, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.manifest import Kind, Manifest
+from ucp_core.numerics import crc32
 from ucp_core.storage import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucp_core.storage.base import ReadRange
+    from ucp_core.storage import ReadRange
 
 KEY = TensorKey("w", "weight")
 ROWS, COLUMNS = 64, 65536

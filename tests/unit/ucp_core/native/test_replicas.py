@@ -17,11 +17,11 @@ from tests.support.counting_store import CountingStore
 from tests.support.foreign_maps import index, random_box, random_foreign, target
 from ucp_core.checkpoint import Checkpoint, LocalTensor, open_checkpoint
 from ucp_core.errors import CheckpointCorruptError, ChecksumMismatchError, UncoveredRegionError
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import TensorKey
+from ucp_core.geometry import Box, TensorKey
+from ucp_core.native import load_together
 from ucp_core.native import replicas as exchange
-from ucp_core.native.replicas import load_together, shares
-from ucp_core.reading.plan import Part, plan
+from ucp_core.native.replicas import shares
+from ucp_core.reading import Part, plan
 from ucp_core.storage import MemoryStore, join
 
 DIRECTORY = f"{ROOT}/step-00000007"

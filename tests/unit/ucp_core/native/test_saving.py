@@ -13,9 +13,9 @@ from tests.support.checkpoints import (
 )
 from ucp_core.checkpoint import LocalTensor, RankSaver, load, open_checkpoint
 from ucp_core.errors import CheckpointCorruptError, ChecksumMismatchError
-from ucp_core.geometry.boxes import Box
-from ucp_core.manifest.document import from_bytes, to_bytes
-from ucp_core.numerics.checksums import BLOCK_BYTES, crc32
+from ucp_core.geometry import Box
+from ucp_core.manifest import from_bytes, to_bytes
+from ucp_core.numerics import BLOCK_BYTES, crc32
 from ucp_core.storage import MemoryStore
 
 GROUPS = [{"lr": 0.1, "params": ["layers.0.w"]}]

@@ -17,10 +17,9 @@ from ucp_core.checkpoint import Checkpoint, open_checkpoint
 from ucp_core.errors import UcpError
 from ucp_core.formats.dcp import writer as dcp_writer
 from ucp_core.formats.huggingface import writer as huggingface_writer
-from ucp_core.geometry.boxes import Box, slabs
-from ucp_core.geometry.statemap import TensorKey
-from ucp_core.inspection.diff import diff
-from ucp_core.native.slabs import MEMORY_BYTES_MIN, Piece, Slab, SlabReader, stream, stream_box
+from ucp_core.geometry import Box, TensorKey, slabs
+from ucp_core.inspection import diff
+from ucp_core.native import MEMORY_BYTES_MIN, Piece, Slab, SlabReader, stream, stream_box
 from ucp_core.storage import LocalStore, MemoryStore
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp_core.numerics.casts import cast, numpy_dtype, widen_bf16
-from ucp_core.numerics.dtypes import FLOATS
+from ucp_core.numerics import FLOATS, cast, numpy_dtype
+from ucp_core.numerics.casts import widen_bf16
 
 TORCH = {
     "F64": torch.float64,

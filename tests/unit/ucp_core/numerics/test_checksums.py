@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from ucp_core.numerics.checksums import combine, combine_blocks, crc32
+from ucp_core.numerics import combine, combine_blocks, crc32
 from ucp_core.numerics.crc32_combine import crc32_combine
 
 

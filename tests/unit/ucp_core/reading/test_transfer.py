@@ -11,10 +11,8 @@ import pytest
 from tests.support.checkpoints import ROOT, State, Whole, assert_loaded, empty_tensors, save
 from ucp_core.checkpoint import Checkpoint, LocalTensor, load, materialise, open_checkpoint
 from ucp_core.errors import ChecksumMismatchError, StorageError, UcpError
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import TensorKey
-from ucp_core.storage import MemoryStore, ReadRange, join
-from ucp_core.storage.base import Buffer
+from ucp_core.geometry import Box, TensorKey
+from ucp_core.storage import Buffer, MemoryStore, ReadRange, join
 
 DIRECTORY = f"{ROOT}/step-00000007"
 KEY = TensorKey("w", "weight")

@@ -13,9 +13,8 @@ from typing import IO
 
 import pytest
 
-from ucp_core.storage import recycling
+from ucp_core.storage import RecyclingStore, recycling
 from ucp_core.storage.local import create
-from ucp_core.storage.recycling import RecyclingStore
 
 SIZE = 3 << 20
 

@@ -15,8 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tests.support.store_conformance import StoreConformance
 from ucp_core.errors import StorageError
-from ucp_core.storage import LocalStore, MemoryStore, Store, open_store
-from ucp_core.storage.recycling import RecyclingStore
+from ucp_core.storage import LocalStore, MemoryStore, RecyclingStore, Store, open_store
 from ucp_core.storage.remote import FsspecStore
 
 

@@ -26,17 +26,11 @@ from ucp_core.errors import (
     ForeignClassError,
     UcpError,
 )
-from ucp_core.numerics.checksums import crc32
+from ucp_core.numerics import crc32
 from ucp_core.storage import MemoryStore
+from ucp_core.torch_files import Opaque, TensorRef, plain, read_pickle, read_torch_file
 from ucp_core.torch_files.pickle_arrays import NumpyArray
-from ucp_core.torch_files.torch_reader import (
-    Global,
-    Opaque,
-    TensorRef,
-    plain,
-    read_pickle,
-    read_torch_file,
-)
+from ucp_core.torch_files.torch_reader import Global
 
 DTYPES = {
     torch.float64: "F64",

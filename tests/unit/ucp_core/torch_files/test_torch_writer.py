@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ucp_core.errors import UcpError
-from ucp_core.storage.memory import MemoryStore
-from ucp_core.torch_files.torch_writer import (
+from ucp_core.storage import MemoryStore
+from ucp_core.torch_files import (
     Instance,
     Named,
     Size,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workers.data.dataset import open_texts
+from workers.data import open_texts
 from workers.data.tokens import BYTE_END
 from workers.errors import DataError
 from workers.settings import DataSettings

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.data.order import DataOrder
+from workers.data import DataOrder
 
 
 @given(st.integers(0, 2**70), st.integers(1, 3000), st.integers(0, 5))

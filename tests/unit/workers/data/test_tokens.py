@@ -7,7 +7,7 @@ import pytest
 
 from workers.data.tokens import BYTE_END, byte_tokenizer, open_tokenizer
 from workers.errors import DataError
-from workers.models.shape import BYTE_VOCAB_SIZE
+from workers.models import BYTE_VOCAB_SIZE
 
 
 def trained(directory: Path, *, end: str) -> str:

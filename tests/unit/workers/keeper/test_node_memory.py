@@ -17,12 +17,11 @@ from tests.support.memory_versions import complete_versions
 from tests.support.snapshots import body_bytes, eventually, part, snapshot, weights
 from ucp_core.checkpoint import load
 from workers.errors import ArenaError
-from workers.keeper.descriptors import door_path, notify, reserve
+from workers.keeper import door_path, notify, page_path, reserve
 from workers.keeper.node_memory import NodeMemory, budget_bytes
 from workers.keeper.peers.client import RemotePart, WireClient
-from workers.keeper.watch import NodeWatch, page_path
-from workers.memory.arena import Arena
-from workers.memory.versions import open_version
+from workers.keeper.watch import NodeWatch
+from workers.memory import Arena, open_version
 from workers.protocol import GroupPlace, Inventory, KeeperOrder, ParityGroup, Peer
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 

@@ -24,15 +24,15 @@ from tests.support.snapshots import (
 )
 from ucp_core.checkpoint import load, open_checkpoint
 from ucp_core.errors import StorageError
-from ucp_core.storage import LocalStore, MemoryStore, Store, recycling
-from ucp_core.storage.base import Buffer
+from ucp_core.storage import Buffer, LocalStore, MemoryStore, Store, recycling
 from ucp_core.storage.local import create
+from workers.keeper import door_path
 from workers.keeper import persister as persister_module
-from workers.keeper.descriptors import Door, door_path, open_arena
+from workers.keeper.descriptors import Door, open_arena
 from workers.keeper.persister import Persister
 from workers.keeper.problems import Troubles
 from workers.keeper.slots import Shelf
-from workers.memory.arena import Arena
+from workers.memory import Arena
 from workers.settings import CheckpointSettings
 
 WORLD = 2

@@ -11,9 +11,9 @@ import pytest
 from tests.support.memory_versions import State, local_tensors, make_state, write_version
 from ucp_core.checkpoint import Checkpoint, load
 from ucp_core.errors import CheckpointNotFoundError, UncoveredRegionError
-from workers.keeper.descriptors import Door, Shelf, door_path
+from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources, door_path
+from workers.keeper.descriptors import Door, Shelf
 from workers.keeper.peers.server import WireServer
-from workers.keeper.sources import LOCAL_MEMORY, PEER_MEMORY, MemorySources
 from workers.protocol import MemoryPart, Source, held_source
 
 SECRET = b"of this keeper"

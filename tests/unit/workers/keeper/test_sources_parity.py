@@ -13,15 +13,14 @@ import pytest
 from tests.support.memory_versions import local_tensors, make_state, write_version
 from ucp_core.checkpoint import Checkpoint, load
 from ucp_core.errors import CheckpointNotFoundError
-from workers.keeper.descriptors import Door, door_path
+from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources, door_path
+from workers.keeper.descriptors import Door
 from workers.keeper.peers.parity_mirror import parity_name
 from workers.keeper.peers.server import WireServer
 from workers.keeper.slots import Shelf
-from workers.keeper.sources import LOCAL_MEMORY, PARITY, PEER_MEMORY, MemorySources
-from workers.memory.arena import Arena
-from workers.memory.versions import LocalPart, Part
-from workers.parity.rebuild import write
-from workers.parity.record import ParityRecord, read_record, slot_bytes
+from workers.keeper.sources import PARITY
+from workers.memory import Arena, LocalPart, Part
+from workers.parity import ParityRecord, read_record, slot_bytes, write
 from workers.protocol import Member, MemoryPart, held_source
 
 WORLD = 4

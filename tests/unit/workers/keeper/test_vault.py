@@ -15,7 +15,7 @@ import pytest
 from tests.support.node_memory import NodeProcess
 from tests.support.snapshots import eventually
 from workers.keeper.vault import VAULT, Vault, serve
-from workers.memory.arena import Arena
+from workers.memory import Arena
 from workers.settings import Settings, SnapshotSettings
 
 _TRAINER = """

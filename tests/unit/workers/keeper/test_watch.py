@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from workers.keeper.watch import SETTLED_S, NodeWatch, clear, dead_workers, page_path, ring_path
+from workers.keeper import page_path, ring_path
+from workers.keeper.watch import SETTLED_S, NodeWatch, clear, dead_workers
 from workers.protocol import WorkerPhase
-from workers.records.progress import ProgressPage, process_state
+from workers.records import ProgressPage, process_state
 
 WORKER = """
 import signal, sys, os

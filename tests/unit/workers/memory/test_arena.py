@@ -18,20 +18,10 @@ import pytest
 
 from tests.support.snapshots import eventually
 from workers.errors import ArenaError
+from workers.keeper import Lease, door_path, notify, reserve
 from workers.keeper import descriptors as door_module
-from workers.keeper.descriptors import (
-    Door,
-    Lease,
-    Shelf,
-    adopt,
-    door_path,
-    drop,
-    notify,
-    open_arena,
-    reserve,
-)
-from workers.memory.arena import Arena
-from workers.memory.node_limit import available_bytes
+from workers.keeper.descriptors import Door, Shelf, adopt, drop, open_arena
+from workers.memory import Arena, available_bytes
 from workers.protocol import Held
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers.memory.arena import Arena
+from workers.memory import Arena
 from workers.protocol import Held
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.snapshots import eventually
-from workers.memory.credits import Credits
+from workers.memory import Credits
 
 
 def hold(directory: Path, pipe: Connection) -> None:

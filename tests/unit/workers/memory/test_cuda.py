@@ -9,7 +9,7 @@ import torch
 
 from tests.support.snapshot_rank import Node
 from workers.errors import ArenaError
-from workers.memory.arena import NUM_SLOTS
+from workers.memory import NUM_SLOTS
 from workers.memory.cuda import register, unregister
 
 

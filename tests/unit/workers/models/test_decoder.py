@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from workers.models.decoder import Decoder, initial_value, mean_loss
-from workers.models.shape import PRESETS
+from workers.models import PRESETS, Decoder, initial_value, mean_loss
 
 SHAPE = PRESETS["tiny"]
 

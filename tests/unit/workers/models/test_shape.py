@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.models.decoder import Decoder
-from workers.models.shape import PRESETS, num_parameters, parameter_shapes
+from workers.models import PRESETS, Decoder, num_parameters
+from workers.models.shape import parameter_shapes
 
 
 @pytest.mark.parametrize("name", PRESETS)

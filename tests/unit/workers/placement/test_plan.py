@@ -8,13 +8,8 @@ from itertools import combinations
 import pytest
 
 from tests.support.placements import is_readable
-from workers.placement.plan import (
-    Cost,
-    Mechanism,
-    Node,
-    PlacementRules,
-    place,
-)
+from workers.placement import Mechanism, Node, PlacementRules, place
+from workers.placement.plan import Cost
 
 RANK_BYTES = 600
 RULES = PlacementRules(num_slots=1)

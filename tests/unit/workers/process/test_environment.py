@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.process.environment import TUNABLE, VARIABLE, copies_past_caches, tuned
+from workers.process import TUNABLE, VARIABLE, copies_past_caches, tuned
 from workers.snapshot.slot_layout import BLOCK_BYTES
 
 LOADER = Path("/lib64/ld-linux-x86-64.so.2")

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 
-from workers.process.rest import SLICE_S, Rest, hang_bell, ring
+from workers.process import Rest, hang_bell, ring
+from workers.process.rest import SLICE_S
 
 #: The main thread waits 10 ms at a time and handles signals in between, as in an actor of Ray's.
 PROCESS = """

@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.ranks import until
 from workers.protocol import WorkerPhase
-from workers.records.progress import ProgressPage, observe, process_state, read_page
-from workers.records.ring import RecordRing
+from workers.records import ProgressPage, RecordRing, process_state, read_page
+from workers.records.progress import observe
 
 
 @pytest.fixture

@@ -10,17 +10,8 @@ from pathlib import Path
 import pytest
 
 from workers.protocol import GroupState
-from workers.records.ring import (
-    ABORTED,
-    FINISHED,
-    NUM_GROUPS_MAX,
-    NUM_RECORDS,
-    RecordRing,
-    RingReader,
-    read_attempt,
-    read_records,
-    read_ring,
-)
+from workers.records import ABORTED, FINISHED, RecordRing, RingReader
+from workers.records.ring import NUM_GROUPS_MAX, NUM_RECORDS, read_attempt, read_records, read_ring
 
 WORLD = (0, 1, 2, 3)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.simulated_device import WAIT_S_MAX, SimulatedDevice
-from workers.memory.credits import PATIENCE_S, Credits
+from workers.memory import PATIENCE_S, Credits
 from workers.snapshot import device as device_module
 from workers.snapshot.device import IN_FLIGHT_MAX, DeviceCopy, Piece, cut
 

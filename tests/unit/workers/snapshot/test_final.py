@@ -13,14 +13,14 @@ import torch
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.snapshot_rank import Node, Rank, captured, loaded, state
 from tests.support.snapshots import eventually
-from workers.memory.credits import Credits
+from workers.memory import Credits
 from workers.protocol import Held
-from workers.snapshot import device, writing
+from workers.snapshot import Footing, device, writing
 from workers.snapshot import final as farewell
 from workers.snapshot import slot_layout as form
-from workers.snapshot.final import Footing, is_quick
+from workers.snapshot.final import is_quick
 from workers.snapshot.slot_layout import BLOCK_BYTES
-from workers.state.entries import StateEntry
+from workers.state import StateEntry
 
 
 @pytest.fixture

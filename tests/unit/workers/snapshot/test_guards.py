@@ -11,13 +11,13 @@ import torch
 from tests.support.snapshot_rank import Node, Rank, captured, state
 from tests.support.snapshots import eventually
 from ucp_core.layout import ParallelLayout
-from workers.keeper.descriptors import Door, Shelf, door_path
-from workers.memory.retention import guard_name, is_guard
-from workers.memory.worker_memory import SnapshotMemory
+from workers.keeper import door_path
+from workers.keeper.descriptors import Door, Shelf
+from workers.memory import SnapshotMemory, guard_name, is_guard
 from workers.snapshot import guards
 from workers.snapshot.slot_layout import Captured
-from workers.state.entries import StateEntry
-from workers.state.replica_shares import Sharing, cut
+from workers.state import Sharing, StateEntry
+from workers.state.replica_shares import cut
 
 LAYOUT = ParallelLayout(dp_replicate=3)
 GUARD = guard_name(0, "w0000") + ".1"

@@ -25,11 +25,10 @@ from orchestrator.policies import versions
 from tests.support.snapshot_rank import Node, Rank, state
 from ucp_core.checkpoint import load
 from ucp_core.lineage import Lineage
-from workers.memory.arena import Arena
-from workers.memory.versions import LocalPart, open_version
+from workers.memory import Arena, LocalPart, open_version
 from workers.protocol import Held, HeldPart, Inventory
-from workers.snapshot.writing import SnapshotMemory, SnapshotWriter
-from workers.state.entries import StateEntry
+from workers.snapshot import SnapshotMemory, SnapshotWriter
+from workers.state import StateEntry
 
 #: Wherever it goes through a line of these, it looks whether it has to die.
 _FILES = {

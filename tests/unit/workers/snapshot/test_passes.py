@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.simulated_device import WAIT_S_MAX, SimulatedDevice, Task
 from tests.support.snapshots import eventually
-from workers.memory.credits import Credits
+from workers.memory import Credits
 from workers.snapshot import device as device_module
+from workers.snapshot import on_passes
 from workers.snapshot.device import IN_FLIGHT_MAX, DeviceCopy
-from workers.snapshot.passes import on_passes
 from workers.snapshot.releases import SPREAD
 
 BUCKET_BYTES = 64

@@ -16,16 +16,13 @@ from tests.support.snapshots import eventually
 from ucp_core.errors import CheckpointNotFoundError
 from ucp_core.layout import ParallelLayout
 from workers.errors import ParityError
+from workers.keeper import MemorySources
 from workers.keeper.peers import replication as following
 from workers.keeper.peers.parity_mirror import ParityMirror
 from workers.keeper.peers.server import WireServer
-from workers.keeper.sources import PARITY, MemorySources
-from workers.memory.arena import Arena
-from workers.memory.retention import is_parity, replica_parity_name
-from workers.memory.versions import LocalPart, Part
-from workers.memory.worker_memory import SnapshotMemory
-from workers.parity.rebuild import lost_parts
-from workers.parity.record import read_record
+from workers.keeper.sources import PARITY
+from workers.memory import Arena, LocalPart, Part, SnapshotMemory, is_parity, replica_parity_name
+from workers.parity import lost_parts, read_record
 from workers.protocol import (
     GroupPlace,
     Held,
@@ -37,8 +34,8 @@ from workers.protocol import (
 )
 from workers.snapshot import replica_parity
 from workers.snapshot.slot_layout import Captured
-from workers.state.entries import StateEntry
-from workers.state.replica_shares import Sharing, cut
+from workers.state import Sharing, StateEntry
+from workers.state.replica_shares import cut
 
 SECRET = b"s"
 

@@ -13,15 +13,15 @@ from tests.support.simulated_device import SimulatedDevice, Task
 from tests.support.snapshot_rank import Node, Rank, captured, loaded, state
 from tests.support.snapshots import eventually
 from ucp_core.errors import ChecksumMismatchError
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 from workers.keeper import descriptors as door
-from workers.keeper.descriptors import door_path, notify
+from workers.keeper import door_path, notify
+from workers.memory import HandOver
 from workers.memory import worker_memory as memory_module
-from workers.memory.worker_memory import HandOver
+from workers.snapshot import SnapshotMemory, writing
 from workers.snapshot import slot_layout as form
-from workers.snapshot import writing
-from workers.snapshot.writing import BLOCK_BYTES, SnapshotMemory
-from workers.state.entries import StateEntry
+from workers.snapshot.writing import BLOCK_BYTES
+from workers.state import StateEntry
 
 
 @pytest.mark.parametrize("num_rows", [40, 40_000])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from workers.api import Session, Settings, run
 from workers.errors import TaskError
 from workers.settings import TrainSettings
-from workers.state.buffers import PersistentBuffers
+from workers.state import PersistentBuffers
 
 TABLE = torch.arange(4.0).outer(torch.ones(4))
 

@@ -7,17 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 from workers.errors import StateError
-from workers.parallel.fsdp import Piece
-from workers.state.entries import (
-    HostBuffer,
-    SteadyState,
-    local_parameters,
-    set_scalars,
-    state_of,
-)
-from workers.state.replica_shares import Sharing
+from workers.parallel import Piece
+from workers.state import HostBuffer, Sharing, SteadyState, local_parameters, set_scalars
+from workers.state.entries import state_of
 from workers.train.executor.norm import row_squares, sum_of_squares
 
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
 from workers.api import Session, Settings, run
 from workers.errors import StateError, TaskError
-from workers.parallel.fsdp import Piece
+from workers.parallel import Piece
 from workers.settings import TrainSettings
-from workers.state.entries import local_parameters, state_of
-from workers.state.optimizers import refuse_unfit
+from workers.state import local_parameters, refuse_unfit
+from workers.state.entries import state_of
 
 ALONE = ParallelLayout()
 COPIES = ParallelLayout(dp_replicate=2)

@@ -11,8 +11,7 @@ from torch import nn
 from workers.errors import StateError
 from workers.protocol import Completed
 from workers.settings import CheckpointSettings, Settings, TrainSettings
-from workers.train.alone import run_alone
-from workers.train.session import Session
+from workers.train import Session, run_alone
 
 
 class Fit:

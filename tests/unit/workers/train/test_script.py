@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 
 from workers.errors import TaskError
+from workers.train import Session
 from workers.train.script import load_task
-from workers.train.session import Session
 
 SCRIPT = """
 import argparse

@@ -15,10 +15,10 @@ from torch.nn import functional
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers.protocol import Assignment, Completed, Outcome, Raised, SaveCosts
-from workers.records.progress import ProgressPage
+from workers.records import ProgressPage
 from workers.settings import CheckpointSettings, Settings, TrainSettings
-from workers.train.loop import WorkerContext, run_attempt
-from workers.train.session import Session
+from workers.train import Session, run_attempt
+from workers.train.loop import WorkerContext
 
 INPUTS = torch.linspace(-1, 1, 32).reshape(16, 2)
 

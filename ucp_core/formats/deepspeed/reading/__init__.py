@@ -4,3 +4,60 @@ Which files there are (``file_names``, ``topology``), what ZeRO's hold (``partit
 without ZeRO ``plain_optimizer``), what the model's hold (``weights``, ``extras``), and how tensors
 are cut over tensor parallel ranks (``tensor_parallel``).
 """
+
+from ucp_core.formats.deepspeed.reading.copied import refuse_copied
+from ucp_core.formats.deepspeed.reading.extras import Extras
+from ucp_core.formats.deepspeed.reading.file_names import (
+    ZERO,
+    Folder,
+    locate,
+    looks_like_deepspeed,
+    sort_names,
+)
+from ucp_core.formats.deepspeed.reading.partitions import RankState, read_rank
+from ucp_core.formats.deepspeed.reading.plain_optimizer import add_plain
+from ucp_core.formats.deepspeed.reading.plain_pipeline import plain_pipeline
+from ucp_core.formats.deepspeed.reading.swapped import refuse_swapped, refuse_swapped_models
+from ucp_core.formats.deepspeed.reading.tensor_parallel import Info, TensorParallelLayouts
+from ucp_core.formats.deepspeed.reading.topology import Native, open_native
+from ucp_core.formats.deepspeed.reading.weights import (
+    WEIGHT,
+    Modules,
+    add_modules,
+    buffer_names,
+    resolve_ties,
+    tied_weight,
+    weights_of,
+)
+from ucp_core.formats.deepspeed.reading.zero import Stage, add_zero3, add_zero12, param_shapes
+
+__all__ = [
+    "WEIGHT",
+    "ZERO",
+    "Extras",
+    "Folder",
+    "Info",
+    "Modules",
+    "Native",
+    "RankState",
+    "Stage",
+    "TensorParallelLayouts",
+    "add_modules",
+    "add_plain",
+    "add_zero3",
+    "add_zero12",
+    "buffer_names",
+    "locate",
+    "looks_like_deepspeed",
+    "open_native",
+    "param_shapes",
+    "plain_pipeline",
+    "read_rank",
+    "refuse_copied",
+    "refuse_swapped",
+    "refuse_swapped_models",
+    "resolve_ties",
+    "sort_names",
+    "tied_weight",
+    "weights_of",
+]

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ucp_core.formats.shared.copies import refuse_equal
+from ucp_core.formats.shared import refuse_equal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ucp_core.formats.deepspeed.reading.partitions import RankState
-    from ucp_core.storage.base import Store
-    from ucp_core.torch_files.torch_reader import TensorRef
+    from ucp_core.storage import Store
+    from ucp_core.torch_files import TensorRef
 
 
 def refuse_copied(store: Store, directory: str, states: Sequence[RankState]) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import ForeignClassError
-from ucp_core.formats.shared.values import json_value
-from ucp_core.manifest.document import Item
+from ucp_core.formats.shared import json_value
+from ucp_core.manifest import Item
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ucp_core.storage.base import Store
+    from ucp_core.storage import Store
 
 _TENSORS = "its tensors, or where they lie"
 _LAYOUT = "describes the layout it was saved under"

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError
-from ucp_core.storage.base import join
+from ucp_core.storage import join
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ucp_core.storage.base import Store
+    from ucp_core.storage import Store
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
-from ucp_core.torch_files.torch_reader import TensorRef
+from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,13 +12,13 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.formats.deepspeed.reading.plain_pipeline import INNER
-from ucp_core.formats.shared.evidence import is_master_of
+from ucp_core.formats.shared import is_master_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucp_core.storage.base import Store
-    from ucp_core.torch_files.torch_reader import TensorRef
+    from ucp_core.storage import Store
+    from ucp_core.torch_files import TensorRef
 
     Params = Sequence[tuple[str, TensorRef]]
 

@@ -12,25 +12,29 @@ from ucp_core.formats.deepspeed.reading.plain_pipeline import FLAT, INNER, LISTS
 from ucp_core.formats.deepspeed.reading.plain_sources import Source, sources
 from ucp_core.formats.deepspeed.reading.weights import WEIGHT, Modules
 from ucp_core.formats.deepspeed.reading.zero import EXPERT
-from ucp_core.formats.shared.evidence import interchangeable, match_flat, match_masters
-from ucp_core.formats.shared.optimizer_order import (
+from ucp_core.formats.shared import (
+    Rank,
+    Run,
+    Scalars,
     assign,
     check_numbers,
+    interchangeable,
+    json_value,
     largest_shape,
+    match_flat,
+    match_masters,
     unclear,
 )
-from ucp_core.formats.shared.shards import Rank, Run
-from ucp_core.formats.shared.values import Scalars, json_value
-from ucp_core.geometry.statemap import DTYPE_BYTES, TensorKey
-from ucp_core.manifest.document import Item
-from ucp_core.torch_files.torch_reader import TensorRef
+from ucp_core.geometry import DTYPE_BYTES, TensorKey
+from ucp_core.manifest import Item
+from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ucp_core.formats.deepspeed.reading.extras import Extras
     from ucp_core.formats.deepspeed.reading.topology import Native
-    from ucp_core.formats.shared.groups import Groups
+    from ucp_core.formats.shared import Groups
 
 
 #: Of a group's keys, those that say which parameters it has.

@@ -16,10 +16,10 @@ from ucp_core.errors import CheckpointCorruptError, PatternError
 from ucp_core.formats.deepspeed.reading.pipeline_order import Names, Stages, find_stages
 from ucp_core.formats.deepspeed.reading.topology import Native
 from ucp_core.formats.deepspeed.reading.zero import param_shapes
-from ucp_core.formats.shared.optimizer_order import assign, can_be, largest_shape, unclear
-from ucp_core.geometry.statemap import DTYPE_BYTES
-from ucp_core.manifest.document import Item
-from ucp_core.torch_files.torch_reader import TensorRef
+from ucp_core.formats.shared import assign, can_be, largest_shape, unclear
+from ucp_core.geometry import DTYPE_BYTES
+from ucp_core.manifest import Item
+from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

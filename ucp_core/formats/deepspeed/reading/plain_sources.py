@@ -9,9 +9,8 @@ from ucp_core.formats.deepspeed.reading.plain_names import told_names
 from ucp_core.formats.deepspeed.reading.topology import Native
 from ucp_core.formats.deepspeed.reading.weights import Modules
 from ucp_core.formats.deepspeed.reading.zero import EXPERT, param_shapes
-from ucp_core.formats.shared.optimizer_order import DISTRIBUTE_IT, NAME_THEM, unclear
-from ucp_core.formats.shared.shards import Rank
-from ucp_core.torch_files.torch_reader import TensorRef
+from ucp_core.formats.shared import DISTRIBUTE_IT, NAME_THEM, Rank, unclear
+from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

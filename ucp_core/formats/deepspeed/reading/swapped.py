@@ -13,15 +13,15 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.geometry.statemap import DTYPE_BYTES
-from ucp_core.storage.base import join
+from ucp_core.geometry import DTYPE_BYTES
+from ucp_core.storage import join
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucp_core.formats.deepspeed.reading.topology import Native
     from ucp_core.formats.deepspeed.reading.zero import Stage
-    from ucp_core.storage.base import Store
+    from ucp_core.storage import Store
 
 #: Parameters that are looked at, of which the last rank has less than the others.
 _LOOKED_AT_MAX = 8

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
-from ucp_core.formats.shared.vocabulary import tells_padding
-from ucp_core.language.patterns import (
+from ucp_core.formats.shared import tells_padding
+from ucp_core.language import (
     Affine,
     Average,
     Cut,
@@ -28,8 +28,8 @@ from ucp_core.language.patterns import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ucp_core.geometry.statemap import TensorKey
-    from ucp_core.language.rules import Rules
+    from ucp_core.geometry import TensorKey
+    from ucp_core.language import Rules
 
 #: Versions of ``universal_checkpoint_info`` whose meaning is known.
 INFO_VERSION_MAX = 0.4

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.formats.deepspeed.reading.file_names import Names
-from ucp_core.formats.shared.shards import Rank
-from ucp_core.formats.shared.torch_files import Files
-from ucp_core.manifest.document import Item
-from ucp_core.torch_files.torch_reader import Opaque, read_torch_file
+from ucp_core.formats.shared import Files, Rank
+from ucp_core.manifest import Item
+from ucp_core.torch_files import Opaque, read_torch_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucp_core.storage.base import Store
+    from ucp_core.storage import Store
 
 _LEFTOVER = "left from another run: the checkpoint says that there was no such rank"
 

@@ -16,10 +16,10 @@ from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.deepspeed.reading.copied import refuse_copied_frozen
 from ucp_core.formats.deepspeed.reading.topology import Native
 from ucp_core.formats.deepspeed.reading.zero import EXPERT
-from ucp_core.formats.shared.shards import Rank, Run, Shards
-from ucp_core.geometry.statemap import DTYPE_BYTES, TensorKey
-from ucp_core.manifest.document import Item
-from ucp_core.torch_files.torch_reader import TensorRef
+from ucp_core.formats.shared import Rank, Run, Shards
+from ucp_core.geometry import DTYPE_BYTES, TensorKey
+from ucp_core.manifest import Item
+from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 from ucp_core.formats.deepspeed.reading.partitions import MOMENTUM
-from ucp_core.formats.shared.shards import Rank, Run, Shards
-from ucp_core.geometry.statemap import DTYPE_BYTES, TensorKey
+from ucp_core.formats.shared import Rank, Run, Shards
+from ucp_core.geometry import DTYPE_BYTES, TensorKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ucp_core.formats.deepspeed.reading.partitions import Partition, RankState
-    from ucp_core.formats.shared.values import Scalars
-    from ucp_core.torch_files.torch_reader import TensorRef
+    from ucp_core.formats.shared import Scalars
+    from ucp_core.torch_files import TensorRef
 
 #: DeepSpeed's own layer of experts numbers them on each expert parallel rank from 0 on.
 EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")

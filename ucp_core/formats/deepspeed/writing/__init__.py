@@ -4,3 +4,25 @@ What is to be written (``model``), how it is spread over ranks and files (``part
 ``pipeline``, ``universal_info``), what each file holds (``trees``), its bytes as streams
 (``streams``), and how files come into a store (``output``).
 """
+
+from ucp_core.formats.deepspeed.writing.model import Group, Model, describe
+from ucp_core.formats.deepspeed.writing.output import Output
+from ucp_core.formats.deepspeed.writing.pipeline import Pipeline
+from ucp_core.formats.deepspeed.writing.streams import FlatReader, Range
+from ucp_core.formats.deepspeed.writing.trees import DS_VERSION, Trees, hyper_parameters, number
+from ucp_core.formats.deepspeed.writing.universal_info import universal_info
+
+__all__ = [
+    "DS_VERSION",
+    "FlatReader",
+    "Group",
+    "Model",
+    "Output",
+    "Pipeline",
+    "Range",
+    "Trees",
+    "describe",
+    "hyper_parameters",
+    "number",
+    "universal_info",
+]

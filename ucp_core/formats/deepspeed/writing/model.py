@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.writing.streams import read_scalars
-from ucp_core.formats.shared.restored import restored
-from ucp_core.geometry.statemap import DTYPE_BYTES, TensorEntry, TensorKey
-from ucp_core.numerics.dtypes import FLOATS
+from ucp_core.formats.shared import restored
+from ucp_core.geometry import DTYPE_BYTES, TensorEntry, TensorKey
+from ucp_core.numerics import FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucp_core.native.opening import Checkpoint
+    from ucp_core.native import Checkpoint
 
 #: What DeepSpeed itself keeps at the top of a model_states file.
 RESERVED = frozenset(

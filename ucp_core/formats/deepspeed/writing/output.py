@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.writing.trees import DEEPSPEED_NAMES
-from ucp_core.storage.base import join
-from ucp_core.storage.undoing import undone
-from ucp_core.torch_files.torch_writer import TensorData, write_torch_file
+from ucp_core.storage import join, undone
+from ucp_core.torch_files import TensorData, write_torch_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from ucp_core.storage.base import Buffer, Store
+    from ucp_core.storage import Buffer, Store
 
 _TAG = re.compile(r"[^/\\\x00-\x1f]+")
 

@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ucp_core.errors import UcpError
-from ucp_core.geometry.boxes import Box, flat_range, slabs
-from ucp_core.geometry.statemap import DTYPE_BYTES
-from ucp_core.native.slabs import Piece, Slab, SlabReader
-from ucp_core.numerics.casts import cast
-from ucp_core.numerics.dtypes import FLOATS
+from ucp_core.geometry import DTYPE_BYTES, Box, flat_range, slabs
+from ucp_core.native import Piece, Slab, SlabReader
+from ucp_core.numerics import FLOATS, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ucp_core.geometry.statemap import TensorEntry
-    from ucp_core.language.patterns import Piece as ShardPiece
-    from ucp_core.native.opening import Checkpoint
+    from ucp_core.geometry import TensorEntry
+    from ucp_core.language import Piece as ShardPiece
+    from ucp_core.native import Checkpoint
 
 #: Reads and writes of this size are as fast as larger ones; casts of more only cost memory.
 SLAB_BYTES_MAX = 8 << 20

@@ -21,16 +21,16 @@ from ucp_core.formats.deepspeed.writing.partitions import (
     tensor_spans,
 )
 from ucp_core.formats.deepspeed.writing.streams import Range, Shard, everything
-from ucp_core.numerics.dtypes import FLOATS
-from ucp_core.torch_files.torch_writer import Instance, Named, Size, TensorData
+from ucp_core.numerics import FLOATS
+from ucp_core.torch_files import Instance, Named, Size, TensorData
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ucp_core.formats.deepspeed.writing.model import Group, Model
     from ucp_core.formats.deepspeed.writing.streams import FlatReader
-    from ucp_core.geometry.statemap import TensorEntry
-    from ucp_core.language.patterns import Placement
+    from ucp_core.geometry import TensorEntry
+    from ucp_core.language import Placement
 
 DS_VERSION = "0.19.8"
 #: Classes of DeepSpeed that its own checkpoints hold.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from ucp_core.language.patterns import Placement
+    from ucp_core.language import Placement
 
 _VERSION = 0.4
 _AFFINE_VERSION = 1

@@ -1,14 +1,20 @@
 import json
 from dataclasses import replace
 
+from orchestrator.core import (
+    Phase,
+    RunRules,
+    RunState,
+    RunStats,
+    fold,
+    openings,
+    reopening,
+    step,
+    turn_records,
+    verify,
+)
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.core.handlers.resume import reopening
-from orchestrator.core.log.journal import fold, openings, turn_records, verify
-from orchestrator.core.log.stats import RunStats
-from orchestrator.core.machine import step
-from orchestrator.core.rules import RunRules
-from orchestrator.core.state.run import Phase, RunState
 from workers.protocol import stored_source
 
 RULES = RunRules(run="test", min_workers=1, max_workers=1, total_steps=10)

@@ -4,11 +4,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.core import RunRules, RunState, fold, step, turn_records, verify
 from orchestrator.core import events as ev
-from orchestrator.core.log.journal import VERSION, fold, parse, read, turn_records, verify
-from orchestrator.core.machine import step
-from orchestrator.core.rules import RunRules
-from orchestrator.core.state.run import RunState
+from orchestrator.core.log.journal import VERSION, parse, read
 from orchestrator.errors import JournalCorruptError
 
 RULES = RunRules(run="test", min_workers=1, max_workers=1, total_steps=10)

@@ -4,12 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.core import RunRules, RunState, RunStats, step, turn_records
 from orchestrator.core import events as ev
-from orchestrator.core.log.journal import turn_records
-from orchestrator.core.log.stats import RunStats
-from orchestrator.core.machine import step
-from orchestrator.core.rules import RunRules
-from orchestrator.core.state.run import RunState
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=12)
 START: tuple[ev.Event, ...] = (

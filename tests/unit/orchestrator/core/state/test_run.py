@@ -2,7 +2,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from orchestrator.core.state.run import Draft, Phase, RunState, freeze, thaw, worker_number
+from orchestrator.core import Phase, RunState
+from orchestrator.core.state.run import Draft, freeze, thaw, worker_number
 
 
 def test_a_state_cannot_be_changed() -> None:

@@ -9,19 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.policies.saving.cadence import (
+from orchestrator.policies import (
     CadenceFacts,
     CadenceRules,
     Redundancy,
     Tier,
     cost_share,
     decide,
-    interval_s,
     over_budget,
-    overhead_share,
-    rate_per_s,
     settled,
     taken_steps,
+)
+from orchestrator.policies.saving.cadence import (
+    interval_s,
+    overhead_share,
+    rate_per_s,
     uncovered_rate_per_s,
 )
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from orchestrator.policies.saving.reduced import ALERT_S, ReducedTime, alert, noted
+from orchestrator.policies import ReducedTime, alert, noted
+from orchestrator.policies.saving.reduced import ALERT_S
 
 
 def _after(looks: list[tuple[float, bool]]) -> ReducedTime:

@@ -4,14 +4,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.policies.saving.redundancy import (
-    RedundancyFacts,
-    RedundancyPlan,
-    plan_redundancy,
-    rank_bytes,
-)
+from orchestrator.policies import RedundancyFacts, RedundancyPlan, plan_redundancy, rank_bytes
 from ucp_core.layout import ParallelLayout
-from workers.placement.plan import Mechanism, Preference
+from workers.placement import Mechanism, Preference
 from workers.protocol import Held, HeldPart, Inventory
 
 FIVE = ("e", "c", "a", "b", "d")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from orchestrator.core.events import Event, NodeDraining, NodeJoined, NodeLost
+from orchestrator.core import Event, NodeDraining, NodeJoined, NodeLost
+from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.nodes import Nodes, hung_up, view_of
-from orchestrator.shell.names import RunNames
 
 #: Listens, says something, and then nothing for ever.
 SERVER = """

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.shell import RunNames
 from orchestrator.shell.capacity import slots as module
 from orchestrator.shell.capacity.slots import Capacity
-from orchestrator.shell.names import RunNames
 
 
 class _Loop(asyncio.SelectorEventLoop):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
-from orchestrator.core.events import Event, WorkerExited
+from orchestrator.core import Event, WorkerExited
+from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.workers import Crew
-from orchestrator.shell.names import RunNames
 from tests.support.keeper_handles import Call
 
 

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from orchestrator.core.log.stats import RunStats
-from orchestrator.policies.saving.cadence import Redundancy
-from orchestrator.policies.saving.redundancy import RedundancyPlan
+from orchestrator.core import RunStats
+from orchestrator.policies import Redundancy, RedundancyPlan
+from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.workers import Crew
 from orchestrator.shell.memory.pacing import Pacing
-from orchestrator.shell.names import RunNames
 from orchestrator.shell.serve.metrics import RunMetrics
 from workers.protocol import Pace, SaveCosts
 from workers.settings import CheckpointSettings, SnapshotSettings

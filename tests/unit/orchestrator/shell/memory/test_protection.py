@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from orchestrator.core.state.run import Phase, RunState, freeze, thaw
+from orchestrator.core import Phase, RunState
+from orchestrator.core.state.run import freeze, thaw
 from orchestrator.policies.saving.reduced import ALERT_S
 from orchestrator.shell.memory.protection import LOOK_S, ProtectionWatch
 from orchestrator.shell.memory.snapshots import Snapshots

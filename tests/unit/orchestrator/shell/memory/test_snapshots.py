@@ -17,7 +17,7 @@ from ucp_core.checkpoint import MANIFEST_NAME, checkpoint_name, save_rank
 from ucp_core.errors import StorageError
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import MemoryStore, Store
-from workers.placement.plan import Preference
+from workers.placement import Preference
 from workers.protocol import (
     HeldParity,
     HeldPart,

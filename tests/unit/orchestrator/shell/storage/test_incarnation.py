@@ -3,8 +3,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from orchestrator.core.events import ControllerStarted, RunReopened
-from orchestrator.driver.status import replay_run
+from orchestrator.core import ControllerStarted
+from orchestrator.core.events import RunReopened
+from orchestrator.driver import replay_run
 from tests.support.journals import Journaled, config_at
 
 

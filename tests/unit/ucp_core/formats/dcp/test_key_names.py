@@ -15,7 +15,7 @@ from ucp_core.errors import UcpError
 from ucp_core.formats.dcp import reader as dcp
 from ucp_core.formats.dcp.key_names import classify
 from ucp_core.storage import MemoryStore
-from ucp_core.torch_files.torch_reader import TensorFiles
+from ucp_core.torch_files import TensorFiles
 
 _STATISTICS = [("statistics", "mean"), ("statistics", "deviation")]
 

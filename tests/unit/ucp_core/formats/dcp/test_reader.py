@@ -33,7 +33,7 @@ from ucp_core.errors import (
 from ucp_core.formats import open_source
 from ucp_core.formats.dcp import reader as dcp
 from ucp_core.formats.dcp.recognition import recognise
-from ucp_core.geometry.statemap import TensorKey
+from ucp_core.geometry import TensorKey
 from ucp_core.storage import LocalStore, MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -29,8 +29,8 @@ from ucp_core.errors import (
     UcpError,
     UnsupportedVersionError,
 )
-from ucp_core.language.patterns import Cut, Replicated
-from ucp_core.language.rules import Rule, Rules
+from ucp_core.language import Cut, Replicated, Rules
+from ucp_core.language.rules import Rule
 
 MODEL = [Param("up.weight", (7, 6)), Param("up.bias", (7,)), Param("scale", (3,), role="buffer")]
 SHARDED = [

@@ -11,8 +11,8 @@ from tests.support.foreign_reading import shared_fixture
 from tests.support.torch_files import load_torch_file
 from ucp_core.formats import open_source
 from ucp_core.formats.deepspeed.writer import write
-from ucp_core.language.patterns import Cut, Replicated
-from ucp_core.language.rules import Rule, Rules
+from ucp_core.language import Cut, Replicated, Rules
+from ucp_core.language.rules import Rule
 from ucp_core.storage import LocalStore, MemoryStore
 
 #: What no reader of the files needs, or is tested by itself.

@@ -22,9 +22,9 @@ from tests.support.deepspeed_folders import (
     tensor,
 )
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.geometry.statemap import TensorKey
-from ucp_core.language.rules import load_rules
-from ucp_core.torch_files.torch_writer import Instance
+from ucp_core.geometry import TensorKey
+from ucp_core.language import load_rules
+from ucp_core.torch_files import Instance
 
 #: No size divides by the ranks; a scalar; two groups.
 MODEL = [

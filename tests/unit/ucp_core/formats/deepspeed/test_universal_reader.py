@@ -24,7 +24,7 @@ from tests.support.deepspeed_folders import (
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.formats import recognise
 from ucp_core.formats.deepspeed.universal_reader import with_shapes
-from ucp_core.geometry.statemap import TensorKey
+from ucp_core.geometry import TensorKey
 from ucp_core.storage import LocalStore
 
 

@@ -12,8 +12,8 @@ from tests.support.torch_files import load_torch_file
 from tests.support.training_states import TrainingState, adam_state
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.universal_writer import write
-from ucp_core.language.patterns import Average, Cut, Grid, Pattern, Replicated
-from ucp_core.language.rules import Rule, Rules
+from ucp_core.language import Average, Cut, Grid, Pattern, Replicated, Rules
+from ucp_core.language.rules import Rule
 from ucp_core.storage import MemoryStore
 
 MEMORY_BYTES = 32 << 20

@@ -20,8 +20,8 @@ from tests.support.training_states import Array, TrainingState, adam_state, rand
 from ucp_core.checkpoint import Checkpoint
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.formats.deepspeed.writer import write
-from ucp_core.language.patterns import Cut, Replicated
-from ucp_core.language.rules import Rule, Rules
+from ucp_core.language import Cut, Replicated, Rules
+from ucp_core.language.rules import Rule
 from ucp_core.storage import LocalStore, MemoryStore
 
 MEMORY_BYTES = 32 << 20

@@ -16,13 +16,12 @@ from tests.support.failing_store import How, MemoryWorld
 from tests.support.torch_files import load_torch_file
 from tests.support.training_states import TrainingState, adam_state
 from ucp_core.errors import UcpError
-from ucp_core.formats import open_source
+from ucp_core.formats import left_behind, open_source
 from ucp_core.formats.deepspeed import universal_writer as deepspeed_universal_writer
 from ucp_core.formats.deepspeed import writer as deepspeed_writer
-from ucp_core.formats.export import left_behind
-from ucp_core.inspection.diff import diff
-from ucp_core.language.patterns import Cut, Replicated
-from ucp_core.language.rules import Rule, Rules
+from ucp_core.inspection import diff
+from ucp_core.language import Cut, Replicated, Rules
+from ucp_core.language.rules import Rule
 from ucp_core.storage import MemoryStore
 
 

@@ -11,8 +11,8 @@ import pytest
 from tests.support.training_states import adam_state
 from ucp_core.formats.deepspeed import universal_writer as deepspeed_universal_writer
 from ucp_core.formats.deepspeed import writer as deepspeed_writer
-from ucp_core.language.patterns import Cut
-from ucp_core.language.rules import Rule, Rules
+from ucp_core.language import Cut, Rules
+from ucp_core.language.rules import Rule
 from ucp_core.storage import LocalStore
 
 MEMORY_BYTES = 16 << 20

@@ -20,7 +20,7 @@ from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ucp_core.formats import open_source
 from ucp_core.formats.huggingface import reader as huggingface
 from ucp_core.formats.huggingface.recognition import recognise
-from ucp_core.geometry.statemap import TensorKey
+from ucp_core.geometry import TensorKey
 from ucp_core.storage import LocalStore, MemoryStore
 
 FOLDER = "model"

@@ -15,7 +15,7 @@ from tests.support.deepspeed_folders import Array, assert_equal, loaded, read, t
 from tests.support.megatron_folders import Megatron
 from ucp_core.errors import CheckpointCorruptError, UcpError, UnsupportedVersionError
 from ucp_core.formats.megatron_core import reader as megatron_core
-from ucp_core.geometry.statemap import TensorKey
+from ucp_core.geometry import TensorKey
 from ucp_core.storage import MemoryStore
 
 FIRST = "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"

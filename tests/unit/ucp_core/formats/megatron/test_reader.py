@@ -13,8 +13,8 @@ from tests.support.deepspeed_folders import assert_equal, loaded, read, tensor
 from tests.support.megatron_folders import EMBEDDING, Megatron
 from ucp_core.errors import CheckpointCorruptError, PatternError, UcpError, UnsupportedVersionError
 from ucp_core.formats import recognise
-from ucp_core.geometry.statemap import TensorKey
-from ucp_core.language.rules import load_rules
+from ucp_core.geometry import TensorKey
+from ucp_core.language import load_rules
 from ucp_core.storage import LocalStore
 
 

@@ -24,8 +24,8 @@ from ucp_core.errors import (
 from ucp_core.formats import open_source
 from ucp_core.formats.megatron_core import reader as megatron_core
 from ucp_core.formats.megatron_core.recognition import recognise
-from ucp_core.geometry.statemap import TensorKey
-from ucp_core.language.rules import load_rules
+from ucp_core.geometry import TensorKey
+from ucp_core.language import load_rules
 from ucp_core.storage import LocalStore, MemoryStore
 
 

@@ -10,7 +10,7 @@ from tests.support.wired import SECRET, write
 from workers.keeper.peers.client import WireClient
 from workers.keeper.peers.server import WireServer
 from workers.keeper.slots import Shelf
-from workers.memory.arena import Arena
+from workers.memory import Arena
 
 
 @pytest.fixture

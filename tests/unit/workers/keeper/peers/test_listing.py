@@ -16,8 +16,8 @@ from workers.keeper.peers import server as wire
 from workers.keeper.peers.client import WireClient
 from workers.keeper.peers.server import WireServer
 from workers.keeper.slots import Shelf
+from workers.memory import Arena
 from workers.memory import arena as arena_module
-from workers.memory.arena import Arena
 
 SIZE = 12_345
 #: Only a wait's end takes so long, however busy the machine is.

@@ -22,8 +22,8 @@ from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.mirror import Mirror, Mirrors, wanted
 from workers.keeper.peers.server import WireServer
 from workers.keeper.slots import Shelf
+from workers.memory import NUM_SLOTS, Arena
 from workers.memory import arena as arena_module
-from workers.memory.arena import NUM_SLOTS, Arena
 from workers.protocol import Held, Peer
 
 SECRET = b"of the peer"

@@ -21,11 +21,9 @@ from workers.keeper.peers.listing import is_copy
 from workers.keeper.peers.parity_mirror import ParityMirror, parity_name
 from workers.keeper.peers.server import WireServer
 from workers.keeper.slots import Shelf
+from workers.memory import Arena, Part, is_parity
 from workers.memory import arena as arena_module
-from workers.memory.arena import Arena
-from workers.memory.retention import is_parity
-from workers.memory.versions import Part
-from workers.parity.rebuild import lost_parts
+from workers.parity import lost_parts
 from workers.protocol import GroupPlace, ParityGroup, Peer
 
 BODY_BYTES = 1 << 17

@@ -20,15 +20,15 @@ from tests.support.memory_versions import check_loads, make_state, write_version
 from tests.support.snapshots import eventually
 from tests.support.wired import SECRET, write
 from ucp_core.errors import CheckpointCorruptError, StorageError
-from ucp_core.numerics.checksums import crc32
+from ucp_core.numerics import crc32
 from workers.keeper.peers import frames
 from workers.keeper.peers import server as wire
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.frames import CHALLENGE_BYTES
 from workers.keeper.peers.server import CHUNK_BYTES, WireServer
 from workers.keeper.slots import Shelf
+from workers.memory import Arena
 from workers.memory import arena as arena_module
-from workers.memory.arena import Arena
 from workers.protocol import Held
 
 SIZE = 4 * CHUNK_BYTES + 12_345

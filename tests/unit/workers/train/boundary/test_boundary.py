@@ -16,15 +16,15 @@ from tests.support.snapshot_rank import Node, captured, state
 from tests.support.snapshots import eventually
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import MemoryStore
-from workers.memory.worker_memory import SnapshotMemory
+from workers.memory import SnapshotMemory
 from workers.protocol import Assignment
-from workers.records.progress import ProgressPage
+from workers.records import ProgressPage
 from workers.settings import Settings
-from workers.state.entries import HostBuffer
+from workers.state import HostBuffer
+from workers.train import WorkerContext
 from workers.train.boundary.boundary import Boundary
 from workers.train.boundary.cadence import Due
 from workers.train.boundary.store import Storing
-from workers.train.context import WorkerContext
 
 
 class _Reads(TorchFunctionMode):

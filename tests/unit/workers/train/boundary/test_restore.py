@@ -8,7 +8,7 @@ from ucp_core.errors import (
     UcpError,
     UncoveredRegionError,
 )
-from ucp_core.geometry.statemap import TensorKey
+from ucp_core.geometry import TensorKey
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Assignment, stored_source
 from workers.train.boundary.restore import _found, bare

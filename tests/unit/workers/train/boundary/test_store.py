@@ -10,10 +10,9 @@ import pytest
 
 from ucp_core.checkpoint import MANIFEST_NAME, LocalTensor, find_committed
 from ucp_core.errors import StorageError
-from ucp_core.geometry.boxes import Box
+from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
-from ucp_core.storage import MemoryStore
-from ucp_core.storage.base import Buffer
+from ucp_core.storage import Buffer, MemoryStore
 from workers.collectives import AbortedError, CollectiveError
 from workers.protocol import Assignment
 from workers.settings import CheckpointSettings

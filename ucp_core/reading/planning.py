@@ -13,13 +13,17 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
-from ucp_core.geometry.boxes import Box, is_packed, reach, slabs, span
-from ucp_core.geometry.statemap import (
+from ucp_core.geometry import (
     DTYPE_BYTES,
+    Box,
     Fragment,
     StateMap,
     TensorEntry,
     TensorKey,
+    is_packed,
+    reach,
+    slabs,
+    span,
     sweep_dim,
 )
 from ucp_core.reading.rows import rows_of
@@ -27,7 +31,7 @@ from ucp_core.reading.rows import rows_of
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-    from ucp_core.geometry.fragment_table import Slot, Table
+    from ucp_core.geometry import Slot, Table
 
 #: Up to this many fragments a look at each is cheaper than a search.
 _SEARCH_FRAGMENTS_MIN = 16

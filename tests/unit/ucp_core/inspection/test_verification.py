@@ -10,8 +10,7 @@ from tests.support.checkpoints import ROOT, State, Whole, assert_loaded, save, w
 from tests.support.commands import ucp
 from ucp_core.checkpoint import Checkpoint, load, materialise, open_checkpoint, verify
 from ucp_core.errors import ChecksumMismatchError, UcpError
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import TensorKey
+from ucp_core.geometry import Box, TensorKey
 from ucp_core.manifest.document import Problem
 from ucp_core.storage import LocalStore, MemoryStore, Store, join
 

@@ -11,19 +11,17 @@ from ucp_core.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
-from ucp_core.geometry.statemap import prove_entry
+from ucp_core.geometry import prove_entry
 from ucp_core.inspection.foreign import foreign_problems, unchecked_bytes
-from ucp_core.manifest.document import Kind, Problem, from_bytes
-from ucp_core.native.holding import reading
-from ucp_core.native.opening import MANIFEST_NAME, Checkpoint
-from ucp_core.native.saving import rank_name
-from ucp_core.numerics.checksums import crc32
-from ucp_core.storage.base import join
+from ucp_core.manifest import Kind, Problem, from_bytes
+from ucp_core.native import MANIFEST_NAME, Checkpoint, rank_name, reading
+from ucp_core.numerics import crc32
+from ucp_core.storage import join
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ucp_core.geometry.statemap import Fragment, TensorKey
+    from ucp_core.geometry import Fragment, TensorKey
 
 __all__ = ["unchecked_bytes", "verify"]
 

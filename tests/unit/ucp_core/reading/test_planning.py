@@ -7,9 +7,8 @@ import time
 import pytest
 
 from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import Fragment, StateMap, TensorEntry, TensorKey
-from ucp_core.reading.plan import Part, ReadPlan, plan
+from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.reading import Part, ReadPlan, plan
 
 KEY = TensorKey("w", "weight")
 

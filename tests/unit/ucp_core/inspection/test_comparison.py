@@ -16,8 +16,8 @@ from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
 from ucp_core.errors import ChecksumMismatchError, UcpError
 from ucp_core.formats import open_source
 from ucp_core.formats.dcp import writer as dcp_writer
-from ucp_core.geometry.statemap import TensorKey
-from ucp_core.inspection.diff import TensorDiff, Tolerance, diff
+from ucp_core.geometry import TensorKey
+from ucp_core.inspection import TensorDiff, Tolerance, diff
 from ucp_core.storage import MemoryStore
 
 W = TensorKey("w", "weight")
@@ -73,7 +73,7 @@ def test_equal_checksums_are_not_read() -> None:
 
 
 def _rows(state: State, rank: int) -> list[tuple[TensorKey, Any]]:
-    from ucp_core.geometry.boxes import Box
+    from ucp_core.geometry import Box
 
     found = []
     for key, tensor in state.items():

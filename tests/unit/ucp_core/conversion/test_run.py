@@ -26,9 +26,9 @@ from tests.support.conversions import (
     native_source,
 )
 from ucp_core.checkpoint import LocalTensor, open_checkpoint, save_rank, verify
-from ucp_core.conversion import convert as convert_module
-from ucp_core.conversion.convert import convert
-from ucp_core.conversion.journal import FOLDER, Journal
+from ucp_core.conversion import convert
+from ucp_core.conversion import run as convert_module
+from ucp_core.conversion.journal import Journal
 from ucp_core.errors import (
     CheckpointCorruptError,
     ChecksumMismatchError,
@@ -36,10 +36,10 @@ from ucp_core.errors import (
     UcpError,
     UncoveredRegionError,
 )
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import TensorKey
-from ucp_core.inspection.verify import unchecked_bytes
-from ucp_core.manifest.document import Item
+from ucp_core.geometry import Box, TensorKey
+from ucp_core.inspection import unchecked_bytes
+from ucp_core.manifest import Item
+from ucp_core.native import UNFINISHED_NAME
 from ucp_core.storage import LocalStore, MemoryStore
 
 
@@ -62,7 +62,7 @@ def test_every_way_of_working_makes_the_same_files(
     assert files_of(tmp_path / "forked") == expected
     assert files_of(tmp_path / "threads") == expected
     assert {name: store.read(f"out/{name}") for name in expected} == expected
-    assert not store.exists(f"out/{FOLDER}")
+    assert not store.exists(f"out/{UNFINISHED_NAME}")
     assert_holds(one.checkpoint, state)
 
 
@@ -323,7 +323,7 @@ def test_a_lock_that_a_killed_conversion_left_for_a_moment_is_waited_for(
     source = native_source(tmp_path, small_state())
     convert_to(source, tmp_path / "whole")
     Journal(str(tmp_path / "out"), "other", resume=True).close()
-    child = os.open(next((tmp_path / "out" / FOLDER).iterdir()), os.O_RDONLY)
+    child = os.open(next((tmp_path / "out" / UNFINISHED_NAME).iterdir()), os.O_RDONLY)
     fcntl.flock(child, fcntl.LOCK_EX)
     monkeypatch.setattr("ucp_core.conversion.journal.time.sleep", lambda _: os.close(child))
 

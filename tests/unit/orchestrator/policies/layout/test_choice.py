@@ -1,4 +1,4 @@
-from orchestrator.policies.layout.choose import LayoutRules, choose, usable
+from orchestrator.policies import LayoutRules, choose, usable
 from ucp_core.layout import ParallelLayout
 
 

@@ -3,8 +3,8 @@ import subprocess
 import sys
 from typing import Any
 
+from orchestrator.driver.faults import signal_rank
 from orchestrator.driver.launch import Launched
-from orchestrator.shell.local.faults import signal_rank
 
 _WAITING = "import signal; signal.pause()"
 

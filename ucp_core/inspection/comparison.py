@@ -15,17 +15,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import UcpError
-from ucp_core.geometry.boxes import Box, slabs, span
-from ucp_core.geometry.statemap import DTYPE_BYTES, Extent, TensorEntry, TensorKey
+from ucp_core.geometry import DTYPE_BYTES, Box, Extent, TensorEntry, TensorKey, slabs, span
 from ucp_core.inspection.elements import Difference, Tolerance, common_dtype, compare
-from ucp_core.native.holding import reading
-from ucp_core.native.slabs import MEMORY_BYTES_MIN, Piece, SlabReader, aligned, check_memory
-from ucp_core.numerics.checksums import combine
+from ucp_core.native import MEMORY_BYTES_MIN, Piece, SlabReader, aligned, check_memory, reading
+from ucp_core.numerics import combine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from ucp_core.native.opening import Checkpoint
+    from ucp_core.native import Checkpoint
 
 __all__ = ["DiffReport", "TensorDiff", "Tolerance", "ValueDiff", "diff"]
 

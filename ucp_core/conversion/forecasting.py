@@ -7,21 +7,18 @@ from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ucp_core.conversion import workers as pool
-from ucp_core.conversion.convert import MEMORY_BYTES_MIN, default_processes
 from ucp_core.conversion.job import Conversion
+from ucp_core.conversion.run import MEMORY_BYTES_MIN, default_processes
 from ucp_core.conversion.work_items import Item, Worker
 from ucp_core.errors import StorageError, UcpError
-from ucp_core.geometry.statemap import DTYPE_BYTES
-from ucp_core.language.rules import Rules, builtin_rules, family_of
-from ucp_core.language.targets import shapes_of, target_map
-from ucp_core.reading.gather import Holders, is_plain
-from ucp_core.reading.plan import plan
-from ucp_core.storage import LocalStore, MemoryStore, open_store
-from ucp_core.storage.base import temporary_name
+from ucp_core.geometry import DTYPE_BYTES
+from ucp_core.language import Rules, builtin_rules, family_of, shapes_of, target_map
+from ucp_core.reading import Holders, is_plain, plan
+from ucp_core.storage import LocalStore, MemoryStore, open_store, temporary_name
 
 if TYPE_CHECKING:
     from ucp_core.layout import ParallelLayout
-    from ucp_core.native.opening import Checkpoint
+    from ucp_core.native import Checkpoint
 
 #: Long enough to tell a disk from the page cache, short enough to wait for.
 _TRY_S = 0.3

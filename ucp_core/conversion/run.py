@@ -21,14 +21,11 @@ from ucp_core.conversion.job import GENERAL_BYTES_MAX, Conversion
 from ucp_core.conversion.outputs import LocalFiles, StreamedFiles
 from ucp_core.conversion.work_items import Item, Job, Result, is_local
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
-from ucp_core.geometry.boxes import Box, is_contiguous
-from ucp_core.native.holding import reading
-from ucp_core.native.opening import Checkpoint
-from ucp_core.numerics.checksums import BLOCK_BYTES
-from ucp_core.reading.gather import is_plain
-from ucp_core.storage.base import Store
-from ucp_core.storage.local import LocalStore
-from ucp_core.storage.undoing import tidied
+from ucp_core.geometry import Box, is_contiguous
+from ucp_core.native import Checkpoint, reading
+from ucp_core.numerics import BLOCK_BYTES
+from ucp_core.reading import is_plain
+from ucp_core.storage import LocalStore, Store, tidied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -280,3 +277,38 @@ def _resident_bytes() -> int:
     except OSError:
         return 64 << 20
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def materialise(
+    checkpoint: Checkpoint,
+    destination_store: Store,
+    destination_directory: str,
+    *,
+    memory_bytes: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write a universal checkpoint, in this process alone and so that it survives a power loss.
+
+    ``convert`` does the same with all options.
+
+    Args:
+        checkpoint: The source: native, universal or foreign.
+        destination_store: Where to.
+        destination_directory: New, empty, or left behind by a conversion that was interrupted.
+        memory_bytes: Bound of the buffers; at least ``MEMORY_BYTES_MIN``.
+        progress: Called with the bytes done and the bytes of the whole state.
+
+    Raises:
+        UcpError: The destination holds a checkpoint or other files, or the bound is too small.
+        CheckpointCorruptError: The source is damaged; nothing is committed.
+        StorageError: A storage refused.
+    """
+    convert(
+        checkpoint,
+        destination_store,
+        destination_directory,
+        memory_bytes=memory_bytes,
+        processes=1,
+        progress=progress,
+        fsync=True,
+    )

@@ -6,14 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import UcpError
-from ucp_core.native.holding import reading
+from ucp_core.native import reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ucp_core.geometry.statemap import TensorEntry
-    from ucp_core.native.opening import Checkpoint
-    from ucp_core.storage.base import Store
+    from ucp_core.geometry import TensorEntry
+    from ucp_core.native import Checkpoint
+    from ucp_core.storage import Store
 
 
 class _Writer(NamedTuple):
@@ -25,7 +25,7 @@ class _Writer(NamedTuple):
 
 
 _WRITERS = {
-    "universal": _Writer("ucp_core.conversion.convert", "convert", frozenset()),
+    "universal": _Writer("ucp_core.conversion.run", "convert", frozenset()),
     "huggingface": _Writer(
         "ucp_core.formats.huggingface.writer",
         "write",

@@ -27,7 +27,7 @@ from ucp_core.errors import (
     UcpError,
     UncoveredRegionError,
 )
-from ucp_core.geometry.statemap import DTYPE_BYTES, TensorKey
+from ucp_core.geometry import DTYPE_BYTES, TensorKey
 from ucp_core.storage import LocalStore, MemoryStore, join
 
 DIRECTORY = f"{ROOT}/step-00000007"

@@ -10,21 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ucp_core.errors import UcpError
-from ucp_core.geometry.boxes import Box
-from ucp_core.geometry.statemap import DTYPE_BYTES, TensorEntry, TensorKey
-from ucp_core.native.slabs import check_memory, stream_box
-from ucp_core.numerics.casts import numpy_dtype
-from ucp_core.numerics.checksums import crc32
-from ucp_core.numerics.dtypes import FLOATS
-from ucp_core.numerics.floats import decode
+from ucp_core.geometry import DTYPE_BYTES, Box, TensorEntry, TensorKey
+from ucp_core.native import check_memory, stream_box
+from ucp_core.numerics import FLOATS, crc32, decode, numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy.typing as npt
 
-    from ucp_core.native.opening import Checkpoint
-    from ucp_core.storage.base import Buffer, Store
+    from ucp_core.native import Checkpoint
+    from ucp_core.storage import Buffer, Store
 
 _FIRST = 8
 #: Elements that are looked at as numbers at a time.
@@ -157,7 +153,7 @@ def extract(
 
 def _header(path: str, entry: TensorEntry, box: Box) -> bytes:
     if path.endswith(".safetensors"):
-        from ucp_core.formats.shared.safetensors_header import print_header
+        from ucp_core.formats import print_header
 
         return print_header([(entry.key.fqn, entry.dtype, box.shape)], {"format": "pt"})
     if not path.endswith(".npy"):
