@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn.functional import cross_entropy
 
 from tests.support.fixture_runs import RUNS, batch, llama_config
-from tests.support.foreign_reading import shared_fixture
+from tests.support.foreign_reading import checkpoint_fixture
 from ucp_core.formats import open_source
 from ucp_core.formats.dcp import writer as dcp_writer
 from ucp_core.storage import LocalStore
@@ -29,7 +29,7 @@ def test_the_next_losses_are_those_of_the_framework_that_saved(
     tmp_path: Path, name: str, num_heads: int
 ) -> None:
     """Four steps, so moments, step counts and hyper-parameters count as much as the weights."""
-    folder = shared_fixture(name)
+    folder = checkpoint_fixture(name)
     report = json.loads((folder / "README.json").read_text())["report"]
     source = open_source(LocalStore(), str(folder / "checkpoint"))
     dcp_writer.write(source, LocalStore(), str(tmp_path / "dcp"), memory_bytes=16 << 20)

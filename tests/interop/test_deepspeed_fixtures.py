@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from tests.support.deepspeed_folders import Array, loaded, read
-from tests.support.foreign_reading import shared_fixture
+from tests.support.foreign_reading import checkpoint_fixture
 from ucp_core.formats.deepspeed.universal_reader import with_shapes
 
 NATIVE = (
@@ -46,7 +46,7 @@ def _by_parts(array: Array) -> Array:
 @pytest.mark.parametrize("name", NATIVE)
 def test_native_checkpoints_are_read_bit_for_bit(name: str) -> None:
     """Padding, cuts across ranks, tensor and pipeline parallelism as they really occur."""
-    folder = shared_fixture(name)
+    folder = checkpoint_fixture(name)
     expected = _expected(folder)
     if name.startswith("mds"):
         # What was gathered there is the ranks' shards one after the other, which no model of one
@@ -66,7 +66,7 @@ def test_native_checkpoints_are_read_bit_for_bit(name: str) -> None:
 @pytest.mark.parametrize("name", UNIVERSAL)
 def test_universal_folders_are_read_bit_for_bit(name: str) -> None:
     """That of stage 3 lacks the model files here, so its shapes come from elsewhere."""
-    folder = shared_fixture(name)
+    folder = checkpoint_fixture(name)
     expected = _expected(folder)
 
     checkpoint = read(folder / "universal_ds")

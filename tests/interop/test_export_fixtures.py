@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.foreign_reading import shared_fixture
+from tests.support.foreign_reading import checkpoint_fixture
 from ucp_core.formats import FORMATS, export, open_source
 from ucp_core.inspection import diff
 from ucp_core.storage import LocalStore, MemoryStore
@@ -26,7 +26,7 @@ MEMORY = 16 << 20
 @pytest.mark.parametrize("name", FIXTURES)
 def test_every_source_survives_every_target(name: str, target: str) -> None:
     """Every element of every slot; and all small values where the target has a place for them."""
-    source = open_source(LocalStore(), str(shared_fixture(name) / "checkpoint"))
+    source = open_source(LocalStore(), str(checkpoint_fixture(name) / "checkpoint"))
     store = MemoryStore()
 
     export(source, store, "out", format=target, memory_bytes=MEMORY)

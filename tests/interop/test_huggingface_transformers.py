@@ -12,7 +12,7 @@ import torch
 
 from tests.support.checkpoints import ROOT, State, Whole, save
 from tests.support.fixture_runs import RUNS, batch, llama_config
-from tests.support.foreign_reading import shared_fixture
+from tests.support.foreign_reading import checkpoint_fixture
 from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
 from ucp_core.formats import open_source
 from ucp_core.formats.huggingface import writer as huggingface_writer
@@ -151,7 +151,7 @@ def test_a_run_of_another_framework_goes_on_in_transformers(
     tmp_path: Path, name: str, num_heads: int
 ) -> None:
     """FSDP2, ZeRO and tensor parallel saved it; the loss is that of their own next step."""
-    folder = shared_fixture(name)
+    folder = checkpoint_fixture(name)
     report = json.loads((folder / "README.json").read_text())["report"]
     source = open_source(LocalStore(), str(folder / "checkpoint"))
     huggingface_writer.write(source, LocalStore(), str(tmp_path), memory_bytes=MEMORY)

@@ -1,4 +1,4 @@
-"""How the runs that made the shared fixtures looked: their model and their data."""
+"""The model and the data of the runs that wrote the checkpoints in ``tests/fixtures``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from ucp_core.checkpoint import Checkpoint
 
-#: Fixtures whose tensors have the names of transformers' Llama, and their attention heads.
+#: Fixtures of a Llama with the tensor names of transformers, and its number of attention heads.
 RUNS = [
     ("dcp_fsdp4", 3),
     ("ds_zero1_dp2", 3),
@@ -19,7 +19,7 @@ RUNS = [
 
 
 def batch(report: dict[str, Any], step: int, vocab: int) -> torch.Tensor:
-    """Return the tokens of a step, one more than the model sees, as the run made them."""
+    """Return the tokens of a step as the run made them: one more than the model sees."""
     generator = torch.Generator().manual_seed(77 * 100003 + step)
     sizes = report["args"]["bs"], report["args"]["seq"] + 1
     ids = torch.randint(0, vocab, sizes, generator=generator)

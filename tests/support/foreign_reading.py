@@ -1,15 +1,16 @@
-"""Loads what a foreign checkpoint says, as torch tensors."""
+"""Loads tensors of foreign checkpoints, and finds the checkpoints of ``tests/fixtures``."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import pytest
 import torch
 
 from ucp_core.checkpoint import Checkpoint, LocalTensor, load
 from ucp_core.geometry import Box, TensorKey
+
+#: Checkpoints that the frameworks themselves wrote.
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 
 TORCH_DTYPES = {
     "F32": torch.float32,
@@ -54,17 +55,15 @@ def unequal(checkpoint: Checkpoint, expected: dict[str, torch.Tensor]) -> list[s
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return whether two tensors are alike bit for bit."""
+    """Return whether two tensors have the same bits."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
     flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, two)]
     return torch.equal(*flat)
 
 
-def shared_fixture(name: str) -> Path:
-    """Return the folder of a checkpoint that a framework made, or skip the test."""
-    default = Path(__file__).resolve().parents[3] / "shared"
-    folder = Path(os.environ.get("EVERSTEP_SHARED", default)) / "fixtures" / name
-    if not folder.is_dir():
-        pytest.skip(f"no fixture {name}: EVERSTEP_SHARED leads to no folder with fixtures")
+def checkpoint_fixture(name: str) -> Path:
+    """Return the folder of a checkpoint that a framework wrote (``tests/fixtures/README.md``)."""
+    folder = FIXTURES / name
+    assert folder.is_dir(), f"there is no fixture {name} in {FIXTURES}"
     return folder

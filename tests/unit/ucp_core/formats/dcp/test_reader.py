@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from tests.support.counting_store import CountingStore
 from tests.support.dcp_files import Chunk, Save, random_tensors, rewrite, write
-from tests.support.foreign_reading import loaded, same_bits, shared_fixture, unequal
+from tests.support.foreign_reading import checkpoint_fixture, loaded, same_bits, unequal
 from tests.support.hostile_pickles import Payload
 from ucp_core.checkpoint import Checkpoint, verify
 from ucp_core.errors import (
@@ -254,7 +254,7 @@ def test_a_foreign_value_among_the_groups_is_an_error() -> None:
 @pytest.mark.parametrize("name", ["dcp_fsdp4"])
 def test_what_fsdp2_saved_is_read_bit_for_bit(name: str) -> None:
     """Four ranks, uneven shards: made by torch itself, tensors gathered in its processes."""
-    folder = shared_fixture(name)
+    folder = checkpoint_fixture(name)
     checkpoint = dcp.read(LocalStore(), str(folder / "checkpoint"))
     assert unequal(checkpoint, load_file(folder / "expected.safetensors")) == []
     assert checkpoint.step == 4

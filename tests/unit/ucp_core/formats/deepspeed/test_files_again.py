@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.foreign_reading import shared_fixture
+from tests.support.foreign_reading import checkpoint_fixture
 from tests.support.torch_files import load_torch_file
 from ucp_core.formats import open_source
 from ucp_core.formats.deepspeed.writer import write
@@ -41,7 +41,7 @@ AUTO_TP = Rules(
 )
 def test_the_files_that_deepspeed_wrote_come_out_again(name: str, target: dict[str, Any]) -> None:
     """Every key, shape, dtype, name, order of names and bit of every tensor."""
-    made = shared_fixture(name) / "checkpoint"
+    made = checkpoint_fixture(name) / "checkpoint"
     tag = (made / "latest").read_text()
     source = open_source(LocalStore(), str(made))
     store = MemoryStore()
@@ -57,7 +57,7 @@ def test_the_files_that_deepspeed_wrote_come_out_again(name: str, target: dict[s
 
 def test_the_geometry_of_tensor_parallelism_comes_out_again() -> None:
     """DeepSpeed's own converter goes by it, and is silently wrong without it."""
-    made = shared_fixture("ds_tp2_dp2_zero1") / "checkpoint"
+    made = checkpoint_fixture("ds_tp2_dp2_zero1") / "checkpoint"
     file = "global_step4/mp_rank_01_model_states.pt"
     store = MemoryStore()
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.support import megatron_files
 from tests.support.dcp_files import Chunk, Save, write
-from tests.support.foreign_reading import loaded, shared_fixture, unequal
+from tests.support.foreign_reading import checkpoint_fixture, loaded, unequal
 from tests.support.megatron_files import expected, state, write_checkpoint
 from ucp_core.checkpoint import Checkpoint
 from ucp_core.errors import (
@@ -38,7 +38,7 @@ def _opened(values: Any, **options: Any) -> Checkpoint:
 @pytest.mark.parametrize("name", ["megatron_core_tp2"])
 def test_what_megatron_saved_is_read_bit_for_bit(name: str) -> None:
     """Made by megatron-core itself; tensors were gathered in its processes, not from files."""
-    folder = shared_fixture(name)
+    folder = checkpoint_fixture(name)
     checkpoint = open_source(LocalStore(), str(folder / "checkpoint"))
     assert checkpoint.manifest.source["format"] == "megatron-core"
     assert unequal(checkpoint, load_file(folder / "expected.safetensors")) == []
