@@ -11,12 +11,13 @@ export RAY_USAGE_STATS_ENABLED := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-ray test-chaos check format bench clean
+.PHONY: help venv demo test test-fast test-ray test-chaos check rooms format bench clean
 
 help:
 	@echo "make demo        train twice, once with faults, and compare (under 5 minutes on 2 cores)"
 	@echo "make test        every test but chaos and gpu"
 	@echo "make check       format, lint, types, import contracts, architecture tests"
+	@echo "make rooms       which room of the packages imports which"
 	@echo "make test-fast   what needs no Ray: unit, property, simulation, arch"
 	@echo "make test-ray    what starts a real local Ray"
 	@echo "make test-chaos  long runs under random faults"
@@ -79,6 +80,9 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest -q --durations=1 tests/arch
+
+rooms: $(STAMP)
+	@$(BIN)/python -m tests.arch.rooms
 
 format: $(STAMP)
 	$(BIN)/ruff format .
