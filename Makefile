@@ -5,13 +5,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.everstep-installed
 PEERS  := $(VENV)/.everstep-peers-installed
+BENCH  := $(VENV)/.everstep-bench-installed
 # One compute thread per process: tests and the demo start several on few cores.
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-ray test-chaos check rooms format bench clean
+.PHONY: help venv demo test test-fast test-ray test-chaos check rooms format bench bench-quick clean
 
 help:
 	@echo "make demo        train twice, once with faults, and compare (under 5 minutes on 2 cores)"
@@ -21,7 +22,8 @@ help:
 	@echo "make test-fast   what needs no Ray: unit, property, simulation, arch"
 	@echo "make test-ray    what starts a real local Ray"
 	@echo "make test-chaos  long runs under random faults"
-	@echo "make bench       the measurements of the README"
+	@echo "make bench       every measurement, beside its peers (hours; tests/benchmarks/RESULTS.md)"
+	@echo "make bench-quick every benchmark with its smallest setting: do they run?"
 	@echo "make format      let ruff format and fix"
 	@echo "make clean       remove .venv, caches and builds (runs/ stays)"
 
@@ -88,8 +90,18 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)
+# A comparison without its peers says little, so here a failed installation fails.
+$(BENCH): $(STAMP)
+	@echo "venv: installing the peers of tests/benchmarks"
+	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt \
+	  -e '.[interop,peers]'
+	@touch $@
+
+bench: $(BENCH)
 	$(BIN)/python -m tests.benchmarks
+
+bench-quick: $(BENCH)
+	$(BIN)/python -m tests.benchmarks --quick
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,8 +1,11 @@
-"""Every measurement of the README, one process each, so that none warms up another.
+"""Every benchmark, one process each, so that none warms up another.
 
-python -m tests.benchmarks              # all of them
-python -m tests.benchmarks recovery     # those whose name contains the word
+python -m tests.benchmarks                          # all of them
+python -m tests.benchmarks --quick                  # all, with their smallest settings
+python -m tests.benchmarks recovery                 # those whose name contains the word
 python -m tests.benchmarks core --histories 100     # one of them, with options of its own
+
+Above what each prints stand commit, date, machine and command. ``RESULTS.md`` has the figures.
 """
 
 from __future__ import annotations
@@ -10,19 +13,49 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
+
+from tests.benchmarks.common import origin
+
+#: What imports a peer, and the package without which it cannot be imported.
+PEERS: Final = {"DeepSpeed": "deepspeed", "Ray Train": "pandas"}
+#: The smallest settings: they show that a benchmark starts and ends, and their figures say nothing.
+QUICK: Final = {
+    "bench_checkpoint": "--megabytes 12 --rounds 1",
+    "bench_convert": "--gibibytes 0.1 --rounds 1",
+    "bench_core": "--histories 20 --workers 16",
+    "bench_deterministic": "--workers 2 --rounds 1 --steps 4",
+    "bench_growth": "--recoveries 5",
+    "bench_load": "--megabytes 64 --rounds 1",
+    "bench_overhead": "--rounds 2 --seconds 2",
+    "bench_parity": "--mib 1 --repeat 1",
+    "bench_planning": "--ranks 1",
+    "bench_recomputation": "--megabytes 3 --rounds 1",
+    "bench_recorder": "--blocks 2",
+    "bench_recovery": "--kills 1 --shrinks 1 --nodes 1",
+    "bench_replicas": "--megabytes 1 --rounds 1",
+    "bench_restart": "--records 1000",
+    "bench_snapshot": "--megabytes 3 --writers 1 --rounds 1",
+    "bench_snapshot_gpu": "--rounds 1 --block 2 --gigabytes 1",
+    "bench_snapshot_load": "--megabytes 3 --rounds 1",
+    "bench_snapshot_steps": "--states 3 --workers 2 --rounds 1",
+    "bench_wire": "--mib 1 --repeat 1 --snapshots 2",
+    "peer_ray_train": "--workers 2 --fault worker",
+}
 
 
 def choose(names: Sequence[str], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return which of ``names`` to run, and the options for it.
 
     Args:
-        names: All there are.
-        arguments: Parts of names, all if there is none; then, from the first that begins with a
-            dash on, the options of the one benchmark that is named.
+        names: All benchmarks.
+        arguments: Parts of names, none for all. From the first that begins with a dash on, they
+            are the options of the one benchmark that is named.
 
     Raises:
-        SystemExit: Nothing has such a name, or options are given to more than one.
+        SystemExit: No benchmark has such a name, or more than one is given options.
     """
     num_words = next((n for n, each in enumerate(arguments) if each.startswith("-")), None)
     if num_words is None:
@@ -40,18 +73,34 @@ def choose(names: Sequence[str], arguments: Sequence[str]) -> tuple[list[str], l
     return chosen, options
 
 
+def missing_peers() -> list[str]:
+    """Return the peers that are not installed."""
+    return [peer for peer, package in PEERS.items() if find_spec(package) is None]
+
+
 def main() -> int:
-    """Run the modules ``bench_*`` and, after them, the peer; return the first failure's code."""
+    """Run the modules ``bench_*`` and, after them, the peer; return 1 if one failed."""
     folder = Path(__file__).parent
     names = [path.stem for path in sorted(folder.glob("bench_*.py"))] + ["peer_ray_train"]
-    chosen, options = choose(names, sys.argv[1:])
-    code = 0
+    arguments = sys.argv[1:]
+    is_quick = "--quick" in arguments
+    chosen, options = choose(names, [each for each in arguments if each != "--quick"])
+    missing = missing_peers()
+    if missing and chosen == names:
+        raise SystemExit(
+            f"{' and '.join(missing)}: not installed, and a table without peers says little; run "
+            "`make bench`, or `pip install 'everstep[interop,peers]'`"
+        )
+    failed: list[str] = []
     for name in chosen:
-        print(f"== {name}", flush=True)
-        command = [sys.executable, "-m", f"tests.benchmarks.{name}", *options]
-        done = subprocess.run(command, check=False)
-        code = code or done.returncode
-    return code
+        given = [*(QUICK[name].split() if is_quick else []), *options]
+        print(f"== {origin(' '.join(['python -m tests.benchmarks', name, *given]))}", flush=True)
+        command = [sys.executable, "-m", f"tests.benchmarks.{name}", *given]
+        if subprocess.run(command, check=False).returncode:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

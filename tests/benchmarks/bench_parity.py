@@ -10,10 +10,6 @@
 Every kernel and the copy run in turn, in one process on one core, and the best of each is taken:
 on a busy machine the ratios hold and the rates do not. Rates are bytes of members per second;
 ``of_copy`` is the ratio to memcpy (numpy's) of all members into memory that is mapped already.
-
-Peers, one core of the machine that the research used, GB/s of input for 4 members (memcpy 17.4):
-zfec 1.6.0 one parity 2.4, two 0.81; pyeclib 1.8.0 with ISA-L two 0.36 to 0.61; tables of GF(256)
-in numpy 0.22; RAID-6 by doubling in numpy 5.5.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""How long a run stands still per fault, on simulated nodes of this machine.
+"""How long a run pauses per fault, on simulated nodes of this machine.
 
 Every time is read from what the run wrote: from the fault (our clock, just before the signal)
 to the end of the first step of the next attempt (``wall_time`` of rank 0's metric line).
 
     python -m tests.benchmarks.bench_recovery --kills 20 --json
 
-``--peer N`` hurts Ray Train N times as well, right after, and prints how many times longer it takes
-(needs ``pip install "ray[train]==2.60.*"``).
+``--peer N`` injects N faults of each kind into Ray Train as well, right after, and prints how many
+times longer it takes (needs ``pip install "everstep[peers]"``). The two stand beside each other
+with the number of faults of each.
 """
 
 from __future__ import annotations
@@ -199,12 +200,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--shrinks", type=int, default=20)
     parser.add_argument("--nodes", type=int, default=5)
-    parser.add_argument("--peer", type=int, default=0, help="worker faults for Ray Train")
+    parser.add_argument("--peer", type=int, default=0, help="faults of each kind for Ray Train")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    # Ray Train comes with ray and cannot be imported without this.
+    # Ray Train is a part of ray, but its import needs pandas.
     if arguments.peer and importlib.util.find_spec("pandas") is None:
-        parser.error('--peer needs what Ray Train needs: pip install "ray[train]==2.60.*"')
+        parser.error('--peer needs Ray Train: pip install "everstep[peers]"')
     result: dict[str, Any] = {}
     _say("warm standbys: kills, stops, controller")
     with running(standby_per_node=1) as bench:
@@ -234,10 +235,16 @@ def main() -> None:
 def peer(repeats: int, ours: dict[str, Any]) -> dict[str, Any]:
     """Return Ray Train's recoveries, as it comes and tuned, and its medians over ours."""
     results: dict[str, Any] = {}
-    for fault, own, count in (("worker", "kill_shrink", repeats), ("node", "node", 1)):
+    for fault, own in (("worker", "kill_shrink"), ("node", "node")):
         for tuned in (False, True):
             command = [sys.executable, "-m", "tests.benchmarks.peer_ray_train", "--json"]
-            command += ["--fault", fault, "--repeats", str(count), *(["--tuned"] if tuned else [])]
+            command += [
+                "--fault",
+                fault,
+                "--repeats",
+                str(repeats),
+                *(["--tuned"] if tuned else []),
+            ]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             seconds = json.loads(done.stdout.splitlines()[-1])["seconds"]
             name = f"{fault}_tuned" if tuned else fault

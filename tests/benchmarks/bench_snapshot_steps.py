@@ -1,30 +1,29 @@
-"""What a snapshot after every step costs a training, and what its peers cost beside it.
+"""What a snapshot after every step costs a training, and what storing every tenth step costs.
 
-    python -m tests.benchmarks.bench_snapshot_steps [--states 3 200] [--only snapshots copies]
+    python -m tests.benchmarks snapshot_steps [--states 3 200] [--only snapshots copies]
 
-Real workers train the reference decoder on random tokens; two other processes hold the memory of
-two nodes' keepers, with half of the workers each. Blocks of steps with and without snapshots take
-turns, there and back, in one attempt of the same processes; the first steps of a block are left
-out, because the snapshot before is still under way in them.
+Real workers train the reference decoder on random tokens. Two other processes are the memory of two
+nodes' keepers; each node has half of the workers. Blocks of steps with and without snapshots take
+turns, there and back, in one attempt of the same processes. The first steps of a block do not
+count, because the snapshot before them is still under way.
 
-``snapshots`` takes one after every step into the own node's memory, ``copies`` moreover has every
-node copy what the other's workers write. ``replicas`` and ``replicas_copies`` train one copy of
-the model a node (HSDP): workers save a share of it each, and what is on the other node comes from
-the replica there in the first, over the network in the second. ``peers`` trains the same model in
-plain torch with FSDP, and lets no saving take turns with torch's ``dcp.async_save`` after every
-step (into the page cache), and with a live transfer as torchft's ``HTTPTransport`` makes one: every
-rank serves its state over HTTP, streamed by torch, the next rank fetches it, and nobody goes on
-before that.
+- ``snapshots``: one after every step, into the memory of the worker's node.
+- ``copies``: every keeper copies the snapshots of the other node as well.
+- ``replicas``, ``replicas_copies``: each node trains one copy of the model (HSDP), and every worker
+  saves a share of it. The other node's replica provides the redundancy in the first, the network in
+  the second.
+- ``stored``: as ``snapshots``, and the keepers store every tenth step, as by default.
+- ``async_save``: the peer of ``stored``. Plain torch with FSDP trains the same model and calls
+  ``dcp.async_save`` after every tenth step. Both write into the page cache.
 
-``wall`` is the median over pairs of blocks of the ratio of their median step times, less 1, and
-``sure`` between what it lies with a certainty of 19 in 20, were there any number of pairs;
-``processor`` is the same of the processor time per step of all workers and keepers together.
-``keepers_ms`` is what of it the keepers used, ``beside_ms`` what the threads that complete
-snapshots did. ``own`` is, of the processor time of a step, what these two use and for what training
-waits: next to ``processor`` it lacks what a snapshot makes slower that is not its own, but it holds
-on a busy machine, where the others come out anew in every run.
+``wall`` is the median over pairs of blocks of the ratio of their step times, less 1; ``sure`` is
+its confidence interval of 95 %. A block counts with its median step, or with its mean where only
+every tenth step is stored. ``processor`` is the same for the processor time per step of all workers
+and keepers. ``keepers_ms`` is the keepers' part, ``beside_ms`` that of the threads that complete
+snapshots. ``own`` is the share of a step's processor time that these two use and that training
+waits. It lacks what snapshots slow down indirectly, but it also holds on a busy machine.
 
-On 2 quiet cores a run of 3 MB takes about 3 minutes, one of 200 MB about 5.
+On 2 idle cores a run of 3 MB takes about 3 minutes, one of 200 MB about 5, of ``stored`` 10.
 """
 
 from __future__ import annotations
@@ -67,10 +66,12 @@ from workers.train import Session, WorkerContext, run_attempt
 from workers.train.boundary.cadence import Cadence
 from workers.train.lm import adamw
 
-#: Issue of this part: at most so much of a step, by megabytes of state per worker.
+#: The largest share of a step that a snapshot may cost, by megabytes of state per worker.
 TARGETS: Final = {3: 0.02, 200: 0.05}
 NODES: Final = ("node-a", "node-b")
 NEVER: Final = 10**9
+#: Steps between two versions in storage: everstep's default.
+STORE_EVERY: Final = 10
 NICENESS: Final = 15
 RUN_S_MAX: Final = 3600.0
 NUM_SAMPLES: Final = 1 << 20
@@ -143,17 +144,22 @@ def train(
 
 
 def task(session: Session, *, job: Job, meter: Meter) -> None:
-    """Train; take a snapshot after each step of the blocks in which they are taken.
+    """Train, and save as the way of each block says.
 
-    In those of ``at_once`` they leave a device as fast as they can, and not with its passes.
+    With ``at_once``, snapshots leave a device as fast as they can, and not with its passes.
     """
     releases: Any = releases_module
     model = session.model(lambda: Decoder(job.shape))
     session.optimizer(lambda parameters: adamw(parameters, session.settings.train))
     device = next(model.parameters()).device
     cadences = {
-        way: Cadence(snapshot_every=every, storage_every=NEVER, last_step=job.num_steps)
-        for way, every in {"none": NEVER, "snapshots": 1, "at_once": 1}.items()
+        way: Cadence(snapshot_every=every, storage_every=stored, last_step=job.num_steps)
+        for way, every, stored in (
+            ("none", NEVER, NEVER),
+            ("snapshots", 1, NEVER),
+            ("at_once", 1, NEVER),
+            ("stored", 1, STORE_EVERY),
+        )
     }
     for step in session.steps(NUM_SAMPLES):
         meter.tick()
@@ -180,6 +186,7 @@ def run_ours(job: Job, folder: Path, *, copies: bool, replicas: int = 1) -> dict
             unless keepers copy.
     """
     layout = ParallelLayout(dp_replicate=replicas, dp_shard=job.workers // replicas)
+    way = job.ways[1]
     with ExitStack() as stack:
         nodes = []
         for name in NODES:
@@ -203,19 +210,23 @@ def run_ours(job: Job, folder: Path, *, copies: bool, replicas: int = 1) -> dict
                 folder,
             )
         )
-        found = costs(job, ranks.results(RUN_S_MAX))
+        found = costs(
+            job,
+            ranks.results(RUN_S_MAX),
+            of_block=statistics.mean if way == "stored" else statistics.median,
+        )
         held = [part for node in nodes for part in node.inventory().parts]
         found["held_bytes"] = {
             kind: max((p.held.data_bytes for p in held if ("/" in p.arena) == is_copy), default=0)
             for kind, is_copy in {"own": False, "copy": True}.items()
         }
     lines = [json.loads(x) for x in (folder / "run/metrics/rank0.jsonl").read_text().splitlines()]
-    asked = [line for line in lines if job.is_kept(line["step"], "snapshots")]
+    asked = [line for line in lines if job.is_kept(line["step"], way)]
     taken = [line["snapshot_s"] for line in asked if line["snapshot"] == "taken"]
     assert taken, "no snapshot was taken"
     stall_ms = 1e3 * percentile(taken, 0.5)
     own_ms = job.workers * stall_ms + sum(
-        found[name]["snapshots"] - found[name]["none"] for name in ("keepers_ms", "beside_ms")
+        found[name][way] - found[name]["none"] for name in ("keepers_ms", "beside_ms")
     )
     return found | {
         "own": round(own_ms / found["processor_ms"]["none"], 4),
@@ -225,18 +236,22 @@ def run_ours(job: Job, folder: Path, *, copies: bool, replicas: int = 1) -> dict
     }
 
 
-def run_peers(job: Job, folder: Path) -> dict[str, Any]:
-    """Train in plain torch; return the costs of each way to save."""
-    with running(functools.partial(train_plainly, job=job), job.workers, folder) as ranks:
-        return costs(job, ranks.results(RUN_S_MAX))
+def run_peer(job: Job, folder: Path) -> dict[str, Any]:
+    """Train in plain torch; return the costs of ``dcp.async_save``."""
+    train_peer = functools.partial(train_plainly, job=job, save_every=STORE_EVERY)
+    with running(train_peer, job.workers, folder) as ranks:
+        return costs(job, ranks.results(RUN_S_MAX), of_block=statistics.mean)
 
 
-def costs(job: Job, seen: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return by way what it costs beside none.
+def costs(
+    job: Job, seen: Sequence[dict[str, Any]], *, of_block: Callable[[list[float]], float]
+) -> dict[str, Any]:
+    """Return what each way costs over the way "none".
 
     Args:
         job: What was trained.
         seen: What the meters of all ranks saw.
+        of_block: Makes one time of the step times of a block.
     """
     wall_s: dict[str, list[float]] = {way: [] for way in job.ways}
     sums_s: dict[str, dict[str, list[float]]] = {
@@ -244,7 +259,7 @@ def costs(job: Job, seen: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
     for way, first, last in job.blocks():
         times = seen[0]["times_s"][first : last + 1]
-        wall_s[way].append(percentile([b - a for a, b in itertools.pairwise(times)], 0.5))
+        wall_s[way].append(of_block([b - a for a, b in itertools.pairwise(times)]))
         for name, by_way in sums_s.items():
             total_s = sum(one[name][last] - one[name][first] for one in seen)
             by_way[way].append(total_s / (last - first))
@@ -276,14 +291,16 @@ def _above(values: dict[str, list[float]], way: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print one JSON object a size and way; ``missed`` says whether the target was not reached."""
+    """Print one JSON object per size and run; ``missed`` says that a target was missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--states", type=int, nargs="+", default=[3, 200], help="megabytes each")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=0, help="default: by the state's size")
     parser.add_argument("--block", type=int, default=0, help="steps; default: by the same")
     parser.add_argument("--batch", type=int, default=0, help="samples; default: by the same")
-    parser.add_argument("--only", nargs="+", default=["snapshots", "copies", "peers"])
+    parser.add_argument(
+        "--only", nargs="+", default=["snapshots", "copies", "stored", "async_save"]
+    )
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(tuned(os.environ))
@@ -298,7 +315,8 @@ def main() -> None:
             ("none", "snapshots"),
             functools.partial(run_ours, copies=True, replicas=len(NODES)),
         ),
-        "peers": (("none", "async_save", "transfer"), run_peers),
+        "stored": (("none", "stored"), functools.partial(run_ours, copies=False)),
+        "async_save": (("none", "async_save"), run_peer),
     }
     for megabytes, name in itertools.product(options.states, options.only):
         ways, run = runs[name]
@@ -306,7 +324,7 @@ def main() -> None:
             megabytes,
             workers=options.workers,
             ways=ways,
-            lingers=name == "peers",
+            lingers=name in {"stored", "async_save"},
             global_batch=options.batch,
             rounds=options.rounds,
             block=options.block,
@@ -314,7 +332,7 @@ def main() -> None:
         begun_s = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             found = run(job, Path(folder))
-        if name != "peers":
+        if "snapshots" in ways:
             found["missed"] = found["snapshots"]["wall"]["median"] > TARGETS[megabytes]
         head = {
             "megabytes": megabytes,

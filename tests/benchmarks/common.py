@@ -1,11 +1,14 @@
-"""Arithmetic that all benchmarks share."""
+"""What all benchmarks share: arithmetic, and where a figure comes from."""
 
 from __future__ import annotations
 
 import os
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -27,7 +30,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def paired(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     """Return median and quartiles of ``over / under``, pair by pair.
 
-    What else the machine does falls on both of a pair, which were measured one after the other.
+    The two of a pair were measured one after the other, so other load falls on both.
     """
     ratios = [a / b for a, b in zip(over, under, strict=True)]
     return {
@@ -47,3 +50,21 @@ def processor_s(pid: int) -> float:
 def load_average() -> list[float]:
     """Return how many processes wanted to run: over 1, 5 and 15 minutes."""
     return [round(value, 2) for value in os.getloadavg()]
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with "+" if files differ from it; or "unknown"."""
+    folder = Path(__file__).parent
+    answers = [
+        subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False)  # noqa: S607
+        for words in (["rev-parse", "--short=9", "HEAD"], ["status", "--porcelain", "-uno"])
+    ]
+    if any(answer.returncode for answer in answers):
+        return "unknown"
+    return answers[0].stdout.strip() + ("+" if answers[1].stdout.strip() else "")
+
+
+def origin(command: str) -> str:
+    """Return the line that belongs under every figure: commit, date, machine, command."""
+    date = datetime.now(UTC).date().isoformat()
+    return f"commit {commit()}, {date}, {os.cpu_count()} processors: {command}"

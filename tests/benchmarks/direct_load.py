@@ -1,54 +1,93 @@
-"""Load a checkpoint of any format under another layout, without a second copy: one of the ways of
-``bench_convert``.
+"""Load a checkpoint of any format under another layout, without a second copy: the counterpart of
+``peer_universal_load`` in ``bench_convert``.
 
-    python -m tests.benchmarks.direct_load SOURCE RANKS
+    python -m torch.distributed.run --nproc-per-node RANKS -m tests.benchmarks.direct_load \
+        SOURCE STAGE
 
-Every rank is a process of its own that opens the source and loads its part of every tensor, cut
-along the first dim. The end is that of the slowest rank.
+Every rank ends with what DeepSpeed's engine of that ZeRO stage has: torch parameters (whole ones,
+at stage 3 a part of each) and an AdamW that holds this rank's part of both moments. Both are built
+before; what counts is opening the checkpoint and loading every element, up to the end of the
+slowest rank. Rank 0 prints one line of JSON.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import sys
+import time
 
-import numpy as np
+import torch
+import torch.distributed as dist
 
-from ucp_core.checkpoint import LocalTensor, load
+from ucp_core.checkpoint import Checkpoint, LocalTensor, load
 from ucp_core.formats import open_source
-from ucp_core.geometry import DTYPE_BYTES, Box
+from ucp_core.geometry import Box
 from ucp_core.storage import open_store
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
-def load_rank(source: str, rank: int, num_ranks: int) -> int:
-    """Load what ``rank`` needs and return its bytes."""
-    store, directory = open_store(source)
-    checkpoint = open_source(store, directory)
-    need = []
-    for key, entry in checkpoint.state_map.entries.items():
-        whole = Box.full(entry.shape)
-        box = whole.split(0, num_ranks)[rank] if entry.shape else whole
-        data = np.empty(box.num_elements * DTYPE_BYTES[entry.dtype], np.uint8).data
-        need.append(
-            LocalTensor(
-                fqn=key.fqn, slot=key.slot, dtype=entry.dtype, shape=entry.shape, box=box, data=data
-            )
+
+class Engine:
+    """Parameters and optimizer of one rank under ZeRO.
+
+    Args:
+        checkpoint: Tells the shapes.
+        stage: Of ZeRO; parameters are cut at stage 3 only.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, stage: int) -> None:
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        shapes = {k.fqn: e.shape for k, e in checkpoint.state_map.entries.items() if e.shape}
+        parts = {fqn: Box.full(shape).split(0, num_ranks)[rank] for fqn, shape in shapes.items()}
+        held = {fqn: parts[fqn] if stage == 3 else Box.full(shape) for fqn, shape in shapes.items()}
+        self.parameters = {
+            fqn: torch.nn.Parameter(torch.zeros(box.num_elements)) for fqn, box in held.items()
+        }
+        masters = {
+            fqn: torch.nn.Parameter(torch.zeros(box.num_elements)) for fqn, box in parts.items()
+        }
+        self.optimizer = torch.optim.AdamW(masters.values(), lr=1e-3)
+        for master in masters.values():
+            self.optimizer.state[master] = {
+                "step": torch.zeros(()),
+                **{slot: torch.zeros_like(master) for slot in MOMENTS},
+            }
+        self.need: list[LocalTensor] = []
+        for fqn, shape in shapes.items():
+            state = self.optimizer.state[masters[fqn]]
+            self._add(fqn, "weight", shape, held[fqn], self.parameters[fqn])
+            for slot in MOMENTS:
+                self._add(fqn, slot, shape, parts[fqn], state[slot])
+            self._add(fqn, "step", (), Box.full(()), state["step"])
+
+    def _add(
+        self, fqn: str, slot: str, shape: tuple[int, ...], box: Box, tensor: torch.Tensor
+    ) -> None:
+        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+        self.need.append(
+            LocalTensor(fqn=fqn, slot=slot, dtype="F32", shape=shape, box=box, data=data)
         )
-    return load(checkpoint, need, threads=1).size_bytes
 
 
 def main() -> None:
-    """Load in as many processes as there are ranks."""
-    source, num_ranks = sys.argv[1], int(sys.argv[2])
-    children = []
-    for rank in range(num_ranks):
-        pid = os.fork()
-        if pid == 0:
-            load_rank(source, rank, num_ranks)
-            os._exit(0)
-        children.append(pid)
-    failed = [pid for pid in children if os.waitpid(pid, 0)[1] != 0]
-    sys.exit(1 if failed else 0)
+    """Load as one of several ranks; rank 0 prints the time of the slowest."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    source, stage = sys.argv[1], int(sys.argv[2])
+    store, directory = open_store(source)
+    engine = Engine(open_source(store, directory), stage)
+    dist.barrier()
+    begun = time.perf_counter()
+    checkpoint = open_source(store, directory)
+    load(checkpoint, engine.need, threads=1)
+    seconds = torch.tensor(time.perf_counter() - begun)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    num_elements = sum(parameter.count_nonzero() for parameter in engine.parameters.values())
+    assert num_elements > 0, "nothing was loaded"
+    if dist.get_rank() == 0:
+        print(json.dumps({"load_s": round(float(seconds), 3)}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How long Ray Train's elastic trainer stands still per fault, on simulated nodes of this machine.
+"""How long Ray Train's elastic trainer pauses per fault, on simulated nodes of this machine.
 
 The other side of ``tests.benchmarks.bench_recovery``: the same simulated nodes, the same model,
 the same kind of step, the same clock. From the fault (our clock, just before the signal) to the
 end of the first step of a process that was started after it.
 
-    pip install "ray[train]==2.60.*"
-    python -m tests.benchmarks.peer_ray_train --fault worker --workers 4 --repeats 3 --json
+    pip install "everstep[peers]"
+    python -m tests.benchmarks peer_ray_train --fault worker --repeats 3 --json
 
 ``--tuned`` gives the peer the settings with which it recovers soonest.
 """
@@ -38,6 +38,7 @@ from workers.settings import DataSettings
 PEER: Final = "ray train 2.60"
 JOB: Final = "tests.benchmarks.peer_ray_train_job"
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
+FAULTS: Final = ("worker", "node")
 NUM_NODES: Final = 2
 FAULT_STEP: Final = 10
 TRIAL_S_MAX: Final = 150.0
@@ -217,9 +218,9 @@ def measure(fault: str, *, workers: int, tuned: bool, repeats: int) -> dict[str,
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print one JSON object a fault."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--fault", choices=("worker", "node"), required=True)
+    parser.add_argument("--fault", choices=FAULTS, nargs="+", default=FAULTS)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--tuned", action="store_true", help=f"with {TUNING}")
@@ -227,13 +228,11 @@ def main() -> None:
     arguments = parser.parse_args()
     # Ended by a signal or by an error, what was started is stopped on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    result = measure(
-        arguments.fault,
-        workers=arguments.workers,
-        tuned=arguments.tuned,
-        repeats=arguments.repeats,
-    )
-    print(json.dumps(result, indent=None if arguments.json else 2))
+    for fault in arguments.fault:
+        result = measure(
+            fault, workers=arguments.workers, tuned=arguments.tuned, repeats=arguments.repeats
+        )
+        print(json.dumps(result, indent=None if arguments.json else 2), flush=True)
 
 
 if __name__ == "__main__":

@@ -48,12 +48,15 @@ class Job:
             megabytes: Decide whatever of ``more`` is 0.
             workers: How many.
             ways: To save; the first is none.
-            lingers: Whether a way costs steps after it: it has longer blocks. Short ones tell more,
-                because this machine's speed drifts within seconds.
+            lingers: Whether a way saves every tenth step only, so that its blocks are longer.
+                Shorter blocks are more precise: the machine's speed drifts within seconds.
             more: ``global_batch``, ``rounds``, ``block``.
         """
         is_small = megabytes < 50
-        rounds, block = (6, 4) if not is_small else (6, 20) if lingers else (100, 5)
+        if lingers:
+            rounds, block = (12 if is_small else 3), 20
+        else:
+            rounds, block = (100, 5) if is_small else (6, 4)
         return cls(
             shape=shape_of(megabytes, workers),
             workers=workers,
