@@ -32,8 +32,8 @@ def arrows() -> Counter[tuple[str, str]]:
     """Return the arrows between rooms (``package.room``) and how many files make each."""
     found: Counter[tuple[str, str]] = Counter()
     for module, targets in import_graph().items():
-        here = _room(module)
-        found.update((here, room) for room in {_room(target) for target in targets} - {here})
+        here = room_of(module)
+        found.update((here, room) for room in {room_of(target) for target in targets} - {here})
     return found
 
 
@@ -42,7 +42,8 @@ def upward() -> list[tuple[str, str]]:
     return [(here, there) for here, there in sorted(arrows()) if _level(here) >= _level(there)]
 
 
-def _room(module: str) -> str:
+def room_of(module: str) -> str:
+    """Return the room of a module as ``package.room``."""
     return ".".join(module.split(".")[:2])
 
 
