@@ -47,6 +47,10 @@ def room_of(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
+def _place(room: str) -> tuple[tuple[int, int], str]:
+    return _level(room), room
+
+
 def _level(room: str) -> tuple[int, int]:
     package, _, name = room.partition(".")
     # The package's own __init__.py is its face: above its rooms.
@@ -61,9 +65,9 @@ def picture() -> str:
     lines = []
     for package in PACKAGES:
         lines += ["", f"{package}", "─" * 96]
-        for room in sorted((r for r in rooms if r.split(".")[0] == package), key=_level):
+        for room in sorted((r for r in rooms if r.split(".")[0] == package), key=_place):
             name = room.partition(".")[2] or "(face)"
-            below = sorted((there for here, there in found if here == room), key=_level)
+            below = sorted((there for here, there in found if here == room), key=_place)
             marks = ["↑" if _level(there) <= _level(room) else "" for there in below]
             names = [
                 mark + there.removeprefix(f"{package}.")
