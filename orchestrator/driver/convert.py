@@ -16,8 +16,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from orchestrator.errors import CapacityError
 from orchestrator.shell import HostedCluster, connect_ray
-from ucp_core.checkpoint import Checkpoint
 from ucp_core.conversion import Batch, ConvertResult, Job, Result, Worker, convert
+from ucp_core.native import Checkpoint
 from ucp_core.storage import open_store
 
 #: A batch that died so often dies of something that is not chance.

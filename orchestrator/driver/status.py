@@ -26,8 +26,8 @@ from orchestrator.policies import (
 )
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, SUMMARY
 from orchestrator.shell import config_of, read_segments
-from ucp_core.checkpoint import checkpoint_name, find_committed
 from ucp_core.lineage import Lineage
+from ucp_core.native import checkpoint_name, find_committed
 from ucp_core.storage import Store, join, open_store
 from workers.protocol import Held, HeldParity, Member, Source
 

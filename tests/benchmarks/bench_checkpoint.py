@@ -29,8 +29,8 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ucp_core.checkpoint import LocalTensor, find_committed, load, open_checkpoint, save_rank
 from ucp_core.geometry import Box
+from ucp_core.native import LocalTensor, find_committed, load, open_checkpoint, save_rank
 from ucp_core.storage import LocalStore, join
 
 SLOTS = ("weight", "exp_avg", "exp_avg_sq")

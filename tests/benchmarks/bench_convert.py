@@ -35,9 +35,9 @@ from typing import Any
 
 import numpy as np
 
-from ucp_core.checkpoint import LocalTensor, open_checkpoint, save_rank
 from ucp_core.formats.deepspeed.writer import write
 from ucp_core.geometry import Box
+from ucp_core.native import LocalTensor, open_checkpoint, save_rank
 from ucp_core.storage import LocalStore
 
 GIB = 1 << 30

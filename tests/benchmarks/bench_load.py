@@ -62,9 +62,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.ranks import Place, running
-from ucp_core.checkpoint import LocalTensor, load, open_checkpoint, save_rank
 from ucp_core.formats import open_source
 from ucp_core.geometry import Box
+from ucp_core.native import LocalTensor, load, open_checkpoint, save_rank
 from ucp_core.storage import LocalStore
 
 NUM_RANKS, FSDP, TP = 4, 2, 2

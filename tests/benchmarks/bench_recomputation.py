@@ -41,9 +41,9 @@ from torch import Tensor
 from tests.benchmarks.common import load_average, processor_s
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.snapshots import eventually
-from ucp_core.checkpoint import load
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
+from ucp_core.native import load
 from workers.keeper import MemorySources
 from workers.memory import NUM_SLOTS
 from workers.protocol import Assignment, KeeperOrder

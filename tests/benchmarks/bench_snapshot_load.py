@@ -54,7 +54,7 @@ from tests.benchmarks.common import load_average, paired
 from tests.benchmarks.decoder_parts import NUM_WORKERS, DecoderPart, assignment
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.ranks import Place, running
-from ucp_core.checkpoint import Checkpoint, RankSaver, load
+from ucp_core.native import Checkpoint, RankSaver, load
 from workers.keeper import MemorySources, door_path, reserve
 from workers.keeper.descriptors import open_arena
 from workers.memory import ArenaStore, LocalPart, open_version

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 from tests.benchmarks.common import spread
-from ucp_core.checkpoint import LocalTensor, load, save_rank
 from ucp_core.geometry import Box
+from ucp_core.native import LocalTensor, load, save_rank
 from workers.keeper import door_path, notify
 from workers.keeper.descriptors import Door
 from workers.keeper.peers.client import RemotePart, WireClient

@@ -19,9 +19,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from ucp_core.checkpoint import Checkpoint, LocalTensor, load
 from ucp_core.formats import open_source
 from ucp_core.geometry import Box
+from ucp_core.native import Checkpoint, LocalTensor, load
 from ucp_core.storage import open_store
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import assert_loaded, small_state, whole_need
-from ucp_core.checkpoint import find_committed, load, open_checkpoint, verify
+from ucp_core.inspection import verify
+from ucp_core.native import find_committed, load, open_checkpoint
 from ucp_core.storage import LocalStore
 
 HERE = Path(__file__).parent

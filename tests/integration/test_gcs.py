@@ -15,8 +15,9 @@ import pytest
 from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
 from tests.support.object_servers import Fault, Proxy, gcs_server, proxied
 from tests.support.store_conformance import StoreConformance
-from ucp_core.checkpoint import find_committed, load, verify
 from ucp_core.errors import StorageError
+from ucp_core.inspection import verify
+from ucp_core.native import find_committed, load
 from ucp_core.storage import Store, join, open_store
 
 pytest.importorskip(

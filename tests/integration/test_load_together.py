@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import Place, running
-from ucp_core.checkpoint import LocalTensor, load, open_checkpoint, save_rank
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
-from ucp_core.native import load_together
+from ucp_core.native import LocalTensor, load, load_together, open_checkpoint, save_rank
 from ucp_core.storage import LocalStore, ReadRange
 from workers.keeper import page_path
 from workers.protocol import Assignment, FoundBad

@@ -12,7 +12,7 @@ import pytest
 from tests.support.keeper_process import KeeperProcess, keeper
 from tests.support.memory_versions import local_tensors, make_state, write_version
 from tests.support.snapshots import eventually
-from ucp_core.checkpoint import Checkpoint, load
+from ucp_core.native import Checkpoint, load
 from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources, notify, reserve
 from workers.keeper.descriptors import open_arena
 from workers.keeper.peers.parity_mirror import parity_name

@@ -10,8 +10,8 @@ import pytest
 from tests.support.checkpoints import local_tensors, random_sharding, save, small_state
 from tests.support.power import PowerLog
 from tests.support.snapshots import part
-from ucp_core.checkpoint import checkpoint_name, collect_garbage, open_checkpoint, save_rank
 from ucp_core.conversion import convert
+from ucp_core.native import checkpoint_name, collect_garbage, open_checkpoint, save_rank
 from ucp_core.storage import LocalStore, RecyclingStore, join
 
 STATE = small_state()

@@ -14,11 +14,8 @@ from tests.support.attempts import lines, settings, wait_for_steps
 from tests.support.node_memory import NodeProcess, newest, read, whole_state
 from tests.support.snapshots import eventually
 from tests.support.trainers import Run, Trainer
-from ucp_core.checkpoint import (
-    checkpoint_name,
-    open_checkpoint,
-)
 from ucp_core.layout import ParallelLayout
+from ucp_core.native import checkpoint_name, open_checkpoint
 from ucp_core.storage import LocalStore
 from workers.keeper.peers.listing import is_copy
 from workers.memory import is_guard

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
-from ucp_core.checkpoint import collect_garbage, load, open_checkpoint
 from ucp_core.errors import CheckpointNotFoundError
+from ucp_core.native import collect_garbage, load, open_checkpoint
 from ucp_core.storage import LocalStore, join
 
 _LINEAGE = [(1, 0)]

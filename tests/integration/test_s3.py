@@ -21,8 +21,10 @@ from tests.support.crash_scripts import SCRIPTS, Commit, Save, Script
 from tests.support.failing_store import Fate, How
 from tests.support.object_servers import Fault, Proxy, proxied, s3_server
 from tests.support.store_conformance import StoreConformance
-from ucp_core.checkpoint import find_committed, load, materialise, open_checkpoint, verify
+from ucp_core.conversion import convert
 from ucp_core.errors import StorageError
+from ucp_core.inspection import verify
+from ucp_core.native import find_committed, load, open_checkpoint
 from ucp_core.storage import Store, join, open_store
 from ucp_core.storage.s3 import S3Store
 from ucp_core.storage.service_errors import Retries
@@ -95,7 +97,7 @@ def test_a_checkpoint_lives_in_a_bucket(bucket: str) -> None:
 
     found = find_committed(store, root, lineage=[(1, 0)])
     assert found is not None
-    materialise(found.checkpoint, store, join(root, "universal"), memory_bytes=8 << 20)
+    convert(found.checkpoint, store, join(root, "universal"), memory_bytes=8 << 20, processes=1)
     universal = open_checkpoint(store, join(root, "universal"))
 
     for checkpoint in (found.checkpoint, universal):

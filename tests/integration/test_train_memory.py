@@ -29,7 +29,7 @@ from tests.support.attempts import newest as newest_stored
 from tests.support.node_memory import NodeProcess, newest, read, whole_state
 from tests.support.snapshots import eventually
 from tests.support.trainers import Run
-from ucp_core.checkpoint import open_checkpoint
+from ucp_core.native import open_checkpoint
 from ucp_core.storage import LocalStore
 from workers.keeper import door_path
 from workers.keeper.descriptors import open_arena

@@ -20,13 +20,13 @@ from tests.support.train_fsdp import (
     train,
     train_and_save,
 )
-from ucp_core.checkpoint import LocalTensor, materialise, open_checkpoint
-from ucp_core.checkpoint import load as load_boxes
+from ucp_core.conversion import convert
 from ucp_core.formats import open_source
 from ucp_core.formats.dcp import writer as dcp_writer
 from ucp_core.geometry import Box, TensorKey
 from ucp_core.inspection import diff
-from ucp_core.native import Checkpoint
+from ucp_core.native import Checkpoint, LocalTensor, open_checkpoint
+from ucp_core.native import load as load_boxes
 from ucp_core.storage import LocalStore
 
 MEMORY = 8 << 20
@@ -97,7 +97,7 @@ def written(run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[Save]:
     root = tmp_path_factory.mktemp("written")
     store = LocalStore()
     source = open_source(store, run.nested)
-    materialise(source, store, str(root / "universal"), memory_bytes=MEMORY)
+    convert(source, store, str(root / "universal"), memory_bytes=MEMORY, processes=1)
     universal = open_checkpoint(store, str(root / "universal"))
     assert diff(source, universal).equal
     saves = []

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from tests.support.foreign_reading import unequal
 from tests.support.forked_commands import ForkedCommands
-from ucp_core.checkpoint import verify
 from ucp_core.errors import UnsupportedVersionError
 from ucp_core.formats import open_source
+from ucp_core.inspection import verify
 from ucp_core.storage import LocalStore
 
 SCRIPT = "tests.support.save_dcp"

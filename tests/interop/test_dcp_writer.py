@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from tests.support.checkpoints import ROOT, State, Whole, random_state, save, small_state
-from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
+from ucp_core.conversion import convert
 from ucp_core.errors import UcpError
 from ucp_core.formats import open_source
 from ucp_core.formats.dcp import writer as dcp_writer
 from ucp_core.geometry import TensorKey
+from ucp_core.native import Checkpoint, open_checkpoint
 from ucp_core.storage import Buffer, LocalStore, MemoryStore
 
 MEMORY = 8 << 20
@@ -89,7 +90,7 @@ def test_any_state_loads_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, s
     state = _truths(random_state(random.Random(seed)))
     store = MemoryStore()
     native = _checkpoint(state, store)
-    materialise(native, store, "universal", memory_bytes=MEMORY)
+    convert(native, store, "universal", memory_bytes=MEMORY, processes=1)
     for source in (native, open_checkpoint(store, "universal")):
         found = _everything(_written(source, tmp_path_factory.mktemp("dcp") / "out"))
 
@@ -206,7 +207,7 @@ def test_a_tensor_outside_the_model_keeps_its_key(tmp_path: Path) -> None:
     average = {name: value / 3 for name, value in weights.items()}
     dcp.save({"model": weights, "ema": average}, checkpoint_id=tmp_path / "in", no_dist=True)
     source = open_source(LocalStore(), str(tmp_path / "in"))
-    materialise(source, LocalStore(), str(tmp_path / "universal"), memory_bytes=MEMORY)
+    convert(source, LocalStore(), str(tmp_path / "universal"), memory_bytes=MEMORY, processes=1)
     universal = open_checkpoint(LocalStore(), str(tmp_path / "universal"))
 
     for name, checkpoint in {"direct": source, "by universal": universal}.items():

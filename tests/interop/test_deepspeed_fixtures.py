@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.support.deepspeed_folders import Array, loaded, read
+from tests.support.deepspeed_folders import Array, loaded, read, with_shapes
 from tests.support.foreign_reading import checkpoint_fixture
-from ucp_core.formats.deepspeed.universal_reader import with_shapes
 
 NATIVE = (
     "ds_zero1_dp2",

@@ -13,11 +13,12 @@ import torch
 from tests.support.checkpoints import ROOT, State, Whole, save
 from tests.support.fixture_runs import RUNS, batch, llama_config
 from tests.support.foreign_reading import checkpoint_fixture
-from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
+from ucp_core.conversion import convert
 from ucp_core.formats import open_source
 from ucp_core.formats.huggingface import writer as huggingface_writer
 from ucp_core.geometry import TensorKey
 from ucp_core.inspection import diff
+from ucp_core.native import Checkpoint, open_checkpoint
 from ucp_core.storage import LocalStore, MemoryStore
 
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
@@ -123,7 +124,7 @@ def test_what_transformers_wrote_goes_through_a_universal_checkpoint(tmp_path: P
     source = open_source(LocalStore(), str(tmp_path / "theirs"))
     assert source.manifest.ties == {"lm_head.weight": "model.embed_tokens.weight"}
 
-    materialise(source, LocalStore(), str(tmp_path / "universal"), memory_bytes=MEMORY)
+    convert(source, LocalStore(), str(tmp_path / "universal"), memory_bytes=MEMORY, processes=1)
     universal = open_checkpoint(LocalStore(), str(tmp_path / "universal"))
     assert diff(source, universal).equal
     huggingface_writer.write(universal, LocalStore(), str(tmp_path / "ours"), memory_bytes=MEMORY)
@@ -138,7 +139,7 @@ def test_our_universal_checkpoint_opens_as_it_lies(tmp_path: Path) -> None:
     """Its weights are a folder of safetensors with an index; only the configuration is missing."""
     model = _model(tied=False)
     source = _checkpoint(model, tied=False)
-    materialise(source, LocalStore(), str(tmp_path), memory_bytes=MEMORY)
+    convert(source, LocalStore(), str(tmp_path), memory_bytes=MEMORY, processes=1)
     (tmp_path / "config.json").write_text(model.config.to_json_string())
 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

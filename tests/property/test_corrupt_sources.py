@@ -12,8 +12,8 @@ import pytest
 
 from orchestrator.policies import quarantine, versions
 from tests.support.memory_versions import State, local_tensors, make_state, write_version
-from ucp_core.checkpoint import Checkpoint, find_committed, load, save_rank
 from ucp_core.errors import CheckpointCorruptError, UcpError
+from ucp_core.native import Checkpoint, find_committed, load, save_rank
 from ucp_core.storage import LocalStore
 from workers.keeper import MemorySources, door_path
 from workers.keeper.descriptors import Door

@@ -18,9 +18,9 @@ from tests.support.memory_versions import (
     make_state,
     write_version,
 )
-from ucp_core.checkpoint import LocalTensor, load, save_rank
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.geometry import Box
+from ucp_core.native import LocalTensor, load, save_rank
 from workers.memory import Arena, ArenaStore, LocalPart, open_version
 
 

@@ -23,21 +23,15 @@ from tests.support.checkpoints import (
     small_state,
     whole_need,
 )
-from ucp_core.checkpoint import (
-    Checkpoint,
-    LocalTensor,
-    load,
-    materialise,
-    open_checkpoint,
-    try_commit,
-    verify,
-)
+from ucp_core.conversion import convert
 from ucp_core.conversion import job as conversion
 from ucp_core.conversion import outputs as files
 from ucp_core.conversion import work_items as work
 from ucp_core.errors import UcpError, UncoveredRegionError, UnsupportedVersionError
+from ucp_core.inspection import verify
 from ucp_core.manifest import from_bytes, to_bytes, to_json
 from ucp_core.manifest.document import parse, validate
+from ucp_core.native import Checkpoint, LocalTensor, load, open_checkpoint, try_commit
 from ucp_core.native import saving as _save
 from ucp_core.storage import MemoryStore, join
 
@@ -64,7 +58,7 @@ def test_any_sharding_loads_from_any_other(seed: int, saved_by: int, loaded_by: 
     results = save(store, state, step=7, world_size=saved_by, sharding=sharding)
     assert [result.committed for result in results] == [False] * (saved_by - 1) + [True]
     native = open_checkpoint(store, DIRECTORY)
-    materialise(native, store, "universal", memory_bytes=8 << 20, progress=None)
+    convert(native, store, "universal", memory_bytes=8 << 20, progress=None, processes=1)
 
     target = random_sharding(rng, state, loaded_by)
     for source in (native, open_checkpoint(store, "universal")):
@@ -91,7 +85,7 @@ def test_a_manifest_is_what_was_printed(seed: int, world_size: int) -> None:
     state = random_state(rng)
     store = MemoryStore()
     save(store, state, step=7, world_size=world_size)
-    materialise(open_checkpoint(store, DIRECTORY), store, "u", memory_bytes=8 << 20)
+    convert(open_checkpoint(store, DIRECTORY), store, "u", memory_bytes=8 << 20, processes=1)
 
     for path in (f"{DIRECTORY}/manifest.json", f"{DIRECTORY}/a0001-r00000.json", "u/manifest.json"):
         manifest = from_bytes(store.read(path))
@@ -146,7 +140,7 @@ def test_a_flipped_byte_anywhere_is_found(seed: int, data: st.DataObject) -> Non
     store = MemoryStore()
     save(store, small_state(seed), step=7)
     native = open_checkpoint(store, DIRECTORY)
-    materialise(native, store, "universal", memory_bytes=8 << 20)
+    convert(native, store, "universal", memory_bytes=8 << 20, processes=1)
     directory = data.draw(st.sampled_from([DIRECTORY, "universal"]))
     names = [*store.sizes(directory), *(f"extra/{n}" for n in store.list("universal/extra"))]
     if directory == DIRECTORY:

@@ -12,13 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.foreign_maps import DIRECTORY, Foreign, random_foreign
-from ucp_core.checkpoint import open_checkpoint, verify
 from ucp_core.conversion import convert
 from ucp_core.conversion import job as conversion
 from ucp_core.conversion import outputs as files
 from ucp_core.conversion import work_items as work
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.geometry import Box, flat_range, packed_strides
+from ucp_core.inspection import verify
+from ucp_core.native import open_checkpoint
 from ucp_core.reading import Holders, is_plain, scattered
 from ucp_core.storage import LocalStore, MemoryStore
 

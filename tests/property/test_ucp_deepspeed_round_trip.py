@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.training_states import TrainingState, adam_state, random_shapes
-from ucp_core.checkpoint import Checkpoint, LocalTensor, load
 from ucp_core.errors import UcpError
 from ucp_core.formats import open_source
 from ucp_core.formats.deepspeed import universal_writer as deepspeed_universal_writer
@@ -19,6 +18,7 @@ from ucp_core.formats.deepspeed import writer as deepspeed_writer
 from ucp_core.geometry import Box
 from ucp_core.language import Cut, Pattern, Replicated, Rules, split
 from ucp_core.language.rules import Rule
+from ucp_core.native import Checkpoint, LocalTensor, load
 from ucp_core.storage import MemoryStore
 
 MEMORY_BYTES = 32 << 20

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.foreign_maps import Foreign, index, random_box, random_foreign, target
-from ucp_core.checkpoint import Checkpoint, LocalTensor, load
 from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
 from ucp_core.geometry import Box, StateMap
+from ucp_core.native import Checkpoint, LocalTensor, load
 from ucp_core.native import opening as _open
 from ucp_core.numerics import decode, encode
 from ucp_core.reading import Mapped, transfer

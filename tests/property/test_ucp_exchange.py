@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import ROOT, State, random_sharding, random_state, save
-from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
+from ucp_core.conversion import convert
 from ucp_core.formats import open_source
 from ucp_core.formats.dcp import writer as dcp_writer
 from ucp_core.formats.huggingface import recognition as huggingface
@@ -18,6 +18,7 @@ from ucp_core.formats.huggingface import writer as huggingface_writer
 from ucp_core.geometry import DTYPE_BYTES, TensorKey
 from ucp_core.inspection import diff
 from ucp_core.inspection.elements import Tolerance
+from ucp_core.native import Checkpoint, open_checkpoint
 from ucp_core.storage import MemoryStore
 
 MEMORY = 8 << 20
@@ -46,7 +47,7 @@ def test_weights_survive_hugging_face(seed: int, shard_bytes: int) -> None:
         # Tools map files and look at elements in place.
         assert entry.fragments[0].offset_bytes % DTYPE_BYTES[entry.dtype] == 0
     assert diff(source, back, slots=["weight"]).equal
-    materialise(back, store, "universal", memory_bytes=MEMORY)
+    convert(back, store, "universal", memory_bytes=MEMORY, processes=1)
     assert diff(source, open_checkpoint(store, "universal"), slots=["weight"]).equal
 
 
@@ -73,7 +74,7 @@ def test_everything_survives_torch_dcp(seed: int, *, flat: bool, chunk_bytes: in
     report = diff(source, back)
     assert report.tensors == ()
     assert [value for value in report.values if not value.path.startswith("roles")] == []
-    materialise(back, store, "universal", memory_bytes=MEMORY)
+    convert(back, store, "universal", memory_bytes=MEMORY, processes=1)
     assert diff(source, open_checkpoint(store, "universal")).tensors == ()
 
 
@@ -93,7 +94,7 @@ def test_any_flipped_bit_is_found_where_it_is(seed: int) -> None:
         state = state | {key: replace(state[key], data=bytes(data))}
     two = _saved(state, rng, stores[1])
     if rng.random() < 0.5:
-        materialise(two, stores[1], "universal", memory_bytes=MEMORY)
+        convert(two, stores[1], "universal", memory_bytes=MEMORY, processes=1)
         two = open_checkpoint(stores[1], "universal")
 
     report = diff(one, two, names="", slots={"weight", "exp_avg"}, read_all=rng.random() < 0.5)

@@ -9,11 +9,11 @@ from unittest.mock import patch
 import pytest
 
 from tests.support.checkpoints import ROOT, save, small_state
-from ucp_core.checkpoint import Checkpoint, open_checkpoint
 from ucp_core.errors import UcpError
 from ucp_core.formats import export, open_source
 from ucp_core.formats.dcp import writer as dcp_writer
 from ucp_core.inspection import diff
+from ucp_core.native import Checkpoint, open_checkpoint
 from ucp_core.storage import Buffer, MemoryStore
 
 MEMORY = 8 << 20

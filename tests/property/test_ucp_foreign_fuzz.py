@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tests.support.dcp_files import Save, write
 from tests.support.hostile_pickles import dumps, torch_zip
 from tests.support.megatron_files import state, write_checkpoint
-from ucp_core.checkpoint import Checkpoint
 from ucp_core.errors import UcpError
 from ucp_core.formats.dcp import reader as dcp
 from ucp_core.formats.megatron_core import reader as megatron_core
+from ucp_core.native import Checkpoint
 from ucp_core.storage import MemoryStore
 from ucp_core.torch_files import plain, read_pickle, read_torch_file
 

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import ROOT, save, small_state
-from ucp_core.checkpoint import materialise, open_checkpoint
+from ucp_core.conversion import convert
 from ucp_core.errors import UcpError
 from ucp_core.manifest import Manifest, from_bytes, to_bytes, to_json
+from ucp_core.native import open_checkpoint
 from ucp_core.numerics import crc32
 from ucp_core.storage import MemoryStore
 
@@ -45,7 +46,7 @@ def _documents() -> list[bytes]:
     store = MemoryStore()
     save(store, small_state(), step=7)
     native = open_checkpoint(store, f"{ROOT}/step-00000007")
-    materialise(native, store, "universal", memory_bytes=8 << 20)
+    convert(native, store, "universal", memory_bytes=8 << 20, processes=1)
     universal = open_checkpoint(store, "universal")
     record = store.read(f"{ROOT}/step-00000007/a0001-r00001.json")
     return [to_bytes(native.manifest), to_bytes(universal.manifest), record]

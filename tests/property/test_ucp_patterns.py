@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.checkpoints import load_parts
 from tests.support.shards import (
     Array,
     Spread,
@@ -23,7 +24,6 @@ from tests.support.shards import (
     random_spread,
     zero_partitions,
 )
-from ucp_core.checkpoint import Checkpoint
 from ucp_core.errors import RulesError, UncoveredRegionError
 from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey, prove_entry
 from ucp_core.language import (
@@ -45,12 +45,13 @@ from ucp_core.language import (
     union,
 )
 from ucp_core.language.affine import piece_boxes
-from ucp_core.language.operators import load, target_pieces
+from ucp_core.language.operators import target_pieces
 from ucp_core.language.patterns import AffinePiece
 from ucp_core.language.rules import Rule
 from ucp_core.language.targets import Sharding
 from ucp_core.layout import ParallelLayout
 from ucp_core.manifest import Kind, Manifest
+from ucp_core.native import Checkpoint
 from ucp_core.reading import Part
 from ucp_core.storage import MemoryStore
 
@@ -125,7 +126,7 @@ def test_zero_ranges_of_any_shards_give_back_the_tensors(seed: int, tp: int, dp:
         assert np.array_equal(assembled(entry.shape, list(entry.fragments), files), spread.whole)
         box = Box.full(entry.shape)
         need = Part(KEY, "I32", entry.shape, box)
-        [loaded] = load(_checkpoint([entry], files), [need])
+        [loaded] = load_parts(_checkpoint([entry], files), [need])
         assert bytes(loaded.data) == spread.whole.tobytes()
 
 
@@ -320,7 +321,7 @@ def test_any_source_loads_as_any_target(seed: int, ranks: int, tp: int, dp: int)
             local = _chunks(local, dp, 0)[place_of["dp_shard"]]
         found = garbage(local.size).reshape(local.shape)
         pieces = target_pieces({KEY: ("I32", shape)}, rules, layout, rank)
-        loaded = load(source, [piece.part for piece in pieces])
+        loaded = load_parts(source, [piece.part for piece in pieces])
         for piece, tensor in zip(pieces, loaded, strict=True):
             held = np.frombuffer(tensor.data, np.int32).reshape(piece.local.shape)
             found[tuple(map(slice, *piece.local))] = held
@@ -340,7 +341,7 @@ def test_an_average_loads_as_the_mean(seed: int, ranks: int) -> None:
     ]
 
     entry = union(KEY, "F64", placement, fragments)
-    [loaded] = load(
+    [loaded] = load_parts(
         _checkpoint([entry], files), [Part(KEY, "F64", whole.shape, Box.full(whole.shape))]
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.trainers import Run
-from ucp_core.checkpoint import find_committed
+from ucp_core.native import find_committed
 from ucp_core.storage import LocalStore
 from workers.protocol import Completed
 from workers.settings import (

@@ -11,8 +11,16 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ucp_core.checkpoint import LocalTensor, SaveResult, checkpoint_name, save_rank
 from ucp_core.geometry import DTYPE_BYTES, Box, TensorKey, flat_range
+from ucp_core.native import (
+    Checkpoint,
+    LocalTensor,
+    SaveResult,
+    checkpoint_name,
+    load,
+    save_rank,
+)
+from ucp_core.reading import Part
 from ucp_core.storage import Store, join
 
 #: Boxes of each rank, by tensor.
@@ -160,3 +168,20 @@ def save(
 def whole_need(state: State) -> list[LocalTensor]:
     """Return memory for every tensor in whole."""
     return empty_tensors(state, {key: [Box.full(t.shape)] for key, t in state.items()})
+
+
+def load_parts(checkpoint: Checkpoint, parts: Iterable[Part]) -> list[LocalTensor]:
+    """Return parts of a checkpoint in new memory."""
+    tensors = [
+        LocalTensor(
+            fqn=part.key.fqn,
+            slot=part.key.slot,
+            dtype=part.dtype,
+            shape=part.shape,
+            box=part.box,
+            data=memoryview(bytearray(part.box.num_elements * DTYPE_BYTES[part.dtype])),
+        )
+        for part in parts
+    ]
+    load(checkpoint, tensors)
+    return tensors

@@ -7,10 +7,11 @@ from math import prod
 from pathlib import Path
 
 from tests.support.checkpoints import State, Whole, assert_loaded, save, small_state, whole_need
-from ucp_core.checkpoint import Checkpoint, checkpoint_name, load, open_checkpoint, verify
 from ucp_core.conversion import ConvertResult, convert
 from ucp_core.geometry import Box, Extent, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.inspection import verify
 from ucp_core.manifest import Item, Kind, Manifest
+from ucp_core.native import Checkpoint, checkpoint_name, load, open_checkpoint
 from ucp_core.numerics import BLOCK_BYTES, crc32
 from ucp_core.storage import LocalStore
 

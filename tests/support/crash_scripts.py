@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 
 from tests.support.checkpoints import State, assert_loaded, save, small_state, whole_need
 from tests.support.failing_store import World
-from ucp_core.checkpoint import (
+from ucp_core.conversion import convert
+from ucp_core.errors import CheckpointNotFoundError
+from ucp_core.inspection import verify
+from ucp_core.native import (
     checkpoint_name,
     collect_garbage,
     find_committed,
     load,
-    materialise,
     open_checkpoint,
     try_commit,
-    verify,
 )
-from ucp_core.errors import CheckpointNotFoundError
 from ucp_core.storage import join
 
 _OLD, _NEW, _OTHER = small_state(1), small_state(2), small_state(3)
@@ -150,7 +150,13 @@ class Convert(Script):
     def act(self, world: World) -> None:
         source = open_checkpoint(world.store, join(world.root, checkpoint_name(5)))
         if not world.store.exists(join(world.root, "universal/manifest.json")):
-            materialise(source, world.store, join(world.root, "universal"), memory_bytes=16 << 20)
+            convert(
+                source,
+                world.store,
+                join(world.root, "universal"),
+                memory_bytes=16 << 20,
+                processes=1,
+            )
 
     def check(self, world: World, *, done: bool) -> None:
         self.found(world, {(5, 1): _OLD})

@@ -7,7 +7,7 @@ The form is that of DeepSpeed 0.19.8; ``tests/interop`` has what DeepSpeed itsel
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -441,3 +441,15 @@ def universal(*, stage: int = 1, beside: bool = True) -> Folder:
         names = [name for name in source.trees if name.endswith("model_states.pt")]
         folder.trees |= {name: source.trees[name] for name in names}
     return folder
+
+
+def with_shapes(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
+    """Return the checkpoint with flat tensors in the shapes that their model has."""
+    entries = dict(checkpoint.state_map.entries)
+    for key, entry in entries.items():
+        shape = shapes.get(key.fqn, ())
+        if len(entry.shape) == 1 and len(shape) > 1:
+            whole = tuple(f._replace(box=Box.full(shape)) for f in entry.fragments)
+            entries[key] = replace(entry, shape=shape, fragments=whole)
+    state_map = replace(checkpoint.state_map, entries=entries)
+    return replace(checkpoint, manifest=replace(checkpoint.manifest, state_map=state_map))

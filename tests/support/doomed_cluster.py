@@ -18,7 +18,7 @@ from orchestrator.policies import versions
 from tests.support.doomed import DoomedNode, newest, places_of
 from tests.support.memory_versions import State, local_tensors, make_state, write_version
 from tests.support.snapshots import eventually
-from ucp_core.checkpoint import Checkpoint, find_committed, load
+from ucp_core.native import Checkpoint, find_committed, load
 from ucp_core.storage import LocalStore
 from workers.keeper import Lease, MemorySources, door_path, notify, reserve
 from workers.keeper.persister import CHECKPOINTS

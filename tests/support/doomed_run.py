@@ -13,8 +13,8 @@ import torch
 from tests.support.doomed import DoomedNode, DoomedTrainer, newest, places_of
 from tests.support.snapshots import eventually
 from tests.support.soak import COLUMNS, ROWS, STORED_EVERY, Attempt, weights
-from ucp_core.checkpoint import Checkpoint, LocalTensor, load
 from ucp_core.geometry import Box
+from ucp_core.native import Checkpoint, LocalTensor, load
 from workers.keeper import MemorySources
 from workers.keeper.peers.listing import is_copy
 from workers.keeper.vault import Vault

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ucp_core.checkpoint import Checkpoint
+from ucp_core.native import Checkpoint
 
 #: Fixtures of a Llama with the tensor names of transformers, and its number of attention heads.
 RUNS = [

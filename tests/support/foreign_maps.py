@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.support.checkpoints import cuts
-from ucp_core.checkpoint import Checkpoint, LocalTensor
 from ucp_core.geometry import (
     DTYPE_BYTES,
     Box,
@@ -23,6 +22,7 @@ from ucp_core.geometry import (
     packed_strides,
 )
 from ucp_core.manifest import Kind, Manifest
+from ucp_core.native import Checkpoint, LocalTensor
 from ucp_core.numerics import crc32, decode, encode
 from ucp_core.storage import MemoryStore
 

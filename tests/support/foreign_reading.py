@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from ucp_core.checkpoint import Checkpoint, LocalTensor, load
 from ucp_core.geometry import Box, TensorKey
+from ucp_core.native import Checkpoint, LocalTensor, load
 
 #: Checkpoints that the frameworks themselves wrote.
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"

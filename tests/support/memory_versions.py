@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ucp_core.checkpoint import LocalTensor, load, save_rank
 from ucp_core.geometry import Box
 from ucp_core.lineage import Lineage
+from ucp_core.native import LocalTensor, load, save_rank
 from workers.memory import Arena, ArenaStore, Part, open_version
 from workers.protocol import Held
 

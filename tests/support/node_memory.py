@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.forking import forking
-from ucp_core.checkpoint import Checkpoint, LocalTensor, load
 from ucp_core.geometry import Box
+from ucp_core.native import Checkpoint, LocalTensor, load
 from workers.keeper import MemorySources
 from workers.keeper.node_memory import NodeMemory
 from workers.protocol import Inventory, KeeperOrder, MemoryPart, Peer

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from tests.support.checkpoints import assert_loaded, small_state, whole_need
-from ucp_core.checkpoint import load, open_checkpoint
+from ucp_core.native import load, open_checkpoint
 from ucp_core.storage import LocalStore, ReadRange
 
 

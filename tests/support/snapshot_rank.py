@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from tests.support.snapshots import eventually
-from ucp_core.checkpoint import LocalTensor, load
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
+from ucp_core.native import LocalTensor, load
 from workers.keeper import door_path
 from workers.keeper.descriptors import Door, Shelf
 from workers.memory import Arena, LocalPart, open_version

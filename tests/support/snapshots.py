@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from ucp_core.checkpoint import LocalTensor, checkpoint_name, save_rank
 from ucp_core.geometry import Box
+from ucp_core.native import LocalTensor, checkpoint_name, save_rank
 from ucp_core.storage import Buffer, MemoryStore
 from workers.memory import Arena, ArenaStore
 from workers.protocol import Held

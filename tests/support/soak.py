@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from tests.support.forking import forking
-from ucp_core.checkpoint import LocalTensor, load
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
+from ucp_core.native import LocalTensor, load
 from workers.keeper import MemorySources
 from workers.protocol import Assignment, MemoryPart
 from workers.snapshot import Captured, SnapshotMemory, SnapshotWriter

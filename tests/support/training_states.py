@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ucp_core.checkpoint import Checkpoint, LocalTensor, open_checkpoint, save_rank
 from ucp_core.geometry import Box, TensorEntry, TensorKey
+from ucp_core.native import Checkpoint, LocalTensor, open_checkpoint, save_rank
 from ucp_core.storage import Store
 
 Array = npt.NDArray[Any]

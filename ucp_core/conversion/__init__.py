@@ -12,7 +12,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from ucp_core.conversion.forecasting import Forecast, forecast
-    from ucp_core.conversion.run import ConvertResult, convert, materialise, memory_left
+    from ucp_core.conversion.run import ConvertResult, convert, memory_left
     from ucp_core.conversion.source_checks import plan_extents
     from ucp_core.conversion.work_items import Item, Job, Result, Worker
     from ucp_core.conversion.workers import Batch
@@ -27,7 +27,6 @@ __all__ = [
     "Worker",
     "convert",
     "forecast",
-    "materialise",
     "memory_left",
     "plan_extents",
 ]
@@ -35,7 +34,7 @@ __all__ = [
 __getattr__ = lazy_door(
     __name__,
     {
-        "ucp_core.conversion.run": ("ConvertResult", "convert", "materialise", "memory_left"),
+        "ucp_core.conversion.run": ("ConvertResult", "convert", "memory_left"),
         "ucp_core.conversion.forecasting": ("Forecast", "forecast"),
         "ucp_core.conversion.source_checks": ("plan_extents",),
         "ucp_core.conversion.work_items": ("Item", "Job", "Result", "Worker"),

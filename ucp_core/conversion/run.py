@@ -277,38 +277,3 @@ def _resident_bytes() -> int:
     except OSError:
         return 64 << 20
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def materialise(
-    checkpoint: Checkpoint,
-    destination_store: Store,
-    destination_directory: str,
-    *,
-    memory_bytes: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Write a universal checkpoint, in this process alone and so that it survives a power loss.
-
-    ``convert`` does the same with all options.
-
-    Args:
-        checkpoint: The source: native, universal or foreign.
-        destination_store: Where to.
-        destination_directory: New, empty, or left behind by a conversion that was interrupted.
-        memory_bytes: Bound of the buffers; at least ``MEMORY_BYTES_MIN``.
-        progress: Called with the bytes done and the bytes of the whole state.
-
-    Raises:
-        UcpError: The destination holds a checkpoint or other files, or the bound is too small.
-        CheckpointCorruptError: The source is damaged; nothing is committed.
-        StorageError: A storage refused.
-    """
-    convert(
-        checkpoint,
-        destination_store,
-        destination_directory,
-        memory_bytes=memory_bytes,
-        processes=1,
-        progress=progress,
-        fsync=True,
-    )

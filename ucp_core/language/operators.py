@@ -3,7 +3,7 @@
 The paper's operators (ATC'25, table 2) move tensors; these move descriptions, and bytes move once,
 at the end. ``extract`` says where one rank's file has which boxes, ``union`` proves that all of
 them make up the tensor, ``strip_padding`` crops it, ``target_map`` (the paper's UcpInfo) says what
-a rank of another layout needs, ``load`` reads it. The paper's Save is ``ucp_core.conversion``.
+a rank of another layout needs. The paper's Load and Save are ``ucp_core.load`` and ``convert``.
 """
 
 from __future__ import annotations
@@ -22,20 +22,17 @@ from ucp_core.geometry import (
     TensorEntry,
     TensorKey,
     flat_range,
+    packed_strides,
     prove_entry,
     span,
 )
 from ucp_core.language.patterns import Placement
 from ucp_core.language.targets import Target, target_map, target_pieces
 from ucp_core.manifest import Manifest
-from ucp_core.native import Checkpoint, LocalTensor
-from ucp_core.native import load as load_tensors
-from ucp_core.reading import Part
 
 __all__ = [
     "Target",
     "extract",
-    "load",
     "rename",
     "strip_padding",
     "target_map",
@@ -91,7 +88,7 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
         copy = rank if placement.relation == "average" else 0
     itemsize = DTYPE_BYTES[dtype]
     origin = offset_bytes - start * itemsize
-    strides = _strides(shard, itemsize)
+    strides = packed_strides(shard, itemsize)
     found: list[Fragment] = []
     for local, begin, is_copy in placement.pieces[rank]:
         for inner, first, last in _inside(held, local, shard, start):
@@ -128,13 +125,6 @@ def _inside(
         inner = local.intersect(box)
         if inner is not None:
             yield inner, *span(inner, full)
-
-
-def _strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    strides = [itemsize] * len(shape)
-    for dim in reversed(range(len(shape) - 1)):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    return tuple(strides)
 
 
 def _moved(inner: Box, local: Box, begin: tuple[int, ...]) -> Box:
@@ -199,7 +189,7 @@ def _cropped(fragment: Fragment, whole: Box, itemsize: int) -> Fragment | None:
     inner = fragment.box.intersect(whole)
     if inner is None or inner == fragment.box:
         return None if inner is None else fragment
-    strides = fragment.strides or _strides(fragment.box.shape, itemsize)
+    strides = fragment.strides or packed_strides(fragment.box.shape, itemsize)
     last = sum((n - 1) * s for n, s in zip(inner.shape, strides, strict=True))
     num_bytes = last + itemsize
     # Padding lies behind the elements, so the first one stays where it was.
@@ -314,26 +304,3 @@ def _joined(kept: TensorEntry | None, alias: TensorEntry, owner: str) -> TensorE
     copies = (fragment._replace(replica=True) for fragment in alias.fragments)
     fragments = sorted([*kept.fragments, *copies], key=_order)
     return replace(kept, fragments=tuple(fragments))
-
-
-def load(checkpoint: Checkpoint, parts: Iterable[Part], *, threads: int = 2) -> list[LocalTensor]:
-    """Return the parts in new memory, in their order.
-
-    A model that does not fit into host memory twice is loaded by calls of a layer each.
-
-    Raises:
-        UcpError: As ``ucp_core.checkpoint.load``.
-    """
-    tensors = [
-        LocalTensor(
-            fqn=part.key.fqn,
-            slot=part.key.slot,
-            dtype=part.dtype,
-            shape=part.shape,
-            box=part.box,
-            data=memoryview(bytearray(part.box.num_elements * DTYPE_BYTES[part.dtype])),
-        )
-        for part in parts
-    ]
-    load_tensors(checkpoint, tensors, threads=threads)
-    return tensors

@@ -19,9 +19,9 @@ from typing import Final
 import numpy as np
 
 from ucp_core import lineage as lineage_rule
-from ucp_core.checkpoint import checkpoint_name, collect_garbage, try_commit
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.manifest import Kind, Manifest, from_bytes
+from ucp_core.native import checkpoint_name, collect_garbage, try_commit
 from ucp_core.numerics import crc32
 from ucp_core.storage import LocalStore, RecyclingStore, Store, join
 from workers.keeper.priority import be_nice

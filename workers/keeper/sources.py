@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
-from ucp_core.checkpoint import Checkpoint
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     StorageError,
     UcpError,
 )
+from ucp_core.native import Checkpoint
 from ucp_core.reading import Mapped
 from workers.errors import ArenaError, ParityError
 from workers.keeper.descriptors import door_path, open_arena

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import numpy as np
 
-from ucp_core.checkpoint import Checkpoint, checkpoint_name
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -21,6 +20,7 @@ from ucp_core.errors import (
     UcpError,
 )
 from ucp_core.manifest import Kind, Manifest, from_bytes, merge
+from ucp_core.native import Checkpoint, checkpoint_name
 from ucp_core.reading import Mapped
 from ucp_core.storage import ReadRange, RefusingStore
 from workers.memory.arena import Arena

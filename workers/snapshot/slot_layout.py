@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ucp_core.checkpoint import LocalTensor, RankSaver
+from ucp_core.native import LocalTensor, RankSaver
 from workers.memory import NUM_SLOTS, Arena
 from workers.protocol import Assignment
 from workers.snapshot.host_copy import HostTensors
@@ -27,7 +27,7 @@ _RECORD_SPARE_BYTES: Final = 64 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A state on its way into a slot; see ``ucp_core.checkpoint.save_rank``.
+    """A state on its way into a slot; see ``ucp_core.native.save_rank``.
 
     Attributes:
         step: The step after which it was taken.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ucp_core.checkpoint import LocalTensor
+from ucp_core.native import LocalTensor
 from workers.errors import ArenaError
 from workers.memory import NUM_SLOTS, Arena, ArenaStore, Credits, SnapshotMemory
 from workers.protocol import Assignment

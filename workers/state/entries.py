@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ucp_core.checkpoint import LocalTensor
 from ucp_core.geometry import Box
+from ucp_core.native import LocalTensor
 from workers.errors import StateError
 from workers.parallel import Piece
 from workers.state.replica_shares import Sharing, cut

@@ -15,14 +15,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ucp_core.checkpoint import (
-    MANIFEST_NAME,
-    Found,
-    checkpoint_name,
-    find_committed,
-    unloadable,
-)
 from ucp_core.layout import ParallelLayout
+from ucp_core.native import MANIFEST_NAME, Found, checkpoint_name, find_committed, unloadable
 from ucp_core.storage import Store, join, open_store
 from workers.errors import StateError
 from workers.protocol import Assignment, FoundBad, Outcome, Unloadable

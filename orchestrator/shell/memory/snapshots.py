@@ -32,10 +32,10 @@ from orchestrator.policies import (
     versions,
 )
 from orchestrator.shell.capacity import Nodes, NodeView
-from ucp_core.checkpoint import Found, checkpoint_name, find_committed, unloadable
 from ucp_core.errors import UcpError
 from ucp_core.layout import ParallelLayout
 from ucp_core.lineage import Lineage
+from ucp_core.native import Found, checkpoint_name, find_committed, unloadable
 from ucp_core.storage import Store
 from workers.memory import is_guard
 from workers.placement import Mechanism, Preference

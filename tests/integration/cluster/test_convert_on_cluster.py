@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import State, Whole, save
-from ucp_core.checkpoint import checkpoint_name, open_checkpoint, verify
 from ucp_core.conversion import convert
 from ucp_core.errors import ChecksumMismatchError
 from ucp_core.geometry import TensorKey
+from ucp_core.inspection import verify
+from ucp_core.native import checkpoint_name, open_checkpoint
 from ucp_core.storage import LocalStore
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]

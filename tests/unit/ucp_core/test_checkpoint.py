@@ -19,16 +19,6 @@ from tests.support.checkpoints import (
     small_state,
     whole_need,
 )
-from ucp_core.checkpoint import (
-    LocalTensor,
-    collect_garbage,
-    find_committed,
-    load,
-    open_checkpoint,
-    save_rank,
-    try_commit,
-    unloadable,
-)
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -38,6 +28,16 @@ from ucp_core.errors import (
 )
 from ucp_core.geometry import Box, TensorKey
 from ucp_core.lineage import counts
+from ucp_core.native import (
+    LocalTensor,
+    collect_garbage,
+    find_committed,
+    load,
+    open_checkpoint,
+    save_rank,
+    try_commit,
+    unloadable,
+)
 from ucp_core.storage import Buffer, LocalStore, MemoryStore, Store, join
 
 DIRECTORY = f"{ROOT}/step-00000007"

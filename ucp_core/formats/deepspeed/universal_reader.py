@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -466,26 +466,3 @@ def _version(found: _Folder) -> str:
     tree = file.tree if file is not None and isinstance(file.tree, dict) else {}
     first: Mapping[str, Any] = {} if found.native is None else found.native.first
     return str(first.get("ds_version") or tree.get("ds_version") or "")
-
-
-def with_shapes(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
-    """Return the checkpoint with flat tensors in the shapes that their model has.
-
-    Raises:
-        CheckpointCorruptError: A tensor has another number of elements.
-    """
-    entries = dict(checkpoint.state_map.entries)
-    for key, entry in entries.items():
-        shape = shapes.get(key.fqn)
-        if shape is None or not entry.shape or entry.shape == tuple(shape):
-            continue
-        if len(entry.shape) != 1 or prod(shape) != entry.shape[0]:
-            raise CheckpointCorruptError(
-                f"{key} has shape {list(entry.shape)}, which is not a flat {list(shape)}",
-                fqn=key.fqn,
-                slot=key.slot,
-            )
-        whole = tuple(f._replace(box=Box.full(shape)) for f in entry.fragments)
-        entries[key] = replace(entry, shape=tuple(shape), fragments=whole)
-    state_map = replace(checkpoint.state_map, entries=entries)
-    return replace(checkpoint, manifest=replace(checkpoint.manifest, state_map=state_map))

@@ -18,10 +18,16 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ucp_core.checkpoint import Checkpoint, LocalTensor, checkpoint_name, load, open_checkpoint
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.geometry import TensorEntry, TensorKey
-from ucp_core.native import load_together
+from ucp_core.native import (
+    Checkpoint,
+    LocalTensor,
+    checkpoint_name,
+    load,
+    load_together,
+    open_checkpoint,
+)
 from ucp_core.storage import LocalStore, Store, join
 from workers.collectives import GroupError
 from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources

@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ucp_core.checkpoint import (
+from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError, UcpError
+from ucp_core.native import (
     LocalTensor,
     checkpoint_name,
     collect_garbage,
     open_checkpoint,
     save_rank,
 )
-from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError, UcpError
 from ucp_core.storage import Buffer, ReadRange, Store, join
 from workers.collectives import AbortedError, CollectiveError
 from workers.protocol import Assignment
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """A state on its way to storage; see ``ucp_core.checkpoint.save_rank``."""
+    """A state on its way to storage; see ``ucp_core.native.save_rank``."""
 
     step: int
     tensors: Sequence[LocalTensor]

@@ -23,16 +23,15 @@ from tests.support.conversions import (
     large_state,
     native_source,
 )
-from ucp_core.checkpoint import Checkpoint, open_checkpoint
 from ucp_core.conversion import convert
-from ucp_core.native import UNFINISHED_NAME
+from ucp_core.native import UNFINISHED_NAME, Checkpoint, open_checkpoint
 from ucp_core.numerics import crc32
 from ucp_core.storage import LocalStore, MemoryStore
 
 _SCRIPT = """
 import os, sys
 from ucp_core.conversion import run as module
-from ucp_core.checkpoint import open_checkpoint
+from ucp_core.native import open_checkpoint
 from ucp_core.storage import LocalStore
 
 module._PROCESS_BYTES_MIN = 1

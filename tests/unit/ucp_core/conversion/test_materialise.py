@@ -21,13 +21,15 @@ from tests.support.checkpoints import (
     small_state,
     whole_need,
 )
-from ucp_core.checkpoint import Checkpoint, load, materialise, open_checkpoint, verify
+from ucp_core.conversion import convert
 from ucp_core.errors import (
     CheckpointCorruptError,
     UcpError,
     UncoveredRegionError,
 )
 from ucp_core.geometry import DTYPE_BYTES, TensorKey
+from ucp_core.inspection import verify
+from ucp_core.native import Checkpoint, load, open_checkpoint
 from ucp_core.storage import LocalStore, MemoryStore, join
 
 DIRECTORY = f"{ROOT}/step-00000007"
@@ -42,7 +44,7 @@ def _native(state: State | None = None, store: MemoryStore | None = None) -> Che
 def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
     """By its own library, which checks offsets, gaps and alignment more strictly than we do."""
     state = small_state()
-    materialise(_native(), LocalStore(), str(tmp_path), memory_bytes=8 << 20)
+    convert(_native(), LocalStore(), str(tmp_path), memory_bytes=8 << 20, processes=1)
 
     for slot, family in (("weight", "model"), ("exp_avg", "exp_avg")):
         found = safetensors.numpy.load_file(tmp_path / f"{family}-00001-of-00001.safetensors")
@@ -59,7 +61,7 @@ def test_safetensors_reads_every_dtype_that_it_knows(tmp_path: Path) -> None:
     for seed in range(20):
         state = random_state(random.Random(seed))
         out = tmp_path / str(seed)
-        materialise(_native(state), LocalStore(), str(out), memory_bytes=8 << 20)
+        convert(_native(state), LocalStore(), str(out), memory_bytes=8 << 20, processes=1)
         for file in out.glob("*.safetensors"):
             slot = "weight" if file.name.startswith("model") else "exp_avg"
             with safetensors.safe_open(file, framework="numpy") as opened:
@@ -74,7 +76,7 @@ def test_safetensors_reads_every_dtype_that_it_knows(tmp_path: Path) -> None:
 
 def test_the_index_is_the_usual_one(tmp_path: Path) -> None:
     """Other tools look there for the file of a weight."""
-    materialise(_native(), LocalStore(), str(tmp_path), memory_bytes=8 << 20)
+    convert(_native(), LocalStore(), str(tmp_path), memory_bytes=8 << 20, processes=1)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
 
     assert index["weight_map"] == dict.fromkeys(
@@ -89,7 +91,7 @@ def test_large_families_are_cut_into_files(monkeypatch: pytest.MonkeyPatch) -> N
     """Every tensor in one file, files in order of names, and their number in each name."""
     monkeypatch.setattr("ucp_core.formats.universal.files.FILE_BYTES_MAX", 150)
     store = MemoryStore()
-    materialise(_native(), store, "out", memory_bytes=8 << 20)
+    convert(_native(), store, "out", memory_bytes=8 << 20, processes=1)
 
     assert [name for name in store.list("out") if name.startswith("model-")] == [
         f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
@@ -112,7 +114,7 @@ def test_extra_values_keep_their_names_whatever_they_are() -> None:
         manifest=replace(opened.manifest, extra=extra),
     )
 
-    materialise(native, store, "out", memory_bytes=8 << 20)
+    convert(native, store, "out", memory_bytes=8 << 20, processes=1)
 
     made = open_checkpoint(store, "out")
     assert made.extra == extra
@@ -122,10 +124,10 @@ def test_extra_values_keep_their_names_whatever_they_are() -> None:
 def test_a_committed_checkpoint_is_not_written_over() -> None:
     """Neither a universal one nor, by a slip of the path, the native source itself."""
     source = _native()
-    materialise(source, source.store, "out", memory_bytes=8 << 20)
+    convert(source, source.store, "out", memory_bytes=8 << 20, processes=1)
     for directory in ("out", DIRECTORY):
         with pytest.raises(UcpError, match="holds a committed checkpoint already"):
-            materialise(source, source.store, directory, memory_bytes=8 << 20)
+            convert(source, source.store, directory, memory_bytes=8 << 20, processes=1)
 
 
 def test_a_damaged_source_gives_no_checkpoint() -> None:
@@ -138,7 +140,7 @@ def test_a_damaged_source_gives_no_checkpoint() -> None:
     out = MemoryStore()
 
     with pytest.raises(CheckpointCorruptError):
-        materialise(source, out, "out", memory_bytes=8 << 20)
+        convert(source, out, "out", memory_bytes=8 << 20, processes=1)
     assert not out.exists("out/manifest.json")
 
 
@@ -146,7 +148,7 @@ def test_every_element_is_aligned_in_its_file() -> None:
     """Memory-mapped tensors of other tools need it, and misaligned reads are slow."""
     for seed in range(20):
         native = _native(random_state(random.Random(seed), num_tensors=9))
-        materialise(native, native.store, "out", memory_bytes=8 << 20)
+        convert(native, native.store, "out", memory_bytes=8 << 20, processes=1)
         for opened in (native, open_checkpoint(native.store, "out")):
             for entry in opened.state_map.entries.values():
                 itemsize = DTYPE_BYTES[entry.dtype]
@@ -163,7 +165,7 @@ def test_a_source_that_holds_elements_twice_is_refused() -> None:
     doubled = replace(source, manifest=replace(source.manifest, state_map=state_map))
 
     with pytest.raises(UncoveredRegionError, match=r"step \(weight\): box \[\] is held twice"):
-        materialise(doubled, MemoryStore(), "out", memory_bytes=8 << 20)
+        convert(doubled, MemoryStore(), "out", memory_bytes=8 << 20, processes=1)
 
 
 def test_progress_ends_with_the_whole_state() -> None:
@@ -171,11 +173,12 @@ def test_progress_ends_with_the_whole_state() -> None:
     seen: list[tuple[int, int]] = []
     source = _native()
 
-    materialise(
+    convert(
         source,
         MemoryStore(),
         "out",
         memory_bytes=8 << 20,
+        processes=1,
         progress=lambda done, total: seen.append((done, total)),
     )
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from tests.support.commands import ucp
 from tests.support.deepspeed_folders import Param, native
-from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
+from ucp_core.conversion import convert
 from ucp_core.formats import open_source
 from ucp_core.geometry import TensorKey
 from ucp_core.language import Cut, Replicated, load_rules
+from ucp_core.native import Checkpoint, open_checkpoint
 from ucp_core.storage import LocalStore
 
 MODEL = [
@@ -36,7 +37,7 @@ def _converted(tmp_path: Path, tp: int) -> Checkpoint:
     source = native(MODEL, tp=tp, dp=2).write(tmp_path / "source")
     opened = open_source(LocalStore(), str(source), rules=load_rules(RULES, "rules"))
     out = str(tmp_path / "out")
-    materialise(opened, LocalStore(), out, memory_bytes=32 << 20)
+    convert(opened, LocalStore(), out, memory_bytes=32 << 20, processes=1)
     return open_checkpoint(LocalStore(), out)
 
 

@@ -25,7 +25,6 @@ from tests.support.conversions import (
     large_state,
     native_source,
 )
-from ucp_core.checkpoint import LocalTensor, open_checkpoint, save_rank, verify
 from ucp_core.conversion import convert
 from ucp_core.conversion import run as convert_module
 from ucp_core.conversion.journal import Journal
@@ -37,9 +36,9 @@ from ucp_core.errors import (
     UncoveredRegionError,
 )
 from ucp_core.geometry import Box, TensorKey
-from ucp_core.inspection import unchecked_bytes
+from ucp_core.inspection import unchecked_bytes, verify
 from ucp_core.manifest import Item
-from ucp_core.native import UNFINISHED_NAME
+from ucp_core.native import UNFINISHED_NAME, LocalTensor, open_checkpoint, save_rank
 from ucp_core.storage import LocalStore, MemoryStore
 
 

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from tests.support.checkpoints import ROOT, State, Whole, random_sharding, save, small_state
-from ucp_core.checkpoint import Checkpoint, materialise, open_checkpoint
+from ucp_core.conversion import convert
 from ucp_core.errors import ChecksumMismatchError, UcpError
 from ucp_core.formats import open_source
 from ucp_core.formats.dcp import writer as dcp_writer
 from ucp_core.geometry import TensorKey
 from ucp_core.inspection import TensorDiff, Tolerance, diff
+from ucp_core.native import Checkpoint, open_checkpoint
 from ucp_core.storage import MemoryStore
 
 W = TensorKey("w", "weight")
@@ -60,7 +61,7 @@ def test_equal_checksums_are_not_read() -> None:
     sharding = [{key: [box] for key, box in _rows(state, rank)} for rank in range(2)]
     save(store, state, step=7, sharding=sharding)
     native = open_checkpoint(store, f"{ROOT}/step-00000007")
-    materialise(native, store, "universal", memory_bytes=8 << 20)
+    convert(native, store, "universal", memory_bytes=8 << 20, processes=1)
 
     report = diff(native, open_checkpoint(store, "universal"))
 

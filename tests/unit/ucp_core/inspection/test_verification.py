@@ -8,10 +8,12 @@ import pytest
 
 from tests.support.checkpoints import ROOT, State, Whole, assert_loaded, save, whole_need
 from tests.support.commands import ucp
-from ucp_core.checkpoint import Checkpoint, load, materialise, open_checkpoint, verify
+from ucp_core.conversion import convert
 from ucp_core.errors import ChecksumMismatchError, UcpError
 from ucp_core.geometry import Box, TensorKey
+from ucp_core.inspection import verify
 from ucp_core.manifest.document import Problem
+from ucp_core.native import Checkpoint, load, open_checkpoint
 from ucp_core.storage import LocalStore, MemoryStore, Store, join
 
 _NATIVE = f"{ROOT}/step-00000007"
@@ -49,7 +51,7 @@ def checkpoint_of(
     native = open_checkpoint(store, join(root, "step-00000007"))
     if kind == "native":
         return native
-    materialise(native, store, join(root, "universal"), memory_bytes=16 << 20)
+    convert(native, store, join(root, "universal"), memory_bytes=16 << 20, processes=1)
     return open_checkpoint(store, join(root, "universal"))
 
 

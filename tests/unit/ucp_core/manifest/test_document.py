@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import ROOT, save, small_state
-from ucp_core.checkpoint import materialise, open_checkpoint
+from ucp_core.conversion import convert
 from ucp_core.errors import (
     CheckpointCorruptError,
     ChecksumMismatchError,
@@ -21,6 +21,7 @@ from ucp_core.errors import (
 from ucp_core.geometry import StateMap, TensorKey
 from ucp_core.manifest import Item, Kind, Manifest, from_bytes, merge, to_bytes, to_json
 from ucp_core.manifest.document import parse, validate
+from ucp_core.native import open_checkpoint
 from ucp_core.numerics import crc32
 from ucp_core.storage import LocalStore, MemoryStore
 
@@ -32,7 +33,7 @@ WTE = TensorKey("wte", "weight")
 def store() -> MemoryStore:
     made = MemoryStore()
     save(made, small_state(), step=7)
-    materialise(open_checkpoint(made, DIRECTORY), made, "universal", memory_bytes=8 << 20)
+    convert(open_checkpoint(made, DIRECTORY), made, "universal", memory_bytes=8 << 20, processes=1)
     return made
 
 

@@ -7,8 +7,8 @@ import uuid
 import pytest
 
 from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
-from ucp_core.checkpoint import collect_garbage, find_committed, load, open_checkpoint, reading
 from ucp_core.errors import CheckpointNotFoundError
+from ucp_core.native import collect_garbage, find_committed, load, open_checkpoint, reading
 from ucp_core.storage import MemoryStore, Store, join, open_store
 
 STATE = small_state()

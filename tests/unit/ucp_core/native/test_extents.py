@@ -11,10 +11,10 @@ import pytest
 
 from tests.support.counting_store import CountingStore
 from tests.support.foreign_maps import DIRECTORY, Foreign, random_foreign, target
-from ucp_core.checkpoint import Checkpoint, LoadResult, load, verify_extents
 from ucp_core.errors import ChecksumMismatchError
 from ucp_core.geometry import Box, Extent, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.manifest import Kind, Manifest
+from ucp_core.native import Checkpoint, LoadResult, load, verify_extents
 from ucp_core.numerics import crc32
 from ucp_core.storage import MemoryStore
 

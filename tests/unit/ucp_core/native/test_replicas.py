@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import ROOT, assert_loaded, random_state, save, whole_need
 from tests.support.counting_store import CountingStore
 from tests.support.foreign_maps import index, random_box, random_foreign, target
-from ucp_core.checkpoint import Checkpoint, LocalTensor, open_checkpoint
 from ucp_core.errors import CheckpointCorruptError, ChecksumMismatchError, UncoveredRegionError
 from ucp_core.geometry import Box, TensorKey
-from ucp_core.native import load_together
+from ucp_core.native import Checkpoint, LocalTensor, load_together, open_checkpoint
 from ucp_core.native import replicas as exchange
 from ucp_core.native.replicas import shares
 from ucp_core.reading import Part, plan

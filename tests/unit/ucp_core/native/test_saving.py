@@ -11,10 +11,10 @@ from tests.support.checkpoints import (
     random_sharding,
     random_state,
 )
-from ucp_core.checkpoint import LocalTensor, RankSaver, load, open_checkpoint
 from ucp_core.errors import CheckpointCorruptError, ChecksumMismatchError
 from ucp_core.geometry import Box
 from ucp_core.manifest import from_bytes, to_bytes
+from ucp_core.native import LocalTensor, RankSaver, load, open_checkpoint
 from ucp_core.numerics import BLOCK_BYTES, crc32
 from ucp_core.storage import MemoryStore
 

@@ -13,13 +13,21 @@ import numpy as np
 import pytest
 
 from tests.support.checkpoints import ROOT, State, Whole, save
-from ucp_core.checkpoint import Checkpoint, open_checkpoint
 from ucp_core.errors import UcpError
 from ucp_core.formats.dcp import writer as dcp_writer
 from ucp_core.formats.huggingface import writer as huggingface_writer
 from ucp_core.geometry import Box, TensorKey, slabs
 from ucp_core.inspection import diff
-from ucp_core.native import MEMORY_BYTES_MIN, Piece, Slab, SlabReader, stream, stream_box
+from ucp_core.native import (
+    MEMORY_BYTES_MIN,
+    Checkpoint,
+    Piece,
+    Slab,
+    SlabReader,
+    open_checkpoint,
+    stream,
+    stream_box,
+)
 from ucp_core.storage import LocalStore, MemoryStore
 
 MIB = 1 << 20

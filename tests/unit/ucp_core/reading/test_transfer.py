@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from tests.support.checkpoints import ROOT, State, Whole, assert_loaded, empty_tensors, save
-from ucp_core.checkpoint import Checkpoint, LocalTensor, load, materialise, open_checkpoint
+from ucp_core.conversion import convert
 from ucp_core.errors import ChecksumMismatchError, StorageError, UcpError
 from ucp_core.geometry import Box, TensorKey
+from ucp_core.native import Checkpoint, LocalTensor, load, open_checkpoint
 from ucp_core.storage import Buffer, MemoryStore, ReadRange, join
 
 DIRECTORY = f"{ROOT}/step-00000007"
@@ -246,7 +247,7 @@ def test_materialising_stays_within_its_memory(dim: int, memory_bytes: int) -> N
     opened = _saved(store, state, world_size=4, dim=dim)
     tracemalloc.start()
 
-    materialise(opened, _SinkStore(), "out", memory_bytes=memory_bytes)
+    convert(opened, _SinkStore(), "out", memory_bytes=memory_bytes, processes=1)
 
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -261,4 +262,4 @@ def test_too_little_memory_is_refused() -> None:
     opened = _saved(store, _state(2, 2), world_size=1)
 
     with pytest.raises(UcpError, match="give at least"):
-        materialise(opened, store, "out", memory_bytes=1000)
+        convert(opened, store, "out", memory_bytes=1000, processes=1)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.memory_versions import complete_versions
 from tests.support.snapshots import body_bytes, eventually, part, snapshot, weights
-from ucp_core.checkpoint import load
+from ucp_core.native import load
 from workers.errors import ArenaError
 from workers.keeper import door_path, notify, page_path, reserve
 from workers.keeper.node_memory import NodeMemory, budget_bytes

@@ -22,8 +22,8 @@ from tests.support.snapshots import (
     snapshot,
     weights,
 )
-from ucp_core.checkpoint import load, open_checkpoint
 from ucp_core.errors import StorageError
+from ucp_core.native import load, open_checkpoint
 from ucp_core.storage import Buffer, LocalStore, MemoryStore, Store, recycling
 from ucp_core.storage.local import create
 from workers.keeper import door_path

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.memory_versions import State, local_tensors, make_state, write_version
-from ucp_core.checkpoint import Checkpoint, load
 from ucp_core.errors import CheckpointNotFoundError, UncoveredRegionError
+from ucp_core.native import Checkpoint, load
 from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources, door_path
 from workers.keeper.descriptors import Door, Shelf
 from workers.keeper.peers.server import WireServer

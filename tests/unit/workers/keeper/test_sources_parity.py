@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.memory_versions import local_tensors, make_state, write_version
-from ucp_core.checkpoint import Checkpoint, load
 from ucp_core.errors import CheckpointNotFoundError
+from ucp_core.native import Checkpoint, load
 from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources, door_path
 from workers.keeper.descriptors import Door
 from workers.keeper.peers.parity_mirror import parity_name

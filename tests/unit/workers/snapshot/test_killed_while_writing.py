@@ -23,8 +23,8 @@ import torch
 
 from orchestrator.policies import versions
 from tests.support.snapshot_rank import Node, Rank, state
-from ucp_core.checkpoint import load
 from ucp_core.lineage import Lineage
+from ucp_core.native import load
 from workers.memory import Arena, LocalPart, open_version
 from workers.protocol import Held, HeldPart, Inventory
 from workers.snapshot import SnapshotMemory, SnapshotWriter

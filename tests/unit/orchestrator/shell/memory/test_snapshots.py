@@ -13,9 +13,9 @@ from orchestrator.shell.capacity.nodes import NodeView
 from orchestrator.shell.memory import snapshots as module
 from orchestrator.shell.memory.snapshots import Snapshots
 from tests.support.keeper_handles import LINEAGE, ROOT, Handle, held, version_of, with_keepers
-from ucp_core.checkpoint import MANIFEST_NAME, checkpoint_name, save_rank
 from ucp_core.errors import StorageError
 from ucp_core.layout import ParallelLayout
+from ucp_core.native import MANIFEST_NAME, checkpoint_name, save_rank
 from ucp_core.storage import MemoryStore, Store
 from workers.placement import Preference
 from workers.protocol import (

@@ -12,9 +12,9 @@ from torch import nn
 
 from tests.support.dcp_files import Save, random_tensors, write
 from tests.support.foreign_reading import loaded, same_bits
-from ucp_core.checkpoint import Checkpoint
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.dcp import reader as dcp
+from ucp_core.native import Checkpoint
 from ucp_core.storage import LocalStore, MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -22,7 +22,6 @@ from tests.support.counting_store import CountingStore
 from tests.support.dcp_files import Chunk, Save, random_tensors, rewrite, write
 from tests.support.foreign_reading import checkpoint_fixture, loaded, same_bits, unequal
 from tests.support.hostile_pickles import Payload
-from ucp_core.checkpoint import Checkpoint, verify
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -34,6 +33,8 @@ from ucp_core.formats import open_source
 from ucp_core.formats.dcp import reader as dcp
 from ucp_core.formats.dcp.recognition import recognise
 from ucp_core.geometry import TensorKey
+from ucp_core.inspection import verify
+from ucp_core.native import Checkpoint
 from ucp_core.storage import LocalStore, MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

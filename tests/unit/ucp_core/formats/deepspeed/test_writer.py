@@ -17,11 +17,11 @@ import torch
 
 from tests.support.torch_files import load_torch_file
 from tests.support.training_states import Array, TrainingState, adam_state, random_shapes
-from ucp_core.checkpoint import Checkpoint
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.formats.deepspeed.writer import write
 from ucp_core.language import Cut, Replicated, Rules
 from ucp_core.language.rules import Rule
+from ucp_core.native import Checkpoint
 from ucp_core.storage import LocalStore, MemoryStore
 
 MEMORY_BYTES = 32 << 20

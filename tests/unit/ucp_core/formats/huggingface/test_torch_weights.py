@@ -12,9 +12,9 @@ import torch
 
 from tests.support.foreign_reading import loaded
 from tests.support.hostile_pickles import Payload
-from ucp_core.checkpoint import verify
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError
 from ucp_core.formats import open_source
+from ucp_core.inspection import verify
 from ucp_core.storage import MemoryStore
 
 INDEX = "pytorch_model.bin.index.json"

@@ -18,11 +18,11 @@ import safetensors.torch
 import torch
 
 from tests.support.checkpoints import ROOT, State, Whole, save, small_state
-from ucp_core.checkpoint import Checkpoint, open_checkpoint
 from ucp_core.errors import UcpError
 from ucp_core.formats.huggingface import reader as huggingface
 from ucp_core.formats.huggingface import writer as huggingface_writer
 from ucp_core.geometry import TensorKey
+from ucp_core.native import Checkpoint, open_checkpoint
 from ucp_core.storage import Buffer, LocalStore, MemoryStore
 
 MEMORY = 8 << 20

@@ -14,7 +14,6 @@ from tests.support import megatron_files
 from tests.support.dcp_files import Chunk, Save, write
 from tests.support.foreign_reading import checkpoint_fixture, loaded, unequal
 from tests.support.megatron_files import expected, state, write_checkpoint
-from ucp_core.checkpoint import Checkpoint
 from ucp_core.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -26,6 +25,7 @@ from ucp_core.formats.megatron_core import reader as megatron_core
 from ucp_core.formats.megatron_core.recognition import recognise
 from ucp_core.geometry import TensorKey
 from ucp_core.language import load_rules
+from ucp_core.native import Checkpoint
 from ucp_core.storage import LocalStore, MemoryStore
 
 

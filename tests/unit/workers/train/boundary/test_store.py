@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ucp_core.checkpoint import MANIFEST_NAME, LocalTensor, find_committed
 from ucp_core.errors import StorageError
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
+from ucp_core.native import MANIFEST_NAME, LocalTensor, find_committed
 from ucp_core.storage import Buffer, MemoryStore
 from workers.collectives import AbortedError, CollectiveError
 from workers.protocol import Assignment
