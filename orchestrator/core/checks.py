@@ -13,15 +13,15 @@ _BOUNDED = frozenset({Phase.WAITING, Phase.FORMING, Phase.YIELDING, Phase.FENCIN
 
 #: All that the fleet's invariants are about.
 _FLEET = attrgetter(
-    "workers",
-    "slots",
-    "nodes",
-    "node_ids",
-    "num_slots",
-    "num_usable",
-    "num_leaving",
-    "num_starting",
-    "next_worker",
+    "fleet.workers",
+    "fleet.slots",
+    "fleet.nodes",
+    "fleet.node_ids",
+    "fleet.num_slots",
+    "fleet.num_usable",
+    "fleet.num_leaving",
+    "fleet.num_starting",
+    "fleet.next_worker",
 )
 
 
@@ -40,22 +40,30 @@ def check(state: RunState, passed: RunState | None = None) -> None:
 
 def _check_attempt(state: RunState) -> None:
     attempts = [attempt for attempt, _ in state.lineage]
-    assert attempts == list(range(1, state.attempt + 1)), f"attempts {attempts} are not consecutive"
-    if state.phase in _BOUNDED and state.attempt:
+    assert attempts == list(range(1, state.attempt.number + 1)), (
+        f"attempts {attempts} are not consecutive"
+    )
+    if state.phase in _BOUNDED and state.attempt.number:
         assert not isinf(state.deadline_s), f"{state.phase} has no bound"
-    assert 0 <= state.reads_pending <= state.num_reads, f"reads_pending={state.reads_pending}"
-    inside = [n for n, worker in state.workers.items() if worker.inside]
-    assert len(inside) == state.num_inside, f"num_inside={state.num_inside}, inside={inside}"
-    assert set(inside) <= set(state.members), f"{inside} are inside and no members"
+    assert 0 <= state.reads.pending <= state.reads.num, f"reads_pending={state.reads.pending}"
+    inside = [n for n, worker in state.fleet.workers.items() if worker.inside]
+    assert len(inside) == state.attempt.num_inside, (
+        f"num_inside={state.attempt.num_inside}, inside={inside}"
+    )
+    assert set(inside) <= set(state.attempt.members), f"{inside} are inside and no members"
     if state.phase in (Phase.FORMING, Phase.RUNNING):
-        assert state.num_inside == len(state.members), f"{state.phase} without all members"
-        unformed = sum([not state.workers[member].formed for member in state.members])
-        assert unformed == state.num_unformed, f"num_unformed={state.num_unformed} of {unformed}"
-        assert state.layout is not None
-        assert state.layout.world_size == len(state.members)
+        assert state.attempt.num_inside == len(state.attempt.members), (
+            f"{state.phase} without all members"
+        )
+        unformed = sum([not state.fleet.workers[member].formed for member in state.attempt.members])
+        assert unformed == state.attempt.num_unformed, (
+            f"num_unformed={state.attempt.num_unformed} of {unformed}"
+        )
+        assert state.attempt.layout is not None
+        assert state.attempt.layout.world_size == len(state.attempt.members)
     if state.phase in ACTIVE:
         for member in inside:
-            worker = state.workers[member]
+            worker = state.fleet.workers[member]
             assert worker.status is WorkerStatus.READY, f"{worker} trains in {state.phase}"
             assert worker.slot, f"{worker} trains without a slot"
     if state.phase in (Phase.WAITING, Phase.READING):
@@ -64,29 +72,35 @@ def _check_attempt(state: RunState) -> None:
 
 def _check_workers(state: RunState) -> None:
     used: dict[int, str] = {}
-    for number, worker in state.workers.items():
+    for number, worker in state.fleet.workers.items():
         assert worker.name == worker_name(number), f"{worker.name} is kept as {number}"
-        assert number in state.nodes[worker.node].workers, f"{worker.name} is not on its node"
-        assert number < state.next_worker, f"{worker.name} was never started"
+        assert number in state.fleet.nodes[worker.node].workers, f"{worker.name} is not on its node"
+        assert number < state.fleet.next_worker, f"{worker.name} was never started"
         if worker.slot:
             assert worker.slot not in used, f"{worker.name}, {used[worker.slot]}: one slot"
             used[worker.slot] = worker.name
-            assert state.slots[worker.slot].node == worker.node, f"{worker.name}: slot elsewhere"
-    starting = [worker.status for worker in state.workers.values()].count(WorkerStatus.STARTING)
-    assert starting == state.num_starting, f"num_starting={state.num_starting} of {starting}"
+            assert state.fleet.slots[worker.slot].node == worker.node, (
+                f"{worker.name}: slot elsewhere"
+            )
+    starting = [worker.status for worker in state.fleet.workers.values()].count(
+        WorkerStatus.STARTING
+    )
+    assert starting == state.fleet.num_starting, (
+        f"num_starting={state.fleet.num_starting} of {starting}"
+    )
 
 
 def _check_nodes(state: RunState) -> None:
     usable = leaving = placed = 0
-    num_pending = sum([slot.node < 0 for slot in state.slots.values()])
+    num_pending = sum([slot.node < 0 for slot in state.fleet.slots.values()])
     num_slots = num_pending
-    for number, node in state.nodes.items():
+    for number, node in state.fleet.nodes.items():
         placed += len(node.slots)
-        assert state.node_ids[node.name] == number
+        assert state.fleet.node_ids[node.name] == number
         assert node.alive or not (node.slots or node.workers), f"lost {node} has slots or workers"
         for slot in node.slots:
-            assert state.slots[slot].node == number, f"slot {slot} is not on {node.name}"
-        ready = [state.workers[w].status for w in node.workers].count(WorkerStatus.READY)
+            assert state.fleet.slots[slot].node == number, f"slot {slot} is not on {node.name}"
+        ready = [state.fleet.workers[w].status for w in node.workers].count(WorkerStatus.READY)
         expected = min(len(node.slots), ready)
         assert node.usable == expected, f"{node.name}: usable={node.usable} of {expected}"
         if node.draining:
@@ -94,9 +108,9 @@ def _check_nodes(state: RunState) -> None:
         else:
             usable += expected
             num_slots += len(node.slots)
-    assert placed == len(state.slots) - num_pending, "a slot is on no node"
+    assert placed == len(state.fleet.slots) - num_pending, "a slot is on no node"
     assert (usable, leaving, num_slots) == (
-        state.num_usable,
-        state.num_leaving,
-        state.num_slots,
+        state.fleet.num_usable,
+        state.fleet.num_leaving,
+        state.fleet.num_slots,
     ), "the fleet's counts are wrong"

@@ -8,7 +8,7 @@ can be simulated per second (``orchestrator.simulation``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
@@ -19,12 +19,10 @@ from orchestrator.core.handlers import member_events as on_members
 from orchestrator.core.handlers import resume as reopening
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import TERMINAL, RunState, freeze, next_deadline_s, thaw
-from orchestrator.core.transition import Turn
-
-Transition: TypeAlias = tuple[RunState, tuple[Action, ...]]
+from orchestrator.core.transition import Transition
 
 #: One handler per kind of event; a test compares the keys with ``ev.Event``.
-_HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
+_HANDLERS: dict[type, Callable[[Transition, Any], None]] = {
     ev.ControllerStarted: survey.controller_started,
     ev.RunReopened: reopening.reopened,
     ev.WorkersSurveyed: survey.surveyed,
@@ -47,7 +45,9 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
 }
 
 
-def step(state: RunState, event: ev.Event, *, rules: RunRules) -> Transition:
+def step(
+    state: RunState, event: ev.Event, *, rules: RunRules
+) -> tuple[RunState, tuple[Action, ...]]:
     """Fold one event into the run.
 
     Total: every event is legal in every phase. An event of another attempt than the current one
@@ -66,12 +66,12 @@ def step(state: RunState, event: ev.Event, *, rules: RunRules) -> Transition:
         return state, ()
     if isinstance(event, ev.Ticked) and event.at_s < next_deadline_s(state):
         return state, ()
-    turn = Turn(thaw(state), rules, event.at_s)
-    _HANDLERS[type(event)](turn, event)
-    if turn.draft.phase not in TERMINAL:
-        demand.settle(turn)
-        planned.consider(turn)
-    after = freeze(turn.draft)
-    if not turn.actions and after == state:
+    transition = Transition(thaw(state), rules, event.at_s)
+    _HANDLERS[type(event)](transition, event)
+    if transition.run.phase not in TERMINAL:
+        demand.settle(transition)
+        planned.consider(transition)
+    after = freeze(transition.run)
+    if not transition.actions and after == state:
         return state, ()
-    return after, tuple(turn.actions)
+    return after, tuple(transition.actions)

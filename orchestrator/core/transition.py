@@ -1,30 +1,30 @@
-"""One event being folded in: the draft, the rules, the present, and the actions so far."""
+"""One event being folded in: the run, the rules, the present, and the actions so far."""
 
 from __future__ import annotations
 
 from orchestrator.core.actions import Action
 from orchestrator.core.rules import RunRules
-from orchestrator.core.state import Draft
+from orchestrator.core.state import MutableRunState
 
 
-class Turn:
+class Transition:
     """What the functions of the machine pass along while they fold one event.
 
     Attributes:
-        draft: The state under change.
+        run: The state under change.
         rules: Of the run.
         now_s: ``at_s`` of the event.
         actions: What the shell is to do, in order.
     """
 
-    __slots__ = ("actions", "draft", "now_s", "rules")
+    __slots__ = ("actions", "now_s", "rules", "run")
 
-    def __init__(self, draft: Draft, rules: RunRules, now_s: float) -> None:
-        self.draft = draft
+    def __init__(self, run: MutableRunState, rules: RunRules, now_s: float) -> None:
+        self.run = run
         self.rules = rules
         self.now_s = now_s
         self.actions: list[Action] = []
 
     def wake_by(self, at_s: float) -> None:
         """See to it that the fleet's bounds are looked at no later than ``at_s``."""
-        self.draft.wake_s = min(self.draft.wake_s, at_s)
+        self.run.fleet.wake_s = min(self.run.fleet.wake_s, at_s)

@@ -237,7 +237,7 @@ class Run:
 
     def _has_node(self, name: str) -> bool:
         """Return whether a node of that name is there, as far as the run knows."""
-        return any(node.alive and node.name == name for node in self._state.nodes.values())
+        return any(node.alive and node.name == name for node in self._state.fleet.nodes.values())
 
     def _granted(self, slot: int, node: str) -> None:
         self._post(SlotGranted(at_s=self._clock.at_s(), slot=slot, node=node))
@@ -265,7 +265,7 @@ class Run:
         self._state, actions = step(before, event, rules=self._rules)
         if self._state is before and not actions and not isinstance(event, FaultInjected):
             return  # nothing changed, so a replay does not need it
-        records = turn_records(event, actions, attempt=self._state.attempt)
+        records = turn_records(event, actions, attempt=self._state.attempt.number)
         for record in records:
             record["seq"], record["wall_time"] = self._seq, wall_time()
             self._seq += 1
@@ -352,7 +352,7 @@ class Run:
             action.resume_step, action.resume_attempt, bad=action.bad
         )
         # Who was fenced meanwhile has said so, and would refuse.
-        if self._state.attempt == action.attempt and self._state.phase in ACTIVE:
+        if self._state.attempt.number == action.attempt and self._state.phase in ACTIVE:
             self._enter(action, memory)
 
     def _enter(self, action: act.StartAttempt, memory: tuple[MemoryPart, ...]) -> None:
@@ -377,7 +377,7 @@ class Run:
     async def _read_committed(self, action: act.ReadCommitted) -> None:
         state = self._state
         # Members that left had all completed every version; before that, all that reported.
-        newest_step = state.step if state.num_inside else state.left_step
+        newest_step = state.attempt.step if state.attempt.num_inside else state.attempt.left_step
         answer = await self._snapshots.read(action.lineage, enough_step=newest_step, bad=action.bad)
         if answer is None:
             return  # the machine asks again
@@ -401,7 +401,9 @@ class Run:
     def _may_bring_back(self, node: str) -> bool:
         """Return whether a keeper that died alone will have memory again once it is back."""
         state, snapshot = self._state, self._config.snapshot
-        lives = any(state.nodes[worker.node].name == node for worker in state.workers.values())
+        lives = any(
+            state.fleet.nodes[worker.node].name == node for worker in state.fleet.workers.values()
+        )
         return bool(snapshot.every_steps) and (snapshot.vault or lives)
 
     def _on_keeper(self, node: str) -> None:
@@ -421,10 +423,14 @@ class Run:
         await self._snapshots.inventories()
         state = self._state
         if state.phase in ACTIVE:
-            found = (state.workers.get(member) for member in state.members)
-            nodes = [state.nodes[worker.node].name for worker in found if worker is not None]
+            found = (state.fleet.workers.get(member) for member in state.attempt.members)
+            nodes = [state.fleet.nodes[worker.node].name for worker in found if worker is not None]
             self._snapshots.order(
-                state.attempt, state.lineage, nodes, layout=state.layout, bad=state.bad
+                state.attempt.number,
+                state.lineage,
+                nodes,
+                layout=state.attempt.layout,
+                bad=state.bad,
             )
 
     async def _survey(self) -> None:
@@ -433,16 +439,16 @@ class Run:
             # Who only starts does not answer, and is in no attempt.
             (
                 worker.name,
-                state.nodes[worker.node].name,
+                state.fleet.nodes[worker.node].name,
                 0.0 if worker.status is WorkerStatus.STARTING else SURVEY_S,
             )
-            for worker in state.workers.values()
+            for worker in state.fleet.workers.values()
         ]
         alive = await self._crew.survey(known)
         found = adopted(self._state, alive)
-        self._observer.begin(self._state.attempt, found.members, self._state.step)
+        self._observer.begin(self._state.attempt.number, found.members, self._state.attempt.step)
         for worker in found.inside:
-            self._crew.attend(worker, self._state.attempt)
+            self._crew.attend(worker, self._state.attempt.number)
         self._post(
             WorkersSurveyed(
                 at_s=self._clock.at_s(),

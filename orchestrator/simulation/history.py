@@ -163,7 +163,7 @@ class History:
         return HistoryResult(
             seed=self.seed,
             num_events=self.num_events,
-            num_attempts=self.state.attempt,
+            num_attempts=self.state.attempt.number,
             num_faults=self.num_faults,
             num_lost_steps=self.monitor.num_lost_steps,
             virtual_s=cluster.now_s,
@@ -225,7 +225,7 @@ class History:
         if state is before:
             return
         self.state, self.deadline_s = state, next_deadline_s(state)
-        if self.check_always or state.attempt != before.attempt:
+        if self.check_always or state.attempt.number != before.attempt.number:
             check(state, self.passed)
             self.passed = state
         if self.journal is not None:
@@ -302,9 +302,10 @@ class History:
         cluster.at(LIVENESS_S, self._must_be_over)
 
     def _must_be_over(self) -> None:
+        attempt = self.state.attempt
         raise Violation(
             f"L1: {LIVENESS_S:g} s after the last fault the run is {self.state.phase} in attempt "
-            f"{self.state.attempt} at step {self.state.step} of {self.rules.total_steps}"
+            f"{attempt.number} at step {attempt.step} of {self.rules.total_steps}"
         )
 
     def _check_end(self) -> None:
@@ -316,7 +317,7 @@ class History:
         assert outcome is not None
         kept = {slot for slot, node in cluster.granted.items() if node} | set(cluster.pending)
         on_the_way = {args[0] for _, _, do, args in cluster.queue if do == cluster.released}
-        leaked = kept - set(self.state.slots) - on_the_way
+        leaked = kept - set(self.state.fleet.slots) - on_the_way
         require(
             self.died_at_the_end or not leaked,
             "L1",

@@ -61,7 +61,7 @@ def one_line(item: ev.Event | Action) -> str:
 
 def phase_line(state: RunState) -> str:
     """Return where the run is, as scenarios show it."""
-    return f"[{state.phase} attempt={state.attempt}]"
+    return f"[{state.phase} attempt={state.attempt.number}]"
 
 
 def _text(value: Any) -> str:

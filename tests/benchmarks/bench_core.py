@@ -71,8 +71,8 @@ def time_fleet(num_workers: int) -> dict[str, Any]:
     for name in names[1:]:
         timed.fold(ev.WorkerFormed(at_s=2001.0, attempt=2, worker=name))
     timed.fold(ev.StepCompleted(at_s=2002.0, attempt=2, step=1001, step_s=1.0))
-    assert timed.state.attempt == 2
-    assert timed.state.stepped
+    assert timed.state.attempt.number == 2
+    assert timed.state.attempt.stepped
     return {"workers": num_workers, "start": start, "steady": steady, "recovery": timed.report()}
 
 

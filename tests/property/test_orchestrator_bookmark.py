@@ -20,8 +20,18 @@ from orchestrator.core import (
 )
 from orchestrator.core.log.codec import codec
 from orchestrator.core.log.stats import IncidentStats
-from orchestrator.core.state.run import Cause, Draft, Node, Slot, Worker, freeze
-from orchestrator.core.state.table import Table
+from orchestrator.core.state import (
+    Attempt,
+    Cause,
+    Fleet,
+    MutableRunState,
+    Node,
+    Reads,
+    Slot,
+    Table,
+    Worker,
+    freeze,
+)
 from orchestrator.errors import BookmarkError
 from orchestrator.policies import Fault, UserError
 from ucp_core.layout import ParallelLayout
@@ -49,9 +59,21 @@ st.register_type_strategy(
     ParallelLayout, st.builds(ParallelLayout, pp=st.integers(1, 4), dp_shard=st.integers(1, 64))
 )
 st.register_type_strategy(Table, _tables)
-for _kind in (Worker, Slot, Node, Cause, Fault, UserError, IncidentStats, RunStats):
+for _kind in (
+    Attempt,
+    Reads,
+    Fleet,
+    Worker,
+    Slot,
+    Node,
+    Cause,
+    Fault,
+    UserError,
+    IncidentStats,
+    RunStats,
+):
     st.register_type_strategy(_kind, _filled(_kind))
-st.register_type_strategy(RunState, _filled(Draft).map(freeze))
+st.register_type_strategy(RunState, _filled(MutableRunState).map(freeze))
 
 
 @settings(

@@ -20,8 +20,8 @@ from orchestrator.core.handlers import demand, fleet, formation, planned, recove
 from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
 from orchestrator.core.handlers import resume as reopening
-from orchestrator.core.state.run import Draft, Node, Worker
-from orchestrator.core.transition import Turn
+from orchestrator.core.state import MutableRunState, Node, Worker
+from orchestrator.core.transition import Transition
 from orchestrator.policies import versions
 from orchestrator.simulation.checkers.violations import Violation
 from orchestrator.simulation.history import run_history
@@ -30,33 +30,33 @@ from orchestrator.simulation.world.saving import Tiers
 SEEDS = 1500
 
 
-def _members_out(turn: Turn) -> None:
+def _members_out(transition: Transition) -> None:
     """Take all members for gone, without having heard from them."""
-    draft = turn.draft
-    for number in draft.members:
-        worker = draft.workers.get(number)
+    run = transition.run
+    for number in run.attempt.members:
+        worker = run.fleet.workers.get(number)
         if worker is not None and worker.inside:
-            fleet.put_worker(turn, number, worker._replace(inside=False))
+            fleet.put_worker(transition, number, worker._replace(inside=False))
 
 
-def _start_before_the_fence_is_answered(turn: Turn) -> None:
-    if turn.draft.phase is Phase.FENCING:
-        _members_out(turn)
-    _PROCEED(turn)
+def _start_before_the_fence_is_answered(transition: Transition) -> None:
+    if transition.run.phase is Phase.FENCING:
+        _members_out(transition)
+    _PROCEED(transition)
 
 
-def _do_not_wait_for_all_to_yield(turn: Turn) -> None:
-    if turn.draft.phase is Phase.YIELDING and turn.draft.yielded_step >= 0:
-        _members_out(turn)
-    _ALL_LEFT(turn)
+def _do_not_wait_for_all_to_yield(transition: Transition) -> None:
+    if transition.run.phase is Phase.YIELDING and transition.run.attempt.yielded_step >= 0:
+        _members_out(transition)
+    _ALL_LEFT(transition)
 
 
-def _trust_reports(_turn: Turn) -> bool:
+def _trust_reports(_transition: Transition) -> bool:
     return True
 
 
-def _take_an_early_read_for_final(turn: Turn) -> bool:
-    return turn.draft.read_seen or _KNOWN_IS_FINAL(turn)
+def _take_an_early_read_for_final(transition: Transition) -> bool:
+    return transition.run.reads.seen or _KNOWN_IS_FINAL(transition)
 
 
 def _take_parts_for_versions(version: Any) -> bool:
@@ -67,42 +67,44 @@ def _forget_the_lineage(**_: Any) -> bool:
     return True
 
 
-def _resume_where_the_attempt_began(turn: Turn) -> None:
-    turn.draft.known = turn.draft.known_at_start
-    _WAIT(turn)
+def _resume_where_the_attempt_began(transition: Transition) -> None:
+    transition.run.committed = transition.run.attempt.committed_at_start
+    _WAIT(transition)
 
 
-def _forget_the_attempt_number(turn: Turn, _attempt: int, name: str) -> tuple[int, Worker] | None:
-    found = fleet.find_worker(turn, name)
+def _forget_the_attempt_number(
+    transition: Transition, _attempt: int, name: str
+) -> tuple[int, Worker] | None:
+    found = fleet.find_worker(transition, name)
     return found if found is not None and found[1].inside else None
 
 
-def _blame_who_reports_first(turn: Turn, event: ev.WorkerLeft) -> None:
-    on_members.worker_left(turn, event)
-    cause = turn.draft.cause
+def _blame_who_reports_first(transition: Transition, event: ev.WorkerLeft) -> None:
+    on_members.worker_left(transition, event)
+    cause = transition.run.cause
     if event.how == "peer_lost" and cause is not None and cause.kind == "peer_lost":
-        turn.draft.cause = replace(cause, guilty=(event.worker,))
+        transition.run.cause = replace(cause, guilty=(event.worker,))
 
 
-def _kill_who_lost_its_peers(turn: Turn, event: ev.WorkerLeft) -> None:
-    found = fleet.find_worker(turn, event.worker)
+def _kill_who_lost_its_peers(transition: Transition, event: ev.WorkerLeft) -> None:
+    found = fleet.find_worker(transition, event.worker)
     if found is not None and found[1].inside and event.how == "peer_lost":
-        fleet.kill_worker(turn, found[0], "lost its peers")
-    on_members.worker_left(turn, event)
+        fleet.kill_worker(transition, found[0], "lost its peers")
+    on_members.worker_left(transition, event)
 
 
-def _bind_two_workers_to_a_slot(_turn: Turn, node: Node) -> list[int]:
+def _bind_two_workers_to_a_slot(_transition: Transition, node: Node) -> list[int]:
     return list(node.slots)
 
 
-def _keep_slots_of_lost_nodes(turn: Turn, number: int) -> None:
-    fleet.drop_slot(turn, number)
+def _keep_slots_of_lost_nodes(transition: Transition, number: int) -> None:
+    fleet.drop_slot(transition, number)
 
 
-def _take_what_was_being_read(turn: Turn, *found: Any) -> None:
-    number, was_seen = turn.draft.read_bad_from, turn.draft.read_seen
-    _LEAVE_OUT(turn, *found)
-    turn.draft.read_bad_from, turn.draft.read_seen = number, was_seen
+def _take_what_was_being_read(transition: Transition, *found: Any) -> None:
+    number, was_seen = transition.run.reads.bad_from, transition.run.reads.seen
+    _LEAVE_OUT(transition, *found)
+    transition.run.reads.bad_from, transition.run.reads.seen = number, was_seen
 
 
 def _regular_interval(tiers: Tiers) -> int:
@@ -113,18 +115,18 @@ def _never_look(*_: Any) -> None:
     """Do nothing where a bound, an event or a restart should have been handled."""
 
 
-def _wait_on(turn: Turn, *_: Any) -> None:
-    turn.draft.deadline_s = turn.now_s + 1.0
+def _wait_on(transition: Transition, *_: Any) -> None:
+    transition.run.deadline_s = transition.now_s + 1.0
 
 
-def _begin_anew(turn: Turn, event: ev.RunReopened) -> None:
-    turn.draft = Draft(life=event.life)
-    formation.wait(turn)
+def _begin_anew(transition: Transition, event: ev.RunReopened) -> None:
+    transition.run = MutableRunState(life=event.life)
+    formation.wait(transition)
 
 
-def _forget_what_was_committed(turn: Turn, event: ev.RunReopened) -> None:
-    _REOPENED(turn, event)
-    formation.wait(turn)
+def _forget_what_was_committed(transition: Transition, event: ev.RunReopened) -> None:
+    _REOPENED(transition, event)
+    formation.wait(transition)
 
 
 def _take_it_for_the_end(*_: Any) -> list[bytes]:
@@ -142,7 +144,7 @@ class Bug:
     first_seed: int = 0
 
 
-def _do_not_wait_for_keepers(_turn: Turn, _event: ev.CommittedRead) -> bool:
+def _do_not_wait_for_keepers(_transition: Transition, _event: ev.CommittedRead) -> bool:
     return False
 
 

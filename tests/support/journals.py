@@ -74,14 +74,16 @@ class Journaled:
         if state.phase is not Phase.RUNNING:
             return ev.Ticked(at_s=at_s)
         if number % self.fault_every == 0:
-            worker = state.workers[state.members[-1]].name
+            worker = state.fleet.workers[state.attempt.members[-1]].name
             return ev.WorkerExited(at_s=at_s, worker=worker, cause="crash", detail="9")
         if number % COMMIT_EVERY == 0:
-            return ev.CheckpointCommitted(at_s=at_s, attempt=state.attempt, step=state.step)
+            return ev.CheckpointCommitted(
+                at_s=at_s, attempt=state.attempt.number, step=state.attempt.step
+            )
         # No two steps take equally long.
         step_s = 0.1 + number % 997 / 1000
         return ev.StepCompleted(
-            at_s=at_s, attempt=state.attempt, step=state.step + 8, step_s=step_s
+            at_s=at_s, attempt=state.attempt.number, step=state.attempt.step + 8, step_s=step_s
         )
 
     def mark(self) -> None:
@@ -97,7 +99,7 @@ class Journaled:
 
     def _fold_one(self, event: ev.Event) -> tuple[act.Action, ...]:
         self.state, actions = step(self.state, event, rules=self.rules)
-        records = turn_records(event, actions, attempt=self.state.attempt)
+        records = turn_records(event, actions, attempt=self.state.attempt.number)
         for record in records:
             record["seq"], record["wall_time"] = self.seq, 1.7e9 + self.at_s
             self.seq += 1
@@ -109,7 +111,7 @@ class Journaled:
         return actions
 
     def _answers(self, action: act.Action) -> list[ev.Event]:
-        at_s, attempt = self.at_s, self.state.attempt
+        at_s, attempt = self.at_s, self.state.attempt.number
         match action:
             case act.RequestSlot(slot=slot):
                 return [ev.SlotGranted(at_s=at_s, slot=slot, node=f"n{slot % NUM_WORKERS}")]
@@ -122,7 +124,7 @@ class Journaled:
             case act.YieldAttempt(workers=workers):
                 return [self._left(worker, "yielded") for worker in workers]
             case act.ReadCommitted(number=number):
-                known = self.state.step or self.state.known[0]
+                known = self.state.attempt.step or self.state.committed[0]
                 return [
                     ev.CommittedRead(
                         at_s=at_s,
@@ -147,10 +149,10 @@ class Journaled:
         state = self.state
         return ev.WorkerLeft(
             at_s=self.at_s,
-            attempt=state.attempt,
+            attempt=state.attempt.number,
             worker=worker,
             how=how,
-            step=state.step,
+            step=state.attempt.step,
             detail="",
         )
 
@@ -159,9 +161,13 @@ class Journaled:
         return ev.WorkersSurveyed(
             at_s=self.at_s,
             alive=tuple(
-                (worker.name, state.nodes[worker.node].name, state.attempt if worker.inside else 0)
-                for worker in state.workers.values()
+                (
+                    worker.name,
+                    state.fleet.nodes[worker.node].name,
+                    state.attempt.number if worker.inside else 0,
+                )
+                for worker in state.fleet.workers.values()
             ),
-            slots=tuple((n, state.nodes[s.node].name) for n, s in state.slots.items()),
+            slots=tuple((n, state.fleet.nodes[s.node].name) for n, s in state.fleet.slots.items()),
             pending_slots=(),
         )

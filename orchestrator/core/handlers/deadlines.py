@@ -8,85 +8,85 @@ from orchestrator.core.events import FaultInjected, StopRequested, Ticked
 from orchestrator.core.handlers import demand, fleet, formation, recovery, survey
 from orchestrator.core.handlers.ending import finish
 from orchestrator.core.state import Phase, WorkerStatus
-from orchestrator.core.transition import Turn
+from orchestrator.core.transition import Transition
 
 
-def ticked(turn: Turn, event: Ticked) -> None:
+def ticked(transition: Transition, event: Ticked) -> None:
     """Compare every bound with the present."""
-    draft = turn.draft
-    if draft.surveying_until_s != inf:
+    run = transition.run
+    if run.surveying_until_s != inf:
         # What did not come may have come while nobody listened: only the survey's bound counts.
-        if draft.surveying_until_s <= event.at_s:
-            survey.ask(turn)
+        if run.surveying_until_s <= event.at_s:
+            survey.ask(transition)
         return
-    if draft.wake_s <= event.at_s:
-        _look_at_fleet(turn)
-    if draft.deadline_s > event.at_s:
+    if run.fleet.wake_s <= event.at_s:
+        _look_at_fleet(transition)
+    if run.deadline_s > event.at_s:
         return
-    draft.deadline_s = inf
-    match draft.phase:
+    run.deadline_s = inf
+    match run.phase:
         case Phase.WAITING:
-            formation.waited_too_long(turn)
+            formation.waited_too_long(transition)
         case Phase.FORMING | Phase.YIELDING:
-            recovery.phase_bound(turn)
+            recovery.phase_bound(transition)
         case Phase.FENCING:
-            recovery.fence_bound(turn)
+            recovery.fence_bound(transition)
         case Phase.READING:
-            recovery.read_bound(turn)
+            recovery.read_bound(transition)
         case _:
             # RUNNING: ``planned`` is consulted after every event and only wanted to be woken.
             pass
 
 
-def _look_at_fleet(turn: Turn) -> None:
+def _look_at_fleet(transition: Transition) -> None:
     """Handle the bounds of workers and nodes, and find the next one."""
-    turn.draft.wake_s = inf
-    _look_at_workers(turn)
-    _look_at_nodes(turn)
-    if turn.draft.num_failed_starts >= turn.rules.starts_failed_max:
-        demand.give_up_starting(turn)
+    transition.run.fleet.wake_s = inf
+    _look_at_workers(transition)
+    _look_at_nodes(transition)
+    if transition.run.fleet.num_failed_starts >= transition.rules.starts_failed_max:
+        demand.give_up_starting(transition)
 
 
-def _look_at_workers(turn: Turn) -> None:
-    for number, worker in list(turn.draft.workers.items()):
-        if worker.deadline_s > turn.now_s:
+def _look_at_workers(transition: Transition) -> None:
+    for number, worker in list(transition.run.fleet.workers.items()):
+        if worker.deadline_s > transition.now_s:
             if worker.deadline_s != inf:
-                turn.wake_by(worker.deadline_s)
+                transition.wake_by(worker.deadline_s)
         elif worker.status is WorkerStatus.STARTING:
-            late = f"not ready after {turn.rules.bounds.start_s:g} s or more"
-            fleet.kill_worker(turn, number, late)
-            demand.note_failed_start(turn, worker.node, late)
+            late = f"not ready after {transition.rules.bounds.start_s:g} s or more"
+            fleet.kill_worker(transition, number, late)
+            demand.note_failed_start(transition, worker.node, late)
         elif worker.status is WorkerStatus.DYING and not worker.inside:
-            recovery.give_up(turn, number)
+            recovery.give_up(transition, number)
 
 
-def _look_at_nodes(turn: Turn) -> None:
-    draft, now_s = turn.draft, turn.now_s
+def _look_at_nodes(transition: Transition) -> None:
+    run, now_s = transition.run, transition.now_s
     forgiven = False
-    for number, node in list(draft.nodes.items()):
+    for number, node in list(run.fleet.nodes.items()):
         if node.retry_s and node.retry_s <= now_s:
-            fleet.put_node(turn, number, node._replace(retry_s=0.0))
+            fleet.put_node(transition, number, node._replace(retry_s=0.0))
         elif node.retry_s:
-            turn.wake_by(node.retry_s)
+            transition.wake_by(node.retry_s)
         if now_s < node.avoid_until_s:
-            turn.wake_by(node.avoid_until_s)
+            transition.wake_by(node.avoid_until_s)
         forgiven |= 0.0 < node.avoid_until_s <= now_s
     if forgiven:
-        demand.renew_pending(turn)
+        demand.renew_pending(transition)
 
 
-def fault_injected(turn: Turn, event: FaultInjected) -> None:
+def fault_injected(transition: Transition, event: FaultInjected) -> None:
     """Change nothing: whoever causes a fault must not help to find it."""
 
 
-def stop_requested(turn: Turn, event: StopRequested) -> None:
+def stop_requested(transition: Transition, event: StopRequested) -> None:
     """Stop at the next step boundary, or at once where nothing is to be gained by waiting."""
-    draft = turn.draft
-    if draft.stop_reason:
+    run = transition.run
+    if run.stop_reason:
         return
-    draft.stop_reason = event.reason or "stopped by the user"
-    if draft.phase is Phase.WAITING:
-        finish(turn, "stopped", draft.stop_reason)
-    elif draft.phase is Phase.FORMING:
-        recovery.fault(turn, "stop", (), draft.stop_reason)
-        recovery.proceed(turn)
+    run.stop_reason = event.reason or "stopped by the user"
+    if run.phase is Phase.WAITING:
+        finish(transition, "stopped", run.stop_reason)
+    elif run.phase is Phase.FORMING:
+        recovery.fault(transition, "stop", (), run.stop_reason)
+        recovery.proceed(transition)

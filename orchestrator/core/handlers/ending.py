@@ -6,24 +6,24 @@ from math import inf
 
 from orchestrator.core.actions import FinishRun, ReportIncident
 from orchestrator.core.state import Cause, Phase
-from orchestrator.core.transition import Turn
+from orchestrator.core.transition import Transition
 
 
-def report_incident(turn: Turn) -> None:
+def report_incident(transition: Transition) -> None:
     """Put on record why the attempt ended, unless it did all there was to do or is long over."""
-    draft = turn.draft
-    cause = draft.cause
+    run = transition.run
+    cause = run.cause
     if cause is None or cause.kind in ("completed", "resume"):
         return
-    for fault in (cause, *draft.also):
-        report(turn, fault, fenced_s=draft.fenced_s)
+    for fault in (cause, *run.also):
+        report(transition, fault, fenced_s=run.attempt.fenced_s)
 
 
-def report(turn: Turn, fault: Cause, *, fenced_s: float) -> None:
+def report(transition: Transition, fault: Cause, *, fenced_s: float) -> None:
     """Put one fault, or planned change, on record."""
-    turn.actions.append(
+    transition.actions.append(
         ReportIncident(
-            attempt=turn.draft.attempt,
+            attempt=transition.run.attempt.number,
             incident=fault.kind,
             guilty=fault.guilty,
             evidence=fault.evidence,
@@ -33,10 +33,10 @@ def report(turn: Turn, fault: Cause, *, fenced_s: float) -> None:
     )
 
 
-def finish(turn: Turn, outcome: str, reason: str) -> None:
+def finish(transition: Transition, outcome: str, reason: str) -> None:
     """End the run for good: ``outcome`` is "completed", "stopped" or "failed"."""
-    draft = turn.draft
-    draft.phase = Phase.FAILED if outcome == "failed" else Phase.FINISHED
-    draft.deadline_s = draft.wake_s = draft.surveying_until_s = inf
-    draft.reason = reason
-    turn.actions.append(FinishRun(outcome=outcome, reason=reason))
+    run = transition.run
+    run.phase = Phase.FAILED if outcome == "failed" else Phase.FINISHED
+    run.deadline_s = run.fleet.wake_s = run.surveying_until_s = inf
+    run.reason = reason
+    transition.actions.append(FinishRun(outcome=outcome, reason=reason))

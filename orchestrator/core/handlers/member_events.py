@@ -15,170 +15,170 @@ from orchestrator.core.events import (
     WorkerRaised,
 )
 from orchestrator.core.handlers import fleet, planned, recovery
-from orchestrator.core.state import ACTIVE, Draft, Phase, Worker
-from orchestrator.core.transition import Turn
+from orchestrator.core.state import ACTIVE, MutableRunState, Phase, Worker
+from orchestrator.core.transition import Transition
 from orchestrator.policies import UserError
 
 #: Weight of the newest step in the smoothed duration: about the last ten steps count.
 _STEP_WEIGHT = 0.1
 
 
-def worker_formed(turn: Turn, event: WorkerFormed) -> None:
+def worker_formed(transition: Transition, event: WorkerFormed) -> None:
     """Note that a member is ready to step; with the last one the attempt runs."""
-    found = _member(turn, event.attempt, event.worker)
+    found = _member(transition, event.attempt, event.worker)
     if found is None:
-        _gone(turn, event)
+        _gone(transition, event)
         return
     if found[1].formed:
         return
-    draft = turn.draft
-    recovery.leave_out(turn, event.damaged)
+    run = transition.run
+    recovery.leave_out(transition, event.damaged)
     number, worker = found
-    draft.workers = draft.workers.set(number, worker._replace(formed=True))
-    draft.num_unformed -= 1
-    if draft.num_unformed == 0 and draft.phase is Phase.FORMING:
-        _run(turn)
+    run.fleet.workers = run.fleet.workers.set(number, worker._replace(formed=True))
+    run.attempt.num_unformed -= 1
+    if run.attempt.num_unformed == 0 and run.phase is Phase.FORMING:
+        _run(transition)
 
 
-def step_completed(turn: Turn, event: StepCompleted) -> None:
+def step_completed(transition: Transition, event: StepCompleted) -> None:
     """Note a step of the history; it also proves that every member has formed."""
-    draft = turn.draft
-    attempt_is_over = draft.phase not in ACTIVE and draft.phase is not Phase.FENCING
-    if event.attempt != draft.attempt or attempt_is_over or event.step <= draft.step:
+    run = transition.run
+    attempt_is_over = run.phase not in ACTIVE and run.phase is not Phase.FENCING
+    if event.attempt != run.attempt.number or attempt_is_over or event.step <= run.attempt.step:
         return
-    draft.step = event.step
-    if draft.phase is Phase.FORMING:
-        _run(turn)
-    if not draft.stepped:
-        draft.stepped = True
-        if turn.rules.standby_per_node:
-            draft.short = tuple(range(len(draft.node_ids)))
-        draft.trained_since_s = event.at_s
-        if draft.phase is not Phase.FENCING and draft.down_since_s != inf:
-            draft.pause_s = event.at_s - draft.down_since_s
-            draft.down_since_s = inf
-    if draft.step_s:
-        draft.step_s += _STEP_WEIGHT * (event.step_s - draft.step_s)
+    run.attempt.step = event.step
+    if run.phase is Phase.FORMING:
+        _run(transition)
+    if not run.attempt.stepped:
+        run.attempt.stepped = True
+        if transition.rules.standby_per_node:
+            run.fleet.short = tuple(range(len(run.fleet.node_ids)))
+        run.attempt.trained_since_s = event.at_s
+        if run.phase is not Phase.FENCING and run.down_since_s != inf:
+            run.pause_s = event.at_s - run.down_since_s
+            run.down_since_s = inf
+    if run.step_s:
+        run.step_s += _STEP_WEIGHT * (event.step_s - run.step_s)
     else:
-        draft.step_s = event.step_s
+        run.step_s = event.step_s
 
 
-def _run(turn: Turn) -> None:
-    turn.draft.phase = Phase.RUNNING
-    turn.draft.deadline_s = inf
+def _run(transition: Transition) -> None:
+    transition.run.phase = Phase.RUNNING
+    transition.run.deadline_s = inf
 
 
-def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
+def checkpoint_committed(transition: Transition, event: CheckpointCommitted) -> None:
     """Note a commit of the current attempt."""
-    draft = turn.draft
+    run = transition.run
     # Keepers store on when nobody trains: what lands before the next attempt begins is not lost.
-    is_over = draft.phase in (Phase.FENCING, Phase.READING, Phase.WAITING)
-    if event.attempt == draft.attempt and (draft.phase in ACTIVE or is_over):
-        _know(draft, event.step, in_memory=False)
+    is_over = run.phase in (Phase.FENCING, Phase.READING, Phase.WAITING)
+    if event.attempt == run.attempt.number and (run.phase in ACTIVE or is_over):
+        _know(run, event.step, in_memory=False)
 
 
-def worker_left(turn: Turn, event: WorkerLeft) -> None:
+def worker_left(transition: Transition, event: WorkerLeft) -> None:
     """Note that a member is out of the attempt; unless that was asked for, fence the others."""
-    found = _member(turn, event.attempt, event.worker)
+    found = _member(transition, event.attempt, event.worker)
     if found is None:
-        _gone(turn, event)
+        _gone(transition, event)
         return
-    draft = turn.draft
+    run = transition.run
     number, worker = found
-    _leave(turn, number, worker, event.step)
+    _leave(transition, number, worker, event.step)
     if event.how == "unloadable":
-        _could_not_load(turn, event)
+        _could_not_load(transition, event)
         return
     if event.how in ("yielded", "completed"):
         # It left only after it had seen the commit.
-        _know(draft, event.step, in_memory=event.how == "yielded")
-    if draft.phase is Phase.FENCING:
-        recovery.proceed(turn)
+        _know(run, event.step, in_memory=event.how == "yielded")
+    if run.phase is Phase.FENCING:
+        recovery.proceed(transition)
     elif event.how == "completed":
-        planned.member_completed(turn, event.step)
-    elif event.how == "yielded" and draft.phase is Phase.YIELDING:
-        planned.member_yielded(turn, event.step)
+        planned.member_completed(transition, event.step)
+    elif event.how == "yielded" and run.phase is Phase.YIELDING:
+        planned.member_yielded(transition, event.step)
     else:
         # A collective failed under it. That says that somebody is gone, not who.
-        recovery.fault(turn, "peer_lost", (), f"{worker.name} left: {event.detail}")
-        recovery.proceed(turn)
+        recovery.fault(transition, "peer_lost", (), f"{worker.name} left: {event.detail}")
+        recovery.proceed(transition)
 
 
-def _gone(turn: Turn, event: WorkerFormed | WorkerLeft) -> None:
+def _gone(transition: Transition, event: WorkerFormed | WorkerLeft) -> None:
     """Take from somebody who is out of the attempt only what it found bad."""
-    if event.attempt == turn.draft.attempt:
+    if event.attempt == transition.run.attempt.number:
         unread = event.unread if isinstance(event, WorkerLeft) else ()
-        recovery.heard_late(turn, event.damaged, unread)
+        recovery.heard_late(transition, event.damaged, unread)
 
 
-def _could_not_load(turn: Turn, event: WorkerLeft) -> None:
+def _could_not_load(transition: Transition, event: WorkerLeft) -> None:
     """Leave out what the worker found bad, and fence the others, who leave as well."""
     why = event.detail or "another rank could not"
     evidence = f"{event.worker} could not load step {event.step}: {why}"
-    recovery.leave_out(turn, event.damaged, event.unread)
-    recovery.fault(turn, "unloadable", (), evidence)
-    cause = turn.draft.cause
+    recovery.leave_out(transition, event.damaged, event.unread)
+    recovery.fault(transition, "unloadable", (), evidence)
+    cause = transition.run.cause
     if cause is not None and cause.kind == "unloadable" and event.detail:
         # Who found nothing may have been the first to say that it left.
-        turn.draft.cause = replace(cause, evidence=evidence)
-    recovery.proceed(turn)
+        transition.run.cause = replace(cause, evidence=evidence)
+    recovery.proceed(transition)
 
 
-def worker_raised(turn: Turn, event: WorkerRaised) -> None:
+def worker_raised(transition: Transition, event: WorkerRaised) -> None:
     """Keep the error for the verdict, and fence the others."""
-    found = _member(turn, event.attempt, event.worker)
+    found = _member(transition, event.attempt, event.worker)
     if found is None:
         return
     number, worker = found
-    rank = turn.draft.members.index(number)
-    _leave(turn, number, worker, event.step - 1)
-    recovery.note_raised(turn, UserError(rank, event.step, event.error, event.traceback))
-    recovery.fault(turn, "exception", (worker.name,), event.error)
-    recovery.proceed(turn)
+    rank = transition.run.attempt.members.index(number)
+    _leave(transition, number, worker, event.step - 1)
+    recovery.note_raised(transition, UserError(rank, event.step, event.error, event.traceback))
+    recovery.fault(transition, "exception", (worker.name,), event.error)
+    recovery.proceed(transition)
 
 
-def _leave(turn: Turn, number: int, worker: Worker, step: int) -> None:
-    draft = turn.draft
-    fleet.put_worker(turn, number, worker._replace(inside=False))
+def _leave(transition: Transition, number: int, worker: Worker, step: int) -> None:
+    run = transition.run
+    fleet.put_worker(transition, number, worker._replace(inside=False))
     step = max(step, 0)
-    draft.left_step = step if draft.left_step < 0 else min(draft.left_step, step)
+    run.attempt.left_step = step if run.attempt.left_step < 0 else min(run.attempt.left_step, step)
 
 
-def hang_found(turn: Turn, event: HangFound) -> None:
+def hang_found(transition: Transition, event: HangFound) -> None:
     """Kill who was proven guilty, and fence the others; blame nobody if it is undecided."""
-    draft = turn.draft
-    if event.attempt != draft.attempt or draft.phase not in {*ACTIVE, Phase.FENCING}:
+    run = transition.run
+    if event.attempt != run.attempt.number or run.phase not in {*ACTIVE, Phase.FENCING}:
         return
     guilty: list[str] = []
     for name in event.guilty:
-        found = _member(turn, event.attempt, name)
+        found = _member(transition, event.attempt, name)
         if found is not None:
             number, worker = found
             guilty.append(name)
-            fleet.kill_worker(turn, number, f"hang: {event.evidence}")
-            fleet.strike(turn, worker.node)
-    if guilty or draft.phase is not Phase.FENCING:
+            fleet.kill_worker(transition, number, f"hang: {event.evidence}")
+            fleet.strike(transition, worker.node)
+    if guilty or run.phase is not Phase.FENCING:
         kind = "hang" if guilty else "undecided"
-        recovery.fault(turn, kind, tuple(guilty), event.evidence)
-        recovery.proceed(turn)
+        recovery.fault(transition, kind, tuple(guilty), event.evidence)
+        recovery.proceed(transition)
 
 
-def committed_read(turn: Turn, event: CommittedRead) -> None:
+def committed_read(transition: Transition, event: CommittedRead) -> None:
     """Take what keepers and storage say, if they were asked about this attempt."""
-    if event.attempt == turn.draft.attempt:
-        recovery.committed_read(turn, event)
+    if event.attempt == transition.run.attempt.number:
+        recovery.committed_read(transition, event)
 
 
-def _know(draft: Draft, step: int, *, in_memory: bool) -> None:
+def _know(run: MutableRunState, step: int, *, in_memory: bool) -> None:
     """Note a version of the current attempt, if it is newer than the known one."""
-    if (step, draft.attempt) > draft.known:
-        draft.known = (step, draft.attempt)
-        draft.known_in_memory = in_memory
+    if (step, run.attempt.number) > run.committed:
+        run.committed = (step, run.attempt.number)
+        run.committed_in_memory = in_memory
 
 
-def _member(turn: Turn, attempt: int, name: str) -> tuple[int, Worker] | None:
+def _member(transition: Transition, attempt: int, name: str) -> tuple[int, Worker] | None:
     """Return the worker if it is inside ``attempt`` and that is the current one."""
-    if attempt != turn.draft.attempt:
+    if attempt != transition.run.attempt.number:
         return None
-    found = fleet.find_worker(turn, name)
+    found = fleet.find_worker(transition, name)
     return found if found is not None and found[1].inside else None

@@ -14,7 +14,7 @@ from orchestrator.core.handlers import recovery
 from orchestrator.core.handlers.ending import finish, report_incident
 from orchestrator.core.handlers.formation import wait
 from orchestrator.core.state import Cause, Phase
-from orchestrator.core.transition import Turn
+from orchestrator.core.transition import Transition
 from orchestrator.policies import growth
 from orchestrator.policies import layout as layout_policy
 
@@ -22,139 +22,139 @@ from orchestrator.policies import layout as layout_policy
 _DIFFER = -2
 
 
-def consider(turn: Turn) -> None:
+def consider(transition: Transition) -> None:
     """Begin a planned change if one is due."""
-    draft = turn.draft
-    if draft.phase is not Phase.RUNNING or draft.surveying_until_s != inf:
+    run = transition.run
+    if run.phase is not Phase.RUNNING or run.surveying_until_s != inf:
         return
-    if draft.stop_reason:
-        yield_attempt(turn, "stop", draft.stop_reason)
+    if run.stop_reason:
+        yield_attempt(transition, "stop", run.stop_reason)
         return
-    if not draft.stepped:
+    if not run.attempt.stepped:
         return
     num_after = layout_policy.usable(
-        min(draft.num_usable, turn.rules.max_workers), turn.rules.layout
+        min(run.fleet.num_usable, transition.rules.max_workers), transition.rules.layout
     )
-    may_leave = draft.num_leaving > 0 and num_after >= turn.rules.min_workers
-    if may_leave and _leaves_draining_nodes(turn, num_after):
+    may_leave = run.fleet.num_leaving > 0 and num_after >= transition.rules.min_workers
+    if may_leave and _leaves_draining_nodes(transition, num_after):
         return
-    if num_after > len(draft.members):
-        _consider_growth(turn, num_after)
+    if num_after > len(run.attempt.members):
+        _consider_growth(transition, num_after)
 
 
-def _leaves_draining_nodes(turn: Turn, num_after: int) -> bool:
+def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
     """Leave draining nodes when replacements are ready, in any case before the deadline.
 
     Returns whether the members were asked to leave.
     """
-    draft = turn.draft
-    used = dict.fromkeys(draft.workers[member].node for member in draft.members)
-    draining = [node for node in (draft.nodes[number] for number in used) if node.draining]
+    run = transition.run
+    used = dict.fromkeys(run.fleet.workers[member].node for member in run.attempt.members)
+    draining = [node for node in (run.fleet.nodes[number] for number in used) if node.draining]
     if not draining:
         return False
-    leave_at_s = min(node.leave_by_s for node in draining) - turn.rules.bounds.drain_lead_s
-    if num_after >= len(draft.members) or turn.now_s >= leave_at_s:
+    leave_at_s = min(node.leave_by_s for node in draining) - transition.rules.bounds.drain_lead_s
+    if num_after >= len(run.attempt.members) or transition.now_s >= leave_at_s:
         names = ", ".join(sorted(node.name for node in draining))
-        yield_attempt(turn, "drain", f"leaving {names} before the provider takes it")
+        yield_attempt(transition, "drain", f"leaving {names} before the provider takes it")
         return True
-    draft.deadline_s = min(draft.deadline_s, leave_at_s)
+    run.deadline_s = min(run.deadline_s, leave_at_s)
     return False
 
 
-def _consider_growth(turn: Turn, num_after: int) -> None:
-    draft = turn.draft
-    draft.newcomer_since_s = min(draft.newcomer_since_s, turn.now_s)
+def _consider_growth(transition: Transition, num_after: int) -> None:
+    run = transition.run
+    run.attempt.newcomer_since_s = min(run.attempt.newcomer_since_s, transition.now_s)
     decision = growth.decide(
         growth.GrowthFacts(
-            now_s=turn.now_s,
-            num_members=len(draft.members),
+            now_s=transition.now_s,
+            num_members=len(run.attempt.members),
             num_after=num_after,
-            num_coming=min(draft.num_starting, turn.rules.max_workers - num_after),
-            waiting_since_s=draft.newcomer_since_s,
-            last_change_s=draft.trained_since_s,
-            step_s=draft.step_s,
-            num_steps_left=turn.rules.total_steps - draft.step,
-            pause_s=draft.pause_s,
+            num_coming=min(run.fleet.num_starting, transition.rules.max_workers - num_after),
+            waiting_since_s=run.attempt.newcomer_since_s,
+            last_change_s=run.attempt.trained_since_s,
+            step_s=run.step_s,
+            num_steps_left=transition.rules.total_steps - run.attempt.step,
+            pause_s=run.pause_s,
         ),
-        turn.rules.growth,
+        transition.rules.growth,
     )
     if decision.grow:
-        yield_attempt(turn, "growth", decision.reason)
+        yield_attempt(transition, "growth", decision.reason)
     else:
-        draft.deadline_s = min(draft.deadline_s, decision.retry_at_s)
+        run.deadline_s = min(run.deadline_s, decision.retry_at_s)
 
 
-def yield_attempt(turn: Turn, kind: str, reason: str) -> None:
+def yield_attempt(transition: Transition, kind: str, reason: str) -> None:
     """Ask the members to leave at the next step boundary."""
-    draft = turn.draft
-    draft.cause = Cause(kind, (), reason, turn.now_s)
-    draft.phase = Phase.YIELDING
-    draft.yield_asked = True
-    draft.deadline_s = yield_deadline_s(turn)
-    turn.actions.append(yield_order(turn))
+    run = transition.run
+    run.cause = Cause(kind, (), reason, transition.now_s)
+    run.phase = Phase.YIELDING
+    run.attempt.yield_asked = True
+    run.deadline_s = yield_deadline_s(transition)
+    transition.actions.append(yield_order(transition))
 
 
-def yield_order(turn: Turn) -> YieldAttempt:
+def yield_order(transition: Transition) -> YieldAttempt:
     """Return the order to leave, as the cause asks for it."""
-    draft = turn.draft
-    assert draft.cause is not None, "a planned change has a cause"
+    run = transition.run
+    assert run.cause is not None, "a planned change has a cause"
     return YieldAttempt(
-        attempt=draft.attempt,
-        workers=recovery.members_inside(turn),
-        reason=draft.cause.evidence,
-        durable=draft.cause.kind == "stop",
+        attempt=run.attempt.number,
+        workers=recovery.members_inside(transition),
+        reason=run.cause.evidence,
+        durable=run.cause.kind == "stop",
     )
 
 
-def yield_deadline_s(turn: Turn) -> float:
+def yield_deadline_s(transition: Transition) -> float:
     """Return by when members that are asked now must have left.
 
     A step may just have begun and the flag travels with the next one: two, and two in reserve.
     """
-    return turn.now_s + turn.rules.bounds.yield_s + 4 * turn.draft.step_s
+    return transition.now_s + transition.rules.bounds.yield_s + 4 * transition.run.step_s
 
 
-def member_yielded(turn: Turn, step: int) -> None:
+def member_yielded(transition: Transition, step: int) -> None:
     """Note that a member left as asked, with ``step`` committed."""
-    draft = turn.draft
-    if draft.yielded_step in (-1, step):
-        draft.yielded_step = step
+    run = transition.run
+    if run.attempt.yielded_step in (-1, step):
+        run.attempt.yielded_step = step
     else:
-        draft.yielded_step = _DIFFER
-    draft.down_since_s = min(draft.down_since_s, turn.now_s)
-    all_left(turn)
+        run.attempt.yielded_step = _DIFFER
+    run.down_since_s = min(run.down_since_s, transition.now_s)
+    all_left(transition)
 
 
-def member_completed(turn: Turn, step: int) -> None:
+def member_completed(transition: Transition, step: int) -> None:
     """Note that a member reached the last step; the others are given time to do so too."""
-    draft = turn.draft
-    draft.completed = True
-    if draft.phase is not Phase.YIELDING:
-        draft.phase = Phase.YIELDING
-        draft.cause = Cause("completed", (), f"step {step} is committed", turn.now_s)
-        draft.deadline_s = yield_deadline_s(turn)
-    all_left(turn)
+    run = transition.run
+    run.attempt.completed = True
+    if run.phase is not Phase.YIELDING:
+        run.phase = Phase.YIELDING
+        run.cause = Cause("completed", (), f"step {step} is committed", transition.now_s)
+        run.deadline_s = yield_deadline_s(transition)
+    all_left(transition)
 
 
-def all_left(turn: Turn) -> None:
+def all_left(transition: Transition) -> None:
     """Go on once the last member has left in a planned way."""
-    draft = turn.draft
-    if draft.phase is not Phase.YIELDING or draft.num_inside:
+    run = transition.run
+    if run.phase is not Phase.YIELDING or run.attempt.num_inside:
         return
-    draft.fenced_s = turn.now_s
-    if draft.completed:
-        finish(turn, "completed", f"step {draft.known[0]} is committed")
+    run.attempt.fenced_s = transition.now_s
+    if run.attempt.completed:
+        finish(transition, "completed", f"step {run.committed[0]} is committed")
         return
-    if draft.yielded_step == _DIFFER:
+    if run.attempt.yielded_step == _DIFFER:
         # They did not agree, so what is committed must be read.
-        recovery.fault(turn, "undecided", (), "members yielded at different steps")
-        recovery.proceed(turn)
+        recovery.fault(transition, "undecided", (), "members yielded at different steps")
+        recovery.proceed(transition)
         return
-    draft.known = (draft.yielded_step, draft.attempt)
-    report_incident(turn)
-    if draft.known[0] >= turn.rules.total_steps:
-        finish(turn, "completed", f"step {draft.known[0]} is committed")
-    elif draft.stop_reason:
-        finish(turn, "stopped", draft.stop_reason)
+    run.committed = (run.attempt.yielded_step, run.attempt.number)
+    report_incident(transition)
+    if run.committed[0] >= transition.rules.total_steps:
+        finish(transition, "completed", f"step {run.committed[0]} is committed")
+    elif run.stop_reason:
+        finish(transition, "stopped", run.stop_reason)
     else:
-        wait(turn)
+        wait(transition)

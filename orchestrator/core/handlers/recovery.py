@@ -15,7 +15,7 @@ from orchestrator.core.handlers import fleet
 from orchestrator.core.handlers.ending import finish, report, report_incident
 from orchestrator.core.handlers.formation import wait
 from orchestrator.core.state import Cause, Phase, WorkerStatus
-from orchestrator.core.transition import Turn
+from orchestrator.core.transition import Transition
 from orchestrator.policies import MEMORY, Fault, FaultClass, UserError, budgets
 from workers.protocol import Source
 
@@ -46,60 +46,62 @@ _READS_MAX = 20
 _READ_AGAIN = 0.1
 
 
-def fault(turn: Turn, kind: str, guilty: tuple[str, ...], evidence: str) -> None:
+def fault(transition: Transition, kind: str, guilty: tuple[str, ...], evidence: str) -> None:
     """Note why the attempt cannot go on, and fence it if that was not begun yet."""
-    draft = turn.draft
-    cause = draft.cause
-    if draft.phase not in (Phase.FENCING, Phase.READING):
-        draft.cause, draft.also = Cause(kind, guilty, evidence, turn.now_s), ()
-        _fence(turn)
+    run = transition.run
+    cause = run.cause
+    if run.phase not in (Phase.FENCING, Phase.READING):
+        run.cause, run.also = Cause(kind, guilty, evidence, transition.now_s), ()
+        _fence(transition)
     elif cause is None or _WEIGHT[kind] > _WEIGHT[cause.kind]:
         # The fault was found when the first hint of it came.
-        at_s = cause.at_s if cause else turn.now_s
-        draft.cause = Cause(kind, guilty, evidence, at_s)
+        at_s = cause.at_s if cause else transition.now_s
+        run.cause = Cause(kind, guilty, evidence, at_s)
     elif kind == cause.kind and guilty and not set(guilty) <= set(cause.guilty):
-        draft.cause = replace(
+        run.cause = replace(
             cause, guilty=(*cause.guilty, *(g for g in guilty if g not in cause.guilty))
         )
     elif kind != cause.kind and guilty and _WEIGHT[kind] == _WEIGHT[cause.kind]:
         new = tuple(name for name in guilty if name not in cause.guilty)
-        draft.also += (Cause(kind, new, evidence, turn.now_s),)
+        run.also += (Cause(kind, new, evidence, transition.now_s),)
 
 
-def loss(turn: Turn, kind: str, evidence: str) -> None:
+def loss(transition: Transition, kind: str, evidence: str) -> None:
     """Note what was lost while nobody trained; nobody is guilty who was not in an attempt."""
-    draft = turn.draft
-    fault = Cause(kind, (), evidence, turn.now_s)
-    if draft.phase is Phase.WAITING:
-        report(turn, fault, fenced_s=turn.now_s)
-    elif draft.phase in (Phase.FENCING, Phase.READING):
-        draft.also += (fault,)
+    run = transition.run
+    fault = Cause(kind, (), evidence, transition.now_s)
+    if run.phase is Phase.WAITING:
+        report(transition, fault, fenced_s=transition.now_s)
+    elif run.phase in (Phase.FENCING, Phase.READING):
+        run.also += (fault,)
 
 
-def _fence(turn: Turn) -> None:
-    draft = turn.draft
-    assert draft.cause is not None
-    draft.phase = Phase.FENCING
-    draft.deadline_s = turn.now_s + turn.rules.bounds.fence_s
-    draft.down_since_s = min(draft.down_since_s, turn.now_s)
-    inside = members_inside(turn)
+def _fence(transition: Transition) -> None:
+    run = transition.run
+    assert run.cause is not None
+    run.phase = Phase.FENCING
+    run.deadline_s = transition.now_s + transition.rules.bounds.fence_s
+    run.down_since_s = min(run.down_since_s, transition.now_s)
+    inside = members_inside(transition)
     if inside:
-        turn.actions.append(
+        transition.actions.append(
             FenceAttempt(
-                attempt=draft.attempt,
+                attempt=run.attempt.number,
                 workers=inside,
-                reason=draft.cause.evidence or draft.cause.kind,
+                reason=run.cause.evidence or run.cause.kind,
             )
         )
-    draft.reads_pending = 0
-    if draft.num_inside:
+    run.reads.pending = 0
+    if run.attempt.num_inside:
         # Read while the members leave: often the answer can be proven final when they have.
-        read(turn)
+        read(transition)
 
 
-def members_inside(turn: Turn) -> tuple[str, ...]:
+def members_inside(transition: Transition) -> tuple[str, ...]:
     """Return the members that are still in the attempt and not killed, in rank order."""
-    workers = (turn.draft.workers.get(number) for number in turn.draft.members)
+    workers = (
+        transition.run.fleet.workers.get(number) for number in transition.run.attempt.members
+    )
     return tuple(
         worker.name
         for worker in workers
@@ -107,83 +109,85 @@ def members_inside(turn: Turn) -> tuple[str, ...]:
     )
 
 
-def read(turn: Turn) -> None:
+def read(transition: Transition) -> None:
     """Ask keepers and storage what was committed."""
-    draft = turn.draft
-    draft.num_reads += 1
-    draft.reads_pending += 1
-    draft.read_seen = False
-    turn.actions.append(
+    run = transition.run
+    run.reads.num += 1
+    run.reads.pending += 1
+    run.reads.seen = False
+    transition.actions.append(
         ReadCommitted(
-            attempt=draft.attempt,
-            lineage=draft.lineage,
-            number=draft.num_reads,
-            bad=draft.bad,
+            attempt=run.attempt.number,
+            lineage=run.lineage,
+            number=run.reads.num,
+            bad=run.bad,
         )
     )
 
 
-def memory_shrank(turn: Turn) -> None:
+def memory_shrank(transition: Transition) -> None:
     """A node was lost with what it held: what was read in memory has to be read again."""
-    draft = turn.draft
-    if draft.phase not in (Phase.FENCING, Phase.READING):
+    run = transition.run
+    if run.phase not in (Phase.FENCING, Phase.READING):
         return
-    draft.read_memory_from = draft.num_reads + 1
-    if draft.known_in_memory:
-        draft.read_seen = False
-    if draft.num_inside:
+    run.reads.memory_from = run.reads.num + 1
+    if run.committed_in_memory:
+        run.reads.seen = False
+    if run.attempt.num_inside:
         # As early as the first read, for the same reason.
-        read(turn)
+        read(transition)
 
 
-def leave_out(turn: Turn, damaged: tuple[Source, ...], unread: tuple[Source, ...] = ()) -> None:
+def leave_out(
+    transition: Transition, damaged: tuple[Source, ...], unread: tuple[Source, ...] = ()
+) -> None:
     """Load no more from what is damaged, nor from what a second attempt could not read."""
     if not damaged and not unread:
         return
-    draft = turn.draft
-    draft.unread += tuple(source for source in unread if source not in draft.unread)
-    again = (source for source in unread if source in draft.unread_before)
-    new = tuple(source for source in dict.fromkeys((*damaged, *again)) if source not in draft.bad)
+    run = transition.run
+    run.attempt.unread += tuple(source for source in unread if source not in run.attempt.unread)
+    again = (source for source in unread if source in run.unread_before)
+    new = tuple(source for source in dict.fromkeys((*damaged, *again)) if source not in run.bad)
     if new:
-        draft.bad += new
+        run.bad += new
         # What is being read does not know of it.
-        draft.read_bad_from = draft.num_reads + 1
-        draft.read_seen = False
+        run.reads.bad_from = run.reads.num + 1
+        run.reads.seen = False
 
 
-def heard_late(turn: Turn, damaged: tuple[Source, ...], unread: tuple[Source, ...] = ()) -> None:
+def heard_late(
+    transition: Transition, damaged: tuple[Source, ...], unread: tuple[Source, ...] = ()
+) -> None:
     """Take what a member of the attempt found bad, though it is known to be gone already.
 
     What was read before may be just that: then it is read again before anything starts from it.
     """
-    draft = turn.draft
-    num_bad = len(draft.bad)
-    leave_out(turn, damaged, unread)
-    if draft.phase is Phase.WAITING and len(draft.bad) > num_bad:
-        draft.phase = Phase.READING
-        draft.deadline_s = turn.now_s + turn.rules.bounds.read_s
-    proceed(turn)
+    run = transition.run
+    num_bad = len(run.bad)
+    leave_out(transition, damaged, unread)
+    if run.phase is Phase.WAITING and len(run.bad) > num_bad:
+        run.phase = Phase.READING
+        run.deadline_s = transition.now_s + transition.rules.bounds.read_s
+    proceed(transition)
 
 
-def proceed(turn: Turn) -> None:
+def proceed(transition: Transition) -> None:
     """Go on with a recovery if all members are gone and what to resume from is known."""
-    draft = turn.draft
-    if draft.phase is Phase.FENCING and draft.num_inside == 0:
-        draft.phase = Phase.READING
-        draft.fenced_s = turn.now_s
-        draft.read_final_from = draft.num_reads + 1
-        draft.deadline_s = turn.now_s + turn.rules.bounds.read_s
-    if draft.phase is not Phase.READING:
+    run = transition.run
+    if run.phase is Phase.FENCING and run.attempt.num_inside == 0:
+        run.phase = Phase.READING
+        run.attempt.fenced_s = transition.now_s
+        run.reads.final_from = run.reads.num + 1
+        run.deadline_s = transition.now_s + transition.rules.bounds.read_s
+    if run.phase is not Phase.READING:
         return
-    if _known_is_final(turn):
-        decide(turn)
-    elif draft.reads_pending == 0 or draft.num_reads < max(
-        draft.read_memory_from, draft.read_bad_from
-    ):
-        read(turn)
+    if _known_is_final(transition):
+        decide(transition)
+    elif run.reads.pending == 0 or run.reads.num < max(run.reads.memory_from, run.reads.bad_from):
+        read(transition)
 
 
-def _known_is_final(turn: Turn) -> bool:
+def _known_is_final(transition: Transition) -> bool:
     """Return whether no commit of the fenced attempt can be newer than the known one.
 
     A commit of step s needs every rank to have completed s. So the least step that any member
@@ -192,119 +196,129 @@ def _known_is_final(turn: Turn) -> bool:
     for, because what it failed to load may be damaged. Final means that nothing newer can come:
     a version in memory can still be lost, then loading it fails and the next attempt reads anew.
     """
-    draft = turn.draft
-    if draft.read_seen and draft.num_reads - draft.reads_pending >= draft.read_final_from:
+    run = transition.run
+    if run.reads.seen and run.reads.num - run.reads.pending >= run.reads.final_from:
         return True
-    reported = draft.stepped and not draft.known_in_memory
-    if not (draft.read_seen or reported) or draft.left_step < 0:
+    reported = run.attempt.stepped and not run.committed_in_memory
+    if not (run.reads.seen or reported) or run.attempt.left_step < 0:
         return False
-    every = turn.rules.checkpoint_every
-    if draft.yield_asked or draft.known[0] % every or draft.left_step >= turn.rules.total_steps:
+    every = transition.rules.checkpoint_every
+    if (
+        run.attempt.yield_asked
+        or run.committed[0] % every
+        or run.attempt.left_step >= transition.rules.total_steps
+    ):
         # A yield commits at any step, and the last step is always committed.
         every = 1
-    return draft.known[0] >= draft.left_step - draft.left_step % every
+    return run.committed[0] >= run.attempt.left_step - run.attempt.left_step % every
 
 
-def committed_read(turn: Turn, event: CommittedRead) -> None:
+def committed_read(transition: Transition, event: CommittedRead) -> None:
     """Take the answer to a read, unless one to a newer read was taken."""
-    draft = turn.draft
-    number = event.number or draft.num_reads
-    is_awaited = draft.num_reads - draft.reads_pending < number <= draft.num_reads
-    if draft.phase not in (Phase.FENCING, Phase.READING) or not is_awaited:
+    run = transition.run
+    number = event.number or run.reads.num
+    is_awaited = run.reads.num - run.reads.pending < number <= run.reads.num
+    if run.phase not in (Phase.FENCING, Phase.READING) or not is_awaited:
         return
-    draft.reads_pending = draft.num_reads - number
+    run.reads.pending = run.reads.num - number
     # Also if older than what was known: a damaged version is passed over, memory can be lost.
-    draft.known = (event.step, event.committed_by)
-    draft.known_in_memory = event.source == MEMORY
-    read_from = draft.read_bad_from
-    if draft.known_in_memory:
-        read_from = max(read_from, draft.read_memory_from)
-    draft.read_seen = number >= read_from
-    draft.lost = event.lost
-    if _may_come_back(turn, event):
-        draft.read_seen = False
-        if draft.phase is Phase.READING and not draft.reads_pending:
-            draft.deadline_s = turn.now_s + _READ_AGAIN * turn.rules.bounds.read_s
+    run.committed = (event.step, event.committed_by)
+    run.committed_in_memory = event.source == MEMORY
+    read_from = run.reads.bad_from
+    if run.committed_in_memory:
+        read_from = max(read_from, run.reads.memory_from)
+    run.reads.seen = number >= read_from
+    run.lost = event.lost
+    if _may_come_back(transition, event):
+        run.reads.seen = False
+        if run.phase is Phase.READING and not run.reads.pending:
+            run.deadline_s = transition.now_s + _READ_AGAIN * transition.rules.bounds.read_s
             return
-    proceed(turn)
+    proceed(transition)
 
 
-def _may_come_back(turn: Turn, event: CommittedRead) -> bool:
+def _may_come_back(transition: Transition, event: CommittedRead) -> bool:
     """Return whether to wait for a keeper that may hold a much newer version.
 
     It is back in about a second: with what the attempt began from, which workers that live kept for
     it; or with all that memory had, if they or a vault kept that, while storage has less. Where it
     is not, the run goes on from what is there.
     """
-    draft = turn.draft
-    is_stored = event.source != "memory" and event.step < draft.step
-    is_older = is_stored or event.step < draft.known_at_start[0]
-    patience_end_s = draft.fenced_s + turn.rules.bounds.read_s
-    is_early = draft.phase is Phase.FENCING or turn.now_s < patience_end_s
+    run = transition.run
+    is_stored = event.source != "memory" and event.step < run.attempt.step
+    is_older = is_stored or event.step < run.attempt.committed_at_start[0]
+    patience_end_s = run.attempt.fenced_s + transition.rules.bounds.read_s
+    is_early = run.phase is Phase.FENCING or transition.now_s < patience_end_s
     return bool(event.returning) and is_older and is_early
 
 
-def fence_bound(turn: Turn) -> None:
+def fence_bound(transition: Transition) -> None:
     """Kill the members that did not leave in time; give up those that cannot be killed."""
-    draft = turn.draft
-    draft.deadline_s = turn.now_s + turn.rules.bounds.kill_s
-    for number in draft.members:
-        worker = draft.workers.get(number)
+    run = transition.run
+    run.deadline_s = transition.now_s + transition.rules.bounds.kill_s
+    for number in run.attempt.members:
+        worker = run.fleet.workers.get(number)
         if worker is None or not worker.inside:
             continue
         if worker.status is WorkerStatus.READY:
-            fleet.kill_worker(turn, number, f"did not leave attempt {draft.attempt} when fenced")
-        elif worker.deadline_s <= turn.now_s:
-            give_up(turn, number)
+            fleet.kill_worker(
+                transition, number, f"did not leave attempt {run.attempt.number} when fenced"
+            )
+        elif worker.deadline_s <= transition.now_s:
+            give_up(transition, number)
         else:
-            draft.deadline_s = min(draft.deadline_s, worker.deadline_s)
-    proceed(turn)
+            run.deadline_s = min(run.deadline_s, worker.deadline_s)
+    proceed(transition)
 
 
-def give_up(turn: Turn, number: int) -> None:
+def give_up(transition: Transition, number: int) -> None:
     """Forget a killed process of which nothing was heard.
 
     It cannot commit alone, and what it writes belongs to an attempt that no longer counts. It is
     no strike against its node: the order or its answer may just be late.
     """
-    fleet.drop_worker(turn, number)
+    fleet.drop_worker(transition, number)
 
 
-def read_bound(turn: Turn) -> None:
+def read_bound(transition: Transition) -> None:
     """Ask again, or give up on storage."""
-    draft = turn.draft
-    if draft.reads_pending >= _READS_MAX:
-        waited_s = _READS_MAX * turn.rules.bounds.read_s
-        finish(turn, "failed", f"storage has not answered for {waited_s:.0f} s: check checkpoints/")
+    run = transition.run
+    if run.reads.pending >= _READS_MAX:
+        waited_s = _READS_MAX * transition.rules.bounds.read_s
+        finish(
+            transition,
+            "failed",
+            f"storage has not answered for {waited_s:.0f} s: check checkpoints/",
+        )
         return
-    read(turn)
-    draft.deadline_s = turn.now_s + turn.rules.bounds.read_s
+    read(transition)
+    run.deadline_s = transition.now_s + transition.rules.bounds.read_s
 
 
-def decide(turn: Turn) -> None:
+def decide(transition: Transition) -> None:
     """End the run or start the next attempt, now that the last one is fenced and read."""
-    draft = turn.draft
-    is_first_time = not draft.judged
-    draft.judged = True
+    run = transition.run
+    is_first_time = not run.attempt.judged
+    run.attempt.judged = True
     if is_first_time:
-        report_incident(turn)
-    if draft.known[0] >= turn.rules.total_steps:
-        finish(turn, "completed", f"step {draft.known[0]} is committed")
+        report_incident(transition)
+    if run.committed[0] >= transition.rules.total_steps:
+        finish(transition, "completed", f"step {run.committed[0]} is committed")
         return
-    if draft.stop_reason:
-        finish(turn, "stopped", draft.stop_reason)
+    if run.stop_reason:
+        finish(transition, "stopped", run.stop_reason)
         return
     if is_first_time:
-        problem = _charge(turn)
+        problem = _charge(transition)
         if problem:
-            finish(turn, "failed", problem)
+            finish(transition, "failed", problem)
             return
-    if draft.lost and not draft.known[0]:
-        finish(turn, "failed", _lost(draft.lost))
+    if run.lost and not run.committed[0]:
+        finish(transition, "failed", _lost(run.lost))
         return
     if is_first_time:
-        draft.hold_until_s = turn.now_s + budgets.pause_s(draft.num_stuck)
-    wait(turn)
+        run.hold_until_s = transition.now_s + budgets.pause_s(run.num_stuck)
+    wait(transition)
 
 
 def _lost(steps: tuple[int, ...]) -> str:
@@ -316,69 +330,69 @@ def _lost(steps: tuple[int, ...]) -> str:
     )
 
 
-def _charge(turn: Turn) -> str:
+def _charge(transition: Transition) -> str:
     """Charge the failed attempt to its budget; return why the run must fail, or ""."""
-    draft, rules = turn.draft, turn.rules.budgets
-    bug = budgets.user_bug(draft.raised, draft.raised_before)
+    run, rules = transition.run, transition.rules.budgets
+    bug = budgets.user_bug(run.attempt.raised, run.raised_before)
     if bug is not None:
         return (
             f"{bug.traceback.rstrip()}\n\nrank {bug.rank} raised at step {bug.step}: {bug.error} "
-            f"(attempt {draft.attempt}; seen twice, so it is taken for a bug)"
+            f"(attempt {run.attempt.number}; seen twice, so it is taken for a bug)"
         )
     # The last 64 are enough: what is to be recognised comes back at the same step, at once.
-    draft.raised_before = (*draft.raised_before, *draft.raised)[-64:]
-    kind = draft.cause.kind if draft.cause else "peer_lost"
+    run.raised_before = (*run.raised_before, *run.attempt.raised)[-64:]
+    kind = run.cause.kind if run.cause else "peer_lost"
     if kind == "resume":
         return ""  # what there was to charge was charged when it failed
-    if kind == "unloadable" and len(draft.bad) > draft.num_bad_at_start:
+    if kind == "unloadable" and len(run.bad) > run.attempt.num_bad_at_start:
         # Nobody failed, and it comes to an end: there are fewer sources for the next attempt.
         return ""
     fault_class = _CLASS.get(kind, FaultClass.INFRASTRUCTURE)
-    if kind == "exception" and all(error.is_of_data for error in draft.raised):
+    if kind == "exception" and all(error.is_of_data for error in run.attempt.raised):
         fault_class = FaultClass.INFRASTRUCTURE
     if kind not in ("growth", "drain", "stop", "controller_restart"):
-        draft.faults = budgets.charge(
-            draft.faults, Fault(at_s=turn.now_s, fault_class=fault_class), rules
+        run.faults = budgets.charge(
+            run.faults, Fault(at_s=transition.now_s, fault_class=fault_class), rules
         )
-    progressed = draft.known[0] > draft.known_at_start[0]
-    draft.num_stuck = 0 if progressed else draft.num_stuck + 1
-    if draft.stepped and fault_class is not FaultClass.UNDECIDED:
-        draft.num_undecided = 0
+    progressed = run.committed[0] > run.attempt.committed_at_start[0]
+    run.num_stuck = 0 if progressed else run.num_stuck + 1
+    if run.attempt.stepped and fault_class is not FaultClass.UNDECIDED:
+        run.num_undecided = 0
     elif fault_class is FaultClass.UNDECIDED:
-        draft.num_undecided = 1 if progressed else draft.num_undecided + 1
+        run.num_undecided = 1 if progressed else run.num_undecided + 1
     problem = budgets.overspent(
-        draft.faults,
-        num_stuck=draft.num_stuck,
-        num_undecided=draft.num_undecided,
+        run.faults,
+        num_stuck=run.num_stuck,
+        num_undecided=run.num_undecided,
         rules=rules,
     )
-    if not problem or draft.cause is None:
+    if not problem or run.cause is None:
         return problem
-    lines = (f"the last failure: {draft.cause.kind}: {draft.cause.evidence}", problem)
-    shown = [error.traceback.rstrip() for error in draft.raised[:1]]
+    lines = (f"the last failure: {run.cause.kind}: {run.cause.evidence}", problem)
+    shown = [error.traceback.rstrip() for error in run.attempt.raised[:1]]
     return "\n".join((*shown, *lines))
 
 
-def note_raised(turn: Turn, error: UserError) -> None:
+def note_raised(transition: Transition, error: UserError) -> None:
     """Keep an exception of the current attempt for the verdict at its end."""
-    draft = turn.draft
-    if error not in draft.raised:
-        draft.raised = (*draft.raised, error)
+    run = transition.run
+    if error not in run.attempt.raised:
+        run.attempt.raised = (*run.attempt.raised, error)
 
 
-def phase_bound(turn: Turn) -> None:
+def phase_bound(transition: Transition) -> None:
     """Handle the bound of a phase in which an attempt should have gone on."""
-    draft = turn.draft
-    workers = (draft.workers.get(number) for number in draft.members)
-    if draft.phase is Phase.FORMING:
+    run = transition.run
+    workers = (run.fleet.workers.get(number) for number in run.attempt.members)
+    if run.phase is Phase.FORMING:
         late = [w.name for w in workers if w is not None and w.inside and not w.formed]
-        bound_s = turn.rules.bounds.form_bound_s(turn.draft.num_stuck)
+        bound_s = transition.rules.bounds.form_bound_s(transition.run.num_stuck)
         what = "had not formed"
     else:
         late = [w.name for w in workers if w is not None and w.inside]
-        bound_s = turn.rules.bounds.yield_s
+        bound_s = transition.rules.bounds.yield_s
         what = "had not yielded"
     evidence = f"after {bound_s:g} s {', '.join(late[:8])} {what}"
-    draft.deadline_s = inf
-    fault(turn, "undecided", (), evidence)
-    proceed(turn)
+    run.deadline_s = inf
+    fault(transition, "undecided", (), evidence)
+    proceed(transition)

@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from orchestrator.core.events import RunReopened
 from orchestrator.core.handlers import recovery
-from orchestrator.core.state import TERMINAL, Cause, Draft, Phase, RunState
-from orchestrator.core.transition import Turn
+from orchestrator.core.state import (
+    TERMINAL,
+    Attempt,
+    Cause,
+    Fleet,
+    MutableRunState,
+    Phase,
+    RunState,
+)
+from orchestrator.core.transition import Transition
 
 
 def reopening(state: RunState, *, at_s: float, life: int) -> RunReopened:
@@ -23,27 +31,26 @@ def reopening(state: RunState, *, at_s: float, life: int) -> RunReopened:
     return RunReopened(
         at_s=at_s,
         life=life,
-        attempt=state.attempt,
+        attempt=state.attempt.number,
         lineage=state.lineage,
         # A person was asked to put a sound copy back; what was in memory ended with the run.
         bad=() if state.lost else state.bad,
-        next_worker=state.next_worker,
-        next_slot=state.next_slot,
+        next_worker=state.fleet.next_worker,
+        next_slot=state.fleet.next_slot,
         why=why,
     )
 
 
-def reopened(turn: Turn, event: RunReopened) -> None:
+def reopened(transition: Transition, event: RunReopened) -> None:
     """Begin anew behind what is committed: nobody is there, and no budget is spent."""
-    turn.draft = Draft(
+    transition.run = MutableRunState(
         phase=Phase.FENCING,
         life=event.life,
-        attempt=event.attempt,
+        attempt=Attempt(number=event.attempt),
+        fleet=Fleet(next_worker=event.next_worker, next_slot=event.next_slot),
         lineage=event.lineage,
         bad=event.bad,
-        next_worker=event.next_worker,
-        next_slot=event.next_slot,
         cause=Cause("resume", (), event.why, event.at_s),
     )
     # Nobody is left inside, so what counts is read at once.
-    recovery.proceed(turn)
+    recovery.proceed(transition)

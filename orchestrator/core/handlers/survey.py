@@ -21,29 +21,29 @@ from orchestrator.core.actions import (
 from orchestrator.core.events import UNKNOWN_ATTEMPT, ControllerStarted, WorkersSurveyed
 from orchestrator.core.handlers import demand, fleet, formation, planned, recovery
 from orchestrator.core.state import ACTIVE, TERMINAL, Phase, RunState, WorkerStatus, worker_name
-from orchestrator.core.transition import Turn
+from orchestrator.core.transition import Transition
 
 
-def controller_started(turn: Turn, event: ControllerStarted) -> None:
+def controller_started(transition: Transition, event: ControllerStarted) -> None:
     """Begin the run, or ask what lives if it was begun by an earlier controller."""
-    draft = turn.draft
-    draft.life = max(draft.life, event.life)
-    if draft.phase in TERMINAL:
-        outcome = "failed" if draft.phase is Phase.FAILED else "completed"
-        if draft.phase is Phase.FINISHED and draft.stop_reason:
+    run = transition.run
+    run.life = max(run.life, event.life)
+    if run.phase in TERMINAL:
+        outcome = "failed" if run.phase is Phase.FAILED else "completed"
+        if run.phase is Phase.FINISHED and run.stop_reason:
             outcome = "stopped"
-        turn.actions.append(FinishRun(outcome=outcome, reason=draft.reason))
+        transition.actions.append(FinishRun(outcome=outcome, reason=run.reason))
     elif event.life > 1:
-        ask(turn)
-    elif draft.deadline_s == inf:
-        draft.waiting_since_s = turn.now_s
-        draft.deadline_s = turn.now_s + turn.rules.bounds.capacity_s
+        ask(transition)
+    elif run.deadline_s == inf:
+        run.waiting_since_s = transition.now_s
+        run.deadline_s = transition.now_s + transition.rules.bounds.capacity_s
 
 
-def ask(turn: Turn) -> None:
+def ask(transition: Transition) -> None:
     """Ask what lives."""
-    turn.draft.surveying_until_s = turn.now_s + turn.rules.bounds.survey_s
-    turn.actions.append(SurveyWorkers(attempt=turn.draft.attempt))
+    transition.run.surveying_until_s = transition.now_s + transition.rules.bounds.survey_s
+    transition.actions.append(SurveyWorkers(attempt=transition.run.attempt.number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,124 +71,126 @@ def adopted(state: RunState, alive: Iterable[tuple[str, str, int]]) -> Adopted:
         return Adopted((), ())
     attempts = {worker: attempt for worker, _, attempt in alive}
     inside: list[str] = []
-    for number in state.members:
-        worker = state.workers.get(number)
+    for number in state.attempt.members:
+        worker = state.fleet.workers.get(number)
         if worker is not None and worker.name in attempts:
             attempt = attempts[worker.name]
             is_unknown = attempt == UNKNOWN_ATTEMPT and worker.inside
-            if is_unknown or attempt == state.attempt:
+            if is_unknown or attempt == state.attempt.number:
                 inside.append(worker.name)
-    return Adopted(tuple(map(worker_name, state.members)), tuple(inside))
+    return Adopted(tuple(map(worker_name, state.attempt.members)), tuple(inside))
 
 
-def surveyed(turn: Turn, event: WorkersSurveyed) -> None:
+def surveyed(transition: Transition, event: WorkersSurveyed) -> None:
     """Take the answer, and go on from there."""
-    draft = turn.draft
-    if draft.surveying_until_s == inf:
+    run = transition.run
+    if run.surveying_until_s == inf:
         return
-    draft.surveying_until_s = inf
-    _reconcile_slots(turn, event)
-    dead, left = _reconcile_workers(turn, event)
+    run.surveying_until_s = inf
+    _reconcile_slots(transition, event)
+    dead, left = _reconcile_workers(transition, event)
     # Starts that were ordered may have been lost: look at every node again.
-    draft.short = tuple(range(len(draft.node_ids)))
-    if draft.phase in ACTIVE:
-        _resume_attempt(turn, dead, left)
-    elif draft.phase is Phase.FENCING:
-        draft.deadline_s = turn.now_s + turn.rules.bounds.fence_s
-        inside = recovery.members_inside(turn)
+    run.fleet.short = tuple(range(len(run.fleet.node_ids)))
+    if run.phase in ACTIVE:
+        _resume_attempt(transition, dead, left)
+    elif run.phase is Phase.FENCING:
+        run.deadline_s = transition.now_s + transition.rules.bounds.fence_s
+        inside = recovery.members_inside(transition)
         if inside:
-            turn.actions.append(
+            transition.actions.append(
                 FenceAttempt(
-                    attempt=draft.attempt, workers=inside, reason="the controller restarted"
+                    attempt=run.attempt.number, workers=inside, reason="the controller restarted"
                 )
             )
-        draft.reads_pending = 0
-        recovery.proceed(turn)
-    elif draft.phase is Phase.READING:
-        draft.deadline_s = turn.now_s + turn.rules.bounds.read_s
-        draft.reads_pending = 0
-        recovery.proceed(turn)
+        run.reads.pending = 0
+        recovery.proceed(transition)
+    elif run.phase is Phase.READING:
+        run.deadline_s = transition.now_s + transition.rules.bounds.read_s
+        run.reads.pending = 0
+        recovery.proceed(transition)
     else:
-        formation.wait(turn)
+        formation.wait(transition)
 
 
-def _resume_attempt(turn: Turn, dead: list[str], left: list[str]) -> None:
+def _resume_attempt(transition: Transition, dead: list[str], left: list[str]) -> None:
     """Leave an attempt alone that trains with all its members; fence any other."""
-    draft = turn.draft
+    run = transition.run
     if dead:
         evidence = f"{', '.join(dead)} died while the controller was away"
-        recovery.fault(turn, "crash", tuple(dead), evidence)
+        recovery.fault(transition, "crash", tuple(dead), evidence)
     elif left:
         evidence = f"{', '.join(left)} left while the controller was away"
-        recovery.fault(turn, "controller_restart", (), evidence)
-    elif draft.phase is Phase.FORMING:
+        recovery.fault(transition, "controller_restart", (), evidence)
+    elif run.phase is Phase.FORMING:
         # Whether each member was given its assignment is not known.
-        recovery.fault(turn, "controller_restart", (), "restarted while the attempt formed")
-    elif draft.phase is Phase.YIELDING and draft.cause is not None and not draft.completed:
-        draft.deadline_s = planned.yield_deadline_s(turn)
-        turn.actions.append(planned.yield_order(turn))
-        planned.all_left(turn)
-    recovery.proceed(turn)
+        recovery.fault(transition, "controller_restart", (), "restarted while the attempt formed")
+    elif run.phase is Phase.YIELDING and run.cause is not None and not run.attempt.completed:
+        run.deadline_s = planned.yield_deadline_s(transition)
+        transition.actions.append(planned.yield_order(transition))
+        planned.all_left(transition)
+    recovery.proceed(transition)
 
 
-def _reconcile_slots(turn: Turn, event: WorkersSurveyed) -> None:
-    draft = turn.draft
+def _reconcile_slots(transition: Transition, event: WorkersSurveyed) -> None:
+    run = transition.run
     granted = dict(event.slots)
     pending = set(event.pending_slots)
-    for number, slot in sorted(draft.slots.items()):
+    for number, slot in sorted(run.fleet.slots.items()):
         if slot.node >= 0:
-            if granted.get(number) != draft.nodes[slot.node].name:
-                demand.release_slot(turn, number)
+            if granted.get(number) != run.fleet.nodes[slot.node].name:
+                demand.release_slot(transition, number)
         elif number in granted:
-            node = fleet.find_node(turn, granted[number])
-            if not draft.nodes[node].alive:
-                fleet.revive_node(turn, node)
-            fleet.place_slot(turn, number, node)
+            node = fleet.find_node(transition, granted[number])
+            if not run.fleet.nodes[node].alive:
+                fleet.revive_node(transition, node)
+            fleet.place_slot(transition, number, node)
         elif number not in pending:
-            turn.actions.append(RequestSlot(slot=number, avoid=slot.avoid))
+            transition.actions.append(RequestSlot(slot=number, avoid=slot.avoid))
     for number in sorted((*granted, *pending)):
-        if number not in draft.slots:
-            turn.actions.append(ReleaseSlot(slot=number))
+        if number not in run.fleet.slots:
+            transition.actions.append(ReleaseSlot(slot=number))
 
 
-def _reconcile_workers(turn: Turn, event: WorkersSurveyed) -> tuple[list[str], list[str]]:
+def _reconcile_workers(
+    transition: Transition, event: WorkersSurveyed
+) -> tuple[list[str], list[str]]:
     """Return the members of the current attempt that died, and those that left it, unheard."""
-    draft = turn.draft
+    run = transition.run
     alive = {worker: attempt for worker, _, attempt in event.alive}
     dead: list[str] = []
     left: list[str] = []
-    for number, worker in sorted(draft.workers.items()):
+    for number, worker in sorted(run.fleet.workers.items()):
         if worker.name not in alive:
             if worker.inside:
                 dead.append(worker.name)
-            fleet.drop_worker(turn, number)
+            fleet.drop_worker(transition, number)
             # Not to be found is not to be dead: end what can be reached.
-            turn.actions.append(
+            transition.actions.append(
                 KillWorker(worker=worker.name, reason="not found after the controller restarted")
             )
         elif worker.status is WorkerStatus.READY:
             # A member that never formed may yet get its assignment from the dead controller:
             # only its answer to a fence shows that it is out.
-            has_entered = worker.formed or draft.stepped
+            has_entered = worker.formed or run.attempt.stepped
             answered = alive[worker.name] != UNKNOWN_ATTEMPT
-            is_out = answered and alive[worker.name] != draft.attempt and has_entered
+            is_out = answered and alive[worker.name] != run.attempt.number and has_entered
             if worker.inside and is_out:
                 left.append(worker.name)
-                fleet.put_worker(turn, number, worker._replace(inside=False))
+                fleet.put_worker(transition, number, worker._replace(inside=False))
         else:
             # Nobody was there to hear of it in time: the bounds begin anew.
             is_dying = worker.status is WorkerStatus.DYING
-            bounds = turn.rules.bounds
-            deadline_s = turn.now_s + (
-                bounds.kill_s if is_dying else bounds.start_bound_s(draft.num_failed_starts)
+            bounds = transition.rules.bounds
+            deadline_s = transition.now_s + (
+                bounds.kill_s if is_dying else bounds.start_bound_s(run.fleet.num_failed_starts)
             )
-            fleet.put_worker(turn, number, worker._replace(deadline_s=deadline_s))
-            turn.wake_by(deadline_s)
+            fleet.put_worker(transition, number, worker._replace(deadline_s=deadline_s))
+            transition.wake_by(deadline_s)
             if is_dying:
-                turn.actions.append(
+                transition.actions.append(
                     KillWorker(worker=worker.name, reason="killed before the controller restarted")
                 )
     for name in sorted(alive):
-        if fleet.find_worker(turn, name) is None:
-            turn.actions.append(KillWorker(worker=name, reason="not known to the run"))
+        if fleet.find_worker(transition, name) is None:
+            transition.actions.append(KillWorker(worker=name, reason="not known to the run"))
     return dead, left

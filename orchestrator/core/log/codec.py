@@ -14,7 +14,7 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from orchestrator.core.state import Draft, RunState, Table, freeze
+from orchestrator.core.state import MutableRunState, RunState, Table, freeze
 from ucp_core.layout import ParallelLayout
 
 #: JSON has no numbers for these.
@@ -153,8 +153,8 @@ def _record(hint: Any) -> Codec:
 
 
 def _state(_hint: Any) -> Codec:
-    draft = codec(Draft)
-    return Codec(draft.encode, lambda value: freeze(draft.decode(value)))
+    run = codec(MutableRunState)
+    return Codec(run.encode, lambda value: freeze(run.decode(value)))
 
 
 def _is_same(*codecs: Codec) -> bool:

@@ -1,32 +1,40 @@
 """The run as a value: what the controller knows, and nothing else. Pure."""
 
+from orchestrator.core.state.attempt import Attempt
+from orchestrator.core.state.fleet import (
+    Fleet,
+    Node,
+    Slot,
+    Worker,
+    WorkerStatus,
+    worker_name,
+    worker_number,
+)
+from orchestrator.core.state.reads import Reads
 from orchestrator.core.state.run import (
     ACTIVE,
     TERMINAL,
     Cause,
-    Draft,
-    Node,
+    MutableRunState,
     Phase,
     RunState,
-    Slot,
-    Worker,
-    WorkerStatus,
     describe,
     freeze,
     next_deadline_s,
     thaw,
-    worker_name,
-    worker_number,
 )
 from orchestrator.core.state.table import Table
 
 __all__ = [
     "ACTIVE",
     "TERMINAL",
+    "Attempt",
     "Cause",
-    "Draft",
+    "Fleet",
+    "MutableRunState",
     "Node",
     "Phase",
+    "Reads",
     "RunState",
     "Slot",
     "Table",

@@ -115,15 +115,23 @@ class Pacing:
         while True:
             await asyncio.sleep(LOOK_S)
             now = state()
-            if now.phase not in ACTIVE or not now.members or now.members[0] not in now.workers:
+            if (
+                now.phase not in ACTIVE
+                or not now.attempt.members
+                or now.attempt.members[0] not in now.fleet.workers
+            ):
                 continue
-            worker, attempt = now.workers[now.members[0]].name, now.attempt
+            worker, attempt = now.fleet.workers[now.attempt.members[0]].name, now.attempt.number
             costs = await self._crew.keep_pace(worker, attempt, self._told)
             if costs is not None and costs.step_s:
                 self._take(costs, self._redundancy(now))
 
     def _redundancy(self, state: RunState) -> Redundancy:
-        nodes = {state.workers[each].node for each in state.members if each in state.workers}
+        nodes = {
+            state.fleet.workers[each].node
+            for each in state.attempt.members
+            if each in state.fleet.workers
+        }
         plan = self._plan()
         return Redundancy(
             num_nodes=max(1, len(nodes)),

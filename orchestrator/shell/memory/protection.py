@@ -39,7 +39,7 @@ class ProtectionWatch:
         protection = self._snapshots.protection(state.lineage)
         self._survived = protection.node_losses_survived
         # Before anything was trained there is nothing to protect.
-        is_reduced = self._survived < self._wanted and state.step > 0
+        is_reduced = self._survived < self._wanted and state.attempt.step > 0
         self._time = noted(self._time, at_s, is_reduced=is_reduced)
         self._metrics.show_protection(
             survived=self._survived,
@@ -65,7 +65,7 @@ class ProtectionWatch:
 
 def stored_step(snapshots: Snapshots, state: RunState) -> int:
     """Return the newest step that is known to be in storage; it may be newer."""
-    read_step = 0 if state.known_in_memory else state.known[0]
+    read_step = 0 if state.committed_in_memory else state.committed[0]
     return max(snapshots.stored_step(), read_step)
 
 
@@ -96,18 +96,20 @@ def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str
         state: Of the run.
     """
     good = quarantine.good(inventories, state.bad)
-    members = [n for n in state.members if n in state.workers]
-    others = [n for n in state.workers if n not in set(members)]
-    workers = [state.workers[number] for number in (*members, *others)]
+    members = [n for n in state.attempt.members if n in state.fleet.workers]
+    others = [n for n in state.fleet.workers if n not in set(members)]
+    workers = [state.fleet.workers[number] for number in (*members, *others)]
     return {
-        "step": state.step,
+        "step": state.attempt.step,
         "lineage": [list(entry) for entry in state.lineage],
         "bad": [list(source) for source in state.bad],
         "num_members": sum(worker.inside for worker in workers),
-        "slots": {node.name: len(node.slots) for node in state.nodes.values() if node.alive},
-        "leaving": [node.name for node in state.nodes.values() if node.alive and node.draining],
+        "slots": {node.name: len(node.slots) for node in state.fleet.nodes.values() if node.alive},
+        "leaving": [
+            node.name for node in state.fleet.nodes.values() if node.alive and node.draining
+        ],
         "workers": [
-            {"worker": worker.name, "node": state.nodes[worker.node].name}
+            {"worker": worker.name, "node": state.fleet.nodes[worker.node].name}
             for worker in workers
             if worker.status is WorkerStatus.READY
         ],

@@ -86,7 +86,7 @@ class SimJournal:
         """Take in an event, the state after it, and the actions that it led to."""
         if isinstance(event, ControllerStarted) and self._turns:
             self._ends.append(len(self._turns))
-        self._turns.append(_Turn(event, actions, state.attempt, self._seq))
+        self._turns.append(_Turn(event, actions, state.attempt.number, self._seq))
         self._seq += 1 + len(actions)
         if self._rng.random() < _MARK:
             self._marked = len(self._turns), state

@@ -19,7 +19,7 @@ from orchestrator.core import (
 from orchestrator.core import events as ev
 from orchestrator.core.actions import StartWorker, YieldAttempt
 from orchestrator.core.handlers.survey import Adopted
-from orchestrator.core.state.run import freeze, thaw
+from orchestrator.core.state import freeze, thaw
 from workers.protocol import Source
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=1000)
@@ -164,7 +164,7 @@ def test_survivors_keep_their_order_and_nodes_stay_together() -> None:
         *(ev.WorkerReady(at_s=1.6, worker=f"w{n:04d}", node="", pid=n) for n in (5, 6)),
         rules=rules,
     )
-    before = [state.workers[member] for member in state.members]
+    before = [state.fleet.workers[member] for member in state.attempt.members]
     assert [worker.node for worker in before] == [0, 0, 1, 1]
 
     dead = before[0].name
@@ -179,7 +179,7 @@ def test_survivors_keep_their_order_and_nodes_stay_together() -> None:
         ev.CommittedRead(at_s=2.2, attempt=1, step=1, committed_by=1, skipped=()),
         rules=rules,
     )
-    after = [state.workers[member] for member in state.members]
+    after = [state.fleet.workers[member] for member in state.attempt.members]
     assert [worker.node for worker in after] == [0, 0, 1, 1]
     assert [w.name for w in after if w.name in left] == left
 
@@ -190,7 +190,7 @@ def test_a_node_where_workers_keep_failing_is_avoided() -> None:
     actions: tuple[Action, ...] = ()
     for number, at_s in ((1, 3.0), (3, 4.0), (4, 5.0)):
         name = f"w{number:04d}"
-        attempt = state.attempt
+        attempt = state.attempt.number
         ready = ev.WorkerReady(at_s=at_s, worker=name, node="a", pid=1)
         state = _fold(state, ready)
         crashed = ev.WorkerExited(at_s=at_s, worker=name, cause="crash", detail="")
@@ -214,7 +214,11 @@ def test_nodes_that_fail_alike_are_not_avoided() -> None:
     for number in range(12):
         at_s, node = 3.0 + 20 * number, number % 2
         spare = next(
-            (w.name for n, w in state.workers.items() if w.node == node and n not in state.members),
+            (
+                w.name
+                for n, w in state.fleet.workers.items()
+                if w.node == node and n not in state.attempt.members
+            ),
             None,
         )
         assert spare is not None, f"node {node} gets no new worker after {number} failures"
@@ -225,7 +229,7 @@ def test_nodes_that_fail_alike_are_not_avoided() -> None:
             ev.Ticked(at_s=at_s + 10),
             rules=rules,
         )
-    assert all(node.avoid_until_s == 0.0 for node in state.nodes.values())
+    assert all(node.avoid_until_s == 0.0 for node in state.fleet.nodes.values())
 
 
 def test_a_hint_never_avoids_a_node() -> None:
@@ -246,9 +250,9 @@ def test_a_hint_never_avoids_a_node() -> None:
             ),
             ev.StepCompleted(at_s=at_s, attempt=attempt + 1, step=attempt + 1, step_s=0.1),
         )
-    assert state.attempt == 8
-    assert all(not node.strikes for node in state.nodes.values())
-    assert len(state.members) == 2
+    assert state.attempt.number == 8
+    assert all(not node.strikes for node in state.fleet.nodes.values())
+    assert len(state.attempt.members) == 2
 
 
 def test_a_stop_while_waiting_ends_the_run_at_once() -> None:
@@ -286,7 +290,7 @@ def test_a_start_that_took_too_long_gets_more_time_the_next_time() -> None:
         ev.WorkerExited(at_s=RULES.bounds.start_s, worker="w0001", cause="killed", detail=""),
         ev.Ticked(at_s=RULES.bounds.start_s + RULES.bounds.backoff_s),
     )
-    (second,) = state.workers.values()
+    (second,) = state.fleet.workers.values()
 
     begun_s = RULES.bounds.start_s + RULES.bounds.backoff_s
     assert second.name == "w0002"
@@ -309,7 +313,7 @@ def test_an_attempt_that_did_not_form_in_time_gets_more_time_the_next_time() -> 
     nothing = replace(_read(bound_s, state), step=0, committed_by=0, source="")
     state = _fold(state, nothing)
 
-    assert (state.phase, state.attempt) == (Phase.FORMING, 2)
+    assert (state.phase, state.attempt.number) == (Phase.FORMING, 2)
     assert state.deadline_s - bound_s == 2 * (bound_s - 1.0)
 
 
@@ -326,9 +330,9 @@ def test_a_start_that_fails_for_ever_ends_the_run_with_the_last_words() -> None:
     for _ in range(20):
         if state.phase is Phase.FAILED:
             break
-        name = f"w{state.next_worker - 1:04d}"
+        name = f"w{state.fleet.next_worker - 1:04d}"
         died = ev.WorkerExited(at_s=at_s, worker=name, cause="crash", detail="no module torch")
-        granted = ev.SlotGranted(at_s=at_s, slot=state.next_slot - 1, node="a")
+        granted = ev.SlotGranted(at_s=at_s, slot=state.fleet.next_slot - 1, node="a")
         at_s += 100.0
         state = _fold(state, died, ev.Ticked(at_s=at_s), granted, rules=rules)
     assert state.phase is Phase.FAILED
@@ -396,11 +400,11 @@ def _unloadable(at_s: float, attempt: int, source: Source | None = None) -> list
 def _read(at_s: float, state: RunState) -> ev.CommittedRead:
     return ev.CommittedRead(
         at_s=at_s,
-        attempt=state.attempt,
+        attempt=state.attempt.number,
         step=1,
         committed_by=1,
         skipped=(),
-        number=state.num_reads,
+        number=state.reads.num,
         source="memory",
     )
 
@@ -419,7 +423,7 @@ def test_attempts_that_find_something_bad_cost_no_budget_and_no_time() -> None:
         state = _fold(state, _read(3.0, state))
         assert state.phase is Phase.FORMING, state.reason
         source = (1, 1, "a", "w0001.1", 0, 2 * number)
-        state = _fold(state, *_unloadable(3.0, state.attempt, source))
+        state = _fold(state, *_unloadable(3.0, state.attempt.number, source))
 
     assert state.phase is Phase.READING
     assert len(state.bad) == 40
@@ -431,22 +435,22 @@ def test_attempts_that_cannot_load_and_find_nothing_end_the_run() -> None:
     state = _running()
     at_s = 3.0
     while state.phase is not Phase.FAILED:
-        events = _unloadable(at_s, state.attempt) if state.num_inside else []
+        events = _unloadable(at_s, state.attempt.number) if state.attempt.num_inside else []
         state = _fold(state, *events)
         if state.phase is Phase.READING:
             state = _fold(state, _read(at_s, state))
         at_s += 20.0
         state = _fold(state, ev.Ticked(at_s=at_s))
-        assert state.attempt < 20
+        assert state.attempt.number < 20
 
     assert "without a new committed step" in state.reason
 
 
 def _in_other_order() -> RunState:
     """Return ``_running`` with rank 0 in the younger worker, as after a replacement."""
-    draft = thaw(_running())
-    draft.members = draft.members[::-1]
-    return freeze(draft)
+    run = thaw(_running())
+    run.attempt.members = run.attempt.members[::-1]
+    return freeze(run)
 
 
 def test_a_restarted_controller_knows_the_members_by_rank() -> None:

@@ -55,7 +55,7 @@ def test_what_is_not_known_of_a_process_is_no_number(tmp_path: Path) -> None:
 
     assert document["controller"] == "down"
     pids = [worker["pid"] for worker in document["workers"]]
-    assert pids == [worker.pid for worker in run.state.workers.values()]
+    assert pids == [worker.pid for worker in run.state.fleet.workers.values()]
     assert [node["raylet_pid"] for node in document["nodes"]] == [None] * NUM_WORKERS
     assert [node["keeper_pid"] for node in document["nodes"]] == [None] * NUM_WORKERS
 
@@ -134,7 +134,7 @@ def test_a_living_controller_tells_no_loss_that_json_cannot_hold(loss: float) ->
 def test_what_is_stored_while_memory_is_asked_is_in_memory_too(tmp_path: Path) -> None:
     """Storage that was looked at later had a newer step, and seemed to be all that is left."""
     run = _run_in(tmp_path)
-    nodes = [node.name for node in run.state.nodes.values()][:2]
+    nodes = [node.name for node in run.state.fleet.nodes.values()][:2]
     asked: list[int] = []
 
     async def losses() -> dict[str, Any]:
@@ -159,7 +159,7 @@ def test_a_plan_counts_on_nothing_that_could_not_be_loaded(tmp_path: Path) -> No
     for step in (10, 20):
         save(run.store, small_state(), step=step, root=join(run.path, CHECKPOINTS))
     part = HeldPart(arena="w0.1", held=replace(held(30, 0), world_size=1))
-    nodes = [node.name for node in run.state.nodes.values()]
+    nodes = [node.name for node in run.state.fleet.nodes.values()]
     _find_damaged(run, stored_source(20, 1), held_source(nodes[0], part.arena, part.held))
 
     async def losses() -> dict[str, Any]:
@@ -173,7 +173,7 @@ def test_a_plan_counts_on_nothing_that_could_not_be_loaded(tmp_path: Path) -> No
 def test_a_plan_leaves_a_node_under_notice_as_the_run_would(tmp_path: Path) -> None:
     """It trains there until it has to leave, so the node counts as one of the run's."""
     run = _run_in(tmp_path)
-    nodes = [node.name for node in run.state.nodes.values()]
+    nodes = [node.name for node in run.state.fleet.nodes.values()]
     # There is no other machine to be had.
     run._fold_one(ev.NodeDraining(at_s=run.at_s, node=nodes[0], deadline_s=run.at_s + 100.0))
 
@@ -205,8 +205,8 @@ def _find_damaged(run: Journaled, *sources: Source) -> None:
     run._fold(
         ev.WorkerLeft(
             at_s=run.at_s,
-            attempt=run.state.attempt,
-            worker=run.state.workers[run.state.members[0]].name,
+            attempt=run.state.attempt.number,
+            worker=run.state.fleet.workers[run.state.attempt.members[0]].name,
             how="unloadable",
             step=0,
             detail="a checksum differs",

@@ -48,7 +48,7 @@ def _journal(
     for event in events:
         state, ordered = step(state, event, rules=rules)
         actions += ordered
-        for record in turn_records(event, ordered, attempt=state.attempt):
+        for record in turn_records(event, ordered, attempt=state.attempt.number):
             lines += json.dumps({**record, "seq": seq, "wall_time": 1.0}).encode() + b"\n"
             seq += 1
     return state, actions, lines
@@ -66,7 +66,7 @@ def test_a_stopped_run_goes_on_behind_its_last_committed_step() -> None:
     assert start.lineage == ((1, 0), (2, 2))
     assert start.members == (("w0002", "b", 2),)
     assert not any(isinstance(action, act.ReportIncident) for action in actions)
-    assert (state.phase, state.step, state.stop_reason) == (Phase.RUNNING, 3, "")
+    assert (state.phase, state.attempt.step, state.stop_reason) == (Phase.RUNNING, 3, "")
     assert "everstep stop" in event.why
 
 

@@ -22,7 +22,7 @@ def _journal() -> tuple[bytes, RunState]:
     state, seq, lines = RunState(), 0, b""
     for event in EVENTS:
         state, actions = step(state, event, rules=RULES)
-        for record in turn_records(event, actions, attempt=state.attempt):
+        for record in turn_records(event, actions, attempt=state.attempt.number):
             seq += 1
             lines += json.dumps({**record, "seq": seq, "wall_time": 1.0}).encode() + b"\n"
     return lines, state

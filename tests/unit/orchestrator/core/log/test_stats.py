@@ -40,7 +40,7 @@ def _stats(events: Sequence[ev.Event]) -> RunStats:
     state, stats = RunState(), RunStats()
     for event in events:
         state, actions = step(state, event, rules=RULES)
-        for record in turn_records(event, actions, attempt=state.attempt):
+        for record in turn_records(event, actions, attempt=state.attempt.number):
             # As read back from the file: arrays and not tuples.
             stats.add(json.loads(json.dumps(record)))
     return stats

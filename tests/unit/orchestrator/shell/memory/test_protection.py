@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from orchestrator.core import Phase, RunState
-from orchestrator.core.state.run import freeze, thaw
+from orchestrator.core.state import freeze, thaw
 from orchestrator.policies.saving.reduced import ALERT_S
 from orchestrator.shell.memory.protection import LOOK_S, ProtectionWatch
 from orchestrator.shell.memory.snapshots import Snapshots
@@ -18,9 +18,9 @@ from ucp_core.storage import MemoryStore
 
 
 def _at(phase: Phase, step: int) -> RunState:
-    draft = thaw(RunState())
-    draft.phase, draft.step = phase, step
-    return freeze(draft)
+    run = thaw(RunState())
+    run.phase, run.attempt.step = phase, step
+    return freeze(run)
 
 
 def _reduced_for_s(states: list[RunState]) -> float | None:

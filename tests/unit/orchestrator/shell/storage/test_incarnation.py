@@ -25,7 +25,7 @@ def test_a_run_whose_first_life_left_half_a_line_begins_with_the_next(tmp_path: 
     assert again.life == 2
     again.grow(60)
 
-    assert again.state.step > 0
+    assert again.state.attempt.step > 0
     assert replay_run(run.path)["same_decisions"]
 
 

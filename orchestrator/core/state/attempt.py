@@ -1,0 +1,62 @@
+"""What is known of one attempt; the next attempt starts with a new ``Attempt``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from orchestrator.core.state.frozen import Frozen, Part
+from orchestrator.policies import UserError
+from ucp_core.layout import ParallelLayout
+from workers.protocol import Source
+
+
+@dataclass(eq=False)
+class Attempt(Part):
+    """The current attempt, or the last one.
+
+    Attributes:
+        number: The fencing token; 0 before the first attempt.
+        layout: Of its workers.
+        members: Its workers in rank order, dead ones too.
+        num_inside: Members that have neither left nor died.
+        num_unformed: Members that have not formed.
+        step: Last step that every rank completed.
+        stepped: Whether it completed a step.
+        committed_at_start: What the run's ``committed`` was when it started.
+        num_bad_at_start: How many sources were bad when it started.
+        left_step: Least step that members reported when they left, -1 if none did.
+        yield_asked: Whether the members were asked to leave.
+        yielded_step: Step at which all members so far yielded; -1 none yet, -2 they differ.
+        completed: Whether a member reported the last step as committed.
+        fenced_s: When the last member was out.
+        judged: Whether its end was put on record and charged.
+        raised: Errors of its training code.
+        unread: Sources that members could not read, and did not prove bad.
+        newcomer_since_s: When a worker that it lacks first became usable; infinity: none.
+        trained_since_s: When it completed its first step.
+    """
+
+    number: int = 0
+    layout: ParallelLayout | None = None
+    members: tuple[int, ...] = ()
+    num_inside: int = 0
+    num_unformed: int = 0
+    step: int = 0
+    stepped: bool = False
+    committed_at_start: tuple[int, int] = (0, 0)
+    num_bad_at_start: int = 0
+    left_step: int = -1
+    yield_asked: bool = False
+    yielded_step: int = -1
+    completed: bool = False
+    fenced_s: float = 0.0
+    judged: bool = False
+    raised: tuple[UserError, ...] = ()
+    unread: tuple[Source, ...] = ()
+    newcomer_since_s: float = inf
+    trained_since_s: float = 0.0
+
+
+class FrozenAttempt(Frozen, Attempt):
+    """An attempt as a value."""

@@ -1,0 +1,138 @@
+"""The machines of the run: nodes, slots on them, worker processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+from math import inf
+from typing import NamedTuple
+
+from orchestrator.core.state.frozen import Frozen, Part
+from orchestrator.core.state.table import Table
+
+
+class WorkerStatus(StrEnum):
+    """A worker process: starting, able to be assigned, or killed and not yet known to be gone."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DYING = "dying"
+
+
+class Worker(NamedTuple):
+    """One worker process.
+
+    Attributes:
+        name: As the shell knows it, ``w0007``.
+        node: Number of its node.
+        status: Of the process.
+        deadline_s: STARTING: be ready by then. DYING: be gone by then.
+        slot: The slot it uses, 0 if none.
+        inside: Whether it is in the current attempt and has not left it.
+        formed: Whether it has formed in the current attempt.
+        pid: Process id, 0 before it was ready.
+    """
+
+    name: str
+    node: int
+    status: WorkerStatus
+    deadline_s: float = inf
+    slot: int = 0
+    inside: bool = False
+    formed: bool = False
+    pid: int = 0
+
+
+class Slot(NamedTuple):
+    """One reservation. ``node`` is -1 while it is pending; ``avoid`` is what was asked for."""
+
+    node: int
+    avoid: tuple[str, ...]
+
+
+class Node(NamedTuple):
+    """One node.
+
+    Attributes:
+        name: As the shell knows it.
+        alive: Whether it is in the cluster.
+        slots: Reservations granted here, ascending.
+        workers: Processes here, ascending.
+        usable: Workers that could train here: ready ones, at most one per slot.
+        leave_by_s: Deadline of a drain notice; infinity if there is none.
+        strikes: When workers provably failed here, within the window.
+        avoid_until_s: No new slots here before then.
+        retry_s: No new process here before then.
+        num_failed_starts: In a row.
+    """
+
+    name: str
+    alive: bool = True
+    slots: tuple[int, ...] = ()
+    workers: tuple[int, ...] = ()
+    usable: int = 0
+    leave_by_s: float = inf
+    strikes: tuple[float, ...] = ()
+    avoid_until_s: float = 0.0
+    retry_s: float = 0.0
+    num_failed_starts: int = 0
+
+    @property
+    def draining(self) -> bool:
+        """Return whether the provider takes the node back."""
+        return self.leave_by_s != inf
+
+
+@dataclass(eq=False)
+class Fleet(Part):
+    """All nodes, slots and workers, and the counts that are kept of them.
+
+    Attributes:
+        workers: By number: the 7 of ``w0007``.
+        slots: By number.
+        nodes: By order of first appearance.
+        node_ids: Number of a node by its name.
+        short: Nodes that lack worker processes, or have too many.
+        num_slots: Pending ones, and granted ones on nodes that stay.
+        num_usable: Workers that could train, on nodes that stay.
+        num_leaving: Workers that could train, on draining nodes.
+        num_starting: Processes that are starting.
+        num_failed_starts: Processes that died at start in a row before any got ready.
+        failed_start: What was said of the last of them.
+        next_worker: Number of the next worker.
+        next_slot: Number of the next slot.
+        wake_s: Earliest time at which a bound of a worker, node or slot may be reached.
+    """
+
+    workers: Table[Worker] = field(default_factory=Table)
+    slots: Table[Slot] = field(default_factory=Table)
+    nodes: Table[Node] = field(default_factory=Table)
+    node_ids: dict[str, int] = field(default_factory=dict)
+    short: tuple[int, ...] = ()
+    num_slots: int = 0
+    num_usable: int = 0
+    num_leaving: int = 0
+    num_starting: int = 0
+    num_failed_starts: int = 0
+    failed_start: str = ""
+    next_worker: int = 1
+    next_slot: int = 1
+    wake_s: float = inf
+
+
+class FrozenFleet(Frozen, Fleet):
+    """A fleet as a value."""
+
+
+# Every event names a worker, and a run has few.
+@lru_cache(maxsize=1 << 14)
+def worker_name(number: int) -> str:
+    """Return ``w0007`` for 7."""
+    return f"w{number:04d}"
+
+
+@lru_cache(maxsize=1 << 14)
+def worker_number(name: str) -> int:
+    """Return 7 for ``w0007``, and -1 for what no machine has named."""
+    return int(name[1:]) if name[:1] == "w" and name[1:].isdecimal() else -1

@@ -1,0 +1,26 @@
+"""Parts of the run state: mutable while one event is folded, frozen ever after."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any, NoReturn
+
+
+class Part:
+    """Something that equals another by its fields, be either frozen or not."""
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether every field is equal."""
+        return isinstance(other, Part) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        """Refuse: a part may hold tables, which are not hashable."""
+        raise TypeError("a part of the run state is not hashable")
+
+
+class Frozen:
+    """A part that must not be changed any more."""
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        """Refuse: a state is a value."""
+        raise FrozenInstanceError(f"cannot assign to field {name!r} of a run state")
