@@ -452,7 +452,6 @@ class NodeReport:
         stored_step: The newest step that this keeper saw committed to storage; 0 if none.
         troubles: One line for each thing that protects less than was asked for: no memory, a
             full or silent store, a peer that cannot be reached.
-        is_still: Whether its trainers stand still; the next reports come soon then.
     """
 
     node: str
@@ -461,7 +460,6 @@ class NodeReport:
     inventory: Inventory | None = None
     stored_step: int = 0
     troubles: tuple[str, ...] = ()
-    is_still: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

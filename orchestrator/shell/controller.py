@@ -55,13 +55,10 @@ class Controller:
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         # Only now: among saturated trainers half a second of imports took two at that niceness.
         from orchestrator.shell.loop import Run
-        from workers.process import Rest
 
         self._loop = asyncio.new_event_loop()
         self._self = ray.get_runtime_context().current_actor
-        self._run = Run(
-            run_id=run_id, config=config, opening=opening, controller=self._self, rest=Rest()
-        )
+        self._run = Run(run_id=run_id, config=config, opening=opening, controller=self._self)
         threading.Thread(target=self._serve, name="run", daemon=True).start()
 
     # Nobody waits for an answer, and one of nothing costs a tenth of the call.

@@ -46,7 +46,6 @@ from orchestrator.shell.serve import StatusPage, bounds_document, status_documen
 from orchestrator.shell.storage import BookmarkFile, JournalFile, RunRecord, begin_life
 from ucp_core.storage import join, open_store
 from workers.placement import Preference
-from workers.process import Rest
 from workers.protocol import Assignment, MemoryPart, NodeReport
 
 log = logging.getLogger(__name__)
@@ -69,15 +68,13 @@ class Run:
         config: The resolved configuration as JSON.
         opening: The life of the controller that opens the run under this configuration.
         controller: Ray handle of the actor around this, given to the keepers.
-        rest: Of the actor's main thread, while the run is quiet.
     """
 
     def __init__(
-        self, *, run_id: str, config: dict[str, Any], opening: int, controller: Any, rest: Rest
+        self, *, run_id: str, config: dict[str, Any], opening: int, controller: Any
     ) -> None:
         self._config = RunConfig.model_validate(config)
-        self._controller, self._rest = controller, rest
-        self._still_nodes: set[str] = set()
+        self._controller = controller
         self._names = RunNames(run_id)
         self._rules = self._config.rules()
         self._store, self._path = open_store(self._config.run.directory)
@@ -197,7 +194,6 @@ class Run:
         await self._close(page)
 
     async def _losses(self) -> dict[str, Any]:
-        self._nodes.wake_keepers()
         return loss_document(await self._snapshots.inventories(), self._state)
 
     async def _furnish(self, page: StatusPage) -> None:
@@ -210,8 +206,6 @@ class Run:
 
     def on_report(self, report: NodeReport) -> None:
         """Take in a keeper's report. On the loop."""
-        (self._still_nodes.add if report.is_still else self._still_nodes.discard)(report.node)
-        self._tend_rest()
         self._observer.on_report(report)
         # What proves anything comes in reports, and whoever stands still is reported often.
         self._observer.judge()
@@ -255,7 +249,6 @@ class Run:
             os._exit(1)
 
     async def _fold_next(self) -> None:
-        self._tend_rest()
         left_s = next_deadline_s(self._state) - self._clock.at_s()
         try:
             event = await asyncio.wait_for(self._inbox.get(), min(max(left_s, TICK_S), TICK_S_MAX))
@@ -278,22 +271,10 @@ class Run:
         if self._bookmark.is_due(self._journal.journal_bytes, is_quiet=self._is_quiet()):
             self._spawn(self._bookmark.write(self._marked()))
 
-    def _tend_rest(self) -> None:
-        """Rest while nothing is up. Once something is, keepers will be called as well."""
-        if not self._is_settled():
-            self._still_nodes.clear()
-        elif not self._still_nodes:
-            self._rest.begin()
-            return
-        if self._rest.end():
-            self._nodes.wake_keepers()
-
     def _is_quiet(self) -> bool:
-        return self._is_settled() and self._inbox.empty()
-
-    def _is_settled(self) -> bool:
         state = self._state
-        return state.phase is Phase.RUNNING and state.surveying_until_s == math.inf
+        is_settled = state.phase is Phase.RUNNING and state.surveying_until_s == math.inf
+        return is_settled and self._inbox.empty()
 
     def _marked(self) -> bytes:
         """Return the bookmark of the journal's end, as a document."""

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -32,7 +32,6 @@ from workers.errors import WorkerError
 from workers.keeper.node_memory import NodeMemory
 from workers.keeper.watch import GONE, STILL_S, NodeWatch, clear
 from workers.parent_death import end_with_parent
-from workers.process import Bell, Rest, hang_bell
 from workers.protocol import Inventory, KeeperOrder, NodeReport
 from workers.settings import Settings
 
@@ -48,9 +47,6 @@ LOOK_STEPPING_S = 0.25
 #: about 2 ms of processor time at its two ends, and only stillness has to be watched closely.
 MOVING_PERIOD_S = 1.0
 STILL_PERIOD_S = 0.1
-
-#: Who was called or rung for stays up so long: what has happened makes for more calls.
-AWAKE_S = 2.0
 
 OPTIONS = {
     "num_cpus": 0,
@@ -72,14 +68,6 @@ class Keeper:
         settings: ``workers.settings.Settings`` as JSON; None keeps no snapshots.
     """
 
-    _rest: Rest
-
-    def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Ray does this on the main thread, and the rest, as it has coroutines, elsewhere."""
-        keeper = super().__new__(cls)
-        keeper._rest = Rest()
-        return keeper
-
     def __init__(
         self,
         *,
@@ -97,8 +85,7 @@ class Keeper:
         self._directory = Path(directory)
         self._watch = NodeWatch(node=self._node, directory=self._directory)
         self._task: asyncio.Task[None] | None = None
-        self._bell: asyncio.Task[Bell] | None = None
-        self._awake_until_s = self._reported_s = float("-inf")
+        self._reported_s = float("-inf")
         self._memory: NodeMemory | None = None
         self._why_no_memory = ""
         # A thread each: a store that stalls holds up flushes, and nothing else.
@@ -110,20 +97,17 @@ class Keeper:
         """Start reporting if it has not begun; return who this is.
 
         Returns:
-            node, pid, raylet_pid; its bell (host, port); and of its memory host, port and secret,
-            ("", 0, b"") if it keeps no snapshots.
+            node, pid, raylet_pid; and of its memory host, port and secret, ("", 0, b"") if it
+            keeps no snapshots.
         """
-        here = ray.util.get_node_ip_address()
-        if self._task is None or self._bell is None:
+        if self._task is None:
             self._task = asyncio.create_task(self._report_forever())
             self._task.add_done_callback(self._ended)
-            self._bell = asyncio.create_task(hang_bell(here, self._wake))
         host, port = self._memory.address if self._memory else ("", 0)
         return {
             "node": self._node,
             "pid": os.getpid(),
             "raylet_pid": os.getppid(),
-            "bell": (here, (await self._bell).port),
             "host": host,
             "port": port,
             "secret": self._memory.secret if self._memory else b"",
@@ -145,14 +129,12 @@ class Keeper:
 
     async def held(self) -> Inventory:
         """Return what is held in memory now."""
-        self._wake()
         if self._memory is None:
             return Inventory(node=self._node, host="", port=0, parts=())
         return self._memory.inventory()
 
     async def order(self, order: KeeperOrder) -> None:
         """Go on under a new attempt. An order that was overtaken is not obeyed."""
-        self._wake()
         if self._memory is not None and self._memory.fence(order):
             await self._call(self._orders, self._memory.obey, order)
 
@@ -191,12 +173,7 @@ class Keeper:
                     raise
                 # What others have copied to here must not go for want of a descriptor.
                 log.warning("no_report", extra={"reason": str(error)})
-            is_stepping = self._watch.is_stepping()
-            if is_stepping and now_s >= self._awake_until_s:
-                self._rest.begin()
-            else:
-                self._rest.end()
-            await asyncio.sleep(LOOK_STEPPING_S if is_stepping else LOOK_S)
+            await asyncio.sleep(LOOK_STEPPING_S if self._watch.is_stepping() else LOOK_S)
 
     async def _look(self, now_s: float) -> None:
         """Look at the pages, and report if it is time or there is news."""
@@ -210,12 +187,8 @@ class Keeper:
             self._reported_s = now_s
             await self._tend(report)
 
-    def _wake(self) -> None:
-        self._awake_until_s = time.monotonic() + AWAKE_S
-        self._rest.end()
-
     def _report(self) -> NodeReport:
-        report = replace(self._watch.report(), is_still=self._watch.still_s() >= STILL_S)
+        report = self._watch.report()
         if self._memory is None:
             troubles = (self._why_no_memory,) if self._why_no_memory else ()
             return replace(report, troubles=troubles)

@@ -21,7 +21,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.core import Event, NodeDraining, NodeJoined, NodeLost
 from orchestrator.shell.names import RunNames
 from workers.keeper import OPTIONS, Keeper
-from workers.process import ring
 
 #: The node table and drain notices are read this often, 2.6 ms of processor time a read. Lost
 #: nodes are found by their connections; a new one and a notice of 30 s can wait this long.
@@ -65,7 +64,6 @@ class NodeView:
         lost_s: When it was declared lost, on the run's clock.
         is_returning: Whether its keeper died alone and is being started again.
         keeper: Ray handle of the keeper.
-        bell: Host and port where it is rung for before calls that are in a hurry.
         host: Where the keeper serves snapshots; "" if it keeps none.
         port: Its port.
         secret: What it asks for before it serves; b"" before it said so.
@@ -83,7 +81,6 @@ class NodeView:
     lost_s: float = 0.0
     is_returning: bool = False
     keeper: Any = None
-    bell: tuple[str, int] = ("", 0)
     host: str = ""
     port: int = 0
     secret: bytes = field(default=b"", repr=False)
@@ -201,10 +198,6 @@ class Nodes:
             if accepts and view.greeted.is_set() and not view.lost.is_set()
         }
 
-    def wake_keepers(self) -> None:
-        """Have keepers answer calls at once from now on; does not wait."""
-        ring(view.bell for view in self.views.values() if view.bell[1] and not view.lost.is_set())
-
     async def kill_worker(self, node: str, worker: str) -> None:
         """Have the keeper of ``node`` SIGKILL ``worker``; returns when it is done, or cannot be."""
         view = self.views.get(node)
@@ -312,7 +305,6 @@ class Nodes:
                 hello = await view.keeper.hello.remote()
                 view.raylet_pid, view.keeper_pid = hello["raylet_pid"], hello["pid"]
                 # After a restart it listens elsewhere, and asks for another secret.
-                view.bell = hello["bell"]
                 view.host, view.port = hello["host"], hello["port"]
                 view.secret = hello["secret"]
                 view.is_returning = False
