@@ -47,8 +47,7 @@ from tests.benchmarks.common import load_average, paired
 from tests.benchmarks.decoder_parts import NUM_WORKERS, DecoderPart, assignment
 from tests.support.node_memory import NodeProcess
 from tests.support.ranks import Place, running
-from workers.keeper import door_path
-from workers.keeper.descriptors import open_arena
+from workers.memory import descriptor_socket, open_arena
 from workers.process import tuned
 from workers.settings import Settings, SnapshotSettings
 from workers.snapshot import Captured, SnapshotMemory, SnapshotWriter
@@ -87,7 +86,7 @@ class Writer:
             assert time.monotonic() < end_s, "the keeper gives no memory"
             time.sleep(0.01)
         # The same memory, mapped once more and touched, to copy into.
-        self.arena = open_arena(door_path(place.directory), memory.name)
+        self.arena = open_arena(descriptor_socket(place.directory), memory.name)
         self.arena.populate()
 
     def state(self) -> Captured:

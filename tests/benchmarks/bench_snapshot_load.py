@@ -55,9 +55,15 @@ from tests.benchmarks.decoder_parts import NUM_WORKERS, DecoderPart, assignment
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.ranks import Place, running
 from ucp_core.native import Checkpoint, RankSaver, load
-from workers.keeper import MemorySources, door_path, reserve
-from workers.keeper.descriptors import open_arena
-from workers.memory import ArenaStore, LocalPart, open_version
+from workers.keeper import MemorySources
+from workers.memory import (
+    ArenaStore,
+    LocalPart,
+    descriptor_socket,
+    open_arena,
+    open_version,
+    reserve,
+)
 from workers.process import tuned
 from workers.protocol import MemoryPart
 from workers.snapshot import source_of
@@ -157,7 +163,9 @@ class Loader:
         self.expected = self.part.block.copy()
         self.needed = [entry.local_tensor(entry.tensor) for entry in self.part.entries]
         self.dtensors = dtensors(self.part, NUM_LOADERS)
-        self.arenas = [open_arena(door_path(place.directory), each.arena) for each in places]
+        self.arenas = [
+            open_arena(descriptor_socket(place.directory), each.arena) for each in places
+        ]
         for arena in self.arenas:
             arena.populate()
         self.connection = socket.create_connection(("127.0.0.1", stream_port))
@@ -331,7 +339,7 @@ def streams(size_bytes: int) -> Iterator[int]:
 
 def measure(megabytes: int, rounds: int, folder: Path, node: NodeProcess) -> dict[str, Any]:
     """Return what there is to say of one size."""
-    fill_memory(door_path(folder), megabytes)
+    fill_memory(descriptor_socket(folder), megabytes)
     _, places = newest([node])
     with running(functools.partial(save_dcp, megabytes=megabytes), NUM_WORKERS, folder) as ranks:
         ranks.results(RUN_S_MAX)

@@ -33,14 +33,13 @@ import numpy as np
 from tests.benchmarks.common import spread
 from ucp_core.geometry import Box
 from ucp_core.native import LocalTensor, load, save_rank
-from workers.keeper import door_path, notify
-from workers.keeper.descriptors import Door
+from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.listing import Listing
 from workers.keeper.peers.mirror import Mirrors
 from workers.keeper.peers.server import WireServer
-from workers.keeper.slots import Shelf
-from workers.memory import Arena, ArenaStore, Part, open_version
+from workers.keeper.slots import NodeSlots
+from workers.memory import Arena, ArenaStore, Part, descriptor_socket, notify, open_version
 from workers.protocol import Peer
 
 SECRET = b"of this benchmark"
@@ -87,24 +86,24 @@ def hold(size_bytes: int) -> None:
 
     A line of input is a number of small snapshots to take; answered by how long the copies took.
     """
-    shelf = Shelf(budget_bytes=1 << 50)
+    slots = NodeSlots(budget_bytes=1 << 50)
     for rank, name in enumerate(RANKS):
         body_bytes = size_bytes // len(RANKS) + RECORD_BYTES
-        save(shelf.reserve(name, body_bytes=body_bytes), size_bytes, rank)
-    server = WireServer(shelf, host="127.0.0.1", secret=SECRET)
+        save(slots.reserve(name, body_bytes=body_bytes), size_bytes, rank)
+    server = WireServer(slots, host="127.0.0.1", secret=SECRET)
     listener = socket.create_server(("127.0.0.1", 0))
-    first = shelf.arena(RANKS[0])
+    first = slots.arena(RANKS[0])
     assert first is not None
     view = first.body(first.versions()[0].slot)[: size_bytes // len(RANKS)]
     threading.Thread(target=stream, args=(listener, view), daemon=True).start()
     print(json.dumps([server.address[1], listener.getsockname()[1]]), flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        path = door_path(Path(directory))
-        door = Door(path, shelf)
+        path = descriptor_socket(Path(directory))
+        door = DescriptorServer(path, slots)
         for line in sys.stdin:
             for name in RANKS:
-                shelf.drop(name)
-            small = shelf.reserve(SMALL, body_bytes=SMALL_BYTES)
+                slots.drop(name)
+            small = slots.reserve(SMALL, body_bytes=SMALL_BYTES)
             print(json.dumps([snapshot(small, path, n) for n in range(int(line))]), flush=True)
         door.close()
     server.close()
@@ -203,7 +202,7 @@ def measure_copies(process: subprocess.Popen[str], port: int, number: int) -> di
     """Return how long the copies of ``number`` small snapshots took, in milliseconds."""
     assert process.stdin is not None
     assert process.stdout is not None
-    mirrors = Mirrors(Shelf(budget_bytes=1 << 30), print)
+    mirrors = Mirrors(NodeSlots(budget_bytes=1 << 30), print)
     process.stdin.write(f"{number}\n")
     process.stdin.flush()
     mirrors.follow([Peer(node=NODE, host="127.0.0.1", port=port, secret=SECRET)])

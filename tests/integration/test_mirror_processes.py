@@ -17,11 +17,9 @@ from tests.support.memory_versions import (
     write_version,
 )
 from tests.support.snapshots import eventually
-from workers.keeper import notify, reserve
-from workers.keeper.descriptors import open_arena
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.listing import copy_name
-from workers.memory import Arena, LocalPart, Part
+from workers.memory import Arena, LocalPart, Part, notify, open_arena, reserve
 
 NODES = ("nodeaaaaaaaaaaaa", "nodebbbbbbbbbbbb")
 WORLD = 4

@@ -13,8 +13,9 @@ SCRIPT = """
 import os
 from pathlib import Path
 from tests.support.snapshots import snapshot, weights
-from workers.keeper.descriptors import Door, door_path, open_arena, reserve
-from workers.keeper.slots import Shelf
+from workers.memory import descriptor_socket, open_arena, reserve
+from workers.keeper.descriptor_server import DescriptorServer
+from workers.keeper.slots import NodeSlots
 
 def used_bytes():
     found = os.statvfs("/dev/shm")
@@ -24,16 +25,16 @@ total = os.statvfs("/dev/shm")
 assert total.f_blocks * total.f_frsize == 64 << 20
 directory = Path("/dev/shm/node")
 directory.mkdir()
-door = Door(door_path(directory), Shelf(budget_bytes=1 << 30))
+door = DescriptorServer(descriptor_socket(directory), NodeSlots(budget_bytes=1 << 30))
 before = used_bytes()
-arena = reserve(door_path(directory), "w0001.1", body_bytes=60 << 20, attempt=1)
+arena = reserve(descriptor_socket(directory), "w0001.1", body_bytes=60 << 20, attempt=1)
 for step in (1, 2, 3):
     snapshot(arena, step)
     held = arena.newest()
     arena.body(held.slot)[held.data_bytes + held.record_bytes :] = bytes(
         arena.body_bytes - held.data_bytes - held.record_bytes
     )
-other = open_arena(door_path(directory), "w0001.1")
+other = open_arena(descriptor_socket(directory), "w0001.1")
 assert [held.step for held in other.versions()] == [1, 2, 3]
 assert bytes(other.body(2)[: weights(3).nbytes]) == weights(3).tobytes()
 print(used_bytes() - before, arena.size_bytes)

@@ -31,8 +31,7 @@ from tests.support.snapshots import eventually
 from tests.support.trainers import Run
 from ucp_core.native import open_checkpoint
 from ucp_core.storage import LocalStore
-from workers.keeper import door_path
-from workers.keeper.descriptors import open_arena
+from workers.memory import descriptor_socket, open_arena
 from workers.protocol import (
     Completed,
     KeeperOrder,
@@ -273,7 +272,7 @@ def test_a_flipped_bit_is_found_and_the_copy_on_another_node_is_loaded(
         assert time.monotonic() < deadline_s, "the other node does not copy"
     for number, node in enumerate(nodes):
         (own,) = [place for place in node.places() if place in places() and "/" not in place.arena]
-        arena = open_arena(door_path(node.directory), own.arena)
+        arena = open_arena(descriptor_socket(node.directory), own.arena)
         at = own.held.data_bytes - 5 if number else own.held.data_bytes + 20
         arena.body(own.held.slot)[at] ^= 4
         arena.close()
@@ -300,7 +299,7 @@ def test_a_damaged_version_without_a_copy_is_loaded_by_no_rank(
     (resume, memory) = newest([node])
     assert resume == (step, 1)
     place = next(place for place in memory if place.held.rank == 1)
-    arena = open_arena(door_path(node.directory), place.arena)
+    arena = open_arena(descriptor_socket(node.directory), place.arena)
     body = np.frombuffer(arena.body(place.held.slot), np.uint8)
     body[: place.held.data_bytes] ^= 1
     bad = held_source(node.node, place.arena, place.held)

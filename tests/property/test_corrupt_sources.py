@@ -15,10 +15,11 @@ from tests.support.memory_versions import State, local_tensors, make_state, writ
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.native import Checkpoint, find_committed, load, save_rank
 from ucp_core.storage import LocalStore
-from workers.keeper import MemorySources, door_path
-from workers.keeper.descriptors import Door
+from workers.keeper import MemorySources
+from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.server import WireServer
-from workers.keeper.slots import Shelf
+from workers.keeper.slots import NodeSlots
+from workers.memory import descriptor_socket
 from workers.protocol import HeldPart, Inventory, MemoryPart, Source, held_source
 
 NUM_FLIPS = 100
@@ -36,11 +37,11 @@ class _Node:
     def __init__(self, name: str, directory: Path) -> None:
         directory.mkdir()
         self.name, self.directory = name, directory
-        self.shelf = Shelf(budget_bytes=64 << 20)
-        self._door = Door(door_path(directory), self.shelf)
-        self._wire = WireServer(self.shelf, host="127.0.0.1", secret=SECRET)
+        self.slots = NodeSlots(budget_bytes=64 << 20)
+        self._door = DescriptorServer(descriptor_socket(directory), self.slots)
+        self._wire = WireServer(self.slots, host="127.0.0.1", secret=SECRET)
         for rank in range(WORLD):
-            arena = self.shelf.reserve(f"w{rank:04d}.1", body_bytes=1 << 17)
+            arena = self.slots.reserve(f"w{rank:04d}.1", body_bytes=1 << 17)
             for step, state in STATES.items():
                 write_version(arena, state, step=step, rank=rank, world_size=WORLD)
 
@@ -48,14 +49,14 @@ class _Node:
         host, port = self._wire.address
         parts = tuple(
             HeldPart(arena=name, held=held)
-            for name, found in self.shelf.versions().items()
+            for name, found in self.slots.versions().items()
             for held in found
         )
         return Inventory(node=self.name, host=host, port=port, parts=parts)
 
     def flip(self, part: HeldPart, at: str, rng: random.Random) -> None:
         """Flip one bit of the header, the data or the record of what a slot holds."""
-        arena = self.shelf.arena(part.arena)
+        arena = self.slots.arena(part.arena)
         assert arena is not None
         held, bit = part.held, 1 << rng.randrange(8)
         if at == "header":
@@ -69,8 +70,8 @@ class _Node:
     def close(self) -> None:
         self._door.close()
         self._wire.close()
-        for name in self.shelf.arenas():
-            self.shelf.drop(name)
+        for name in self.slots.arenas():
+            self.slots.drop(name)
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_every_flipped_bit_is_noticed_and_another_source_is_loaded(
         before = [
             (arena, bytes(arena._memory))
             for node in nodes
-            for arena in node.shelf.arenas().values()
+            for arena in node.slots.arenas().values()
         ]
         rank = rng.randrange(WORLD)
         flipped: set[Source] = set()

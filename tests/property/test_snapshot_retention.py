@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from workers.memory import NUM_SLOTS, Shelved, counts, in_use, reapable, split_name
+from workers.memory import NUM_SLOTS, HeldArena, counts, in_use, reapable, split_name
 from workers.memory.retention import choose_slot
 from workers.protocol import Held
 
@@ -72,7 +72,7 @@ def test_what_is_in_use_is_told_by_the_name() -> None:
 @pytest.mark.parametrize(("stored_step", "goes"), [(4, False), (5, False), (6, True)])
 def test_what_storage_has_newer_is_not_needed_in_memory(stored_step: int, *, goes: bool) -> None:
     """Of the same step, memory is what the next attempt is loading from just now."""
-    left = Shelved(name="w1.1", in_use=False, versions=(_held(0, 1, 5),))
+    left = HeldArena(name="w1.1", in_use=False, versions=(_held(0, 1, 5),))
     found = reapable([left], lineage=[(1, 0), (2, 5)], stored_step=stored_step)
     assert found == (["w1.1"] if goes else [])
 
@@ -86,12 +86,12 @@ def test_a_copy_stays_until_what_is_newer_is_protected(
     """Parities take over from copies, but memory may be refused them; then nothing protects."""
     own = [_held(slot, 2, 6 + slot) for slot in (0, 1)]
     arenas = [
-        Shelved(name="w1.1", in_use=True, versions=tuple(own)),
-        Shelved(name="bb/w1.1", in_use=False, versions=(_held(0, 1, 5),)),
+        HeldArena(name="w1.1", in_use=True, versions=tuple(own)),
+        HeldArena(name="bb/w1.1", in_use=False, versions=(_held(0, 1, 5),)),
     ]
     if num_protected is not None:
         kept = tuple(own[:num_protected])
-        arenas.append(Shelved(name="parity/0.2", in_use=True, versions=kept))
+        arenas.append(HeldArena(name="parity/0.2", in_use=True, versions=kept))
     assert reapable(arenas, lineage=[(1, 0), (2, 5)]) == goes
 
 
@@ -126,7 +126,7 @@ class Run(RuleBasedStateMachine):
         super().__init__()
         self.num_workers = 0
         self.num_nodes = 0
-        self.shelves: dict[str, dict[str, _Arena]] = {}
+        self.slots: dict[str, dict[str, _Arena]] = {}
         self.ranks: list[_Rank] = []
         self.attempt, self.step = 1, 0
         self.lineage: list[Version] = [(1, 0)]
@@ -142,7 +142,7 @@ class Run(RuleBasedStateMachine):
         for _ in range(num_nodes):
             self._add_node()
         for number in range(num_ranks):
-            self._add_rank(sorted(self.shelves)[number % num_nodes])
+            self._add_rank(sorted(self.slots)[number % num_nodes])
 
     @rule(snapshot=st.booleans(), pin=st.booleans(), is_calm=st.booleans())
     def train(self, *, snapshot: bool, pin: bool, is_calm: bool) -> None:
@@ -207,32 +207,32 @@ class Run(RuleBasedStateMachine):
     @rule(index=st.integers(0, 7))
     def unpin(self, index: int) -> None:
         """A keeper has stored a slot, or given it up."""
-        shelf = self.shelves[sorted(self.shelves)[index % len(self.shelves)]]
-        for arena in shelf.values():
+        slots = self.slots[sorted(self.slots)[index % len(self.slots)]]
+        for arena in slots.values():
             arena.pinned = None
 
     @rule(index=st.integers(0, 7))
     def reap(self, index: int) -> None:
         """A keeper lets go of what nobody needs."""
-        node = sorted(self.shelves)[index % len(self.shelves)]
-        shelf = self.shelves[node]
+        node = sorted(self.slots)[index % len(self.slots)]
+        slots = self.slots[node]
         living = {rank.worker: rank.generation for rank in self.ranks if rank.node == node}
         listed = {
             other[:12]: [name for name in arenas if "/" not in name]
-            for other, arenas in self.shelves.items()
+            for other, arenas in self.slots.items()
             if other != node
         }
-        used = in_use(list(shelf), living=living, listed=listed)
-        shelved = [
-            Shelved(
+        used = in_use(list(slots), living=living, listed=listed)
+        held_arenas = [
+            HeldArena(
                 name=name,
                 in_use=name in used or arena.pinned is not None,
                 versions=tuple(arena.versions()),
             )
-            for name, arena in shelf.items()
+            for name, arena in slots.items()
         ]
-        for name in reapable(shelved, lineage=self.lineage):
-            del shelf[name]
+        for name in reapable(held_arenas, lineage=self.lineage):
+            del slots[name]
 
     @rule(index=st.integers(0, 7), grows=st.booleans(), inherits=st.booleans())
     def kill_worker(self, *, index: int, grows: bool, inherits: bool) -> None:
@@ -240,8 +240,8 @@ class Run(RuleBasedStateMachine):
         dead = self.ranks.pop(index % len(self.ranks))
         self._add_rank(dead.node)
         if inherits:
-            shelf = self.shelves[dead.node]
-            shelf[self.ranks[-1].name] = shelf.pop(dead.name)
+            slots = self.slots[dead.node]
+            slots[self.ranks[-1].name] = slots.pop(dead.name)
         self._resume(grows=grows)
 
     @precondition(lambda self: len(self.ranks) > 1)
@@ -251,7 +251,7 @@ class Run(RuleBasedStateMachine):
         self.ranks.pop(index % len(self.ranks))
         self._resume(grows=grows)
 
-    @precondition(lambda self: len(self.shelves) > 1)
+    @precondition(lambda self: len(self.slots) > 1)
     @rule(index=st.integers(0, 1), is_copied=st.booleans())
     def lose_node(self, *, index: int, is_copied: bool) -> None:
         """A machine goes with its keeper; a new one comes."""
@@ -260,9 +260,9 @@ class Run(RuleBasedStateMachine):
                 self._copy(node, name)
         self._note_completed()
         before = list(self.completed)
-        node = sorted(self.shelves)[index]
+        node = sorted(self.slots)[index]
         was_copied = not any(self._is_uncopied(*original) for original in self._originals())
-        del self.shelves[node]
+        del self.slots[node]
         self.ranks = [rank for rank in self.ranks if rank.node != node]
         self.completed = self._complete_versions()[-2:]
         # What was resumed from after the loss before is on one node, until the next version is.
@@ -273,7 +273,7 @@ class Run(RuleBasedStateMachine):
             assert self.completed[-1:] == before[-1:]
         self._add_node()
         for _ in range(2 if self.ranks else 3):
-            self._add_rank(max(self.shelves))
+            self._add_rank(max(self.slots))
         self._resume(grows=False)
 
     @invariant()
@@ -294,9 +294,9 @@ class Run(RuleBasedStateMachine):
             return
         for rank in self.ranks:
             assert _holds(self._arena(rank), self.kept)
-            for node, shelf in self.shelves.items():
+            for node, slots in self.slots.items():
                 if node != rank.node:
-                    assert _holds(shelf[f"{rank.node[:12]}/{rank.name}"], self.kept)
+                    assert _holds(slots[f"{rank.node[:12]}/{rank.name}"], self.kept)
 
     def _resume(self, *, grows: bool) -> None:
         for rank in self.ranks:
@@ -310,20 +310,20 @@ class Run(RuleBasedStateMachine):
         for rank in self.ranks:
             if grows:
                 rank.generation += 1
-            self.shelves[rank.node].setdefault(rank.name, _Arena())
+            self.slots[rank.node].setdefault(rank.name, _Arena())
         # An order has every keeper give up the pins of versions that are dead now.
-        for shelf in self.shelves.values():
-            for arena in shelf.values():
+        for slots in self.slots.values():
+            for arena in slots.values():
                 held = None if arena.pinned is None else arena.slots[arena.pinned]
                 if held is None or not counts(held, self.lineage):
                     arena.pinned = None
 
     def _copy(self, node: str, name: str) -> None:
-        counting = [h for h in self.shelves[node][name].versions() if counts(h, self.lineage)]
-        for other in self.shelves:
+        counting = [h for h in self.slots[node][name].versions() if counts(h, self.lineage)]
+        for other in self.slots:
             if other == node or not counting:
                 continue
-            target = self.shelves[other].setdefault(f"{node[:12]}/{name}", _Arena())
+            target = self.slots[other].setdefault(f"{node[:12]}/{name}", _Arena())
             if not _has(target, counting[-1]):
                 slot = choose_slot(target.slots, pinned=None, lineage=self.lineage, kept=self.kept)
                 target.slots[slot] = replace(counting[-1], slot=slot)
@@ -338,22 +338,22 @@ class Run(RuleBasedStateMachine):
         return max(((h.attempt, h.step) for h in held if h.attempt == self.attempt), default=None)
 
     def _is_uncopied(self, node: str, name: str) -> bool:
-        newest = [h for h in self.shelves[node][name].versions() if counts(h, self.lineage)][-1:]
+        newest = [h for h in self.slots[node][name].versions() if counts(h, self.lineage)][-1:]
         return any(
             bool(newest)
             and other != node
-            and not _has(shelf.get(f"{node[:12]}/{name}", _Arena()), newest[0])
-            for other, shelf in self.shelves.items()
+            and not _has(slots.get(f"{node[:12]}/{name}", _Arena()), newest[0])
+            for other, slots in self.slots.items()
         )
 
     def _arena(self, rank: _Rank) -> _Arena:
-        return self.shelves[rank.node][rank.name]
+        return self.slots[rank.node][rank.name]
 
     def _originals(self) -> list[tuple[str, str]]:
         return [
             (node, name)
-            for node, shelf in sorted(self.shelves.items())
-            for name in sorted(shelf)
+            for node, slots in sorted(self.slots.items())
+            for name in sorted(slots)
             if not split_name(name)[0]
         ]
 
@@ -363,8 +363,8 @@ class Run(RuleBasedStateMachine):
     def _complete_versions(self) -> list[Version]:
         held: dict[Version, set[int]] = {}
         worlds: dict[Version, int] = {}
-        for shelf in self.shelves.values():
-            for arena in shelf.values():
+        for slots in self.slots.values():
+            for arena in slots.values():
                 for each in arena.versions():
                     held.setdefault((each.attempt, each.step), set()).add(each.rank)
                     worlds[each.attempt, each.step] = each.world_size
@@ -375,13 +375,13 @@ class Run(RuleBasedStateMachine):
 
     def _add_node(self) -> None:
         self.num_nodes += 1
-        self.shelves[f"{self.num_nodes:012d}ffff"] = {}
+        self.slots[f"{self.num_nodes:012d}ffff"] = {}
 
     def _add_rank(self, node: str) -> None:
         self.num_workers += 1
         rank = _Rank(worker=f"w{self.num_workers:04d}", node=node)
         self.ranks.append(rank)
-        self.shelves[node][rank.name] = _Arena()
+        self.slots[node][rank.name] = _Arena()
 
 
 def _has(arena: _Arena, held: Held) -> bool:
@@ -408,5 +408,5 @@ def test_memory_of_workers_that_are_gone_is_let_go_of_in_the_end() -> None:
         for index in range(2):
             run.reap(index)
         run.the_newest_complete_version_is_there()
-        assert sum(map(len, run.shelves.values())) <= 2 * 4 + 2
+        assert sum(map(len, run.slots.values())) <= 2 * 4 + 2
         run.kill_worker(index=number, grows=False, inherits=False)

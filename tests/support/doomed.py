@@ -216,7 +216,7 @@ def _serve_node(pipe: Connection, how: dict[str, Any]) -> None:
     fate.install()
     memory = NodeMemory(**how)
     # Not by its methods: the line that is looked at may have their lock.
-    arenas = memory._shelf._arenas
+    arenas = memory._slots._arenas
     serve(pipe, memory, doom=fate.doom)
 
 

@@ -20,9 +20,9 @@ from tests.support.memory_versions import State, local_tensors, make_state, writ
 from tests.support.snapshots import eventually
 from ucp_core.native import Checkpoint, find_committed, load
 from ucp_core.storage import LocalStore
-from workers.keeper import Lease, MemorySources, door_path, notify, reserve
+from workers.keeper import MemorySources
 from workers.keeper.persister import CHECKPOINTS
-from workers.memory import Arena
+from workers.memory import Arena, Lease, descriptor_socket, notify, reserve
 from workers.protocol import GroupPlace, KeeperOrder, ParityGroup, Peer, Source
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 
@@ -87,7 +87,9 @@ class Cluster:
             for number in range(num_nodes)
         ]
         self.arenas: dict[int, Arena] = {}
-        self._leases = {n: Lease(door_path(node.directory)) for n, node in enumerate(self.nodes)}
+        self._leases = {
+            n: Lease(descriptor_socket(node.directory)) for n, node in enumerate(self.nodes)
+        }
         self.attempt = 0
         self.lineage: tuple[tuple[int, int], ...] = ()
         self.members: tuple[int, ...] = ()
@@ -106,7 +108,7 @@ class Cluster:
         for member in members:
             if member not in self.arenas:
                 self.arenas[member] = reserve(
-                    door_path(self.nodes[member].directory),
+                    descriptor_socket(self.nodes[member].directory),
                     _arena_name(member),
                     body_bytes=_BODY_BYTES,
                     attempt=self.attempt,
@@ -123,7 +125,7 @@ class Cluster:
         """Have every rank finish its snapshot of a step."""
         state = state_of(self.attempt, step)
         for rank, member in enumerate(self.members):
-            arena, door = self.arenas[member], door_path(self.nodes[member].directory)
+            arena, door = self.arenas[member], descriptor_socket(self.nodes[member].directory)
             held = write_version(
                 arena, state, step=step, rank=rank, world_size=len(self.members),
                 attempt=self.attempt, lineage=self.lineage,

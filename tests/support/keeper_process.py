@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.keeper import door_path
-from workers.keeper.descriptors import Door
+from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.mirror import Mirrors
 from workers.keeper.peers.parity_mirror import ParityMirror
 from workers.keeper.peers.server import WireServer
-from workers.keeper.slots import Shelf
+from workers.keeper.slots import NodeSlots
+from workers.memory import descriptor_socket
 from workers.protocol import GroupPlace, ParityGroup, Peer
 
 _BUDGET_BYTES = 256 << 20
@@ -78,7 +78,7 @@ def keeper(node: str, directory: Path) -> Iterator[KeeperProcess]:
             assert process.stdout is not None
             host, port, secret = json.loads(process.stdout.readline())
             peer = Peer(node=node, host=host, port=port, secret=bytes.fromhex(secret))
-            yield KeeperProcess(process, door_path(directory), peer)
+            yield KeeperProcess(process, descriptor_socket(directory), peer)
         finally:
             process.kill()
 
@@ -98,11 +98,11 @@ def _say(line: str) -> None:
 
 
 def _main(directory: Path) -> None:
-    shelf = Shelf(budget_bytes=_BUDGET_BYTES)
-    door = Door(door_path(directory), shelf)
+    slots = NodeSlots(budget_bytes=_BUDGET_BYTES)
+    door = DescriptorServer(descriptor_socket(directory), slots)
     secret = os.urandom(32)
-    server = WireServer(shelf, host="127.0.0.1", secret=secret)
-    mirrors = Mirrors(shelf, sys.stderr.write)
+    server = WireServer(slots, host="127.0.0.1", secret=secret)
+    mirrors = Mirrors(slots, sys.stderr.write)
     _say(json.dumps([*server.address, secret.hex()]))
     parity_mirrors: list[ParityMirror] = []
     for line in sys.stdin:
@@ -115,7 +115,7 @@ def _main(directory: Path) -> None:
                 for fields, ranks in order.pop("places")
             )
             group = ParityGroup(places=places, **order)
-            parity_mirrors.append(ParityMirror(shelf, group, sys.stderr.write))
+            parity_mirrors.append(ParityMirror(slots, group, sys.stderr.write))
         _say("done")
     for mirror in parity_mirrors:
         mirror.stop()

@@ -13,9 +13,9 @@ from tests.support.snapshots import eventually
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
 from ucp_core.native import LocalTensor, load
-from workers.keeper import door_path
-from workers.keeper.descriptors import Door, Shelf
-from workers.memory import Arena, LocalPart, open_version
+from workers.keeper.descriptor_server import DescriptorServer
+from workers.keeper.slots import NodeSlots
+from workers.memory import Arena, LocalPart, descriptor_socket, open_version
 from workers.protocol import Assignment
 from workers.snapshot import Captured, SnapshotMemory, SnapshotWriter
 from workers.state import StateEntry
@@ -30,8 +30,8 @@ class Node:
         self.start()
 
     def start(self) -> None:
-        self.shelf = Shelf(budget_bytes=self._budget_bytes)
-        self._door = Door(door_path(self.directory), self.shelf)
+        self.slots = NodeSlots(budget_bytes=self._budget_bytes)
+        self._door = DescriptorServer(descriptor_socket(self.directory), self.slots)
 
     def close(self) -> None:
         self._door.close()
@@ -42,7 +42,7 @@ class Node:
         self.start()
 
     def arena(self) -> Arena:
-        (arena,) = self.shelf.arenas().values()
+        (arena,) = self.slots.arenas().values()
         return arena
 
     def steps(self) -> list[int]:

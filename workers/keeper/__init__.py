@@ -6,7 +6,6 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.keeper.actor import OPTIONS, Keeper
-    from workers.keeper.descriptors import Lease, door_path, leave_arena, notify, reserve
     from workers.keeper.sources import LOCAL_MEMORY, PEER_MEMORY, MemorySources
     from workers.keeper.watch import page_path, ring_path
 
@@ -15,13 +14,8 @@ __all__ = [
     "OPTIONS",
     "PEER_MEMORY",
     "Keeper",
-    "Lease",
     "MemorySources",
-    "door_path",
-    "leave_arena",
-    "notify",
     "page_path",
-    "reserve",
     "ring_path",
 ]
 
@@ -29,7 +23,6 @@ __getattr__ = lazy_door(
     __name__,
     {
         "workers.keeper.actor": ("Keeper", "OPTIONS"),
-        "workers.keeper.descriptors": ("Lease", "door_path", "leave_arena", "notify", "reserve"),
         "workers.keeper.sources": ("LOCAL_MEMORY", "MemorySources", "PEER_MEMORY"),
         "workers.keeper.watch": ("page_path", "ring_path"),
     },

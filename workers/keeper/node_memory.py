@@ -1,4 +1,4 @@
-"""The snapshot memory of one node: shelf, door, network, storage and copies, put together.
+"""The snapshot memory of one node: slots, door, network, storage and copies, put together.
 
 The keeper's actor owns one. Everything here runs in threads of its own, so that neither a store
 that stalls nor a peer that is silent delays a report.
@@ -17,14 +17,14 @@ from typing import Final
 from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
 from workers.errors import WorkerError
-from workers.keeper.descriptors import Door, door_path
+from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers import Mirrors, ParityMirror, WireServer
 from workers.keeper.persister import Persister
 from workers.keeper.problems import Troubles
-from workers.keeper.slots import Shelf
+from workers.keeper.slots import NodeSlots
 from workers.keeper.vault import VAULT, Vault
 from workers.keeper.watch import dead_workers
-from workers.memory import Arena, LocalPart, available_bytes, is_parity
+from workers.memory import Arena, LocalPart, available_bytes, descriptor_socket, is_parity
 from workers.parity import read_record
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder, ParityGroup
 from workers.settings import Settings
@@ -69,7 +69,7 @@ class NodeMemory:
         self._obeying = threading.Lock()
         self._vault: Vault | None = None
         self._budget_bytes = budget_bytes(directory, settings.snapshot.node_memory_mib)
-        self._shelf = Shelf(
+        self._slots = NodeSlots(
             budget_bytes=self._budget_bytes,
             dead=partial(dead_workers, directory),
             on_change=self._note_change,
@@ -77,19 +77,19 @@ class NodeMemory:
         if settings.snapshot.vault:
             self._open_vault(directory)
         self._wire = WireServer(
-            self._shelf,
+            self._slots,
             host=host,
             secret=self.secret,
             bytes_per_s=settings.snapshot.send_mib_per_s << 20,
             niceness=_NICENESS_SENDING,
         )
-        self._mirrors = Mirrors(self._shelf, self._troubles.tell, _NICENESS_COPYING)
+        self._mirrors = Mirrors(self._slots, self._troubles.tell, _NICENESS_COPYING)
         self._group: ParityGroup | None = None
         self._parity_mirror: ParityMirror | None = None
         self._persister = Persister(
-            self._shelf, store, path, settings.checkpoint, self._troubles.note
+            self._slots, store, path, settings.checkpoint, self._troubles.note
         )
-        self._door = Door(door_path(directory), self._shelf, self._note_refused)
+        self._door = DescriptorServer(descriptor_socket(directory), self._slots, self._note_refused)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -106,7 +106,7 @@ class NodeMemory:
         host, port = self.address
         parts: list[HeldPart] = []
         parities: list[HeldParity] = []
-        for name, arena in self._shelf.arenas().items():
+        for name, arena in self._slots.arenas().items():
             for held in arena.versions():
                 if not is_parity(name):
                     parts.append(HeldPart(arena=name, held=held))
@@ -128,16 +128,16 @@ class NodeMemory:
 
     def fence(self, order: KeeperOrder) -> bool:
         """Refuse what is older than the order, at once; return whether it is to be obeyed."""
-        if order.attempt < self._shelf.attempt:
+        if order.attempt < self._slots.attempt:
             return False
-        self._shelf.fence(order.attempt, order.lineage)
-        self._shelf.quarantine(order.bad)
+        self._slots.fence(order.attempt, order.lineage)
+        self._slots.quarantine(order.bad)
         return True
 
     def obey(self, order: KeeperOrder) -> None:
         """Protect whom the order names; may take as long as it takes to leave others."""
         with self._obeying:
-            if order.attempt == self._shelf.attempt:
+            if order.attempt == self._slots.attempt:
                 self._mirrors.follow(order.copies_of)
                 self._protect(order.parity)
 
@@ -155,7 +155,7 @@ class NodeMemory:
         for owner in list(self._refused):
             if owner.rpartition("/")[2] not in living:
                 self._note_refused(owner, "")
-        self._shelf.reap(living=living, stored_step=self.stored_step)
+        self._slots.reap(living=living, stored_step=self.stored_step)
 
     def stop_storing(self) -> None:
         """Store nothing any more: the run is over. Safe to call again."""
@@ -168,8 +168,8 @@ class NodeMemory:
         self._protect(None)
         self.stop_storing()
         self._wire.close()
-        for name in self._shelf.arenas():
-            self._shelf.drop(name)
+        for name in self._slots.arenas():
+            self._slots.drop(name)
         if self._vault is not None:
             self._vault.end()
 
@@ -182,7 +182,7 @@ class NodeMemory:
             self._parity_mirror = self._group = None
         if group is not None:
             self._parity_mirror = ParityMirror(
-                self._shelf, group, self._troubles.tell, _NICENESS_COPYING
+                self._slots, group, self._troubles.tell, _NICENESS_COPYING
             )
         # Last: where no thread was left, the same order is obeyed when it comes again.
         self._group = group
@@ -196,7 +196,7 @@ class NodeMemory:
             return
         for name, fd in vault.recovered.items():
             try:
-                self._shelf.adopt(name, fd)
+                self._slots.adopt(name, fd)
             except WorkerError as error:
                 os.close(fd)
                 self._troubles.tell(f"{name} is of no use: {error}")

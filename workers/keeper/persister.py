@@ -25,7 +25,7 @@ from ucp_core.native import checkpoint_name, collect_garbage, try_commit
 from ucp_core.numerics import crc32
 from ucp_core.storage import LocalStore, RecyclingStore, Store, join
 from workers.keeper.priority import be_nice
-from workers.keeper.slots import Shelf
+from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, counts, is_parity
 from workers.protocol import Held
 from workers.settings import CheckpointSettings
@@ -49,10 +49,10 @@ log = logging.getLogger(__name__)
 
 
 class Persister:
-    """Stores what is pinned on a shelf in a thread of its own until ``close``.
+    """Stores what is pinned on a slots in a thread of its own until ``close``.
 
     Args:
-        shelf: Its arenas.
+        slots: Its arenas.
         store: Where the run directory is.
         directory: Its path.
         settings: How many checkpoints to keep, and how safe.
@@ -62,7 +62,7 @@ class Persister:
 
     def __init__(
         self,
-        shelf: Shelf,
+        slots: NodeSlots,
         store: Store,
         directory: str,
         settings: CheckpointSettings,
@@ -70,7 +70,7 @@ class Persister:
         *,
         pauses_s: Sequence[float] = _PAUSES_S,
     ) -> None:
-        self._shelf = shelf
+        self._slots = slots
         self._checkpoints = join(directory, CHECKPOINTS)
         # What is not forced to the disk is written to the page cache, old file or new.
         is_local = isinstance(store, LocalStore)
@@ -89,7 +89,7 @@ class Persister:
     def stored_step(self) -> int:
         """Return the newest step that was seen committed and counts; 0 if none."""
         attempt, step = self._stored
-        is_valid = lineage_rule.counts(step=step, attempt=attempt, lineage=self._shelf.lineage)
+        is_valid = lineage_rule.counts(step=step, attempt=attempt, lineage=self._slots.lineage)
         return step if is_valid else 0
 
     @property
@@ -111,7 +111,7 @@ class Persister:
         stored too where nobody has done it: their own node may be gone.
         """
         # Own ones first, so that two keepers do not write the same at once.
-        names = sorted(self._shelf.arenas().items(), key=lambda item: "/" in item[0])
+        names = sorted(self._slots.arenas().items(), key=lambda item: "/" in item[0])
         found = [
             (name, arena, held)
             for name, arena in names
@@ -134,7 +134,7 @@ class Persister:
         A store that does not answer is not waited for.
         """
         self._closing.set()
-        self._shelf.tell_pins()
+        self._slots.tell_pins()
         self._thread.join(_CLOSE_S_MAX)
         if self._recycling is not None and not self._thread.is_alive():
             with contextlib.suppress(UcpError):
@@ -144,15 +144,15 @@ class Persister:
         be_nice(_NICENESS)
         num_news = -1
         while not self._closing.is_set():
-            num_news = self._shelf.wait_pins(num_news, None)
-            for name, arena in self._shelf.arenas().items():
+            num_news = self._slots.wait_pins(num_news, None)
+            for name, arena in self._slots.arenas().items():
                 slot = arena.pinned()
                 if slot is not None and not self._closing.is_set():
                     self._serve(name, arena, slot)
 
     def _serve(self, name: str, arena: Arena, slot: int) -> None:
         held = arena.held(slot)
-        if held is not None and counts(held, self._shelf.lineage):
+        if held is not None and counts(held, self._slots.lineage):
             self._persist(name, arena, held)
         with contextlib.suppress(ValueError):
             # Stored, given up, dead, or damaged; the arena may have been let go of.
@@ -167,7 +167,7 @@ class Persister:
                 with contextlib.suppress(ValueError):
                     # The arena may be let go of at this moment.
                     arena.quarantine(held)
-                self._shelf.tell()
+                self._slots.tell()
                 self._say(held, f"{error}; it is not used any more")
                 return False
             except (_GoneError, ValueError) as error:
@@ -183,7 +183,7 @@ class Persister:
                 return committed
             if pause_s is None or self._closing.wait(pause_s):
                 break
-            if not counts(held, self._shelf.lineage):
+            if not counts(held, self._slots.lineage):
                 break
         return False
 
@@ -191,7 +191,7 @@ class Persister:
         self._on_trouble(_SUBJECT, "")
         if committed:
             self._stored = max(self._stored, (held.attempt, held.step))
-        lineage = self._shelf.lineage
+        lineage = self._slots.lineage
         is_known = any(attempt >= held.attempt for attempt, _ in lineage)
         # Without the lineage a dead checkpoint would be kept, and a good one deleted for it.
         if held.rank == 0 and self._settings.keep and is_known:

@@ -1,4 +1,4 @@
-"""The shelf: all arenas of one node, within a budget, and the news of what was put into them."""
+"""The slots: all arenas of one node, within a budget, and the news of what was put into them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workers.errors import ArenaError
 from workers.memory import (
     NUM_SLOTS,
     Arena,
-    Shelved,
+    HeldArena,
     available_bytes,
     in_use,
     is_guard,
@@ -22,7 +22,7 @@ from workers.memory import (
 )
 from workers.protocol import Held
 
-__all__ = ["Shelf"]
+__all__ = ["NodeSlots"]
 
 #: Of a node's memory this much is left to everybody else when an arena is made.
 _SPARE_BYTES: Final = 64 << 20
@@ -30,7 +30,7 @@ _SPARE_BYTES: Final = 64 << 20
 _WASTE_MAX: Final = 2
 
 
-class Shelf:
+class NodeSlots:
     """The arenas of one node by name, within a budget. Safe to call from several threads.
 
     An arena of the node's own workers is named ``"{worker}.{generation}"``, the copy of one of
@@ -103,7 +103,7 @@ class Shelf:
             self._ask(owner_of(name), split_name(name)[2] + 1)
 
     def adopt(self, name: str, fd: int) -> None:
-        """Take in an arena that a worker still holds; after a restart the shelf is empty.
+        """Take in an arena that a worker still holds; after a restart the slots is empty.
 
         Raises:
             ArenaError: The file is no arena.
@@ -247,8 +247,8 @@ class Shelf:
         used = in_use(list(arenas), living=asked, listed=self._listed, attempt=self.attempt)
         if len(used) == len(arenas):
             return []
-        shelved = [
-            Shelved(
+        held_arenas = [
+            HeldArena(
                 name=name,
                 # What is on its way to storage stays until it is there, or given up.
                 in_use=name in used or arena.pinned() is not None,
@@ -256,7 +256,7 @@ class Shelf:
             )
             for name, arena in arenas.items()
         ]
-        doomed = reapable(shelved, lineage=self.lineage, stored_step=stored_step)
+        doomed = reapable(held_arenas, lineage=self.lineage, stored_step=stored_step)
         for name in doomed:
             self.drop(name)
         return doomed

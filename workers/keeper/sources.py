@@ -24,9 +24,18 @@ from ucp_core.errors import (
 from ucp_core.native import Checkpoint
 from ucp_core.reading import Mapped
 from workers.errors import ArenaError, ParityError
-from workers.keeper.descriptors import door_path, open_arena
 from workers.keeper.peers import RemotePart, WireClient
-from workers.memory import Arena, LocalPart, MemoryTier, Part, ask_part, mapped_part, open_version
+from workers.memory import (
+    Arena,
+    LocalPart,
+    MemoryTier,
+    Part,
+    ask_part,
+    descriptor_socket,
+    mapped_part,
+    open_arena,
+    open_version,
+)
 from workers.parity import damaged, lost_parts, read_record
 from workers.protocol import Held, MemoryPart, Source, held_source
 
@@ -64,7 +73,7 @@ class MemorySources:
         near = node if keeper_directory is not None else ""
         self._left = sorted(parts, key=lambda part: part.node != near)
         self._near = near
-        self._door = door_path(keeper_directory or Path())
+        self._door = descriptor_socket(keeper_directory or Path())
         self._arenas: dict[str, Arena] = {}
         self._clients: dict[tuple[str, int], WireClient] = {}
         self.skipped: list[tuple[str, str]] = []

@@ -16,7 +16,7 @@ from ucp_core import lineage as lineage_rule
 from workers.protocol import Held
 
 __all__ = [
-    "Shelved",
+    "HeldArena",
     "choose_slot",
     "counts",
     "guard_name",
@@ -42,11 +42,11 @@ _PROVEN_VERSIONS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shelved:
+class HeldArena:
     """An arena as reaping sees it.
 
     Attributes:
-        name: Its name on the shelf.
+        name: Its name on the slots.
         in_use: Whether it is the newest one of a living worker, or the copy of one that is.
         versions: What is complete in it.
     """
@@ -103,7 +103,7 @@ def in_use(
     """Return the arenas that somebody writes, or that are copies or parities of such.
 
     Args:
-        names: All arenas of a shelf.
+        names: All arenas of a slots.
         living: Workers of this node whose process is there, and the newest generation that each
             has asked for, had or not; 0 if none. Likewise of what they save for other ranks, by
             ``owner_of``, where something was asked for.
@@ -125,7 +125,7 @@ def in_use(
 
 
 def reapable(
-    arenas: Sequence[Shelved], *, lineage: Sequence[tuple[int, int]], stored_step: int = 0
+    arenas: Sequence[HeldArena], *, lineage: Sequence[tuple[int, int]], stored_step: int = 0
 ) -> list[str]:
     """Return the names of the arenas that may go; only ones that nobody uses.
 
@@ -135,7 +135,7 @@ def reapable(
     far as to hold a version.
 
     Args:
-        arenas: All arenas of a shelf.
+        arenas: All arenas of a slots.
         lineage: ``(attempt, resume_step)`` of every attempt so far.
         stored_step: The newest step that is committed to storage and counts; 0 if none.
     """
@@ -184,13 +184,16 @@ def is_parity(name: str) -> bool:
     return split_name(name)[0] in (_PARITY, _REPLICA_PARITY)
 
 
-def _protects(arena: Shelved) -> bool:
+def _protects(arena: HeldArena) -> bool:
     """Return whether it is a copy, or holds parities."""
     return bool(split_name(arena.name)[0])
 
 
 def _is_spent(
-    arena: Shelved, ahead: Sequence[Shelved], lineage: Sequence[tuple[int, int]], stored_step: int
+    arena: HeldArena,
+    ahead: Sequence[HeldArena],
+    lineage: Sequence[tuple[int, int]],
+    stored_step: int,
 ) -> bool:
     if not arena.versions:
         return True

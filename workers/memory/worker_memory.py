@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from workers.errors import ArenaError
-from workers.keeper import Lease, door_path, leave_arena, notify, reserve
 from workers.memory.arena import Arena
 from workers.memory.cuda import register, unregister
+from workers.memory.descriptors import Lease, descriptor_socket, leave_arena, notify, reserve
 
 __all__ = ["HandOver", "SnapshotMemory"]
 
@@ -25,7 +25,7 @@ class SnapshotMemory:
     """A worker process's memory at its keeper; kept from attempt to attempt.
 
     Args:
-        directory: Where the keeper of this node has its door.
+        directory: Where the keeper of this node works.
         worker: Worker id, or what a name for memory beside makes of it.
 
     Attributes:
@@ -34,12 +34,12 @@ class SnapshotMemory:
     """
 
     def __init__(self, directory: Path, worker: str) -> None:
-        self._door = door_path(directory)
+        self._socket = descriptor_socket(directory)
         self.directory = directory
         self.worker = worker
         self._generation = 0
         self._arena: Arena | None = None
-        self._lease = Lease(self._door)
+        self._lease = Lease(self._socket)
         self._is_registered = False
         self._beside: dict[str, SnapshotMemory] = {}
 
@@ -77,7 +77,7 @@ class SnapshotMemory:
         if self._arena is None or self._arena.body_bytes < body_bytes:
             self.leave()
             self._generation += 1
-            self._arena = reserve(self._door, self.name, body_bytes=body_bytes, attempt=attempt)
+            self._arena = reserve(self._socket, self.name, body_bytes=body_bytes, attempt=attempt)
         if for_cuda and not self._is_registered:
             register(self._arena)
             self._is_registered = True
@@ -93,7 +93,7 @@ class SnapshotMemory:
             memory.tell()
         if self._arena is None:
             return False
-        is_told = self._lease.ensure(self.name, self._arena) and notify(self._door, self.name)
+        is_told = self._lease.ensure(self.name, self._arena) and notify(self._socket, self.name)
         # The notice may have come to another keeper than the one that has the memory.
         return is_told and self._lease.holds(self.name)
 
@@ -122,7 +122,7 @@ class SnapshotMemory:
         if self._generation:
             # A keeper that is away holds nothing that it would have to let go of.
             with contextlib.suppress(ArenaError):
-                leave_arena(self._door, self.name)
+                leave_arena(self._socket, self.name)
             self.leave()
 
     def leave(self) -> None:

@@ -16,9 +16,7 @@ from orchestrator.driver.launch import Launched, run_id
 from orchestrator.shell import RunNames
 from tests.support.history import read_history
 from tests.support.snapshots import eventually
-from workers.keeper import door_path
-from workers.keeper.descriptors import open_arena
-from workers.memory import Arena
+from workers.memory import Arena, descriptor_socket, open_arena
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -69,7 +67,9 @@ def test_a_version_that_is_damaged_everywhere_gives_way_to_the_one_before(
     assert status is not None, "the run ended before it was protected"
     names = RunNames(run_id(config.run.directory))
     arenas = {
-        (rank, node, arena): open_arena(door_path(Path(names.shared_directory(node))), arena)
+        (rank, node, arena): open_arena(
+            descriptor_socket(Path(names.shared_directory(node))), arena
+        )
         for rank, node, arena in _places(config)
     }
     pids = [member(status, rank)["pid"] for rank in range(4)]

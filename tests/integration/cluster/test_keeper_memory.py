@@ -26,12 +26,11 @@ _TRAINER = """
 import sys
 from pathlib import Path
 from tests.support.snapshots import body_bytes, snapshot
-from workers.keeper.descriptors import Lease, door_path, notify, reserve
 from workers.keeper.watch import page_path
 from workers.records.progress import ProgressPage
 
 directory, worker = Path(sys.argv[1]), sys.argv[2]
-door, name = door_path(directory), f"{worker}.1"
+door, name = descriptor_socket(directory), f"{worker}.1"
 page = ProgressPage.create(page_path(directory, worker), worker=worker)
 arena = reserve(door, name, body_bytes=body_bytes(1) + int(sys.argv[3]), attempt=9)
 lease = Lease(door)

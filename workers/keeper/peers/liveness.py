@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Hashable
 from typing import Final
 
-from workers.keeper.slots import Shelf
+from workers.keeper.slots import NodeSlots
 from workers.protocol import Held
 
 __all__ = ["Attendance"]
@@ -23,11 +23,11 @@ class Attendance:
     Safe to call from several threads. A follower is whatever tells one from another.
 
     Args:
-        shelf: The arenas.
+        slots: The arenas.
     """
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, slots: NodeSlots) -> None:
+        self._slots = slots
         self._lock = threading.Lock()
         #: Of every follower, by arena, what it said to have got last.
         self._got: dict[Hashable, dict[str, Held | None]] = {}
@@ -70,7 +70,7 @@ class Attendance:
             self._tell(name)
 
     def _tell(self, name: str) -> None:
-        arena = self._shelf.arena(name)
+        arena = self._slots.arena(name)
         if arena is None:
             return
         got = [names[name] for names in self._got.values() if name in names]

@@ -20,7 +20,7 @@ from workers.errors import ArenaError
 from workers.keeper.peers.client import WireClient
 from workers.keeper.peers.listing import Listed, copy_name
 from workers.keeper.peers.replication import POLL_S, Following
-from workers.keeper.slots import Shelf
+from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, counts
 from workers.protocol import Held, Peer
 
@@ -44,7 +44,7 @@ class Mirror(Following):
     """Copies the newest versions of one peer's ranks in a thread of its own until ``stop``.
 
     Args:
-        shelf: Takes the copies, under ``copy_name`` of the peer's node and the arena; its lineage
+        slots: Takes the copies, under ``copy_name`` of the peer's node and the arena; its lineage
             says which versions are dead.
         peer: Whose.
         secret: Of the peer's keeper.
@@ -55,7 +55,7 @@ class Mirror(Following):
 
     def __init__(
         self,
-        shelf: Shelf,
+        slots: NodeSlots,
         peer: Peer,
         secret: bytes,
         on_trouble: Callable[[str], object],
@@ -64,7 +64,7 @@ class Mirror(Following):
         self._client = WireClient((peer.host, peer.port), secret=secret)
         what = f"copying what the ranks of node {peer.node} write"
         super().__init__(what, [self._client], on_trouble, niceness)
-        self._shelf = shelf
+        self._slots = slots
         self._peer = peer
         #: What the peer knows to be copied, by arena; and how many connections were made by then.
         self._told: dict[str, Held] = {}
@@ -78,7 +78,7 @@ class Mirror(Following):
     def stop(self) -> None:
         """Copy nothing any more, at once; what was copied stays."""
         super().stop()
-        self._shelf.note_listed(self._peer.node, ())
+        self._slots.note_listed(self._peer.node, ())
 
     def _follow(self) -> None:
         news, copied = -1, dict[str, Held]()
@@ -89,7 +89,7 @@ class Mirror(Following):
                 after=news, timeout_s=POLL_S, without=without, copied=copied
             )
             news = listing.news
-            self._shelf.note_listed(self._peer.node, listing.arenas)
+            self._slots.note_listed(self._peer.node, listing.arenas)
             arenas = listing.arenas.items()
             there = [name for name, x in arenas if name not in without and self._copy(name, x)]
             copied = self._news_of({name: listing.arenas[name].parts[-1] for name in there})
@@ -109,7 +109,7 @@ class Mirror(Following):
 
     def _copy(self, name: str, listed: Listed) -> bool:
         """Return whether a copy is held of all that counts and is listed."""
-        source = wanted(listed.parts, self._shelf.lineage)
+        source = wanted(listed.parts, self._slots.lineage)
         if source is None:
             return bool(listed.parts)
         if source.data_bytes + source.record_bytes > listed.body_bytes:
@@ -125,7 +125,7 @@ class Mirror(Following):
 
     def _target(self, name: str, body_bytes: int) -> Arena | None:
         try:
-            arena = self._shelf.reserve(copy_name(self._peer.node, name), body_bytes=body_bytes)
+            arena = self._slots.reserve(copy_name(self._peer.node, name), body_bytes=body_bytes)
         except ArenaError as error:
             self._trouble(name, f"{name} of node {self._peer.node} is not copied: {error}")
             self._refused[name] = time.monotonic() + _REFUSED_S
@@ -135,7 +135,7 @@ class Mirror(Following):
         return arena
 
     def _read(self, name: str, source: Held, target: Arena, kept: tuple[int, int] | None) -> bool:
-        slot = target.choose(self._shelf.lineage, kept=kept)
+        slot = target.choose(self._slots.lineage, kept=kept)
         target.begin(
             slot,
             attempt=source.attempt,
@@ -173,16 +173,16 @@ class Mirrors:
     """The mirrors of one keeper: of the peers that its newest order names.
 
     Args:
-        shelf: Takes the copies.
+        slots: Takes the copies.
         on_trouble: See ``Mirror``.
         niceness: See ``Mirror``.
     """
 
     def __init__(
-        self, shelf: Shelf, on_trouble: Callable[[str], object], niceness: int = 0
+        self, slots: NodeSlots, on_trouble: Callable[[str], object], niceness: int = 0
     ) -> None:
         self._niceness = niceness
-        self._shelf = shelf
+        self._slots = slots
         self._on_trouble = on_trouble
         self._mirrors: dict[Peer, Mirror] = {}
 
@@ -193,7 +193,7 @@ class Mirrors:
         for peer in peers:
             if peer not in self._mirrors:
                 self._mirrors[peer] = Mirror(
-                    self._shelf, peer, peer.secret, self._on_trouble, self._niceness
+                    self._slots, peer, peer.secret, self._on_trouble, self._niceness
                 )
 
     def stop(self) -> None:

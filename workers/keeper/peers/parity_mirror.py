@@ -26,7 +26,7 @@ from workers.errors import ArenaError, ParityError
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.listing import Listed, is_copy
 from workers.keeper.peers.replication import POLL_S, Following
-from workers.keeper.slots import Shelf
+from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, LocalPart, Part, is_parity
 from workers.parity import ParityRecord, complete_draft, slot_bytes, write
 from workers.protocol import Held, Member, ParityGroup
@@ -66,7 +66,7 @@ class ParityMirror(Following):
     """Keeps this node's parities of a group in a thread of its own until ``stop``.
 
     Args:
-        shelf: Takes the parities, under ``parity_name``.
+        slots: Takes the parities, under ``parity_name``.
         group: Whom to follow.
         on_trouble: Called from the thread with a line for each thing that is in the way, and twice
             a minute again while it is.
@@ -75,7 +75,7 @@ class ParityMirror(Following):
 
     def __init__(
         self,
-        shelf: Shelf,
+        slots: NodeSlots,
         group: ParityGroup,
         on_trouble: Callable[[str], object],
         niceness: int = 0,
@@ -87,7 +87,7 @@ class ParityMirror(Following):
         }
         what = f"protecting a group of {len(group.places)} nodes by parity"
         super().__init__(what, list(self._peers.values()), on_trouble, niceness)
-        self._shelf = shelf
+        self._slots = slots
         self._group = group
         #: The newest version that all ranks of the group and the nodes with its parities have.
         self._kept: tuple[int, int] | None = None
@@ -99,7 +99,7 @@ class ParityMirror(Following):
         """Follow nobody any more, at once; what is held stays."""
         self._stopping.set()
         # It may be waiting for what the own ranks write.
-        self._shelf.tell()
+        self._slots.tell()
         super().stop()
 
     def _follow(self) -> None:
@@ -130,8 +130,8 @@ class ParityMirror(Following):
         if place in self._peers:
             listing = self._peers[place].list_arenas(after=news, timeout_s=timeout_s)
             return listing.news, listing.arenas
-        news = self._shelf.wait_news(news, timeout_s)
-        own = {name: arena for name, arena in self._shelf.arenas().items() if not is_copy(name)}
+        news = self._slots.wait_news(news, timeout_s)
+        own = {name: arena for name, arena in self._slots.arenas().items() if not is_copy(name)}
         return news, {
             name: Listed(arena.body_bytes, tuple(arena.versions()), arena.kept())
             for name, arena in own.items()
@@ -156,7 +156,7 @@ class ParityMirror(Following):
         """Put the members' records to the parity that this node's rank has made."""
         rank = self._group.places[self._group.place].ranks[lane]
         arena, made = self._made(rank, step)
-        own = self._shelf.arena(found[self._group.place].arena)
+        own = self._slots.arena(found[self._group.place].arena)
         if own is None:
             return False
         parts: dict[int, Part] = {
@@ -186,7 +186,7 @@ class ParityMirror(Following):
             ArenaError: It has made none; it does so before it finishes its own part.
         """
         version = (self._group.attempt, step, -1 - rank)
-        for name, arena in self._shelf.arenas().items():
+        for name, arena in self._slots.arenas().items():
             for held in arena.versions() if is_parity(name) else ():
                 if (held.attempt, held.step, held.rank) == version:
                     return arena, LocalPart(arena, held)
@@ -217,7 +217,7 @@ class ParityMirror(Following):
             if index in found
         }
         try:
-            slot = arena.choose(self._shelf.lineage, kept=self._kept)
+            slot = arena.choose(self._slots.lineage, kept=self._kept)
             # No rank's: whoever takes it for one must find that there is none.
             rank = -1 - group.place
             arena.begin(slot, attempt=group.attempt, step=step, rank=rank, world_size=world_size)
@@ -240,9 +240,9 @@ class ParityMirror(Following):
         """
         names = (parity_name(lane, self._group.attempt, number) for number in itertools.count())
         for name in names:
-            arena = self._shelf.arena(name)
+            arena = self._slots.arena(name)
             if arena is None or arena.body_bytes >= body_bytes:
-                return self._shelf.reserve(name, body_bytes=body_bytes)
+                return self._slots.reserve(name, body_bytes=body_bytes)
         raise AssertionError("numbers do not end")
 
     def _tell(self, listed: Mapping[int, Mapping[str, Listed]], made: int) -> None:

@@ -57,7 +57,7 @@ from workers.keeper.peers.frames import (
 from workers.keeper.peers.listing import Listed, Listing, agree, is_copy
 from workers.keeper.peers.liveness import Attendance
 from workers.keeper.priority import be_nice
-from workers.keeper.slots import Shelf
+from workers.keeper.slots import NodeSlots
 from workers.memory import NUM_SLOTS, Arena
 from workers.protocol import Held
 
@@ -90,10 +90,10 @@ _TOGETHER_S: Final = 0.003
 
 
 class WireServer:
-    """Serves the slots of ``shelf`` on one interface until ``close``.
+    """Serves the slots of ``slots`` on one interface until ``close``.
 
     Args:
-        shelf: What there is.
+        slots: What there is.
         host: Address of the interface to listen on: the data network's, not any.
         secret: Of this keeper.
         bytes_per_s: Most that goes out, over all connections; 0 is no limit.
@@ -102,19 +102,19 @@ class WireServer:
 
     def __init__(
         self,
-        shelf: Shelf,
+        slots: NodeSlots,
         *,
         host: str,
         secret: bytes,
         bytes_per_s: float = 0.0,
         niceness: int = 0,
     ) -> None:
-        self._shelf = shelf
+        self._slots = slots
         self._niceness = niceness
         self._secret = secret
         self._limit = RateLimit(bytes_per_s)
         self._bytes_per_s = bytes_per_s
-        self._attendance = Attendance(shelf)
+        self._attendance = Attendance(slots)
         self._closed = False
         self._listener = socket.create_server((host, 0), backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -197,7 +197,7 @@ class WireServer:
         while True:
             self._attendance.follow(connection, versions.keys() - without)
             wait_s = min(_LOOK_S, max(end_s - time.monotonic(), 0.0))
-            news = self._shelf.wait_news(news, wait_s)
+            news = self._slots.wait_news(news, wait_s)
             versions = self._originals()
             # The copies that are made here are news too, and nothing to the peer.
             if news != after and (after < 0 or versions != self._listed.get(connection)):
@@ -213,13 +213,13 @@ class WireServer:
         arenas = {
             name: Listed(arena.body_bytes, tuple(parts), arena.kept())
             for name, parts in versions.items()
-            if (arena := self._shelf.arena(name)) is not None
+            if (arena := self._slots.arena(name)) is not None
         }
         self._listed[connection] = versions
         send_json(connection, Listing(news, arenas).to_json())
 
     def _originals(self) -> dict[str, list[Held]]:
-        arenas = self._shelf.arenas()
+        arenas = self._slots.arenas()
         return {name: arena.versions() for name, arena in arenas.items() if not is_copy(name)}
 
     def _send_range(self, connection: socket.socket, request: dict[str, Any]) -> None:
@@ -245,7 +245,7 @@ class WireServer:
         return min(CHUNK_BYTES, max(int(shared_bytes), _CHUNK_BYTES_MIN))
 
     def _arena(self, name: str, held: Held, start: int, stop: int) -> Arena:
-        arena = self._shelf.find(name)
+        arena = self._slots.find(name)
         if arena is None:
             raise Refused(f"no snapshot of {name} is held here")
         if not (0 <= held.slot < NUM_SLOTS and 0 <= start <= stop <= arena.body_bytes):

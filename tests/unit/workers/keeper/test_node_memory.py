@@ -17,11 +17,11 @@ from tests.support.memory_versions import complete_versions
 from tests.support.snapshots import body_bytes, eventually, part, snapshot, weights
 from ucp_core.native import load
 from workers.errors import ArenaError
-from workers.keeper import door_path, notify, page_path, reserve
+from workers.keeper import page_path
 from workers.keeper.node_memory import NodeMemory, budget_bytes
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.watch import NodeWatch
-from workers.memory import Arena, open_version
+from workers.memory import Arena, descriptor_socket, notify, open_version, reserve
 from workers.protocol import GroupPlace, Inventory, KeeperOrder, ParityGroup, Peer
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 
@@ -63,7 +63,7 @@ def _peer(memory: NodeMemory, node: str) -> Peer:
 
 def _trainer(directory: Path, worker: str, *, world: int, generation: int = 1) -> Arena:
     return reserve(
-        door_path(directory),
+        descriptor_socket(directory),
         f"{worker}.{generation}",
         body_bytes=body_bytes(world),
         attempt=9,
@@ -96,7 +96,7 @@ def test_what_a_lost_node_held_is_loaded_from_the_copies(
     snapshot(mine, 3, rank=0, world=2)
     snapshot(theirs, 3, rank=1, world=2)
     assert theirs.copy_behind()
-    notify(door_path(tmp_path / ("b" * 16)), "w0002.1")
+    notify(descriptor_socket(tmp_path / ("b" * 16)), "w0002.1")
     assert eventually(lambda: not theirs.copy_behind())
     opened.remove(far)
     far.close()
@@ -156,7 +156,7 @@ def test_a_group_keeps_parities_until_the_next_order(
     trainers = [_trainer(tmp_path / name, f"w{name[0]}", world=3) for name in names]
     for rank, (trainer, name) in enumerate(zip(trainers, names, strict=True)):
         snapshot(trainer, 3, rank=rank, world=3)
-        notify(door_path(tmp_path / name), f"w{name[0]}.1")
+        notify(descriptor_socket(tmp_path / name), f"w{name[0]}.1")
     assert eventually(lambda: all(memory.inventory().parities for memory in memories))
 
     for place, memory in enumerate(memories):
@@ -211,7 +211,7 @@ def test_a_version_that_is_due_reaches_storage_without_its_trainer(
     arena = _trainer(tmp_path / "a", "w0001", world=1)
     snapshot(arena, 5, pin=True)
     arena.close()
-    notify(door_path(tmp_path / "a"), "w0001.1")
+    notify(descriptor_socket(tmp_path / "a"), "w0001.1")
 
     assert eventually(lambda: memory.stored_step == 5)
     assert (tmp_path / "run/checkpoints/step-00000005/manifest.json").exists()
@@ -319,7 +319,7 @@ def test_recoveries_and_snapshots_leave_nothing_behind(
         far.obey(order)
         worker = f"w{attempt:04d}"
         arena = reserve(
-            door_path(tmp_path / ("a" * 16)),
+            descriptor_socket(tmp_path / ("a" * 16)),
             f"{worker}.1",
             body_bytes=body_bytes(1),
             attempt=attempt,
@@ -328,7 +328,7 @@ def test_recoveries_and_snapshots_leave_nothing_behind(
         for number in range(4):
             step += 1
             snapshot(arena, step, attempt=attempt, pin=number == 2, lineage=lineage)
-            notify(door_path(tmp_path / ("a" * 16)), f"{worker}.1")
+            notify(descriptor_socket(tmp_path / ("a" * 16)), f"{worker}.1")
             assert eventually(partial(_is_copied, arena))
         assert eventually(partial(_is_stored, arena))
         near.tend({worker})

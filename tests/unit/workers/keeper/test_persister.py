@@ -26,13 +26,12 @@ from ucp_core.errors import StorageError
 from ucp_core.native import load, open_checkpoint
 from ucp_core.storage import Buffer, LocalStore, MemoryStore, Store, recycling
 from ucp_core.storage.local import create
-from workers.keeper import door_path
 from workers.keeper import persister as persister_module
-from workers.keeper.descriptors import Door, open_arena
+from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.persister import Persister
 from workers.keeper.problems import Troubles
-from workers.keeper.slots import Shelf
-from workers.memory import Arena
+from workers.keeper.slots import NodeSlots
+from workers.memory import Arena, descriptor_socket, open_arena
 from workers.settings import CheckpointSettings
 
 WORLD = 2
@@ -45,21 +44,21 @@ def troubles() -> Troubles:
 
 
 @pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    shelf = Shelf(budget_bytes=1 << 30)
-    yield shelf
-    for name in shelf.arenas():
-        shelf.drop(name)
+def slots() -> Iterator[NodeSlots]:
+    slots = NodeSlots(budget_bytes=1 << 30)
+    yield slots
+    for name in slots.arenas():
+        slots.drop(name)
 
 
 @pytest.fixture
-def persisting(shelf: Shelf, troubles: Troubles) -> Persisting:
+def persisting(slots: NodeSlots, troubles: Troubles) -> Persisting:
     @contextmanager
     def persist(
         store: Store, directory: str = "run", *, keep: int = 0, fsync: bool = False
     ) -> Iterator[Persister]:
         persister = Persister(
-            shelf, store, directory, CheckpointSettings(keep=keep, fsync=fsync), troubles.note,
+            slots, store, directory, CheckpointSettings(keep=keep, fsync=fsync), troubles.note,
             pauses_s=(0.01, 0.01),
         )  # fmt: skip
         yield persister
@@ -68,19 +67,19 @@ def persisting(shelf: Shelf, troubles: Troubles) -> Persisting:
     return persist
 
 
-def _arenas(shelf: Shelf, world: int = WORLD) -> list[Arena]:
-    return [shelf.reserve(f"w{rank:04d}.1", body_bytes=body_bytes(world)) for rank in range(world)]
+def _arenas(slots: NodeSlots, world: int = WORLD) -> list[Arena]:
+    return [slots.reserve(f"w{rank:04d}.1", body_bytes=body_bytes(world)) for rank in range(world)]
 
 
 def _save(
-    shelf: Shelf, arenas: list[Arena], step: int, *, pin: bool = True, attempt: int = 1
+    slots: NodeSlots, arenas: list[Arena], step: int, *, pin: bool = True, attempt: int = 1
 ) -> None:
     for rank, arena in enumerate(arenas):
         snapshot(
             arena, step, attempt=attempt, rank=rank, world=len(arenas), pin=pin,
-            lineage=shelf.lineage,
+            lineage=slots.lineage,
         )  # fmt: skip
-    shelf.tell()
+    slots.tell()
 
 
 def _has_stored(persister: Persister, step: int) -> bool:
@@ -96,15 +95,15 @@ def _check_stored(store: Store, step: int, directory: str = "run") -> None:
 
 
 def test_what_is_pinned_becomes_a_checkpoint(
-    shelf: Shelf,
+    slots: NodeSlots,
     troubles: Troubles,
     persisting: Persisting,
     tmp_path: Path,
 ) -> None:
     """Bit for bit the state, to be loaded under any layout; and the slots are free again."""
-    arenas, store = _arenas(shelf), LocalStore()
+    arenas, store = _arenas(slots), LocalStore()
     with persisting(store, str(tmp_path)) as persister:
-        _save(shelf, arenas, 7)
+        _save(slots, arenas, 7)
 
         assert eventually(lambda: not any(a.pinned() is not None for a in arenas))
         assert persister.stored_step == 7
@@ -112,35 +111,35 @@ def test_what_is_pinned_becomes_a_checkpoint(
     assert troubles.lines() == ()
 
 
-def test_what_is_not_pinned_is_not_stored(shelf: Shelf, persisting: Persisting) -> None:
+def test_what_is_not_pinned_is_not_stored(slots: NodeSlots, persisting: Persisting) -> None:
     """Snapshots are taken far more often than storage could take them."""
-    arenas, store = _arenas(shelf), MemoryStore()
+    arenas, store = _arenas(slots), MemoryStore()
     with persisting(store):
-        _save(shelf, arenas, 1, pin=False)
-        _save(shelf, arenas, 2)
+        _save(slots, arenas, 1, pin=False)
+        _save(slots, arenas, 2)
         assert eventually(lambda: not any(a.pinned() is not None for a in arenas))
-        _save(shelf, arenas, 3, pin=False)
+        _save(slots, arenas, 3, pin=False)
 
     assert store.list("run/checkpoints") == ("step-00000002",)
 
 
 def test_a_stalled_store_holds_up_one_slot_and_nothing_else(
-    shelf: Shelf,
+    slots: NodeSlots,
     persisting: Persisting,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For minutes: snapshots go on beside the pinned one, the door answers, and it is said."""
     monkeypatch.setattr(persister_module, "_SILENT_S", 0.05)
-    (arena,), store = _arenas(shelf, 1), StallingStore()
-    door = Door(door_path(tmp_path), shelf)
+    (arena,), store = _arenas(slots, 1), StallingStore()
+    door = DescriptorServer(descriptor_socket(tmp_path), slots)
     with persisting(store) as persister:
-        _save(shelf, [arena], 1)
+        _save(slots, [arena], 1)
         assert store.is_stalled.wait(20.0)
 
         for step in range(2, 12):
-            _save(shelf, [arena], step, pin=False)
-        open_arena(door_path(tmp_path), "w0000.1").close()
+            _save(slots, [arena], step, pin=False)
+        open_arena(descriptor_socket(tmp_path), "w0000.1").close()
         assert [held.step for held in arena.versions()] == [1, 10, 11]
         assert eventually(lambda: "silent for" in persister.silence)
         assert persister.stored_step == 0
@@ -154,20 +153,20 @@ def test_a_stalled_store_holds_up_one_slot_and_nothing_else(
 
 @pytest.mark.parametrize("where", ["data", "record"])
 def test_a_flipped_bit_is_not_stored(
-    shelf: Shelf,
+    slots: NodeSlots,
     troubles: Troubles,
     persisting: Persisting,
     where: str,
 ) -> None:
     """Poison in storage would be found when it is needed. The slot is not offered any more."""
-    (arena,), store = _arenas(shelf, 1), MemoryStore()
+    (arena,), store = _arenas(slots, 1), MemoryStore()
     good = snapshot(arena, 1)
     bad = snapshot(arena, 2)
     position = bad.data_bytes // 3 if where == "data" else bad.data_bytes + bad.record_bytes // 3
     arena.body(bad.slot)[position] ^= 0x10
     arena.pin(bad.slot)
     with persisting(store) as persister:
-        shelf.tell()
+        slots.tell()
 
         assert eventually(lambda: arena.pinned() is None)
         assert persister.stored_step == 0
@@ -178,13 +177,13 @@ def test_a_flipped_bit_is_not_stored(
 
 
 def test_a_slot_that_is_written_over_meanwhile_is_never_committed(
-    shelf: Shelf, troubles: Troubles, persisting: Persisting
+    slots: NodeSlots, troubles: Troubles, persisting: Persisting
 ) -> None:
     """A zombie keeps to no pin: half of one version and half of another is none."""
-    (arena,), store = _arenas(shelf, 1), StallingStore()
+    (arena,), store = _arenas(slots, 1), StallingStore()
     held = snapshot(arena, 1, pin=True)
     with persisting(store):
-        shelf.tell()
+        slots.tell()
         assert store.is_stalled.wait(20.0)
         arena.begin(held.slot, attempt=1, step=9, rank=0, world_size=1)
         np.frombuffer(arena.body(held.slot), np.uint8)[:] = 7
@@ -211,75 +210,77 @@ class _FailingStore(MemoryStore):
 
 
 def test_a_store_that_fails_for_a_moment_is_tried_again(
-    shelf: Shelf, troubles: Troubles, persisting: Persisting
+    slots: NodeSlots, troubles: Troubles, persisting: Persisting
 ) -> None:
     """Most failures of a network are over in a second."""
-    arenas, store = _arenas(shelf), _FailingStore(2)
+    arenas, store = _arenas(slots), _FailingStore(2)
     with persisting(store) as persister:
-        _save(shelf, arenas, 3)
+        _save(slots, arenas, 3)
 
         assert eventually(lambda: persister.stored_step == 3)
     assert troubles.lines() == ()
 
 
 def test_a_full_store_is_an_event_and_the_next_version_is_tried_anew(
-    shelf: Shelf, troubles: Troubles, persisting: Persisting
+    slots: NodeSlots, troubles: Troubles, persisting: Persisting
 ) -> None:
     """Training must not fail for it; people must hear of it."""
-    (arena,), store = _arenas(shelf, 1), _FailingStore(3)
+    (arena,), store = _arenas(slots, 1), _FailingStore(3)
     with persisting(store) as persister:
-        _save(shelf, [arena], 3)
+        _save(slots, [arena], 3)
         assert eventually(lambda: arena.pinned() is None)
         (line,) = troubles.lines()
         assert "step 3 is not stored" in line
         assert "the file system is full" in line
 
-        _save(shelf, [arena], 6)
+        _save(slots, [arena], 6)
         assert eventually(lambda: persister.stored_step == 6)
         assert eventually(lambda: troubles.lines() == ())
     assert store.list("run/checkpoints") == ("step-00000006",)
 
 
-def test_a_version_of_a_fenced_attempt_is_not_stored(shelf: Shelf, persisting: Persisting) -> None:
+def test_a_version_of_a_fenced_attempt_is_not_stored(
+    slots: NodeSlots, persisting: Persisting
+) -> None:
     """It would be a checkpoint that does not count, in the way of one that does."""
-    (arena,), store = _arenas(shelf, 1), MemoryStore()
+    (arena,), store = _arenas(slots, 1), MemoryStore()
     with persisting(store):
-        shelf.fence(2, [(1, 0), (2, 4)])
+        slots.fence(2, [(1, 0), (2, 4)])
         snapshot(arena, 5, attempt=1, pin=True)
-        shelf.tell()
+        slots.tell()
 
         assert eventually(lambda: arena.pinned() is None)
     assert store.list("run/checkpoints") == ()
 
 
 def test_a_part_whose_version_still_counts_is_stored_after_the_fence(
-    shelf: Shelf, persisting: Persisting
+    slots: NodeSlots, persisting: Persisting
 ) -> None:
     """The new attempt resumed from it: should memory be lost now, it is all there is."""
-    arenas, store = _arenas(shelf), MemoryStore()
-    _save(shelf, arenas, 4)
-    shelf.fence(2, [(1, 0), (2, 4)])
+    arenas, store = _arenas(slots), MemoryStore()
+    _save(slots, arenas, 4)
+    slots.fence(2, [(1, 0), (2, 4)])
     with persisting(store) as persister:
         assert eventually(lambda: persister.stored_step == 4)
-        shelf.fence(3, [(1, 0), (2, 4), (3, 2)])
+        slots.fence(3, [(1, 0), (2, 4), (3, 2)])
         assert persister.stored_step == 0
     _check_stored(store, 4)
 
 
 def test_old_checkpoints_go_only_when_the_history_is_known(
-    shelf: Shelf, persisting: Persisting
+    slots: NodeSlots, persisting: Persisting
 ) -> None:
     """A keeper that was just started knows no lineage and would take dead ones for good ones."""
-    (arena,), store = _arenas(shelf, 1), MemoryStore()
+    (arena,), store = _arenas(slots, 1), MemoryStore()
     with persisting(store, keep=1) as persister:
         for step in (1, 2):
-            _save(shelf, [arena], step)
+            _save(slots, [arena], step)
             assert eventually(partial(_has_stored, persister, step))
         assert eventually(lambda: arena.pinned() is None)
         assert len(store.list("run/checkpoints")) == 2
 
-        shelf.fence(1, [(1, 0)])
-        _save(shelf, [arena], 3)
+        slots.fence(1, [(1, 0)])
+        _save(slots, [arena], 3)
         assert eventually(lambda: not store.exists("run/checkpoints/step-00000001/manifest.json"))
     _check_stored(store, 3)
 
@@ -292,21 +293,21 @@ class _StaleStore(MemoryStore):
 
 
 def test_whatever_is_wrong_with_old_checkpoints_the_next_one_is_stored(
-    shelf: Shelf, troubles: Troubles, persisting: Persisting
+    slots: NodeSlots, troubles: Troubles, persisting: Persisting
 ) -> None:
     """Who stores also deletes, in the same thread: its end would leave a slot pinned for ever."""
-    (arena,), store = _arenas(shelf, 1), _StaleStore()
-    shelf.fence(1, [(1, 0)])
+    (arena,), store = _arenas(slots, 1), _StaleStore()
+    slots.fence(1, [(1, 0)])
     with persisting(store, keep=1) as persister:
         for step in (1, 2, 3):
-            _save(shelf, [arena], step)
+            _save(slots, [arena], step)
             assert eventually(partial(_has_stored, persister, step))
             assert eventually(lambda: arena.pinned() is None)
         assert any("old checkpoints are not deleted" in line for line in troubles.lines())
 
 
 def test_files_of_old_checkpoints_are_written_over(
-    shelf: Shelf, persisting: Persisting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slots: NodeSlots, persisting: Persisting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In turn, as in a ring; at the end there are checkpoints, and nothing else."""
     made: list[str] = []
@@ -316,12 +317,12 @@ def test_files_of_old_checkpoints_are_written_over(
         return create(path)
 
     monkeypatch.setattr(recycling, "create", make)
-    arenas, store = _arenas(shelf), LocalStore()
-    shelf.fence(1, [(1, 0)])
+    arenas, store = _arenas(slots), LocalStore()
+    slots.fence(1, [(1, 0)])
     checkpoints = tmp_path / "checkpoints"
     with persisting(store, str(tmp_path), keep=2, fsync=True) as persister:
         for step in range(1, 13):
-            _save(shelf, arenas, step)
+            _save(slots, arenas, step)
             assert eventually(partial(_has_stored, persister, step))
             assert eventually(lambda: not any(arena.pinned() is not None for arena in arenas))
             _check_stored(store, step, str(tmp_path))
@@ -333,16 +334,16 @@ def test_files_of_old_checkpoints_are_written_over(
     assert len([path for path in made if path.endswith(".bin")]) == 3 * WORLD + 1
 
 
-def test_flush_stores_what_was_not_due(shelf: Shelf, persisting: Persisting) -> None:
+def test_flush_stores_what_was_not_due(slots: NodeSlots, persisting: Persisting) -> None:
     """The last version of a run that ends early; a rank whose node is gone is here as a copy."""
-    own, store = shelf.reserve("w0000.1", body_bytes=body_bytes(2)), MemoryStore()
+    own, store = slots.reserve("w0000.1", body_bytes=body_bytes(2)), MemoryStore()
     snapshot(own, 5, rank=0, world=2)
     with persisting(store) as persister:
         assert not persister.flush(1, 5)
-        copy = shelf.reserve("0123456789ab/w0001.1", body_bytes=body_bytes(2))
+        copy = slots.reserve("0123456789ab/w0001.1", body_bytes=body_bytes(2))
         snapshot(copy, 5, rank=1, world=2)
         snapshot(copy, 6, rank=1, world=2)
-        parity = shelf.reserve("parity/0.1", body_bytes=body_bytes(2))
+        parity = slots.reserve("parity/0.1", body_bytes=body_bytes(2))
         parity.begin(0, attempt=1, step=5, rank=0, world_size=2)
         parity.finish(0, data_bytes=100, record_bytes=100)
 
@@ -354,11 +355,11 @@ def test_flush_stores_what_was_not_due(shelf: Shelf, persisting: Persisting) -> 
 
 
 def test_every_keeper_that_flushes_knows_of_the_commit(
-    shelf: Shelf, troubles: Troubles, persisting: Persisting
+    slots: NodeSlots, troubles: Troubles, persisting: Persisting
 ) -> None:
     """The one that is done first waits for the one that commits."""
-    store, other = MemoryStore(), Shelf(budget_bytes=1 << 30)
-    arenas = [each.reserve("w0001.1", body_bytes=body_bytes(2)) for each in (shelf, other)]
+    store, other = MemoryStore(), NodeSlots(budget_bytes=1 << 30)
+    arenas = [each.reserve("w0001.1", body_bytes=body_bytes(2)) for each in (slots, other)]
     for rank, arena in enumerate(arenas):
         snapshot(arena, 5, rank=rank, world=2)
     theirs = Persister(
@@ -375,18 +376,18 @@ def test_every_keeper_that_flushes_knows_of_the_commit(
 
 
 def test_a_part_that_is_stored_already_is_not_written_again(
-    shelf: Shelf, persisting: Persisting
+    slots: NodeSlots, persisting: Persisting
 ) -> None:
     """A keeper that was restarted finds the pins of the one before."""
-    (arena,), store = _arenas(shelf, 1), MemoryStore()
+    (arena,), store = _arenas(slots, 1), MemoryStore()
     with persisting(store) as persister:
-        _save(shelf, [arena], 1)
+        _save(slots, [arena], 1)
         assert eventually(lambda: arena.pinned() is None)
     full = _FailingStore(1)
     full._files = store._files
     arena.pin(arena.versions()[0].slot)
     with persisting(full) as persister:
-        shelf.tell()
+        slots.tell()
         assert eventually(lambda: persister.stored_step == 1)
 
 

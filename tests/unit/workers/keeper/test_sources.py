@@ -11,9 +11,11 @@ import pytest
 from tests.support.memory_versions import State, local_tensors, make_state, write_version
 from ucp_core.errors import CheckpointNotFoundError, UncoveredRegionError
 from ucp_core.native import Checkpoint, load
-from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources, door_path
-from workers.keeper.descriptors import Door, Shelf
+from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources
+from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.server import WireServer
+from workers.keeper.slots import NodeSlots
+from workers.memory import descriptor_socket
 from workers.protocol import MemoryPart, Source, held_source
 
 SECRET = b"of this keeper"
@@ -27,14 +29,14 @@ class Keeper:
     def __init__(self, node: str, directory: Path, ranks: tuple[int, ...]) -> None:
         directory.mkdir()
         self.node, self.directory = node, directory
-        self.shelf = Shelf(budget_bytes=64 << 20)
-        self.door = Door(door_path(directory), self.shelf)
-        self.wire = WireServer(self.shelf, host="127.0.0.1", secret=SECRET)
+        self.slots = NodeSlots(budget_bytes=64 << 20)
+        self.door = DescriptorServer(descriptor_socket(directory), self.slots)
+        self.wire = WireServer(self.slots, host="127.0.0.1", secret=SECRET)
         self.is_open = {"door", "wire"}
         self.parts: dict[int, MemoryPart] = {}
         for rank in ranks:
             name = f"w{rank:04d}.1"
-            arena = self.shelf.reserve(name, body_bytes=1 << 20)
+            arena = self.slots.reserve(name, body_bytes=1 << 20)
             held = write_version(arena, STATE, step=3, rank=rank, world_size=WORLD)
             host, port = self.wire.address
             self.parts[rank] = MemoryPart(
@@ -44,7 +46,7 @@ class Keeper:
     def flip(self, rank: int, byte: int) -> None:
         """Flip a bit of what is held of a rank; counted from the end if negative."""
         part = self.parts[rank]
-        arena = self.shelf.arena(part.arena)
+        arena = self.slots.arena(part.arena)
         assert arena is not None
         size_bytes = part.held.data_bytes + part.held.record_bytes
         arena.body(part.held.slot)[byte % size_bytes] ^= 16
@@ -57,7 +59,7 @@ class Keeper:
     def overwrite(self, rank: int) -> None:
         """Begin another version where the part of a rank is."""
         part = self.parts[rank]
-        arena = self.shelf.arena(part.arena)
+        arena = self.slots.arena(part.arena)
         assert arena is not None
         arena.begin(part.held.slot, attempt=1, step=4, rank=rank, world_size=WORLD)
 

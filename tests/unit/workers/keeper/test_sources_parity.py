@@ -13,13 +13,13 @@ import pytest
 from tests.support.memory_versions import local_tensors, make_state, write_version
 from ucp_core.errors import CheckpointNotFoundError
 from ucp_core.native import Checkpoint, load
-from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources, door_path
-from workers.keeper.descriptors import Door
+from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources
+from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.parity_mirror import parity_name
 from workers.keeper.peers.server import WireServer
-from workers.keeper.slots import Shelf
+from workers.keeper.slots import NodeSlots
 from workers.keeper.sources import PARITY
-from workers.memory import Arena, LocalPart, Part
+from workers.memory import Arena, LocalPart, Part, descriptor_socket
 from workers.parity import ParityRecord, read_record, slot_bytes, write
 from workers.protocol import Member, MemoryPart, held_source
 
@@ -36,12 +36,12 @@ class _Node:
 
     name: str
     directory: Path
-    shelf: Shelf
-    door: Door
+    slots: NodeSlots
+    door: DescriptorServer
     wire: WireServer
 
     def arena(self, name: str) -> Arena:
-        arena = self.shelf.arena(name)
+        arena = self.slots.arena(name)
         assert arena is not None
         return arena
 
@@ -64,8 +64,8 @@ class _Node:
     def close(self) -> None:
         self.door.close()
         self.wire.close()
-        for name in self.shelf.arenas():
-            self.shelf.drop(name)
+        for name in self.slots.arenas():
+            self.slots.drop(name)
 
 
 PARITIES = parity_name(0, 1)
@@ -77,11 +77,11 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[_Node
     for rank in range(WORLD):
         directory = tmp_path / str(rank)
         directory.mkdir()
-        shelf = Shelf(budget_bytes=64 << 20)
-        door = Door(door_path(directory), shelf)
-        wire = WireServer(shelf, host="127.0.0.1", secret=SECRET)
-        made.append(_Node(str(rank), directory, shelf, door, wire))
-        arena = shelf.reserve(made[-1].own, body_bytes=1 << 20)
+        slots = NodeSlots(budget_bytes=64 << 20)
+        door = DescriptorServer(descriptor_socket(directory), slots)
+        wire = WireServer(slots, host="127.0.0.1", secret=SECRET)
+        made.append(_Node(str(rank), directory, slots, door, wire))
+        arena = slots.reserve(made[-1].own, body_bytes=1 << 20)
         write_version(arena, STATE, step=3, rank=rank, world_size=WORLD)
     _protect(made, request.param)
     yield made
@@ -109,7 +109,7 @@ def _protect(nodes: Sequence[_Node], num_parities: int) -> None:
             members=members,
         )
         body_bytes = slot_bytes(sizes, num_parities=num_parities)
-        arena = node.shelf.reserve(PARITIES, body_bytes=body_bytes)
+        arena = node.slots.reserve(PARITIES, body_bytes=body_bytes)
         arena.begin(0, attempt=1, step=3, rank=-1 - place, world_size=WORLD)
         data_bytes, record_bytes = write(record, parts, arena.body(0))
         arena.finish(0, data_bytes=data_bytes, record_bytes=record_bytes)

@@ -22,8 +22,8 @@ _TRAINER = """
 import sys, signal
 from pathlib import Path
 from tests.support.snapshots import body_bytes, snapshot
-from workers.keeper.descriptors import door_path, reserve
-arena = reserve(door_path(Path(sys.argv[1])), "w0001.1", body_bytes=body_bytes(1), attempt=1)
+path = descriptor_socket(Path(sys.argv[1]))
+arena = reserve(path, "w0001.1", body_bytes=body_bytes(1), attempt=1)
 for step in (1, 2, 3):
     snapshot(arena, step)
 print("written", flush=True)
@@ -172,7 +172,7 @@ def test_a_vault_that_is_gone_is_a_trouble_and_not_an_error(tmp_path: Path) -> N
     assert vault is not None
     os.kill(vault._pid, signal.SIGKILL)
     os.waitpid(vault._pid, 0)
-    memory._shelf.reserve("w0001.1", body_bytes=4096)
+    memory._slots.reserve("w0001.1", body_bytes=4096)
 
     assert eventually(lambda: any("holds the snapshots went" in t for t in memory.troubles()))
     memory.close()

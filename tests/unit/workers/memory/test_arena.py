@@ -18,10 +18,20 @@ import pytest
 
 from tests.support.snapshots import eventually
 from workers.errors import ArenaError
-from workers.keeper import Lease, door_path, notify, reserve
-from workers.keeper import descriptors as door_module
-from workers.keeper.descriptors import Door, Shelf, adopt, drop, open_arena
-from workers.memory import Arena, available_bytes
+from workers.keeper import descriptor_server
+from workers.keeper.descriptor_server import DescriptorServer
+from workers.keeper.slots import NodeSlots
+from workers.memory import (
+    Arena,
+    Lease,
+    adopt,
+    available_bytes,
+    descriptor_socket,
+    drop,
+    notify,
+    open_arena,
+    reserve,
+)
 from workers.protocol import Held
 
 
@@ -34,8 +44,8 @@ def arena() -> Iterator[Arena]:
 
 @pytest.fixture
 def door(tmp_path: Path) -> Iterator[Path]:
-    path = door_path(tmp_path)
-    served = Door(path, Shelf(budget_bytes=1 << 20))
+    path = descriptor_socket(tmp_path)
+    served = DescriptorServer(path, NodeSlots(budget_bytes=1 << 20))
     yield path
     served.close()
 
@@ -140,24 +150,24 @@ def test_memory_for_next_to_nothing_is_memory(body_bytes: int) -> None:
 
 def test_memory_that_cannot_be_mapped_is_refused_and_let_go_of(tmp_path: Path) -> None:
     """A loader goes on to the next source for that; what it still held would never be free."""
-    shelf = Shelf(budget_bytes=1 << 20)
-    served = Door(door_path(tmp_path), shelf)
+    slots = NodeSlots(budget_bytes=1 << 20)
+    served = DescriptorServer(descriptor_socket(tmp_path), slots)
     fd = os.memfd_create("large")
     # Of which nothing is ever touched.
     os.ftruncate(fd, 3 << 28)
-    shelf.adopt("w0001.0", fd)
+    slots.adopt("w0001.0", fd)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     taken_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (taken_bytes + (1 << 28), hard))
     try:
         with pytest.raises(ArenaError, match=r"cannot be mapped: .*Cannot allocate memory"):
-            open_arena(door_path(tmp_path), "w0001.0")
+            open_arena(descriptor_socket(tmp_path), "w0001.0")
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     served.close()
     # The keeper lets go of what it has handed over behind the answer.
     assert eventually(lambda: _num_open("memfd:large") == 1, within_s=20.0)
-    shelf.drop("w0001.0")
+    slots.drop("w0001.0")
 
 
 def _num_open(name: str) -> int:
@@ -172,7 +182,6 @@ def _num_open(name: str) -> int:
 _TRAINER = """
 import sys, time
 from pathlib import Path
-from workers.keeper.descriptors import reserve
 arena = reserve(Path(sys.argv[1]), "w0001.0", body_bytes=8192, attempt=3)
 arena.begin(0, attempt=3, step=12, rank=1, world_size=2)
 arena.body(0)[:5] = b"state"
@@ -201,16 +210,16 @@ def test_what_a_trainer_wrote_survives_its_kill(door: Path) -> None:
 
 def test_a_restarted_keeper_is_handed_what_the_trainers_hold(tmp_path: Path) -> None:
     """Its own memory is gone; the trainers' mapping of the same memory is not."""
-    path = door_path(tmp_path)
-    first = Door(path, Shelf(budget_bytes=1 << 20))
+    path = descriptor_socket(tmp_path)
+    first = DescriptorServer(path, NodeSlots(budget_bytes=1 << 20))
     mine = reserve(path, "w0001.0", body_bytes=4096, attempt=1)
     lease = Lease(path)
     assert lease.ensure("w0001.0", mine)
     _write(mine, 5, b"kept")
     mine.attend(True)
     first.close()
-    second_shelf = Shelf(budget_bytes=1 << 20)
-    second = Door(path, second_shelf)
+    second_shelf = NodeSlots(budget_bytes=1 << 20)
+    second = DescriptorServer(path, second_shelf)
 
     assert lease.ensure("w0001.0", mine)
 
@@ -223,9 +232,9 @@ def test_a_restarted_keeper_is_handed_what_the_trainers_hold(tmp_path: Path) -> 
 
 def test_a_lease_asks_the_same_keeper_once(tmp_path: Path) -> None:
     """It is looked at with every snapshot."""
-    path = door_path(tmp_path)
-    shelf = Shelf(budget_bytes=1 << 20)
-    door = Door(path, shelf)
+    path = descriptor_socket(tmp_path)
+    slots = NodeSlots(budget_bytes=1 << 20)
+    door = DescriptorServer(path, slots)
     mine = reserve(path, "w0001.0", body_bytes=4096, attempt=1)
     lease = Lease(path)
     assert lease.ensure("w0001.0", mine)
@@ -235,73 +244,73 @@ def test_a_lease_asks_the_same_keeper_once(tmp_path: Path) -> None:
     path.unlink()
     assert not lease.ensure("w0001.0", mine), "a keeper that is gone is no error"
     mine.close()
-    shelf.drop("w0001.0")
+    slots.drop("w0001.0")
 
 
 def test_an_arena_that_is_handed_over_again_is_the_same(tmp_path: Path) -> None:
     """Readers are in the middle of it."""
-    path = door_path(tmp_path)
-    shelf = Shelf(budget_bytes=1 << 20)
-    door = Door(path, shelf)
+    path = descriptor_socket(tmp_path)
+    slots = NodeSlots(budget_bytes=1 << 20)
+    door = DescriptorServer(path, slots)
     mine = reserve(path, "w0001.0", body_bytes=4096, attempt=1)
-    before = shelf.arena("w0001.0")
+    before = slots.arena("w0001.0")
     adopt(path, "w0001.0", mine)
 
-    assert shelf.arena("w0001.0") is before
+    assert slots.arena("w0001.0") is before
     door.close()
     mine.close()
-    shelf.drop("w0001.0")
+    slots.drop("w0001.0")
 
 
 def test_an_attempt_that_is_over_gets_no_memory(tmp_path: Path) -> None:
     """Nothing of attempt n is accepted after attempt n + 1 began."""
-    shelf = Shelf(budget_bytes=1 << 20)
-    door = Door(door_path(tmp_path), shelf)
-    shelf.fence(3, [(1, 0), (2, 0), (3, 5)])
+    slots = NodeSlots(budget_bytes=1 << 20)
+    door = DescriptorServer(descriptor_socket(tmp_path), slots)
+    slots.fence(3, [(1, 0), (2, 0), (3, 5)])
 
     with pytest.raises(ArenaError, match="attempt 2 is over, attempt 3 has begun"):
-        reserve(door_path(tmp_path), "w0001.1", body_bytes=4096, attempt=2)
-    reserve(door_path(tmp_path), "w0001.1", body_bytes=4096, attempt=3).close()
+        reserve(descriptor_socket(tmp_path), "w0001.1", body_bytes=4096, attempt=2)
+    reserve(descriptor_socket(tmp_path), "w0001.1", body_bytes=4096, attempt=3).close()
     door.close()
-    shelf.drop("w0001.1")
+    slots.drop("w0001.1")
 
 
 def test_a_notice_wakes_who_waits_and_one_without_a_keeper_is_nothing(tmp_path: Path) -> None:
     """The trainer is in its step: it neither waits nor fails, whatever the keeper does."""
-    path = door_path(tmp_path)
+    path = descriptor_socket(tmp_path)
     notify(path, "w0001.1")
-    shelf = Shelf(budget_bytes=1 << 20)
-    door = Door(path, shelf)
-    news = shelf.wait_news(-1, 0.0)
+    slots = NodeSlots(budget_bytes=1 << 20)
+    door = DescriptorServer(path, slots)
+    news = slots.wait_news(-1, 0.0)
     for _ in range(2000):
         notify(path, "w0001.1")
 
-    assert shelf.wait_news(news, 20.0) > news
+    assert slots.wait_news(news, 20.0) > news
     door.close()
     notify(path, "w0001.1")
 
 
 def test_waiting_for_pins_is_not_disturbed_by_other_news() -> None:
     """The persister sleeps while nothing is due, however many snapshots are finished."""
-    shelf = Shelf(budget_bytes=1 << 20)
-    arena = shelf.reserve("w0001.1", body_bytes=4096)
+    slots = NodeSlots(budget_bytes=1 << 20)
+    arena = slots.reserve("w0001.1", body_bytes=4096)
     slot = _write(arena, 1, b"one")
-    pins, news = shelf.wait_pins(-1, 0.0), shelf.wait_news(-1, 0.0)
-    shelf.tell()
-    assert shelf.wait_news(news, 0.0) > news
-    assert shelf.wait_pins(pins, 0.0) == pins
+    pins, news = slots.wait_pins(-1, 0.0), slots.wait_news(-1, 0.0)
+    slots.tell()
+    assert slots.wait_news(news, 0.0) > news
+    assert slots.wait_pins(pins, 0.0) == pins
 
     arena.pin(slot)
-    shelf.tell()
-    assert shelf.wait_pins(pins, 0.0) > pins
-    shelf.drop("w0001.1")
+    slots.tell()
+    assert slots.wait_pins(pins, 0.0) > pins
+    slots.drop("w0001.1")
 
 
 def test_a_guest_that_is_stopped_keeps_nobody_waiting(
     door: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process can be stopped between its first and its second word."""
-    monkeypatch.setattr(door_module, "_ANSWER_S", 60.0)
+    monkeypatch.setattr(descriptor_server, "ANSWER_S", 60.0)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.connect(str(door))
         start_s = time.monotonic()
@@ -321,16 +330,16 @@ def test_memory_beyond_the_budget_is_refused_with_the_numbers(door: Path) -> Non
 
 def test_memory_that_could_not_be_made_is_not_taken_for_used() -> None:
     """A process runs out of file descriptors for a moment; what was claimed must be free again."""
-    shelf = Shelf(budget_bytes=1 << 20, available=lambda: 1 << 40)
+    slots = NodeSlots(budget_bytes=1 << 20, available=lambda: 1 << 40)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
         with pytest.raises(ArenaError, match="Too many open files"):
-            shelf.reserve("w0.1", body_bytes=1 << 18)
+            slots.reserve("w0.1", body_bytes=1 << 18)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    shelf.reserve("w0.1", body_bytes=1 << 18)
-    shelf.drop("w0.1")
+    slots.reserve("w0.1", body_bytes=1 << 18)
+    slots.drop("w0.1")
 
 
 def test_a_worker_that_asks_again_gets_the_same_memory(door: Path) -> None:
@@ -358,18 +367,18 @@ def test_whoever_speaks_nonsense_at_the_door_is_refused_and_the_next_is_served(
 def test_memory_that_the_node_has_not_is_refused_whatever_the_budget_says(tmp_path: Path) -> None:
     """The kernel would not refuse it: it would kill somebody later."""
     refused: dict[str, str] = {}
-    shelf = Shelf(budget_bytes=1 << 40, available=lambda: 80 << 20)
-    door = Door(door_path(tmp_path), shelf, refused.__setitem__)
+    slots = NodeSlots(budget_bytes=1 << 40, available=lambda: 80 << 20)
+    door = DescriptorServer(descriptor_socket(tmp_path), slots, refused.__setitem__)
 
     with pytest.raises(ArenaError, match="the node has 16777216 left"):
-        reserve(door_path(tmp_path), "w0001.1", body_bytes=10 << 20, attempt=1)
+        reserve(descriptor_socket(tmp_path), "w0001.1", body_bytes=10 << 20, attempt=1)
     assert "snapshot.node_memory_mib" in refused["w0001"]
-    reserve(door_path(tmp_path), "w0001.2", body_bytes=1 << 20, attempt=1).close()
+    reserve(descriptor_socket(tmp_path), "w0001.2", body_bytes=1 << 20, attempt=1).close()
     assert refused == {"w0001": ""}
     with pytest.raises(ArenaError, match="reserve the next generation"):
-        reserve(door_path(tmp_path), "w0001.2", body_bytes=2 << 20, attempt=1)
+        reserve(descriptor_socket(tmp_path), "w0001.2", body_bytes=2 << 20, attempt=1)
     door.close()
-    shelf.drop("w0001.2")
+    slots.drop("w0001.2")
 
 
 @pytest.mark.parametrize(
@@ -408,9 +417,9 @@ def test_what_a_container_may_take_is_what_is_available(
     assert available_bytes(meminfo, tmp_path) == expected_mib << 20
 
 
-def _left(shelf: Shelf, name: str, step: int, *, body_bytes: int = 8192) -> Held:
+def _left(slots: NodeSlots, name: str, step: int, *, body_bytes: int = 8192) -> Held:
     """Have a worker write a version into an arena of its own."""
-    arena = shelf.reserve(name, body_bytes=body_bytes)
+    arena = slots.reserve(name, body_bytes=body_bytes)
     held = arena.held(_write(arena, step, b"left"))
     assert held is not None
     return held
@@ -419,44 +428,44 @@ def _left(shelf: Shelf, name: str, step: int, *, body_bytes: int = 8192) -> Held
 def test_who_takes_a_dead_workers_place_goes_on_in_its_memory() -> None:
     """At once, within the same budget; and who was told the old name still finds what is there."""
     dead: set[str] = set()
-    shelf = Shelf(budget_bytes=3 * 8192, dead=lambda: dead)
-    held = _left(shelf, "w0001.1", 5)
-    before = shelf.arena("w0001.1")
+    slots = NodeSlots(budget_bytes=3 * 8192, dead=lambda: dead)
+    held = _left(slots, "w0001.1", 5)
+    before = slots.arena("w0001.1")
     assert before is not None
     before.attend(True)
     with pytest.raises(ArenaError, match=r"w0002\.1 need"):
-        shelf.reserve("w0002.1", body_bytes=8000)
+        slots.reserve("w0002.1", body_bytes=8000)
     dead.add("w0001")
 
-    arena = shelf.reserve("w0002.1", body_bytes=8000)
+    arena = slots.reserve("w0002.1", body_bytes=8000)
     assert arena is before
     assert arena.versions() == [held]
     assert arena.choose(()) != held.slot
     assert not arena.attended()
-    assert shelf.versions() == {"w0002.1": [held]}
-    assert shelf.find("w0001.1") is arena
-    assert shelf.arena("w0001.1") is None
-    os.close(shelf.hand_out("w0001.1"))
+    assert slots.versions() == {"w0002.1": [held]}
+    assert slots.find("w0001.1") is arena
+    assert slots.arena("w0001.1") is None
+    os.close(slots.hand_out("w0001.1"))
     dead.add("w0002")
-    assert shelf.reserve("w0003.1", body_bytes=8000) is arena
-    assert shelf.find("w0001.1") is arena
+    assert slots.reserve("w0003.1", body_bytes=8000) is arena
+    assert slots.find("w0001.1") is arena
     for attempt in (1, 2):
-        shelf.fence(attempt, ())
-    assert shelf.find("w0001.1") is None
-    shelf.drop("w0003.1")
+        slots.fence(attempt, ())
+    assert slots.find("w0001.1") is None
+    slots.drop("w0003.1")
 
 
 @pytest.mark.parametrize("name", ["w0001.1", "0123456789ab/w0009.1"])
 def test_memory_that_does_not_fit_is_not_handed_on(name: str) -> None:
     """Too small, far too large, a copy of another node's, or of a worker that is there."""
     dead = {"w0009"} if "/" in name else set()
-    shelf = Shelf(budget_bytes=1 << 20, dead=lambda: dead)
-    _left(shelf, name, 5)
-    shelf.reserve("w0002.1", body_bytes=8192)
+    slots = NodeSlots(budget_bytes=1 << 20, dead=lambda: dead)
+    _left(slots, name, 5)
+    slots.reserve("w0002.1", body_bytes=8192)
     dead.add("w0001")
-    shelf.reserve("w0002.2", body_bytes=8193)
-    shelf.reserve("w0003.1", body_bytes=4000)
+    slots.reserve("w0002.2", body_bytes=8193)
+    slots.reserve("w0003.1", body_bytes=4000)
 
-    assert sorted(shelf.versions()) == sorted([name, "w0002.1", "w0002.2", "w0003.1"])
-    for each in shelf.versions():
-        shelf.drop(each)
+    assert sorted(slots.versions()) == sorted([name, "w0002.1", "w0002.2", "w0003.1"])
+    for each in slots.versions():
+        slots.drop(each)

@@ -39,7 +39,7 @@ def test_memory_that_was_pinned_in_part_can_be_pinned_later(
     """Memory is short for a moment; the worker would never take a snapshot again."""
     driver, node = _Driver(num_free=1), Node(tmp_path)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    arena = node.shelf.reserve("w0001.1", body_bytes=8192)
+    arena = node.slots.reserve("w0001.1", body_bytes=8192)
     with pytest.raises(ArenaError, match="error 2; raise the limit of locked memory"):
         register(arena)
     assert driver.pinned == set()
@@ -49,5 +49,5 @@ def test_memory_that_was_pinned_in_part_can_be_pinned_later(
     assert len(driver.pinned) == NUM_SLOTS
     unregister(arena)
     assert driver.pinned == set()
-    node.shelf.drop("w0001.1")
+    node.slots.drop("w0001.1")
     node.close()

@@ -253,4 +253,4 @@ def test_what_is_late_is_refused(rank: Rank, node: Node, monkeypatch: pytest.Mon
 def test_without_memory_there_is_no_farewell(rank: Rank, node: Node) -> None:
     """It would have to be got first, from a keeper that may not be there."""
     assert not rank.writer.farewell(captured(8, state()), Footing(1, (0, 0)))
-    assert node.shelf.arenas() == {}
+    assert node.slots.arenas() == {}

@@ -66,7 +66,7 @@ class _Replica:
     troubles: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.wire = WireServer(self.node.shelf, host="127.0.0.1", secret=SECRET)
+        self.wire = WireServer(self.node.slots, host="127.0.0.1", secret=SECRET)
         self.worker = f"w{self.rank:04d}"
         self.memory = SnapshotMemory(self.node.directory, self.worker)
 
@@ -87,7 +87,7 @@ class _Replica:
         assert self.writer.wait(step)
 
     def arena(self, *, parity: bool) -> Arena:
-        (found,) = (x for name, x in self.node.shelf.arenas().items() if is_parity(name) == parity)
+        (found,) = (x for name, x in self.node.slots.arenas().items() if is_parity(name) == parity)
         return found
 
     def part(self, step: int, *, parity: bool) -> Part:
@@ -136,7 +136,7 @@ def _protect(replicas: Sequence[_Replica], stack: ExitStack) -> None:
             for rank in own.group
         )
         group = ParityGroup(attempt=1, num_parities=1, places=places, over_replicas=True)
-        mirror = ParityMirror(own.node.shelf, group, own.troubles.append)
+        mirror = ParityMirror(own.node.slots, group, own.troubles.append)
         stack.callback(mirror.stop)
     arenas = [one.arena(parity=False) for one in replicas]
     assert eventually(lambda: all(map(Arena.attended, arenas)))
@@ -178,7 +178,7 @@ def _left(replicas: Sequence[_Replica], step: int) -> list[MemoryPart]:
             held=held,
         )
         for one in replicas
-        for name, versions in one.node.shelf.versions().items()
+        for name, versions in one.node.slots.versions().items()
         for held in versions
         if held.step == step
     ]
@@ -308,7 +308,7 @@ def test_memory_that_is_refused_for_a_parity_costs_no_snapshot_and_holds_nobody_
         assert eventually(lambda: any("no parity of step 1" in line for line in poor.troubles))
         assert eventually(lambda: not replicas[0].arena(parity=False).copy_behind())
 
-        poor.node.shelf._budget_bytes = 64 << 20
+        poor.node.slots._budget_bytes = 64 << 20
         for step in (2, 3):
             for one in replicas:
                 one.take(step)
@@ -321,12 +321,12 @@ def test_a_parity_stays_while_its_writer_lives_and_until_it_is_not_needed(tmp_pa
     """A later attempt begins with what this one has left; no peer lists it either."""
     with ExitStack() as stack:
         replicas = _taken(tmp_path, stack)
-        shelf = replicas[0].node.shelf
-        shelf.fence(2, ((1, 0), (2, 1)))
-        assert shelf.reap(living=["w0000"], stored_step=9) == []
-        assert shelf.reap(living=[], stored_step=0) == []
+        slots = replicas[0].node.slots
+        slots.fence(2, ((1, 0), (2, 1)))
+        assert slots.reap(living=["w0000"], stored_step=9) == []
+        assert slots.reap(living=[], stored_step=0) == []
         names = [f"{replica_parity_name('w0000')}.1", "w0000.1"]
-        assert sorted(shelf.reap(living=[], stored_step=9)) == names
+        assert sorted(slots.reap(living=[], stored_step=9)) == names
 
 
 def test_a_restarted_keeper_is_handed_the_parity_too(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_restarted_keeper_is_handed_the_parity_too(tmp_path: Path) -> None:
         replicas[0].take(1)
         replicas[0].node.restart()
         replicas[0].take(2)
-        held = replicas[0].node.shelf.versions()
+        held = replicas[0].node.slots.versions()
         steps = {name: [one.step for one in each] for name, each in held.items()}
         assert steps == {f"{replica_parity_name('w0000')}.1": [1, 2], "w0000.1": [1, 2]}
 

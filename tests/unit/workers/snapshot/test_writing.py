@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,8 @@ from tests.support.snapshot_rank import Node, Rank, captured, loaded, state
 from tests.support.snapshots import eventually
 from ucp_core.errors import ChecksumMismatchError
 from ucp_core.geometry import Box
-from workers.keeper import descriptors as door
-from workers.keeper import door_path, notify
-from workers.memory import HandOver
+from workers.keeper import descriptor_server
+from workers.memory import HandOver, descriptor_socket, notify
 from workers.memory import worker_memory as memory_module
 from workers.snapshot import SnapshotMemory, writing
 from workers.snapshot import slot_layout as form
@@ -107,7 +107,7 @@ def test_a_larger_part_gets_other_memory_and_leaves_the_old_alone(rank: Rank, no
     assert after.take(2, more)
 
     assert after.writer.wait(2)
-    held = {name: [one.step for one in found] for name, found in node.shelf.versions().items()}
+    held = {name: [one.step for one in found] for name, found in node.slots.versions().items()}
     assert held == {"w0001.1": [1], "w0001.2": [2]}
     assert after.writer.close()
 
@@ -228,7 +228,7 @@ def test_a_restarted_keeper_is_handed_the_memory_with_the_next_snapshot(
     assert rank.take(1, entries)
     assert rank.writer.wait(1)
     node.restart()
-    assert node.shelf.arenas() == {}
+    assert node.slots.arenas() == {}
     assert rank.take(2, entries)
 
     assert rank.writer.wait(2)
@@ -251,7 +251,7 @@ def test_a_keeper_that_is_another_one_while_it_is_told_does_not_count_as_told(
 
     monkeypatch.setattr(memory_module, "notify", restarted_first)
     assert not rank.memory.tell()
-    assert node.shelf.arenas() == {}
+    assert node.slots.arenas() == {}
     assert rank.memory.tell()
     assert node.steps() == [1]
 
@@ -270,7 +270,7 @@ def test_a_keeper_that_is_back_after_an_attempt_has_ended_is_handed_the_memory(
     hand_over = HandOver(rank.memory)
     node.start()
 
-    assert eventually(lambda: bool(node.shelf.arenas()))
+    assert eventually(lambda: bool(node.slots.arenas()))
     assert node.steps() == [1]
     hand_over.end()
 
@@ -278,21 +278,21 @@ def test_a_keeper_that_is_back_after_an_attempt_has_ended_is_handed_the_memory(
 def test_a_keeper_that_is_half_back_is_not_taken_for_one_that_has_the_memory(
     rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes notices, and the door is still that of the one before: nothing would be handed."""
+    """It takes notices, but its descriptor socket is still its predecessor's."""
     entries = state()
     assert rank.ready(entries)
     assert rank.take(1, entries)
     assert rank.writer.wait(1)
     node.close()
     told: list[bool] = []
-    bind = door._bound
+    bind: Callable[[Path, socket.SocketKind], socket.socket] = descriptor_server.bind_socket
 
     def bound(path: Path, kind: socket.SocketKind) -> socket.socket:
         made = bind(path, kind)
         told.append(rank.memory.tell())
         return made
 
-    monkeypatch.setattr(door, "_bound", bound)
+    monkeypatch.setattr(descriptor_server, "bind_socket", bound)
     node.start()
     assert told == [False, False]
     assert rank.memory.tell()
@@ -375,7 +375,7 @@ def test_a_restarted_keeper_is_handed_the_memory_though_no_snapshot_is_due(
     assert not rank.writer.is_behind(), "the keeper has it"
     assert rank.memory.is_told()
     node.restart()
-    assert node.shelf.arenas() == {}
+    assert node.slots.arenas() == {}
     assert not rank.memory.is_told()
 
     rank.writer.look_after()
@@ -448,7 +448,7 @@ def test_close_does_not_wait_for_a_keeper_that_does_not_answer(
     """A stopped keeper would hold up the recovery of the whole run."""
     monkeypatch.setattr(writing, "_CLOSE_S_MAX", 0.2)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(door_path(tmp_path)))
+        listener.bind(str(descriptor_socket(tmp_path)))
         listener.listen()
         rank = Rank(SnapshotMemory(tmp_path, "w0001"))
         rank.writer.prepare(captured(0, state()))

@@ -9,28 +9,28 @@ import pytest
 from tests.support.wired import SECRET, write
 from workers.keeper.peers.client import WireClient
 from workers.keeper.peers.server import WireServer
-from workers.keeper.slots import Shelf
+from workers.keeper.slots import NodeSlots
 from workers.memory import Arena
 
 
 @pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    shelf = Shelf(budget_bytes=1 << 30)
-    yield shelf
-    shelf.drop("w0001")
+def slots() -> Iterator[NodeSlots]:
+    slots = NodeSlots(budget_bytes=1 << 30)
+    yield slots
+    slots.drop("w0001")
 
 
 @pytest.fixture
-def arena(shelf: Shelf, size: int) -> Arena:
+def arena(slots: NodeSlots, size: int) -> Arena:
     """The one arena; each module says how large its snapshots are."""
-    arena = shelf.reserve("w0001", body_bytes=size)
+    arena = slots.reserve("w0001", body_bytes=size)
     write(arena, 1, size=size)
     return arena
 
 
 @pytest.fixture
-def server(shelf: Shelf) -> Iterator[WireServer]:
-    server = WireServer(shelf, host="127.0.0.1", secret=SECRET)
+def server(slots: NodeSlots) -> Iterator[WireServer]:
+    server = WireServer(slots, host="127.0.0.1", secret=SECRET)
     yield server
     server.close()
 

@@ -21,7 +21,7 @@ from workers.keeper.peers import server as wire
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.mirror import Mirror, Mirrors, wanted
 from workers.keeper.peers.server import WireServer
-from workers.keeper.slots import Shelf
+from workers.keeper.slots import NodeSlots
 from workers.memory import NUM_SLOTS, Arena
 from workers.memory import arena as arena_module
 from workers.protocol import Held, Peer
@@ -40,7 +40,7 @@ def _content(attempt: int, step: int, size: int = SIZE) -> bytes:
 
 
 def _write(
-    shelf: Shelf,
+    slots: NodeSlots,
     step: int,
     *,
     attempt: int = 1,
@@ -49,13 +49,13 @@ def _write(
     kept: tuple[int, int] | None = None,
 ) -> Held:
     """Write a version as a trainer does, and give notice of it."""
-    arena = shelf.arena(name)
+    arena = slots.arena(name)
     assert arena is not None
-    slot = arena.choose(shelf.lineage, kept=kept)
+    slot = arena.choose(slots.lineage, kept=kept)
     arena.begin(slot, attempt=attempt, step=step, rank=3, world_size=5)
     arena.body(slot)[:size] = _content(attempt, step, size)
     arena.finish(slot, data_bytes=size - 1000, record_bytes=1000)
-    shelf.tell()
+    slots.tell()
     held = arena.held(slot)
     assert held is not None
     return held
@@ -73,30 +73,30 @@ def _check_whole(arena: Arena) -> list[tuple[int, int]]:
 
 
 @pytest.fixture
-def theirs() -> Iterator[Shelf]:
-    shelf = Shelf(budget_bytes=1 << 30)
-    shelf.reserve(NAME, body_bytes=SIZE)
-    yield shelf
-    shelf.drop(NAME)
+def theirs() -> Iterator[NodeSlots]:
+    slots = NodeSlots(budget_bytes=1 << 30)
+    slots.reserve(NAME, body_bytes=SIZE)
+    yield slots
+    slots.drop(NAME)
 
 
 @pytest.fixture
-def source(theirs: Shelf) -> Arena:
+def source(theirs: NodeSlots) -> Arena:
     arena = theirs.arena(NAME)
     assert arena is not None
     return arena
 
 
 @pytest.fixture
-def ours() -> Iterator[Shelf]:
-    shelf = Shelf(budget_bytes=1 << 30)
-    yield shelf
-    for name in shelf.versions():
-        shelf.drop(name)
+def ours() -> Iterator[NodeSlots]:
+    slots = NodeSlots(budget_bytes=1 << 30)
+    yield slots
+    for name in slots.versions():
+        slots.drop(name)
 
 
 @pytest.fixture
-def server(theirs: Shelf) -> Iterator[WireServer]:
+def server(theirs: NodeSlots) -> Iterator[WireServer]:
     server = WireServer(theirs, host="127.0.0.1", secret=SECRET)
     yield server
     server.close()
@@ -113,23 +113,23 @@ def _peer(server: WireServer) -> Peer:
 
 
 @pytest.fixture
-def mirrors(ours: Shelf, troubles: list[str]) -> Iterator[Mirrors]:
+def mirrors(ours: NodeSlots, troubles: list[str]) -> Iterator[Mirrors]:
     mirrors = Mirrors(ours, troubles.append)
     yield mirrors
     mirrors.stop()
 
 
-def _copies(ours: Shelf) -> list[tuple[int, int]]:
+def _copies(ours: NodeSlots) -> list[tuple[int, int]]:
     arena = ours.arena(COPY)
     return [] if arena is None else [(held.attempt, held.step) for held in arena.versions()]
 
 
-def _wait_for_copy(ours: Shelf, step: int) -> None:
+def _wait_for_copy(ours: NodeSlots, step: int) -> None:
     assert eventually(lambda: (1, step) in _copies(ours))
 
 
 def test_a_copy_is_the_original_but_for_its_place(
-    theirs: Shelf, ours: Shelf, server: WireServer, mirrors: Mirrors
+    theirs: NodeSlots, ours: NodeSlots, server: WireServer, mirrors: Mirrors
 ) -> None:
     """Whoever loads from it must find the rank's own record behind the rank's own bytes."""
     for step in (4, 5):
@@ -156,7 +156,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_every_version_is_copied_soon_and_the_ranks_are_told(
-    theirs: Shelf, source: Arena, ours: Shelf, server: WireServer, mirrors: Mirrors
+    theirs: NodeSlots, source: Arena, ours: NodeSlots, server: WireServer, mirrors: Mirrors
 ) -> None:
     """A poll once in a while would do for the copies, and cost the ranks all snapshots between."""
     mirrors.follow([_peer(server)])
@@ -170,7 +170,7 @@ def test_every_version_is_copied_soon_and_the_ranks_are_told(
 
 
 def test_the_last_copy_that_counts_outlives_what_is_copied_after_it(
-    theirs: Shelf, ours: Shelf, server: WireServer, mirrors: Mirrors
+    theirs: NodeSlots, ours: NodeSlots, server: WireServer, mirrors: Mirrors
 ) -> None:
     """Until all ranks have a version of the new attempt, the old one is what there is."""
     mirrors.follow([_peer(server)])
@@ -187,7 +187,7 @@ def test_the_last_copy_that_counts_outlives_what_is_copied_after_it(
 
 
 def test_versions_that_are_dead_are_not_copied_and_not_waited_for(
-    theirs: Shelf, source: Arena, ours: Shelf, server: WireServer, mirrors: Mirrors
+    theirs: NodeSlots, source: Arena, ours: NodeSlots, server: WireServer, mirrors: Mirrors
 ) -> None:
     """After a resume the newest that a rank holds may be ahead of the history."""
     for step in (8, 9, 10):
@@ -227,7 +227,7 @@ def test_what_is_wanted_is_the_newest_that_counts(
 
 
 def test_what_a_dead_peer_wrote_is_served_from_here(
-    theirs: Shelf, ours: Shelf, server: WireServer, mirrors: Mirrors
+    theirs: NodeSlots, ours: NodeSlots, server: WireServer, mirrors: Mirrors
 ) -> None:
     """That is what the copy is for."""
     mirrors.follow([_peer(server)])
@@ -246,7 +246,7 @@ def test_what_a_dead_peer_wrote_is_served_from_here(
 
 
 def test_a_peer_that_comes_back_elsewhere_is_followed_into_the_same_copies(
-    theirs: Shelf, ours: Shelf, server: WireServer, mirrors: Mirrors, troubles: list[str]
+    theirs: NodeSlots, ours: NodeSlots, server: WireServer, mirrors: Mirrors, troubles: list[str]
 ) -> None:
     """Its keeper was restarted: another port, another secret, the ranks' memory as before."""
     mirrors.follow([_peer(server)])
@@ -266,9 +266,9 @@ def test_a_peer_that_comes_back_elsewhere_is_followed_into_the_same_copies(
 
 
 def test_a_broken_connection_is_made_anew(
-    theirs: Shelf,
+    theirs: NodeSlots,
     source: Arena,
-    ours: Shelf,
+    ours: NodeSlots,
     server: WireServer,
     mirrors: Mirrors,
     troubles: list[str],
@@ -285,7 +285,7 @@ def test_a_broken_connection_is_made_anew(
 
 
 def test_a_peer_that_forgot_what_was_copied_is_told_again(
-    theirs: Shelf, source: Arena, ours: Shelf, server: WireServer, mirrors: Mirrors
+    theirs: NodeSlots, source: Arena, ours: NodeSlots, server: WireServer, mirrors: Mirrors
 ) -> None:
     """The connection broke before it heard: its ranks would wait for a copy that is there."""
     mirrors.follow([_peer(server)])
@@ -299,7 +299,7 @@ def test_a_peer_that_forgot_what_was_copied_is_told_again(
 
 
 def test_what_was_told_is_told_again_where_a_copy_went_on_over_another_connection(
-    theirs: Shelf, source: Arena, ours: Shelf, monkeypatch: pytest.MonkeyPatch
+    theirs: NodeSlots, source: Arena, ours: NodeSlots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A range goes on by itself where its connection broke off, and the peer has forgotten who had
     got what: where two copy, the other one's word alone would never do."""
@@ -328,9 +328,9 @@ def test_what_was_told_is_told_again_where_a_copy_went_on_over_another_connectio
 
 
 def test_nothing_half_is_ever_a_copy(
-    theirs: Shelf,
+    theirs: NodeSlots,
     source: Arena,
-    ours: Shelf,
+    ours: NodeSlots,
     mirrors: Mirrors,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -356,7 +356,7 @@ def test_nothing_half_is_ever_a_copy(
 
 
 def test_ranks_that_do_not_wait_keep_what_the_copy_has_and_it_is_told(
-    theirs: Shelf, source: Arena, ours: Shelf, mirrors: Mirrors, troubles: list[str]
+    theirs: NodeSlots, source: Arena, ours: NodeSlots, mirrors: Mirrors, troubles: list[str]
 ) -> None:
     """A peer too slow for good: the one version that both have must outlive all that are not."""
     slow = WireServer(theirs, host="127.0.0.1", secret=SECRET, bytes_per_s=10 * SIZE)
@@ -379,7 +379,7 @@ def test_ranks_that_do_not_wait_keep_what_the_copy_has_and_it_is_told(
 
 
 def test_memory_that_is_refused_is_a_trouble_and_holds_nobody_up(
-    theirs: Shelf,
+    theirs: NodeSlots,
     source: Arena,
     server: WireServer,
     troubles: list[str],
@@ -389,7 +389,7 @@ def test_memory_that_is_refused_is_a_trouble_and_holds_nobody_up(
     monkeypatch.setattr(mirror_module, "_REFUSED_S", 0.2)
     theirs.reserve("w0002.0", body_bytes=SIZE)
     need = 2 * NUM_SLOTS * (SIZE + 8192)
-    small = Shelf(budget_bytes=need)
+    small = NodeSlots(budget_bytes=need)
     small.reserve("w0007.0", body_bytes=SIZE)
     _write(theirs, 1)
     _write(theirs, 1, name="w0002.0")
@@ -408,7 +408,7 @@ def test_memory_that_is_refused_is_a_trouble_and_holds_nobody_up(
 
 
 def test_a_peer_with_another_secret_is_a_trouble(
-    ours: Shelf, server: WireServer, troubles: list[str]
+    ours: NodeSlots, server: WireServer, troubles: list[str]
 ) -> None:
     """It is not the keeper that the order meant."""
     mirror = Mirror(ours, _peer(server), b"wrong", troubles.append)
@@ -419,7 +419,7 @@ def test_a_peer_with_another_secret_is_a_trouble(
 
 @pytest.mark.usefixtures("patient")
 def test_a_mirror_stops_at_once_while_it_waits_for_news(
-    source: Arena, ours: Shelf, server: WireServer
+    source: Arena, ours: NodeSlots, server: WireServer
 ) -> None:
     """Every order may end it, and the keeper has reports to send."""
     mirror = Mirror(ours, _peer(server), SECRET, _ignore)
@@ -431,7 +431,7 @@ def test_a_mirror_stops_at_once_while_it_waits_for_news(
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_mirror_stops_at_once_while_it_connects(ours: Shelf) -> None:
+def test_a_mirror_stops_at_once_while_it_connects(ours: NodeSlots) -> None:
     """A machine that is gone answers nothing, not even no."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:
         address = deaf.getsockname()
@@ -456,7 +456,7 @@ def _is_connecting(port: int) -> bool:
 
 
 def test_copying_takes_what_trainers_leave(
-    theirs: Shelf, ours: Shelf, server: WireServer, troubles: list[str]
+    theirs: NodeSlots, ours: NodeSlots, server: WireServer, troubles: list[str]
 ) -> None:
     """The keeper itself is above them, and no thread of it but those that copy may be below."""
     mirrors = Mirrors(ours, troubles.append, 7)
@@ -472,7 +472,7 @@ def test_copying_takes_what_trainers_leave(
 
 
 def test_no_thread_and_no_connection_is_left(
-    theirs: Shelf, ours: Shelf, troubles: list[str]
+    theirs: NodeSlots, ours: NodeSlots, troubles: list[str]
 ) -> None:
     """Fifty orders, fifty mirrors: a run has many attempts."""
     threads, files = set(threading.enumerate()), _files()

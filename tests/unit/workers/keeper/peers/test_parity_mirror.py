@@ -20,7 +20,7 @@ from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.listing import is_copy
 from workers.keeper.peers.parity_mirror import ParityMirror, parity_name
 from workers.keeper.peers.server import WireServer
-from workers.keeper.slots import Shelf
+from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, Part, is_parity
 from workers.memory import arena as arena_module
 from workers.parity import lost_parts
@@ -38,7 +38,7 @@ LONG_S = 60.0
 class _Node:
     place: int
     ranks: tuple[int, ...]
-    shelf: Shelf
+    slots: NodeSlots
     server: WireServer
     arenas: dict[int, Arena]
     client: WireClient
@@ -53,7 +53,7 @@ class _Node:
         """Return what its memory has of a step, as a loader on another node reads it."""
         return [
             RemotePart(self.client, name, held)
-            for name, versions in self.shelf.versions().items()
+            for name, versions in self.slots.versions().items()
             for held in versions
             if held.step == step and is_parity(name) == parity
         ]
@@ -61,15 +61,15 @@ class _Node:
 
 @contextmanager
 def _node(place: int, ranks: tuple[int, ...], budget_bytes: int = 1 << 26) -> Iterator[_Node]:
-    shelf = Shelf(budget_bytes=budget_bytes)
-    arenas = {rank: shelf.reserve(f"w{rank}.0", body_bytes=BODY_BYTES) for rank in ranks}
-    server = WireServer(shelf, host="127.0.0.1", secret=b"s")
+    slots = NodeSlots(budget_bytes=budget_bytes)
+    arenas = {rank: slots.reserve(f"w{rank}.0", body_bytes=BODY_BYTES) for rank in ranks}
+    server = WireServer(slots, host="127.0.0.1", secret=b"s")
     client = WireClient(server.address, secret=b"s")
-    yield _Node(place, ranks, shelf, server, arenas, client)
+    yield _Node(place, ranks, slots, server, arenas, client)
     client.close()
     server.close()
-    for name in shelf.versions():
-        shelf.drop(name)
+    for name in slots.versions():
+        slots.drop(name)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def _protecting(
             GroupPlace(peer=None if node is own else node.peer, ranks=node.ranks) for node in nodes
         )
         group = ParityGroup(attempt=attempt, num_parities=num_parities, places=places)
-        mirrors.append(ParityMirror(own.shelf, group, own.troubles.append))
+        mirrors.append(ParityMirror(own.slots, group, own.troubles.append))
     yield mirrors
     for mirror in mirrors:
         mirror.stop()
@@ -103,7 +103,7 @@ def _write(
             write_version(
                 arena, state, step=step, rank=rank, world_size=WORLD, attempt=attempt, kept=kept
             )
-            node.shelf.tell()
+            node.slots.tell()
 
 
 def _is_protected(nodes: Sequence[_Node]) -> bool:
@@ -200,7 +200,7 @@ def test_a_group_of_the_next_attempt_keeps_what_the_last_one_made(nodes: list[_N
 def test_parities_of_what_is_kept_stay_whatever_dead_workers_kept(nodes: list[_Node]) -> None:
     """Memory of a worker that died stays while it is on its way to storage, and names what was kept
     in its own attempt: that is older than what the ranks of now have agreed on."""
-    dead = nodes[1].shelf.reserve("w9.0", body_bytes=BODY_BYTES)
+    dead = nodes[1].slots.reserve("w9.0", body_bytes=BODY_BYTES)
     write_version(dead, make_state(1), step=1, rank=0, world_size=WORLD, attempt=1)
     dead.keep((1, 1))
     with _protecting(nodes, 1, attempt=2):
@@ -221,7 +221,7 @@ def test_parts_that_outgrow_their_parities_are_protected_all_the_same(nodes: lis
         for factor in (2, 8):
             for rank, arena in nodes[1].arenas.items():
                 body_bytes = factor * arena.body_bytes
-                nodes[1].arenas[rank] = nodes[1].shelf.reserve(
+                nodes[1].arenas[rank] = nodes[1].slots.reserve(
                     f"w{rank}.{factor}", body_bytes=body_bytes
                 )
             _write(nodes, factor)

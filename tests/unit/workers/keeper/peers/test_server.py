@@ -26,7 +26,7 @@ from workers.keeper.peers import server as wire
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.frames import CHALLENGE_BYTES
 from workers.keeper.peers.server import CHUNK_BYTES, WireServer
-from workers.keeper.slots import Shelf
+from workers.keeper.slots import NodeSlots
 from workers.memory import Arena
 from workers.memory import arena as arena_module
 from workers.protocol import Held
@@ -328,12 +328,12 @@ def test_a_range_goes_on_where_a_connection_broke_off(
 
 @pytest.mark.parametrize("spare_bytes", [0, 60_000])
 def test_a_bit_that_is_flipped_on_the_way_to_a_load_is_noticed(
-    shelf: Shelf, server: WireServer, spare_bytes: int
+    slots: NodeSlots, server: WireServer, spare_bytes: int
 ) -> None:
     """Loads do without the checksums of the wire, since those of the record are end to end."""
     state = make_state(1)
     held = write_version(
-        shelf.reserve("w0002", body_bytes=1 << 20), state, step=1, rank=0, world_size=1
+        slots.reserve("w0002", body_bytes=1 << 20), state, step=1, rank=0, world_size=1
     )
     # The record comes first, the data behind it.
     spare_bytes += CHALLENGE_BYTES + (held.record_bytes if spare_bytes else 0)
@@ -346,7 +346,7 @@ def test_a_bit_that_is_flipped_on_the_way_to_a_load_is_noticed(
     check_loads({0: part}, state, world_size=2)
     client.close()
     bridge.close()
-    shelf.drop("w0002")
+    slots.drop("w0002")
 
 
 def test_a_peer_that_never_works_is_given_up(server: WireServer, arena: Arena) -> None:
@@ -369,10 +369,10 @@ def test_nonsense_on_the_port_hurts_nobody(server: WireServer, arena: Arena) -> 
     client.close()
 
 
-def test_a_rate_limit_is_kept(shelf: Shelf, arena: Arena) -> None:
+def test_a_rate_limit_is_kept(slots: NodeSlots, arena: Arena) -> None:
     """Recovery of one run must not take the network from another's training."""
     (held,) = arena.versions()
-    server = WireServer(shelf, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE / 1.5)
+    server = WireServer(slots, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE / 1.5)
     client = WireClient(server.address, secret=SECRET)
     begun = time.monotonic()
     client.read("w0001", held, 0, [memoryview(bytearray(SIZE))])
@@ -383,13 +383,13 @@ def test_a_rate_limit_is_kept(shelf: Shelf, arena: Arena) -> None:
     server.close()
 
 
-def test_who_sends_slowly_is_not_silent_for_long(shelf: Shelf, arena: Arena) -> None:
+def test_who_sends_slowly_is_not_silent_for_long(slots: NodeSlots, arena: Arena) -> None:
     """A peer that hears nothing for 5 s gives up, and ranks wait for none that takes nothing.
 
     At 1 MiB a second a chunk of 4 MiB was sent after 4 s without a word, to one peer alone.
     """
     (held,) = arena.versions()
-    server = WireServer(shelf, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE)
+    server = WireServer(slots, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE)
     client = WireClient(server.address, secret=SECRET)
     target = memoryview(bytearray(SIZE))
     sizes = list(client._stream("w0001", held, 0, [target], is_bare=False))
@@ -400,11 +400,11 @@ def test_who_sends_slowly_is_not_silent_for_long(shelf: Shelf, arena: Arena) -> 
 
 
 def test_who_shares_a_limit_with_many_is_not_kept_waiting_for_long(
-    shelf: Shelf, arena: Arena
+    slots: NodeSlots, arena: Arena
 ) -> None:
     """A hundred workers that load at once would each hear nothing for longer than they wait."""
     (held,) = arena.versions()
-    server = WireServer(shelf, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE)
+    server = WireServer(slots, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE)
     others = [socket.create_connection(server.address) for _ in range(9)]
     assert eventually(lambda: len(server._open) == 9)
     client = WireClient(server.address, secret=SECRET)

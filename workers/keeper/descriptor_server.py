@@ -1,0 +1,149 @@
+"""The keeper's descriptor server: hands the node's arenas to the processes of the node.
+
+Counterpart, with the protocol: ``workers.memory.descriptors``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from workers.errors import ArenaError
+from workers.keeper.slots import NodeSlots
+from workers.memory import ANSWER_S, PACKET_BYTES, notice_socket, owner_of
+
+__all__ = ["DescriptorServer"]
+
+#: Pause before the next ``accept`` when the process may open no more files.
+_ACCEPT_S: Final = 0.1
+
+
+class DescriptorServer:
+    """Serves ``slots`` at ``path`` in threads of its own until ``close``.
+
+    Args:
+        path: Of the socket.
+        slots: What there is.
+        on_refused: Told whose reservation was refused (``owner_of`` the arena), and why; "" once
+            it was not.
+    """
+
+    def __init__(
+        self, path: Path, slots: NodeSlots, on_refused: Callable[[str, str], None] = lambda *_: None
+    ) -> None:
+        self._slots = slots
+        self._on_refused = on_refused
+        self._closed = False
+        # First: trainers tell keepers apart by it. One that took notices behind the door of the one
+        # before would pass for that one, and be handed nothing.
+        self._listener = bind_socket(path, socket.SOCK_SEQPACKET)
+        self._notices = bind_socket(notice_socket(path), socket.SOCK_DGRAM)
+        self._listener.listen(64)
+        self._threads = [
+            threading.Thread(target=self._serve, name="descriptors", daemon=True),
+            threading.Thread(target=self._read_notices, name="notices", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._closed = True
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._notices.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+        self._notices.close()
+
+    def _read_notices(self) -> None:
+        while self._notices.recv(PACKET_BYTES) or not self._closed:
+            self._slots.tell()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                # No descriptor is left, or no memory: whoever comes is let in once there is.
+                time.sleep(_ACCEPT_S)
+                continue
+            try:
+                # Not here: one guest that is stopped in the middle must not keep others waiting.
+                threading.Thread(
+                    target=self._receive_client,
+                    args=(connection,),
+                    name="descriptor-client",
+                    daemon=True,
+                ).start()
+            except RuntimeError:
+                # No thread is left. It asks again.
+                connection.close()
+
+    def _receive_client(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(ANSWER_S)
+            packet, fds, _, _ = socket.recv_fds(connection, PACKET_BYTES, 1)
+            given: list[int] = []
+            try:
+                given = self._do(json.loads(packet), fds)
+                socket.send_fds(connection, [b'{"ok": {}}'], given)
+            except (ArenaError, KeyError, TypeError, ValueError) as error:
+                connection.send(json.dumps({"refused": str(error)[:2000]}).encode())
+            finally:
+                for fd in given + fds:
+                    os.close(fd)
+
+    def _do(self, request: Any, fds: list[int]) -> list[int]:
+        """Do what is asked for and return the file descriptors to send; it takes what it keeps."""
+        do, name = str(request["do"]), str(request["arena"])
+        if do == "reserve":
+            self._reserve(name, int(request["body_bytes"]), int(request["attempt"]))
+            return [self._slots.hand_out(name)]
+        if do == "open":
+            return [self._slots.hand_out(name)]
+        if do == "adopt":
+            if len(fds) != 1:
+                raise ArenaError("adopt comes with one file descriptor", arena=name)
+            self._slots.adopt(name, fds[0])
+            fds.clear()
+            return []
+        if do == "leave":
+            self._slots.leave(name)
+            # Who was refused it wants it no more.
+            self._on_refused(owner_of(name), "")
+            return []
+        if do == "drop":
+            self._slots.drop(name)
+            return []
+        raise ArenaError(f"unknown request {do!r}")
+
+    def _reserve(self, name: str, body_bytes: int, attempt: int) -> None:
+        if attempt < self._slots.attempt:
+            raise ArenaError(
+                f"attempt {attempt} is over, attempt {self._slots.attempt} has begun", arena=name
+            )
+        try:
+            self._slots.reserve(name, body_bytes=body_bytes)
+        except ArenaError as error:
+            self._on_refused(owner_of(name), str(error))
+            raise
+        self._on_refused(owner_of(name), "")
+
+
+def bind_socket(path: Path, kind: socket.SocketKind) -> socket.socket:
+    """Return a socket that is bound to ``path``, in place of an old one."""
+    path.unlink(missing_ok=True)
+    bound = socket.socket(socket.AF_UNIX, kind)
+    bound.bind(str(path))
+    os.chmod(path, 0o600)  # noqa: PTH101  the socket, before anybody can connect
+    return bound

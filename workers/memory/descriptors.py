@@ -1,0 +1,219 @@
+"""The keeper's descriptors, from the client's side: how a process of the node gets at its memory.
+
+The keeper hands out arenas as file descriptors, over a unix socket (``descriptor_socket``). A
+connection carries one request: a JSON packet each way, with a descriptor where memory changes
+hands. Only processes of the same user on the same machine can connect, and nothing is unpickled.
+
+    {"do": "reserve", "arena": "w0007.0", "body_bytes": 123456, "attempt": 3}  ->  {"ok": {}}  + fd
+    {"do": "open", "arena": "w0007.0"}                                         ->  {"ok": {}}  + fd
+    {"do": "adopt", "arena": "w0007.0"}  + fd                                  ->  {"ok": {}}
+    {"do": "leave", "arena": "replica0/w0007.0"}                               ->  {"ok": {}}
+    {"do": "drop", "arena": "w0007.0"}                                         ->  {"ok": {}}
+    a request that the keeper cannot serve                  ->  {"refused": "why, what to do"}
+
+A datagram socket beside it takes notices, which are never answered:
+
+    {"do": "finished", "arena": "w0007.0"}
+
+A notice only tells the keeper to look. One may be dropped while others are unread: those make the
+keeper look later than this one would have.
+
+Counterpart: ``workers.keeper.descriptor_server``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from workers.errors import ArenaError
+from workers.memory.arena import Arena
+
+__all__ = [
+    "ANSWER_S",
+    "PACKET_BYTES",
+    "Lease",
+    "adopt",
+    "descriptor_socket",
+    "drop",
+    "leave_arena",
+    "notice_socket",
+    "notify",
+    "open_arena",
+    "reserve",
+]
+
+_SOCKET: Final = "descriptors"
+PACKET_BYTES: Final = 4096
+#: Faulting in an arena of 100 GB takes half a minute. A refusal comes at once.
+_RESERVE_S: Final = 120.0
+#: Bound of every other exchange, at either end: nobody waits longer for a starved process.
+ANSWER_S: Final = 5.0
+
+
+def descriptor_socket(directory: Path) -> Path:
+    """Return the path of the socket of the keeper that works in ``directory``."""
+    return directory / _SOCKET
+
+
+def notice_socket(path: Path) -> Path:
+    """Return the path of the socket for notices beside the descriptor socket ``path``."""
+    return path.with_name(f"{path.name}.notice")
+
+
+class Lease:
+    """A trainer's side of an arena that its keeper may lose, because it is restarted.
+
+    Not safe to call from several threads at once.
+
+    Args:
+        path: Of the descriptor socket.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[str, tuple[int, int]] = {}
+
+    def ensure(self, arena_name: str, arena: Arena) -> bool:
+        """Hand the arena over if this keeper may not have it; return whether it has it now.
+
+        Costs a look at a file while the keeper stays the same process. Never fails: without a
+        keeper the memory lives as long as this process.
+        """
+        try:
+            keeper = self._keeper()
+            if self._known.get(arena_name) != keeper:
+                adopt(self._path, arena_name, arena)
+                self._known[arena_name] = keeper
+        except (OSError, ArenaError):
+            return False
+        return True
+
+    def holds(self, arena_name: str) -> bool:
+        """Return whether the keeper is there and was handed the arena; any thread may ask."""
+        try:
+            return self._known.get(arena_name) == self._keeper()
+        except OSError:
+            return False
+
+    def _keeper(self) -> tuple[int, int]:
+        """Return what tells one keeper from the next: its socket."""
+        status = self._path.stat()
+        return status.st_ino, status.st_ctime_ns
+
+    def forget(self, arena_name: str) -> None:
+        """Hand an arena over no more."""
+        self._known.pop(arena_name, None)
+
+
+def reserve(path: Path, arena_name: str, *, body_bytes: int, attempt: int) -> Arena:
+    """Return the arena of that name, from the keeper behind ``path``; it outlives this process.
+
+    Args:
+        path: Of the descriptor socket.
+        arena_name: ``"{worker}.{generation}"``; a larger arena is a new generation.
+        body_bytes: What a slot has to hold.
+        attempt: That it is for; that of an older attempt than the keeper knows of is refused.
+
+    Raises:
+        ArenaError: The keeper refuses, or is not there.
+    """
+    request = {
+        "do": "reserve",
+        "arena": arena_name,
+        "body_bytes": body_bytes,
+        "attempt": attempt,
+    }
+    arena = _arena(_ask(path, request, timeout_s=_RESERVE_S))
+    arena.populate()
+    return arena
+
+
+def open_arena(path: Path, arena_name: str) -> Arena:
+    """Return an arena of the node, to read from.
+
+    Raises:
+        ArenaError: The keeper has none of that name, or is not there.
+    """
+    return _arena(_ask(path, {"do": "open", "arena": arena_name}))
+
+
+def adopt(path: Path, arena_name: str, arena: Arena) -> None:
+    """Hand an arena to a keeper that does not know it: it was restarted.
+
+    Raises:
+        ArenaError: The keeper is not there.
+    """
+    _ask(path, {"do": "adopt", "arena": arena_name}, fds=[arena.fd])
+
+
+def leave_arena(path: Path, arena_name: str) -> None:
+    """Say that an arena is written no more: the keeper lets go of it once it is not needed.
+
+    Raises:
+        ArenaError: The keeper is not there.
+    """
+    _ask(path, {"do": "leave", "arena": arena_name})
+
+
+def drop(path: Path, arena_name: str) -> None:
+    """Have the keeper let go of an arena.
+
+    Raises:
+        ArenaError: The keeper is not there.
+    """
+    _ask(path, {"do": "drop", "arena": arena_name})
+
+
+def notify(path: Path, arena_name: str) -> bool:
+    """Say that a slot of an arena was finished. Never waits and never fails.
+
+    Returns:
+        Whether there is a keeper; one that has not read its notices yet is.
+    """
+    packet = json.dumps({"do": "finished", "arena": arena_name}).encode()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
+        try:
+            sender.sendto(packet, str(notice_socket(path)))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return True
+
+
+def _ask(
+    path: Path,
+    request: dict[str, Any],
+    *,
+    fds: Sequence[int] = (),
+    timeout_s: float = ANSWER_S,
+) -> list[int]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(str(path))
+            socket.send_fds(connection, [json.dumps(request).encode()], fds)
+            packet, received, _, _ = socket.recv_fds(connection, PACKET_BYTES, 1)
+            answer = json.loads(packet)
+        except (OSError, ValueError) as error:
+            raise ArenaError(
+                f"the keeper does not answer at {path}: {error}", path=str(path)
+            ) from error
+    if "refused" in answer:
+        raise ArenaError(answer["refused"], **{k: v for k, v in request.items() if k != "do"})
+    return received
+
+
+def _arena(fds: list[int]) -> Arena:
+    if len(fds) != 1:
+        raise ArenaError("the keeper answered without memory")
+    try:
+        return Arena(fds[0])
+    except OSError as error:
+        os.close(fds[0])
+        raise ArenaError(f"the keeper's memory cannot be mapped: {error}") from error
