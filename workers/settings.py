@@ -192,8 +192,6 @@ class SnapshotSettings:
             1/(k-1) of a snapshot on each, or twice 1/(k-2), and sends no data for the former where
             they are replicas; "auto" takes copies while the memory for snapshots allows, else
             parity.
-        vault: Whether a small process on each node holds the memory too, so that it outlives a
-            keeper and a worker that die together; for runs on one node.
     """
 
     every_steps: int | str = _SNAPSHOT_STEPS
@@ -201,7 +199,6 @@ class SnapshotSettings:
     send_mib_per_s: int = 0
     tolerance: int = 1
     mechanism: str = AUTO
-    vault: bool = False
 
     @property
     def first_every(self) -> int:

@@ -385,7 +385,7 @@ class Run:
         lives = any(
             state.fleet.nodes[worker.node].name == node for worker in state.fleet.workers.values()
         )
-        return bool(snapshot.every_steps) and (snapshot.vault or lives)
+        return bool(snapshot.every_steps) and lives
 
     def _on_keeper(self, node: str) -> None:
         self._snapshots.on_keeper(node)

@@ -1,7 +1,7 @@
 """Ranks that take snapshots are killed, or stopped, at every change that they make to memory.
 
 Between two blocks of a tensor, two ranks, the record and the header, the header and the pin; with
-the keepers of both nodes, of one of them, or of none.
+the keepers of both nodes, or of one of them.
 """
 
 from __future__ import annotations
@@ -53,22 +53,6 @@ def test_trainers_are_killed_at_every_moment(tmp_path: Path) -> None:
     assert set(seen) == set(range(CALM_STEPS, CALM_STEPS + DOOMED_STEPS + 1))
 
 
-def test_trainers_and_keepers_are_killed_together_at_every_moment(tmp_path: Path) -> None:
-    """With vaults and without any copy: what was finished is there once the keepers are."""
-    seen = []
-    for run in doomed_runs(_with_vaults, tmp_path, signal.SIGKILL):
-        for node in run.nodes:
-            node.kill()
-        run.trainer.kill()
-        for node in run.nodes:
-            node.start()
-        step, _ = run.newest(run.nodes)
-
-        assert step >= max(CALM_STEPS, run.furthest() - 1)
-        seen.append(step)
-    assert set(seen) == set(range(CALM_STEPS, CALM_STEPS + DOOMED_STEPS + 1))
-
-
 def test_trainers_of_an_old_attempt_wake_at_every_moment_and_nothing_they_write_counts(
     tmp_path: Path,
 ) -> None:
@@ -84,10 +68,6 @@ def test_trainers_of_an_old_attempt_wake_at_every_moment_and_nothing_they_write_
         assert _comes_to(run, version)
         run.nodes[0].kill()
         assert run.newest(run.nodes[1:]) == version
-
-
-def _with_vaults(directory: Path) -> DoomedRun:
-    return DoomedRun(directory, copies=False, vault=True)
 
 
 def _comes_to(run: DoomedRun, version: tuple[int, int]) -> bool:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-#: In a /dev/shm of its own, with the pages and the door there as in a run.
+#: In a /dev/shm of its own, with the pages and the descriptor socket there as in a run.
 SCRIPT = """
 import os
 from pathlib import Path

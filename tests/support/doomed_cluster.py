@@ -70,15 +70,12 @@ class Cluster:
         directory: Of everything.
         num_nodes: How many.
         protect: How.
-        vault: Whether a process on each node holds the memory, too.
     """
 
-    def __init__(
-        self, directory: Path, num_nodes: int, protect: Protect, *, vault: bool = False
-    ) -> None:
+    def __init__(self, directory: Path, num_nodes: int, protect: Protect) -> None:
         settings = Settings(
             checkpoint=CheckpointSettings(keep=2),
-            snapshot=SnapshotSettings(node_memory_mib=16, vault=vault),
+            snapshot=SnapshotSettings(node_memory_mib=16),
         )
         self._protect = protect
         self._run = directory / "run"

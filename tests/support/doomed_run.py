@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Sequence
 from contextlib import closing
@@ -17,7 +16,6 @@ from ucp_core.geometry import Box
 from ucp_core.native import Checkpoint, LocalTensor, load
 from workers.keeper import MemorySources
 from workers.keeper.peers.listing import is_copy
-from workers.keeper.vault import Vault
 from workers.protocol import KeeperOrder, MemoryPart
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 
@@ -34,19 +32,16 @@ class DoomedRun:
 
     Args:
         directory: Of everything.
-        copies: Whether each node copies what the other's rank writes.
-        vault: Whether a process on each node holds the memory, too.
     """
 
-    def __init__(self, directory: Path, *, copies: bool = True, vault: bool = False) -> None:
+    def __init__(self, directory: Path) -> None:
         settings = Settings(
             checkpoint=CheckpointSettings(keep=2),
-            snapshot=SnapshotSettings(node_memory_mib=64, vault=vault),
+            snapshot=SnapshotSettings(node_memory_mib=64),
         )
         self.nodes = [
             DoomedNode(name * 16, directory / name, directory / "run", settings) for name in "ab"
         ]
-        self._copies, self._has_vault = copies, vault
         self._places = [(node.node, node.directory) for node in self.nodes]
         self.lineage: tuple[tuple[int, int], ...] = ()
         self.trainers: list[DoomedTrainer] = []
@@ -64,11 +59,6 @@ class DoomedRun:
             trainer.kill()
         for node in self.nodes:
             node.kill()
-        for node in self.nodes if self._has_vault else ():
-            vault = Vault(node.directory)
-            for fd in vault.recovered.values():
-                os.close(fd)
-            vault.end()
 
     def begin(self, *, num_snapshots: int, is_new: bool = True) -> None:
         """Begin the next attempt from what is held; in a new process, or in the one before."""
@@ -83,7 +73,7 @@ class DoomedRun:
                 KeeperOrder(
                     attempt=attempt,
                     lineage=self.lineage,
-                    copies_of=others if self._copies else (),
+                    copies_of=others,
                 )
             )
         if is_new:

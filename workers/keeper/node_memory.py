@@ -22,7 +22,6 @@ from workers.keeper.peers import Mirrors, ParityMirror, WireServer
 from workers.keeper.persister import Persister
 from workers.keeper.problems import Troubles
 from workers.keeper.slots import NodeSlots
-from workers.keeper.vault import VAULT, Vault
 from workers.keeper.watch import dead_workers
 from workers.memory import Arena, LocalPart, available_bytes, descriptor_socket, is_parity
 from workers.parity import read_record
@@ -67,15 +66,11 @@ class NodeMemory:
         self._troubles = Troubles()
         self._refused: set[str] = set()
         self._obeying = threading.Lock()
-        self._vault: Vault | None = None
         self._budget_bytes = budget_bytes(directory, settings.snapshot.node_memory_mib)
         self._slots = NodeSlots(
             budget_bytes=self._budget_bytes,
             dead=partial(dead_workers, directory),
-            on_change=self._note_change,
         )
-        if settings.snapshot.vault:
-            self._open_vault(directory)
         self._wire = WireServer(
             self._slots,
             host=host,
@@ -170,8 +165,6 @@ class NodeMemory:
         self._wire.close()
         for name in self._slots.arenas():
             self._slots.drop(name)
-        if self._vault is not None:
-            self._vault.end()
 
     def _protect(self, group: ParityGroup | None) -> None:
         """Keep parities of this group and of no other; of the same one it goes on."""
@@ -186,31 +179,6 @@ class NodeMemory:
             )
         # Last: where no thread was left, the same order is obeyed when it comes again.
         self._group = group
-
-    def _open_vault(self, directory: Path) -> None:
-        """Take over what a keeper that died had, and have it held from now on."""
-        try:
-            vault = Vault(directory)
-        except (OSError, ValueError) as error:
-            self._troubles.note(VAULT, f"no process holds the snapshots of this node: {error}")
-            return
-        for name, fd in vault.recovered.items():
-            try:
-                self._slots.adopt(name, fd)
-            except WorkerError as error:
-                os.close(fd)
-                self._troubles.tell(f"{name} is of no use: {error}")
-        self._vault = vault
-
-    def _note_change(self, name: str, fd: int | None) -> None:
-        vault = self._vault
-        if vault is not None:
-            try:
-                vault.note(name, fd)
-            except OSError as error:
-                self._vault = None
-                vault.end()
-                self._troubles.note(VAULT, f"the process that holds the snapshots went: {error}")
 
     def _note_refused(self, owner: str, why: str) -> None:
         self._troubles.note(f"memory of {owner}", why)

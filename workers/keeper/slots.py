@@ -42,7 +42,6 @@ class NodeSlots:
         budget_bytes: Memory that all arenas together may take.
         available: How much the node has left.
         dead: Workers of the node whose process is known to be gone: what they left is handed on.
-        on_change: Told of every arena that comes, with its file descriptor, or goes, with None.
     """
 
     def __init__(
@@ -51,12 +50,10 @@ class NodeSlots:
         budget_bytes: int,
         available: Callable[[], int] = available_bytes,
         dead: Callable[[], Collection[str]] = tuple,
-        on_change: Callable[[str, int | None], None] = lambda *_: None,
     ) -> None:
         self._budget_bytes = budget_bytes
         self._available = available
         self._dead = dead
-        self._on_change = on_change
         self._arenas: dict[str, Arena] = {}
         self._claims: dict[str, int] = {}
         #: Under which name what once had another is held now, and since which attempt.
@@ -114,7 +111,6 @@ class NodeSlots:
                 os.close(fd)
                 return
             arena = self._arenas[name] = Arena(fd)
-            self._on_change(name, fd)
             # Whoever copied it was connected to the keeper before.
             arena.attend(False)
         if held is not None:
@@ -147,7 +143,6 @@ class NodeSlots:
         """Let go of an arena; its memory is free once nobody else holds it."""
         with self._lock:
             held = self._arenas.pop(name, None)
-            self._on_change(name, None)
         if held is not None:
             # Outside of the lock: to free a large one takes a while.
             held.close()
@@ -280,8 +275,6 @@ class NodeSlots:
             return None
         _, old = min(left)
         arena = self._arenas[name] = self._arenas.pop(old)
-        self._on_change(name, arena.fd)
-        self._on_change(old, None)
         # Whoever copies it has to find it under its new name first.
         arena.attend(False)
         self._renamed[old] = name, self.attempt
@@ -301,7 +294,6 @@ class NodeSlots:
                 del self._claims[name]
                 if arena is not None:
                     self._arenas[name] = arena
-                    self._on_change(name, arena.fd)
         return arena
 
     def _claim(self, name: str, need_bytes: int) -> None:

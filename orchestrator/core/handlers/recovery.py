@@ -241,7 +241,7 @@ def _may_come_back(transition: Transition, event: CommittedRead) -> bool:
     """Return whether to wait for a keeper that may hold a much newer version.
 
     It is back in about a second: with what the attempt began from, which workers that live kept for
-    it; or with all that memory had, if they or a vault kept that, while storage has less. Where it
+    it; or with all that memory had, if they kept that, while storage has less. Where it
     is not, the run goes on from what is there.
     """
     run = transition.run

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from tests.support.snapshots import eventually
-from workers.keeper.vault import Vault
 from workers.protocol import Inventory, KeeperOrder, NodeReport
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 
@@ -27,6 +26,7 @@ import sys
 from pathlib import Path
 from tests.support.snapshots import body_bytes, snapshot
 from workers.keeper.watch import page_path
+from workers.memory import Lease, descriptor_socket, notify, reserve
 from workers.records.progress import ProgressPage
 
 directory, worker = Path(sys.argv[1]), sys.argv[2]
@@ -98,7 +98,7 @@ class _Controllers:
 class _Keeper:
     """The keeper of one node as the controller has it."""
 
-    def __init__(self, node: str, directory: Path, run_url: Path, *, vault: bool) -> None:
+    def __init__(self, node: str, directory: Path, run_url: Path) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -108,7 +108,7 @@ class _Keeper:
         self.run_url = run_url
         self.ear: Any = ray.remote(_Ear).options(num_cpus=0).remote()
         settings = Settings(
-            snapshot=SnapshotSettings(node_memory_mib=256, vault=vault),
+            snapshot=SnapshotSettings(node_memory_mib=256),
             checkpoint=CheckpointSettings(keep=3),
         )
         self.actor: Any = (
@@ -170,21 +170,15 @@ class _Keeper:
 
 
 @pytest.fixture
-def keeper(request: pytest.FixtureRequest, nodes: Any, tmp_path: Path) -> Iterator[_Keeper]:
-    """A keeper on the first node; parametrized by whether it has a vault."""
+def keeper(nodes: Any, tmp_path: Path) -> Iterator[_Keeper]:
+    """A keeper on the first node."""
     import ray
 
     directory = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    vault = bool(getattr(request, "param", False))
-    keeper = _Keeper(nodes.nodes()[0], directory, tmp_path / "run", vault=vault)
+    keeper = _Keeper(nodes.nodes()[0], directory, tmp_path / "run")
     yield keeper
     ray.kill(keeper.actor)
     ray.kill(keeper.ear)
-    if vault:
-        left = Vault(directory)
-        for fd in left.recovered.values():
-            os.close(fd)
-        left.end()
     shutil.rmtree(directory)
 
 
@@ -255,24 +249,9 @@ def test_a_keeper_answers_however_many_controllers_have_died(keeper: _Keeper) ->
     assert keeper.versions() == []
 
 
-@pytest.mark.parametrize("keeper", [True], indirect=True)
-def test_with_a_vault_keeper_and_trainer_may_die_together(keeper: _Keeper) -> None:
-    """Ray ends a dead worker's children; this one must not be among them."""
-    before = keeper.hello()
-    trainer = _Trainer(keeper.directory, "w0001")
-    for step in (1, 2, 3):
-        assert trainer.snapshot(step, pin=step == 3)
-    os.kill(before["pid"], signal.SIGKILL)
-    trainer.kill()
-
-    assert keeper.hello()["pid"] != before["pid"]
-    assert keeper.versions() == [("w0001.1", 1, step) for step in (1, 2, 3)]
-    assert eventually(lambda: keeper.has_checkpoint(3))
-
-
 @pytest.mark.usefixtures("nodes")
 def test_a_keeper_without_snapshots_is_what_it_was(tmp_path: Path) -> None:
-    """They can be turned off, and nobody then finds a door."""
+    """They can be turned off, and no descriptor server is there."""
     import ray
 
     from workers.keeper import OPTIONS, Keeper

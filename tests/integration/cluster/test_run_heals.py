@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from orchestrator.config import RunConfig
-from orchestrator.detection import PATIENCE
 from orchestrator.driver import plan_losses
 from orchestrator.driver.faults import (
     kill_keeper_of,
@@ -221,35 +220,6 @@ def test_lost_node_is_computed_from_the_parities_of_its_group(
     _check_from_memory(config, summary["incidents"][0])
     assert summary["incidents"][0]["sources"]["parity"] > 0
     assert summary["weights_digest"] == undisturbed_digest(config)
-    read_history(config.run.directory).check_exactly_once(config)
-
-
-def test_with_a_vault_a_keeper_and_a_worker_die_together_and_nothing_is_copied(
-    nodes: Any, make_config: Callable[..., RunConfig]
-) -> None:
-    """Storage has nothing yet, and the keeper that gets all of it back is away for a second."""
-    config = make_config(
-        train__steps=COMPARED_STEPS,
-        train__deterministic=False,
-        snapshot__vault=True,
-        snapshot__tolerance=0,
-        checkpoint__every_steps=50_000,
-        # The keeper is waited for so much longer.
-        recovery__patience=6 * PATIENCE,
-    )
-    run = Launched(config, nodes)
-    before = _reach(run, 10, workers=4)
-
-    kill_keeper_of(run, 1)
-    signal_rank(run, 1, signal.SIGKILL)
-    _reach(run, before["step"] + 1, attempt=before["attempt"] + 1)
-    summary = _finish(run)
-
-    crash = summary["incidents"][0]
-    assert crash["kind"] == "crash"
-    assert crash["sources"], "nothing was loaded"
-    assert set(crash["sources"]) <= {"local memory", "peer memory"}
-    assert crash["lost_steps"] < before["step"], "that is all there was"
     read_history(config.run.directory).check_exactly_once(config)
 
 

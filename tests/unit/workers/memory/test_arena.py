@@ -182,6 +182,7 @@ def _num_open(name: str) -> int:
 _TRAINER = """
 import sys, time
 from pathlib import Path
+from workers.memory import reserve
 arena = reserve(Path(sys.argv[1]), "w0001.0", body_bytes=8192, attempt=3)
 arena.begin(0, attempt=3, step=12, rank=1, world_size=2)
 arena.body(0)[:5] = b"state"
