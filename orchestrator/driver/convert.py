@@ -1,7 +1,7 @@
-"""Converts a checkpoint on all nodes of a Ray cluster; this process alone commits.
+"""Converts a checkpoint on all nodes of a Ray cluster; only this process commits.
 
-The work lists are those of ``ucp_core.conversion``: a batch of items is a task. A task that dies
-with its worker or its node is done again; what it wrote is written over with the same bytes.
+Each batch of ``ucp_core.conversion`` is a Ray task. If a task dies with its worker or its node,
+another task does the batch again and writes the same bytes to the same place.
 """
 
 from __future__ import annotations
@@ -16,23 +16,19 @@ from ray.exceptions import RayError, RayTaskError
 
 from orchestrator.errors import CapacityError
 from orchestrator.shell import HostedCluster, connect_ray
-from ucp_core.conversion import Batch, ConvertResult, Job, Result, Worker, convert
+from ucp_core.conversion import Batch, ConvertResult, Job, Result, convert, do_batch
 from ucp_core.native import Checkpoint
 from ucp_core.storage import open_store
 
-#: A batch that died so often dies of something that is not chance.
+#: A batch that fails so often does not fail by chance.
 TRIES_MAX = 4
-#: Batches that wait in a node beside the one under way, so that no processor waits for us.
+#: Batches for each processor beside the one that it does, so that none waits for the next.
 _AHEAD = 2
 
 
 @ray.remote(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")
 def _do(job: Job, batch: Batch) -> list[Result]:
-    worker = Worker(job)
-    try:
-        return batch.do(worker)
-    finally:
-        worker.close()
+    return do_batch(job, batch)
 
 
 def convert_on_cluster(
@@ -43,18 +39,18 @@ def convert_on_cluster(
     resume: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> ConvertResult:
-    """Make a universal checkpoint with the processors of the cluster that Ray is connected to.
+    """Make a universal checkpoint with all processors of the connected Ray cluster.
 
     Args:
         checkpoint: The source, of any format, on storage that every node sees.
         destination: Directory or URL; a local path must be on storage that the nodes share.
         memory_bytes: Bound of the buffers of all tasks.
-        resume: Go on with what a killed conversion left there.
+        resume: Continue a killed conversion to the same destination.
         progress: Called with the bytes done and the bytes of the whole state.
 
     Raises:
-        CapacityError: The cluster has no processors, or a batch died again and again.
-        UcpError: As ``ucp_core.conversion.run.convert`` does.
+        CapacityError: The cluster has no processors, or a batch failed ``TRIES_MAX`` times.
+        UcpError: As ``ucp_core.conversion.convert`` does.
     """
     store, directory = open_store(destination)
     processors = int(ray.cluster_resources().get("CPU", 0))
@@ -76,8 +72,8 @@ def run_on_cluster(job: Job, batches: Sequence[Batch], take: Callable[[Result], 
     """Do batches as tasks and give every result to ``take``; a runner of ``convert``.
 
     Raises:
-        CapacityError: A batch died again and again.
-        UcpError: A batch found the source damaged or a storage refused.
+        CapacityError: A batch failed ``TRIES_MAX`` times.
+        UcpError: A batch found the source damaged, or a storage refused.
     """
     shared = ray.put(job)
     left = deque((batch, 1) for batch in batches)
@@ -100,7 +96,7 @@ def run_on_cluster(job: Job, batches: Sequence[Batch], take: Callable[[Result], 
                 else:
                     raise CapacityError(
                         f"a task died {tries} times: see Ray's logs for memory or node failures; "
-                        "the same command goes on from here",
+                        "the same command continues from here",
                         tries=tries,
                     )
     finally:
@@ -109,7 +105,7 @@ def run_on_cluster(job: Job, batches: Sequence[Batch], take: Callable[[Result], 
 
 
 def _results(reference: Any) -> list[Result] | None:
-    """Return what a task found out; None if it died. What it raised is raised here."""
+    """Return the results of a task, or None if it died; raise what it raised."""
     try:
         found: list[Result] = ray.get(reference)
     except RayTaskError as error:
@@ -131,7 +127,7 @@ def convert_command(  # noqa: PLR0913 - options of a command
     tag: str | None,
     quiet: bool,
 ) -> dict[str, Any]:
-    """Connect or start a cluster, convert, and return what was done, for people and programs.
+    """Connect to a cluster or start one, convert, and return what was done.
 
     Raises:
         CapacityError: There is no cluster.

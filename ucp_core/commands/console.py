@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ucp_core.language import Rules
     from ucp_core.native import Checkpoint
 
+#: How often a bar moves.
+_REFRESH_S = 0.1
 EXIT_CHECKPOINT = 1
 EXIT_USAGE = 2
 EXIT_STORAGE = 3
@@ -180,6 +183,17 @@ def progress(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], None]
         RateColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    # A thread that refreshes the bar would keep ``convert`` from forking.
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
+    next_s = 0.0
+
+    def show(done: int, total: int) -> None:
+        nonlocal next_s
+        bar.update(task, completed=done, total=total)
+        if done >= total or time.monotonic() >= next_s:
+            next_s = time.monotonic() + _REFRESH_S
+            bar.refresh()
+
+    with bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield show

@@ -87,6 +87,7 @@ def convert_command(  # noqa: PLR0913 - options of a command
         "resumed_bytes": result.resumed_bytes,
         "seconds": round(result.seconds, 3),
         "processes": result.processes,
+        "threads": result.threads,
     }
     if as_json:
         print_json(facts)

@@ -1,9 +1,9 @@
 """Makes a universal checkpoint of any checkpoint.
 
-``convert`` is the way in, ``forecast`` says beforehand what it costs. A conversion (``conversion``)
-is laid out as files (``target_files``) and items of work (``work``), which a pool of workers
-(``pool``) does and a journal notes (``journal``); ``files`` is where bytes are written,
-``source_checks`` verifies what is read by the source's own checksums, ``universal`` is the result.
+``convert`` does it (``run``); ``forecast`` says beforehand what it costs. A conversion is laid out
+as files and items (``job``). A worker does an item (``work_items``), here, in threads or in
+processes (``workers``); a cluster gives ``do_batch`` to its tasks. ``outputs`` is where bytes are
+written, and a ``journal`` notes what is done.
 """
 
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ucp_core.conversion.run import ConvertResult, convert, memory_left
     from ucp_core.conversion.source_checks import plan_extents
     from ucp_core.conversion.work_items import Item, Job, Result, Worker
-    from ucp_core.conversion.workers import Batch
+    from ucp_core.conversion.workers import Batch, do_batch
 
 __all__ = [
     "Batch",
@@ -26,6 +26,7 @@ __all__ = [
     "Result",
     "Worker",
     "convert",
+    "do_batch",
     "forecast",
     "memory_left",
     "plan_extents",
@@ -38,6 +39,6 @@ __getattr__ = lazy_door(
         "ucp_core.conversion.forecasting": ("Forecast", "forecast"),
         "ucp_core.conversion.source_checks": ("plan_extents",),
         "ucp_core.conversion.work_items": ("Item", "Job", "Result", "Worker"),
-        "ucp_core.conversion.workers": ("Batch",),
+        "ucp_core.conversion.workers": ("Batch", "do_batch"),
     },
 )

@@ -6,10 +6,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from ucp_core.conversion import workers as pool
 from ucp_core.conversion.job import Conversion
 from ucp_core.conversion.run import MEMORY_BYTES_MIN, default_processes
 from ucp_core.conversion.work_items import Item, Worker
+from ucp_core.conversion.workers import Writer
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.geometry import DTYPE_BYTES
 from ucp_core.language import Rules, builtin_rules, family_of, shapes_of, target_map
@@ -196,7 +196,7 @@ class _TryFile:
                 folder = folder.parent
             self._path = folder / temporary_name("try")
             store.write_atomic(str(self._path), b"", fsync=False)
-            self._writer = pool.Writer([str(self._path)])
+            self._writer = Writer([str(self._path)])
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.conversion import journal
 from ucp_core.conversion.work_items import Item, Result, Worker
-from ucp_core.conversion.workers import Writer, do_item
+from ucp_core.conversion.workers import Writer
 from ucp_core.errors import StorageError
 from ucp_core.formats import TargetFile
 from ucp_core.native import UNFINISHED_NAME
@@ -22,23 +22,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-#: Of items for another machine: 128 MiB at most, a fraction of a second.
-_BATCH_ITEMS = 8
+#: Items in a batch for another machine: at most 128 MiB, a fraction of a second.
+REMOTE_BATCH_ITEMS = 8
 
 
 class Placed(NamedTuple):
-    """Items that are written in place, by whoever sees the files."""
+    """Items that a worker writes in place, on any machine that sees the files."""
 
     items: tuple[Item, ...]
     paths: tuple[str, ...]
 
     def do(self, worker: Worker) -> list[Result]:
-        """Do them."""
+        """Do the items."""
         writer = Writer(self.paths)
+        results: list[Result] = []
         try:
-            return [do_item(worker, writer, item) for item in self.items]
+            for item in self.items:
+                offset_bytes = item.start
+                for chunk in worker.chunks(item):
+                    writer.write(item.target, offset_bytes, chunk)
+                    offset_bytes += len(chunk)
+                results.append(worker.result(item))
         finally:
             writer.close()
+        return results
 
 
 class Streamed(NamedTuple):
@@ -140,12 +147,22 @@ class LocalFiles:
                 blocks.append(crc32(buffer[:done]))
         return tuple(blocks) == result.blocks
 
-    def batches(self, left: Sequence[Item]) -> list[Placed]:
-        """Return the work that is left in batches for other machines that see the files."""
-        return [
-            Placed(tuple(left[low : low + _BATCH_ITEMS]), tuple(self.paths))
-            for low in range(0, len(left), _BATCH_ITEMS)
+    def batches(self, left: Sequence[Item], num_items: int) -> list[Placed]:
+        """Return the items that are left in batches of ``num_items``.
+
+        Batches of different files alternate: on most file systems only one process at a time can
+        write a file.
+        """
+        by_file: dict[int, list[Item]] = {}
+        for item in left:
+            by_file.setdefault(item.target, []).append(item)
+        paths = tuple(self.paths)
+        placed = [
+            (low / len(items), Placed(tuple(items[low : low + num_items]), paths))
+            for items in by_file.values()
+            for low in range(0, len(items), num_items)
         ]
+        return [batch for _, batch in sorted(placed, key=lambda pair: pair[0])]
 
     def note(self, result: Result) -> None:
         """Keep the result of an item whose bytes are written."""
@@ -238,8 +255,8 @@ class StreamedFiles:
     def _head(self) -> bytes:
         return f"{self.identity}\n".encode()
 
-    def batches(self, left: Sequence[Item]) -> list[Streamed]:
-        """Return the work that is left: one batch for each file and each item that only reads."""
+    def batches(self, left: Sequence[Item], num_items: int) -> list[Streamed]:  # noqa: ARG002
+        """Return one batch for each file that is left, and one for each item that only reads."""
         by_file: dict[int, list[Item]] = {}
         for item in left:
             by_file.setdefault(item.target, []).append(item)

@@ -8,7 +8,6 @@ in a journal, so a conversion that was killed goes on; the manifest, written las
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -16,10 +15,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
-from ucp_core.conversion import workers as pool
 from ucp_core.conversion.job import GENERAL_BYTES_MAX, Conversion
-from ucp_core.conversion.outputs import LocalFiles, StreamedFiles
+from ucp_core.conversion.outputs import REMOTE_BATCH_ITEMS, LocalFiles, StreamedFiles
 from ucp_core.conversion.work_items import Item, Job, Result, is_local
+from ucp_core.conversion.workers import Batch, may_fork, run_here, run_processes, run_threads
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.geometry import Box, is_contiguous
 from ucp_core.native import Checkpoint, reading
@@ -36,8 +35,8 @@ MEMORY_BYTES_MIN = 8 * BLOCK_BYTES
 _PROCESS_BYTES_MIN = 32 << 20
 #: What a worker needs beside its slabs: interpreter state that is written to, stacks.
 _WORKER_BYTES = 8 << 20
-#: Does batches somewhere and gives every result to its last argument.
-Runner: TypeAlias = "Callable[[Job, Sequence[pool.Batch], Callable[[Result], None]], None]"
+#: Does batches anywhere and gives every result to its last argument.
+Runner: TypeAlias = "Callable[[Job, Sequence[Batch], Callable[[Result], None]], None]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,8 @@ class ConvertResult:
         written_bytes: Written to the destination in this run.
         resumed_bytes: Taken over from a run that was killed.
         seconds: Of this run.
-        processes: So many processes or threads worked.
+        processes: How many worked.
+        threads: How many worked in each.
         checkpoint: What was made.
     """
 
@@ -60,6 +60,7 @@ class ConvertResult:
     resumed_bytes: int
     seconds: float
     processes: int
+    threads: int
     checkpoint: Checkpoint = field(repr=False)
 
 
@@ -110,7 +111,7 @@ def convert(  # noqa: PLR0913 - each is an option of the command
         run = _Run(conversion, files, progress)
         run.resume()
         with reading(checkpoint):
-            run.work(workers, runner)
+            processes, threads = run.work(workers, runner)
         manifest = conversion.manifest(small)
         files.finish(fsync=fsync)
         made = conversion.commit(manifest, small, fsync=fsync)
@@ -123,7 +124,8 @@ def convert(  # noqa: PLR0913 - each is an option of the command
         written_bytes=run.written_bytes + sum(map(len, small.values())),
         resumed_bytes=run.resumed_bytes,
         seconds=perf_counter() - begun,
-        processes=workers,
+        processes=processes,
+        threads=threads,
         checkpoint=made,
     )
 
@@ -191,21 +193,21 @@ class _Run:
             self.written_bytes += result.item.stop - result.item.start
         self._count(result.item)
 
-    def work(self, workers: int, runner: Runner | None) -> None:
-        """Do all items that are left."""
-        job, left = self._conversion.job, self._conversion.left
+    def work(self, workers: int, runner: Runner | None) -> tuple[int, int]:
+        """Do all items that are left; return how many processes, and threads in each, did them."""
+        job, left, files = self._conversion.job, self._conversion.left, self._files
         if runner is not None:
-            runner(job, self._files.batches(left), self.take)
-        elif isinstance(self._files, LocalFiles) and is_local(job.store) and _may_fork():
-            paths = self._files.paths
-            if workers <= 1 or len(left) <= 1:
-                pool.run_here(job, left, paths, self.take)
-            else:
-                pool.run_processes(
-                    job, left, paths, self.take, workers, in_child=self._files.release
-                )
-        else:
-            pool.run_threads(job, self._files.batches(left), self.take, workers)
+            runner(job, files.batches(left, REMOTE_BATCH_ITEMS), self.take)
+            return workers, 1
+        batches = files.batches(left, 1)
+        if workers <= 1 or len(batches) <= 1:
+            run_here(job, batches, self.take)
+            return 1, 1
+        if isinstance(files, LocalFiles) and is_local(job.store) and may_fork():
+            run_processes(job, batches, self.take, workers, in_child=files.release)
+            return workers, 1
+        run_threads(job, batches, self.take, workers)
+        return 1, workers
 
 
 def memory_left(memory_bytes: int) -> int:
@@ -230,10 +232,6 @@ def default_processes(checkpoint: Checkpoint, memory_bytes: int) -> int:
     return _workers(checkpoint, memory_bytes, None)
 
 
-def _may_fork() -> bool:
-    return hasattr(os, "fork") and threading.active_count() == 1
-
-
 def _num_cores() -> int:
     """Return how many cores this process may use; macOS tells only how many there are."""
     if hasattr(os, "sched_getaffinity"):
@@ -246,7 +244,7 @@ def _workers(checkpoint: Checkpoint, memory_bytes: int, processes: int | None) -
     wanted = processes or _num_cores()
     useful = max(1, checkpoint.state_map.num_bytes // _PROCESS_BYTES_MIN)
     per_worker = _WORKER_BYTES
-    if is_local(checkpoint.store) and _may_fork():
+    if is_local(checkpoint.store) and may_fork():
         if _is_scattered(checkpoint):
             # Before its size is looked at, and once for all children.
             import_module("numpy")

@@ -1,34 +1,35 @@
-"""Lets many workers do the items of a conversion: processes, threads, or the caller itself."""
+"""Runs the batches of a conversion: in this thread, in threads, or in processes.
+
+Each way gives every batch to a ``Worker``, and every result to ``take`` in the caller's thread.
+``orchestrator.driver.convert`` does the same on a Ray cluster.
+"""
 
 from __future__ import annotations
 
 import os
-import pickle  # noqa: TID251 - through a pipe to our own child, nothing is kept
-import selectors
 import signal
-import struct
 import threading
-from collections import deque
-from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from itertools import islice
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from ucp_core.conversion.work_items import Item, Job, Result, Worker
 from ucp_core.errors import StorageError, UcpError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from concurrent.futures import Executor, Future
 
-#: Items that a worker holds: one under way, and one so that it never waits for the next.
-_HELD_MAX = 2
-_NUMBER = struct.Struct("<i")
-#: Written by one call. The kernel allocates page cache in pieces as large as a call; in virtual
-#: machines whose free memory goes back to the host, the large ones are those that are gone:
-#: 1.25 GiB took 0.26 to 0.31 s by calls of 128 KiB, and 0.2 to 2.4 s by calls of 1 MiB.
+#: Batches for each worker: one that it does, and one so that it never waits for the next.
+_BATCHES_EACH = 2
+#: Bytes of one write call. The kernel allocates page cache in units as large as a call. Virtual
+#: machines whose free memory goes back to the host lack the large ones: 1.25 GiB took 0.26 to
+#: 0.31 s by calls of 128 KiB, and 0.2 to 2.4 s by calls of 1 MiB.
 _WRITE_BYTES = 128 << 10
 
 
 class Writer:
-    """Writes chunks to files that are there already; every thread or process has its own."""
+    """Writes chunks to files that exist already."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
@@ -48,8 +49,8 @@ class Writer:
         except OSError as error:
             path = self._paths[target]
             raise StorageError(
-                f"{path} cannot be written: {error.strerror}; mend that and give the same command "
-                "again: it goes on from here",
+                f"{path} cannot be written: {error.strerror}; repair that and give the same "
+                "command again: it continues from here",
                 path=path,
                 errno=error.errno,
             ) from error
@@ -61,247 +62,152 @@ class Writer:
 
 
 class Batch(Protocol):
-    """Items that one worker does together, wherever it is; it can be pickled."""
+    """Items that one worker does together, on any machine; a batch can be pickled."""
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """Return what is to be done."""
+        """Return the items."""
 
     def do(self, worker: Worker) -> list[Result]:
-        """Do them."""
+        """Do the items."""
 
 
-def do_item(worker: Worker, writer: Writer, item: Item) -> Result:
-    """Do one item."""
-    offset_bytes = item.start
-    for chunk in worker.chunks(item):
-        writer.write(item.target, offset_bytes, chunk)
-        offset_bytes += len(chunk)
-    return worker.result(item)
-
-
-class _Queue:
-    """Gives out items so that workers write to different files as long as there are enough.
-
-    A file can be written by one process at a time on most file systems.
-    """
-
-    def __init__(self, items: Sequence[Item]) -> None:
-        self._by_file: dict[int, deque[int]] = {}
-        for number, item in enumerate(items):
-            self._by_file.setdefault(item.target, deque()).append(number)
-        self._users: dict[int, int] = {}
-
-    def next(self, worker: int) -> int | None:
-        """Return the number of the next item for ``worker``."""
-        file = self._users.get(worker)
-        if file is None or not self._by_file.get(file):
-            left = [name for name, numbers in self._by_file.items() if numbers]
-            if not left:
-                return None
-            used = list(self._users.values())
-            file = min(left, key=lambda name: (used.count(name), -len(self._by_file[name])))
-            self._users[worker] = file
-        return self._by_file[file].popleft()
-
-    def put_back(self, items: Sequence[Item], numbers: Sequence[int]) -> None:
-        """Take back what a worker that died had."""
-        for number in numbers:
-            self._by_file[items[number].target].appendleft(number)
-
-
-def run_here(
-    job: Job, items: Sequence[Item], paths: Sequence[str], take: Callable[[Result], None]
-) -> None:
-    """Do all items in this thread."""
-    worker, writer = Worker(job), Writer(paths)
+def do_batch(job: Job, batch: Batch) -> list[Result]:
+    """Do one batch, as a task on any machine does."""
+    worker = Worker(job)
     try:
-        for item in items:
-            take(do_item(worker, writer, item))
+        return batch.do(worker)
     finally:
         worker.close()
-        writer.close()
+
+
+def run_here(job: Job, batches: Sequence[Batch], take: Callable[[Result], None]) -> None:
+    """Do all batches in this thread."""
+    worker = Worker(job)
+    try:
+        for batch in batches:
+            for result in batch.do(worker):
+                take(result)
+    finally:
+        worker.close()
 
 
 def run_threads(
     job: Job, batches: Sequence[Batch], take: Callable[[Result], None], threads: int
 ) -> None:
-    """Do batches in threads; ``take`` is called by one at a time."""
-    left = deque(batches)
-    lock = threading.Lock()
-    errors: list[BaseException] = []
+    """Do all batches in threads."""
+    local = threading.local()
+    workers: list[Worker] = []
 
-    def work() -> None:
-        worker = Worker(job)
-        try:
-            while not errors:
-                with lock:
-                    batch = left.popleft() if left else None
-                if batch is None:
-                    return
-                results = batch.do(worker)
-                with lock:
-                    for result in results:
-                        take(result)
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
-            errors.append(error)
-        finally:
+    def begin() -> None:
+        local.worker = Worker(job)
+        workers.append(local.worker)
+
+    def do(number: int) -> list[Result]:
+        return batches[number].do(local.worker)
+
+    pool = ThreadPoolExecutor(threads, "ucp-convert", begin)
+    try:
+        for _, results in _results(pool, do, range(len(batches)), threads):
+            for result in results:
+                take(result)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for worker in workers:
             worker.close()
 
-    pool = [threading.Thread(target=work) for _ in range(min(threads, len(left)) - 1)]
-    for thread in pool:
-        thread.start()
-    work()
-    for thread in pool:
-        thread.join()
-    if errors:
-        raise errors[0]
 
-
-class _Process(NamedTuple):
-    pid: int
-    commands: int
-    results: int
-    held: deque[int]
+def may_fork() -> bool:
+    """Return whether this process may fork: it has no other thread whose locks would stay held."""
+    return hasattr(os, "fork") and threading.active_count() == 1
 
 
 def run_processes(
     job: Job,
-    items: Sequence[Item],
-    paths: Sequence[str],
+    batches: Sequence[Batch],
     take: Callable[[Result], None],
     processes: int,
     *,
     in_child: Callable[[], None],
 ) -> None:
-    """Do all items in forked processes; those of one that dies are done by the others.
+    """Do all batches in forked processes; see ``may_fork``.
 
-    Only for callers without other threads: a lock that one of them holds would stay locked in
-    the children. ``in_child`` is called in each child first.
+    If the kernel kills a process, half as many start again and do what is left.
+
+    Args:
+        job: What all batches share.
+        batches: What to do.
+        take: Called with every result.
+        processes: How many.
+        in_child: Each child calls it first.
 
     Raises:
-        UcpError: All processes died.
+        UcpError: The last process was killed too.
     """
-    queue = _Queue(items)
-    pool: dict[int, _Process] = {}
-    try:
-        for number in range(processes):
-            pool[number] = _start(job, items, paths, list(pool.values()), in_child)
-        with selectors.DefaultSelector() as selector:
-            for number, process in pool.items():
-                selector.register(process.results, selectors.EVENT_READ, number)
-                _feed(process, queue, number)
-            while any(process.held for process in pool.values()):
-                for key, _ in selector.select():
-                    process = pool[key.data]
-                    result = _receive(process.results)
-                    if result is None:
-                        selector.unregister(process.results)
-                        _bury(pool, key.data, queue, items)
-                        continue
-                    process.held.popleft()
-                    take(result)
-                    _feed(process, queue, key.data)
-    finally:
-        for process in pool.values():
-            _end(process)
+    # 20 ms that conversions in one process need not pay.
+    from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+    from multiprocessing import get_context
 
-
-def _feed(process: _Process, queue: _Queue, number: int) -> None:
-    while len(process.held) < _HELD_MAX:
-        index = queue.next(number)
-        if index is None:
-            return
-        process.held.append(index)
-        # One that died is noticed by the end of its results.
-        with suppress(BrokenPipeError):
-            os.write(process.commands, _NUMBER.pack(index))
-
-
-def _bury(pool: dict[int, _Process], number: int, queue: _Queue, items: Sequence[Item]) -> None:
-    """Let the others do what a dead process had."""
-    dead = pool.pop(number)
-    queue.put_back(items, dead.held)
-    _, status = _end(dead)
-    if not pool:
-        code = os.waitstatus_to_exitcode(status)
-        raise UcpError(
-            f"all worker processes ended, the last with {code} (-9: killed, perhaps for want of "
-            "memory: give less --memory or fewer --processes); the same command goes on from here",
-            exit_code=code,
+    left = set(range(len(batches)))
+    while left:
+        pool = ProcessPoolExecutor(
+            processes, get_context("fork"), _Child.begin, (job, batches, in_child)
         )
-    for other, process in pool.items():
-        _feed(process, queue, other)
-
-
-def _start(
-    job: Job,
-    items: Sequence[Item],
-    paths: Sequence[str],
-    others: Sequence[_Process],
-    in_child: Callable[[], None],
-) -> _Process:
-    command_read, command_write = os.pipe()
-    result_read, result_write = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(command_read)
-        os.close(result_write)
-        return _Process(pid, command_write, result_read, deque())
-    code = 1
-    try:
-        # The parent is told of an interrupt too, and ends us.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # An end of a pipe that another child holds would keep it open when the parent dies.
-        for fd in (command_write, result_read, *(f for o in others for f in o[1:3])):
-            os.close(fd)
-        in_child()
-        _serve(job, items, paths, command_read, result_write)
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def _serve(
-    job: Job, items: Sequence[Item], paths: Sequence[str], commands: int, results: int
-) -> None:
-    worker, writer = Worker(job), Writer(paths)
-    while data := os.read(commands, _NUMBER.size):
-        item = items[_NUMBER.unpack(data)[0]]
         try:
-            answer: Result | Exception = do_item(worker, writer, item)
-        except Exception as error:  # noqa: BLE001 - raised in the parent
-            answer = error
-        text = pickle.dumps(answer)
-        data = _NUMBER.pack(len(text)) + text
-        while data:
-            data = data[os.write(results, data) :]
+            for number, results in _results(pool, _Child.do, sorted(left), processes):
+                for result in results:
+                    take(result)
+                left.remove(number)
+        except BrokenProcessPool as error:
+            processes //= 2
+            if not processes:
+                raise UcpError(
+                    "the worker processes were killed, perhaps for want of memory: give less "
+                    "--memory or fewer --processes; the same command continues from here"
+                ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _receive(fd: int) -> Result | None:
-    """Return a result, or None at the end of a process; what it raised is raised here."""
-    size = _read(fd, _NUMBER.size)
-    text = _read(fd, _NUMBER.unpack(size)[0]) if len(size) == _NUMBER.size else b""
-    try:
-        answer = pickle.loads(text)  # noqa: S301 - written by our own child
-    except EOFError:
-        return None
-    if isinstance(answer, Exception):
-        raise answer
-    assert isinstance(answer, Result)
-    return answer
+class _Child:
+    """What a forked process keeps from batch to batch."""
+
+    worker: ClassVar[Worker]
+    batches: ClassVar[Sequence[Batch]]
+
+    @classmethod
+    def begin(cls, job: Job, batches: Sequence[Batch], in_child: Callable[[], None]) -> None:
+        # The terminal interrupts the parent too, and that one ends its children.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        in_child()
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
+        cls.worker, cls.batches = Worker(job), batches
+
+    @classmethod
+    def do(cls, number: int) -> list[Result]:
+        return cls.batches[number].do(cls.worker)
 
 
-def _read(fd: int, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes and (part := os.read(fd, num_bytes - len(data))):
-        data += part
-    return data if len(data) == num_bytes else b""
+def _exit_with_parent() -> None:
+    """End this process when its parent is gone: it would wait for work for ever."""
+    from multiprocessing import connection, parent_process
+
+    parent = parent_process()
+    assert parent is not None, "only children come here"
+    connection.wait([parent.sentinel])
+    os._exit(1)
 
 
-def _end(process: _Process) -> tuple[int, int]:
-    os.close(process.commands)
-    os.close(process.results)
-    # One that is at work holds nothing that could be lost.
-    os.kill(process.pid, signal.SIGKILL)
-    return os.waitpid(process.pid, 0)
+def _results(
+    pool: Executor, do: Callable[[int], list[Result]], numbers: Iterable[int], workers: int
+) -> Iterator[tuple[int, list[Result]]]:
+    """Yield what each batch found, as they end; few are handed to the pool at a time."""
+    waiting = iter(numbers)
+    under_way: dict[Future[list[Result]], int] = {}
+    while True:
+        for number in islice(waiting, _BATCHES_EACH * workers - len(under_way)):
+            under_way[pool.submit(do, number)] = number
+        if not under_way:
+            return
+        for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+            yield under_way.pop(future), future.result()

@@ -178,6 +178,18 @@ def test_a_cut_line_of_the_journal_is_no_line(tmp_path: Path) -> None:
     assert convert_to(source, out).resumed_bytes > 0
 
 
+def test_the_workers_of_a_killed_conversion_end(tmp_path: Path) -> None:
+    """Nobody gives them work any more; what they hold would be missing until the next boot."""
+    source = native_source(tmp_path, large_state(8))
+    command = [sys.executable, "-c", _SCRIPT, source.directory, str(tmp_path / "out"), "1", "2"]
+    # The workers have the pipe too: it is at its end when the last of them is gone.
+    with subprocess.Popen([*command, "all"], stdout=subprocess.PIPE) as process:
+        output, _ = process.communicate(timeout=30)
+
+    assert process.returncode == -signal.SIGKILL
+    assert output == b"begin\n"
+
+
 def test_a_killed_worker_is_replaced_by_the_others(tmp_path: Path) -> None:
     """The kernel kills for want of memory; the conversion need not fail."""
     state = large_state(8)

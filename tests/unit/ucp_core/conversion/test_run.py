@@ -51,13 +51,14 @@ def test_every_way_of_working_makes_the_same_files(
     source = native_source(tmp_path, state)
     one = convert_to(source, tmp_path / "one")
     forked = convert_to(source, tmp_path / "forked", processes=3, memory_bytes=4096 * MIB)
-    monkeypatch.setattr(convert_module, "_may_fork", lambda: False)
+    monkeypatch.setattr(convert_module, "may_fork", lambda: False)
     threads = convert_to(source, tmp_path / "threads", processes=3)
     store = MemoryStore()
     convert(source, store, "out", memory_bytes=64 * MIB, processes=2)
 
     expected = files_of(tmp_path / "one")
-    assert (one.processes, forked.processes, threads.processes) == (1, 3, 3)
+    ways = [(result.processes, result.threads) for result in (one, forked, threads)]
+    assert ways == [(1, 1), (3, 1), (1, 3)]
     assert files_of(tmp_path / "forked") == expected
     assert files_of(tmp_path / "threads") == expected
     assert {name: store.read(f"out/{name}") for name in expected} == expected
