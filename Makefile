@@ -1,8 +1,9 @@
 # Every target does its own set-up: it needs Python 3.11 or later and make, nothing else.
-# Use another interpreter with `make PYTHON=/path/to/python3.12 ...`.
+# Use another interpreter with `make PYTHON=/path/to/python3.12 ...`, another environment with VENV=.
 
 VENV   := .venv
 BIN    := $(VENV)/bin
+PYTHONS := $(or $(PYTHON),python3 python3.11 python3.12 python3.13)
 STAMP  := $(VENV)/.everstep-installed
 PEERS  := $(VENV)/.everstep-peers-installed
 BENCH  := $(VENV)/.everstep-bench-installed
@@ -12,7 +13,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-ray test-chaos check rooms format bench bench-quick clean
+.PHONY: help venv demo test test-fast test-py312 test-ray test-chaos check rooms format bench bench-quick clean
 
 help:
 	@echo "make demo        train twice, once with faults, and compare (under 5 minutes on 2 cores)"
@@ -20,6 +21,7 @@ help:
 	@echo "make check       format, lint, types, import contracts, architecture tests"
 	@echo "make rooms       which room of the packages imports which"
 	@echo "make test-fast   what needs no Ray: unit, property, simulation, arch"
+	@echo "make test-py312  the same with Python 3.12, in .venv-py312"
 	@echo "make test-ray    what starts a real local Ray"
 	@echo "make test-chaos  long runs under random faults"
 	@echo "make bench       every measurement, beside its peers (hours; tests/benchmarks/RESULTS.md)"
@@ -32,13 +34,13 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
 	found=""; \
-	for candidate in "$(PYTHON)" python3 python3.11 python3.12 python3.13; do \
+	for candidate in $(PYTHONS); do \
 	  if [ -n "$$candidate" ] && command -v "$$candidate" >/dev/null 2>&1 \
 	     && "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 	  then found="$$candidate"; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
-	  echo "make: no Python >= 3.11 found (tried PYTHON=, python3, python3.11, python3.12, python3.13)." >&2; \
+	  echo "make: no Python >= 3.11 found; tried $(PYTHONS)" >&2; \
 	  echo "      Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
 	  exit 1; \
 	fi; \
@@ -73,6 +75,10 @@ test-fast: $(STAMP)
 test-ray: $(STAMP)
 	$(BIN)/python -m pytest -m ray
 
+# The fast suite with a second interpreter, in an environment of its own.
+test-py312:
+	$(MAKE) VENV=.venv-py312 PYTHON="$(or $(PYTHON),python3.12)" test-fast
+
 test-chaos: $(STAMP)
 	$(BIN)/python -m pytest -m chaos
 
@@ -104,5 +110,5 @@ bench-quick: $(BENCH)
 	$(BIN)/python -m tests.benchmarks --quick
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-py312 build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
