@@ -21,12 +21,14 @@ from ucp_core.formats.deepspeed.reading import (
     Stage,
     TensorParallelLayouts,
     add_modules,
+    add_without_zero,
     add_zero3,
     add_zero12,
     buffer_names,
     locate,
     open_native,
     param_shapes,
+    read_layer_files,
     read_rank,
     refuse_copied,
     refuse_swapped,
@@ -102,15 +104,11 @@ def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoin
         _add_zero(native, shards, scalars, groups, extras)
     modules = Modules(shards, shards.fqns(), masters=bool(native.optim))
     if not native.optim and native.layers and native.first.get("module", ()) is None:
-        from ucp_core.formats.deepspeed.reading import plain_pipeline
-
-        modules.pipeline = plain_pipeline(native)
+        modules.pipeline = read_layer_files(native)
         modules.items |= modules.pipeline.items
     add_modules(native, modules)
     if not native.optim:
-        from ucp_core.formats.deepspeed.reading import add_plain
-
-        add_plain(native, modules, scalars, groups, extras)
+        add_without_zero(native, modules, scalars, groups, extras)
     extras.add_model(native.first, num_ranks=native.tp * native.pp)
     extras.items |= modules.items
     layouts = _layouts(native, modules, rules)

@@ -12,7 +12,6 @@ from ucp_core.formats.shared.copies import refuse_equal
 from ucp_core.formats.shared.evidence import (
     interchangeable,
     is_master_of,
-    match_flat,
     match_masters,
     rounded,
 )
@@ -23,7 +22,6 @@ from ucp_core.formats.shared.optimizer_order import (
     DISTRIBUTE_IT,
     NAME_THEM,
     assign,
-    can_be,
     check_numbers,
     largest_shape,
     unclear,
@@ -60,7 +58,6 @@ __all__ = [
     "TensorRange",
     "Vocabulary",
     "assign",
-    "can_be",
     "check_numbers",
     "grouped_experts",
     "header_bytes",
@@ -68,7 +65,6 @@ __all__ = [
     "is_master_of",
     "json_value",
     "largest_shape",
-    "match_flat",
     "match_masters",
     "number",
     "parse_header",

@@ -63,28 +63,6 @@ def match_masters(
     return names
 
 
-def match_flat(
-    store: Store,
-    directory: str,
-    flat: TensorRef,
-    params: Sequence[tuple[str, TensorRef]],
-    taken: set[str],
-) -> list[str] | None:
-    """Return the parameters that fill a flat group, in order; None if they do not fill it."""
-    by_name = dict(params)
-    names: list[str] = []
-    start = 0
-    while start < flat.num_elements:
-        left = (n for n, ref in params if n not in taken and ref.num_elements)
-        name = _first(store, directory, flat, start, left, by_name)
-        if name is None:
-            return None
-        names.append(name)
-        taken.add(name)
-        start += by_name[name].num_elements
-    return names
-
-
 def interchangeable(
     store: Store,
     directory: str,

@@ -112,13 +112,6 @@ def assign(
         return found
 
 
-def can_be(wanted: Sequence[Sequence[Shape | None]], params: Sequence[tuple[str, Shape]]) -> bool:
-    """Return whether every group's shapes are among the model's, in order, in any way at all."""
-    shapes = [shape for _, shape in params]
-    known = ([shape for shape in group if shape is not None] for group in wanted)
-    return all(_places(group, shapes) is not None for group in known)
-
-
 def _by_order(
     wanted: Sequence[Sequence[Shape | None]], params: Sequence[tuple[str, Shape]]
 ) -> dict[int, list[str]] | None:

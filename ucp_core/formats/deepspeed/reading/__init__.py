@@ -1,7 +1,7 @@
 """Parts of the readers of DeepSpeed's checkpoints.
 
 Which files there are (``file_names``, ``topology``), what ZeRO's hold (``partitions``, ``zero``;
-without ZeRO ``plain_optimizer``), what the model's hold (``weights``, ``extras``), and how tensors
+without ZeRO ``without_zero``), what the model's hold (``weights``, ``extras``), and how tensors
 are cut over tensor parallel ranks (``tensor_parallel``).
 """
 
@@ -15,8 +15,7 @@ from ucp_core.formats.deepspeed.reading.file_names import (
     sort_names,
 )
 from ucp_core.formats.deepspeed.reading.partitions import RankState, read_rank
-from ucp_core.formats.deepspeed.reading.plain_optimizer import add_plain
-from ucp_core.formats.deepspeed.reading.plain_pipeline import plain_pipeline
+from ucp_core.formats.deepspeed.reading.pipeline_without_zero import read_layer_files
 from ucp_core.formats.deepspeed.reading.swapped import refuse_swapped, refuse_swapped_models
 from ucp_core.formats.deepspeed.reading.tensor_parallel import Info, TensorParallelLayouts
 from ucp_core.formats.deepspeed.reading.topology import Native, open_native
@@ -29,6 +28,7 @@ from ucp_core.formats.deepspeed.reading.weights import (
     tied_weight,
     weights_of,
 )
+from ucp_core.formats.deepspeed.reading.without_zero import add_without_zero
 from ucp_core.formats.deepspeed.reading.zero import Stage, add_zero3, add_zero12, param_shapes
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
     "Stage",
     "TensorParallelLayouts",
     "add_modules",
-    "add_plain",
+    "add_without_zero",
     "add_zero3",
     "add_zero12",
     "buffer_names",
@@ -51,7 +51,7 @@ __all__ = [
     "looks_like_deepspeed",
     "open_native",
     "param_shapes",
-    "plain_pipeline",
+    "read_layer_files",
     "read_rank",
     "refuse_copied",
     "refuse_swapped",

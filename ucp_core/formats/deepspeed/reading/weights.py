@@ -24,7 +24,7 @@ from ucp_core.torch_files import TensorRef
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from ucp_core.formats.deepspeed.reading.plain_pipeline import PlainPipeline
+    from ucp_core.formats.deepspeed.reading.pipeline_without_zero import LayerFiles
 
 WEIGHT = "weight"
 _LAYER_OF = re.compile(r"(\d+)\.")
@@ -59,7 +59,7 @@ class Modules:
     refs: dict[str, dict[int, TensorRef]] = field(default_factory=dict)
     order: dict[int, list[tuple[str, TensorRef]]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)
-    pipeline: PlainPipeline | None = None
+    pipeline: LayerFiles | None = None
 
     def same_bytes(self, name: str) -> bool:
         """Return whether all tensor parallel ranks saved one tensor with one checksum."""
@@ -325,9 +325,6 @@ def _add_layers(native: Native, modules: Modules) -> None:
     for (layer, tp), file in sorted(native.layers.items()):
         for name, ref in _tensors(native.files.trees[file], modules.items):
             fqn = f"{layer}.{name}" if pipeline is None else pipeline.fqn(layer, name)
-            if pipeline is not None and layer in pipeline.copies:
-                modules.ties[fqn] = pipeline.fqn(pipeline.copies[layer], name)
-                continue
             if layer not in needed and fqn not in buffers:
                 tied = _tied_name(modules, name, ref)
                 if tied is not None:

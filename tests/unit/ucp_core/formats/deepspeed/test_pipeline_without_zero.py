@@ -22,6 +22,7 @@ from tests.support.deepspeed_folders import (
     tensor,
 )
 from ucp_core.errors import PatternError, UcpError
+from ucp_core.torch_files import Size
 
 EMBED = Param("0.weight", (11, 6))
 MODEL = [
@@ -129,71 +130,53 @@ def test_stages_are_told_by_the_shapes_of_their_state(tmp_path: Path, num_groups
     assert checkpoint.manifest.roles == {}
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_a_tied_module_is_named_where_the_checkpoint_does(tmp_path: Path, num_groups: int) -> None:
+def _named(folder: Folder, model: Sequence[Param], starts: Sequence[int]) -> Folder:
+    """Add ``param_shapes`` of stages that both hold the tied layer 0, as our writer does."""
+    for stage, start in enumerate(starts):
+        end = starts[stage + 1] if stage + 1 < len(starts) else 99
+        held = [p for p in model if p is not EMBED and start <= _layer(p) < end]
+        shapes = {KEY: Size(EMBED.shape), **{p.name: Size(p.shape) for p in held}}
+        folder.trees[f"mp_rank_{stage:02d}_model_states.pt"]["param_shapes"] = [shapes]
+    return folder
+
+
+def test_a_tied_module_is_known_by_its_name(tmp_path: Path) -> None:
     """Its file is of layer 0 only; the last stage has its state first, before its own layers'."""
-    folder = pipeline(MODEL, (0, 3), tied={0: (0, 1)}, num_groups=num_groups, info=INFO)
+    folder = _named(pipeline(MODEL, (0, 3), tied={0: (0, 1)}), MODEL, (0, 3))
 
     checkpoint = read(folder.write(tmp_path))
 
     assert_equal(loaded(checkpoint), _renamed(folder, KEY))
-    assert "tied module of layer 0" not in checkpoint.manifest.items
 
 
-def test_a_tied_module_without_a_name_has_its_layers(tmp_path: Path) -> None:
-    """Its key is in no file, but its tensors are."""
-    folder = pipeline(MODEL, (0, 3), tied={0: (0, 1)})
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_tied_module_without_a_name_is_refused(tmp_path: Path, num_groups: int) -> None:
+    """Several layers could be it, and each would have the state of another one."""
+    folder = pipeline(MODEL, (0, 3), tied={0: (0, 1)}, num_groups=num_groups, info=INFO)
 
-    checkpoint = read(folder.write(tmp_path))
-
-    assert_equal(loaded(checkpoint), folder.expected)
-    assert "--rename" in checkpoint.manifest.items["tied module of layer 0"].note
-
-
-def test_a_tied_module_that_two_layers_save_is_one(tmp_path: Path) -> None:
-    """Without a ``forward_fn`` both files have its weight; the state is of one parameter."""
-    folder = pipeline([*MODEL[:-1], replace(MODEL[-1], name="6.weight")], (0, 3), tied={0: (0, 1)})
-    folder.trees["layer_05-model_states.pt"] = folder.trees["layer_00-model_states.pt"]
-
-    checkpoint = read(folder.write(tmp_path))
-
-    assert_equal(loaded(checkpoint), folder.expected)
-    assert checkpoint.manifest.ties == {"5.weight": "0.weight"}
+    with pytest.raises(PatternError, match=r"number 7, 8 parameters.*hold 14.*ZeRO stage 1"):
+        read(folder.write(tmp_path))
 
 
-def test_frozen_parameters_are_those_that_no_optimizer_numbers(tmp_path: Path) -> None:
-    """They are of shapes that trained ones have too, so counting shapes does not tell."""
+def test_frozen_parameters_without_a_name_are_refused(tmp_path: Path) -> None:
+    """They are of shapes that trained ones have too."""
     frozen = [Param(f"{n}.frozen", (6, 6), role="frozen") for n in (1, 3)]
     model = [EMBED, frozen[0], *MODEL[1:4], frozen[1], *MODEL[7:10]]
     folder = pipeline(model, (0, 2))
 
-    checkpoint = read(folder.write(tmp_path))
-
-    assert_equal(loaded(checkpoint), folder.expected)
-    assert checkpoint.manifest.roles == {"1.frozen": "frozen", "3.frozen": "frozen"}
+    with pytest.raises(PatternError, match="cannot be told"):
+        read(folder.write(tmp_path))
 
 
 def test_shards_of_a_pipeline_are_put_together(tmp_path: Path) -> None:
     """Every tensor parallel rank has an optimizer of its own in each stage."""
     model = [replace(p, cut=0 if "up" in p.name else None) for p in MODEL]
-    info = INFO | {
-        "tp_replicated_parameter_patterns": [r".*norm\.weight", r"0\.weight", "5.*", "t.*"]
-    }
-    folder = pipeline(model, (0, 3), tied={0: (0, 1)}, tp=2, info=info)
+    info = {"tp_replicated_parameter_patterns": [r".*norm\.weight", r"0\.weight", "5.*"]}
+    folder = pipeline(model, (0, 3), tp=2, info={"universal_checkpoint_version": 0.2, **info})
 
     checkpoint = read(folder.write(tmp_path))
 
-    assert_equal(loaded(checkpoint), _renamed(folder, KEY))
-
-
-def test_states_of_a_tied_module_must_agree(tmp_path: Path) -> None:
-    """Else one would be taken for the other, or a stage is of another save."""
-    folder = pipeline(MODEL, (0, 3), tied={0: (0, 1)})
-    state = folder.trees["mp_rank_01_model_states.pt"]["optimizer"]["state"]
-    state[0]["exp_avg"] = tensor(np.ones((11, 6), np.float32))
-
-    with pytest.raises(PatternError, match="cannot be told"):
-        read(folder.write(tmp_path))
+    assert_equal(loaded(checkpoint), folder.expected)
 
 
 def test_equal_states_in_two_stages_are_of_one_parameter(tmp_path: Path) -> None:
@@ -214,7 +197,7 @@ def test_a_module_without_a_file_is_missed(tmp_path: Path) -> None:
     folder = pipeline(MODEL, (0, 3), tied={0: (0, 1)})
     del folder.trees["layer_00-model_states.pt"]
 
-    with pytest.raises(PatternError, match=r"mp_rank_00.*forward_fn.*no file"):
+    with pytest.raises(PatternError, match=r"mp_rank_00.*tied, frozen, or in no file"):
         read(folder.write(tmp_path))
 
 

@@ -1,0 +1,513 @@
+"""The optimizer of a DeepSpeed checkpoint without ZeRO: one file has all of it, by number.
+
+Names and shapes in the files decide which parameter a number means, in this order:
+``param_shapes``; ``param_names``, which torch's optimizers keep from 2.6 on if they were made of
+``named_parameters()``; the storages that a group's parameters fill in the model's file; shapes and
+the model's order. What these leave open is refused. Float32 masters must then round to the weights.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
+from ucp_core.formats.deepspeed.reading.pipeline_without_zero import FLAT, INNER, LISTS
+from ucp_core.formats.deepspeed.reading.weights import WEIGHT, Modules
+from ucp_core.formats.deepspeed.reading.zero import EXPERT, param_shapes
+from ucp_core.formats.shared import (
+    DISTRIBUTE_IT,
+    NAME_THEM,
+    Rank,
+    Run,
+    Scalars,
+    assign,
+    check_numbers,
+    is_master_of,
+    json_value,
+    largest_shape,
+    unclear,
+)
+from ucp_core.geometry import DTYPE_BYTES, TensorKey
+from ucp_core.manifest import Item
+from ucp_core.torch_files import TensorRef
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucp_core.formats.deepspeed.reading.extras import Extras
+    from ucp_core.formats.deepspeed.reading.topology import Native
+    from ucp_core.formats.shared import Groups
+    from ucp_core.storage import Store
+
+    Params = Sequence[tuple[str, TensorRef]]
+
+#: What torch's optimizers call the names of a group.
+_NAMES = "param_names"
+#: Of a group's keys, those that say which parameters it has.
+_NUMBERED = ("params", _NAMES)
+_EP_GROUP = "ep_size_"
+
+
+def add_without_zero(
+    native: Native, modules: Modules, scalars: Scalars, groups: Groups, extras: Extras
+) -> None:
+    """Add the slots and masters of the model files; nothing if no optimizer was saved.
+
+    Raises:
+        PatternError: The files do not say which state belongs to which parameter.
+        CheckpointCorruptError: Shapes of model and optimizer contradict each other.
+        UnsupportedVersionError: The optimizer's state cannot be laid out again.
+    """
+    met: set[tuple[str, int]] = set()
+    for number, source in enumerate(_sources(native, modules)):
+        optimizer = _Optimizer(native, source)
+        if number == 0:
+            extras.add_optim(optimizer.rest())
+        if optimizer.is_unnamed:
+            modules.items["optimizer.param_groups"] = Item(
+                "drop",
+                "no parameter has a state, so nothing tells which is in which of the groups of "
+                f"{', '.join(str(len(g['params'])) for g in optimizer.groups)} parameters",
+            )
+            continue
+        optimizer.add(source.rank, modules, scalars, met)
+        trained = set(chain.from_iterable(optimizer.names))
+        modules.roles |= {name: "frozen" for name, _ in source.params if name not in trained}
+        store, directory = native.files.store, native.files.directory
+        values = [
+            json_value({k: v for k, v in g.items() if k not in _NUMBERED}, store, directory)
+            for g in optimizer.groups
+        ]
+        groups.add(list(zip(values, optimizer.names, strict=True)))
+
+
+class _Source(NamedTuple):
+    """One saved optimizer.
+
+    Attributes:
+        file: Where it is.
+        tree: What it saved.
+        rank: Whose shards it has; the weights of all stages of a pipeline belong to the first.
+        params: What it can number, in the model's order.
+        names: By group, if the file has names. Those of frozen parameters can be among them.
+        remedy: What to do if the parameters cannot be told.
+    """
+
+    file: str
+    tree: Mapping[str, Any]
+    rank: Rank
+    params: Params
+    names: list[list[str]] | None
+    remedy: str = DISTRIBUTE_IT
+
+
+def _sources(native: Native, modules: Modules) -> Iterator[_Source]:
+    """Yield the optimizers of all model-parallel and expert-parallel ranks that saved one."""
+    for mp in range(native.tp * native.pp):
+        file = native.model[0, mp]
+        tree = native.files.trees[file].get("optimizer")
+        if tree is None:
+            continue
+        if native.experts:
+            yield from _of_experts(native, modules, mp)
+            continue
+        tree = _checked(tree, file)
+        shapes = param_shapes(native.files.trees[file], file)
+        names = None if shapes is None else [list(group) for group in shapes]
+        rank = Rank(0, native.rank(mp).tp)
+        if modules.pipeline is not None:
+            # The optimizer of a stage has names of its own: they are not the model's.
+            yield _Source(file, tree, rank, modules.pipeline.params.get(mp, []), names)
+            continue
+        params = modules.order.get(rank.tp, [])
+        yield _Source(file, tree, rank, params, names or _kept_names(tree, params), NAME_THEM)
+
+
+def _checked(tree: Any, file: str) -> Mapping[str, Any]:
+    if not isinstance(tree, dict):
+        raise CheckpointCorruptError(f"{file}: optimizer is no dict", file=file)
+    return tree
+
+
+def _kept_names(tree: Mapping[str, Any], params: Params) -> list[list[str]] | None:
+    """Return the names that an optimizer keeps, by group; None unless all are the model's."""
+    inner = tree.get(INNER, tree)
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return None
+    names = [group.get(_NAMES) for group in groups]
+    if not names or not all(isinstance(group, list) for group in names):
+        return None
+    found = [[str(name) for name in group] for group in names]
+    joined = list(chain.from_iterable(found))
+    is_of_model = {name for name, _ in params}.issuperset(joined)
+    return found if is_of_model and len(set(joined)) == len(joined) else None
+
+
+def _of_experts(native: Native, modules: Modules, mp: int) -> Iterator[_Source]:
+    """Yield the optimizers of the expert-parallel ranks: each has its own experts, and the rest."""
+    if native.pp > 1:
+        raise UnsupportedVersionError(
+            f"{native.files.directory}: experts in a pipeline without ZeRO keep no names of the "
+            "optimizer's parameters; save with ZeRO stage 1",
+            path=native.files.directory,
+        )
+    files = {ep: file for (ep, of), file in native.expert_optim.items() if of == mp}
+    degree = 1 + max(files, default=0)
+    for file in files.values():
+        tree = _checked(native.files.trees[file].get("optimizer"), file)
+        degree = max(degree, _named_degree(tree, file))
+    missing = [f"expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt" for ep in range(degree)]
+    missing = [name for ep, name in enumerate(missing) if ep not in files]
+    if missing:
+        raise CheckpointCorruptError(
+            f"{native.files.directory} lacks {', '.join(missing[:4])}, the optimizer of experts: "
+            "the checkpoint was not copied or saved completely; use another one",
+            path=native.files.directory,
+            missing=tuple(missing),
+        )
+    for ep, file in sorted(files.items()):
+        tree = _checked(native.files.trees[file].get("optimizer"), file)
+        params = _with_experts(native, modules, mp, (ep, degree), file)
+        yield _Source(file, tree, native.rank(mp), params, None)
+
+
+def _named_degree(tree: Mapping[str, Any], file: str) -> int:
+    """Return how many expert-parallel ranks the names of groups tell; 1 if they tell none."""
+    inner = tree.get(INNER, tree)
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    names = {str(g.get("name", "")) for g in groups or () if isinstance(g, dict) and g.get("moe")}
+    degrees = {int(n[len(_EP_GROUP) :]) for n in names if n[len(_EP_GROUP) :].isdecimal()}
+    if len(degrees) > 1:
+        raise UnsupportedVersionError(
+            f"{file}: layers of experts with {sorted(degrees)} expert-parallel ranks, without "
+            "ZeRO: no file says which rank has which experts; save with ZeRO stage 1",
+            file=file,
+        )
+    return max(degrees, default=1)
+
+
+def _with_experts(
+    native: Native, modules: Modules, mp: int, ep: tuple[int, int], file: str
+) -> Params:
+    """Return the parameters of one of several expert-parallel ranks, experts in their places.
+
+    A layer registers its gate, then its experts, which are in files of their own.
+    """
+    rank, degree = ep
+    held: dict[str, list[tuple[int, str, TensorRef]]] = {}
+    for (_, number, of), name in sorted(native.experts.items()):
+        if of == mp:
+            for fqn, ref in native.files.trees[name].items():
+                match = EXPERT.fullmatch(str(fqn))
+                if match is not None and isinstance(ref, TensorRef):
+                    held.setdefault(match[1], []).append((number, str(fqn), ref))
+    behind: dict[str, list[tuple[str, TensorRef]]] = {}
+    params = list(modules.order.get(native.rank(mp).tp, []))
+    for prefix, experts in held.items():
+        layer = prefix.removesuffix("experts.deepspeed_experts.")
+        gates = [name for name, _ in params if name.startswith(f"{layer}gate.")]
+        total = 1 + max(number for number, _, _ in experts)
+        if not gates or total % degree:
+            raise unclear(
+                file,
+                f"{layer} has {total} experts over {degree} expert-parallel ranks"
+                + ("" if gates else " and no gate, behind which they would be"),
+            )
+        local = total // degree
+        mine = [(n, ref) for number, n, ref in experts if number // local == rank]
+        behind.setdefault(gates[-1], []).extend(mine)
+    return [item for name, ref in params for item in ((name, ref), *behind.get(name, ()))]
+
+
+class _Optimizer:
+    """A saved optimizer and the model's parameters, in their order.
+
+    Attributes:
+        groups: Its groups as they were saved.
+        names: The parameters of each group, in the group's order.
+        is_unnamed: The files do not say the names, but no parameter has a state that could be
+            given to another one.
+    """
+
+    def __init__(self, native: Native, source: _Source) -> None:
+        self._store, self._directory = native.files.store, native.files.directory
+        self._remedy = source.remedy
+        self._tree = tree = source.tree
+        self._file = file = source.file
+        self._params = dict(source.params)
+        inner = tree.get(INNER, tree)
+        if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
+            raise CheckpointCorruptError(f"{file}: optimizer has no param_groups", file=file)
+        self.groups: list[Mapping[str, Any]] = inner["param_groups"]
+        self._state: Mapping[Any, Any] = inner.get("state") or {}
+        # A group of flat masters has one parameter: the flat one.
+        flats, lists = tree.get(FLAT), tree.get(LISTS)
+        masters = lists if flats is None else [[flat] for flat in flats]
+        check_numbers(self.groups, masters, file)
+        self.is_unnamed = False
+        if flats is not None:
+            self.names = self._of_flat_groups(flats, source.names)
+            self._check_flat(flats)
+        elif lists is not None:
+            shapes = [[ref.shape for ref in group] for group in lists]
+            self.names = self._of_lists(shapes, source.names)
+            self._check_lists(lists)
+        elif source.names is not None:
+            self.names = self._named(source.names)
+        else:
+            self.names = self._by_shape_if_any()
+
+    def _named(self, names: Sequence[Sequence[str]]) -> list[list[str]]:
+        """Return the names that the file has, after checks against the optimizer's state."""
+        counts = [len(group) for group in names], [len(g["params"]) for g in self.groups]
+        strange = [name for group in names for name in group if name not in self._params]
+        if counts[0] != counts[1] or strange:
+            raise CheckpointCorruptError(
+                f"{self._file}: groups of {counts[0]} parameters have names, the optimizer "
+                f"has groups of {counts[1]}"
+                + (f", and the model has no {strange[0]}" if strange else ""),
+                file=self._file,
+            )
+        numbers = chain.from_iterable(group["params"] for group in self.groups)
+        for name, number in zip(chain.from_iterable(names), numbers, strict=True):
+            shape, own = largest_shape(self._state.get(number, {})), self._params[name].shape
+            # Factored state is smaller than its parameter, never larger.
+            if shape is not None and prod(shape) > prod(own):
+                raise CheckpointCorruptError(
+                    f"{self._file}: {name} is {list(own)}, but the state of the parameter of this "
+                    f"name is {list(shape)}",
+                    file=self._file,
+                    fqn=name,
+                )
+        return [list(group) for group in names]
+
+    def _by_shape_if_any(self) -> list[list[str]]:
+        """Return the names by shape; none if no state could be given to a wrong parameter."""
+        wanted = [
+            [largest_shape(self._state.get(n, {})) for n in group["params"]]
+            for group in self.groups
+        ]
+        try:
+            return self._by_shape(wanted)
+        except PatternError:
+            if any(self._state.values()):
+                raise
+            self.is_unnamed = True
+            return [[] for _ in self.groups]
+
+    def _by_shape(self, wanted: Sequence[Sequence[tuple[int, ...] | None]]) -> list[list[str]]:
+        """Return the names of each group's parameters, by shape and the model's order.
+
+        Groups of experts are matched by themselves: DeepSpeed marks them, and cuts a group of
+        experts that gets too large into several, one behind the other.
+        """
+        kinds: dict[str, list[int]] = {}
+        for index, group in enumerate(self.groups):
+            is_cut = bool(group.get("moe"))
+            kinds.setdefault(f"experts {group.get('name')}" if is_cut else "", []).append(index)
+        found: dict[int, list[str]] = {}
+        for kind, indices in kinds.items():
+            params = [
+                (name, ref.shape)
+                for name, ref in self._params.items()
+                if len(kinds) == 1 or bool(EXPERT.fullmatch(name)) == bool(kind)
+            ]
+            own = [wanted[index] for index in indices]
+            try:
+                names = assign(own, params, self._file, self._remedy)
+            except PatternError:
+                if not kind:
+                    raise
+                joined = list(chain.from_iterable(own))
+                left = iter(assign([joined], params, self._file)[0])
+                names = {place: [next(left) for _ in group] for place, group in enumerate(own)}
+            found |= {indices[place]: group for place, group in names.items()}
+        return [found.get(index, []) for index in range(len(self.groups))]
+
+    def _of_lists(
+        self,
+        shapes: Sequence[Sequence[tuple[int, ...]]],
+        names: Sequence[Sequence[str]] | None,
+    ) -> list[list[str]]:
+        """Return the names of masters, which have the shapes of their parameters.
+
+        Half-precision optimizers drop the masters of frozen parameters, but not their names.
+        """
+        if names is None or len(names) != len(shapes) or not self._has(names):
+            return self._by_shape(shapes)
+        found: list[list[str]] = []
+        for group, wanted in zip(names, shapes, strict=True):
+            params = [(name, self._params[name].shape) for name in group]
+            is_all = [shape for _, shape in params] == list(wanted)
+            found.append(
+                list(group)
+                if is_all
+                else assign([wanted], params, self._file, self._remedy).get(0, [])
+            )
+        return found
+
+    def _of_flat_groups(
+        self, flats: Sequence[TensorRef], names: Sequence[Sequence[str]] | None
+    ) -> list[list[str]]:
+        """Return the names of groups whose masters are one flat tensor each, without padding."""
+        sizes = [flat.num_elements for flat in flats]
+        if names is not None and self._has(names) and self._sizes(names) == sizes:
+            return [list(group) for group in names]
+        stored = _names_by_storage(self._store, self._directory, flats, self._params)
+        if stored is not None:
+            return stored
+        if self._sizes([list(self._params)]) == sizes:
+            return [list(self._params)]
+        raise unclear(
+            self._file,
+            f"its masters are flat, in groups of {', '.join(map(str, sizes))} elements, and "
+            "no names, sizes or storages in the model's file say which parameters are in which",
+            self._remedy,
+        )
+
+    def _has(self, names: Sequence[Sequence[str]]) -> bool:
+        return self._params.keys() >= set(chain.from_iterable(names))
+
+    def _sizes(self, names: Sequence[Sequence[str]]) -> list[int]:
+        return [sum(self._params[name].num_elements for name in group) for group in names]
+
+    def _check_flat(self, flats: Sequence[TensorRef]) -> None:
+        for index, (flat, names) in enumerate(zip(flats, self.names, strict=True)):
+            start = 0
+            for name in names:
+                self._check_master(flat, start, name, index)
+                start += self._params[name].num_elements
+
+    def _check_lists(self, lists: Sequence[Sequence[TensorRef]]) -> None:
+        for index, (masters, names) in enumerate(zip(lists, self.names, strict=True)):
+            for master, name in zip(masters, names, strict=True):
+                self._check_master(master, 0, name, index)
+
+    def _check_master(self, masters: TensorRef, start: int, name: str, index: int) -> None:
+        weight = self._params[name]
+        if not is_master_of(self._store, self._directory, masters, start, weight):
+            raise unclear(
+                self._file,
+                f"by names and shapes a master of group {index} is that of {name}, but it does not "
+                "round to its weights: the group has an order of its own, or the file mixes two "
+                "saves",
+                self._remedy,
+            )
+
+    def rest(self) -> dict[str, Any]:
+        """Return what is no tensor of a parameter."""
+        known = {INNER, FLAT, LISTS, "state", "param_groups"}
+        return {key: value for key, value in self._tree.items() if key not in known}
+
+    def add(
+        self, rank: Rank, modules: Modules, scalars: Scalars, met: set[tuple[str, int]]
+    ) -> None:
+        """Add masters and slots of all parameters that are not in ``met``.
+
+        Ranks of experts repeat the others' parameters, and stages those of tied modules.
+        """
+        for index, group in enumerate(self.groups):
+            if FLAT in self._tree:
+                self._add_flat(rank, modules, scalars, index, met)
+                continue
+            masters = self._tree.get(LISTS)
+            numbered = zip(self.names[index], group["params"], strict=True)
+            for place, (name, number) in enumerate(numbered):
+                if (name, rank.tp) in met:
+                    continue
+                met.add((name, rank.tp))
+                if masters is not None:
+                    modules.shards.replace_ref(TensorKey(name, WEIGHT), rank, masters[index][place])
+                for slot, value in self._state.get(number, {}).items():
+                    is_scalar = isinstance(value, TensorRef) and not value.shape
+                    if isinstance(value, TensorRef) and not (
+                        is_scalar and self._params[name].shape
+                    ):
+                        modules.shards.add_ref(TensorKey(name, slot), rank, value)
+                    elif isinstance(value, TensorRef | int | float):
+                        scalars.add(TensorKey(name, slot), value)
+
+    def _add_flat(
+        self,
+        rank: Rank,
+        modules: Modules,
+        scalars: Scalars,
+        index: int,
+        met: set[tuple[str, int]],
+    ) -> None:
+        """Add a group whose parameters were flattened into one tensor, without padding."""
+        flat = self._tree[FLAT][index]
+        state = self._state.get(self.groups[index]["params"][0], {})
+        slots = {k: v for k, v in state.items() if isinstance(v, TensorRef) and v.shape}
+        for slot, ref in slots.items():
+            if ref.num_elements != flat.num_elements:
+                raise UnsupportedVersionError(
+                    f"{self._file}: optimizer state {slot!r} is {list(ref.shape)} for "
+                    f"{flat.num_elements} flat elements and cannot be laid out again",
+                    file=self._file,
+                    slot=slot,
+                )
+        start = 0
+        for name in self.names[index]:
+            shape = self._params[name].shape
+            first, start = start, start + prod(shape)
+            if (name, rank.tp) in met:
+                continue
+            met.add((name, rank.tp))
+            modules.shards.drop(TensorKey(name, WEIGHT), rank)
+            for slot, ref in ((WEIGHT, flat), *slots.items()):
+                offset_bytes = ref.offset_bytes + first * DTYPE_BYTES[ref.dtype]
+                run = Run(ref.file, offset_bytes, 0, prod(shape))
+                modules.shards.add_run(TensorKey(name, slot), rank, ref.dtype, shape, run)
+            for slot, value in state.items():
+                if slot not in slots and isinstance(value, TensorRef | int | float):
+                    scalars.add(TensorKey(name, slot), value)
+
+
+def _names_by_storage(
+    store: Store, directory: str, flats: Sequence[TensorRef], params: Mapping[str, TensorRef]
+) -> list[list[str]] | None:
+    """Return the parameters of each flat group, by where the model has them.
+
+    DeepSpeed's ``FP16_Optimizer`` makes the trained parameters of a group views of one flat
+    tensor, in its own order, and ``torch.save`` keeps what shares a storage together. A frozen
+    parameter is in another storage.
+
+    Returns:
+        None unless every group is the masters of just one storage.
+    """
+    stored: dict[tuple[str, int], list[tuple[int, str, TensorRef]]] = defaultdict(list)
+    for name, ref in params.items():
+        if ref.extent is not None and ref.num_elements:
+            start = ref.offset_bytes - ref.extent.offset_bytes
+            stored[ref.file, ref.extent.offset_bytes].append((start, name, ref))
+    found: list[list[str]] = []
+    for flat in flats:
+        fitting = [
+            [name for _, name, _ in held]
+            for held in map(sorted, stored.values())
+            if _fills(store, directory, flat, held)
+        ]
+        if len(fitting) != 1:
+            return None
+        found += fitting
+    joined = list(chain.from_iterable(found))
+    return found if len(set(joined)) == len(joined) else None
+
+
+def _fills(
+    store: Store, directory: str, flat: TensorRef, held: Sequence[tuple[int, str, TensorRef]]
+) -> bool:
+    """Return whether the parameters of a storage fill it, and have all of a group's masters."""
+    end = count = 0
+    for start, _, ref in held:
+        if start != end or not is_master_of(store, directory, flat, count, ref):
+            return False
+        end += ref.num_bytes
+        count += ref.num_elements
+    extent = held[0][2].extent
+    return extent is not None and end == extent.num_bytes and count == flat.num_elements
