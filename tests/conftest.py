@@ -34,6 +34,12 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 TESTS = Path(__file__).parent
 
+# Processes that tests start find the packages as this one does (``pythonpath`` in pyproject.toml),
+# also where everstep is not installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(TESTS.parent), str(TESTS.parent / "workers/public"), os.environ.get("PYTHONPATH", "")]
+).rstrip(os.pathsep)
+
 #: As much of a journal is shown as tells what a run waited for.
 _JOURNAL_LINES, _LINE_CHARS = 60, 300
 

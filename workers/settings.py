@@ -241,7 +241,7 @@ class Settings:
     """Everything a worker is told about the training.
 
     Attributes:
-        script: A training script that calls ``workers.api.run``; "" trains the built-in
+        script: A training script that calls ``everstep.run``; "" trains the built-in
             language model.
         arguments: Of that script, as its ``sys.argv[1:]``.
     """

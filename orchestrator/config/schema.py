@@ -71,7 +71,7 @@ class RunSection(_Section):
     Attributes:
         directory: Run directory, a path or an fsspec URL that every node can reach.
         name: For people; the last part of ``directory`` if it is left out.
-        script: A training script that calls ``workers.api.run``; left out, the built-in
+        script: A training script that calls ``everstep.run``; left out, the built-in
             language model is trained.
         arguments: Of that script, each as one text: ``["--width", "512"]``.
     """

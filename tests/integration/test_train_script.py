@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ def run_script(directory: Path) -> str:
     finished = subprocess.run(
         [sys.executable, str(SCRIPT)],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(SUPPORT.parents[1])},
         capture_output=True,
         text=True,
         check=False,
@@ -82,4 +80,4 @@ def test_a_script_that_never_calls_run_is_told_so(tmp_path: Path) -> None:
         (left,) = run.train(settings, num_workers=1)
 
     assert isinstance(left.outcome, Raised)
-    assert "idle.py ended without calling workers.api.run" in left.outcome.error
+    assert "idle.py ended without calling everstep.run" in left.outcome.error

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ucp_core.layout import ParallelLayout
-from workers import actor
+from workers.process import actor
 from workers.process.actor import Worker
 from workers.protocol import Assignment
 from workers.settings import Settings
@@ -72,7 +72,7 @@ def test_whatever_a_script_raises_is_told(tmp_path: Path) -> None:
     script = tmp_path / "cancelled.py"
     script.write_text(
         "import asyncio\n"
-        "from workers.api import run\n"
+        "from everstep import run\n"
         "def train(session):\n"
         "    raise asyncio.CancelledError('by its reader')\n"
         "run(train)\n"

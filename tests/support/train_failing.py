@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from workers.api import Session, run
+from everstep import Session, run
 
 
 def faulty(step: int, rank: int) -> float:

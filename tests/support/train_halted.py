@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workers.api import Session, run
+from everstep import Session, run
 from workers.snapshot import final as farewell
 from workers.snapshot import writing
 from workers.train.boundary import boundary

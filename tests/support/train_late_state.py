@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workers.api import Session, run
+from everstep import Session, run
 
 LATE_STEP = 4
 

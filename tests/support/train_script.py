@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from workers.api import Session, run
+from everstep import Session, run
 
 STEPS = 60
 NUM_MICRO_BATCHES = 4

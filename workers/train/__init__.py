@@ -1,16 +1,16 @@
-"""The training step and the loop around it. ``settings`` and ``quotas`` import no torch."""
+"""Training: sessions, steps, attempts, and scripts that run alone or in a worker."""
 
 from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from workers.train.alone import run_alone
     from workers.train.context import WorkerContext
     from workers.train.executor import Step
     from workers.train.loop import run_attempt
     from workers.train.script import Task, hand_over
     from workers.train.session import Session
+    from workers.train.standalone import run
 
 __all__ = [
     "Session",
@@ -18,18 +18,18 @@ __all__ = [
     "Task",
     "WorkerContext",
     "hand_over",
-    "run_alone",
+    "run",
     "run_attempt",
 ]
 
 __getattr__ = lazy_door(
     __name__,
     {
-        "workers.train.alone": ("run_alone",),
         "workers.train.context": ("WorkerContext",),
         "workers.train.executor": ("Step",),
         "workers.train.loop": ("run_attempt",),
         "workers.train.script": ("Task", "hand_over"),
         "workers.train.session": ("Session",),
+        "workers.train.standalone": ("run",),
     },
 )

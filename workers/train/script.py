@@ -1,4 +1,4 @@
-"""Find the training function of a script: run the script until it calls ``workers.api.run``."""
+"""Find the training function of a script: run the script until it calls ``everstep.run``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Handed(BaseException):
 
 
 def load_task(path: str, arguments: Sequence[str] = ()) -> Task:
-    """Return the function that the script at ``path`` gives to ``workers.api.run``.
+    """Return the function that the script at ``path`` gives to ``everstep.run``.
 
     The script runs as ``__main__`` up to that call, once per process; its directory becomes
     importable and ``sys.argv`` is its path and ``arguments``, as with ``python path arguments``.
@@ -57,14 +57,15 @@ def load_task(path: str, arguments: Sequence[str] = ()) -> Task:
     except SystemExit as left:
         given = " ".join(arguments) or "none"
         raise TaskError(
-            f"script: {path} exited with {left.code!r} before it called workers.api.run(train); "
+            f"script: {path} exited with {left.code!r} before it called everstep.run(train); "
             f"what it printed is in the worker's log; its arguments (run.arguments): {given}",
             path=path,
         ) from left
     finally:
         _reading.active = False
     raise TaskError(
-        f"script: {path} ended without calling workers.api.run(train); see workers.api", path=path
+        f"script: {path} ended without calling everstep.run(train); see `pydoc everstep`",
+        path=path,
     )
 
 

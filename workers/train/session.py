@@ -1,6 +1,6 @@
 """A training script's view of one attempt: model, optimizer, steps.
 
-``workers.api`` documents how a script uses it; the built-in training (``workers.train.lm``) is
+``everstep`` documents how a script uses it; the built-in training (``workers.train.lm``) is
 written on it too, so there is one path. One session lives in one thread for one attempt.
 """
 

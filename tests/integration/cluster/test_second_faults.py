@@ -121,7 +121,7 @@ def test_a_controller_that_dies_while_a_run_ends_leaves_nobody_behind(
 SCRIPT = """
     import torch
     from torch import nn
-    from workers.api import Session, run
+    from everstep import Session, run
 
     def train(session: Session) -> None:
         inputs = torch.linspace(-1, 1, 64).reshape(-1, 1)

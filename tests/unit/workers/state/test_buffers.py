@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from workers.api import Session, Settings, run
+from everstep import Session, Settings, run
 from workers.errors import TaskError
 from workers.settings import TrainSettings
 from workers.state import PersistentBuffers

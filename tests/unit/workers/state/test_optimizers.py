@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from everstep import Session, Settings, run
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
-from workers.api import Session, Settings, run
 from workers.errors import StateError, TaskError
 from workers.parallel import Piece
 from workers.settings import TrainSettings

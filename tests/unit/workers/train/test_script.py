@@ -15,7 +15,7 @@ from workers.train.script import load_task
 SCRIPT = """
 import argparse
 
-from workers.api import run
+from everstep import run
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--width", type=int, default=7)
@@ -55,9 +55,7 @@ def test_a_script_gets_its_own_arguments_and_none_of_its_process(
 
 def test_annotations_of_a_script_are_what_they_are_alone(script: str) -> None:
     """Parsers of arguments, and dataclasses, read types from them; here they would be text."""
-    Path(script).write_text(
-        "from workers.api import run\ndef train(session: int): pass\nrun(train)\n"
-    )
+    Path(script).write_text("from everstep import run\ndef train(session: int): pass\nrun(train)\n")
 
     assert load_task(script).__annotations__ == {"session": int}
 

@@ -1,21 +1,28 @@
-"""Training without anybody around it: which checkpoint it goes on from, and when it refuses."""
+"""A script that runs alone: which checkpoint it resumes from, when it refuses, what it is told."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from workers.errors import StateError
-from workers.protocol import Completed
-from workers.settings import CheckpointSettings, Settings, TrainSettings
-from workers.train import Session, run_alone
+from everstep import (
+    CheckpointSettings,
+    Session,
+    Settings,
+    StateError,
+    TaskError,
+    TrainSettings,
+    run,
+)
 
 
 class Fit:
-    """Fits a linear model, and notes from which step every call of it went on."""
+    """Fits a linear model, and notes the step that each call resumed from."""
 
     def __init__(self, *, width: int = 2, depth: int = 1, momentum: float = 0.9) -> None:
         self._width, self._depth, self._momentum = width, depth, momentum
@@ -39,14 +46,13 @@ class Fit:
 
 
 def train(directory: Path, fit: Fit, *, steps: int) -> int:
-    """Return the attempt that ended it."""
+    """Train to the end; return the last attempt."""
     settings = Settings(
         train=TrainSettings(steps=steps, global_batch=1, micro_batch=1, lr=0.01),
         checkpoint=CheckpointSettings(every_steps=1, keep=0),
     )
-    outcome = run_alone(fit, settings, str(directory))
-    assert isinstance(outcome, Completed), outcome
-    return outcome.attempt
+    run(fit, settings=settings, directory=str(directory))
+    return int(json.loads((directory / "result.json").read_text())["attempt"])
 
 
 def damage(directory: Path, step: int) -> None:
@@ -56,12 +62,12 @@ def damage(directory: Path, step: int) -> None:
     file.write_bytes(content)
 
 
-def test_damaged_checkpoints_are_passed_over_told_and_written_anew(
+def test_damaged_checkpoints_are_skipped_with_a_warning_and_written_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Damaged bytes show when they are loaded, a short file before; the steps come once more.
+    """Loading finds damaged bytes; a short file is found before. Both steps are trained again.
 
-    An attempt number that files of a damaged version have would commit nothing there.
+    An attempt number that the files of a damaged version have would commit nothing there.
     """
     assert train(tmp_path, Fit(), steps=2) == 1
     assert train(tmp_path, Fit(), steps=3) == 2
@@ -71,7 +77,7 @@ def test_damaged_checkpoints_are_passed_over_told_and_written_anew(
 
     again, after = Fit(), Fit()
     assert train(tmp_path, again, steps=3) >= 3
-    told = [line for line in caplog.messages if line.startswith("passed over")]
+    told = [line for line in caplog.messages if line.startswith("skipped")]
     train(tmp_path, after, steps=3)
 
     assert again.resumed == [1]
@@ -81,20 +87,22 @@ def test_damaged_checkpoints_are_passed_over_told_and_written_anew(
     assert after.resumed == [3]
 
 
-def test_where_nothing_can_be_loaded_training_does_not_begin_anew(tmp_path: Path) -> None:
-    """It would write over what a person may still bring back."""
+def test_if_nothing_can_be_loaded_training_does_not_restart(tmp_path: Path) -> None:
+    """It would overwrite checkpoints that a person may still restore."""
     train(tmp_path, Fit(), steps=2)
     damage(tmp_path, 1)
     (tmp_path / "checkpoints/step-00000002/manifest.json").write_text("{")
 
-    with pytest.raises(StateError, match=r"step-00000002: .*step-00000001: .*to begin anew"):
+    with pytest.raises(
+        StateError, match=r"step-00000002: .*step-00000001: .*to restart from step 0"
+    ):
         train(tmp_path, Fit(), steps=2)
 
 
-def test_without_the_first_checkpoint_training_begins_anew_and_says_so(
+def test_if_the_first_checkpoint_is_damaged_training_restarts_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No more is lost than the interval puts at stake, and nobody may be there to be asked."""
+    """That loses no more than one checkpoint interval, and nobody may be there to ask."""
     train(tmp_path, Fit(), steps=1)
     damage(tmp_path, 1)
     again = Fit()
@@ -120,10 +128,10 @@ def test_without_the_first_checkpoint_training_begins_anew_and_says_so(
     ],
     ids=["wider", "deeper", "shallower"],
 )
-def test_another_model_is_refused_and_goes_on_from_no_older_version(
+def test_another_model_is_refused_and_does_not_resume_from_an_older_version(
     tmp_path: Path, other: Fit, what: str
 ) -> None:
-    """What does not fit looks like damage to whoever loads it, and is none."""
+    """A checkpoint that does not fit looks like a damaged one to the loader."""
     train(tmp_path, Fit(depth=2), steps=2)
 
     with pytest.raises(StateError, match=f"step-00000002 is a checkpoint of another .*{what}"):
@@ -134,8 +142,18 @@ def test_another_model_is_refused_and_goes_on_from_no_older_version(
 
 
 def test_an_optimizer_that_lacks_its_state_is_refused(tmp_path: Path) -> None:
-    """Plain SGD keeps nothing; with momentum it would begin at rest in the middle of a run."""
+    """Plain SGD keeps no state; momentum would restart from zero in the middle of a run."""
     train(tmp_path, Fit(momentum=0.0), steps=1)
 
     with pytest.raises(StateError, match=r"it has no 0\.bias \(momentum_buffer\)"):
         train(tmp_path, Fit(), steps=2)
+
+
+def test_a_network_error_of_the_script_is_reported_as_itself(tmp_path: Path) -> None:
+    """With several workers it would count as a lost peer; a script alone has none."""
+
+    def train(_session: Session) -> None:
+        raise dist.DistNetworkError("the store of the script is away")
+
+    with pytest.raises(TaskError, match="after step 0: DistNetworkError: the store of the script"):
+        run(train, directory=str(tmp_path), steps=1)

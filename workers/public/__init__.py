@@ -1,0 +1,1 @@
+"""Packages that users import under their own name: ``everstep``."""

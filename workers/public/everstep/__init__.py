@@ -1,0 +1,111 @@
+"""What a training script imports. The same script runs alone and under everstep.
+
+A torch script becomes elastic by handing over three things: how to build the model, how to build
+the optimizer, and the loss of the samples it is given. Run it alone with ``python train.py``, or
+under everstep with ``run.script: train.py`` in the configuration::
+
+    import torch
+    from torch.nn import functional
+
+    from everstep import Session, run
+
+    def train(session: Session) -> None:
+        inputs, targets = load_data()
+        model = session.model(build_model)
+        session.optimizer(lambda parameters: torch.optim.AdamW(parameters.values()))
+        for step in session.steps(num_samples=len(inputs)):
+            for samples in step.micro_batches():
+                loss = functional.cross_entropy(model(inputs[samples]), targets[samples])
+                step.backward(loss, tokens=len(samples))
+            step.apply()
+            if session.rank == 0 and step.number % 50 == 0:
+                print(step.number, step.loss)
+
+    if __name__ == "__main__":
+        run(train, directory="runs/mine", steps=200, global_batch=32, micro_batch=8, lr=1e-3)
+
+The contract:
+
+- Under everstep the configuration decides. The arguments of ``run`` apply only when the script
+  runs alone.
+- Every attempt calls ``train`` again, in the same process. When a worker dies or joins, an
+  exception ends the loop and passes through ``train``. Do not catch ``BaseException``. Keep what
+  must outlive an attempt outside ``train``.
+- ``session.model`` builds the model on the meta device and shards it over all workers.
+  ``session.optimizer`` loads the newest safe state, from the memory of the nodes or from storage.
+  ``session.steps`` continues from there and saves the state after every step.
+- A step takes the same samples for any number of workers. Give each loss its number of ``tokens``
+  (or samples): the mean over the global batch is then exact.
+- The settings decide the learning rate (warm-up and decay), not the optimizer's argument. An
+  optimizer group may set ``lr_scale``, a factor on the learning rate.
+- Checkpoints hold parameters and optimizer state, but no buffers. A model that changes a buffer in
+  ``forward`` (running statistics, ``spectral_norm``) is refused, unless the buffer is registered
+  with ``persistent=False``.
+- Only ``step.apply`` may change weights. A script that changes them elsewhere is refused at the
+  next step, because no snapshot of the last step has the change. To change weights after every
+  update (to clamp them, for example), use ``optimizer.register_step_post_hook``. Writes through
+  ``.data`` are not noticed.
+- Code after the loop runs once, when the last step is committed.
+- ``step.loss`` is the mean over the global batch; a loss that you compute is of one micro-batch.
+  A worker may repeat a micro-batch to keep pace with the others; such a loss does not count.
+- ``print`` works as usual. Under everstep the output of every rank goes to
+  ``RUN_DIR/logs/attempt-NNNN/rankN.log`` as well.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from workers.errors import DataError, SettingsError, StateError, TaskError, WorkerError
+    from workers.settings import (
+        CheckpointSettings,
+        DataSettings,
+        ModelSettings,
+        ParallelSettings,
+        Settings,
+        SnapshotSettings,
+        TrainSettings,
+    )
+    from workers.train import Session, Step, Task, run
+
+__all__ = [
+    "CheckpointSettings",
+    "DataError",
+    "DataSettings",
+    "ModelSettings",
+    "ParallelSettings",
+    "Session",
+    "Settings",
+    "SettingsError",
+    "SnapshotSettings",
+    "StateError",
+    "Step",
+    "Task",
+    "TaskError",
+    "TrainSettings",
+    "WorkerError",
+    "__version__",
+    "run",
+]
+
+__version__ = "0.1.0"
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "workers.errors": ("DataError", "SettingsError", "StateError", "TaskError", "WorkerError"),
+        "workers.settings": (
+            "CheckpointSettings",
+            "DataSettings",
+            "ModelSettings",
+            "ParallelSettings",
+            "Settings",
+            "SnapshotSettings",
+            "TrainSettings",
+        ),
+        "workers.train": ("Session", "Step", "Task", "run"),
+    },
+)

@@ -1,0 +1,203 @@
+"""Run a training script alone in its process, without a controller that picks a checkpoint.
+
+Training resumes from the newest checkpoint that loads. A damaged one is skipped with a warning.
+A checkpoint that does not fit the model, or cannot be read now, ends the training: skipping it
+would lose good work. If no committed checkpoint loads, training restarts only if that loses at
+most one checkpoint interval.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ucp_core.layout import ParallelLayout
+from ucp_core.native import MANIFEST_NAME, Found, checkpoint_name, find_committed, unloadable
+from ucp_core.storage import Store, join, open_store
+from workers.errors import SettingsError, StateError, TaskError
+from workers.protocol import (
+    Assignment,
+    Completed,
+    FoundBad,
+    Outcome,
+    PeerLost,
+    Raised,
+    Unloadable,
+)
+from workers.records import ProgressPage
+from workers.settings import Settings, problems
+from workers.train.boundary import CHECKPOINTS
+from workers.train.loop import WorkerContext, run_attempt
+from workers.train.script import Task, hand_over
+
+__all__ = ["run"]
+
+log = logging.getLogger(__name__)
+
+
+def run(
+    train: Task,
+    *,
+    directory: str = "run",
+    settings: Settings | None = None,
+    **train_settings: Any,
+) -> None:
+    """Train alone in this process; under everstep, hand ``train`` over to the worker.
+
+    Alone, training resumes from the newest checkpoint in ``directory``; delete that to restart. A
+    damaged checkpoint is skipped with a warning, and ``train`` is called again with an older one.
+
+    Args:
+        train: Called with a session; ``everstep`` documents the contract.
+        directory: Run directory, a path or an fsspec URL.
+        settings: All settings; None for the defaults.
+        **train_settings: Override fields of ``settings.train``, such as ``steps`` or ``lr``.
+
+    Raises:
+        SettingsError: The settings cannot work; names every problem.
+        StateError: The newest checkpoint is of another model, or no checkpoint can be loaded.
+        StorageError: The storage refused to list the checkpoints.
+        TaskError: ``train`` raised; the message ends with its traceback.
+    """
+    hand_over(train)
+    settings = settings or Settings()
+    try:
+        settings = replace(settings, train=replace(settings.train, **train_settings))
+    except TypeError as error:
+        raise SettingsError(f"run: {error}", problems=[str(error)]) from error
+    found = problems(settings)
+    if found:
+        raise SettingsError("; ".join(found), problems=found)
+    outcome = _train(train, settings, directory)
+    if isinstance(outcome, Raised):
+        raise TaskError(f"training failed in step {outcome.step}\n{outcome.traceback}")
+    if isinstance(outcome, PeerLost):
+        # The script has a store or a group of its own, or the device's transport failed.
+        raise TaskError(f"training failed after step {outcome.step}: {outcome.detail}")
+    assert isinstance(outcome, Completed), f"nobody can end this attempt early: {outcome}"
+
+
+def _train(train: Task, settings: Settings, directory: str) -> Outcome:
+    """Train as the only worker, from the newest checkpoint that loads; return the outcome."""
+    store, path = open_store(directory)
+    checkpoints = join(path, CHECKPOINTS)
+    skipped: dict[str, str] = {}
+    while True:
+        found = find_committed(store, checkpoints, lineage=(), exclude=frozenset(skipped))
+        _skip_damaged(store, checkpoints, found, skipped, settings.checkpoint.first_every)
+        outcome = _attempt(train, settings, store, path, found)
+        if not isinstance(outcome, Unloadable):
+            return outcome
+        assert found is not None, f"there was nothing to load: {outcome}"
+        _raise_unless_damaged(found.directory, outcome.found)
+        name = found.directory.rpartition("/")[2]
+        reasons = (reason.removeprefix(f"{name}: ") for reason in outcome.found.reasons)
+        _warn(name, "; ".join(reasons), skipped)
+
+
+def _skip_damaged(
+    store: Store,
+    checkpoints: str,
+    found: Found | None,
+    skipped: dict[str, str],
+    steps_lost_max: int,
+) -> None:
+    """Warn of damaged checkpoints newer than ``found``.
+
+    Raises:
+        StateError: No checkpoint loads, and one was committed after step ``steps_lost_max``.
+            Up to one checkpoint interval may be lost, so training then restarts.
+    """
+    lost = unloadable(store, checkpoints, lineage=()) if found is None else ()
+    rows = [(checkpoint_name(step), reason) for step, reason in lost]
+    for name, reason in found.skipped if found is not None else rows:
+        # An interrupted save never counted: nothing is lost with it.
+        if name not in skipped and store.exists(join(checkpoints, name, MANIFEST_NAME)):
+            _warn(name, reason, skipped)
+    if max((step for step, _ in lost), default=0) > steps_lost_max:
+        told = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+        raise StateError(
+            f"no checkpoint in {checkpoints} can be loaded ({told}); restore a sound copy of one, "
+            f"or delete {checkpoints} to restart from step 0",
+            path=checkpoints,
+            passed=dict(skipped),
+        )
+
+
+def _warn(name: str, reason: str, skipped: dict[str, str]) -> None:
+    skipped[name] = reason
+    # A script that runs alone has set up no logging: the message is all that it shows.
+    log.warning("skipped the damaged checkpoint %s: %s", name, reason)
+
+
+def _raise_unless_damaged(directory: str, bad: FoundBad) -> None:
+    """Raise ``StateError`` unless the checkpoint is proven to be damaged."""
+    if bad.misfits:
+        raise StateError(
+            f"{directory} is a checkpoint of another model or optimizer: "
+            f"{'; '.join(bad.misfits)}. Nothing was changed: resume with the model and optimizer "
+            "that made it, or train this one in another directory",
+            path=directory,
+            misfits=bad.misfits,
+        )
+    if not bad.damaged:
+        raise StateError(
+            f"{directory} cannot be read now, and may be sound ({'; '.join(bad.reasons)}); run "
+            "again when it can be read, or delete it to resume from an older one",
+            path=directory,
+        )
+
+
+def _attempt(
+    train: Task, settings: Settings, store: Store, path: str, found: Found | None
+) -> Outcome:
+    step, before = (found.step, found.attempt) if found is not None else (0, 0)
+    # Above every attempt that has files: a later commit rewrites the skipped checkpoints.
+    attempt = _last_attempt(store, join(path, CHECKPOINTS), found) + 1
+    rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="everstep-") as scratch:
+        page = ProgressPage.create(Path(scratch) / "page", worker="alone")
+        context = WorkerContext(
+            worker="alone",
+            settings=settings,
+            store=store,
+            directory=path,
+            page=page,
+            ring_path=str(Path(scratch) / "ring"),
+            yield_requested=lambda _attempt: False,
+            fenced=lambda _attempt: False,
+            same_weights=True,
+        )
+        assignment = Assignment(
+            attempt=attempt,
+            rank=0,
+            layout=ParallelLayout(),
+            store_host="127.0.0.1",
+            store_port=rendezvous.port,
+            resume_step=step,
+            resume_attempt=before,
+            lineage=((attempt, step),),
+        )
+        try:
+            return run_attempt(assignment, context, train)
+        finally:
+            page.close()
+
+
+def _last_attempt(store: Store, checkpoints: str, found: Found | None) -> int:
+    """Return the highest attempt that has a file in ``checkpoints``; 0 if there is none."""
+    if found is None:
+        directories, highest = list(store.list(checkpoints)), 0
+    else:
+        directories, highest = [name for name, _ in found.skipped], found.attempt
+    for name in directories:
+        for file in store.list(join(checkpoints, name)):
+            match = re.match(r"a(\d+)-r\d+\.", file)
+            highest = max(highest, int(match[1]) if match else 0)
+    return highest
