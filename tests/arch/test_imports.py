@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+from collections.abc import Iterator
+
 from tests.arch import rooms
-from tests.arch._tree import PACKAGES
+from tests.arch._tree import PACKAGES, python_files, relative
 from tests.arch.imports import circles, import_graph, imported_names
 
 #: Rooms in which circles are still to be opened. Take rooms out of it; add none.
@@ -35,6 +39,35 @@ def test_no_files_import_one_another() -> None:
     ]
 
     assert not found, "files import one another:\n" + "\n".join(map(" ".join, found))
+
+
+def test_every_imported_name_exists() -> None:
+    """Rooms load their files when a name is asked for, so mypy believes any name."""
+    missing = [
+        f"{relative(path)}:{node.lineno}: {node.module} has no {alias.name}"
+        for path in python_files()
+        for node in _imports_at_run_time(ast.parse(path.read_text(encoding="utf-8")))
+        if node.module and node.module.split(".")[0] in PACKAGES
+        for alias in node.names
+        if not _exists(node.module, alias.name)
+    ]
+
+    assert not missing, "\n".join(missing)
+
+
+def _imports_at_run_time(node: ast.AST) -> Iterator[ast.ImportFrom]:
+    if isinstance(node, ast.ImportFrom):
+        yield node
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _imports_at_run_time(child)
+
+
+def _exists(module: str, name: str) -> bool:
+    if hasattr(importlib.import_module(module), name):
+        return True
+    return importlib.util.find_spec(f"{module}.{name}") is not None
 
 
 def test_a_circle_is_found_with_all_its_files() -> None:

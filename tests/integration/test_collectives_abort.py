@@ -26,7 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.ranks import Place, running, until
-from workers.collectives import AbortedError, CollectiveError, collectives, read_ring
+from workers import collectives
+from workers.collectives import AbortedError, CollectiveError
+from workers.records.ring import read_ring
 
 #: An abort takes a few milliseconds on an idle machine; the bound allows for a busy one, and is far
 #: below the timeout of what is aborted.

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import Place, running, until
-from workers.collectives import AbortedError, collectives, read_ring
+from workers import collectives
+from workers.collectives import AbortedError
+from workers.records.ring import read_ring
 
 NUM_RANKS = 3
 #: An abort takes milliseconds; far below the timeout of what is aborted.
