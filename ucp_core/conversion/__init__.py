@@ -12,33 +12,31 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from ucp_core.conversion.forecasting import Forecast, forecast
+    from ucp_core.conversion.job import differing_replicas
     from ucp_core.conversion.run import ConvertResult, convert, memory_left
-    from ucp_core.conversion.source_checks import plan_extents
-    from ucp_core.conversion.work_items import Item, Job, Result, Worker
+    from ucp_core.conversion.work_items import Job, Result
     from ucp_core.conversion.workers import Batch, do_batch
 
 __all__ = [
     "Batch",
     "ConvertResult",
     "Forecast",
-    "Item",
     "Job",
     "Result",
-    "Worker",
     "convert",
+    "differing_replicas",
     "do_batch",
     "forecast",
     "memory_left",
-    "plan_extents",
 ]
 
 __getattr__ = lazy_door(
     __name__,
     {
+        "ucp_core.conversion.job": ("differing_replicas",),
         "ucp_core.conversion.run": ("ConvertResult", "convert", "memory_left"),
         "ucp_core.conversion.forecasting": ("Forecast", "forecast"),
-        "ucp_core.conversion.source_checks": ("plan_extents",),
-        "ucp_core.conversion.work_items": ("Item", "Job", "Result", "Worker"),
+        "ucp_core.conversion.work_items": ("Job", "Result"),
         "ucp_core.conversion.workers": ("Batch", "do_batch"),
     },
 )

@@ -8,18 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp_core.conversion.source_checks import Collector, plan_extents
-from ucp_core.conversion.work_items import Item, Job, Result, is_local
+from ucp_core.conversion.work_items import Item, Job, Result, Worker, is_local
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.formats import INDEX_NAME, TargetFile, extra_file, small_files, target_files
 from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.manifest import FileEntry, Kind, Manifest, from_bytes, to_bytes
 from ucp_core.native import MANIFEST_NAME, UNFINISHED_NAME, Checkpoint
 from ucp_core.numerics import BLOCK_BYTES, combine, combine_blocks, crc32
+from ucp_core.reading import Collector, plan_extents
 from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 #: Large enough that handing it out costs nothing, small enough that workers end together.
 _ITEM_BYTES_MAX = 16 * BLOCK_BYTES
@@ -63,7 +63,7 @@ class Conversion:
         _check_contents(store, directory, self.job.targets)
         self.items = tuple(_items(self.job))
         self.total_bytes = sum(item.stop - item.start for item in self.items)
-        self.collector = Collector(checkpoint.state_map, files)
+        self.collector = Collector(checkpoint.state_map, checkpoint.directory, files)
         self._blocks: dict[Item, tuple[int, ...]] = {}
 
     def take(self, result: Result) -> None:
@@ -75,7 +75,7 @@ class Conversion:
         if result.item in self._blocks:
             return
         self._blocks[result.item] = result.blocks
-        self.collector.add(result.pieces)
+        self.collector.add(result.notes)
 
     @property
     def left(self) -> list[Item]:
@@ -311,3 +311,35 @@ def _entries(target: TargetFile, blocks: list[int]) -> tuple[dict[TensorKey, Ten
         fragment = Fragment(whole, target.name, offset_bytes, num_bytes, value, own)
         entries[entry.key] = replace(entry, fragments=(fragment,), copies=1)
     return entries, total
+
+
+def differing_replicas(
+    checkpoint: Checkpoint, keys: Collection[TensorKey]
+) -> Iterator[tuple[TensorKey, CheckpointCorruptError]]:
+    """Read those of the tensors that have replicas; yield the ones whose replicas differ.
+
+    No checksum is verified.
+    """
+    entries = {
+        key: replace(
+            entry, fragments=tuple(f._replace(crc32=None, blocks=()) for f in entry.fragments)
+        )
+        for key, entry in checkpoint.state_map.entries.items()
+        if key in keys and any(fragment.replica for fragment in entry.fragments)
+    }
+    state_map = StateMap(entries=entries, block_bytes=checkpoint.state_map.block_bytes)
+    manifest = replace(checkpoint.manifest, state_map=state_map)
+    files = tuple(sorted(_file_ends(state_map)))
+    source = replace(checkpoint, manifest=manifest)
+    job = _job(source, files, checkpoint.store, 4 * GENERAL_BYTES_MAX, workers=1)
+    worker = Worker(job)
+    try:
+        for number, target in enumerate(job.targets):
+            for entry, low in target.tensors:
+                try:
+                    for _ in worker.chunks(Item(number, -1, low, low + entry.num_bytes)):
+                        pass
+                except CheckpointCorruptError as error:
+                    yield entry.key, error
+    finally:
+        worker.close()

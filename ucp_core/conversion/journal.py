@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.conversion.source_checks import Check, Piece
 from ucp_core.conversion.work_items import Item, Result
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.native import UNFINISHED_NAME
 from ucp_core.numerics import crc32
+from ucp_core.reading import Check, Note
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,13 +37,13 @@ def decode(data: bytes) -> list[Result]:
 
 
 def _plain(result: Result) -> list[object]:
-    pieces = [[*piece.check, *piece[1:]] for piece in result.pieces]
-    return [list(result.item), list(result.blocks), pieces, result.read_bytes]
+    notes = [[*note.check, *note[1:]] for note in result.notes]
+    return [list(result.item), list(result.blocks), notes, result.read_bytes]
 
 
 def _result(value: Any) -> Result:
-    item, blocks, pieces, read_bytes = value
-    found = tuple(Piece(Check(*piece[:4]), *piece[4:]) for piece in pieces)
+    item, blocks, notes, read_bytes = value
+    found = tuple(Note(Check(*note[:4]), *note[4:]) for note in notes)
     return Result(Item(*item), tuple(blocks), found, read_bytes)
 
 

@@ -11,7 +11,6 @@ from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucp_core.conversion.source_checks import Check, ExtentPlan, Notes, Piece
 from ucp_core.errors import CheckpointCorruptError, StorageError
 from ucp_core.geometry import (
     DTYPE_BYTES,
@@ -23,7 +22,7 @@ from ucp_core.geometry import (
     packed_strides,
 )
 from ucp_core.numerics import BLOCK_BYTES, combine, crc32
-from ucp_core.reading import Holders, Run, is_plain, scattered
+from ucp_core.reading import Check, ExtentPlan, Holders, Note, Notes, Run, is_plain, scattered
 from ucp_core.storage import LocalStore, Store, join
 
 if TYPE_CHECKING:
@@ -57,13 +56,13 @@ class Result(NamedTuple):
     Attributes:
         item: What was done.
         blocks: crc32 of every block of the target's tensors in the item, in order.
-        pieces: What was read of checked ranges that are not complete.
+        notes: What was read of checks that are not complete or not right.
         read_bytes: So many were read.
     """
 
     item: Item
     blocks: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    notes: tuple[Note, ...]
     read_bytes: int
 
 
@@ -189,9 +188,7 @@ class Worker:
 
     def result(self, item: Item) -> Result:
         """Return what was found out about the item whose chunks were taken last."""
-        return Result(
-            item, tuple(self._blocks), tuple(self._notes.pieces()), self._files.read_bytes
-        )
+        return Result(item, tuple(self._blocks), tuple(self._notes.all()), self._files.read_bytes)
 
     def _tensor(self, entry: TensorEntry, low: int, high: int) -> Iterator[memoryview]:
         """Yield bytes ``[low, high)`` of a tensor; ``low`` is at the start of a block."""
@@ -251,8 +248,8 @@ class Worker:
             return self._note_blocks(fragment, file, low, target)
         value = crc32(target)
         offset_bytes = fragment.offset_bytes + low
-        check = self._job.extents.streamed[file].at(offset_bytes)
-        if check is not None:
+        check = self._job.extents.at(file, offset_bytes)
+        if check in self._job.extents.streamed:
             self._notes.add(check, offset_bytes, len(target), value)
         return value
 
@@ -343,9 +340,7 @@ class Worker:
 
     def _verify(self, item: Item) -> None:
         """Read bytes that gathering does not, for the checksum of the range that they are in."""
-        plan = self._job.extents
-        check = plan.separate[item.source].at(item.start)
-        check = check or plan.streamed[item.source].at(item.start)
+        check = self._job.extents.at(item.source, item.start)
         assert check is not None, f"{item} is in no checked range"
         for start in range(item.start, item.stop, len(self._buffer)):
             target = self._buffer[: min(len(self._buffer), item.stop - start)]

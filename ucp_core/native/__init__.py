@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         find_committed,
         unloadable,
     )
-    from ucp_core.native.extents import verify_extents
     from ucp_core.native.holding import reading
     from ucp_core.native.opening import (
         MANIFEST_NAME,
@@ -64,7 +63,6 @@ __all__ = [
     "stream_box",
     "try_commit",
     "unloadable",
-    "verify_extents",
 ]
 
 __getattr__ = lazy_door(
@@ -77,7 +75,6 @@ __getattr__ = lazy_door(
             "find_committed",
             "unloadable",
         ),
-        "ucp_core.native.extents": ("verify_extents",),
         "ucp_core.native.holding": ("reading",),
         "ucp_core.native.opening": (
             "MANIFEST_NAME",

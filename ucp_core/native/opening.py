@@ -17,7 +17,7 @@ from ucp_core.geometry import DTYPE_BYTES, Box, StateMap, TensorKey
 from ucp_core.manifest import Kind, Manifest, from_bytes
 from ucp_core.native.holding import reading
 from ucp_core.numerics import crc32
-from ucp_core.reading import Part, plan
+from ucp_core.reading import Part, plan, touched, verify_extents
 from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
@@ -194,7 +194,6 @@ def load(
         StorageError: A file cannot be read.
     """
     # They need numpy, whose import takes longer than opening a checkpoint.
-    from ucp_core.native.extents import touched, verify_extents
     from ucp_core.reading import Source, execute, gap_bytes_max, run_gap_bytes_min
 
     begun = perf_counter()
@@ -212,7 +211,13 @@ def load(
     with reading(checkpoint):
         if with_extents:
             only = touched(reads, checkpoint.state_map)
-            verified_bytes = verify_extents(checkpoint, threads=threads, only=only)
+            verified_bytes = verify_extents(
+                checkpoint.store,
+                checkpoint.directory,
+                checkpoint.state_map,
+                only,
+                threads=threads,
+            )
         execute(
             reads,
             [source],

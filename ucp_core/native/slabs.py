@@ -13,11 +13,10 @@ import numpy as np
 
 from ucp_core.errors import UcpError
 from ucp_core.geometry import DTYPE_BYTES, Box, Extent, TensorEntry, slabs
-from ucp_core.native.extents import touched, verify_extents
 from ucp_core.native.holding import reading
 from ucp_core.native.opening import Checkpoint
 from ucp_core.numerics import BLOCK_BYTES
-from ucp_core.reading import Part, Source, execute, plan
+from ucp_core.reading import Part, Source, execute, plan, touched, verify_extents
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -197,5 +196,5 @@ class SlabReader:
             file: [extent for extent in extents if (file, extent) not in self._verified]
             for file, extents in touched(reads, self._state_map).items()
         }
-        verify_extents(self._checkpoint, threads=1, only=new)
+        verify_extents(self._source.store, self._source.directory, self._state_map, new)
         self._verified.update((file, extent) for file in new for extent in new[file])

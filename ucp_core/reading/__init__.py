@@ -5,11 +5,21 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from ucp_core.reading.extents import (
+        Check,
+        Collector,
+        ExtentPlan,
+        Note,
+        Notes,
+        crc32_of,
+        plan_extents,
+        touched,
+        verify_extents,
+    )
     from ucp_core.reading.gather import Holders, Run, is_plain, scattered
     from ucp_core.reading.mapped import Mapped
     from ucp_core.reading.planning import Copy, Mean, Part, ReadPlan, plan, read_bytes_of
     from ucp_core.reading.transfer import (
-        THREAD_BYTES_MIN,
         Source,
         execute,
         gap_bytes_max,
@@ -18,33 +28,51 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "THREAD_BYTES_MIN",
+    "Check",
+    "Collector",
     "Copy",
+    "ExtentPlan",
     "Holders",
     "Mapped",
     "Mean",
+    "Note",
+    "Notes",
     "Part",
     "ReadPlan",
     "Run",
     "Source",
+    "crc32_of",
     "execute",
     "gap_bytes_max",
     "is_plain",
     "plan",
+    "plan_extents",
     "read_bytes_of",
     "run_gap_bytes_min",
     "scattered",
+    "touched",
+    "verify_extents",
     "view_of",
 ]
 
 __getattr__ = lazy_door(
     __name__,
     {
+        "ucp_core.reading.extents": (
+            "Check",
+            "Collector",
+            "ExtentPlan",
+            "Note",
+            "Notes",
+            "crc32_of",
+            "plan_extents",
+            "touched",
+            "verify_extents",
+        ),
         "ucp_core.reading.gather": ("Holders", "Run", "is_plain", "scattered"),
         "ucp_core.reading.mapped": ("Mapped",),
         "ucp_core.reading.planning": ("Copy", "Mean", "Part", "ReadPlan", "plan", "read_bytes_of"),
         "ucp_core.reading.transfer": (
-            "THREAD_BYTES_MIN",
             "Source",
             "execute",
             "gap_bytes_max",

@@ -18,6 +18,7 @@ import numpy as np
 from ucp_core.errors import ChecksumMismatchError
 from ucp_core.geometry import DTYPE_BYTES, Fragment
 from ucp_core.numerics import crc32, decode, encode
+from ucp_core.reading.extents import THREAD_BYTES_MIN
 from ucp_core.reading.mapped import DamagedBlockError, mapped_file, take
 from ucp_core.reading.planning import GAP_BYTES_MAX, read_bytes_of, readable
 from ucp_core.reading.rows import runs_of
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from ucp_core.geometry import Box
     from ucp_core.reading.planning import Copy, Mean, Part, ReadPlan
 
-#: A second thread pays from here on: starting one costs 0.1 ms, reading 4 MiB 0.3 ms.
-THREAD_BYTES_MIN = 4 << 20
 #: A gap may be this part of a request: what a store needs large requests for, gaps save.
 _REQUEST_PER_GAP = 32
 #: Between runs of bytes that are cheaper read one by one. From the page cache a read costs 1 us

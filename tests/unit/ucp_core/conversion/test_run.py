@@ -152,7 +152,7 @@ def test_a_flipped_bit_in_a_record_is_found(
     data[where] ^= 4
     path.write_bytes(data)
 
-    with pytest.raises(ChecksumMismatchError, match=r"w \(weight\): file rank1.pt is damaged"):
+    with pytest.raises(ChecksumMismatchError, match=r"w \(weight\): file .*rank1.pt is damaged"):
         convert_to(foreign.checkpoint, tmp_path / "out", processes=processes)
     assert not (tmp_path / "out").exists()
 

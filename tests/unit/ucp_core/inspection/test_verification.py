@@ -131,7 +131,9 @@ def test_the_place_of_the_damage_is_told(kind: str) -> None:
                 (problem,) = verify(checkpoint)
 
                 assert problem.path == fragment.file
-                assert f"box {fragment.box}: damaged in bytes {low} to {high}" in str(problem)
+                assert f"damaged in bytes {low} to {high}: w (weight) box {fragment.box}" in str(
+                    problem
+                )
                 with pytest.raises(ChecksumMismatchError):
                     load(checkpoint, whole_need(state))
         store.write_atomic(path, whole, fsync=False)

@@ -14,8 +14,9 @@ from tests.support.foreign_maps import DIRECTORY, Foreign, random_foreign, targe
 from ucp_core.errors import ChecksumMismatchError
 from ucp_core.geometry import Box, Extent, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.manifest import Kind, Manifest
-from ucp_core.native import Checkpoint, LoadResult, load, verify_extents
+from ucp_core.native import Checkpoint, LoadResult, load
 from ucp_core.numerics import crc32
+from ucp_core.reading import verify_extents
 from ucp_core.storage import MemoryStore
 
 if TYPE_CHECKING:
@@ -116,9 +117,22 @@ def test_columns_far_apart_are_read_without_what_lies_between(half_bytes: int) -
     assert store.read_bytes == (wanted + gaps if half_bytes < 8 << 10 else wanted)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_ranks_verify_disjoint_shares_that_are_all(world_size: int) -> None:
-    """Each record once: neither twice the reading nor a record that nobody looked at."""
+def _verify(made: Foreign, threads: int) -> int:
+    checkpoint = made.checkpoint
+    state_map = checkpoint.state_map
+    return verify_extents(
+        checkpoint.store, DIRECTORY, state_map, state_map.extents, threads=threads
+    )
+
+
+def _foreign(store: MemoryStore) -> Foreign:
+    return random_foreign(random.Random(3), store, block_bytes=64)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_extent_is_read_once(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither twice the reading nor a record that nobody looked at."""
+    monkeypatch.setattr("ucp_core.reading.extents.THREAD_BYTES_MIN", 1)
     store = CountingStore()
     made = _foreign(store)
     extents = [
@@ -127,19 +141,17 @@ def test_ranks_verify_disjoint_shares_that_are_all(world_size: int) -> None:
         for extent in found
         if extent.num_bytes
     ]
-    done = [verify_extents(made.checkpoint, share=(rank, world_size)) for rank in range(world_size)]
 
+    assert _verify(made, threads) == sum(size for _, _, size in extents)
     assert sorted(store.reads) == sorted(extents)
-    assert sum(done) == sum(size for _, _, size in extents)
-    assert max(done) - min(done) <= max(size for _, _, size in extents)
 
 
-def _foreign(store: MemoryStore) -> Foreign:
-    return random_foreign(random.Random(3), store, block_bytes=64)
-
-
-def test_a_flipped_byte_of_a_record_is_found_by_whoever_has_its_share() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_flipped_byte_of_an_extent_is_found(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And named with the tensors in it."""
+    monkeypatch.setattr("ucp_core.reading.extents.THREAD_BYTES_MIN", 1)
     store = MemoryStore()
     made = _foreign(store)
     file, extents = max(made.checkpoint.state_map.extents.items())
@@ -148,16 +160,13 @@ def test_a_flipped_byte_of_a_record_is_found_by_whoever_has_its_share() -> None:
     data = bytearray(store.read(path))
     data[extent.offset_bytes + extent.num_bytes // 2] ^= 4
     store.write_atomic(path, data, fsync=False)
-    found: list[ChecksumMismatchError] = []
-    for rank in range(3):
-        try:
-            verify_extents(made.checkpoint, share=(rank, 3))
-        except ChecksumMismatchError as error:
-            found.append(error)
 
-    assert [error.facts["path"] for error in found] == [path]
-    assert found[0].facts["start_byte"] == extent.offset_bytes
-    assert found[0].facts["tensors"][0] in str(found[0])
+    with pytest.raises(ChecksumMismatchError) as found:
+        _verify(made, threads)
+
+    facts = found.value.facts
+    assert (facts["path"], facts["start_byte"]) == (path, extent.offset_bytes)
+    assert facts["tensors"][0] in str(found.value)
 
 
 def test_a_load_can_verify_the_records_that_it_touches() -> None:
@@ -171,7 +180,9 @@ def test_a_load_can_verify_the_records_that_it_touches() -> None:
 
     load(made, need)
     assert store.read_bytes == 32
-    with pytest.raises(ChecksumMismatchError, match=r"w \(weight\): bytes 10 to 16777226"):
+    with pytest.raises(
+        ChecksumMismatchError, match=r"w \(weight\): .*rank0.pt is damaged in bytes 10 to 16777226"
+    ):
         load(made, need, with_extents=True)
 
 
