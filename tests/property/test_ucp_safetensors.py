@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ucp_core.errors import UcpError
 from ucp_core.formats import print_header
 from ucp_core.formats.huggingface import reader as huggingface
-from ucp_core.formats.shared.safetensors_header import parse_header
+from ucp_core.formats.safetensors_header import parse_header
 from ucp_core.storage import MemoryStore
 
 PATH = "m/model.safetensors"

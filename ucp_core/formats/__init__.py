@@ -7,7 +7,7 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from ucp_core.formats.exporting import FORMATS, export, exported, left_behind
     from ucp_core.formats.opening import open_source, recognise
-    from ucp_core.formats.shared import print_header
+    from ucp_core.formats.safetensors_header import print_header
     from ucp_core.formats.universal import (
         INDEX_NAME,
         TargetFile,
@@ -36,7 +36,7 @@ __getattr__ = lazy_door(
     {
         "ucp_core.formats.exporting": ("FORMATS", "export", "exported", "left_behind"),
         "ucp_core.formats.opening": ("open_source", "recognise"),
-        "ucp_core.formats.shared": ("print_header",),
+        "ucp_core.formats.safetensors_header": ("print_header",),
         "ucp_core.formats.universal": (
             "INDEX_NAME",
             "TargetFile",

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.dcp.container import Blob, Chunk, Container, Item
-from ucp_core.formats.shared import LENGTH_BYTES, Header, TensorRange, header_bytes, parse_header
+from ucp_core.formats.safetensors_header import (
+    LENGTH_BYTES,
+    Header,
+    TensorRange,
+    header_bytes,
+    parse_header,
+)
 from ucp_core.geometry import DTYPE_BYTES, Box
 from ucp_core.storage import join
 from ucp_core.torch_files import TensorRef, extents_of

@@ -22,7 +22,13 @@ from ucp_core.formats.huggingface.recognition import (
     TORCH_NAME,
     is_torch_file,
 )
-from ucp_core.formats.shared import LENGTH_BYTES, Header, TensorRange, header_bytes, parse_header
+from ucp_core.formats.safetensors_header import (
+    LENGTH_BYTES,
+    Header,
+    TensorRange,
+    header_bytes,
+    parse_header,
+)
 from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.manifest import Item, Kind, Manifest
 from ucp_core.native import UNFINISHED_NAME, Checkpoint

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ucp_core.errors import UcpError
 from ucp_core.formats.huggingface.reader import EXTRA_NAME
 from ucp_core.formats.huggingface.recognition import INDEX_SUFFIX, SUFFIX
-from ucp_core.formats.shared import print_header
+from ucp_core.formats.safetensors_header import print_header
 from ucp_core.geometry import DTYPE_BYTES, TensorEntry
 from ucp_core.native import check_memory, stream
 from ucp_core.numerics import FLOATS, cast

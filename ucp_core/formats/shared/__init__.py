@@ -27,14 +27,6 @@ from ucp_core.formats.shared.optimizer_order import (
     unclear,
 )
 from ucp_core.formats.shared.restored import restored
-from ucp_core.formats.shared.safetensors_header import (
-    LENGTH_BYTES,
-    Header,
-    TensorRange,
-    header_bytes,
-    parse_header,
-    print_header,
-)
 from ucp_core.formats.shared.shards import Layouts, Rank, Run, Shards
 from ucp_core.formats.shared.torch_files import THREADS_MAX, Files
 from ucp_core.formats.shared.values import Scalars, json_value, number, refusing_nonsense
@@ -43,32 +35,26 @@ from ucp_core.formats.shared.vocabulary import Vocabulary, tells_padding, vocabu
 __all__ = [
     "DISTRIBUTE_IT",
     "INLINE_NAME",
-    "LENGTH_BYTES",
     "NAME_THEM",
     "THREADS_MAX",
     "Files",
     "Groups",
-    "Header",
     "Layouts",
     "OverlayStore",
     "Rank",
     "Run",
     "Scalars",
     "Shards",
-    "TensorRange",
     "Vocabulary",
     "assign",
     "check_numbers",
     "grouped_experts",
-    "header_bytes",
     "interchangeable",
     "is_master_of",
     "json_value",
     "largest_shape",
     "match_masters",
     "number",
-    "parse_header",
-    "print_header",
     "refuse_equal",
     "refusing_nonsense",
     "restored",

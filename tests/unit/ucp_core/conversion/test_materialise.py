@@ -89,7 +89,7 @@ def test_the_index_is_the_usual_one(tmp_path: Path) -> None:
 
 def test_large_families_are_cut_into_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor in one file, files in order of names, and their number in each name."""
-    monkeypatch.setattr("ucp_core.formats.universal.files.FILE_BYTES_MAX", 150)
+    monkeypatch.setattr("ucp_core.formats.universal.FILE_BYTES_MAX", 150)
     store = MemoryStore()
     convert(_native(), store, "out", memory_bytes=8 << 20, processes=1)
 

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
+from ucp_core.formats.safetensors_header import print_header
 from ucp_core.geometry import DTYPE_BYTES, TensorEntry
 
 if TYPE_CHECKING:
@@ -77,7 +78,9 @@ def extra_file(name: str) -> str:
 
 
 def _target_file(name: str, entries: Sequence[TensorEntry]) -> TargetFile:
-    header = _header(entries)
+    header = print_header(
+        [(entry.key.fqn, entry.dtype, entry.shape) for entry in entries], {"format": "pt"}
+    )
     offset_bytes = len(header)
     tensors: list[TargetTensor] = []
     for entry in entries:
@@ -100,23 +103,6 @@ def _groups(entries: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
         # safetensors wants every tensor aligned and no gaps between them.
         group.sort(key=lambda entry: (-DTYPE_BYTES[entry.dtype], entry.key.fqn))
     return groups
-
-
-def _header(entries: Sequence[TensorEntry]) -> bytes:
-    """Return the length and the JSON that begin a safetensors file."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset_bytes = 0
-    for entry in entries:
-        num_bytes = entry.num_bytes
-        header[entry.key.fqn] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [offset_bytes, offset_bytes + num_bytes],
-        }
-        offset_bytes += num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _family(slot: str) -> str:
