@@ -183,7 +183,7 @@ class ParityGroup:
         return [place.peer for place in self.places].index(None)
 
     @property
-    def num_lanes(self) -> int:
+    def num_rows(self) -> int:
         """Return how many ranks the node with the most has."""
         return max(len(place.ranks) for place in self.places)
 
@@ -450,7 +450,7 @@ class NodeReport:
         workers: One entry per worker process that registered on the node.
         inventory: What the keeper holds in memory; None if it keeps no snapshots.
         stored_step: The newest step that this keeper saw committed to storage; 0 if none.
-        troubles: One line for each thing that protects less than was asked for: no memory, a
+        problems: One line for each thing that protects less than was asked for: no memory, a
             full or silent store, a peer that cannot be reached.
     """
 
@@ -459,7 +459,7 @@ class NodeReport:
     workers: tuple[WorkerReport, ...]
     inventory: Inventory | None = None
     stored_step: int = 0
-    troubles: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,8 +97,8 @@ def _facts(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"loaded: {sources_text(status['loaded'])}"
     for line in status["passed_over"]:
         yield f"passed over: {line}"
-    for trouble in (*redundancy["troubles"], *cadence["troubles"]):
-        yield f"trouble: {trouble}"
+    for problem in (*redundancy["problems"], *cadence["problems"]):
+        yield f"problem: {problem}"
     if cause is not None:
         guilty = f" ({', '.join(cause['guilty'])})" if cause["guilty"] else ""
         evidence = f": {cause['evidence']}" if cause["evidence"] else ""

@@ -192,7 +192,7 @@ def _stored_redundancy(store: Store, path: str, state: RunState) -> dict[str, An
         "reduced_s": None,
         "mechanism": "",
         "reason": "the controller is not there to say what is in memory",
-        "troubles": quarantine.described(state.bad),
+        "problems": quarantine.described(state.bad),
     }
 
 
@@ -238,7 +238,7 @@ def _configured_cadence(store: Store, path: str) -> dict[str, Any]:
         "checkpoint_stall_s": None,
         "cost_share": None,
         "cost_share_max": CadenceRules().cost_share_max,
-        "troubles": [],
+        "problems": [],
         "reason": "what attempts begin with",
     }
 

@@ -27,7 +27,7 @@ from tests.benchmarks.common import percentile
 from tests.support.ranks import Place, running
 from workers.collectives import collectives
 from workers.protocol import WorkerPhase
-from workers.records import FINISHED, ProgressPage, RecordRing
+from workers.records import FINISHED, ProgressRecord, RecordRing
 from workers.records.progress import observe
 
 NUM_CALLS = 100
@@ -62,7 +62,7 @@ def measure_collectives(place: Place, *, num_blocks: int) -> dict[str, dict[str,
 
 def measure_stores(directory: Path) -> dict[str, float]:
     """Return the cost of a record, of page stores, and of a keeper's look, in us."""
-    page = ProgressPage.create(directory / "w0.page", worker="w0")
+    page = ProgressRecord.create(directory / "w0.progress", worker="w0")
     page.assign(1, 0)
     ring = RecordRing(directory / "w0.ring", attempt=1, num_ranks=8)
     groups = [ring.group(f"g{index}", tuple(range(8))) for index in range(8)]
@@ -76,7 +76,7 @@ def measure_stores(directory: Path) -> dict[str, float]:
 
     def look() -> None:
         now_ns = time.monotonic_ns()
-        observe("w0", directory / "w0.page", directory / "w0.ring", now_ns=now_ns)
+        observe("w0", directory / "w0.progress", directory / "w0.ring", now_ns=now_ns)
 
     found = {
         "recorder_us": _best_us(record, 20_000),

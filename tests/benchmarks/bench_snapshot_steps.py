@@ -52,7 +52,7 @@ from ucp_core.storage import open_store
 from workers.models import Decoder, mean_loss
 from workers.process import tuned
 from workers.protocol import Assignment, Completed, KeeperOrder
-from workers.records import ProgressPage
+from workers.records import ProgressRecord
 from workers.settings import (
     CheckpointSettings,
     Settings,
@@ -120,7 +120,7 @@ def train(
         settings=settings(job),
         store=store,
         directory=directory,
-        page=ProgressPage.create(place.page_path, worker=f"w{place.rank:04d}"),
+        page=ProgressRecord.create(place.progress_path, worker=f"w{place.rank:04d}"),
         ring_path=str(place.ring_path),
         yield_requested=lambda _: False,
         fenced=lambda _: False,

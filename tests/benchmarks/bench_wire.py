@@ -120,7 +120,7 @@ def stream(listener: socket.socket, view: memoryview) -> None:
 
 def snapshot(arena: Arena, path: Path, step: int) -> float:
     """Finish a small slot and return how long its copy took, in seconds."""
-    wait(arena.attended)
+    wait(arena.is_followed)
     slot = arena.choose(())
     arena.begin(slot, attempt=1, step=step, rank=0, world_size=1)
     arena.finish(slot, data_bytes=SMALL_BYTES, record_bytes=0)
@@ -194,7 +194,7 @@ def load_version(client: WireClient, listing: Listing, need: list[LocalTensor]) 
     by_rank: dict[int, Part] = {}
     for name in RANKS:
         (held,) = listing.arenas[name].parts
-        by_rank[held.rank] = RemotePart(client, name, held, is_bare=True)
+        by_rank[held.rank] = RemotePart(client, name, held, is_unchecked=True)
     load(open_version(by_rank), need)
 
 

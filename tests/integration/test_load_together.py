@@ -15,9 +15,9 @@ from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
 from ucp_core.native import LocalTensor, load, load_together, open_checkpoint, save_rank
 from ucp_core.storage import LocalStore, ReadRange
-from workers.keeper import page_path
+from workers.keeper import progress_path
 from workers.protocol import Assignment, FoundBad
-from workers.records import ProgressPage
+from workers.records import ProgressRecord
 from workers.settings import CheckpointSettings, Settings
 from workers.state import HostBuffer, StateEntry
 from workers.train import WorkerContext
@@ -87,7 +87,7 @@ def _context(place: Place, store: LocalStore) -> WorkerContext:
         settings=Settings(checkpoint=CheckpointSettings(threads=1)),
         store=store,
         directory=str(place.directory),
-        page=ProgressPage.create(page_path(place.directory, worker), worker=worker),
+        page=ProgressRecord.create(progress_path(place.directory, worker), worker=worker),
         ring_path="",
         yield_requested=lambda _: False,
         fenced=lambda _: False,

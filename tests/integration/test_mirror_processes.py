@@ -74,7 +74,7 @@ def test_a_lost_node_loses_no_version(
     ring: list[KeeperProcess], arenas: list[Arena], steps: int
 ) -> None:
     """Its ranks' parts come from the other node's memory, onto another number of ranks."""
-    assert eventually(lambda: all(arena.attended() for arena in arenas))
+    assert eventually(lambda: all(arena.is_followed() for arena in arenas))
     for step in range(1, steps + 1):
         _step(ring, arenas, step)
         assert eventually(lambda: all(arena.is_copied() for arena in arenas))
@@ -93,7 +93,7 @@ def test_a_node_that_is_lost_while_it_is_copied_leaves_the_version_before(
     ring: list[KeeperProcess], arenas: list[Arena], delay_s: float
 ) -> None:
     """Of the newest some ranks' parts may be here; the one before is here of all."""
-    assert eventually(lambda: all(arena.attended() for arena in arenas))
+    assert eventually(lambda: all(arena.is_followed() for arena in arenas))
     _step(ring, arenas, 1)
     assert eventually(lambda: all(arena.is_copied() for arena in arenas))
     _step(ring, arenas, 2)
@@ -115,7 +115,7 @@ def test_ranks_go_on_soon_after_the_keeper_that_copied_them_was_killed(
 
     What their own said last runs out by the clock, whoever else has something to do.
     """
-    assert eventually(lambda: all(arena.attended() for arena in arenas))
+    assert eventually(lambda: all(arena.is_followed() for arena in arenas))
     ring[1].kill()
     _step(ring, arenas, 1)
     assert eventually(lambda: not any(a.copy_behind() for a in arenas[:2]))

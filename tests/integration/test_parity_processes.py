@@ -22,7 +22,7 @@ from workers.protocol import GroupPlace, MemoryPart, ParityGroup
 #: Ranks by node: the first has more than the others.
 RANKS = ((0, 1), (2,), (3,), (4,), (5,))
 WORLD = 6
-#: Nodes without a rank of the second lane keep parities of it all the same.
+#: Nodes without a rank of the second row keep parities of it all the same.
 NUM_LANES = 2
 BODY_BYTES = 1 << 19
 
@@ -43,7 +43,7 @@ class _Group:
                 for other, ranks in zip(keepers, RANKS, strict=True)
             )
             one.protect(ParityGroup(attempt=1, num_parities=2, places=places))
-        assert eventually(lambda: all(arena.attended() for arena in self.arenas.values()))
+        assert eventually(lambda: all(arena.is_followed() for arena in self.arenas.values()))
 
     def take(self, step: int) -> None:
         """Have every rank take its snapshot of a step."""
@@ -61,7 +61,7 @@ class _Group:
         found: dict[int, list[MemoryPart]] = {}
         for node, (one, ranks) in enumerate(zip(self.keepers, RANKS, strict=True)):
             names = [f"w{rank}.0" for rank in ranks]
-            names += [parity_name(lane, 1) for lane in range(NUM_LANES)]
+            names += [parity_name(row, 1) for row in range(NUM_LANES)]
             for name in names if node not in lost else ():
                 arena: Arena = open_arena(one.door, name)
                 for held in arena.versions():

@@ -72,14 +72,14 @@ def test_snapshots_do_not_fit_into_shared_memory_and_need_not() -> None:
 IN_FULL = """
 import contextlib, os
 from workers.records.ring import RecordRing
-from workers.records.progress import ProgressPage
+from workers.records.progress import ProgressRecord
 
 with open("/dev/shm/other", "wb", buffering=0) as file, contextlib.suppress(OSError):
     while file.write(bytes(4096)):
         pass
 for make in (
     lambda: RecordRing("/dev/shm/ring", attempt=1, num_ranks=4),
-    lambda: ProgressPage.create("/dev/shm/page", worker="w0001"),
+    lambda: ProgressRecord.create("/dev/shm/page", worker="w0001"),
 ):
     try:
         make()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from workers.memory import counts
 from workers.memory.retention import choose_slot
 from workers.protocol import Held
-from workers.snapshot import Footing
+from workers.snapshot import Fallback
 
 RESUMED = 4
 OFTEN, SELDOM = st.sampled_from([True, True, True, False]), st.sampled_from([False, False, True])
@@ -23,7 +23,7 @@ class Rank:
     """The arena of one rank: what its slots hold, which one is under way, which one pinned."""
 
     slots: list[Held | None]
-    footing: Footing = field(default_factory=lambda: Footing(2, (1, RESUMED)))
+    fallback: Fallback = field(default_factory=lambda: Fallback(2, (1, RESUMED)))
     pinned: int | None = None
     under_way: tuple[int, int] | None = None
 
@@ -65,14 +65,14 @@ def train(data: st.DataObject, ranks: list[Rank], step: int) -> None:
     is_open = any(rank.under_way is not None for rank in ranks)
     is_behind = is_open or data.draw(SELDOM, label="behind")
     for rank in ranks:
-        rank.footing.agree(is_behind=is_behind, is_without_memory=False)
+        rank.fallback.agree(is_behind=is_behind, is_without_memory=False)
     if not is_open and data.draw(OFTEN, label="due"):
         for rank in ranks:
             slot = choose_slot(
-                rank.slots, pinned=rank.pinned, lineage=LINEAGE, kept=rank.footing.safe
+                rank.slots, pinned=rank.pinned, lineage=LINEAGE, kept=rank.fallback.safe
             )
             rank.begin(slot, step)
-            rank.footing.take(step)
+            rank.fallback.take(step)
 
 
 def leave(data: st.DataObject, rank: Rank, step: int) -> None:
@@ -81,7 +81,7 @@ def leave(data: st.DataObject, rank: Rank, step: int) -> None:
         rank.finish()
     if rank.under_way is not None or (2, step) in rank.versions():
         return
-    slot = rank.footing.slot(rank.slots, pinned=rank.pinned, lineage=LINEAGE)
+    slot = rank.fallback.slot(rank.slots, pinned=rank.pinned, lineage=LINEAGE)
     if slot is not None:
         rank.begin(slot, step)
         if data.draw(st.booleans(), label="whole"):

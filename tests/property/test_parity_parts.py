@@ -334,7 +334,7 @@ def _is_padding(parts: Sequence[LocalPart], holder: int, at: int) -> bool:
     )
     if at >= record.stripes.block_bytes:
         return False
-    for piece in record.stripes.pieces(3, lengths[3]):
+    for piece in record.stripes.blocks(3, lengths[3]):
         if piece.stripe == holder:
             return at >= piece.stop - piece.start
     return True

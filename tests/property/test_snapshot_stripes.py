@@ -39,7 +39,7 @@ def test_unequal_parts_survive_every_loss(lengths: list[int], num_parities: int)
     parities = {node: _blocks(stripes) for node in range(len(parts))}
     sent = dict.fromkeys(parities, 0)
     for node, part in enumerate(parts):
-        for piece in stripes.pieces(node, len(part)):
+        for piece in stripes.blocks(node, len(part)):
             for which, holder in enumerate(piece.holders):
                 assert holder != node
                 target = {which: parities[holder][which]}

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.memory import Lane, Mark
+from workers.memory import CopyStream, Mark
 from workers.snapshot import device
 from workers.snapshot.host_copy import HostTensors
 from workers.snapshot.writing import BLOCK_BYTES
@@ -42,7 +42,7 @@ class Done:
 
 
 class CopyingLane:
-    """A ``workers.memory.cuda.Lane``. What the processor was asked for is done at once.
+    """A ``workers.memory.cuda.CopyStream``. What the processor was asked for is done at once.
 
     Its bus is busy until an update comes, which is when a copy can go wrong; a second at most, for
     states that no update follows. It writes down how many shares each state left in, a line of its
@@ -80,16 +80,16 @@ class CopyingLane:
 
 
 def install(directory: Path) -> None:
-    """Have all states of this process leave by such a lane, in small buckets."""
-    lane = CopyingLane(directory / f"{os.getpid()}.lane")
+    """Have all states of this process leave by such a stream, in small buckets."""
+    stream = CopyingLane(directory / f"{os.getpid()}.stream")
 
-    def begin(copy: device.DeviceCopy) -> Lane:
-        copy._lane = lane
-        return lane
+    def begin(copy: device.DeviceCopy) -> CopyStream:
+        copy._stream = stream
+        return stream
 
     found: Any = device
     found.BUCKET_BYTES = BLOCK_BYTES
-    found.DeviceCopy._lane_of = lambda copy, _sources: begin(copy)
+    found.DeviceCopy._stream_for = lambda copy, _sources: begin(copy)
     # As of tensors that are not in the memory of this machine.
     host: Any = HostTensors
     host.views = lambda _self: None
@@ -97,4 +97,4 @@ def install(directory: Path) -> None:
 
 def releases(directory: Path) -> list[list[int]]:
     """Return, by process, how many shares each state left in."""
-    return [[int(one) for one in file.read_text().split()] for file in directory.glob("*.lane")]
+    return [[int(one) for one in file.read_text().split()] for file in directory.glob("*.stream")]

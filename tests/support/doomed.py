@@ -147,9 +147,9 @@ class DoomedNode(NodeProcess):
         """Have it store what it holds of a version; return whether that is committed."""
         return bool(self._ask("flush", attempt, step))
 
-    def troubles(self) -> tuple[str, ...]:
+    def problems(self) -> tuple[str, ...]:
         """Return what protects less than was asked for."""
-        return tuple(self._ask("troubles"))
+        return tuple(self._ask("problems"))
 
     def _target(self) -> Callable[[Connection, dict[str, Any]], None]:
         return _serve_node

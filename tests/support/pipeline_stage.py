@@ -40,7 +40,7 @@ WIDTH = 8
 
 
 class _Bus:
-    """A ``workers.memory.cuda.Lane`` that notes when what left."""
+    """A ``workers.memory.cuda.CopyStream`` that notes when what left."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)

@@ -39,9 +39,9 @@ class Place:
         return self.directory / f"w{self.rank}.ring"
 
     @property
-    def page_path(self) -> Path:
+    def progress_path(self) -> Path:
         """Return this process's progress page."""
-        return self.directory / f"w{self.rank}.page"
+        return self.directory / f"w{self.rank}.progress"
 
     def formation(self, attempt: int, world_size: int, timeout_s: float = 120.0) -> dict[str, Any]:
         """Return the arguments of ``collectives.form`` for this process."""

@@ -43,7 +43,7 @@ class Task:
 
 
 class SimulatedDevice:
-    """Runs one task at a time; which queue's, a seed says. A ``workers.memory.cuda.Lane``.
+    """Runs one task at a time; which queue's, a seed says. A ``workers.memory.cuda.CopyStream``.
 
     Attributes:
         num_copies_max: The most copies that were under way at once.

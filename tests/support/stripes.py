@@ -33,7 +33,7 @@ def rebuild_shares(
     table = {
         (piece.stripe, piece.index): share[piece.start : piece.stop]
         for node, share in (*shares.items(), *targets.items())
-        for piece in stripes.pieces(node, len(share))
+        for piece in stripes.blocks(node, len(share))
     }
     empty = np.empty(0, np.uint8)
     for stripe in range(stripes.num_nodes):

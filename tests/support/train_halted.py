@@ -22,8 +22,8 @@ STEP = 8
 _NUM_SAMPLES = 64
 #: Of what a rank leaves behind.
 _BOUNDS = (
-    (writing, "FAREWELL_S_MAX"),
-    (boundary, "FAREWELL_S_MAX"),
+    (writing, "FINAL_S_MAX"),
+    (boundary, "FINAL_S_MAX"),
     (farewell, "_EXPECTED_S_MAX"),
 )
 

@@ -23,7 +23,7 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers.collectives import collectives
 from workers.protocol import Assignment, Formed, MemoryPart, Outcome, Pace
-from workers.records import ProgressPage
+from workers.records import ProgressRecord
 from workers.settings import Settings
 from workers.train import run_attempt
 from workers.train.loop import WorkerContext
@@ -179,7 +179,7 @@ class _Worker:
         self._heard = heard
         self._worker = worker
         self._ring = f"{directory}/{worker}.ring"
-        self._page = ProgressPage.create(f"{directory}/{worker}.page", worker=worker)
+        self._page = ProgressRecord.create(f"{directory}/{worker}.progress", worker=worker)
         self._fenced: set[int] = set()
         self._yielding: set[int] = set()
         self._durably: set[int] = set()

@@ -17,7 +17,7 @@ from orchestrator.detection import Detector, Limits, Verdict, judge, limits_from
 from tests.support.ranks import Place, Ranks, until
 from workers.collectives import collectives
 from workers.protocol import NodeReport, WorkerPhase
-from workers.records import ProgressPage, read_page
+from workers.records import ProgressRecord, read_progress
 from workers.records.progress import observe as observe_worker
 
 NUM_RANKS = 4
@@ -32,7 +32,7 @@ def stall_path(directory: Path, rank: int) -> Path:
 
 def train(place: Place) -> int:
     """Train on a 2 x 2 mesh until the file ``stop`` appears; return the number of steps."""
-    page = ProgressPage.create(place.page_path, worker=f"w{place.rank}")
+    page = ProgressRecord.create(place.progress_path, worker=f"w{place.rank}")
     page.assign(1, place.rank)
     page.enter(WorkerPhase.FORMING)
     collectives.form(**place.formation(1, NUM_RANKS))
@@ -82,9 +82,9 @@ class Watch:
             node="n0",
             seq=self._seq,
             workers=tuple(
-                observe_worker(worker, place.page_path, place.ring_path, now_ns=now_ns)
+                observe_worker(worker, place.progress_path, place.ring_path, now_ns=now_ns)
                 for worker, place in zip(WORKERS, self._ranks.places, strict=True)
-                if place.page_path.exists()
+                if place.progress_path.exists()
             ),
         )
         self._detector = observe(self._detector, report, now_ns / 1e9)
@@ -126,7 +126,7 @@ class Watch:
         until(done, f"{num_steps} steps", limit_s=240.0)
 
     def _step(self, rank: int) -> int:
-        view = read_page(self._ranks.places[rank].page_path)
+        view = read_progress(self._ranks.places[rank].progress_path)
         return 0 if view is None else view.step
 
 

@@ -11,8 +11,8 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers import collectives
-    from workers.collectives.attempt import abort, check, form, leave, set_timeout
     from workers.collectives.errors import AbortedError, CollectiveError, GroupError
+    from workers.collectives.forming import abort, check, form, leave, set_timeout
 
 __all__ = [
     "AbortedError",
@@ -30,7 +30,7 @@ __getattr__ = lazy_door(
     __name__,
     {
         "workers": ("collectives",),
-        "workers.collectives.attempt": ("abort", "check", "form", "leave", "set_timeout"),
+        "workers.collectives.forming": ("abort", "check", "form", "leave", "set_timeout"),
         "workers.collectives.errors": ("AbortedError", "CollectiveError", "GroupError"),
     },
 )

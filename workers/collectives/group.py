@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
+from workers.collectives.attempt import Attempt
 from workers.collectives.errors import AbortedError
 from workers.collectives.work import Call, RecordedWork, StreamWork
 
-if TYPE_CHECKING:
-    from workers.collectives.attempt import Attempt
+#: torch knows the recorded groups by these names.
+BACKENDS: Final = {"gloo": "everstep_gloo", "nccl": "everstep_nccl"}
 
 #: Groups of more members than this are named by their first, last and number.
 _NUM_RANKS_NAMED: Final = 8
@@ -103,7 +104,7 @@ class RecordedGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name that the group was asked for by."""
-        return self._attempt.backend_name
+        return BACKENDS[self._attempt.backend]
 
     def abort(self) -> None:
         """Abort the whole attempt: a group does not live on without the others."""
@@ -266,7 +267,9 @@ class RecordedGroup(dist.ProcessGroup):
         self, call: Call, work: Any, *, on_device: bool, keep: Any = None, sliced: bool = True
     ) -> dist.Work:
         if on_device:
-            return self._attempt.launched(StreamWork(call, work))
+            launched = StreamWork(call, work)
+            self._attempt.note_launched(launched)
+            return launched
         return RecordedWork(call, [work], keep=keep, sliced=sliced)
 
 
@@ -318,3 +321,32 @@ def _on_device(value: Any) -> bool:
             return False
         value = value[0]
     return bool(value.is_cuda)
+
+
+def build_group(
+    attempt: Attempt, store: dist.Store, rank: int, ranks: tuple[int, ...]
+) -> RecordedGroup:
+    """Return a recorded group of ``ranks``, once all of them have come."""
+    kinds = dist.ProcessGroup.BackendType
+    inner = dist.ProcessGroup(store, rank, len(ranks))
+    gloo = attempt.interruptible(
+        f"waiting for ranks {_some(ranks)}",
+        lambda: dist.ProcessGroupGloo(store, rank, len(ranks), attempt.timeout),
+    )
+    backends: dict[str, Any] = {"cpu": (kinds.GLOO, gloo)}
+    if attempt.backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = attempt.timeout  # noqa: SLF001 - as torch's own init does
+        device_store = dist.PrefixStore("cuda", store)
+        nccl = dist.ProcessGroupNCCL(device_store, rank, len(ranks), options)
+        backends = {"cuda": (kinds.NCCL, nccl), **backends}
+    for device, (kind, backend) in backends.items():
+        inner._register_backend(torch.device(device), kind, backend)  # noqa: SLF001
+    inner._set_default_backend(next(iter(backends.values()))[0])  # noqa: SLF001
+    group = RecordedGroup(attempt, inner, backends, ranks=ranks, rank=rank)
+    attempt.add(group)
+    return group
+
+
+def _some(ranks: tuple[int, ...]) -> str:
+    return str(list(ranks)) if len(ranks) <= 8 else f"{ranks[0]} to {ranks[-1]}"  # noqa: PLR2004

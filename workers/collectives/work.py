@@ -10,26 +10,21 @@ runs out: a helper thread waits, and the caller waits for the helper or the abor
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
+from workers.collectives.attempt import Attempt
 from workers.collectives.errors import AbortedError, CollectiveError
+from workers.collectives.waiting import helpers
 from workers.records import ABORTED, FAILED, FINISHED
-
-if TYPE_CHECKING:
-    from workers.collectives.attempt import Attempt
 
 #: Between two looks at the abort flag; bounds how late an abort is noticed.
 _SLICE: Final = timedelta(milliseconds=5)
-#: A helper thread without work ends after this long.
-_IDLE_S_MAX: Final = 2.0
 
 
 class Call:
@@ -128,7 +123,7 @@ class RecordedWork(dist.Work):
             wait(None if limit_s is None else time.monotonic() + limit_s)
         except (AbortedError, CollectiveError) as error:
             self._error = error
-            self._call.attempt.bury((self._inner, self._keep))
+            self._call.attempt.keep_alive((self._inner, self._keep))
             raise
         if self._finish is not None:
             self._finish()
@@ -220,27 +215,6 @@ class RecordedWork(dist.Work):
             raise self._call.aborted()
 
 
-class Waiter:
-    """An event that is set by its own completion or by the abort of its attempt."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self.finished = False
-
-    def set(self) -> None:
-        """Wake the waiting thread: what it waits for is done."""
-        self.finished = True
-        self._event.set()
-
-    def wake(self) -> None:
-        """Wake the waiting thread: the attempt was aborted."""
-        self._event.set()
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Block until woken; return False if ``timeout_s`` passed."""
-        return self._event.wait(timeout_s)
-
-
 class StreamWork(dist.Work):
     """A collective in flight on a device. ``wait`` only orders streams, as NCCL's does.
 
@@ -293,45 +267,6 @@ class StreamWork(dist.Work):
         """Return the inner work's future: it keeps the stream semantics."""
         future: torch.futures.Future[Any] = self._inner.get_future()
         return future
-
-
-class Helpers:
-    """Daemon threads for calls that block in C++ and cannot be interrupted.
-
-    A thread that finds no work for a while ends, so that re-formations leave none behind.
-    """
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._num_idle = 0
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """Run ``task``, which must not raise, in a thread of its own at once."""
-        with self._lock:
-            if self._num_idle > 0:
-                self._num_idle -= 1
-            else:
-                threading.Thread(target=self._run, daemon=True, name="collectives").start()
-            self._queue.put(task)
-
-    def _run(self) -> None:
-        while True:
-            try:
-                task = self._queue.get(timeout=_IDLE_S_MAX)
-            except queue.Empty:
-                with self._lock:
-                    if not self._queue.empty():
-                        continue
-                    self._num_idle -= 1
-                    return
-            task()
-            del task
-            with self._lock:
-                self._num_idle += 1
-
-
-helpers = Helpers()
 
 
 def _check_limit(until_s: float | None, error: RuntimeError) -> None:

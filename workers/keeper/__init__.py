@@ -7,7 +7,7 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.keeper.actor import OPTIONS, Keeper
     from workers.keeper.sources import LOCAL_MEMORY, PEER_MEMORY, MemorySources
-    from workers.keeper.watch import page_path, ring_path
+    from workers.keeper.watch import progress_path, ring_path
 
 __all__ = [
     "LOCAL_MEMORY",
@@ -15,7 +15,7 @@ __all__ = [
     "PEER_MEMORY",
     "Keeper",
     "MemorySources",
-    "page_path",
+    "progress_path",
     "ring_path",
 ]
 
@@ -24,6 +24,6 @@ __getattr__ = lazy_door(
     {
         "workers.keeper.actor": ("Keeper", "OPTIONS"),
         "workers.keeper.sources": ("LOCAL_MEMORY", "MemorySources", "PEER_MEMORY"),
-        "workers.keeper.watch": ("page_path", "ring_path"),
+        "workers.keeper.watch": ("progress_path", "ring_path"),
     },
 )

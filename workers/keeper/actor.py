@@ -190,13 +190,13 @@ class Keeper:
     def _report(self) -> NodeReport:
         report = self._watch.report()
         if self._memory is None:
-            troubles = (self._why_no_memory,) if self._why_no_memory else ()
-            return replace(report, troubles=troubles)
+            problems = (self._why_no_memory,) if self._why_no_memory else ()
+            return replace(report, problems=problems)
         return replace(
             report,
             inventory=self._memory.inventory(),
             stored_step=self._memory.stored_step,
-            troubles=self._memory.troubles(),
+            problems=self._memory.problems(),
         )
 
     @staticmethod

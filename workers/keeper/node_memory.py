@@ -20,7 +20,7 @@ from workers.errors import WorkerError
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers import Mirrors, ParityMirror, WireServer
 from workers.keeper.persister import Persister
-from workers.keeper.problems import Troubles
+from workers.keeper.problems import Problems
 from workers.keeper.slots import NodeSlots
 from workers.keeper.watch import dead_workers
 from workers.memory import Arena, LocalPart, available_bytes, descriptor_socket, is_parity
@@ -63,7 +63,7 @@ class NodeMemory:
         store, path = open_store(run_url)
         self._node = node
         self.secret = os.urandom(_SECRET_BYTES)
-        self._troubles = Troubles()
+        self._problems = Problems()
         self._refused: set[str] = set()
         self._obeying = threading.Lock()
         self._budget_bytes = budget_bytes(directory, settings.snapshot.node_memory_mib)
@@ -78,11 +78,11 @@ class NodeMemory:
             bytes_per_s=settings.snapshot.send_mib_per_s << 20,
             niceness=_NICENESS_SENDING,
         )
-        self._mirrors = Mirrors(self._slots, self._troubles.tell, _NICENESS_COPYING)
+        self._mirrors = Mirrors(self._slots, self._problems.tell, _NICENESS_COPYING)
         self._group: ParityGroup | None = None
         self._parity_mirror: ParityMirror | None = None
         self._persister = Persister(
-            self._slots, store, path, settings.checkpoint, self._troubles.note
+            self._slots, store, path, settings.checkpoint, self._problems.note
         )
         self._door = DescriptorServer(descriptor_socket(directory), self._slots, self._note_refused)
 
@@ -116,10 +116,10 @@ class NodeMemory:
             budget_bytes=self._budget_bytes,
         )
 
-    def troubles(self) -> tuple[str, ...]:
+    def problems(self) -> tuple[str, ...]:
         """Return what protects less than was asked for, a line each."""
         silence = self._persister.silence
-        return (*([silence] if silence else []), *self._troubles.lines())
+        return (*([silence] if silence else []), *self._problems.lines())
 
     def fence(self, order: KeeperOrder) -> bool:
         """Refuse what is older than the order, at once; return whether it is to be obeyed."""
@@ -175,13 +175,13 @@ class NodeMemory:
             self._parity_mirror = self._group = None
         if group is not None:
             self._parity_mirror = ParityMirror(
-                self._slots, group, self._troubles.tell, _NICENESS_COPYING
+                self._slots, group, self._problems.tell, _NICENESS_COPYING
             )
         # Last: where no thread was left, the same order is obeyed when it comes again.
         self._group = group
 
     def _note_refused(self, owner: str, why: str) -> None:
-        self._troubles.note(f"memory of {owner}", why)
+        self._problems.note(f"memory of {owner}", why)
         if why:
             self._refused.add(owner)
         else:

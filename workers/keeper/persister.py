@@ -56,7 +56,7 @@ class Persister:
         store: Where the run directory is.
         directory: Its path.
         settings: How many checkpoints to keep, and how safe.
-        on_trouble: Told a subject and how it is, "" for well; from any thread.
+        on_problem: Told a subject and how it is, "" for well; from any thread.
         pauses_s: Between the tries to store a version; one more try than pauses.
     """
 
@@ -66,7 +66,7 @@ class Persister:
         store: Store,
         directory: str,
         settings: CheckpointSettings,
-        on_trouble: Callable[[str, str], None],
+        on_problem: Callable[[str, str], None],
         *,
         pauses_s: Sequence[float] = _PAUSES_S,
     ) -> None:
@@ -77,7 +77,7 @@ class Persister:
         self._recycling = RecyclingStore(self._checkpoints) if is_local and settings.fsync else None
         self._store = self._recycling or store
         self._settings = settings
-        self._on_trouble = on_trouble
+        self._on_problem = on_problem
         self._pauses_s = tuple(pauses_s)
         self._stored = (0, 0)
         self._under_way: dict[int, tuple[Held, float]] = {}
@@ -188,7 +188,7 @@ class Persister:
         return False
 
     def _settle(self, held: Held, *, committed: bool) -> None:
-        self._on_trouble(_SUBJECT, "")
+        self._on_problem(_SUBJECT, "")
         if committed:
             self._stored = max(self._stored, (held.attempt, held.step))
         lineage = self._slots.lineage
@@ -200,11 +200,11 @@ class Persister:
                     self._store, self._checkpoints, keep=self._settings.keep, lineage=lineage
                 )
             except Exception as error:  # noqa: BLE001  as above; the version itself is stored
-                self._on_trouble(_SUBJECT, f"old checkpoints are not deleted: {error}")
+                self._on_problem(_SUBJECT, f"old checkpoints are not deleted: {error}")
 
     def _say(self, held: Held, why: str) -> None:
         log.warning("not_stored", extra={"step": held.step, "rank": held.rank, "why": why})
-        self._on_trouble(
+        self._on_problem(
             _SUBJECT, f"the part of rank {held.rank} after step {held.step} is not stored: {why}"
         )
 

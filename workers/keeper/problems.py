@@ -6,16 +6,16 @@ import threading
 import time
 from typing import Final
 
-__all__ = ["Troubles"]
+__all__ = ["Problems"]
 
-#: How long a trouble is reported that nobody says the end of.
+#: How long a problem is reported that nobody says the end of.
 _TOLD_S: Final = 60.0
 #: A line is for people; a thousand of them are for nobody.
 _NUM_MAX: Final = 32
 
 
-class Troubles:
-    """The troubles of one keeper by subject. Safe to call from several threads."""
+class Problems:
+    """The problems of one keeper by subject. Safe to call from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,7 +23,7 @@ class Troubles:
         self._told: dict[str, float] = {}
 
     def note(self, subject: str, line: str) -> None:
-        """Take note of how a subject is; "" if it is in no trouble any more."""
+        """Take note of how a subject is; "" if it is in no problem any more."""
         with self._lock:
             self._lines.pop(subject, None)
             if line:

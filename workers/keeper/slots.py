@@ -112,7 +112,7 @@ class NodeSlots:
                 return
             arena = self._arenas[name] = Arena(fd)
             # Whoever copied it was connected to the keeper before.
-            arena.attend(False)
+            arena.set_followed(False)
         if held is not None:
             held.close()
         self.tell()
@@ -276,7 +276,7 @@ class NodeSlots:
         _, old = min(left)
         arena = self._arenas[name] = self._arenas.pop(old)
         # Whoever copies it has to find it under its new name first.
-        arena.attend(False)
+        arena.set_followed(False)
         self._renamed[old] = name, self.attempt
         for earlier, (now, since) in self._renamed.items():
             if now == old:

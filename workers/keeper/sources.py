@@ -185,7 +185,7 @@ class MemorySources:
         if client is None:
             client = self._clients[address] = WireClient(address, secret=place.secret)
         return _Watched(
-            place, RemotePart(client, place.arena, place.held, is_bare=True), PEER_MEMORY
+            place, RemotePart(client, place.arena, place.held, is_unchecked=True), PEER_MEMORY
         )
 
     def _blame(

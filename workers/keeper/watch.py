@@ -12,16 +12,16 @@ from pathlib import Path
 
 from workers.protocol import NodeReport, WorkerPhase, WorkerReport
 from workers.records import (
-    PageReader,
-    PageView,
+    ProgressReader,
+    ProgressView,
     RingReader,
-    open_page,
+    open_progress,
     process_state,
-    read_page,
+    read_progress,
     report_on,
 )
 
-PAGE_SUFFIX = ".page"
+PROGRESS_SUFFIX = ".progress"
 RING_SUFFIX = ".ring"
 #: What is left of a dead worker once nobody reports on it: whoever takes its place goes on in the
 #: memory that it had, however late, and although its keeper was restarted meanwhile.
@@ -44,14 +44,14 @@ FORGET_S = 60.0
 _NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 
 
-def page_path(directory: Path, worker: str) -> Path:
+def progress_path(directory: Path, worker: str) -> Path:
     """Return where ``worker`` keeps its progress page."""
-    return directory / (worker + PAGE_SUFFIX)
+    return directory / (worker + PROGRESS_SUFFIX)
 
 
 def dead_workers(directory: Path) -> frozenset[str]:
     """Return the workers of ``directory`` that were there and whose process is gone."""
-    views = {path.stem: read_page(path) for path in directory.glob("*" + PAGE_SUFFIX)}
+    views = {path.stem: read_progress(path) for path in directory.glob("*" + PROGRESS_SUFFIX)}
     dead = {
         worker
         for worker, view in views.items()
@@ -76,7 +76,7 @@ def clear(directory: Path) -> None:
 
 
 def _is_in_use(directory: Path) -> bool:
-    pages = {path.stem for path in directory.glob("*" + PAGE_SUFFIX)}
+    pages = {path.stem for path in directory.glob("*" + PROGRESS_SUFFIX)}
     return bool(pages - dead_workers(directory)) or any(
         path.is_socket() and _is_bound(path) for path in directory.iterdir()
     )
@@ -120,7 +120,7 @@ class NodeWatch:
         self._pages: list[Path] = []
         self._changed_ns = -1
         self._changed_s = self._listed_s = float("-inf")
-        self._readers: dict[str, PageReader] = {}
+        self._readers: dict[str, ProgressReader] = {}
         self._rings: dict[str, RingReader] = {}
         self._milestones: dict[str, tuple[int, bool, bool]] = {}
         self._gone_at_s: dict[str, float] = {}
@@ -174,9 +174,9 @@ class NodeWatch:
             self._changed_ns, self._changed_s = changed_ns, now_s
         elif self._listed_s - self._changed_s >= SETTLED_S:
             return
-        pages = sorted(self._directory.glob("*" + PAGE_SUFFIX))
+        pages = sorted(self._directory.glob("*" + PROGRESS_SUFFIX))
         for path in pages:
-            reader = None if path.stem in self._readers else open_page(path)
+            reader = None if path.stem in self._readers else open_progress(path)
             if reader is not None:
                 self._readers[path.stem] = reader
                 self._rings[path.stem] = RingReader(path.with_suffix(RING_SUFFIX))
@@ -209,7 +209,7 @@ class NodeWatch:
                 self._rings.pop(worker, None)
                 ring_path(self._directory, worker).unlink(missing_ok=True)
                 with contextlib.suppress(FileNotFoundError):
-                    page = page_path(self._directory, worker)
+                    page = progress_path(self._directory, worker)
                     os.truncate(page.rename(page.with_suffix(GONE_SUFFIX)), 0)
 
     def _report_on(self, worker: str, now_ns: int) -> WorkerReport:
@@ -217,7 +217,7 @@ class NodeWatch:
         ring = self._rings[worker].attempt(now_ns=now_ns) if view is not None else (0, ())
         return report_on(worker, view, ring, now_ns=now_ns)
 
-    def _view(self, worker: str) -> PageView | None:
+    def _view(self, worker: str) -> ProgressView | None:
         reader = self._readers.get(worker)
         return reader.view() if reader is not None else None
 
@@ -227,7 +227,7 @@ def _runs(pid: int, started_ticks: int) -> bool:
     return letter not in GONE and found_ticks == started_ticks
 
 
-def _milestone(view: PageView, last: tuple[int, bool, bool] | None) -> tuple[int, bool, bool]:
+def _milestone(view: ProgressView, last: tuple[int, bool, bool] | None) -> tuple[int, bool, bool]:
     """Return (attempt, has formed in it, has finished a step in it)."""
     same_attempt = last is not None and last[0] == view.attempt
     formed = view.phase not in _NOT_FORMED or (same_attempt and last is not None and last[1])

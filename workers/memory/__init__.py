@@ -7,7 +7,7 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.memory.arena import NUM_SLOTS, Arena
     from workers.memory.credits import PATIENCE_S, Credits
-    from workers.memory.cuda import CudaLane, Lane, Mark, is_recording_graph
+    from workers.memory.cuda import CopyStream, CudaStream, Mark, is_recording_graph
     from workers.memory.descriptors import (
         ANSWER_S,
         PACKET_BYTES,
@@ -52,11 +52,11 @@ __all__ = [
     "PATIENCE_S",
     "Arena",
     "ArenaStore",
+    "CopyStream",
     "Credits",
-    "CudaLane",
+    "CudaStream",
     "HandOver",
     "HeldArena",
-    "Lane",
     "Lease",
     "LocalPart",
     "Mark",
@@ -92,7 +92,7 @@ __getattr__ = lazy_door(
     {
         "workers.memory.arena": ("Arena", "NUM_SLOTS"),
         "workers.memory.credits": ("Credits", "PATIENCE_S"),
-        "workers.memory.cuda": ("CudaLane", "Lane", "Mark", "is_recording_graph"),
+        "workers.memory.cuda": ("CudaStream", "CopyStream", "Mark", "is_recording_graph"),
         "workers.memory.descriptors": (
             "ANSWER_S",
             "Lease",

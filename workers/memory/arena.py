@@ -63,10 +63,10 @@ _NUM_WORDS: Final = 9
 _PIN, _RELEASED = 0, 1
 #: Keeper: until when a peer copies this arena, by the machine's monotonic clock in ns; sequence
 #: and slot of what it has got.
-_ATTENDED, _COPIED = 2, 3
+_FOLLOWED, _COPIED = 2, 3
 #: For so long it counts: a keeper that was killed or stopped must not hold the trainers' snapshots
 #: back. The wire says it four times a second.
-_ATTENDED_NS: Final = 2 * 10**9
+_FOLLOWED_NS: Final = 2 * 10**9
 #: Trainer: how many slots were finished.
 _FINISHED: Final = 4
 #: Keeper, one per slot: the sequence of a version whose bytes were found damaged.
@@ -245,13 +245,13 @@ class Arena:
         if (pin & 0xFF) == slot + 1:
             self._words[_RELEASED] = pin
 
-    def attend(self, flag: bool) -> None:  # noqa: FBT001  a state that is passed on
+    def set_followed(self, flag: bool) -> None:  # noqa: FBT001  a state that is passed on
         """Say whether a peer copies this arena; the keeper calls it again all the time."""
-        self._words[_ATTENDED] = time.monotonic_ns() + _ATTENDED_NS if flag else 0
+        self._words[_FOLLOWED] = time.monotonic_ns() + _FOLLOWED_NS if flag else 0
 
-    def attended(self) -> bool:
+    def is_followed(self) -> bool:
         """Return whether a peer copies this arena."""
-        return time.monotonic_ns() < self._words[_ATTENDED]
+        return time.monotonic_ns() < self._words[_FOLLOWED]
 
     def note_copied(self, held: Held) -> None:
         """Say what the peer has got; the keeper calls it."""
@@ -259,7 +259,7 @@ class Arena:
 
     def copy_behind(self) -> bool:
         """Return whether the peer, if there is one, has not yet got the newest version."""
-        return self.attended() and not self.is_copied()
+        return self.is_followed() and not self.is_copied()
 
     def is_copied(self) -> bool:
         """Return whether the newest version is what peers have got, be they still there or not."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from workers.errors import ArenaError
 from workers.memory.arena import NUM_SLOTS, Arena
 
-__all__ = ["CudaLane", "Lane", "Mark", "is_recording_graph", "register", "unregister"]
+__all__ = ["CopyStream", "CudaStream", "Mark", "is_recording_graph", "register", "unregister"]
 
 
 class Mark(Protocol):
@@ -27,7 +27,7 @@ class Mark(Protocol):
         """Return how many seconds after another mark the device came there; it has been at both."""
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """A queue of copies, which a device works off beside what training asks of it."""
 
     def mark(self) -> Mark:
@@ -46,7 +46,7 @@ class Lane(Protocol):
         """Have what training asks for from now on begin behind ``mark``."""
 
 
-class CudaLane:
+class CudaStream:
     """A stream of its own, of the lowest priority.
 
     Args:
@@ -62,7 +62,7 @@ class CudaLane:
         return _Event(torch.cuda.current_stream(self._device))
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark | None) -> Mark:
-        """Ask for copies; see ``Lane``."""
+        """Ask for copies; see ``CopyStream``."""
         # Which device is the current one is a matter of each thread.
         with torch.no_grad(), torch.cuda.stream(self._stream):
             if after is not None:

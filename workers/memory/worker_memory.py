@@ -117,7 +117,7 @@ class SnapshotMemory:
     def give_up(self) -> None:
         """Leave the arena, and have the keeper let go of it once its versions are not needed.
 
-        One that was asked for and refused is not asked for any more: that is no trouble then.
+        One that was asked for and refused is not asked for any more: that is no problem then.
         """
         if self._generation:
             # A keeper that is away holds nothing that it would have to let go of.

@@ -24,7 +24,7 @@ from workers.errors import ParityError
 from workers.memory import Part
 from workers.parity.code import BLOCK_BYTES, P, add, rebuild
 from workers.parity.record import ParityRecord, read_record
-from workers.parity.stripes import Piece
+from workers.parity.stripes import DataBlock
 from workers.protocol import Held, Member
 
 __all__ = ["Group", "ParityPart", "lost_parts", "write"]
@@ -68,7 +68,7 @@ def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> 
     pieces = [
         (which, piece, place)
         for which, stripe in enumerate(stripes.parities_of(record.place))
-        for piece, place in _pieces(record, stripe)
+        for piece, place in _data_blocks(record, stripe)
     ]
     for turn in range(0, size, _TURN_BYTES):
         for which, piece, place in pieces:
@@ -83,10 +83,10 @@ def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> 
     return data_bytes, len(packed)
 
 
-def _pieces(record: ParityRecord, stripe: int) -> Iterator[tuple[Piece, int]]:
+def _data_blocks(record: ParityRecord, stripe: int) -> Iterator[tuple[DataBlock, int]]:
     """Yield the data blocks of a stripe that are not empty, and the places of their members."""
     for place, length in enumerate(record.lengths):
-        for piece in record.stripes.pieces(place, length):
+        for piece in record.stripes.blocks(place, length):
             if piece.stripe == stripe:
                 yield piece, place
 
@@ -221,7 +221,7 @@ class Group:
         size = self.record.stripes.block_bytes
         present: dict[int, _Range] = {}
         missing: dict[int, int] = {}
-        for piece, place in _pieces(self.record, stripe):
+        for piece, place in _data_blocks(self.record, stripe):
             if place in self._present:
                 where = _Range(self._present[place], piece.start, piece.stop - piece.start)
                 present[piece.index] = where
@@ -257,7 +257,7 @@ class ParityPart:
         assert member is not None, f"place {place} has no part"
         self._held = _held(record, member)
         self._record = own_record
-        self._pieces = list(record.stripes.pieces(place, record.lengths[place]))
+        self._pieces = list(record.stripes.blocks(place, record.lengths[place]))
         self._block_bytes = record.stripes.block_bytes
         self._plans = plans
 
@@ -283,7 +283,7 @@ class ParityPart:
             start = max(offset_bytes, data_bytes) - data_bytes
             _pour(self._record.read(start, end - data_bytes), left)
 
-    def _read(self, piece: Piece, start: int, stop: int) -> Iterator[_Array]:
+    def _read(self, piece: DataBlock, start: int, stop: int) -> Iterator[_Array]:
         """Yield what a block has between two of its bytes, in order."""
         plan = self._plans[piece.stripe]
         grain = plan.grain_bytes

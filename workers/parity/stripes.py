@@ -22,11 +22,11 @@ from workers.errors import ParityError
 from workers.parity.code import GROUP_MAX, parity_bytes
 from workers.placement import parity_places
 
-__all__ = ["Piece", "Stripes"]
+__all__ = ["DataBlock", "Stripes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class DataBlock:
     """A block of a node's share, and where its parity is kept.
 
     Attributes:
@@ -98,7 +98,7 @@ class Stripes:
         """Return the stripes of which a node holds parity P and, if there are two, Q."""
         return tuple((node - which) % self.num_nodes for which in range(self.num_parities))
 
-    def pieces(self, node: int, length: int) -> Iterator[Piece]:
+    def blocks(self, node: int, length: int) -> Iterator[DataBlock]:
         """Yield the blocks of a share of ``length`` bytes, in order; none that is empty."""
         start = 0
         for stripe in range(self.num_nodes):
@@ -106,7 +106,7 @@ class Stripes:
                 continue
             stop = min(start + self.block_bytes, length)
             if start < stop:
-                yield Piece(
+                yield DataBlock(
                     stripe=stripe,
                     index=self.members(stripe).index(node),
                     start=start,

@@ -16,7 +16,7 @@ from typing import Any
 
 from ucp_core.storage import open_store
 from workers.collectives import collectives
-from workers.keeper import page_path, ring_path
+from workers.keeper import progress_path, ring_path
 from workers.process.warm_up import rehearse
 from workers.protocol import (
     Assignment,
@@ -27,7 +27,7 @@ from workers.protocol import (
     SaveCosts,
     WorkerPhase,
 )
-from workers.records import ProgressPage
+from workers.records import ProgressRecord
 from workers.settings import Settings
 from workers.train import WorkerContext, run_attempt
 
@@ -60,7 +60,7 @@ class AttemptRunner:
         self._paces: dict[int, Pace] = {}
         self._costs: dict[int, Callable[[], SaveCosts]] = {}
         self._lock = threading.Lock()
-        self._page = ProgressPage.create(page_path(directory, worker), worker=worker)
+        self._page = ProgressRecord.create(progress_path(directory, worker), worker=worker)
         self._context = WorkerContext(
             worker=worker,
             settings=Settings.from_json(settings),

@@ -1,12 +1,12 @@
 """What a process records of itself, readable from outside after it stopped or died."""
 
 from workers.records.progress import (
-    PageReader,
-    PageView,
-    ProgressPage,
-    open_page,
+    ProgressReader,
+    ProgressRecord,
+    ProgressView,
+    open_progress,
     process_state,
-    read_page,
+    read_progress,
     report_on,
 )
 from workers.records.ring import ABORTED, FAILED, FINISHED, RecordRing, RingReader
@@ -15,13 +15,13 @@ __all__ = [
     "ABORTED",
     "FAILED",
     "FINISHED",
-    "PageReader",
-    "PageView",
-    "ProgressPage",
+    "ProgressReader",
+    "ProgressRecord",
+    "ProgressView",
     "RecordRing",
     "RingReader",
-    "open_page",
+    "open_progress",
     "process_state",
-    "read_page",
+    "read_progress",
     "report_on",
 ]

@@ -52,7 +52,7 @@ _KERNEL_BYTES_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageView:
+class ProgressView:
     """What a progress page said at one moment; times on the machine's monotonic clock.
 
     Attributes:
@@ -89,7 +89,7 @@ class PageView:
     beater: int
 
 
-class ProgressPage:
+class ProgressRecord:
     """The writing end. A store takes about 1 us and never calls the kernel. Thread-safe.
 
     Make it by ``create``; the beat goes on until ``close``.
@@ -109,7 +109,7 @@ class ProgressPage:
         self._store()
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], *, worker: str) -> ProgressPage:
+    def create(cls, path: str | os.PathLike[str], *, worker: str) -> ProgressRecord:
         """Return the page of ``worker`` at ``path``; it appears whole in place of an old one."""
         path = Path(path)
         draft, memory = map_draft(path, _PAGE_BYTES)
@@ -190,17 +190,17 @@ class ProgressPage:
             self._beat_word[0] = time.monotonic_ns()
 
 
-class PageReader:
+class ProgressReader:
     """The reading end, kept open: a look takes microseconds. For one page of one process.
 
     Args:
-        memory: The mapped page. ``open_page`` makes one.
+        memory: The mapped page. ``open_progress`` makes one.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
 
-    def view(self) -> PageView | None:
+    def view(self) -> ProgressView | None:
         """Return what the page says now; None if it is none of ours."""
         memory = self._memory
         magic, version, pid, started_ticks, worker = _HEADER.unpack_from(memory, 0)
@@ -210,7 +210,7 @@ class PageReader:
         if state is None:
             return None
         _, attempt, rank, phase, since_ns, step, micro_batch, moved_bytes, step_s, loss, _ = state
-        return PageView(
+        return ProgressView(
             worker=worker.rstrip(b"\0").decode(),
             pid=pid,
             started_ticks=started_ticks,
@@ -228,28 +228,28 @@ class PageReader:
         )
 
 
-def open_page(path: str | os.PathLike[str]) -> PageReader | None:
+def open_progress(path: str | os.PathLike[str]) -> ProgressReader | None:
     """Return a reader of the page at ``path``; None if there is no page.
 
     Works while the writer runs, is stopped, or is gone.
     """
     try:
         with Path(path).open("rb") as file:
-            return PageReader(mmap.mmap(file.fileno(), _PAGE_BYTES, access=mmap.ACCESS_READ))
+            return ProgressReader(mmap.mmap(file.fileno(), _PAGE_BYTES, access=mmap.ACCESS_READ))
     except (FileNotFoundError, ValueError):
         # ValueError: the file is shorter than a page, so it is none.
         return None
 
 
-def read_page(path: str | os.PathLike[str]) -> PageView | None:
+def read_progress(path: str | os.PathLike[str]) -> ProgressView | None:
     """Return what the page at ``path`` says; None if there is no page."""
-    reader = open_page(path)
+    reader = open_progress(path)
     return None if reader is None else reader.view()
 
 
 def observe(
     worker: str,
-    page_path: str | os.PathLike[str],
+    progress_path: str | os.PathLike[str],
     ring_path: str | os.PathLike[str],
     *,
     now_ns: int,
@@ -258,17 +258,17 @@ def observe(
 
     Args:
         worker: Worker id for the report.
-        page_path: Its progress page; a missing one is reported as a process that is gone.
+        progress_path: Its progress page; a missing one is reported as a process that is gone.
         ring_path: Its record ring; records of another attempt than the page's are left out.
         now_ns: The machine's monotonic clock, which ages count to.
     """
-    view = read_page(page_path)
+    view = read_progress(progress_path)
     return report_on(worker, view, read_attempt(ring_path, now_ns=now_ns), now_ns=now_ns)
 
 
 def report_on(
     worker: str,
-    view: PageView | None,
+    view: ProgressView | None,
     ring: tuple[int, tuple[GroupState, ...]],
     *,
     now_ns: int,
@@ -303,7 +303,7 @@ def report_on(
     )
 
 
-def _is_starved(view: PageView) -> bool:
+def _is_starved(view: ProgressView) -> bool:
     """Return whether the thread that should beat only waits for a processor."""
     return view.beater > 0 and process_state(view.pid, thread=view.beater)[0] == "R"
 

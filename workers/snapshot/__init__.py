@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from workers.snapshot.final import FAREWELL_S_MAX, Footing
+    from workers.snapshot.final import FINAL_S_MAX, Fallback
     from workers.snapshot.passes import on_passes
     from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter, source_of
 
 __all__ = [
-    "FAREWELL_S_MAX",
+    "FINAL_S_MAX",
     "Captured",
-    "Footing",
+    "Fallback",
     "SnapshotMemory",
     "SnapshotWriter",
     "on_passes",
@@ -22,7 +22,7 @@ __all__ = [
 __getattr__ = lazy_door(
     __name__,
     {
-        "workers.snapshot.final": ("FAREWELL_S_MAX", "Footing"),
+        "workers.snapshot.final": ("FINAL_S_MAX", "Fallback"),
         "workers.snapshot.passes": ("on_passes",),
         "workers.snapshot.writing": ("Captured", "SnapshotMemory", "SnapshotWriter", "source_of"),
     },

@@ -36,10 +36,10 @@ import torch
 from torch import Tensor
 
 from ucp_core.numerics import of_blocks
-from workers.memory import PATIENCE_S, Credits, CudaLane, Lane, Mark
-from workers.snapshot.releases import shares
+from workers.memory import PATIENCE_S, CopyStream, Credits, CudaStream, Mark
+from workers.snapshot.releases import bucket_releases
 
-__all__ = ["BUCKET_BYTES", "IN_FLIGHT_MAX", "DeviceCopy", "Piece", "cut"]
+__all__ = ["BUCKET_BYTES", "IN_FLIGHT_MAX", "DeviceCopy", "TensorRange", "into_buckets"]
 
 #: Two thirds of a millisecond of a bus of 50 GB/s.
 BUCKET_BYTES: Final = 32 << 20
@@ -49,7 +49,7 @@ IN_FLIGHT_MAX: Final = 2
 _TURN: Final = 16
 
 
-class Piece(NamedTuple):
+class TensorRange(NamedTuple):
     """Bytes of one of several tensors."""
 
     tensor: int
@@ -57,9 +57,9 @@ class Piece(NamedTuple):
     high: int
 
 
-def cut(
+def into_buckets(
     sizes_bytes: Sequence[int], *, bucket_bytes: int, block_bytes: int
-) -> list[tuple[Piece, ...]]:
+) -> list[tuple[TensorRange, ...]]:
     """Cut tensors into buckets, in order; a tensor only where a block of it begins.
 
     Args:
@@ -67,15 +67,15 @@ def cut(
         bucket_bytes: The most of a bucket; a multiple of ``block_bytes``.
         block_bytes: Of the checksums.
     """
-    buckets: list[tuple[Piece, ...]] = []
-    bucket: list[Piece] = []
+    buckets: list[tuple[TensorRange, ...]] = []
+    bucket: list[TensorRange] = []
     room = bucket_bytes
     for index, size in enumerate(sizes_bytes):
         low = 0
         while low < size:
             fits = size - low if size - low <= room else room // block_bytes * block_bytes
             if fits:
-                bucket.append(Piece(index, low, low + fits))
+                bucket.append(TensorRange(index, low, low + fits))
                 low += fits
                 room -= fits
             if low < size:
@@ -106,19 +106,19 @@ class DeviceCopy:
     Args:
         node: Its credits.
         block_bytes: Of the checksums.
-        lane: How to copy; None for a CUDA stream where something is on such a device, and
+        stream: How to copy; None for a CUDA stream where something is on such a device, and
             otherwise at once.
     """
 
-    def __init__(self, node: Credits, block_bytes: int, lane: Lane | None = None) -> None:
+    def __init__(self, node: Credits, block_bytes: int, stream: CopyStream | None = None) -> None:
         self._node = node
         self._block_bytes = block_bytes
-        self._lane = lane
+        self._stream = stream
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._flat: list[tuple[Tensor, Tensor]] = []
-        self._todo: deque[tuple[Piece, ...]] = deque()
-        self._under_way: deque[tuple[tuple[Piece, ...], Mark]] = deque()
+        self._todo: deque[tuple[TensorRange, ...]] = deque()
+        self._under_way: deque[tuple[tuple[TensorRange, ...], Mark]] = deque()
         self._gates: deque[_Gate] = deque()
         self._num_buckets = self._num_released = self._num_reached = self._num_queued = 0
         self._num_told = self._told_a_step = 0
@@ -133,7 +133,7 @@ class DeviceCopy:
         self._failed: Exception | None = None
         self._num_checked = 0
         self._sizes: list[int] = []
-        self._buckets: list[tuple[Piece, ...]] = []
+        self._buckets: list[tuple[TensorRange, ...]] = []
 
     def begin(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor], *, num_checked: int
@@ -156,25 +156,25 @@ class DeviceCopy:
             self._waited_s = 0.0
             if not sources:
                 return
-            lane = self._lane_of(sources)
-            if lane is None:
+            stream = self._stream_for(sources)
+            if stream is None:
                 with torch.no_grad():
                     torch._foreach_copy_(list(targets), list(sources))
                 return
             self._flat = [_flat(*pair) for pair in zip(targets, sources, strict=True)]
             sizes = [target.numel() * target.element_size() for target, _ in self._flat]
-            self._todo.extend(self._cut(sizes))
+            self._todo.extend(self._buckets_of(sizes))
             self._num_checked = num_checked
             self._num_buckets = len(self._todo)
             self._late_s = time.monotonic() + self._step_s
             self._share()
             self._told = []
-            self._release(lane, ends=True)
+            self._release(stream, ends=True)
 
     @property
-    def has_lane(self) -> bool:
+    def has_stream(self) -> bool:
         """Return whether there was something to copy beside the computation so far."""
-        return self._lane is not None
+        return self._stream is not None
 
     @property
     def waited_s(self) -> float:
@@ -194,8 +194,8 @@ class DeviceCopy:
         """
         with self._lock:
             self._num_told += 1
-            if self._told is not None and self._lane is not None:
-                self._release(self._lane, ends=ends)
+            if self._told is not None and self._stream is not None:
+                self._release(self._stream, ends=ends)
 
     def hurry(self) -> None:
         """Wait for no more passes: somebody waits for the copy."""
@@ -212,8 +212,8 @@ class DeviceCopy:
             before_s, self._updated_s = self._updated_s, time.monotonic()
             self._step_s = self._updated_s - before_s
             self._queue_all()
-            if self._last is not None and self._lane is not None:
-                self._lane.hold(self._last)
+            if self._last is not None and self._stream is not None:
+                self._stream.hold(self._last)
 
     def run(
         self,
@@ -250,7 +250,7 @@ class DeviceCopy:
             self._raise_failed()
         if not num_checked:
             sizes = (0 if sums else len(view) for view, sums in zip(data, found, strict=True))
-            rest = deque(self._cut(sizes))
+            rest = deque(self._buckets_of(sizes))
             self._in_turns(
                 lambda: bool(rest),
                 lambda _: bool(rest) and self._check(rest.popleft(), data, found),
@@ -310,18 +310,18 @@ class DeviceCopy:
             self._under_way.popleft()
             # To checksum one takes longer than to copy the next.
             self._queue_few(left - 1)
-        self._check([piece for piece in bucket if piece.tensor < len(data)], data, found)
+        self._check([range_ for range_ in bucket if range_.tensor < len(data)], data, found)
         with self._lock:
             self._leave_s.append(time.monotonic() - begun_s)
         return True
 
     def _check(
-        self, pieces: Sequence[Piece], data: Sequence[memoryview], found: list[list[int]]
+        self, ranges: Sequence[TensorRange], data: Sequence[memoryview], found: list[list[int]]
     ) -> bool:
-        """Checksum pieces; return whether there were any."""
-        for tensor, low, high in pieces:
+        """Checksum ranges; return whether there were any."""
+        for tensor, low, high in ranges:
             found[tensor] += of_blocks(data[tensor][low:high], self._block_bytes)
-        return bool(pieces)
+        return bool(ranges)
 
     def wait(self) -> None:
         """Return when the copy is there; any thread may. Raises what ``run`` raises."""
@@ -355,13 +355,13 @@ class DeviceCopy:
         bucket_s = median(self._leave_s) if self._leave_s else math.inf
         is_known = len(self._gaps_s) == self._told_a_step
         gaps_s = self._gaps_s if is_known else [0.0] * self._told_a_step
-        self._shares = shares(self._num_buckets, gaps_s, bucket_s)
+        self._shares = bucket_releases(self._num_buckets, gaps_s, bucket_s)
         self._leave_s = []
 
-    def _release(self, lane: Lane, *, ends: bool) -> None:
+    def _release(self, stream: CopyStream, *, ends: bool) -> None:
         """Release what may leave behind all that the device was asked so far."""
         assert self._told is not None
-        self._told.append(_Told(mark := lane.mark(), ends))
+        self._told.append(_Told(mark := stream.mark(), ends))
         place, num = self._num_told, self._num_buckets
         if place < len(self._shares):
             num = min(num, max(IN_FLIGHT_MAX, self._shares[place]))
@@ -392,13 +392,13 @@ class DeviceCopy:
     def _queue(self, num: int) -> None:
         """Ask for so many more buckets; what fails, whoever wants the copy is told."""
         for _ in range(min(num, len(self._todo))):
-            assert self._lane is not None
+            assert self._stream is not None
             bucket = self._todo.popleft()
             pairs = [_part(self._flat[tensor], low, high) for tensor, low, high in bucket]
             gate = self._gate()
             after = None if gate is None else gate.mark
             try:
-                self._last = self._lane.copy([pair for pair in pairs if pair], after)
+                self._last = self._stream.copy([pair for pair in pairs if pair], after)
             except Exception as error:  # noqa: BLE001  the training thread goes on
                 self._failed = error
                 self._todo.clear()
@@ -410,20 +410,22 @@ class DeviceCopy:
         if self._failed is not None:
             raise self._failed
 
-    def _cut(self, sizes_bytes: Iterable[int]) -> list[tuple[Piece, ...]]:
+    def _buckets_of(self, sizes_bytes: Iterable[int]) -> list[tuple[TensorRange, ...]]:
         """Cut as the last time if the sizes are those: most tensors are small, and many."""
         sizes = list(sizes_bytes)
         if sizes != self._sizes:
             self._sizes = sizes
-            self._buckets = cut(sizes, bucket_bytes=BUCKET_BYTES, block_bytes=self._block_bytes)
+            self._buckets = into_buckets(
+                sizes, bucket_bytes=BUCKET_BYTES, block_bytes=self._block_bytes
+            )
         return self._buckets
 
-    def _lane_of(self, sources: Sequence[Tensor]) -> Lane | None:
-        if self._lane is None:
+    def _stream_for(self, sources: Sequence[Tensor]) -> CopyStream | None:
+        if self._stream is None:
             device = next((source.device for source in sources if source.is_cuda), None)
             if device is not None:
-                self._lane = CudaLane(device)
-        return self._lane
+                self._stream = CudaStream(device)
+        return self._stream
 
 
 def _flat(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:

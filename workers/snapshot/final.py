@@ -15,13 +15,13 @@ from ucp_core.lineage import Lineage
 from workers.memory import counts
 from workers.protocol import Held
 
-__all__ = ["FAREWELL_S_MAX", "Footing", "is_quick"]
+__all__ = ["FINAL_S_MAX", "Fallback", "is_quick"]
 
 #: All of it takes no longer: whoever waits for this rank to leave waits for that, and kills it
 #: after two seconds.
-FAREWELL_S_MAX: Final = 0.5
+FINAL_S_MAX: Final = 0.5
 #: What is expected to take longer than this is not begun: the machine may be busier now.
-_EXPECTED_S_MAX: Final = FAREWELL_S_MAX / 2
+_EXPECTED_S_MAX: Final = FINAL_S_MAX / 2
 #: Copying and checksumming without haste; a quiet machine does eight times that.
 _BYTES_PER_S: Final = 1 << 30
 
@@ -38,7 +38,7 @@ def is_quick(size_bytes: int, measured_s: float | None) -> bool:
     return expected_s <= _EXPECTED_S_MAX
 
 
-class Footing:
+class Fallback:
     """Which versions the run can fall back on, as far as one rank of an attempt knows.
 
     Args:

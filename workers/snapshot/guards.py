@@ -22,7 +22,7 @@ from ucp_core.numerics import of_blocks
 from workers.errors import ArenaError
 from workers.memory import Arena, ArenaStore, SnapshotMemory, guard_name
 from workers.protocol import Assignment
-from workers.snapshot.slot_layout import BLOCK_BYTES, Captured, Form
+from workers.snapshot.slot_layout import BLOCK_BYTES, Captured, SlotLayout
 from workers.state import StateEntry
 
 __all__ = ["Guards"]
@@ -58,7 +58,7 @@ class Guards:
     def takes(self, guarded: Sequence[tuple[int, Sequence[StateEntry]]]) -> bool:
         """Return whether these tensors are laid out as those that it was prepared for."""
         return [rank for rank, _ in guarded] == [share.rank for share in self._shares] and all(
-            share.form.takes(entries)
+            share.layout.takes(entries)
             for share, (_, entries) in zip(self._shares, guarded, strict=True)
         )
 
@@ -68,7 +68,7 @@ class Guards:
         names = [guard_name(place, self._memory.worker) for place in range(len(state.guarded))]
         memories = self._memory.beside(names)
         self._shares = [
-            _Share(rank, memory, self._form_of(rank, entries, state))
+            _Share(rank, memory, self._layout_of(rank, entries, state))
             for memory, (rank, entries) in zip(memories, state.guarded, strict=True)
         ]
         self.reserve()
@@ -96,11 +96,11 @@ class Guards:
                 rank=share.rank,
                 world_size=self._assignment.layout.world_size,
             )
-            blocks = share.form.copy(share.slot)
-            share.blocks = blocks or [[] for _ in share.form.sources]
+            blocks = share.layout.copy(share.slot)
+            share.blocks = blocks or [[] for _ in share.layout.sources]
             if blocks is None:
-                targets += share.form.views[share.slot]
-                sources += share.form.sources
+                targets += share.layout.views[share.slot]
+                sources += share.layout.sources
         return targets, sources
 
     def complete(self, state: Captured, *, check: Callable[[], None]) -> None:
@@ -114,8 +114,8 @@ class Guards:
             if share.arena is None or share.slot < 0:
                 continue
             if share.arena.held(share.slot) is None:
-                data = share.form.data[share.slot]
-                share.form.saver.save(
+                data = share.layout.data[share.slot]
+                share.layout.saver.save(
                     ArenaStore(share.arena, share.slot, is_captured=True, check=check),
                     "",
                     step=state.step,
@@ -134,8 +134,8 @@ class Guards:
         for share in self._shares:
             share.memory.leave()
 
-    def _form_of(self, rank: int, entries: Sequence[StateEntry], state: Captured) -> Form:
-        return Form(replace(state, entries=entries), replace(self._assignment, rank=rank))
+    def _layout_of(self, rank: int, entries: Sequence[StateEntry], state: Captured) -> SlotLayout:
+        return SlotLayout(replace(state, entries=entries), replace(self._assignment, rank=rank))
 
     def reserve(self) -> None:
         """Get what memory is missing, unless it was refused a moment ago."""
@@ -144,7 +144,7 @@ class Guards:
                 continue
             try:
                 arena = share.memory.ensure(
-                    share.form.body_bytes,
+                    share.layout.body_bytes,
                     attempt=self._assignment.attempt,
                     for_cuda=self._for_cuda,
                 )
@@ -152,7 +152,7 @@ class Guards:
                 log.info("no_guard", extra={"rank": share.rank, "reason": str(error)})
                 share.refused_until_s = time.monotonic() + _REFUSED_S
                 continue
-            share.form.lay_out(arena)
+            share.layout.lay_out(arena)
             share.arena = arena
 
 
@@ -162,7 +162,7 @@ class _Share:
 
     rank: int
     memory: SnapshotMemory
-    form: Form
+    layout: SlotLayout
     arena: Arena | None = None
     slot: int = -1
     blocks: Sequence[Sequence[int]] = ()

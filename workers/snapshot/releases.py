@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
 
-__all__ = ["SPREAD", "shares"]
+__all__ = ["SPREAD", "bucket_releases"]
 
 #: Of the marks of a step: most of the forward passes, if it has one micro-batch. The sooner a
 #: snapshot is whole, the less is lost.
 SPREAD: Final = 0.5
 
 
-def shares(num_buckets: int, gaps_s: Sequence[float], bucket_s: float) -> list[int]:
+def bucket_releases(num_buckets: int, gaps_s: Sequence[float], bucket_s: float) -> list[int]:
     """Return how many buckets may have left behind each mark of a step.
 
     Args:

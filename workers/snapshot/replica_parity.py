@@ -29,7 +29,7 @@ from workers.errors import ArenaError
 from workers.memory import Arena, SnapshotMemory, replica_parity_name
 from workers.parity import ParityRecord, Stripes, slot_bytes, write_draft
 from workers.protocol import Assignment, Member
-from workers.snapshot.slot_layout import Captured, Form
+from workers.snapshot.slot_layout import Captured, SlotLayout
 from workers.state import StateEntry
 
 __all__ = ["ReplicaParity", "fold", "folds"]
@@ -58,7 +58,7 @@ class ReplicaParity:
     def __init__(self, memory: SnapshotMemory, assignment: Assignment) -> None:
         self._memory = memory
         self._assignment = assignment
-        self._others: list[tuple[int, Form]] = []
+        self._others: list[tuple[int, SlotLayout]] = []
         self._draft: ParityRecord | None = None
         self._beside: SnapshotMemory | None = None
         self._arena: Arena | None = None
@@ -78,20 +78,20 @@ class ReplicaParity:
     def takes(self, guarded: Sequence[tuple[int, Sequence[StateEntry]]]) -> bool:
         """Return whether these tensors are laid out as those that it was prepared for."""
         return [rank for rank, _ in guarded] == [rank for rank, _ in self._others] and all(
-            form.takes(entries)
-            for (_, form), (_, entries) in zip(self._others, guarded, strict=True)
+            layout.takes(entries)
+            for (_, layout), (_, entries) in zip(self._others, guarded, strict=True)
         )
 
     def prepare(self, state: Captured, *, for_cuda: bool) -> None:
         """Get memory for states like this one, if it can be had."""
         assignment, ranks = self._assignment, self._assignment.parity
-        forms = {
-            rank: Form(replace(state, entries=entries), replace(assignment, rank=rank))
+        layouts = {
+            rank: SlotLayout(replace(state, entries=entries), replace(assignment, rank=rank))
             for rank, entries in state.guarded
         }
-        self._others = list(forms.items())
-        forms[assignment.rank] = Form(state, assignment)
-        lengths = [forms[rank].data_bytes for rank in ranks]
+        self._others = list(layouts.items())
+        layouts[assignment.rank] = SlotLayout(state, assignment)
+        lengths = [layouts[rank].data_bytes for rank in ranks]
         self._draft = ParityRecord(
             attempt=assignment.attempt,
             step=0,
@@ -99,12 +99,12 @@ class ReplicaParity:
             num_parities=1,
             place=ranks.index(assignment.rank),
             members=tuple(
-                Member(rank=rank, data_bytes=forms[rank].data_bytes, record_bytes=0)
+                Member(rank=rank, data_bytes=layouts[rank].data_bytes, record_bytes=0)
                 for rank in ranks
             ),
             with_records=True,
         )
-        records_bytes = sum(form.body_bytes - form.data_bytes for form in forms.values())
+        records_bytes = sum(layout.body_bytes - layout.data_bytes for layout in layouts.values())
         self._body_bytes = slot_bytes(lengths, num_parities=1) + records_bytes
         self._for_cuda, self._arena, self._seen, self._on_device = for_cuda, None, [], None
         (self._beside,) = self._memory.beside([replica_parity_name(self._memory.worker)])
@@ -135,7 +135,7 @@ class ReplicaParity:
         )
         self._draft = replace(self._draft, step=step)
         block = self._arena.body(self._slot)[: self._draft.parities_bytes]
-        views = [form.bytes() for _, form in self._others]
+        views = [layout.bytes() for _, layout in self._others]
         seen = [view for view in views if view is not None]
         if len(seen) < len(views):
             return self._fold_on_device(block)
@@ -143,7 +143,7 @@ class ReplicaParity:
             view is not before for view, before in zip(seen, self._seen, strict=True)
         ):
             self._seen = seen
-            self._folds = self._cut([[np.asarray(one) for one in view] for view in seen])
+            self._folds = self._folds_of([[np.asarray(one) for one in view] for view in seen])
         target = np.frombuffer(block, dtype=np.uint8)
         for (start, stop), sources in self._folds:
             fold(target[start:stop], sources)
@@ -184,7 +184,7 @@ class ReplicaParity:
         if self._beside is not None:
             self._beside.leave()
 
-    def _cut(
+    def _folds_of(
         self, tensors: Sequence[Sequence[Any]], window_bytes: int = _WINDOW_BYTES
     ) -> list[tuple[_Run, list[Any]]]:
         assert self._draft is not None
@@ -199,18 +199,18 @@ class ReplicaParity:
 
         A device without memory for that costs the parity, and not the training.
         """
-        every = [tensor.device for _, form in self._others for tensor in form.sources]
+        every = [tensor.device for _, layout in self._others for tensor in layout.sources]
         device = next((device for device in every if device.type == "cuda"), every[0])
         size = len(block)
         try:
             # What does not lie side by side is copied for that.
             flat = [
-                [tensor.detach().reshape(-1).view(torch.uint8) for tensor in form.sources]
-                for _, form in self._others
+                [tensor.detach().reshape(-1).view(torch.uint8) for tensor in layout.sources]
+                for _, layout in self._others
             ]
             if self._on_device is None:
                 self._on_device = torch.empty(size, dtype=torch.uint8, device=device)
-            for (start, stop), sources in self._cut(flat, size):
+            for (start, stop), sources in self._folds_of(flat, size):
                 # Some of a state may be kept off the device.
                 fold(self._on_device[start:stop], [source.to(device) for source in sources])
         except torch.OutOfMemoryError:
@@ -270,7 +270,7 @@ def _block(
     """Return the bytes of a member that are in its block of a stripe, and where in that."""
     length = sum(map(len, data))
     runs: list[tuple[_Run, Any]] = []
-    for piece in stripes.pieces(place, length):
+    for piece in stripes.blocks(place, length):
         end = 0
         for each in data if piece.stripe == stripe else ():
             start, end = end, end + len(each)

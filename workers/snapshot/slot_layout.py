@@ -16,7 +16,7 @@ from workers.protocol import Assignment
 from workers.snapshot.host_copy import HostTensors
 from workers.state import StateEntry
 
-__all__ = ["BLOCK_BYTES", "Captured", "Form", "source_of"]
+__all__ = ["BLOCK_BYTES", "Captured", "SlotLayout", "source_of"]
 
 #: A layout that has changed needs parts of blocks, which are read whole: of 1 MiB ones half as much
 #: again as is needed (4 ranks onto 3, 50 MB each), of these a tenth to a third.
@@ -50,12 +50,12 @@ def source_of(assignment: Assignment) -> dict[str, Any]:
     return {"writer": "everstep", "layout": assignment.layout.to_json()}
 
 
-class Form:
+class SlotLayout:
     """Where everything lies in a slot, as ``save_rank`` writes it; made once per layout."""
 
     def __init__(self, state: Captured, assignment: Assignment) -> None:
         self._entries = state.entries
-        self._layout = [_layout(entry) for entry in state.entries]
+        self._places = [_layout(entry) for entry in state.entries]
         self.saver = RankSaver(
             [entry.local_tensor(None) for entry in state.entries],
             attempt=assignment.attempt,
@@ -76,7 +76,7 @@ class Form:
         """Return whether these tensors are laid out alike; it copies from them from now on."""
         if entries is self._entries:
             return True
-        if [_layout(entry) for entry in entries] != self._layout:
+        if [_layout(entry) for entry in entries] != self._places:
             return False
         self._take(entries)
         return True

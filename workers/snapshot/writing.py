@@ -21,10 +21,10 @@ from workers.errors import ArenaError
 from workers.memory import NUM_SLOTS, Arena, ArenaStore, Credits, SnapshotMemory
 from workers.protocol import Assignment
 from workers.snapshot.device import DeviceCopy
-from workers.snapshot.final import FAREWELL_S_MAX, Footing, is_quick
+from workers.snapshot.final import FINAL_S_MAX, Fallback, is_quick
 from workers.snapshot.guards import Guards
 from workers.snapshot.replica_parity import ReplicaParity
-from workers.snapshot.slot_layout import BLOCK_BYTES, Captured, Form, source_of
+from workers.snapshot.slot_layout import BLOCK_BYTES, Captured, SlotLayout, source_of
 from workers.state import StateEntry
 
 __all__ = ["BLOCK_BYTES", "Captured", "SnapshotMemory", "SnapshotWriter", "source_of"]
@@ -74,7 +74,7 @@ class SnapshotWriter:
         self._for_others: Guards | ReplicaParity = (
             ReplicaParity(memory, assignment) if assignment.parity else Guards(memory, assignment)
         )
-        self._form: Form | None = None
+        self._layout: SlotLayout | None = None
         self._arena: Arena | None = None
         self._captured: _Copied | None = None
         self._finished_step = -1
@@ -111,7 +111,7 @@ class SnapshotWriter:
             entries: As ``Captured`` has them.
             guarded: Likewise.
         """
-        is_laid_out = self.is_ready and self._form is not None and self._form.takes(entries)
+        is_laid_out = self.is_ready and self._layout is not None and self._layout.takes(entries)
         return is_laid_out and self._for_others.takes(guarded)
 
     @property
@@ -154,7 +154,7 @@ class SnapshotWriter:
     @property
     def leaves_device(self) -> bool:
         """Return whether what was captured is copied beside the training."""
-        return self._copy.has_lane
+        return self._copy.has_stream
 
     def passed(self, *, ends: bool) -> None:
         """Be told where a pass of a step begins or ends; see ``DeviceCopy``."""
@@ -184,7 +184,7 @@ class SnapshotWriter:
 
     def _capture(self, slot: int, state: Captured, kept: tuple[int, int]) -> None:
         assert self._arena is not None
-        assert self._form is not None
+        assert self._layout is not None
         begun_s, assignment = time.monotonic(), self._assignment
         self._arena.keep(kept)
         self._arena.begin(
@@ -194,11 +194,11 @@ class SnapshotWriter:
             rank=assignment.rank,
             world_size=assignment.layout.world_size,
         )
-        blocks = self._form.copy(slot)
+        blocks = self._layout.copy(slot)
         targets, sources = self._for_others.capture(state.step, kept)
-        mine = self._form.sources if blocks is None else []
+        mine = self._layout.sources if blocks is None else []
         if mine:
-            targets = [*self._form.views[slot], *targets]
+            targets = [*self._layout.views[slot], *targets]
         self._copy.begin(targets, [*mine, *sources], num_checked=len(mine))
         self._captured = _Copied(slot, state, begun_s, blocks or [])
 
@@ -242,20 +242,20 @@ class SnapshotWriter:
                     return False
                 if self._assignment.guards is not None:
                     return self._for_others.are_whole
-                if self._arena.attended() and self._arena.is_copied():
+                if self._arena.is_followed() and self._arena.is_copied():
                     return self._for_others.are_whole
             if time.monotonic() >= until_s or self._fenced():
                 return False
             time.sleep(_COPIED_LOOK_S)
 
-    def farewell(self, state: Captured, footing: Footing) -> bool:
+    def take_final(self, state: Captured, fallback: Fallback) -> bool:
         """Complete a snapshot of the state that this rank leaves with, though it may be fenced.
 
         Call it before the rank says that it has left: until then the attempt is not over.
 
         Args:
             state: After the last step.
-            footing: Says which slot can be spared.
+            fallback: Says which slot can be spared.
 
         Returns:
             Whether it is complete; else nothing that counted before is gone.
@@ -263,15 +263,15 @@ class SnapshotWriter:
         if not self.is_ready:
             # Memory may be on its way, which takes longer.
             return False
-        self._late_until_s = time.monotonic() + FAREWELL_S_MAX
+        self._late_until_s = time.monotonic() + FINAL_S_MAX
         self._copy.hurry()
         try:
             # One that is under way may now be completed, and is perhaps the one.
-            if not self._idle.wait(FAREWELL_S_MAX):
+            if not self._idle.wait(FINAL_S_MAX):
                 return False
             if self._captured is None or self._captured.state.step != state.step:
                 self._captured = None
-                self._capture_spare(state, footing)
+                self._capture_spare(state, fallback)
             if self._finished_step != state.step and self._captured is not None:
                 self.complete(pin=False)
                 self._idle.wait(max(0.0, self._late_until_s - time.monotonic()))
@@ -279,32 +279,32 @@ class SnapshotWriter:
         finally:
             self._late_until_s = float("-inf")
 
-    def _capture_spare(self, state: Captured, footing: Footing) -> None:
+    def _capture_spare(self, state: Captured, fallback: Fallback) -> None:
         """Copy the state into a slot that nobody needs, if there is one."""
         if not self.is_ready_for(state.entries, state.guarded):
             return
         assert self._arena is not None
-        assert self._form is not None
-        slot = footing.slot(
+        assert self._layout is not None
+        slot = fallback.slot(
             [self._arena.held(slot) for slot in range(NUM_SLOTS)],
             pinned=self._arena.pinned(),
             lineage=self._assignment.lineage,
         )
-        if slot is not None and is_quick(self._form.body_bytes, self._took_s):
-            self._capture(slot, state, footing.safe)
+        if slot is not None and is_quick(self._layout.body_bytes, self._took_s):
+            self._capture(slot, state, fallback.safe)
 
     def held(self) -> list[LocalTensor] | None:
         """Return what was captured last, where it lies; None if nothing was, or not whole.
 
         It stays as it is until the next ``capture``.
         """
-        if self._captured is None or self._form is None:
+        if self._captured is None or self._layout is None:
             return None
         try:
             self._copy.wait()
         except Exception:  # noqa: BLE001  who completes it says so, and storage takes over
             return None
-        return self._form.tensors(self._captured.slot)
+        return self._layout.tensors(self._captured.slot)
 
     def close(self) -> bool:
         """End the thread; return whether it has let go of the memory.
@@ -328,15 +328,15 @@ class SnapshotWriter:
         self._memory.leave()
 
     def _prepare(self, state: Captured) -> None:
-        form = Form(state, self._assignment)
+        layout = SlotLayout(state, self._assignment)
         shares = (state.entries, *(entries for _, entries in state.guarded))
         for_cuda = any(entry.tensor.is_cuda for entries in shares for entry in entries)
         arena = self._memory.ensure(
-            form.body_bytes, attempt=self._assignment.attempt, for_cuda=for_cuda
+            layout.body_bytes, attempt=self._assignment.attempt, for_cuda=for_cuda
         )
-        form.lay_out(arena)
+        layout.lay_out(arena)
         self._for_others.prepare(state, for_cuda=for_cuda)
-        self._arena, self._form = arena, form
+        self._arena, self._layout = arena, layout
         self._tell()
         self._why_not = ""
         self._ready.set()
@@ -371,9 +371,9 @@ class SnapshotWriter:
 
     def _complete(self, copied: _Copied, *, pin: bool) -> None:
         assert self._arena is not None
-        assert self._form is not None
+        assert self._layout is not None
         hurries = time.monotonic() < self._late_until_s
-        data = self._form.data[copied.slot]
+        data = self._layout.data[copied.slot]
         blocks = self._copy.run(data, known=copied.blocks, hurries=hurries)
         # A version that counts has the lines of its steps.
         self._told()
@@ -382,7 +382,7 @@ class SnapshotWriter:
         self._for_others.complete(state, check=self._check)
         # It is complete already if the fence came while that of another rank was completed.
         if self._arena.held(slot) is None:
-            self._form.saver.save(
+            self._layout.saver.save(
                 ArenaStore(self._arena, slot, is_captured=True, check=self._check),
                 "",
                 step=state.step,

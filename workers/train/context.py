@@ -15,7 +15,7 @@ __all__ = ["Progress", "WorkerContext"]
 
 
 class Progress(Protocol):
-    """The writing end of a progress page, ``workers.records.progress.ProgressPage``."""
+    """The writing end of a progress page, ``workers.records.progress.ProgressRecord``."""
 
     def assign(self, attempt: int, rank: int) -> None:
         """Store that the worker enters ``attempt`` as ``rank``."""

@@ -106,7 +106,7 @@ class _Attempt:
             raise
         except BaseException as error:  # noqa: BLE001  the edge: it becomes an outcome
             outcome = self._outcome_of(error)
-            self._farewell()
+            self._take_final()
             return outcome
         finally:
             self._close()
@@ -150,7 +150,7 @@ class _Attempt:
             attempt=attempt, step=step + 1, error=described, traceback=_user_traceback(error)
         )
 
-    def _farewell(self) -> None:
+    def _take_final(self) -> None:
         """Leave the state as it is in memory: what all ranks still have need not be lost."""
         if self._session is not None:
             if self._session.device.type == "cuda":
@@ -159,7 +159,7 @@ class _Attempt:
                     collectives.abort(self._assignment.attempt)
                 except Exception as error:  # noqa: BLE001  a device that failed, for one
                     log.warning("not_aborted", extra={"reason": str(error)})
-            self._session.farewell()
+            self._session.take_final()
 
     def _close(self) -> None:
         session, self._session = self._session, None

@@ -303,9 +303,9 @@ class Session:
             self.step, loss=self._loss, validation_loss=self._validation_loss, parts=self._parts
         )
 
-    def farewell(self) -> None:
+    def take_final(self) -> None:
         """Leave what this worker has of its last step in memory, if that may be. Never fails."""
-        self._boundary.farewell()
+        self._boundary.take_final()
 
     def close(self) -> bool:
         """Let go of the model and end writing; return whether all memory is free again."""

@@ -30,7 +30,7 @@ from workers.protocol import (
     Raised,
     Unloadable,
 )
-from workers.records import ProgressPage
+from workers.records import ProgressRecord
 from workers.settings import Settings, problems
 from workers.train.boundary import CHECKPOINTS
 from workers.train.loop import WorkerContext, run_attempt
@@ -162,7 +162,7 @@ def _attempt(
     attempt = _last_attempt(store, join(path, CHECKPOINTS), found) + 1
     rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="everstep-") as scratch:
-        page = ProgressPage.create(Path(scratch) / "page", worker="alone")
+        page = ProgressRecord.create(Path(scratch) / "page", worker="alone")
         context = WorkerContext(
             worker="alone",
             settings=settings,

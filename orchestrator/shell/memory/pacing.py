@@ -73,7 +73,7 @@ class Pacing:
         self._told = Pace()
         self._rules = CadenceRules()
         self._costs: SaveCosts | None = None
-        self._trouble = ""
+        self._report_problem = ""
         self._reason = "not measured yet" if self._chooses else "as configured"
 
     @property
@@ -92,7 +92,7 @@ class Pacing:
             "checkpoint_stall_s": costs.checkpoint_stall_s if costs is not None else None,
             "cost_share": self._share(costs) if costs is not None else None,
             "cost_share_max": self._rules.cost_share_max,
-            "troubles": [self._trouble] if self._trouble else [],
+            "problems": [self._report_problem] if self._report_problem else [],
             "reason": self._reason,
         }
 
@@ -144,10 +144,10 @@ class Pacing:
         self._costs, self._kept = costs, costs.pace
         share = self._share(costs)
         self._metrics.show_saves(costs, share=share, share_max=self._rules.cost_share_max)
-        trouble = over_budget(share, self._rules, steps=self._steps)
-        if trouble and not self._trouble:
-            log.warning("saving_over_budget", extra={"reason": trouble})
-        self._trouble = trouble
+        problem = over_budget(share, self._rules, steps=self._steps)
+        if problem and not self._report_problem:
+            log.warning("saving_over_budget", extra={"reason": problem})
+        self._report_problem = problem
         # What is not measured is not free.
         is_known = costs.checkpoint_busy_s > 0 or not self._chooses_checkpoints
         is_known &= costs.snapshot_stall_s > 0 or not self._has_snapshots

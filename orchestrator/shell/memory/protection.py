@@ -47,7 +47,7 @@ class ProtectionWatch:
             reduced_for_s=self._time.for_s,
             snapshot_step=protection.step,
             stored_step=stored_step(self._snapshots, state),
-            num_troubles=len(self._snapshots.troubles()) + len(self._alerts()),
+            num_problems=len(self._snapshots.problems()) + len(self._alerts()),
         )
 
     def redundancy(self, state: RunState) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class ProtectionWatch:
         return {
             **document,
             "reduced_s": round(self._time.total_s, 1),
-            "troubles": [*self._alerts(), *document["troubles"]],
+            "problems": [*self._alerts(), *document["problems"]],
         }
 
     def _alerts(self) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ def _redundancy(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
         "node_losses_survived": protection.node_losses_survived,
         "mechanism": str(snapshots.plan.mechanism),
         "reason": snapshots.plan.reason,
-        "troubles": [*snapshots.troubles(), *quarantine.described(state.bad)],
+        "problems": [*snapshots.problems(), *quarantine.described(state.bad)],
     }
 
 

@@ -429,7 +429,7 @@ class Snapshots:
         """Return the newest step that keepers saw in storage."""
         return max((report.stored_step for report in self._living_reports()), default=0)
 
-    def troubles(self) -> list[str]:
+    def problems(self) -> list[str]:
         """Return what protects less than was asked for, one line each."""
         label = self._nodes.rack_label
         racks = [
@@ -444,9 +444,9 @@ class Snapshots:
                 "alone; start it with that label, or correct cluster.rack_label"
             )
         return racks + [
-            f"node {report.node[:8]}: {trouble}"
+            f"node {report.node[:8]}: {problem}"
             for report in self._living_reports()
-            for trouble in report.troubles
+            for problem in report.problems
         ]
 
     def _reported(self) -> list[Inventory]:

@@ -33,7 +33,7 @@ class RunMetrics:
         )
         self._snapshot_step = gauge("run_snapshot_step", "Newest step complete in memory.")
         self._stored_step = gauge("run_stored_step", "Newest step known to be in storage.")
-        self._troubles = gauge("run_keeper_troubles", "What keeps snapshots from being as asked.")
+        self._problems = gauge("run_keeper_problems", "What keeps snapshots from being as asked.")
         self._step_s = gauge("run_step_seconds", "Median step, without saves.")
         self._snapshot_stall_s = gauge(
             "run_snapshot_stall_seconds", "What a snapshot takes from training, median."
@@ -74,7 +74,7 @@ class RunMetrics:
         reduced_for_s: float,
         snapshot_step: int,
         stored_step: int,
-        num_troubles: int,
+        num_problems: int,
     ) -> None:
         """Set the gauges of redundancy."""
         self._survived.set(survived)
@@ -82,7 +82,7 @@ class RunMetrics:
         self._reduced_for_s.set(reduced_for_s)
         self._snapshot_step.set(snapshot_step)
         self._stored_step.set(stored_step)
-        self._troubles.set(num_troubles)
+        self._problems.set(num_problems)
 
     def show(self, stats: RunStats) -> None:
         """Set the gauges of what is journaled."""

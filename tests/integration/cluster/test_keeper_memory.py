@@ -25,13 +25,13 @@ _TRAINER = """
 import sys
 from pathlib import Path
 from tests.support.snapshots import body_bytes, snapshot
-from workers.keeper.watch import page_path
+from workers.keeper.watch import progress_path
 from workers.memory import Lease, descriptor_socket, notify, reserve
-from workers.records.progress import ProgressPage
+from workers.records.progress import ProgressRecord
 
 directory, worker = Path(sys.argv[1]), sys.argv[2]
 door, name = descriptor_socket(directory), f"{worker}.1"
-page = ProgressPage.create(page_path(directory, worker), worker=worker)
+page = ProgressRecord.create(progress_path(directory, worker), worker=worker)
 arena = reserve(door, name, body_bytes=body_bytes(1) + int(sys.argv[3]), attempt=9)
 lease = Lease(door)
 print("ready", flush=True)
@@ -211,7 +211,7 @@ def test_what_a_killed_trainer_finished_is_held_stored_and_then_let_go_of(
     report = keeper.reported()
     assert report is not None
     assert report.inventory is not None
-    assert report.troubles == ()
+    assert report.problems == ()
     third.kill()
 
 

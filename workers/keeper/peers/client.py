@@ -51,7 +51,7 @@ class _Range(NamedTuple):
     held: Held
     offset_bytes: int
     size_bytes: int
-    is_bare: bool
+    is_unchecked: bool
 
 
 class WireClient:
@@ -83,7 +83,7 @@ class WireClient:
         offset_bytes: int,
         targets: Sequence[memoryview],
         *,
-        is_bare: bool = False,
+        is_unchecked: bool = False,
     ) -> None:
         """Fill ``targets``, one after the other, from ``offset_bytes`` of the slot's body on.
 
@@ -94,7 +94,7 @@ class WireClient:
             held: Which version in it.
             offset_bytes: Where to begin.
             targets: Writable.
-            is_bare: Whether the caller verifies the bytes, by what it has of them end to end.
+            is_unchecked: Whether the caller verifies the bytes, by what it has of them end to end.
 
         Raises:
             StorageError: The peer refuses (then ``facts["refused"]``), cannot be reached, or
@@ -103,7 +103,9 @@ class WireClient:
         left = [memoryview(target).cast("B") for target in targets if len(target)]
         for number in range(_TRIES):
             try:
-                for taken in self._stream(arena, held, offset_bytes, left, is_bare=is_bare):
+                for taken in self._stream(
+                    arena, held, offset_bytes, left, is_unchecked=is_unchecked
+                ):
                     offset_bytes += taken
                     left = behind(left, taken)
             except Refused as refusal:
@@ -119,7 +121,12 @@ class WireClient:
                 return
 
     def ask(
-        self, arena: str, held: Held, ranges: Sequence[tuple[int, int]], *, is_bare: bool = False
+        self,
+        arena: str,
+        held: Held,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        is_unchecked: bool = False,
     ) -> None:
         """Ask for ranges that this thread is going to read next, in this order.
 
@@ -131,12 +138,12 @@ class WireClient:
             arena: Name of the peer's arena.
             held: Which version in it.
             ranges: Where each begins in the slot's body, and its size, in bytes.
-            is_bare: As it is read then.
+            is_unchecked: As it is read then.
         """
         asked = self._asked
         some = [each for each in ranges if each[1]]
         for offset_bytes, size_bytes in some[: max(0, _AHEAD_MAX - len(asked))]:
-            wanted = _Range(arena, held, offset_bytes, size_bytes, is_bare)
+            wanted = _Range(arena, held, offset_bytes, size_bytes, is_unchecked)
             try:
                 self._send(wanted)
             except OSError:
@@ -210,13 +217,13 @@ class WireClient:
         offset_bytes: int,
         targets: list[memoryview],
         *,
-        is_bare: bool,
+        is_unchecked: bool,
     ) -> Iterator[int]:
-        """Receive chunk by chunk; yield the size of each that is in place, verified if not bare."""
+        """Receive the chunks, verify them unless unchecked, and yield the size of each."""
         size_bytes = sum(map(len, targets))
         if not size_bytes:
             return
-        wanted = _Range(arena, held, offset_bytes, size_bytes, is_bare)
+        wanted = _Range(arena, held, offset_bytes, size_bytes, is_unchecked)
         if self._asked and self._asked[0] == wanted:
             self._asked.popleft()
             connection = self._connection()
@@ -234,7 +241,7 @@ class WireClient:
             views = list(first(behind(targets, done), size))
             receive_views(connection, views)
             if (
-                not is_bare
+                not is_unchecked
                 and functools.reduce(lambda old, view: crc32(view, old), views, 0) != value
             ):
                 raise OSError("a chunk was damaged on its way")
@@ -255,7 +262,7 @@ class WireClient:
             "held": fields_of(wanted.held),
             "offset_bytes": wanted.offset_bytes,
             "size_bytes": wanted.size_bytes,
-            "bare": wanted.is_bare,
+            "unchecked": wanted.is_unchecked,
         }
         send_json(self._connection(), request)
 
@@ -320,14 +327,14 @@ class RemotePart:
         client: Of the peer.
         arena: Name of its arena.
         held: The part.
-        is_bare: Whether all that is read is verified by the record of the part: by a load.
+        is_unchecked: Whether all that is read is verified by the record of the part: by a load.
     """
 
     def __init__(
-        self, client: WireClient, arena: str, held: Held, *, is_bare: bool = False
+        self, client: WireClient, arena: str, held: Held, *, is_unchecked: bool = False
     ) -> None:
         self._client = client
-        self._is_bare = is_bare
+        self._is_unchecked = is_unchecked
         self._arena = arena
         self._held = held
 
@@ -338,8 +345,10 @@ class RemotePart:
 
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
         """Read over the network."""
-        self._client.read(self._arena, self._held, offset_bytes, targets, is_bare=self._is_bare)
+        self._client.read(
+            self._arena, self._held, offset_bytes, targets, is_unchecked=self._is_unchecked
+        )
 
     def ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Ask for what this thread fills next, in this order: where it begins, and its size."""
-        self._client.ask(self._arena, self._held, ranges, is_bare=self._is_bare)
+        self._client.ask(self._arena, self._held, ranges, is_unchecked=self._is_unchecked)

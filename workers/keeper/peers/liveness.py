@@ -11,13 +11,13 @@ from typing import Final
 from workers.keeper.slots import NodeSlots
 from workers.protocol import Held
 
-__all__ = ["Attendance"]
+__all__ = ["PeerLiveness"]
 
 #: How often it is said that peers are still there, at most: far below what that is good for.
 _RENEW_S: Final = 0.2
 
 
-class Attendance:
+class PeerLiveness:
     """Tells the ranks which arenas are followed, and what all who follow have got.
 
     Safe to call from several threads. A follower is whatever tells one from another.
@@ -76,7 +76,7 @@ class Attendance:
         got = [names[name] for names in self._got.values() if name in names]
         # The arena may be let go of meanwhile.
         with contextlib.suppress(ValueError):
-            arena.attend(bool(got))
+            arena.set_followed(bool(got))
             newest = arena.newest()
             if newest is not None and got and all(each == newest for each in got):
                 arena.note_copied(newest)

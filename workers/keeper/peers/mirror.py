@@ -4,7 +4,7 @@ A mirror follows one peer's keeper. It always takes the newest version of each a
 what it has missed, straight from the connection into a slot of its own memory. The ranks over
 there take no snapshot while their newest one is not copied, so a mirror hardly ever chases them,
 and they never wait for it either. Once they go on without, both sides keep the newest version that
-all have, and it is trouble. When the peer is gone its copies stay and are served from here.
+all have, and it is problem. When the peer is gone its copies stay and are served from here.
 
 Counterparts: ``workers.keeper.peers.server`` lists and sends, ``workers.memory.arena`` keeps.
 """
@@ -19,7 +19,7 @@ from ucp_core.errors import StorageError
 from workers.errors import ArenaError
 from workers.keeper.peers.client import WireClient
 from workers.keeper.peers.listing import Listed, copy_name
-from workers.keeper.peers.replication import POLL_S, Following
+from workers.keeper.peers.replication import POLL_S, Replication
 from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, counts
 from workers.protocol import Held, Peer
@@ -30,7 +30,7 @@ Lineage: TypeAlias = Sequence[tuple[int, int]]
 
 #: Memory that was refused is asked for again, other arenas may have been let go of.
 _REFUSED_S: Final = 10.0
-#: It is trouble when so many copies in a row were written over while they were made.
+#: It is problem when so many copies in a row were written over while they were made.
 _OVERTAKEN_MAX: Final = 2
 
 
@@ -40,7 +40,7 @@ def wanted(parts: Sequence[Held], lineage: Lineage) -> Held | None:
     return max(counting, key=lambda part: (part.attempt, part.step), default=None)
 
 
-class Mirror(Following):
+class Mirror(Replication):
     """Copies the newest versions of one peer's ranks in a thread of its own until ``stop``.
 
     Args:
@@ -48,7 +48,7 @@ class Mirror(Following):
             says which versions are dead.
         peer: Whose.
         secret: Of the peer's keeper.
-        on_trouble: Called from the thread with a line for each thing that is in the way, and twice
+        on_problem: Called from the thread with a line for each thing that is in the way, and twice
             a minute again while it is.
         niceness: Of the thread.
     """
@@ -58,12 +58,12 @@ class Mirror(Following):
         slots: NodeSlots,
         peer: Peer,
         secret: bytes,
-        on_trouble: Callable[[str], object],
+        on_problem: Callable[[str], object],
         niceness: int = 0,
     ) -> None:
         self._client = WireClient((peer.host, peer.port), secret=secret)
         what = f"copying what the ranks of node {peer.node} write"
-        super().__init__(what, [self._client], on_trouble, niceness)
+        super().__init__(what, [self._client], on_problem, niceness)
         self._slots = slots
         self._peer = peer
         #: What the peer knows to be copied, by arena; and how many connections were made by then.
@@ -80,7 +80,7 @@ class Mirror(Following):
         super().stop()
         self._slots.note_listed(self._peer.node, ())
 
-    def _follow(self) -> None:
+    def _replicate(self) -> None:
         news, copied = -1, dict[str, Held]()
         while not self._stopping.is_set():
             now_s = time.monotonic()
@@ -127,11 +127,11 @@ class Mirror(Following):
         try:
             arena = self._slots.reserve(copy_name(self._peer.node, name), body_bytes=body_bytes)
         except ArenaError as error:
-            self._trouble(name, f"{name} of node {self._peer.node} is not copied: {error}")
+            self._report_problem(name, f"{name} of node {self._peer.node} is not copied: {error}")
             self._refused[name] = time.monotonic() + _REFUSED_S
             return None
         self._refused.pop(name, None)
-        self._troubled.pop(name, None)
+        self._reported.pop(name, None)
         return arena
 
     def _read(self, name: str, source: Held, target: Arena, kept: tuple[int, int] | None) -> bool:
@@ -153,7 +153,7 @@ class Mirror(Following):
                 return False
             raise
         self._overtaken.pop(name, None)
-        self._troubled.pop(name, None)
+        self._reported.pop(name, None)
         target.finish(slot, data_bytes=source.data_bytes, record_bytes=source.record_bytes)
         return True
 
@@ -161,7 +161,7 @@ class Mirror(Following):
         """Tell of ranks that did not wait any longer; once it is what a new attempt does."""
         self._overtaken[name] = self._overtaken.get(name, 0) + 1
         if self._overtaken[name] >= _OVERTAKEN_MAX:
-            self._trouble(
+            self._report_problem(
                 name,
                 f"{name} of node {self._peer.node} is written faster than it can be copied, last "
                 f"after step {source.step}: if that node is lost, the run goes back to an older "
@@ -174,16 +174,16 @@ class Mirrors:
 
     Args:
         slots: Takes the copies.
-        on_trouble: See ``Mirror``.
+        on_problem: See ``Mirror``.
         niceness: See ``Mirror``.
     """
 
     def __init__(
-        self, slots: NodeSlots, on_trouble: Callable[[str], object], niceness: int = 0
+        self, slots: NodeSlots, on_problem: Callable[[str], object], niceness: int = 0
     ) -> None:
         self._niceness = niceness
         self._slots = slots
-        self._on_trouble = on_trouble
+        self._on_problem = on_problem
         self._mirrors: dict[Peer, Mirror] = {}
 
     def follow(self, peers: Sequence[Peer]) -> None:
@@ -193,7 +193,7 @@ class Mirrors:
         for peer in peers:
             if peer not in self._mirrors:
                 self._mirrors[peer] = Mirror(
-                    self._slots, peer, peer.secret, self._on_trouble, self._niceness
+                    self._slots, peer, peer.secret, self._on_problem, self._niceness
                 )
 
     def stop(self) -> None:

@@ -5,10 +5,10 @@ the same version, reads from each other node the blocks that its own parities ar
 their parities; each byte of a part travels once, or twice for double parity. Ranks take no
 snapshot while a node of their group has not made its parities of the newest one.
 
-A group has lanes: the first ranks of its nodes are protected together, then the second ones. A
-node with fewer ranks has no part in the last lanes.
+A group has rows: the first ranks of its nodes are protected together, then the second ones. A
+node with fewer ranks has no part in the last rows.
 
-Where the ranks of a lane are replicas, each has made its parity itself, and what is read from the
+Where the ranks of a row are replicas, each has made its parity itself, and what is read from the
 other nodes is only the records of their parts.
 
 Counterpart: ``workers.parity.rebuild`` reads parts from what is left of a group.
@@ -25,7 +25,7 @@ from ucp_core.errors import StorageError
 from workers.errors import ArenaError, ParityError
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.listing import Listed, is_copy
-from workers.keeper.peers.replication import POLL_S, Following
+from workers.keeper.peers.replication import POLL_S, Replication
 from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, LocalPart, Part, is_parity
 from workers.parity import ParityRecord, complete_draft, slot_bytes, write
@@ -38,15 +38,15 @@ __all__ = ["ParityMirror", "parity_name"]
 _PREFIX: Final = "parity"
 
 
-def parity_name(lane: int, attempt: int, number: int = 0) -> str:
-    """Return the name of the arena with a node's parities of a lane.
+def parity_name(row: int, attempt: int, number: int = 0) -> str:
+    """Return the name of the arena with a node's parities of a row.
 
     Args:
-        lane: Of the group.
+        row: Of the group.
         attempt: Of the group.
-        number: How many arenas of the lane were too small for what it has grown to.
+        number: How many arenas of the row were too small for what it has grown to.
     """
-    return f"{_PREFIX}/{lane}{f'-{number}' if number else ''}.{attempt}"
+    return f"{_PREFIX}/{row}{f'-{number}' if number else ''}.{attempt}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class _Found:
 _Versions = Mapping[int, Mapping[int, _Found]]
 
 
-class ParityMirror(Following):
+class ParityMirror(Replication):
     """Keeps this node's parities of a group in a thread of its own until ``stop``.
 
     Args:
         slots: Takes the parities, under ``parity_name``.
         group: Whom to follow.
-        on_trouble: Called from the thread with a line for each thing that is in the way, and twice
+        on_problem: Called from the thread with a line for each thing that is in the way, and twice
             a minute again while it is.
         niceness: Of the thread.
     """
@@ -77,7 +77,7 @@ class ParityMirror(Following):
         self,
         slots: NodeSlots,
         group: ParityGroup,
-        on_trouble: Callable[[str], object],
+        on_problem: Callable[[str], object],
         niceness: int = 0,
     ) -> None:
         self._peers = {
@@ -86,7 +86,7 @@ class ParityMirror(Following):
             if place.peer is not None and place.ranks
         }
         what = f"protecting a group of {len(group.places)} nodes by parity"
-        super().__init__(what, list(self._peers.values()), on_trouble, niceness)
+        super().__init__(what, list(self._peers.values()), on_problem, niceness)
         self._slots = slots
         self._group = group
         #: The newest version that all ranks of the group and the nodes with its parities have.
@@ -102,7 +102,7 @@ class ParityMirror(Following):
         self._slots.tell()
         super().stop()
 
-    def _follow(self) -> None:
+    def _replicate(self) -> None:
         self._told.clear()
         # A node without ranks keeps parities and has no part in them.
         news = {index: -1 for index, place in enumerate(self._group.places) if place.ranks}
@@ -138,23 +138,23 @@ class ParityMirror(Following):
         }
 
     def _make(self, versions: Mapping[int, _Versions], step: int) -> bool:
-        """Return whether all lanes' parities of a step are there now."""
-        for lane in range(self._group.num_lanes):
+        """Return whether all rows' parities of a step are there now."""
+        for row in range(self._group.num_rows):
             found = {
-                index: versions[index][place.ranks[lane]].get(step)
+                index: versions[index][place.ranks[row]].get(step)
                 for index, place in enumerate(self._group.places)
-                if lane < len(place.ranks)
+                if row < len(place.ranks)
             }
             there = {index: each for index, each in found.items() if each is not None}
             # Some have written over it, and so there is a newer one.
-            make = self._complete_lane if self._group.over_replicas else self._make_lane
-            if len(there) < len(found) or not make(lane, step, there):
+            make = self._complete_row if self._group.over_replicas else self._make_row
+            if len(there) < len(found) or not make(row, step, there):
                 return False
         return True
 
-    def _complete_lane(self, lane: int, step: int, found: Mapping[int, _Found]) -> bool:
+    def _complete_row(self, row: int, step: int, found: Mapping[int, _Found]) -> bool:
         """Put the members' records to the parity that this node's rank has made."""
-        rank = self._group.places[self._group.place].ranks[lane]
+        rank = self._group.places[self._group.place].ranks[row]
         arena, made = self._made(rank, step)
         own = self._slots.arena(found[self._group.place].arena)
         if own is None:
@@ -195,11 +195,11 @@ class ParityMirror(Following):
             rank=rank,
         )
 
-    def _make_lane(self, lane: int, step: int, found: Mapping[int, _Found]) -> bool:
+    def _make_row(self, row: int, step: int, found: Mapping[int, _Found]) -> bool:
         group = self._group
         places = range(len(group.places))
         sizes = [found[index].body_bytes if index in found else 0 for index in places]
-        arena = self._reserve(lane, slot_bytes(sizes, num_parities=group.num_parities))
+        arena = self._reserve(row, slot_bytes(sizes, num_parities=group.num_parities))
         if any((held.attempt, held.step) == (group.attempt, step) for held in arena.versions()):
             return True
         world_size = next(iter(found.values())).held.world_size
@@ -233,12 +233,12 @@ class ParityMirror(Following):
             return False
         return True
 
-    def _reserve(self, lane: int, body_bytes: int) -> Arena:
-        """Return memory for parities of a lane; where parts have grown, beside what there is.
+    def _reserve(self, row: int, body_bytes: int) -> Arena:
+        """Return memory for parities of a row; where parts have grown, beside what there is.
 
         What that holds protects the versions before, until the attempt is over.
         """
-        names = (parity_name(lane, self._group.attempt, number) for number in itertools.count())
+        names = (parity_name(row, self._group.attempt, number) for number in itertools.count())
         for name in names:
             arena = self._slots.arena(name)
             if arena is None or arena.body_bytes >= body_bytes:

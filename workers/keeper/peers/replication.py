@@ -13,26 +13,26 @@ from workers.errors import ArenaError
 from workers.keeper.peers.client import WireClient
 from workers.keeper.priority import be_nice
 
-__all__ = ["POLL_S", "Following"]
+__all__ = ["POLL_S", "Replication"]
 
 #: How long peers may keep a listing back for want of news.
 POLL_S: Final = 1.0
 #: Between two tries to reach a peer: the first, then twice as long each time, up to the last.
 _PAUSE_S_MIN: Final = 0.05
 _PAUSE_S_MAX: Final = 2.0
-#: It is trouble once every try failed for so long: a connection may break.
-_TROUBLE_S: Final = 1.0
-#: What is in the way is said again so often: ``Troubles.tell`` forgets after twice the time.
+#: It is problem once every try failed for so long: a connection may break.
+_PROBLEM_S: Final = 1.0
+#: What is in the way is said again so often: ``Problems.tell`` forgets after twice the time.
 _REPEAT_S: Final = 30.0
 
 
-class Following(ABC):
+class Replication(ABC):
     """What a mirror of any kind has in common; the thread begins with ``_start``.
 
     Args:
         what: Is done for the peers, in a sentence that goes on with "fails".
         clients: Of the peers.
-        on_trouble: Called from the thread with a line for each thing that is in the way, and twice
+        on_problem: Called from the thread with a line for each thing that is in the way, and twice
             a minute again while it is.
         niceness: Of the thread.
     """
@@ -41,22 +41,22 @@ class Following(ABC):
         self,
         what: str,
         clients: Sequence[WireClient],
-        on_trouble: Callable[[str], object],
+        on_problem: Callable[[str], object],
         niceness: int = 0,
     ) -> None:
         self._niceness = niceness
         self._what = what
         self._clients = tuple(clients)
-        self._on_trouble = on_trouble
+        self._on_problem = on_problem
         self._stopping = threading.Event()
         self._num_failures = 0
         self._failing_s = float("inf")
-        #: When trouble was told last, by subject; "" is the peers themselves.
-        self._troubled: dict[str, float] = {}
+        #: When problem was told last, by subject; "" is the peers themselves.
+        self._reported: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     @abstractmethod
-    def _follow(self) -> None:
+    def _replicate(self) -> None:
         """Follow the peers over fresh connections until something fails or ``_stopping`` is set.
 
         Raises:
@@ -78,14 +78,14 @@ class Following(ABC):
         be_nice(self._niceness)
         while not self._stopping.is_set():
             try:
-                self._follow()
+                self._replicate()
             except (StorageError, ArenaError, OSError) as error:
                 if self._stopping.is_set():
                     break
                 self._num_failures += 1
                 self._failing_s = min(self._failing_s, time.monotonic())
-                if time.monotonic() - self._failing_s >= _TROUBLE_S:
-                    self._trouble("", f"{self._what} fails: {error}; trying on")
+                if time.monotonic() - self._failing_s >= _PROBLEM_S:
+                    self._report_problem("", f"{self._what} fails: {error}; trying on")
             self._hang_up()
             pause_s = _PAUSE_S_MIN * 2 ** min(self._num_failures, 16)
             self._stopping.wait(min(pause_s, _PAUSE_S_MAX))
@@ -98,10 +98,10 @@ class Following(ABC):
     def _is_well(self) -> None:
         """Take note that all that was asked for could be had."""
         self._num_failures, self._failing_s = 0, float("inf")
-        self._troubled.pop("", None)
+        self._reported.pop("", None)
 
-    def _trouble(self, subject: str, line: str) -> None:
+    def _report_problem(self, subject: str, line: str) -> None:
         now_s = time.monotonic()
-        if now_s - self._troubled.get(subject, float("-inf")) >= _REPEAT_S:
-            self._troubled[subject] = now_s
-            self._on_trouble(line)
+        if now_s - self._reported.get(subject, float("-inf")) >= _REPEAT_S:
+            self._reported[subject] = now_s
+            self._on_problem(line)

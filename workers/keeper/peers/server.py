@@ -3,13 +3,13 @@
 A connection proves that it knows the keeper's secret and then asks, one thing after the other.
 Every chunk carries its crc32, and the server looks at the slot again before each: what was
 written over meanwhile is refused and never sent as if it were the version that was asked for. Who
-verifies all bytes by the version's own record asks for them bare, without crc32.
+verifies all bytes by the version's own record asks for them unchecked, without crc32.
 
     server  32 random bytes
     client  HMAC-SHA256 of them under the secret, 32 bytes
     client  length (u32) and JSON, one of
 
-      {"arena", "held": [field, ...], "offset_bytes", "size_bytes", "bare": bool}
+      {"arena", "held": [field, ...], "offset_bytes", "size_bytes", "unchecked": bool}
     server  chunks: size (u32), crc32 (u32), the bytes; or size 0, length (u32) and the refusal
 
       {"copied": {arena: held}}
@@ -55,7 +55,7 @@ from workers.keeper.peers.frames import (
     send_json,
 )
 from workers.keeper.peers.listing import Listed, Listing, agree, is_copy
-from workers.keeper.peers.liveness import Attendance
+from workers.keeper.peers.liveness import PeerLiveness
 from workers.keeper.priority import be_nice
 from workers.keeper.slots import NodeSlots
 from workers.memory import NUM_SLOTS, Arena
@@ -114,7 +114,7 @@ class WireServer:
         self._secret = secret
         self._limit = RateLimit(bytes_per_s)
         self._bytes_per_s = bytes_per_s
-        self._attendance = Attendance(slots)
+        self._liveness = PeerLiveness(slots)
         self._closed = False
         self._listener = socket.create_server((host, 0), backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -170,21 +170,21 @@ class WireServer:
                 ):
                     return
                 while True:
-                    if follows != self._attendance.follows(connection):
-                        follows = self._attendance.follows(connection)
+                    if follows != self._liveness.follows(connection):
+                        follows = self._liveness.follows(connection)
                         # Others are idle between two loads and close themselves.
                         receiving_s = _FOLLOW_STALL_S if follows else None
                         limit_waits(connection, sending_s=_SIGN_S, receiving_s=receiving_s)
                     request = receive_json(connection, size_bytes_max=_REQUEST_BYTES_MAX)
                     self._answer(connection, request)
         finally:
-            self._attendance.follow(connection, ())
+            self._liveness.follow(connection, ())
             self._listed.pop(connection, None)
             self._open.discard(connection)
 
     def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
         for name, held in dict(request.get("copied", {})).items():
-            self._attendance.note_got(connection, str(name), held_of(held))
+            self._liveness.note_got(connection, str(name), held_of(held))
         if "list" in request:
             self._list(connection, request)
         elif "arena" in request:
@@ -195,7 +195,7 @@ class WireServer:
         end_s = time.monotonic() + min(float(request["timeout_s"]), _POLL_S_MAX)
         news, versions = after, self._originals()
         while True:
-            self._attendance.follow(connection, versions.keys() - without)
+            self._liveness.follow(connection, versions.keys() - without)
             wait_s = min(_LOOK_S, max(end_s - time.monotonic(), 0.0))
             news = self._slots.wait_news(news, wait_s)
             versions = self._originals()
@@ -209,7 +209,7 @@ class WireServer:
                 break
             if has_hung_up(connection):
                 raise ConnectionError("the peer hung up")
-        self._attendance.follow(connection, versions.keys() - without)
+        self._liveness.follow(connection, versions.keys() - without)
         arenas = {
             name: Listed(arena.body_bytes, tuple(parts), arena.kept())
             for name, parts in versions.items()
@@ -225,14 +225,14 @@ class WireServer:
     def _send_range(self, connection: socket.socket, request: dict[str, Any]) -> None:
         name, held = str(request["arena"]), held_of(request["held"])
         start, size_bytes = int(request["offset_bytes"]), int(request["size_bytes"])
-        is_bare = bool(request.get("bare"))
+        is_unchecked = bool(request.get("unchecked"))
         try:
             arena = self._arena(name, held, start, start + size_bytes)
             chunk_bytes = self._chunk_bytes()
             for low in range(start, start + size_bytes, chunk_bytes):
                 high = min(low + chunk_bytes, start + size_bytes)
                 data = arena.body(held.slot)[low:high]
-                self._send_chunk(connection, arena, held, data, is_bare=is_bare)
+                self._send_chunk(connection, arena, held, data, is_unchecked=is_unchecked)
         except Refused as refusal:
             words = str(refusal).encode()
             self._send(connection, CHUNK.pack(0, 0) + SIZE.pack(len(words)) + words)
@@ -259,10 +259,10 @@ class WireServer:
         held: Held,
         data: memoryview,
         *,
-        is_bare: bool,
+        is_unchecked: bool,
     ) -> None:
         self._limit.wait(len(data))
-        value = 0 if is_bare else crc32(data)
+        value = 0 if is_unchecked else crc32(data)
         if arena.held(held.slot) != held:
             raise Refused(f"the snapshot after step {held.step} was overwritten")
         # In one packet with what follows.
@@ -270,4 +270,4 @@ class WireServer:
         self._send(connection, data)
 
     def _send(self, connection: socket.socket, data: bytes | memoryview, flags: int = 0) -> None:
-        send(connection, data, flags, stall_s=STALL_S, moved=self._attendance.renew)
+        send(connection, data, flags, stall_s=STALL_S, moved=self._liveness.renew)

@@ -22,9 +22,9 @@ from workers.errors import TaskError
 from workers.parallel import fsdp_modules
 from workers.protocol import Assignment, WorkerPhase
 from workers.snapshot import (
-    FAREWELL_S_MAX,
+    FINAL_S_MAX,
     Captured,
-    Footing,
+    Fallback,
     SnapshotMemory,
     SnapshotWriter,
     on_passes,
@@ -105,7 +105,7 @@ class Boundary:
         self._live: _Live | None = None
         self._told_step = 0
         resumed = (assignment.resume_attempt, assignment.resume_step)
-        self._footing = Footing(assignment.attempt, resumed)
+        self._fallback = Fallback(assignment.attempt, resumed)
         self._waited_s = 0.0
         # Who asks for costs may do so after the attempt: it must not hold the state.
         meter, cadence = SaveMeter(), self._cadence
@@ -176,7 +176,7 @@ class Boundary:
         self._live = _Live(step, step_s, parts, extra, _versions(parts))
         self._context.page.completed(step.number, step_s, step.loss)
         self._state, agreed = None, step.agreed
-        self._footing.agree(is_behind=agreed.behind, is_without_memory=agreed.no_memory)
+        self._fallback.agree(is_behind=agreed.behind, is_without_memory=agreed.no_memory)
         wait = self._wait_of(step, step_s)
         if wait is not None:
             self._state = _captured(step.number, parts, extra)
@@ -241,7 +241,7 @@ class Boundary:
         self.commit(step)
         raise YieldSignal(step)
 
-    def farewell(self) -> None:
+    def take_final(self) -> None:
         """Complete a snapshot of the state that this rank leaves with, early and perhaps fenced.
 
         Only if the state is that of a step, and no peer nor keeper is waited for. Never fails:
@@ -258,7 +258,7 @@ class Boundary:
             live.check()
             self._tell_late(live)
             state = _captured(number, live.parts, {**live.extra, LIVE_STATE: True})
-            is_taken = writer.farewell(state, self._footing)
+            is_taken = writer.take_final(state, self._fallback)
         except Exception as error:  # noqa: BLE001  a device that failed, for one
             is_taken = False
             log.warning("no_farewell", extra={"step": number, "reason": str(error)})
@@ -267,7 +267,7 @@ class Boundary:
     def _tell_late(self, live: _Live) -> None:
         """Have the lines of all steps so far written: a version that counts has them."""
         if self._assignment.rank == 0:
-            self._storing.tell_late(time.monotonic() + FAREWELL_S_MAX)
+            self._storing.tell_late(time.monotonic() + FINAL_S_MAX)
             if self._told_step < live.step.number:
                 times = {"snapshot_s": 0.0, "waited_s": self._waited_s}
                 line = self._step_line(live.step, live.step_s, snapshot="none", **times)
@@ -350,7 +350,7 @@ class Boundary:
             all_agree(agreed=True, device=self._device)
         is_taken = self._writer.capture(state, kept_step=self._due.kept_step)
         if is_taken:
-            self._footing.take(state.step)
+            self._fallback.take(state.step)
         return is_taken
 
     def _follow(self, writer: SnapshotWriter, parts: Parts) -> None:

@@ -41,7 +41,7 @@ def _status(**changes: Any) -> dict[str, Any]:
             "stored_step": 90,
             "node_losses_survived": 1,
             "reason": "partner copy [of all]",
-            "troubles": ["storage has been silent for 12 s"],
+            "problems": ["storage has been silent for 12 s"],
         },
         "cadence": {
             "snapshot_steps": 1,
@@ -49,7 +49,7 @@ def _status(**changes: Any) -> dict[str, Any]:
             "checkpoint_steps": 10,
             "cost_share": 0.00714,
             "cost_share_max": 0.02,
-            "troubles": [],
+            "problems": [],
             "reason": "as configured",
         },
         "loaded": {"local memory": 5_000_000},
@@ -91,7 +91,7 @@ def test_what_is_safe_and_what_is_wrong_has_a_line_each() -> None:
         "intervals: as configured",
         "loaded: 4.8 MiB from local memory",
         "passed over: step-00000004: manifest.json is cut short",
-        "trouble: storage has been silent for 12 s",
+        "problem: storage has been silent for 12 s",
         "last change: crash (w0001): its process died",
         "bounds of waits: beat 0.1 s, hang 5.221 s",
     ]
@@ -115,7 +115,7 @@ def test_a_link_that_stretches_the_interval_is_told(due: int, taken: int | None,
 
 def test_a_run_without_controller_says_so_and_what_is_not_there_has_no_line() -> None:
     """What was true last must not be taken for what is."""
-    nothing = {"step": 0, "stored_step": 0, "node_losses_survived": 0, "reason": "", "troubles": []}
+    nothing = {"step": 0, "stored_step": 0, "node_losses_survived": 0, "reason": "", "problems": []}
     lines = _lines(
         _status(
             controller="down",

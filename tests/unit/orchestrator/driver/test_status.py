@@ -196,8 +196,8 @@ def test_what_could_not_be_loaded_is_named_while_the_controller_is_down(tmp_path
     redundancy = read_status(str(tmp_path))["redundancy"]
 
     assert redundancy["stored_step"] == 10
-    (trouble,) = redundancy["troubles"]
-    assert trouble.startswith("step 20 of attempt 1 in storage could not be loaded")
+    (problem,) = redundancy["problems"]
+    assert problem.startswith("step 20 of attempt 1 in storage could not be loaded")
 
 
 def _find_damaged(run: Journaled, *sources: Source) -> None:

@@ -17,7 +17,7 @@ from tests.support.memory_versions import complete_versions
 from tests.support.snapshots import body_bytes, eventually, part, snapshot, weights
 from ucp_core.native import load
 from workers.errors import ArenaError
-from workers.keeper import page_path
+from workers.keeper import progress_path
 from workers.keeper.node_memory import NodeMemory, budget_bytes
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.watch import NodeWatch
@@ -92,7 +92,7 @@ def test_what_a_lost_node_held_is_loaded_from_the_copies(
     near.obey(order)
     mine = _trainer(tmp_path / ("a" * 16), "w0001", world=2)
     theirs = _trainer(tmp_path / ("b" * 16), "w0002", world=2)
-    assert eventually(theirs.attended)
+    assert eventually(theirs.is_followed)
     snapshot(mine, 3, rank=0, world=2)
     snapshot(theirs, 3, rank=1, world=2)
     assert theirs.copy_behind()
@@ -119,10 +119,10 @@ def test_memory_of_a_worker_that_died_long_ago_is_handed_on(
     """Whoever takes its place may need minutes to start; nobody reports on the dead then."""
     memory, directory = open_memory("a" * 16), tmp_path / ("a" * 16)
     script = (
-        "import sys; from workers.records.progress import ProgressPage as P;"
+        "import sys; from workers.records.progress import ProgressRecord as P;"
         " P.create(*sys.argv[1:2], "
     )
-    page = str(page_path(directory, "w0001"))
+    page = str(progress_path(directory, "w0001"))
     command = [sys.executable, "-c", script + "worker='w0001')", page]
     subprocess.run(command, check=True)
     lost = _trainer(directory, "w0001", world=2)
@@ -166,10 +166,10 @@ def test_a_group_keeps_parities_until_the_next_order(
         assert (kept.held.step, kept.place, kept.num_parities) == (3, place, 1)
         assert [each.rank for each in kept.members if each] == [0, 1, 2]
         assert [each.held.rank for each in inventory.parts] == [place]
-    assert eventually(lambda: all(trainer.attended() for trainer in trainers))
+    assert eventually(lambda: all(trainer.is_followed() for trainer in trainers))
     for memory in memories:
         memory.obey(KeeperOrder(attempt=1, lineage=((1, 0),), copies_of=()))
-    assert eventually(lambda: not any(trainer.attended() for trainer in trainers))
+    assert eventually(lambda: not any(trainer.is_followed() for trainer in trainers))
     assert all(memory.inventory().parities for memory in memories)
     for trainer in trainers:
         trainer.close()
@@ -195,7 +195,7 @@ def test_a_group_that_no_thread_was_left_for_is_followed_by_the_same_order_again
             mine.obey(order)
     mine.obey(order)
 
-    assert eventually(trainer.attended)
+    assert eventually(trainer.is_followed)
     trainer.close()
 
 
@@ -215,7 +215,7 @@ def test_a_version_that_is_due_reaches_storage_without_its_trainer(
 
     assert eventually(lambda: memory.stored_step == 5)
     assert (tmp_path / "run/checkpoints/step-00000005/manifest.json").exists()
-    assert memory.troubles() == ()
+    assert memory.problems() == ()
 
 
 def test_memory_of_a_dead_worker_is_kept_until_its_successor_is_ahead(
@@ -255,7 +255,7 @@ def test_an_order_that_was_overtaken_changes_nothing(
     assert not memory.fence(older)
     memory.obey(older)
 
-    assert memory.troubles() == ()
+    assert memory.problems() == ()
 
 
 def test_a_worker_without_memory_is_a_trouble_as_long_as_it_is_there(
@@ -266,12 +266,12 @@ def test_a_worker_without_memory_is_a_trouble_as_long_as_it_is_there(
     with pytest.raises(ArenaError):
         _trainer(tmp_path / "a", "w0001", world=1)
     memory.tend({"w0001"})
-    (line,) = memory.troubles()
+    (line,) = memory.problems()
     assert "w0001.1 need" in line
     assert "of the node's 1048576 are taken" in line
 
     memory.tend(set())
-    assert memory.troubles() == ()
+    assert memory.problems() == ()
 
 
 def test_a_keeper_sends_no_faster_than_it_may(
@@ -324,7 +324,7 @@ def test_recoveries_and_snapshots_leave_nothing_behind(
             body_bytes=body_bytes(1),
             attempt=attempt,
         )
-        assert eventually(arena.attended)
+        assert eventually(arena.is_followed)
         for number in range(4):
             step += 1
             snapshot(arena, step, attempt=attempt, pin=number == 2, lineage=lineage)

@@ -29,7 +29,7 @@ from ucp_core.storage.local import create
 from workers.keeper import persister as persister_module
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.persister import Persister
-from workers.keeper.problems import Troubles
+from workers.keeper.problems import Problems
 from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, descriptor_socket, open_arena
 from workers.settings import CheckpointSettings
@@ -39,8 +39,8 @@ Persisting: TypeAlias = Callable[..., AbstractContextManager[Persister]]
 
 
 @pytest.fixture
-def troubles() -> Troubles:
-    return Troubles()
+def problems() -> Problems:
+    return Problems()
 
 
 @pytest.fixture
@@ -52,13 +52,13 @@ def slots() -> Iterator[NodeSlots]:
 
 
 @pytest.fixture
-def persisting(slots: NodeSlots, troubles: Troubles) -> Persisting:
+def persisting(slots: NodeSlots, problems: Problems) -> Persisting:
     @contextmanager
     def persist(
         store: Store, directory: str = "run", *, keep: int = 0, fsync: bool = False
     ) -> Iterator[Persister]:
         persister = Persister(
-            slots, store, directory, CheckpointSettings(keep=keep, fsync=fsync), troubles.note,
+            slots, store, directory, CheckpointSettings(keep=keep, fsync=fsync), problems.note,
             pauses_s=(0.01, 0.01),
         )  # fmt: skip
         yield persister
@@ -96,7 +96,7 @@ def _check_stored(store: Store, step: int, directory: str = "run") -> None:
 
 def test_what_is_pinned_becomes_a_checkpoint(
     slots: NodeSlots,
-    troubles: Troubles,
+    problems: Problems,
     persisting: Persisting,
     tmp_path: Path,
 ) -> None:
@@ -108,7 +108,7 @@ def test_what_is_pinned_becomes_a_checkpoint(
         assert eventually(lambda: not any(a.pinned() is not None for a in arenas))
         assert persister.stored_step == 7
     _check_stored(store, 7, str(tmp_path))
-    assert troubles.lines() == ()
+    assert problems.lines() == ()
 
 
 def test_what_is_not_pinned_is_not_stored(slots: NodeSlots, persisting: Persisting) -> None:
@@ -154,7 +154,7 @@ def test_a_stalled_store_holds_up_one_slot_and_nothing_else(
 @pytest.mark.parametrize("where", ["data", "record"])
 def test_a_flipped_bit_is_not_stored(
     slots: NodeSlots,
-    troubles: Troubles,
+    problems: Problems,
     persisting: Persisting,
     where: str,
 ) -> None:
@@ -172,12 +172,12 @@ def test_a_flipped_bit_is_not_stored(
         assert persister.stored_step == 0
     assert store.list("run/checkpoints/step-00000002") == ()
     assert arena.versions() == [good]
-    assert any("damaged" in line and "not used any more" in line for line in troubles.lines())
+    assert any("damaged" in line and "not used any more" in line for line in problems.lines())
     assert arena.choose(()) != good.slot
 
 
 def test_a_slot_that_is_written_over_meanwhile_is_never_committed(
-    slots: NodeSlots, troubles: Troubles, persisting: Persisting
+    slots: NodeSlots, problems: Problems, persisting: Persisting
 ) -> None:
     """A zombie keeps to no pin: half of one version and half of another is none."""
     (arena,), store = _arenas(slots, 1), StallingStore()
@@ -192,7 +192,7 @@ def test_a_slot_that_is_written_over_meanwhile_is_never_committed(
 
         assert eventually(lambda: arena.pinned() is None)
     assert store.list("run/checkpoints/step-00000001") == ()
-    assert troubles.lines() == (), "no memory is damaged, the writer only went on"
+    assert problems.lines() == (), "no memory is damaged, the writer only went on"
 
 
 class _FailingStore(MemoryStore):
@@ -210,7 +210,7 @@ class _FailingStore(MemoryStore):
 
 
 def test_a_store_that_fails_for_a_moment_is_tried_again(
-    slots: NodeSlots, troubles: Troubles, persisting: Persisting
+    slots: NodeSlots, problems: Problems, persisting: Persisting
 ) -> None:
     """Most failures of a network are over in a second."""
     arenas, store = _arenas(slots), _FailingStore(2)
@@ -218,24 +218,24 @@ def test_a_store_that_fails_for_a_moment_is_tried_again(
         _save(slots, arenas, 3)
 
         assert eventually(lambda: persister.stored_step == 3)
-    assert troubles.lines() == ()
+    assert problems.lines() == ()
 
 
 def test_a_full_store_is_an_event_and_the_next_version_is_tried_anew(
-    slots: NodeSlots, troubles: Troubles, persisting: Persisting
+    slots: NodeSlots, problems: Problems, persisting: Persisting
 ) -> None:
     """Training must not fail for it; people must hear of it."""
     (arena,), store = _arenas(slots, 1), _FailingStore(3)
     with persisting(store) as persister:
         _save(slots, [arena], 3)
         assert eventually(lambda: arena.pinned() is None)
-        (line,) = troubles.lines()
+        (line,) = problems.lines()
         assert "step 3 is not stored" in line
         assert "the file system is full" in line
 
         _save(slots, [arena], 6)
         assert eventually(lambda: persister.stored_step == 6)
-        assert eventually(lambda: troubles.lines() == ())
+        assert eventually(lambda: problems.lines() == ())
     assert store.list("run/checkpoints") == ("step-00000006",)
 
 
@@ -293,7 +293,7 @@ class _StaleStore(MemoryStore):
 
 
 def test_whatever_is_wrong_with_old_checkpoints_the_next_one_is_stored(
-    slots: NodeSlots, troubles: Troubles, persisting: Persisting
+    slots: NodeSlots, problems: Problems, persisting: Persisting
 ) -> None:
     """Who stores also deletes, in the same thread: its end would leave a slot pinned for ever."""
     (arena,), store = _arenas(slots, 1), _StaleStore()
@@ -303,7 +303,7 @@ def test_whatever_is_wrong_with_old_checkpoints_the_next_one_is_stored(
             _save(slots, [arena], step)
             assert eventually(partial(_has_stored, persister, step))
             assert eventually(lambda: arena.pinned() is None)
-        assert any("old checkpoints are not deleted" in line for line in troubles.lines())
+        assert any("old checkpoints are not deleted" in line for line in problems.lines())
 
 
 def test_files_of_old_checkpoints_are_written_over(
@@ -355,7 +355,7 @@ def test_flush_stores_what_was_not_due(slots: NodeSlots, persisting: Persisting)
 
 
 def test_every_keeper_that_flushes_knows_of_the_commit(
-    slots: NodeSlots, troubles: Troubles, persisting: Persisting
+    slots: NodeSlots, problems: Problems, persisting: Persisting
 ) -> None:
     """The one that is done first waits for the one that commits."""
     store, other = MemoryStore(), NodeSlots(budget_bytes=1 << 30)
@@ -363,7 +363,7 @@ def test_every_keeper_that_flushes_knows_of_the_commit(
     for rank, arena in enumerate(arenas):
         snapshot(arena, 5, rank=rank, world=2)
     theirs = Persister(
-        other, store, "run", CheckpointSettings(), troubles.note, pauses_s=[0.01] * 2000
+        other, store, "run", CheckpointSettings(), problems.note, pauses_s=[0.01] * 2000
     )
     with ThreadPoolExecutor() as pool, persisting(store) as mine:
         first = pool.submit(theirs.flush, 1, 5)

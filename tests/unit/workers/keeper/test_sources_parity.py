@@ -182,7 +182,7 @@ def _needed(nodes: Sequence[_Node], lost: int) -> dict[int, int]:
     """Return how many bytes of each node's parities bring back what one lost; P comes first."""
     place = nodes[0].place(PARITIES)
     record = read_record(LocalPart(nodes[0].arena(PARITIES), place.held))
-    pieces = record.stripes.pieces(lost, record.lengths[lost])
+    pieces = record.stripes.blocks(lost, record.lengths[lost])
     return {piece.holders[0]: piece.stop - piece.start for piece in pieces}
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from workers.keeper import page_path, ring_path
+from workers.keeper import progress_path, ring_path
 from workers.keeper.watch import SETTLED_S, NodeWatch, clear, dead_workers
 from workers.protocol import WorkerPhase
-from workers.records import ProgressPage, process_state
+from workers.records import ProgressRecord, process_state
 
 WORKER = """
 import signal, sys, os
-from workers.records.progress import ProgressPage
-ProgressPage.create(sys.argv[1], worker="w0001")
+from workers.records.progress import ProgressRecord
+ProgressRecord.create(sys.argv[1], worker="w0001")
 print("ready", flush=True)
 signal.pause()
 """
@@ -34,7 +34,7 @@ def _until(condition: object, *, timeout_s: float = 120.0) -> None:
 
 def test_stopped_worker_is_killed_for_sure(tmp_path: Path) -> None:
     """A stopped process hears nobody's request to go; left alone it wakes when its parent dies."""
-    command = [sys.executable, "-c", WORKER, str(page_path(tmp_path, "w0001"))]
+    command = [sys.executable, "-c", WORKER, str(progress_path(tmp_path, "w0001"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None
         worker.stdout.readline()
@@ -53,8 +53,8 @@ def test_stopped_worker_is_killed_for_sure(tmp_path: Path) -> None:
 
 def test_the_dead_are_reported_on_and_then_forgotten(tmp_path: Path) -> None:
     """A worker that crashes every minute for a week would leave ten thousand pages to look at."""
-    living = ProgressPage.create(page_path(tmp_path, "w0002"), worker="w0002")
-    command = [sys.executable, "-c", WORKER, str(page_path(tmp_path, "w0001"))]
+    living = ProgressRecord.create(progress_path(tmp_path, "w0002"), worker="w0002")
+    command = [sys.executable, "-c", WORKER, str(progress_path(tmp_path, "w0001"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None
         worker.stdout.readline()
@@ -69,7 +69,7 @@ def test_the_dead_are_reported_on_and_then_forgotten(tmp_path: Path) -> None:
     assert _reported(watch) == ["w0001", "w0002"], "its end is worth a report"
 
     left = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
-    assert left == {"w0001.gone": 0, "w0002.page": left["w0002.page"]}
+    assert left == {"w0001.gone": 0, "w0002.progress": left["w0002.progress"]}
     assert dead_workers(tmp_path) == {"w0001"}, "its memory is still to be inherited"
     assert _reported(watch) == ["w0002"]
     assert _reported(patient) == ["w0002"]
@@ -85,7 +85,8 @@ def test_what_a_lost_node_left_goes_with_the_run_and_what_lives_stays(tmp_path: 
     (mine / "w0009.ring").write_bytes(b"")
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(page_path(place, "w0001"))], stdout=subprocess.PIPE
+            [sys.executable, "-c", WORKER, str(progress_path(place, "w0001"))],
+            stdout=subprocess.PIPE,
         )
         for place in (lost, living, listening)
     ]
@@ -103,7 +104,7 @@ def test_what_a_lost_node_left_goes_with_the_run_and_what_lives_stays(tmp_path: 
             clear(mine)
 
             assert sorted(path.name for path in run.iterdir()) == ["door", "living"]
-            assert page_path(living, "w0001").exists()
+            assert progress_path(living, "w0001").exists()
             door.setblocking(False)
             with pytest.raises(BlockingIOError):
                 door.accept()
@@ -117,11 +118,11 @@ def test_what_a_lost_node_left_goes_with_the_run_and_what_lives_stays(tmp_path: 
 
 def test_page_of_an_older_process_kills_nobody(tmp_path: Path) -> None:
     """Pids are used again: the start time on the page tells whether it is still the same one."""
-    page = ProgressPage.create(page_path(tmp_path, "w0001"), worker="w0001")
-    data = bytearray(page_path(tmp_path, "w0001").read_bytes())
+    page = ProgressRecord.create(progress_path(tmp_path, "w0001"), worker="w0001")
+    data = bytearray(progress_path(tmp_path, "w0001").read_bytes())
     data[24:32] = (1).to_bytes(8, "little")  # the start time in the page's header
     page.close()
-    page_path(tmp_path, "w0001").write_bytes(data)
+    progress_path(tmp_path, "w0001").write_bytes(data)
     watch = NodeWatch(node="a", directory=tmp_path)
     watch.look()
 
@@ -132,7 +133,7 @@ def test_page_of_an_older_process_kills_nobody(tmp_path: Path) -> None:
 
 def test_only_milestones_are_news(tmp_path: Path) -> None:
     """A report per step would cost a fast run more than its heartbeat is worth."""
-    page = ProgressPage.create(page_path(tmp_path, "w0001"), worker="w0001")
+    page = ProgressRecord.create(progress_path(tmp_path, "w0001"), worker="w0001")
     watch = NodeWatch(node="a", directory=tmp_path)
 
     appeared = watch.look()
@@ -153,18 +154,18 @@ def test_directory_is_listed_until_its_time_is_past_and_then_when_that_changes(
     tmp_path: Path,
 ) -> None:
     """Two workers may come within one tick of the clock that dates the directory."""
-    first = ProgressPage.create(page_path(tmp_path, "w0001"), worker="w0001")
+    first = ProgressRecord.create(progress_path(tmp_path, "w0001"), worker="w0001")
     changed_ns = tmp_path.stat().st_mtime_ns
     watch = NodeWatch(node="a", directory=tmp_path)
     assert _reported(watch) == ["w0001"]
 
-    second = ProgressPage.create(page_path(tmp_path, "w0002"), worker="w0002")
+    second = ProgressRecord.create(progress_path(tmp_path, "w0002"), worker="w0002")
     os.utime(tmp_path, ns=(changed_ns, changed_ns))
     assert _reported(watch) == ["w0001", "w0002"]
 
     time.sleep(SETTLED_S)  # the tick is over: from here on nothing can come at that time
     assert _reported(watch) == ["w0001", "w0002"]
-    third = ProgressPage.create(page_path(tmp_path, "w0003"), worker="w0003")
+    third = ProgressRecord.create(progress_path(tmp_path, "w0003"), worker="w0003")
     os.utime(tmp_path, ns=(changed_ns, changed_ns))
     assert _reported(watch) == ["w0001", "w0002"], "it was listed for nothing"
 

@@ -217,7 +217,7 @@ def test_a_restarted_keeper_is_handed_what_the_trainers_hold(tmp_path: Path) -> 
     lease = Lease(path)
     assert lease.ensure("w0001.0", mine)
     _write(mine, 5, b"kept")
-    mine.attend(True)
+    mine.set_followed(True)
     first.close()
     second_shelf = NodeSlots(budget_bytes=1 << 20)
     second = DescriptorServer(path, second_shelf)
@@ -226,7 +226,7 @@ def test_a_restarted_keeper_is_handed_what_the_trainers_hold(tmp_path: Path) -> 
 
     (held,) = second_shelf.versions()["w0001.0"]
     assert held.step == 5
-    assert not mine.attended(), "who copied it was connected to the keeper before"
+    assert not mine.is_followed(), "who copied it was connected to the keeper before"
     second.close()
     mine.close()
 
@@ -433,7 +433,7 @@ def test_who_takes_a_dead_workers_place_goes_on_in_its_memory() -> None:
     held = _left(slots, "w0001.1", 5)
     before = slots.arena("w0001.1")
     assert before is not None
-    before.attend(True)
+    before.set_followed(True)
     with pytest.raises(ArenaError, match=r"w0002\.1 need"):
         slots.reserve("w0002.1", body_bytes=8000)
     dead.add("w0001")
@@ -442,7 +442,7 @@ def test_who_takes_a_dead_workers_place_goes_on_in_its_memory() -> None:
     assert arena is before
     assert arena.versions() == [held]
     assert arena.choose(()) != held.slot
-    assert not arena.attended()
+    assert not arena.is_followed()
     assert slots.versions() == {"w0002.1": [held]}
     assert slots.find("w0001.1") is arena
     assert slots.arena("w0001.1") is None

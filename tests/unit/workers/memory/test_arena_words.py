@@ -71,16 +71,16 @@ def test_nobody_waits_for_a_copy_that_nobody_makes(arena: Arena) -> None:
     """Without a peer there is nothing to be behind of."""
     _write(arena, 1)
     assert not arena.copy_behind()
-    arena.attend(True)
-    assert arena.attended()
+    arena.set_followed(True)
+    assert arena.is_followed()
     assert arena.copy_behind()
-    arena.attend(False)
+    arena.set_followed(False)
     assert not arena.copy_behind()
 
 
 def test_a_copy_is_behind_until_it_has_the_newest_version(arena: Arena) -> None:
     """Also when the newest one came into the same slot as what was copied before."""
-    arena.attend(True)
+    arena.set_followed(True)
     assert not arena.copy_behind()
     copied: list[Held] = []
     for step in range(1, 7):

@@ -14,18 +14,18 @@ import pytest
 
 from tests.support.ranks import until
 from workers.protocol import WorkerPhase
-from workers.records import ProgressPage, RecordRing, process_state, read_page
+from workers.records import ProgressRecord, RecordRing, process_state, read_progress
 from workers.records.progress import observe
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "w0.page"
+    return tmp_path / "w0.progress"
 
 
 def test_what_is_stored_is_read(path: Path) -> None:
     """Each store keeps what the others have stored."""
-    page = ProgressPage.create(path, worker="w0007")
+    page = ProgressRecord.create(path, worker="w0007")
     page.assign(4, 2)
     page.enter(WorkerPhase.BACKWARD)
     page.completed(12, 0.25, 3.5)
@@ -34,7 +34,7 @@ def test_what_is_stored_is_read(path: Path) -> None:
     page.moved(28)
     page.close()
 
-    view = read_page(path)
+    view = read_progress(path)
 
     assert view is not None
     assert (view.worker, view.pid, view.attempt, view.rank) == ("w0007", os.getpid(), 4, 2)
@@ -45,12 +45,12 @@ def test_what_is_stored_is_read(path: Path) -> None:
 
 def test_a_new_attempt_starts_without_a_step_time(path: Path) -> None:
     """The first step of an attempt is slow; judged by the last attempt's it would look hung."""
-    page = ProgressPage.create(path, worker="w0")
+    page = ProgressRecord.create(path, worker="w0")
     page.completed(12, 0.25, 3.5)
     page.assign(5, 0)
     page.close()
 
-    view = read_page(path)
+    view = read_progress(path)
 
     assert view is not None
     assert (view.step, view.step_s, math.isnan(view.loss)) == (12, 0.0, True)
@@ -58,12 +58,12 @@ def test_a_new_attempt_starts_without_a_step_time(path: Path) -> None:
 
 def test_the_beat_goes_on_while_the_training_thread_does_nothing(path: Path) -> None:
     """It is what tells a stuck process from a stopped one."""
-    page = ProgressPage.create(path, worker="w0")
-    first = read_page(path)
+    page = ProgressRecord.create(path, worker="w0")
+    first = read_progress(path)
     assert first is not None
 
     def has_beaten() -> bool:
-        view = read_page(path)
+        view = read_progress(path)
         return view is not None and view.beat_ns > first.beat_ns
 
     until(has_beaten, "a beat")
@@ -72,18 +72,18 @@ def test_the_beat_goes_on_while_the_training_thread_does_nothing(path: Path) -> 
 
 def test_no_page_and_a_foreign_page_read_as_none(path: Path) -> None:
     """A keeper lists a directory in which anything may lie."""
-    assert read_page(path) is None
+    assert read_progress(path) is None
     path.write_bytes(b"short")
-    assert read_page(path) is None
+    assert read_progress(path) is None
     path.write_bytes(os.urandom(4096))
-    assert read_page(path) is None
+    assert read_progress(path) is None
 
 
 CHILD = """
 import sys, time
-from workers.records.progress import ProgressPage
+from workers.records.progress import ProgressRecord
 from workers.protocol import WorkerPhase
-page = ProgressPage.create(sys.argv[1], worker="w0")
+page = ProgressRecord.create(sys.argv[1], worker="w0")
 page.assign(3, 1)
 page.enter(WorkerPhase.FORWARD)
 time.sleep(600)
@@ -114,8 +114,8 @@ def test_a_stopped_and_a_dead_process_are_still_read(path: Path, tmp_path: Path)
 
 STARVED = """
 import sys, threading, time
-from workers.records.progress import ProgressPage
-ProgressPage.create(sys.argv[1], worker="w0").close()
+from workers.records.progress import ProgressRecord
+ProgressRecord.create(sys.argv[1], worker="w0").close()
 def spin():
     while True:
         pass
@@ -149,7 +149,7 @@ def test_a_process_that_only_waits_for_a_processor_is_seen_to_run(path: Path) ->
 
 def test_another_process_of_the_same_pid_is_not_taken_for_the_worker(path: Path) -> None:
     """Process ids come round; on a busy node within hours."""
-    ProgressPage.create(path, worker="w0").close()
+    ProgressRecord.create(path, worker="w0").close()
     _, started_ticks = process_state(os.getpid())
     page = bytearray(path.read_bytes())
     page[24:32] = (started_ticks + 1).to_bytes(8, "little")
@@ -160,7 +160,7 @@ def test_another_process_of_the_same_pid_is_not_taken_for_the_worker(path: Path)
 
 def test_a_ring_of_another_attempt_is_left_out(path: Path, tmp_path: Path) -> None:
     """Between two attempts the page is already new and the ring still old."""
-    page = ProgressPage.create(path, worker="w0")
+    page = ProgressRecord.create(path, worker="w0")
     page.assign(4, 0)
     page.close()
     ring_path = tmp_path / "w0.ring"

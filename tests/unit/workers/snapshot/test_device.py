@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.support.simulated_device import WAIT_S_MAX, SimulatedDevice
 from workers.memory import PATIENCE_S, Credits
 from workers.snapshot import device as device_module
-from workers.snapshot.device import IN_FLIGHT_MAX, DeviceCopy, Piece, cut
+from workers.snapshot.device import IN_FLIGHT_MAX, DeviceCopy, TensorRange, into_buckets
 
 BLOCK_BYTES = 64
 BUCKET_BYTES = 256
@@ -72,7 +72,7 @@ def test_buckets_have_every_byte_once_in_order_and_cut_at_blocks(
 ) -> None:
     """A block that two buckets shared would be checksummed before all of it is there."""
     bucket_bytes = blocks_each * BLOCK_BYTES
-    buckets = cut(sizes, bucket_bytes=bucket_bytes, block_bytes=BLOCK_BYTES)
+    buckets = into_buckets(sizes, bucket_bytes=bucket_bytes, block_bytes=BLOCK_BYTES)
     pieces = [piece for bucket in buckets for piece in bucket]
     assert all(sum(p.high - p.low for p in bucket) <= bucket_bytes for bucket in buckets)
     assert all(bucket for bucket in buckets)
@@ -87,8 +87,8 @@ def test_buckets_have_every_byte_once_in_order_and_cut_at_blocks(
 
 def test_small_tensors_share_a_bucket() -> None:
     """A bucket for each would ask the device as often as there are tensors."""
-    assert cut([64, 10, 100], bucket_bytes=256, block_bytes=64) == [
-        (Piece(0, 0, 64), Piece(1, 0, 10), Piece(2, 0, 100))
+    assert into_buckets([64, 10, 100], bucket_bytes=256, block_bytes=64) == [
+        (TensorRange(0, 0, 64), TensorRange(1, 0, 10), TensorRange(2, 0, 100))
     ]
 
 

@@ -15,7 +15,7 @@ from tests.support.snapshot_rank import Node, Rank, captured, loaded, state
 from tests.support.snapshots import eventually
 from workers.memory import Credits
 from workers.protocol import Held
-from workers.snapshot import Footing, device, writing
+from workers.snapshot import Fallback, device, writing
 from workers.snapshot import final as farewell
 from workers.snapshot import slot_layout as form
 from workers.snapshot.final import is_quick
@@ -26,7 +26,7 @@ from workers.state import StateEntry
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let whoever leaves have the time that it takes on a busy machine."""
-    monkeypatch.setattr(writing, "FAREWELL_S_MAX", 60.0)
+    monkeypatch.setattr(writing, "FINAL_S_MAX", 60.0)
     monkeypatch.setattr(farewell, "_EXPECTED_S_MAX", 60.0)
 
 
@@ -37,19 +37,19 @@ def held(slot: int, step: int, *, attempt: int = 2) -> Held:
     )  # fmt: skip
 
 
-def agreed(footing: Footing, *, behind: bool = False, without_memory: bool = False) -> None:
-    footing.agree(is_behind=behind, is_without_memory=without_memory)
+def agreed(fallback: Fallback, *, behind: bool = False, without_memory: bool = False) -> None:
+    fallback.agree(is_behind=behind, is_without_memory=without_memory)
 
 
 def test_what_all_ranks_have_and_what_is_newer_is_spared() -> None:
     """Whether the newest is complete on other ranks, the rank that leaves cannot know."""
     slots = [held(0, 7), held(1, 5), held(2, 6)]
     for num_agreed, expected in ((0, None), (1, None), (2, 1), (3, 1)):
-        footing = Footing(2, (1, 4))
+        fallback = Fallback(2, (1, 4))
         for number, step in enumerate((5, 6, 7)):
-            footing.take(step)
-            agreed(footing, behind=number >= num_agreed)
-        assert footing.slot(slots, pinned=None, lineage=((1, 0), (2, 4))) == expected
+            fallback.take(step)
+            agreed(fallback, behind=number >= num_agreed)
+        assert fallback.slot(slots, pinned=None, lineage=((1, 0), (2, 4))) == expected
 
 
 @pytest.mark.parametrize("pinned", [0, 1, 2, None])
@@ -58,13 +58,13 @@ def test_of_all_that_counts_the_newest_common_version_is_left(pinned: int | None
     for order in itertools.permutations(range(3)):
         slots = [held(slot, 5 + place) for place, slot in enumerate(order)]
         slots.sort(key=lambda one: one.slot)
-        footing = Footing(2, (1, 4))
+        fallback = Fallback(2, (1, 4))
         for step in (5, 6):
-            footing.take(step)
-            agreed(footing)
-        footing.take(7)
-        agreed(footing, behind=True)
-        chosen = footing.slot(slots, pinned=pinned, lineage=((1, 0), (2, 4)))
+            fallback.take(step)
+            agreed(fallback)
+        fallback.take(7)
+        agreed(fallback, behind=True)
+        chosen = fallback.slot(slots, pinned=pinned, lineage=((1, 0), (2, 4)))
         assert chosen is None or (chosen != pinned and slots[chosen].step == 5)
         assert (chosen is None) == (pinned == order[0])
 
@@ -72,34 +72,34 @@ def test_of_all_that_counts_the_newest_common_version_is_left(pinned: int | None
 def test_none_comes_behind_a_first_one_that_is_perhaps_not_complete() -> None:
     """Of two versions of an attempt a keeper takes the first for complete, and reaps by it."""
     slots = [held(0, 4, attempt=1), held(1, 5), None]
-    footing = Footing(2, (1, 4))
-    footing.take(5)
-    agreed(footing, behind=True)
-    assert footing.slot(slots, pinned=None, lineage=((1, 0), (2, 4))) is None
-    agreed(footing)
-    assert footing.slot(slots, pinned=None, lineage=((1, 0), (2, 4))) == 2
+    fallback = Fallback(2, (1, 4))
+    fallback.take(5)
+    agreed(fallback, behind=True)
+    assert fallback.slot(slots, pinned=None, lineage=((1, 0), (2, 4))) is None
+    agreed(fallback)
+    assert fallback.slot(slots, pinned=None, lineage=((1, 0), (2, 4))) == 2
 
 
 def test_what_a_rank_perhaps_failed_to_complete_is_never_taken_for_safe() -> None:
     """It has memory again two steps later, and says so; that it skipped a version it does not."""
     slots = [held(0, 5), held(1, 6), held(2, 4, attempt=1)]
-    footing = Footing(2, (1, 4))
+    fallback = Fallback(2, (1, 4))
     for step in (5, 6):
-        footing.take(step)
-    agreed(footing, without_memory=True)
-    agreed(footing)
+        fallback.take(step)
+    agreed(fallback, without_memory=True)
+    agreed(fallback)
 
-    assert footing.slot(slots, pinned=None, lineage=((1, 0), (2, 4))) is None
+    assert fallback.slot(slots, pinned=None, lineage=((1, 0), (2, 4))) is None
 
 
 def test_before_its_first_snapshot_an_attempt_has_what_it_began_with() -> None:
     """That is the only version there is, perhaps; what it did not resume from is no loss."""
     slots = [held(0, 4, attempt=1), held(1, 9, attempt=1), held(2, 3, attempt=1)]
-    footing = Footing(2, (1, 4))
+    fallback = Fallback(2, (1, 4))
 
-    assert footing.slot(slots, pinned=None, lineage=((1, 0), (2, 4))) == 1
-    assert footing.slot(slots, pinned=1, lineage=((1, 0), (2, 4))) == 2
-    assert Footing(1, (0, 0)).slot(
+    assert fallback.slot(slots, pinned=None, lineage=((1, 0), (2, 4))) == 1
+    assert fallback.slot(slots, pinned=1, lineage=((1, 0), (2, 4))) == 2
+    assert Fallback(1, (0, 0)).slot(
         [held(0, 1, attempt=1), None, None], pinned=None, lineage=()
     ) in (
         1,
@@ -119,15 +119,15 @@ def test_a_snapshot_that_takes_long_is_not_begun() -> None:
 def test_a_fenced_rank_leaves_its_state(rank: Rank, node: Node) -> None:
     """Whatever else it does after a fence is refused; until it has left, this is not."""
     entries = state()
-    footing = Footing(1, (0, 0))
+    fallback = Fallback(1, (0, 0))
     assert rank.ready(entries)
     assert rank.take(5, entries)
     assert rank.writer.wait(5)
-    footing.take(5)
-    agreed(footing)
+    fallback.take(5)
+    agreed(fallback)
     rank.fenced.set()
 
-    assert rank.writer.farewell(captured(8, entries), footing)
+    assert rank.writer.take_final(captured(8, entries), fallback)
     assert node.steps() == [5, 8]
     found = loaded(node.arena(), entries)
     by_name = {(one.fqn, one.slot): one.tensor for one in entries}
@@ -146,9 +146,9 @@ def test_a_snapshot_that_the_fence_met_under_way_is_completed(rank: Rank, node: 
     assert not rank.writer.wait(5)
     assert node.steps() == []
 
-    assert rank.writer.farewell(captured(5, entries), Footing(1, (0, 0)))
+    assert rank.writer.take_final(captured(5, entries), Fallback(1, (0, 0)))
     assert node.steps() == [5]
-    assert rank.writer.farewell(captured(5, entries), Footing(1, (0, 0)))
+    assert rank.writer.take_final(captured(5, entries), Fallback(1, (0, 0)))
 
 
 @pytest.mark.usefixtures("patient")
@@ -158,12 +158,12 @@ def test_what_came_off_a_device_before_the_fence_is_completed(
 ) -> None:
     """Its weights may have changed since; what is completed is the copy, with its checksums."""
     monkeypatch.setattr(device, "BUCKET_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(form.Form, "copy", lambda *_: None)
+    monkeypatch.setattr(form.SlotLayout, "copy", lambda *_: None)
     entries = state(num_rows=40_000)
     assert rank.ready(entries)
     before = {(one.fqn, one.slot): one.tensor.clone() for one in entries}
     simulated = SimulatedDevice(seed)
-    rank.writer._copy._lane = simulated
+    rank.writer._copy._stream = simulated
     rank.may_tell.clear()
     assert rank.take(5, entries)
     rank.writer.hold_update()
@@ -172,7 +172,7 @@ def test_what_came_off_a_device_before_the_fence_is_completed(
     rank.may_tell.set()
     assert not rank.writer.wait(5)
 
-    assert rank.writer.farewell(captured(5, entries), Footing(1, (0, 0)))
+    assert rank.writer.take_final(captured(5, entries), Fallback(1, (0, 0)))
     held = loaded(node.arena(), entries)
     assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())
     simulated.end()
@@ -198,9 +198,9 @@ def waiting(
     for module in (device, writing):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(device, "BUCKET_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(form.Form, "copy", lambda *_: None)
+    monkeypatch.setattr(form.SlotLayout, "copy", lambda *_: None)
     assert rank.ready(entries)
-    rank.writer._copy._lane = simulated
+    rank.writer._copy._stream = simulated
     rank.writer.hold_update()
     for _ in range(10):
         rank.writer.passed(ends=False)
@@ -219,13 +219,13 @@ def test_a_rank_leaves_its_state_however_long_the_last_one_waited_for_passes(
     rank: Rank, node: Node, waiting: tuple[_Clock, list[StateEntry]]
 ) -> None:
     """Half a step, which may be seconds, it kept to passes; who leaves waits for none."""
-    (clock, entries), footing = waiting, Footing(1, (0, 0))
+    (clock, entries), fallback = waiting, Fallback(1, (0, 0))
     clock.ahead_s += 600
     assert rank.writer.wait(5)
-    footing.take(5)
-    agreed(footing)
+    fallback.take(5)
+    agreed(fallback)
 
-    assert rank.writer.farewell(captured(8, entries), footing)
+    assert rank.writer.take_final(captured(8, entries), fallback)
     assert node.steps() == [5, 8]
 
 
@@ -238,12 +238,12 @@ def test_who_leaves_without_a_farewell_waits_for_no_passes(rank: Rank, node: Nod
 
 def test_what_is_late_is_refused(rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank has said that it left; the next attempt may have begun from an older version."""
-    monkeypatch.setattr(writing, "FAREWELL_S_MAX", 0.05)
+    monkeypatch.setattr(writing, "FINAL_S_MAX", 0.05)
     entries = state()
     assert rank.ready(entries)
     rank.may_tell.clear()
     rank.fenced.set()
-    assert not rank.writer.farewell(captured(8, entries), Footing(1, (0, 0)))
+    assert not rank.writer.take_final(captured(8, entries), Fallback(1, (0, 0)))
     rank.may_tell.set()
 
     assert rank.writer.close()
@@ -252,5 +252,5 @@ def test_what_is_late_is_refused(rank: Rank, node: Node, monkeypatch: pytest.Mon
 
 def test_without_memory_there_is_no_farewell(rank: Rank, node: Node) -> None:
     """It would have to be got first, from a keeper that may not be there."""
-    assert not rank.writer.farewell(captured(8, state()), Footing(1, (0, 0)))
+    assert not rank.writer.take_final(captured(8, state()), Fallback(1, (0, 0)))
     assert node.slots.arenas() == {}

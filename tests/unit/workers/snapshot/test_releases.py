@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.pipeline_times import Span, Stage, one_forward_one_backward
-from workers.snapshot.releases import SPREAD, shares
+from workers.snapshot.releases import SPREAD, bucket_releases
 
 #: Of which a forward pass takes a second.
 BUCKET_S = 0.05
@@ -27,7 +27,7 @@ def test_shares_grow_to_all_and_take_no_more_of_a_gap_than_fits(
     num_buckets: int, gaps_s: list[float], bucket_s: float
 ) -> None:
     """All have left by the half of a step, but for what waits for a gap after it."""
-    found = shares(num_buckets, gaps_s, bucket_s)
+    found = bucket_releases(num_buckets, gaps_s, bucket_s)
     assert len(found) == len(gaps_s)
     assert sorted(found) == found
     assert found[0] >= 0
@@ -44,7 +44,7 @@ def test_shares_grow_to_all_and_take_no_more_of_a_gap_than_fits(
 
 def test_without_gaps_buckets_leave_evenly_over_the_half_of_a_step() -> None:
     """Of what a device waits there is nothing to take where a model is not cut into stages."""
-    assert shares(6, [0.0] * 8, 0.5) == [0, 2, 3, 5, 6, 6, 6, 6]
+    assert bucket_releases(6, [0.0] * 8, 0.5) == [0, 2, 3, 5, 6, 6, 6, 6]
 
 
 def _gaps(stage: Stage) -> list[float]:
@@ -57,7 +57,9 @@ def _gaps(stage: Stage) -> list[float]:
 def _copies(stage: Stage, num_buckets: int, gaps_s: list[float]) -> list[Span]:
     """Return when buckets leave, one after the other."""
     copies: list[Span] = []
-    for (at_s, _), share in zip(stage.marks, shares(num_buckets, gaps_s, BUCKET_S), strict=False):
+    for (at_s, _), share in zip(
+        stage.marks, bucket_releases(num_buckets, gaps_s, BUCKET_S), strict=False
+    ):
         while len(copies) < share:
             low_s = max(at_s, copies[-1].high_s if copies else 0.0)
             copies.append(Span(low_s, low_s + BUCKET_S))

@@ -63,7 +63,7 @@ class _Replica:
     group: tuple[int, ...]
     node: Node
     turned: bool = False
-    troubles: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.wire = WireServer(self.node.slots, host="127.0.0.1", secret=SECRET)
@@ -136,10 +136,10 @@ def _protect(replicas: Sequence[_Replica], stack: ExitStack) -> None:
             for rank in own.group
         )
         group = ParityGroup(attempt=1, num_parities=1, places=places, over_replicas=True)
-        mirror = ParityMirror(own.node.slots, group, own.troubles.append)
+        mirror = ParityMirror(own.node.slots, group, own.problems.append)
         stack.callback(mirror.stop)
     arenas = [one.arena(parity=False) for one in replicas]
-    assert eventually(lambda: all(map(Arena.attended, arenas)))
+    assert eventually(lambda: all(map(Arena.is_followed, arenas)))
 
 
 def _is_protected(replicas: Sequence[_Replica]) -> bool:
@@ -238,7 +238,7 @@ def test_what_any_replica_saved_comes_back_to_the_bit_from_the_others(
                 window = bytearray(size_bytes - low - 5)
                 part.fill(low, [memoryview(window)[:2], memoryview(window)[2:]])
                 assert window == _whole(expected)[low : size_bytes - 5]
-        assert not any(one.troubles for one in replicas)
+        assert not any(one.problems for one in replicas)
 
 
 def test_a_damaged_share_gives_way_to_the_parities_of_the_others(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_memory_that_is_refused_for_a_parity_costs_no_snapshot_and_holds_nobody_
 ) -> None:
     """The own one is worth as much as before; the parity follows once there is room."""
     monkeypatch.setattr(replica_parity, "_REFUSED_S", 0.0)
-    monkeypatch.setattr(following, "_TROUBLE_S", 0.0)
+    monkeypatch.setattr(following, "_PROBLEM_S", 0.0)
     monkeypatch.setattr(following, "_PAUSE_S_MAX", 0.05)
     with ExitStack() as stack:
         replicas = _replicas(3, tmp_path, stack, budgets=(64 << 20, 64 << 20, 300 << 10))
@@ -305,7 +305,7 @@ def test_memory_that_is_refused_for_a_parity_costs_no_snapshot_and_holds_nobody_
             one.take(1)
         poor = replicas[2]
         assert not poor.writer.wait_copied(1, until_s=0.0)
-        assert eventually(lambda: any("no parity of step 1" in line for line in poor.troubles))
+        assert eventually(lambda: any("no parity of step 1" in line for line in poor.problems))
         assert eventually(lambda: not replicas[0].arena(parity=False).copy_behind())
 
         poor.node.slots._budget_bytes = 64 << 20

@@ -1,4 +1,4 @@
-"""Snapshots of one rank: what is captured is what is held, and trouble is never a failure."""
+"""Snapshots of one rank: what is captured is what is held, and problem is never a failure."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def test_a_restarted_keeper_is_told_though_a_dead_peer_holds_all_snapshots_back(
     assert rank.ready(entries)
     assert rank.take(1, entries)
     assert rank.writer.wait(1)
-    node.arena().attend(True)
+    node.arena().set_followed(True)
     assert rank.writer.is_behind()
     node.restart()
 
@@ -402,10 +402,10 @@ def test_what_could_not_be_copied_off_a_device_is_not_held(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device has no memory for it; the state is stored by other ways, and training goes on."""
-    monkeypatch.setattr(form.Form, "copy", lambda *_: None)
+    monkeypatch.setattr(form.SlotLayout, "copy", lambda *_: None)
     entries, simulated = state(), SimulatedDevice(0)
     assert rank.ready(entries)
-    rank.writer._copy._lane = simulated
+    rank.writer._copy._stream = simulated
     simulated.fails_at = 1
     assert rank.take(1, entries)
     assert rank.writer.held() is None

@@ -15,7 +15,7 @@ from torch.nn import functional
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers.protocol import Assignment, Completed, Outcome, Raised, SaveCosts
-from workers.records import ProgressPage
+from workers.records import ProgressRecord
 from workers.settings import CheckpointSettings, Settings, TrainSettings
 from workers.train import Session, run_attempt
 from workers.train.loop import WorkerContext
@@ -33,7 +33,7 @@ class Attempts:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._page = ProgressPage.create(directory / "page", worker="w0001")
+        self._page = ProgressRecord.create(directory / "page", worker="w0001")
         self._number = 0
         self.costs: list[Callable[[], SaveCosts]] = []
 

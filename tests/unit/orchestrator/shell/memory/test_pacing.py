@@ -74,7 +74,7 @@ def test_snapshots_that_are_skipped_cost_nothing() -> None:
 
     assert document["snapshot_taken_steps"] == 5
     assert document["cost_share"] == pytest.approx(0.01)
-    assert document["troubles"] == []
+    assert document["problems"] == []
     assert registry.get_sample_value("run_save_cost_ratio") == pytest.approx(0.01)
 
 

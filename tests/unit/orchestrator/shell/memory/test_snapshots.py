@@ -269,7 +269,7 @@ def test_racks_that_nodes_share_are_told_as_trouble() -> None:
             for view, rack in zip(made._nodes.views.values(), racks, strict=True):
                 view.rack = rack
             made.order(len(told) + 1, LINEAGE, ["aa", "bb"], begins=True)
-            told.append(made.troubles())
+            told.append(made.problems())
         return told
 
     apart, (shared,) = with_keepers(MemoryStore(), act)
@@ -283,7 +283,7 @@ def test_a_node_without_the_label_that_names_racks_is_told_as_trouble() -> None:
     async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
         made._nodes.rack_label = "rack"
         made._nodes.views["aa"].rack = "r"
-        return made.troubles()
+        return made.problems()
 
     (told,) = with_keepers(MemoryStore(), act)
     assert "'rack' of node bb:" in told

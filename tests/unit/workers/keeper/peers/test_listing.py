@@ -49,7 +49,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "_POLL_S_MAX", LONG_S)
     monkeypatch.setattr(wire, "STALL_S", 2 * LONG_S)
     monkeypatch.setattr(wire, "_FOLLOW_STALL_S", 2 * LONG_S)
-    monkeypatch.setattr(arena_module, "_ATTENDED_NS", int(2e9 * LONG_S))
+    monkeypatch.setattr(arena_module, "_FOLLOWED_NS", int(2e9 * LONG_S))
 
 
 @pytest.mark.usefixtures("patient")
@@ -61,7 +61,7 @@ def test_a_listing_waits_for_news(slots: NodeSlots, arena: Arena, client: WireCl
     assert time.monotonic() - begun_s > 0.35, "it answered without news"
 
     def finish() -> None:
-        assert eventually(arena.attended)
+        assert eventually(arena.is_followed)
         _write(arena, 2)
         slots.tell()
 
@@ -131,17 +131,17 @@ def test_ranks_wait_only_for_whoever_is_there(
     server: WireServer, arena: Arena, client: WireClient
 ) -> None:
     """A peer that died while it copied must not keep the ranks from their snapshots for ever."""
-    assert not arena.attended()
+    assert not arena.is_followed()
     client.list_arenas(after=-1, timeout_s=0.0)
-    assert arena.attended()
+    assert arena.is_followed()
 
     other = WireClient(server.address, secret=SECRET)
     other.list_arenas(after=-1, timeout_s=0.0)
     client.close()
     other.list_arenas(after=-1, timeout_s=0.0)
-    assert arena.attended(), "one of two is still there"
+    assert arena.is_followed(), "one of two is still there"
     other.close()
-    assert eventually(lambda: not arena.attended())
+    assert eventually(lambda: not arena.is_followed())
 
 
 def test_ranks_do_not_wait_for_whoever_has_no_memory_for_them(
@@ -149,9 +149,9 @@ def test_ranks_do_not_wait_for_whoever_has_no_memory_for_them(
 ) -> None:
     """It would never come to have their versions: they would take no snapshot any more."""
     client.list_arenas(after=-1, timeout_s=0.0)
-    assert arena.attended()
+    assert arena.is_followed()
     client.list_arenas(after=-1, timeout_s=0.0, without=["w0001"])
-    assert not arena.attended()
+    assert not arena.is_followed()
 
 
 def test_what_was_copied_is_noted_and_never_taken_back(arena: Arena, client: WireClient) -> None:
@@ -180,10 +180,10 @@ def test_what_was_copied_is_noted_though_the_connection_broke_meanwhile(
     (held,) = arena.versions()
     for connection in list(server._open):
         connection.shutdown(socket.SHUT_RDWR)
-    assert eventually(lambda: not arena.attended())
+    assert eventually(lambda: not arena.is_followed())
     client.read("w0001", held, 0, [memoryview(bytearray(8))])
     client.list_arenas(after=-1, timeout_s=0.0, copied={"w0001": held})
-    assert arena.attended()
+    assert arena.is_followed()
     assert not arena.copy_behind()
 
 
@@ -201,7 +201,7 @@ def test_ranks_wait_for_all_who_copy_them(
     assert arena.copy_behind(), "one has got it, and one that does not follow"
     others[0].close()
     assert eventually(lambda: not arena.copy_behind())
-    assert arena.attended()
+    assert arena.is_followed()
     others[1].close()
 
 
@@ -210,13 +210,13 @@ def test_a_follower_that_stops_asking_is_left_alone(
 ) -> None:
     """Its machine may be gone without a word, or its process stopped."""
     monkeypatch.setattr(wire, "_FOLLOW_STALL_S", LONG_S)
-    monkeypatch.setattr(arena_module, "_ATTENDED_NS", int(1e9 * LONG_S))
+    monkeypatch.setattr(arena_module, "_FOLLOWED_NS", int(1e9 * LONG_S))
     client.list_arenas(after=-1, timeout_s=0.0)
-    assert arena.attended()
+    assert arena.is_followed()
     client.list_arenas(after=-1, timeout_s=0.0, without=["w0001"])
     monkeypatch.setattr(wire, "_FOLLOW_STALL_S", 0.2)
     client.list_arenas(after=-1, timeout_s=0.0)
-    assert eventually(lambda: not arena.attended(), within_s=LONG_S / 2)
+    assert eventually(lambda: not arena.is_followed(), within_s=LONG_S / 2)
 
 
 @pytest.mark.usefixtures("patient")
@@ -230,5 +230,5 @@ def test_nothing_is_waited_for_once_it_is_broken_off(arena: Arena, client: WireC
         failing()
     with pytest.raises(StorageError, match="nothing is asked for any more"):
         failing()
-    assert eventually(lambda: not arena.attended(), within_s=LONG_S / 2)
+    assert eventually(lambda: not arena.is_followed(), within_s=LONG_S / 2)
     assert time.monotonic() - begun_s < LONG_S

@@ -103,7 +103,7 @@ def server(theirs: NodeSlots) -> Iterator[WireServer]:
 
 
 @pytest.fixture
-def troubles() -> list[str]:
+def problems() -> list[str]:
     return []
 
 
@@ -113,8 +113,8 @@ def _peer(server: WireServer) -> Peer:
 
 
 @pytest.fixture
-def mirrors(ours: NodeSlots, troubles: list[str]) -> Iterator[Mirrors]:
-    mirrors = Mirrors(ours, troubles.append)
+def mirrors(ours: NodeSlots, problems: list[str]) -> Iterator[Mirrors]:
+    mirrors = Mirrors(ours, problems.append)
     yield mirrors
     mirrors.stop()
 
@@ -151,7 +151,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "_POLL_S_MAX", LONG_S)
     monkeypatch.setattr(wire, "STALL_S", 2 * LONG_S)
     monkeypatch.setattr(wire, "_FOLLOW_STALL_S", 2 * LONG_S)
-    monkeypatch.setattr(arena_module, "_ATTENDED_NS", int(2e9 * LONG_S))
+    monkeypatch.setattr(arena_module, "_FOLLOWED_NS", int(2e9 * LONG_S))
 
 
 @pytest.mark.usefixtures("patient")
@@ -160,7 +160,7 @@ def test_every_version_is_copied_soon_and_the_ranks_are_told(
 ) -> None:
     """A poll once in a while would do for the copies, and cost the ranks all snapshots between."""
     mirrors.follow([_peer(server)])
-    assert eventually(source.attended)
+    assert eventually(source.is_followed)
     begun_s = time.monotonic()
     for step in range(1, 21):
         _write(theirs, step)
@@ -196,7 +196,7 @@ def test_versions_that_are_dead_are_not_copied_and_not_waited_for(
     mirrors.follow([_peer(server)])
 
     assert eventually(lambda: _copies(ours) == [(1, 8)])
-    assert eventually(lambda: source.attended() and not source.copy_behind())
+    assert eventually(lambda: source.is_followed() and not source.copy_behind())
 
 
 @pytest.mark.parametrize(
@@ -246,21 +246,21 @@ def test_what_a_dead_peer_wrote_is_served_from_here(
 
 
 def test_a_peer_that_comes_back_elsewhere_is_followed_into_the_same_copies(
-    theirs: NodeSlots, ours: NodeSlots, server: WireServer, mirrors: Mirrors, troubles: list[str]
+    theirs: NodeSlots, ours: NodeSlots, server: WireServer, mirrors: Mirrors, problems: list[str]
 ) -> None:
     """Its keeper was restarted: another port, another secret, the ranks' memory as before."""
     mirrors.follow([_peer(server)])
     _write(theirs, 1)
     assert eventually(lambda: _copies(ours) == [(1, 1)])
     server.close()
-    assert eventually(lambda: bool(troubles))
-    assert f"node {NODE} write fails: the keeper at 127.0.0.1" in troubles[0]
+    assert eventually(lambda: bool(problems))
+    assert f"node {NODE} write fails: the keeper at 127.0.0.1" in problems[0]
     _write(theirs, 2)
 
     again = WireServer(theirs, host="127.0.0.1", secret=b"another")
     mirrors.follow([replace(_peer(again), secret=b"another")])
     assert eventually(lambda: _copies(ours) == [(1, 1), (1, 2)])
-    assert len(troubles) == 1, "once, not with every try"
+    assert len(problems) == 1, "once, not with every try"
     mirrors.stop()
     again.close()
 
@@ -271,17 +271,17 @@ def test_a_broken_connection_is_made_anew(
     ours: NodeSlots,
     server: WireServer,
     mirrors: Mirrors,
-    troubles: list[str],
+    problems: list[str],
 ) -> None:
     """Networks do that; nobody need be told."""
     mirrors.follow([_peer(server)])
     for step in range(1, 6):
         _write(theirs, step)
-        assert eventually(lambda: source.attended() and not source.copy_behind())
+        assert eventually(lambda: source.is_followed() and not source.copy_behind())
         for connection in list(server._open):
             connection.shutdown(socket.SHUT_RDWR)
     assert _copies(ours)[-1] == (1, 5)
-    assert not troubles
+    assert not problems
 
 
 def test_a_peer_that_forgot_what_was_copied_is_told_again(
@@ -295,7 +295,7 @@ def test_a_peer_that_forgot_what_was_copied_is_told_again(
     for connection in list(server._open):
         connection.shutdown(socket.SHUT_RDWR)
     source.note_copied(replace(held, sequence=held.sequence - 2))
-    assert eventually(lambda: source.attended() and not source.copy_behind())
+    assert eventually(lambda: source.is_followed() and not source.copy_behind())
 
 
 def test_what_was_told_is_told_again_where_a_copy_went_on_over_another_connection(
@@ -313,7 +313,7 @@ def test_what_was_told_is_told_again_where_a_copy_went_on_over_another_connectio
     mirror = Mirror(ours, _peer(slow), SECRET, pytest.fail)
     assert eventually(lambda: len(slow._open) == 2)
     (follower,) = slow._open - others
-    assert eventually(lambda: slow._attendance._got.get(follower, {}).get(NAME) == first)
+    assert eventually(lambda: slow._liveness._got.get(follower, {}).get(NAME) == first)
 
     second = _write(theirs, 1, name="w0002.0")
     assert eventually(lambda: ours.arena("0123456789ab/w0002.0") is not None)
@@ -356,13 +356,13 @@ def test_nothing_half_is_ever_a_copy(
 
 
 def test_ranks_that_do_not_wait_keep_what_the_copy_has_and_it_is_told(
-    theirs: NodeSlots, source: Arena, ours: NodeSlots, mirrors: Mirrors, troubles: list[str]
+    theirs: NodeSlots, source: Arena, ours: NodeSlots, mirrors: Mirrors, problems: list[str]
 ) -> None:
     """A peer too slow for good: the one version that both have must outlive all that are not."""
     slow = WireServer(theirs, host="127.0.0.1", secret=SECRET, bytes_per_s=10 * SIZE)
     mirrors.follow([_peer(slow)])
     _write(theirs, 1)
-    assert eventually(lambda: source.attended() and not source.copy_behind())
+    assert eventually(lambda: source.is_followed() and not source.copy_behind())
     for step in itertools.count(2):
         source.keep((1, 1))
         _write(theirs, step, kept=(1, 1))
@@ -370,10 +370,10 @@ def test_ranks_that_do_not_wait_keep_what_the_copy_has_and_it_is_told(
         assert copy is not None
         assert (1, 1) in _check_whole(copy)
         assert (1, 1) in _check_whole(source)
-        if troubles:
+        if problems:
             break
         time.sleep(0.01)
-    assert "w0001.0 of node 0123456789abcdef is written faster than it can be copied" in troubles[0]
+    assert "w0001.0 of node 0123456789abcdef is written faster than it can be copied" in problems[0]
     mirrors.stop()
     slow.close()
 
@@ -382,7 +382,7 @@ def test_memory_that_is_refused_is_a_trouble_and_holds_nobody_up(
     theirs: NodeSlots,
     source: Arena,
     server: WireServer,
-    troubles: list[str],
+    problems: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Training goes on without the copy; it is made once there is room."""
@@ -393,26 +393,26 @@ def test_memory_that_is_refused_is_a_trouble_and_holds_nobody_up(
     small.reserve("w0007.0", body_bytes=SIZE)
     _write(theirs, 1)
     _write(theirs, 1, name="w0002.0")
-    mirror = Mirror(small, _peer(server), SECRET, troubles.append)
+    mirror = Mirror(small, _peer(server), SECRET, problems.append)
     second = theirs.arena("w0002.0")
     assert second is not None
 
-    assert eventually(lambda: bool(troubles))
-    assert troubles[0].startswith(f"w0002.0 of node {NODE} is not copied: snapshots of ")
-    assert eventually(lambda: source.attended() and not source.copy_behind())
-    assert eventually(lambda: not second.attended())
+    assert eventually(lambda: bool(problems))
+    assert problems[0].startswith(f"w0002.0 of node {NODE} is not copied: snapshots of ")
+    assert eventually(lambda: source.is_followed() and not source.copy_behind())
+    assert eventually(lambda: not second.is_followed())
     small.drop("w0007.0")
-    assert eventually(lambda: second.attended() and not second.copy_behind())
-    assert len(troubles) == 1
+    assert eventually(lambda: second.is_followed() and not second.copy_behind())
+    assert len(problems) == 1
     mirror.stop()
 
 
 def test_a_peer_with_another_secret_is_a_trouble(
-    ours: NodeSlots, server: WireServer, troubles: list[str]
+    ours: NodeSlots, server: WireServer, problems: list[str]
 ) -> None:
     """It is not the keeper that the order meant."""
-    mirror = Mirror(ours, _peer(server), b"wrong", troubles.append)
-    assert eventually(lambda: bool(troubles))
+    mirror = Mirror(ours, _peer(server), b"wrong", problems.append)
+    assert eventually(lambda: bool(problems))
     mirror.stop()
     assert not ours.versions()
 
@@ -423,10 +423,12 @@ def test_a_mirror_stops_at_once_while_it_waits_for_news(
 ) -> None:
     """Every order may end it, and the keeper has reports to send."""
     mirror = Mirror(ours, _peer(server), SECRET, _ignore)
-    assert eventually(source.attended)
+    assert eventually(source.is_followed)
     begun_s = time.monotonic()
     mirror.stop()
-    assert eventually(lambda: not source.attended(), within_s=LONG_S / 2), "told, not only run out"
+    assert eventually(lambda: not source.is_followed(), within_s=LONG_S / 2), (
+        "told, not only run out"
+    )
     assert time.monotonic() - begun_s < LONG_S
 
 
@@ -445,7 +447,7 @@ def test_a_mirror_stops_at_once_while_it_connects(ours: NodeSlots) -> None:
 
 
 def _ignore(_line: str) -> None:
-    """Take trouble that is not what the test is about."""
+    """Take problem that is not what the test is about."""
 
 
 def _is_connecting(port: int) -> bool:
@@ -456,10 +458,10 @@ def _is_connecting(port: int) -> bool:
 
 
 def test_copying_takes_what_trainers_leave(
-    theirs: NodeSlots, ours: NodeSlots, server: WireServer, troubles: list[str]
+    theirs: NodeSlots, ours: NodeSlots, server: WireServer, problems: list[str]
 ) -> None:
     """The keeper itself is above them, and no thread of it but those that copy may be below."""
-    mirrors = Mirrors(ours, troubles.append, 7)
+    mirrors = Mirrors(ours, problems.append, 7)
     mirrors.follow([_peer(server)])
     _write(theirs, 1)
     _wait_for_copy(ours, 1)
@@ -472,13 +474,13 @@ def test_copying_takes_what_trainers_leave(
 
 
 def test_no_thread_and_no_connection_is_left(
-    theirs: NodeSlots, ours: NodeSlots, troubles: list[str]
+    theirs: NodeSlots, ours: NodeSlots, problems: list[str]
 ) -> None:
     """Fifty orders, fifty mirrors: a run has many attempts."""
     threads, files = set(threading.enumerate()), _files()
     for number in range(50):
         server = WireServer(theirs, host="127.0.0.1", secret=SECRET)
-        mirrors = Mirrors(ours, troubles.append)
+        mirrors = Mirrors(ours, problems.append)
         mirrors.follow([_peer(server)])
         _write(theirs, number + 1)
         _wait_for_copy(ours, number + 1)
@@ -488,7 +490,7 @@ def test_no_thread_and_no_connection_is_left(
     assert eventually(lambda: threads.issuperset(threading.enumerate()))
     # The copy's own memory.
     assert eventually(lambda: len(_files() - files) <= 1), _files() - files
-    assert not troubles
+    assert not problems
 
 
 def _files() -> set[str]:

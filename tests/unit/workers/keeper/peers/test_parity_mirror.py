@@ -42,7 +42,7 @@ class _Node:
     server: WireServer
     arenas: dict[int, Arena]
     client: WireClient
-    troubles: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
     @property
     def peer(self) -> Peer:
@@ -88,7 +88,7 @@ def _protecting(
             GroupPlace(peer=None if node is own else node.peer, ranks=node.ranks) for node in nodes
         )
         group = ParityGroup(attempt=attempt, num_parities=num_parities, places=places)
-        mirrors.append(ParityMirror(own.slots, group, own.troubles.append))
+        mirrors.append(ParityMirror(own.slots, group, own.problems.append))
     yield mirrors
     for mirror in mirrors:
         mirror.stop()
@@ -108,12 +108,12 @@ def _write(
 
 def _is_protected(nodes: Sequence[_Node]) -> bool:
     arenas = [arena for node in nodes for arena in node.arenas.values()]
-    return all(arena.attended() and not arena.copy_behind() for arena in arenas)
+    return all(arena.is_followed() and not arena.copy_behind() for arena in arenas)
 
 
 def _all_have_parities(nodes: Sequence[_Node], step: int) -> bool:
-    num_lanes = max(len(node.ranks) for node in nodes)
-    return all(len(node.parts(step, parity=True)) == num_lanes for node in nodes)
+    num_rows = max(len(node.ranks) for node in nodes)
+    return all(len(node.parts(step, parity=True)) == num_rows for node in nodes)
 
 
 def _check_survives(nodes: Sequence[_Node], lost: set[int], step: int) -> None:
@@ -143,7 +143,7 @@ def test_whatever_nodes_are_lost_the_newest_version_is_not(
             _check_survives(nodes, lost, 4)
         with pytest.raises(ParityError):
             _check_survives(nodes, {0, 1, 2} if num_parities > 1 else {0, 1}, 5)
-    assert not any(node.troubles for node in nodes)
+    assert not any(node.problems for node in nodes)
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "_POLL_S_MAX", LONG_S)
     monkeypatch.setattr(wire, "STALL_S", 8 * LONG_S)
     monkeypatch.setattr(wire, "_FOLLOW_STALL_S", 8 * LONG_S)
-    monkeypatch.setattr(arena_module, "_ATTENDED_NS", int(8e9 * LONG_S))
+    monkeypatch.setattr(arena_module, "_FOLLOWED_NS", int(8e9 * LONG_S))
 
 
 @pytest.mark.usefixtures("patient")
@@ -228,7 +228,7 @@ def test_parts_that_outgrow_their_parities_are_protected_all_the_same(nodes: lis
             assert eventually(lambda: _is_protected(nodes))
             _check_survives(nodes, {0}, factor)
     _check_survives(nodes, {0}, 2)
-    assert not any(node.troubles for node in nodes)
+    assert not any(node.problems for node in nodes)
 
 
 def test_a_broken_connection_is_made_anew(nodes: list[_Node]) -> None:
@@ -241,7 +241,7 @@ def test_a_broken_connection_is_made_anew(nodes: list[_Node]) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
         assert eventually(lambda: _all_have_parities(nodes, 4))
         _check_survives(nodes, {0, 2}, 4)
-    assert not any(node.troubles for node in nodes)
+    assert not any(node.problems for node in nodes)
 
 
 def test_memory_that_is_refused_is_a_trouble_and_holds_nobody_up() -> None:
@@ -252,8 +252,8 @@ def test_memory_that_is_refused_is_a_trouble_and_holds_nobody_up() -> None:
         nodes.append(small)
         with _protecting(nodes, 1):
             _write(nodes, 1)
-            assert eventually(lambda: bool(small.troubles))
-            assert "protecting a group of 3 nodes by parity fails: " in small.troubles[0]
+            assert eventually(lambda: bool(small.problems))
+            assert "protecting a group of 3 nodes by parity fails: " in small.problems[0]
             arenas = [node.arenas[node.place] for node in nodes]
             assert eventually(lambda: not any(arena.copy_behind() for arena in arenas))
 

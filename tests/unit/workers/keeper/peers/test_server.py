@@ -80,7 +80,7 @@ def _expected(arena: Arena, held: Held, start: int, stop: int) -> bytes:
     return bytes(arena.body(held.slot)[start:stop])
 
 
-@pytest.mark.parametrize("is_bare", [False, True])
+@pytest.mark.parametrize("is_unchecked", [False, True])
 @pytest.mark.parametrize(
     ("start", "cuts"),
     [
@@ -96,14 +96,14 @@ def test_ranges_arrive_in_the_buffers_they_are_for(
     arena: Arena,
     start: int,
     cuts: list[int],
-    is_bare: bool,  # noqa: FBT001
+    is_unchecked: bool,  # noqa: FBT001
 ) -> None:
     """Buffers and chunks have nothing to do with each other."""
     (held,) = arena.versions()
     client = WireClient(server.address, secret=SECRET)
     targets = [bytearray(size) for size in cuts]
     views = [memoryview(target) for target in targets]
-    client.read("w0001", held, start, views, is_bare=is_bare)
+    client.read("w0001", held, start, views, is_unchecked=is_unchecked)
 
     assert b"".join(targets) == _expected(arena, held, start, start + sum(cuts))
     client.close()
@@ -339,7 +339,7 @@ def test_a_bit_that_is_flipped_on_the_way_to_a_load_is_noticed(
     spare_bytes += CHALLENGE_BYTES + (held.record_bytes if spare_bytes else 0)
     bridge = _Bridge(server.address, spare_bytes=spare_bytes, faults=1, flip=True)
     client = WireClient(bridge.address, secret=SECRET)
-    part = RemotePart(client, "w0002", held, is_bare=True)
+    part = RemotePart(client, "w0002", held, is_unchecked=True)
     with pytest.raises(CheckpointCorruptError):
         check_loads({0: part}, state, world_size=2)
 
@@ -392,7 +392,7 @@ def test_who_sends_slowly_is_not_silent_for_long(slots: NodeSlots, arena: Arena)
     server = WireServer(slots, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE)
     client = WireClient(server.address, secret=SECRET)
     target = memoryview(bytearray(SIZE))
-    sizes = list(client._stream("w0001", held, 0, [target], is_bare=False))
+    sizes = list(client._stream("w0001", held, 0, [target], is_unchecked=False))
     assert bytes(target) == _expected(arena, held, 0, SIZE)
     assert max(sizes) <= SIZE / 10, "a tenth of what may go out in a second"
     client.close()
@@ -409,7 +409,7 @@ def test_who_shares_a_limit_with_many_is_not_kept_waiting_for_long(
     assert eventually(lambda: len(server._open) == 9)
     client = WireClient(server.address, secret=SECRET)
     target = memoryview(bytearray(SIZE))
-    sizes = list(client._stream("w0001", held, 0, [target], is_bare=False))
+    sizes = list(client._stream("w0001", held, 0, [target], is_unchecked=False))
     assert max(sizes) <= SIZE / 100, "a tenth of what may go out in a tenth of a second"
     for other in others:
         other.close()
@@ -444,7 +444,7 @@ def test_a_follower_on_a_slow_link_is_there_though_a_chunk_takes_long(
     """Ranks go on without whoever gives no sign for 2 s, and the copy under way is for nothing."""
 
     def attended_until_ns() -> int:
-        return int(arena._words[arena_module._ATTENDED])
+        return int(arena._words[arena_module._FOLLOWED])
 
     with socket.create_connection(server.address) as slow:
         slow.sendall(frames.proof(SECRET, frames.receive(slow, frames.CHALLENGE_BYTES)))

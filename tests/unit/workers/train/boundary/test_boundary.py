@@ -18,7 +18,7 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.storage import MemoryStore
 from workers.memory import SnapshotMemory
 from workers.protocol import Assignment
-from workers.records import ProgressPage
+from workers.records import ProgressRecord
 from workers.settings import Settings
 from workers.state import HostBuffer
 from workers.train import WorkerContext
@@ -49,7 +49,7 @@ def boundary(node: Node, tmp_path: Path) -> Iterator[Boundary]:
         settings=Settings(),
         store=MemoryStore(),
         directory="run",
-        page=ProgressPage.create(tmp_path / "page", worker="w0001"),
+        page=ProgressRecord.create(tmp_path / "page", worker="w0001"),
         ring_path=str(tmp_path / "ring"),
         yield_requested=lambda _: False,
         fenced=lambda _: False,

@@ -1,0 +1,236 @@
+"""Forming, aborting and leaving an attempt's process groups.
+
+``form`` and ``leave`` are called by the training thread, in turn; ``abort`` by anybody, at any
+time, for any attempt. After an abort the transport may still hold buffers and threads. gloo's
+destructor joins those threads, which sleep until their operation fails: at once when the peer that
+they wait for is gone or lets go of the group too, or else at the timeout. So a helper thread drops
+the groups. Those that somebody still refers to go to a graveyard until the timeout has passed, or
+whoever forgets them last would sleep in the destructor.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import _collective_utils, _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from workers.collectives.attempt import Attempt, Leftovers
+from workers.collectives.errors import AbortedError
+from workers.collectives.group import BACKENDS, RecordedGroup, build_group
+from workers.collectives.waiting import helpers
+
+#: Past its timeout a dead operation has failed in gloo; some slack for its threads to end.
+_LEFTOVER_SLACK_S: Final = 5.0
+
+
+class _Process:
+    """What outlives an attempt."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.current: Attempt | None = None
+        self.aborted: set[int] = set()
+        self.leftovers: list[tuple[float, Leftovers]] = []
+        self.excepthook: Any = None
+        self.frozen = False
+
+
+_process = _Process()
+
+
+def form(
+    *,
+    backend: str,
+    store_host: str,
+    store_port: int,
+    attempt: int,
+    rank: int,
+    world_size: int,
+    ring_path: str | os.PathLike[str],
+    timeout_s: float,
+) -> None:
+    """Join ``attempt`` as ``rank``; return when every member has come.
+
+    Afterwards ``torch.distributed`` is initialised and works as usual: every group made from
+    now on is recorded, has the timeout, and is woken by ``abort``. Call ``leave`` before the
+    next ``form``, also after ``form`` raised.
+
+    Args:
+        backend: "gloo" for CPU tensors, "nccl" for CUDA tensors (and gloo for CPU ones).
+        store_host: Where the rendezvous store listens.
+        store_port: Its port.
+        attempt: The attempt; not one that was formed or aborted here before.
+        rank: This process's rank.
+        world_size: Number of members.
+        ring_path: Where to record; what is there is replaced.
+        timeout_s: After this a collective fails by itself: a backstop, since whoever finds a
+            fault aborts much sooner. It also bounds how long an aborted group's memory is kept.
+
+    Raises:
+        AbortedError: ``abort`` was called for this attempt, before or meanwhile.
+        CollectiveError: The store or a member did not answer within ``timeout_s``.
+    """
+    assert backend in BACKENDS, f"backend {backend!r} is none of {sorted(BACKENDS)}"
+    assert not dist.is_initialized(), "leave() the attempt before forming the next"
+    _drop_expired()
+    _register()
+    if not _process.frozen:
+        # What was imported by now stays for good. A collection then takes 10 to 45 ms instead
+        # of 0.15 to 0.8 s, and every leave() needs one.
+        gc.freeze()
+        _process.frozen = True
+    current = Attempt(
+        attempt,
+        backend=backend,
+        world_size=world_size,
+        timeout_s=timeout_s,
+        ring_path=os.fspath(ring_path),
+    )
+    with _process.lock:
+        _process.current = current
+        _process.excepthook = sys.excepthook
+        if attempt in _process.aborted:
+            current.abort()
+        # Attempts only grow, so what is older will not be asked for again.
+        _process.aborted = {number for number in _process.aborted if number >= attempt}
+    # A client per attempt: a connection that an old one left in mid-request cannot disturb it.
+    store = current.interruptible(
+        f"connecting to the store at {store_host}:{store_port}",
+        lambda: dist.TCPStore(
+            store_host, store_port, timeout=current.timeout, wait_for_workers=False
+        ),
+    )
+    _count_groups_anew()
+    dist.init_process_group(
+        BACKENDS[backend],
+        store=dist.PrefixStore(f"attempt{attempt}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=current.timeout,
+    )
+
+
+def abort(attempt: int) -> int:
+    """Abort ``attempt`` in this process; return how many blocked calls were woken at once.
+
+    From any thread, at any time, any number of times. Whoever waits in a collective of the
+    attempt, or in its ``form``, raises ``AbortedError`` within milliseconds, and so does every
+    later call. If the attempt has not begun here, its ``form`` will raise. No other attempt is
+    touched. Waits in slices are not counted: they end by themselves within 5 ms.
+    """
+    with _process.lock:
+        _process.aborted.add(attempt)
+        current = _process.current
+    if current is None or current.number != attempt:
+        return 0
+    return current.abort()
+
+
+def check() -> None:
+    """Raise if the attempt was aborted.
+
+    To be called once the host has what a collective on a device has left: an abort ends those by
+    force, and what they leave then is anything. Before the device is let go, ``abort`` says so.
+
+    Raises:
+        AbortedError: It was.
+    """
+    current = _process.current
+    if current is not None and current.aborted.is_set():
+        raise AbortedError(
+            f"attempt {current.number} was aborted; what its collectives have left counts for "
+            "nothing",
+            attempt=current.number,
+            op="check",
+        )
+
+
+def set_timeout(timeout_s: float) -> None:
+    """Have later collectives of the attempt fail by themselves after ``timeout_s``.
+
+    Called by the thread that trains, between ``form`` and ``leave``.
+    """
+    assert _process.current is not None, "form() an attempt first"
+    _process.current.set_timeout(timedelta(seconds=timeout_s))
+
+
+def leave() -> None:
+    """Leave the attempt: afterwards no group of it exists and ``form`` can be called again.
+
+    Before this, drop every reference to models, optimizers, meshes and exceptions of the
+    attempt: they hold its groups, and with them sockets and threads. Call it in the thread
+    that trained, because DTensor keeps a cache per thread. Does nothing outside an attempt.
+    """
+    with _process.lock:
+        current, _process.current = _process.current, None
+    if current is None:
+        return
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # init_process_group puts a hook around the last one, each time anew.
+    sys.excepthook = _process.excepthook
+    _clear_caches()
+    leftovers = current.leave()
+    # Cycles of modules and hooks hold groups, and with them sockets and threads.
+    gc.collect()
+    if any(each.are_referred_to for each in leftovers):
+        # So may what C++ held for a cycle, as autograd does for hooks: only the next one sees it.
+        gc.collect()
+    deadline_s = time.monotonic() + current.timeout.total_seconds() + _LEFTOVER_SLACK_S
+    for each in leftovers:
+        if each.are_referred_to:
+            _process.leftovers.append((deadline_s, each))
+        else:
+            helpers.submit(each.drop)
+
+
+def _count_groups_anew() -> None:
+    """Have torch name the next groups here as in a process that has made none.
+
+    It names them by their number, and forgets only those of a world that stood. One that was
+    aborted while it formed is counted still, but not in a process that is new: the two would look
+    for each other under different names until the timeout, each time.
+    """
+    distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public way
+
+
+def _register() -> None:
+    devices = {"gloo": ["cpu"], "nccl": ["cuda", "cpu"]}
+    for backend, name in BACKENDS.items():
+        if name.upper() not in dist.Backend._plugins:  # noqa: SLF001 - no public way to ask
+            dist.Backend.register_backend(
+                name, _create, extended_api=True, devices=devices[backend]
+            )
+
+
+def _create(options: Any, _backend_options: Any) -> RecordedGroup:
+    current = _process.current
+    assert current is not None, "process groups are made between form() and leave()"
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    return build_group(current, options.store, options.group_rank, ranks)
+
+
+def _drop_expired() -> None:
+    now_s = time.monotonic()
+    _process.leftovers = [one for one in _process.leftovers if one[0] > now_s]
+
+
+def _clear_caches() -> None:
+    """Drop DTensor's four caches of meshes.
+
+    A mesh equals another of the same shape whatever groups it has (torch 2.13), so a cached
+    plan would call groups of the old attempt; and the caches keep those groups alive.
+    """
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
