@@ -1,0 +1,59 @@
+"""The example of the README is code, so it is run: both sides of the diff, and its settings."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config import load
+from tests.arch._tree import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def _block(language: str) -> list[str]:
+    found = re.search(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    assert found, f"the README has no block of {language}"
+    return found.group(1).splitlines()
+
+
+def _side(sign: str) -> str:
+    """Return the file before ("-") or after ("+") the change."""
+    lines = _block("diff")
+    return "\n".join(line[1:] for line in lines if line[:1] in {" ", sign, ""}) + "\n"
+
+
+@pytest.mark.parametrize("sign", ["-", "+"], ids=["plain torch", "everstep"])
+def test_both_sides_of_the_diff_run(tmp_path: Path, sign: str) -> None:
+    """A reader pastes it; a renamed method would greet him with a traceback."""
+    script = tmp_path / "train.py"
+    script.write_text(_side(sign))
+
+    finished = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+
+    assert finished.returncode == 0, finished.stderr
+    if sign == "+":
+        assert len((tmp_path / "runs/mine/metrics/rank0.jsonl").read_text().splitlines()) == 200
+
+
+def test_the_configuration_beside_it_is_accepted(tmp_path: Path) -> None:
+    """It names the same numbers as the call of `run`, under the names of the configuration."""
+    (tmp_path / "train.py").write_text(_side("+"))
+    config = tmp_path / "train.yaml"
+    config.write_text("\n".join(_block("yaml")) + "\n")
+
+    settings = load(str(config), [])
+
+    assert settings.run.script.endswith("train.py")
+    assert f"steps={settings.train.steps}, global_batch={settings.train.global_batch}" in README
