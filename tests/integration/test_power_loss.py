@@ -9,10 +9,9 @@ import pytest
 
 from tests.support.checkpoints import local_tensors, random_sharding, save, small_state
 from tests.support.power import PowerLog
-from tests.support.snapshots import part
 from ucp_core.conversion import convert
-from ucp_core.native import checkpoint_name, collect_garbage, open_checkpoint, save_rank
-from ucp_core.storage import LocalStore, RecyclingStore, join
+from ucp_core.native import open_checkpoint, save_rank
+from ucp_core.storage import LocalStore, join
 
 STATE = small_state()
 
@@ -45,30 +44,6 @@ def test_a_saved_checkpoint_is_durable_before_its_manifest(fsync: bool, tmp_path
 
     assert log.num_commits == 1
     assert (log.lost == []) is fsync
-
-
-def test_what_is_written_over_is_durable_before_its_manifest(tmp_path: Path) -> None:
-    """It had a durable name and durable bytes before: other ones."""
-    store, log = RecyclingStore(str(tmp_path)), PowerLog(tmp_path)
-    with log.watching():
-        for step in range(1, 6):
-            save_rank(
-                store,
-                str(tmp_path / checkpoint_name(step)),
-                step=step,
-                attempt=1,
-                rank=0,
-                world_size=1,
-                tensors=[part(step, 0, 1)],
-                extra={},
-                param_groups=[],
-                source={},
-                fsync=True,
-            )
-            collect_garbage(store, str(tmp_path), keep=1, lineage=[(1, 0)])
-
-    assert log.num_commits == 5
-    assert log.lost == []
 
 
 @pytest.mark.parametrize("fsync", [True, False])

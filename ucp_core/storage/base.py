@@ -1,22 +1,24 @@
-"""The contract of a store, which ``tests/support/store_conformance.py`` checks on every one.
+"""The contract of a store; ``tests/support/store_conformance.py`` checks every store against it.
 
-Paths are ``/``-separated strings in the store's own terms; ``open_store`` says which for a URL.
-Every method raises ``StorageError`` that names the path and what to do; calls are safe from
-several threads at once. Sizes and offsets are in bytes.
+Paths are ``/``-separated strings in the store's own terms; ``open_store`` turns a URL into one.
+Every method raises a ``StorageError`` that names the path and says what to do. Several threads may
+call a store at once. Sizes and offsets are in bytes.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from ucp_core.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from contextlib import AbstractContextManager
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-#: Read from this byte on into these buffers, one after the other, until all are full. A pair
-#: without names: to make one with names took a twentieth of the time of reading rows one by one.
+#: First byte, and the buffers to fill from there, one after the other. A plain tuple: named ones
+#: make reading rows one by one 5 % slower.
 ReadRange: TypeAlias = tuple[int, tuple[memoryview, ...]]
 
 
@@ -24,7 +26,7 @@ class Store(Protocol):
     """Files by path. Directories exist where files are; ``makedirs`` is a hint.
 
     Attributes:
-        request_bytes: Reads of this size are as fast as it gets; larger ones gain nothing.
+        request_bytes: Larger reads than this are no faster.
     """
 
     request_bytes: int
@@ -41,55 +43,56 @@ class Store(Protocol):
     def write_atomic(
         self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
     ) -> bool:
-        """Put ``data`` at ``path`` at once: a reader sees the old file or the new one.
+        """Replace the file at ``path`` at once: a reader sees the old file or the new one.
 
         Args:
-            path: Where; its directory is made.
+            path: Its directory is made if needed.
             data: The whole content.
             fsync: Return only when the data would survive a loss of power.
             exclusive: Change nothing and return False if the file exists already.
 
         Returns:
-            Whether it was written. Of rivals that write the same bytes at the same instant, more
-            than one may be told so.
+            Whether the file was written. If rivals write the same bytes at the same instant,
+            several of them may get True.
         """
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
         """Write ``chunks`` one after the other and return the size.
 
-        The file appears at ``path`` when it is complete, in place of any older one; an exception
-        from ``chunks`` leaves no trace. A chunk may be reused once the next one is asked for.
+        The file appears at ``path`` when it is complete, and replaces any older one. If
+        ``chunks`` raises, nothing is left. The caller may reuse a chunk's memory when it is asked
+        for the next one.
         """
 
     def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
-        """Add ``data`` at the end of the file, which is made if it is not there."""
+        """Add ``data`` at the end of the file; make the file if there is none."""
 
     def list(self, directory: str) -> tuple[str, ...]:
         """Return the names in ``directory``, sorted; none if there is no such directory.
 
-        Files of which the writer died are not listed.
+        Temporary files of writers, dead ones too, are not listed.
         """
 
     def sizes(self, directory: str) -> dict[str, int]:
         """Return the size of every file (not directory) of ``list``."""
 
     def exists(self, path: str) -> bool:
-        """Return whether a file or directory is there."""
+        """Return whether there is a file or directory."""
 
     def size(self, path: str) -> int:
         """Return the size of a file."""
 
     def delete(self, path: str) -> None:
-        """Remove a file, or a directory with all in it; nothing happens if there is none."""
+        """Remove a file, or a directory with all in it; do nothing if there is none."""
 
     def makedirs(self, path: str) -> None:
-        """Make a directory and its parents where the storage has such a thing."""
+        """Make a directory and its parents, if the storage has directories."""
 
     def lock(self, path: str, *, shared: bool) -> AbstractContextManager[bool | None]:
-        """Lock a file that exists, as long as the block runs; nobody waits.
+        """Try to lock an existing file while the block runs, without waiting.
 
-        Any number of holders share a lock; one that is not shared has no other beside it. Locks
-        bind only those that ask for them, and die with their process.
+        Any number of holders share a lock; an exclusive lock has one holder. Locks are advisory
+        and end with their process.
 
         Yields:
             Whether the lock is held; None if the storage has no locks.
@@ -99,16 +102,33 @@ class Store(Protocol):
         """
 
 
+class RefusingStore:
+    """Refuses every call; a store for one use derives from it and adds what it can do."""
+
+    request_bytes = 1 << 20
+
+    # ``Any``, so that a subclass may give every method its own type.
+    def _refuse(self, *args: Any, **_: Any) -> Any:
+        path = args[0] if args else ""
+        raise StorageError(
+            f"{type(self).__name__} cannot do this with {path}: it is for one use only", path=path
+        )
+
+    read = read_range = read_ranges = _refuse
+    write_atomic = write_file = append = delete = makedirs = lock = _refuse
+    list = sizes = exists = size = _refuse
+
+
 def ask_ahead(store: Store, path: str, ranges: Sequence[tuple[int, int]]) -> bool:
-    """Tell a store what this thread reads next, if it is one that has ``ahead``.
+    """Tell a store that has a method ``ahead`` what this thread will read next.
 
     Args:
-        store: Where it will be read.
-        path: Which file.
-        ranges: Where each range begins and its size, in the order in which they will be read.
+        store: The store.
+        path: The file.
+        ranges: Offset and size of every range, in the order in which they will be read.
 
     Returns:
-        Whether it is such a store.
+        Whether the store has the method.
     """
     ahead = getattr(store, "ahead", None)
     if ahead is not None:
@@ -122,13 +142,10 @@ def join(*parts: str) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether ``name`` is a file that is still being written, or whose writer died."""
+    """Return whether a file of this name is still being written, or its writer died."""
     return name.startswith(".tmp-")
 
 
 def temporary_name(name: str) -> str:
-    """Return a name for ``name`` while it is being written.
-
-    Random: processes of two machines that share a file system can have the same number.
-    """
+    """Return a random name for ``name`` while it is being written."""
     return f".tmp-{os.urandom(6).hex()}-{name}"

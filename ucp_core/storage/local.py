@@ -1,4 +1,4 @@
-"""Local and mounted file systems, by system calls: no layer between a tensor and the kernel."""
+"""Local and mounted file systems, by system calls."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 import shutil
 import sys
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import StorageError
 from ucp_core.storage.base import is_temporary, temporary_name
-from ucp_core.storage.reserving import may_reserve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 #: Linux takes at most this many buffers in one call (IOV_MAX).
 _BUFFERS_MAX = 1024
-#: Chunks below this are gathered into one call. A call costs about 1 us, writing so much 10 us;
-#: copies stay below the size from which malloc maps fresh pages, which cost 10 times the copy.
+#: Smaller chunks are copied and written together: a call costs 1 us, writing 64 KiB 10 us.
 _SMALL_BYTES = 64 << 10
 _GATHER_BYTES = 1 << 20
 
-#: What is announced to the kernel at once: of more it may leave out what is behind its own window,
-#: which is so large unless somebody changed it. For 1 MiB that is in the page cache already, to
-#: announce it takes 6 us, to read it 200.
+#: How much one ``posix_fadvise`` announces: the kernel may ignore what exceeds its read-ahead
+#: window, which is 128 KiB by default.
 _AHEAD_BYTES = 128 << 10
 _AHEAD_RANGES_MIN = 8
-#: RWF_NOWAIT, which Python has no name for where it was built for an old C library.
+#: RWF_NOWAIT; a Python built for an old C library has no name for it.
 _NOWAIT = 8
 
-#: Space is reserved in stretches of this size, once a file has become as large: on ext4 writing
-#: takes 30 to 40 % less time then, 20 to 30 % with fsync (256 MB, stretches of 16 to 1024 MB).
+#: Files above this size reserve space in stretches of it: on ext4, writing 256 MB then takes 25 %
+#: less processor time.
 _RESERVE_BYTES = 32 << 20
+#: Elsewhere the C library may reserve by writing every block.
+_RESERVING_TYPES = {"ext4", "xfs", "btrfs"}
 
-#: What an error of the system means for a path.
+#: What to tell the user of a system error, after the path.
 ADVICE = {
     errno.ENOENT: "does not exist",
     errno.EACCES: "is not permitted: check the owner and mode of the directory",
@@ -50,16 +50,15 @@ ADVICE = {
     errno.EFBIG: "does not fit: larger than the file system or the process limit allows",
 }
 
-
-#: What mounts without locks answer.
+#: Errors of mounts without locks.
 _NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
 
 
 class LocalStore:
     """Files of this machine or of a mounted file system; paths are file paths.
 
-    ``request_bytes`` keeps what was read in the second-level cache until it is verified: 3 to 5 %
-    less CPU time than reads of 2 MiB (a Xeon that has 2 MiB), 12 % less than reads of 32 MiB.
+    ``request_bytes`` fits the second-level cache, so that data is verified there: 12 % less
+    processor time than reads of 32 MiB.
     """
 
     request_bytes = 1 << 20
@@ -87,7 +86,7 @@ class LocalStore:
             if len(ranges) >= _AHEAD_RANGES_MIN:
                 _read_ahead(fd, ranges)
             for offset_bytes, buffers in ranges:
-                # Most ranges are one buffer that one call fills; what is made for it costs more.
+                # The usual case: one call fills one buffer.
                 if len(buffers) == 1 and os.preadv(fd, buffers, offset_bytes) == len(buffers[0]):
                     continue
                 low = offset_bytes
@@ -100,7 +99,7 @@ class LocalStore:
     ) -> bool:
         """Put ``data`` at ``path`` at once."""
         with _named(path):
-            temporary, fd = create(path)
+            temporary, fd = _create(path)
             try:
                 try:
                     _write_all(fd, [memoryview(data)])
@@ -115,15 +114,15 @@ class LocalStore:
                 _remove(temporary)
                 raise
             if fsync:
-                sync_directory(Path(path).parent)
+                _sync_directory(Path(path).parent)
             return placed
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
         """Write ``chunks`` one after the other and return the size."""
         size_bytes = 0
         with _named(path):
-            temporary, fd = self._new_file(path, fsync=fsync)
-            reserved_bytes = max(os.fstat(fd).st_size, _RESERVE_BYTES)
+            temporary, fd = _create(path)
+            reserved_bytes = _RESERVE_BYTES
             try:
                 try:
                     for batch in _gathered(chunks):
@@ -143,19 +142,13 @@ class LocalStore:
                 _remove(temporary)
                 raise
             if fsync:
-                sync_directory(Path(path).parent)
+                _sync_directory(Path(path).parent)
             return size_bytes
 
-    def _new_file(self, path: str, *, fsync: bool) -> tuple[str, int]:
-        """Open a file under a temporary name beside ``path``; what it may hold is written over."""
-        del fsync
-        return create(path)
-
     def _sync_above(self, path: str) -> None:
-        """Make the names of all directories above durable, whoever made them.
+        """Make the names of all directories above ``path`` durable, once for each inode.
 
-        A file that is synced is still lost with the name of its directory. Once for each is
-        enough; a directory of the same name that is made anew has another inode.
+        A synced file is lost if the name of its directory is.
         """
         for directory in Path(path).absolute().parents:
             status = directory.stat()
@@ -164,13 +157,13 @@ class LocalStore:
             is_mount = status.st_dev != directory.parent.stat().st_dev
             if known in self._durable or is_mount or directory == directory.parent:
                 return
-            # What this process may not read it has not made either.
+            # This process has not made what it may not read.
             with suppress(PermissionError):
-                sync_directory(directory.parent)
+                _sync_directory(directory.parent)
             self._durable.add(known)
 
     def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
-        """Add ``data`` at the end of the file, in one call where it is small."""
+        """Add ``data`` at the end of the file, in one call if it is small."""
         with _named(path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             try:
@@ -203,7 +196,7 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError):
                 return {}
             for entry in entries:
-                # A file may go between the listing and the look at it: then it is not there.
+                # Somebody may delete a file between the listing and ``stat``.
                 with suppress(FileNotFoundError):
                     if not is_temporary(entry.name) and entry.is_file():
                         found[entry.name] = entry.stat().st_size
@@ -234,14 +227,14 @@ class LocalStore:
 
     @contextmanager
     def lock(self, path: str, *, shared: bool) -> Iterator[bool | None]:
-        """Lock a file by the kernel, which frees it when the process ends, however it does."""
+        """Lock a file with ``flock``; the kernel releases the lock when the process ends."""
         with _named(path):
-            # NFS wants what is locked for one alone to be open for writing.
+            # NFS grants an exclusive lock only on a file that is open for writing.
             fd = os.open(path, (os.O_RDONLY if shared else os.O_RDWR) | os.O_CLOEXEC)
         try:
             with _named(path):
                 held = _flock(fd, shared=shared)
-                # Who opened the file before it was deleted has locked what nobody finds.
+                # The file may have been replaced between ``open`` and ``flock``.
                 if held and not os.path.samestat(os.fstat(fd), Path(path).stat()):
                     raise FileNotFoundError(errno.ENOENT, "replaced", path)
             yield held
@@ -261,7 +254,7 @@ def _flock(fd: int, *, shared: bool) -> bool | None:
     return True
 
 
-def create(path: str) -> tuple[str, int]:
+def _create(path: str) -> tuple[str, int]:
     """Open a new temporary file beside ``path``, so that a rename stays in one file system."""
     directory, name = os.path.split(path)
     temporary = f"{directory or '.'}/{temporary_name(name)}"
@@ -287,7 +280,7 @@ def _place(temporary: str, path: str, *, exclusive: bool) -> bool:
     except OSError as error:
         if error.errno not in {errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS}:
             raise
-        # Some mounts know no hard links. There a look before the rename has to do.
+        # A mount without hard links: check, then rename.
         if Path(path).exists():
             _remove(temporary)
             return False
@@ -302,8 +295,8 @@ def _remove(path: str) -> None:
         Path(path).unlink()
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the names in it durable: fsync of a file does not cover its directory's entry."""
+def _sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable: fsync of a file does not do that."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -314,8 +307,7 @@ def sync_directory(directory: Path) -> None:
 def _gathered(chunks: Iterable[Buffer]) -> Iterator[list[memoryview]]:
     """Yield chunks in batches for one call each.
 
-    Chunks that the giver reuses cannot be gathered; it may reuse one when asked for the next, so
-    small ones are copied.
+    The caller may reuse a chunk when it is asked for the next one, so small chunks are copied.
     """
     batch: list[memoryview] = []
     size_bytes = 0
@@ -343,25 +335,45 @@ def _write_all(fd: int, batch: list[memoryview]) -> int:
     return total
 
 
+def may_reserve(fd: int) -> bool:
+    """Return whether ``posix_fallocate`` makes writing this file faster."""
+    return _type_of(os.fstat(fd).st_dev) in _RESERVING_TYPES
+
+
+@cache
+def _type_of(device: int) -> str:
+    """Return the type of a file system, or "" if it is unknown."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == wanted:
+            return after.split()[0]
+    return ""
+
+
 def _reserve(fd: int, size_bytes: int) -> int:
-    """Reserve the next stretch of a file; return up to where there is nothing more to do."""
+    """Reserve the next stretch of a file; return the size at which to call again."""
     try:
         if may_reserve(fd):
             os.posix_fallocate(fd, size_bytes, _RESERVE_BYTES)
             return size_bytes + _RESERVE_BYTES
     except OSError:
-        # There may be room for what comes, but not for what was to be reserved.
+        # The file itself may still fit.
         pass
     return sys.maxsize
 
 
 def _read_cached(fd: int, ranges: Sequence[ReadRange]) -> int:
-    """Fill ranges up to the first that is not in the page cache; return how many are filled.
+    """Fill ranges up to the first that is not in the page cache; return how many were filled.
 
-    To announce rows of 16 KiB that are there takes 5 to 15 % of the time of reading them.
+    Announcing cached rows of 16 KiB would take 5 to 15 % of the time of reading them.
     """
     num_filled = 0
-    # What is not there raises, and so does a kernel, file system or C library without the flag.
+    # A range that is not cached raises; so does a system without the flag.
     with suppress(OSError, NotImplementedError):
         for offset_bytes, buffers in ranges:
             if len(buffers) > 1 or os.preadv(fd, buffers, offset_bytes, _NOWAIT) < len(buffers[0]):
@@ -371,11 +383,10 @@ def _read_cached(fd: int, ranges: Sequence[ReadRange]) -> int:
 
 
 def _read_ahead(fd: int, ranges: Sequence[ReadRange]) -> None:
-    """Have the kernel begin to read ranges near each other, with what lies between.
+    """Have the kernel start to read ranges that lie near each other, with the gaps.
 
-    It takes them for random reads, and begins none before the one before is done: rows of 16 KiB
-    took 3 times as long from a disk as all bytes in one piece. Announced, they take as long.
-    macOS has no such call.
+    Otherwise it takes them for random reads and starts each one late: rows of 16 KiB took 3 times
+    as long from a disk. macOS has no such call.
     """
     if not hasattr(os, "posix_fadvise"):
         return
@@ -415,7 +426,7 @@ def _batches(buffers: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
 
 
 class _opened:  # noqa: N801 - used as a function
-    """A file to read from. A class, because a generator takes 2 us, a read of 64 KiB 4 us."""
+    """A file to read from. A class: a generator costs 2 us, half of a read of 64 KiB."""
 
     __slots__ = ("_fd", "_path")
 

@@ -1,4 +1,4 @@
-"""A store in this process's memory: the model that other stores are tested against."""
+"""A store in this process's memory; tests compare other stores with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MemoryStore:
-    """Files in a dict. ``fsync`` has no meaning here."""
+    """Files in a dict; ``fsync`` does nothing."""
 
     request_bytes = 32 << 20
 
@@ -115,7 +115,7 @@ class MemoryStore:
             if key not in self._files:
                 raise _missing(path)
             holders = self._holders.get(key, 0)
-            # Minus one is a holder that shares with nobody.
+            # -1: one exclusive holder.
             held = holders >= 0 if shared else holders == 0
             if held:
                 self._holders[key] = holders + 1 if shared else -1

@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Object stores: a file appears when it is complete, so no temporary name is needed. fsspec's
-#: own memory is not among them: it shows a file from its opening on.
+#: Object stores: a file appears when it is complete. In fsspec's memory it appears at once.
 _ATOMIC_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "az", "oss"}
-#: A long read is cut into requests of this size, and so many are under way at once: a connection
-#: to an object store carries about 90 MB/s (its providers' guides; not measured here).
+#: Long reads become requests of this size, several at once: providers' guides say that one
+#: connection carries about 90 MB/s.
 _REQUEST_BYTES = 8 << 20
 _REQUESTS_AT_ONCE = 8
 
@@ -33,12 +32,12 @@ _REQUESTS_AT_ONCE = 8
 class FsspecStore:
     """Files of an fsspec file system; paths are what ``fsspec.core.url_to_fs`` returns.
 
-    ``fsync`` is what the storage makes of a closed file: object stores acknowledge durable data.
-    ``request_bytes`` is large, because every request waits for an answer first; not measured.
+    ``fsync`` does nothing: object stores acknowledge durable data. ``request_bytes`` is large
+    because every request waits for an answer.
 
     Args:
-        filesystem: Of fsspec. One that repeats requests by itself multiplies ``retries``.
-        retries: How long a service that fails for a moment is waited for.
+        filesystem: Of fsspec. If it retries by itself, that multiplies ``retries``.
+        retries: How often to retry.
     """
 
     request_bytes = 32 << 20
@@ -101,7 +100,7 @@ class FsspecStore:
         """Put ``data`` at ``path`` at once."""
         if exclusive and self.exists(path):
             return False
-        # Where files grow in place only a rename makes them whole at once, and it replaces.
+        # Where files grow in place, only a rename makes them appear whole, and it replaces.
         if not exclusive or not self._is_atomic:
             self.write_file(path, [data], fsync=fsync)
             return True
@@ -111,7 +110,7 @@ class FsspecStore:
         except StorageError as error:
             if not error.facts.get("taken"):
                 raise
-            # A request whose answer was lost is repeated, by us or below us, and meets itself.
+            # If the answer to our own request was lost, the retry finds our file.
             return self.read(path) == bytes(data)
         return True
 
@@ -121,14 +120,14 @@ class FsspecStore:
         folder, name = posixpath.split(path)
         goal = path if self._is_atomic else f"{folder}/{temporary_name(name)}"
         self._make_parent(path)
-        # Where files appear whole, only ``commit`` makes it appear.
+        # On an object store the file appears at ``commit``.
         options = {"autocommit": False} if self._is_atomic else {}
         file: Any = self._call(path, lambda: self._fs.open(goal, "wb", **options))
         size_bytes = 0
         try:
             for chunk in chunks:
                 size_bytes += memoryview(chunk).nbytes
-                # A stream cannot be repeated: what was sent is not there any more.
+                # A stream cannot be retried: we no longer have what was sent.
                 self._call(path, partial(file.write, chunk), once=True)
             self._call(path, file.close, once=True)
         except BaseException:
@@ -169,7 +168,7 @@ class FsspecStore:
 
     def exists(self, path: str) -> bool:
         """Return whether a file or directory is there."""
-        # fsspec's own ``exists`` answers False to every error, a missing right too.
+        # fsspec's own ``exists`` returns False for every error.
         try:
             self._info(path)
         except StorageError as error:
@@ -192,7 +191,7 @@ class FsspecStore:
 
     def makedirs(self, path: str) -> None:
         """Make a directory and its parents where the storage has such a thing."""
-        # On an object store this would make a missing bucket, whose name may be a slip.
+        # On an object store this would create a bucket from a misspelt name.
         if not self._is_atomic:
             self._call(path, lambda: self._fs.makedirs(path, exist_ok=True))
 
@@ -206,7 +205,7 @@ class FsspecStore:
         self.makedirs(posixpath.dirname(path))
 
     def _call(self, path: str, act: Callable[[], T], *, once: bool = False) -> T:
-        """Make a request that writes; ``once`` where a second attempt would do harm."""
+        """Make a request that writes; ``once`` if a retry would do harm."""
         retries = Retries(attempts=1) if once else self._retries
         return retries.call(path, act, needs_bucket=self._is_atomic)
 
@@ -216,7 +215,7 @@ class FsspecStore:
         return info
 
     def _entries(self, directory: str) -> builtins.list[dict[str, Any]]:
-        # Another process may have written: a listing from the cache would hide its commit.
+        # A cached listing would hide what another process committed.
         self._fs.invalidate_cache(directory)
         try:
             found = self._retries.call(directory, lambda: self._fs.ls(directory, detail=True))
@@ -233,10 +232,10 @@ class FsspecStore:
         ]
 
     def _abandon(self, file: Any, path: str) -> None:
-        """Drop a file that is half written. The error that led here matters more than one here."""
+        """Drop a half-written file; keep the error that led here, not one raised here."""
         with suppress(StorageError):
             if self._is_atomic:
-                # Else it would be flushed when it is forgotten.
+                # Otherwise the garbage collector would flush it.
                 with suppress(AttributeError):
                     file.closed = True
                 self._call(path, file.discard, once=True)
@@ -247,7 +246,7 @@ class FsspecStore:
 
 
 class _Fetch:
-    """Reads pieces of a file at once; called again, only those that are not ``done``."""
+    """Reads pieces of a file at once; a retry reads only pieces that are not ``done``."""
 
     def __init__(
         self, filesystem: fsspec.AbstractFileSystem, path: str, pieces: Iterable[tuple[int, int]]

@@ -1,4 +1,4 @@
-"""S3 and what speaks its protocol: large files go up in parts, several at once."""
+"""S3 and compatible services: large files are uploaded in parts, several at once."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ if TYPE_CHECKING:
 
     from ucp_core.storage.base import Buffer
 
-#: S3 takes 10,000 parts. Parts double after every 2,000, so that 5 TiB, its largest file, fit
-#: and files of up to 31 GiB stay with one size, as some other services demand.
+#: S3 takes 10,000 parts and files of 5 TiB, so parts double after every 2,000. Up to 31 GiB all
+#: parts have one size, as some services demand.
 _PART_BYTES = 16 << 20
 _PARTS_OF_ONE_SIZE = 2000
-#: With the part that is being filled, 7 parts are in memory at most.
 _PARTS_AT_ONCE = 6
 
 
 class S3Store(FsspecStore):
-    """Files of a bucket, through s3fs; nothing is there before the whole file is.
+    """Files of a bucket, through s3fs; a file appears when it is complete.
 
-    A writer that is killed leaves the parts that it sent: invisible, but paid for. A rule of the
-    bucket (``AbortIncompleteMultipartUpload``) removes them.
+    A killed writer leaves the parts that it sent, invisible but paid for. The bucket's rule
+    ``AbortIncompleteMultipartUpload`` removes them.
     """
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
@@ -66,7 +65,7 @@ class S3Store(FsspecStore):
     def request(
         self, path: str, method: str, arguments: Mapping[str, Any], body: _Body | None = None
     ) -> dict[str, Any]:
-        """Make a request that writes, as often as it takes."""
+        """Make a request that writes, with retries."""
 
         def act() -> dict[str, Any]:
             given = {}
@@ -80,10 +79,10 @@ class S3Store(FsspecStore):
 
 
 class _Body(io.BytesIO):
-    """What a request sends. Bytes as such would go to the socket in one call, and be copied."""
+    """The body of a request. Plain bytes would be copied, and sent in one call."""
 
     def close(self) -> None:
-        """Stay open: the client closes what it has sent, but it may have to send it again."""
+        """Stay open: the client closes a body that it has sent, but a retry sends it again."""
 
 
 class _Upload:
@@ -101,7 +100,7 @@ class _Upload:
 
     @property
     def part_bytes(self) -> int:
-        """Return the size of the part that comes next."""
+        """Return the size of the next part."""
         return _PART_BYTES << (self._num_parts // _PARTS_OF_ONE_SIZE)
 
     def part(self, data: _Body) -> None:
@@ -128,7 +127,7 @@ class _Upload:
                 self._names | {"MultipartUpload": {"Parts": self._parts}},
             )
         except StorageError:
-            # If the answer was lost, the upload is done and unknown to a second attempt.
+            # If only the answer was lost, the upload is complete and the retry does not know it.
             if not self._is_complete(size_bytes):
                 raise
 
@@ -142,7 +141,7 @@ class _Upload:
         return is_of_parts and found["ContentLength"] == size_bytes
 
     def abort(self) -> None:
-        """Drop what was sent. The error that led here matters more than one of this."""
+        """Drop the parts that were sent; keep the error that led here."""
         self._pool.shutdown(cancel_futures=True)
         with suppress(StorageError):
             self._store.request(self._path, "abort_multipart_upload", self._names)

@@ -1,7 +1,7 @@
-"""What goes wrong between this machine and a storage service: what to repeat, what to say.
+"""Errors of a storage service: which requests to retry, and what to tell the user.
 
-The clients wrap one another and raise at every layer; their classes are told apart by the answer
-that they carry and by their names, so that none of them needs to be installed.
+Clients wrap one another and raise at every layer. Errors are classified by the answer that they
+carry and by the names of their classes, so no client has to be installed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ucp_core.storage.local import ADVICE
 
 T = TypeVar("T")
 
-#: HTTP: time-out, too many requests, and the server's own trouble.
-_TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
+#: HTTP statuses and codes of S3.
 _TRANSIENT_CODES = {
+    *("408", "429", "500", "502", "503", "504"),
     "InternalError",
     "RequestLimitExceeded",
     "RequestTimeout",
@@ -29,8 +29,8 @@ _TRANSIENT_CODES = {
     "ThrottlingException",
     "XAmzContentSHA256Mismatch",
 }
-#: Classes (with those derived from them) of a connection that broke or was not made: of botocore,
-#: aiohttp and requests. A throttled answer may be no XML at all, which is a ResponseParserError.
+#: Broken connections in botocore, aiohttp and requests; subclasses count too. A throttled answer
+#: that is not XML is a ResponseParserError.
 _TRANSIENT_CLASSES = {
     "ChunkedEncodingError",
     "ClientConnectionError",
@@ -65,12 +65,10 @@ _MISSING_CODES = {"404", "NoSuchKey"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retries:
-    """How often and how long a request is repeated that failed through no fault of its own.
+    """How to retry a request that failed for a transient reason.
 
-    The pauses double from ``first_s`` to ``longest_s``, each shortened at random by up to half, so
-    that many ranks do not come back at the same instant. By default a service gets 17 to 33
-    seconds to recover: providers ask to slow down for seconds, and an outage of minutes is
-    better met by the next checkpoint.
+    Pauses double from ``first_s`` to ``longest_s``; each is shortened at random by up to half, so
+    that ranks do not return at the same instant. The defaults give a service 17 to 33 seconds.
     """
 
     attempts: int = 9
@@ -81,9 +79,9 @@ class Retries:
         """Return what ``act`` returns; raise a ``StorageError`` about ``path`` if it cannot.
 
         Args:
-            path: What ``act`` is about.
-            act: One request; it may have taken effect although it fails.
-            needs_bucket: What can be missing is only the bucket: ``act`` writes to one.
+            path: The path that ``act`` reads or writes.
+            act: One request; it may take effect and fail all the same.
+            needs_bucket: ``act`` writes, so a missing thing can only be the bucket.
         """
         for attempt in range(1, self.attempts + 1):
             try:
@@ -99,7 +97,7 @@ class Retries:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and those that it was raised from."""
+    """Yield the error and its causes."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen
@@ -124,21 +122,16 @@ def _classes(error: BaseException) -> set[str]:
 
 
 def _is_forbidden(error: Exception) -> bool:
-    """Return whether gcsfs was refused, which it tells in a text only."""
+    """Return whether this is gcsfs's error for a refused request: only its text says so."""
     return isinstance(error, OSError) and str(error).startswith("Forbidden: ")
 
 
 def _is_transient(error: Exception) -> bool:
-    codes, classes = _codes(error), _classes(error)
-    return (
-        bool(codes & _TRANSIENT_CODES)
-        or any(str(status) in codes for status in _TRANSIENT_STATUS)
-        or bool(classes & _TRANSIENT_CLASSES)
-    )
+    return bool(_codes(error) & _TRANSIENT_CODES or _classes(error) & _TRANSIENT_CLASSES)
 
 
 def _described(error: Exception, path: str, attempts: int, *, needs_bucket: bool) -> StorageError:
-    """Return the StorageError that tells what ``error`` means for ``path``."""
+    """Return a StorageError that says what ``error`` means for ``path``."""
     codes, classes = _codes(error), _classes(error)
     facts: dict[str, Any] = {"path": path, "missing": False}
     said = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""What a writer of several files leaves behind if it fails: nothing."""
+"""Cleans up after a writer of several files that fails."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ if TYPE_CHECKING:
 
     from ucp_core.storage.base import Store
 
-__all__ = ["tidied", "undone"]
-
 
 @contextmanager
 def undone(store: Store, directory: str) -> Iterator[list[str]]:
-    """Undo what a block has written below ``directory`` if it fails.
+    """Delete what a block has written below ``directory`` if the block fails.
 
     Yields:
-        A list for paths, each to be added before it is written. The last one is deleted first.
+        A list: add each path before you write it. The last one is deleted first.
     """
     written: list[str] = []
     with tidied(store, directory):
@@ -35,10 +33,10 @@ def undone(store: Store, directory: str) -> Iterator[list[str]]:
 
 @contextmanager
 def tidied(store: Store, directory: str) -> Iterator[None]:
-    """Remove ``directory`` and those above it that a block has made, if they are empty at its end.
+    """Remove ``directory`` and its parents if a block made them and left them empty.
 
-    Only on local and mounted file systems: object stores have no directories, and what others
-    that fsspec knows call ``rmdir`` may take files with it.
+    Only on local and mounted file systems: object stores have no directories, and ``rmdir`` of
+    other fsspec file systems may delete files too.
     """
     made: list[Path] = []
     if isinstance(store, LocalStore):
@@ -47,6 +45,6 @@ def tidied(store: Store, directory: str) -> Iterator[None]:
         yield
     finally:
         for path in made:
-            # It is not there, or has something in it, whoever has put it there.
+            # It does not exist, or something is in it.
             with suppress(OSError):
                 path.rmdir()

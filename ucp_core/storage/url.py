@@ -12,18 +12,17 @@ from ucp_core.storage.local import LocalStore
 if TYPE_CHECKING:
     from ucp_core.storage.base import Store
 
-_S3 = {"s3", "s3a"}
-_GCS = {"gs", "gcs"}
+#: Scheme to the extra of everstep that installs its client.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
 def open_store(url: str) -> tuple[Store, str]:
     """Return the store that serves ``url``, and the path of ``url`` in that store.
 
-    A path without a scheme, or with ``file://``, is a local one; anything else is fsspec's
-    (``s3://bucket/key``, ``gs://...``, ``memory://...``). Local paths come back absolute.
-    Credentials, region and endpoint are what the service's own tools use: ``AWS_PROFILE``,
-    ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLICATION_CREDENTIALS``, ..., or fsspec's configuration.
+    A path without a scheme, or with ``file://``, is local and comes back absolute; fsspec serves
+    everything else (``s3://bucket/key``, ``gs://...``, ``memory://...``). Credentials, region and
+    endpoint come from where the service's own tools take them (``AWS_PROFILE``,
+    ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLICATION_CREDENTIALS``, ...) or from fsspec's configuration.
 
     Raises:
         StorageError: The scheme is unknown, or its package is not installed.
@@ -47,15 +46,15 @@ def open_store(url: str) -> tuple[Store, str]:
 
 
 def _options(scheme: str) -> dict[str, Any]:
-    """Return how the client is made; what the user configured for fsspec stays."""
+    """Return options for the client; what the user configured for fsspec stays."""
     import fsspec
 
-    if scheme not in _S3 | _GCS:
+    if scheme not in _EXTRAS:
         return {}
     # A cached listing would hide what another process committed.
     options: dict[str, Any] = {"use_listings_cache": False}
-    if scheme in _S3:
-        # Requests are repeated in one place, ours: three layers would wait for many minutes.
+    if _EXTRAS[scheme] == "s3":
+        # Only we retry: three layers of retries would wait for many minutes.
         configured = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1}} | configured
     return options
@@ -66,10 +65,10 @@ def _store_of(scheme: str, filesystem: Any) -> Store:
     from ucp_core.storage.s3 import S3Store
     from ucp_core.storage.service_errors import Retries
 
-    if scheme in _S3:
+    if _EXTRAS.get(scheme) == "s3":
         filesystem.retries = 1
         return S3Store(filesystem)
-    if scheme in _GCS:
-        # gcsfs repeats requests itself, for a minute.
+    if _EXTRAS.get(scheme) == "gcs":
+        # gcsfs retries by itself for a minute.
         return FsspecStore(filesystem, retries=Retries(attempts=1))
     return FsspecStore(filesystem)

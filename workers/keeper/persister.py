@@ -23,7 +23,7 @@ from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.manifest import Kind, Manifest, from_bytes
 from ucp_core.native import checkpoint_name, collect_garbage, try_commit
 from ucp_core.numerics import crc32
-from ucp_core.storage import LocalStore, RecyclingStore, Store, join
+from ucp_core.storage import Store, join
 from workers.keeper.priority import be_nice
 from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, counts, is_parity
@@ -72,10 +72,7 @@ class Persister:
     ) -> None:
         self._slots = slots
         self._checkpoints = join(directory, CHECKPOINTS)
-        # What is not forced to the disk is written to the page cache, old file or new.
-        is_local = isinstance(store, LocalStore)
-        self._recycling = RecyclingStore(self._checkpoints) if is_local and settings.fsync else None
-        self._store = self._recycling or store
+        self._store = store
         self._settings = settings
         self._on_problem = on_problem
         self._pauses_s = tuple(pauses_s)
@@ -136,9 +133,6 @@ class Persister:
         self._closing.set()
         self._slots.tell_pins()
         self._thread.join(_CLOSE_S_MAX)
-        if self._recycling is not None and not self._thread.is_alive():
-            with contextlib.suppress(UcpError):
-                self._recycling.drop_spares()
 
     def _run(self) -> None:
         be_nice(_NICENESS)

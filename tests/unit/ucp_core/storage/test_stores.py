@@ -15,18 +15,13 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tests.support.store_conformance import StoreConformance
 from ucp_core.errors import StorageError
-from ucp_core.storage import LocalStore, MemoryStore, RecyclingStore, Store, open_store
+from ucp_core.storage import LocalStore, MemoryStore, Store, open_store
 from ucp_core.storage.remote import FsspecStore
 
 
 class TestLocalStore(StoreConformance):
     def make(self, tmp_path: Path) -> tuple[Store, str]:
         return LocalStore(), str(tmp_path / "root")
-
-
-class TestRecyclingStore(StoreConformance):
-    def make(self, tmp_path: Path) -> tuple[Store, str]:
-        return RecyclingStore(str(tmp_path / "root")), str(tmp_path / "root")
 
 
 class TestMemoryStore(StoreConformance):

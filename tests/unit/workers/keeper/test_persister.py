@@ -24,8 +24,7 @@ from tests.support.snapshots import (
 )
 from ucp_core.errors import StorageError
 from ucp_core.native import load, open_checkpoint
-from ucp_core.storage import Buffer, LocalStore, MemoryStore, Store, recycling
-from ucp_core.storage.local import create
+from ucp_core.storage import Buffer, LocalStore, MemoryStore, Store
 from workers.keeper import persister as persister_module
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.persister import Persister
@@ -304,34 +303,6 @@ def test_whatever_is_wrong_with_old_checkpoints_the_next_one_is_stored(
             assert eventually(partial(_has_stored, persister, step))
             assert eventually(lambda: arena.pinned() is None)
         assert any("old checkpoints are not deleted" in line for line in problems.lines())
-
-
-def test_files_of_old_checkpoints_are_written_over(
-    slots: NodeSlots, persisting: Persisting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In turn, as in a ring; at the end there are checkpoints, and nothing else."""
-    made: list[str] = []
-
-    def make(path: str) -> tuple[str, int]:
-        made.append(path)
-        return create(path)
-
-    monkeypatch.setattr(recycling, "create", make)
-    arenas, store = _arenas(slots), LocalStore()
-    slots.fence(1, [(1, 0)])
-    checkpoints = tmp_path / "checkpoints"
-    with persisting(store, str(tmp_path), keep=2, fsync=True) as persister:
-        for step in range(1, 13):
-            _save(slots, arenas, step)
-            assert eventually(partial(_has_stored, persister, step))
-            assert eventually(lambda: not any(arena.pinned() is not None for arena in arenas))
-            _check_stored(store, step, str(tmp_path))
-
-    # Rank 0 has old ones collected before the others are done: two versions and its new part are
-    # there then, and the one before.
-    names = [f"step-{step:08d}" for step in (10, 11, 12)]
-    assert sorted(path.name for path in checkpoints.iterdir()) == names
-    assert len([path for path in made if path.endswith(".bin")]) == 3 * WORLD + 1
 
 
 def test_flush_stores_what_was_not_due(slots: NodeSlots, persisting: Persisting) -> None:
