@@ -21,7 +21,11 @@ __all__ = [
     "StateError",
     "TaskError",
     "WorkerError",
+    "missing_extra",
 ]
+
+#: Packages of the extra ``ray``, by the name under which they are imported.
+_TRAINING_PACKAGES = {"aiohttp", "jinja2", "prometheus_client", "psutil", "ray", "torch"}
 
 
 class WorkerError(Exception):
@@ -62,6 +66,14 @@ class ArenaError(WorkerError):
 
 class ParityError(WorkerError):
     """A parity does not fit its group, or more is lost than it brings back."""
+
+
+def missing_extra(error: ModuleNotFoundError) -> str:
+    """Return what to install for training if that is what ``error`` is about; else ""."""
+    package = (error.name or "").partition(".")[0]
+    if package not in _TRAINING_PACKAGES:
+        return ""
+    return f"this needs {package}, which is not installed; pip install 'everstep[ray]'"
 
 
 def _rebuild(kind: type[WorkerError], message: str, facts: dict[str, Any]) -> WorkerError:

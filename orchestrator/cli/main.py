@@ -21,6 +21,7 @@ from rich.console import Console
 
 from orchestrator.errors import CapacityError, OrchestratorError, RunFailedError
 from ucp_core.errors import UcpError
+from workers.errors import missing_extra
 
 app = typer.Typer(
     name="everstep",
@@ -58,16 +59,24 @@ def _edge(command: Callable[P, R]) -> Callable[P, R]:
         except (OrchestratorError, UcpError) as error:
             typer.echo(f"everstep: {error}", err=True)
             raise typer.Exit(_EXIT_CODES.get(type(error), 2)) from error
+        except ModuleNotFoundError as error:
+            if not (hint := missing_extra(error)):
+                raise
+            typer.echo(f"everstep: {hint}", err=True)
+            raise typer.Exit(2) from error
 
     return wrapped
 
 
-@app.command(
-    epilog="Example: everstep run cluster_configs/local/small.yaml train.steps=500 workers.max=3"
-)
+@app.command(epilog="Example: everstep run local/small train.steps=500 workers.max=3")
 @_edge
 def run(
-    config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="The run's settings.")],
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG.yaml", help="Path or URL, or the name of an example: local/small."
+        ),
+    ],
     overrides: Overrides = None,
     *,
     address: Annotated[str | None, typer.Option(help="Ray cluster to train on.")] = None,

@@ -251,7 +251,8 @@ def load(
     Relative paths in it are made absolute: workers run in other directories.
 
     Args:
-        path_or_text: A path, an fsspec URL, or text of more than one line.
+        path_or_text: A path, an fsspec URL, the name of an example such as ``local/small``, or
+            text of more than one line.
         overrides: ``section.key=value`` in order; values are read as YAML.
         look: Finds what needs more than the text, as ``orchestrator.config.run_preflight``.
 
@@ -284,14 +285,32 @@ def demo_config(directory: str, overrides: Sequence[str] = ()) -> RunConfig:
 def _read(path_or_text: str) -> Source:
     if "\n" in path_or_text:
         return parse(path_or_text, name="text")
+    examples = _examples()
+    example = examples.get(path_or_text.removesuffix(".yaml"))
     try:
         store, path = open_store(path_or_text)
+        if example is not None and not store.exists(path):
+            return parse(example.read_text(encoding="utf-8"), name=example.name)
         text = store.read(path).decode()
     except (UcpError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path_or_text} cannot be read as a configuration: {error}", problems=[str(error)]
+            f"{path_or_text} cannot be read as a configuration: {error}; examples that come with "
+            f"everstep: {', '.join(examples)}",
+            problems=[str(error)],
         ) from error
     return parse(text, name=Path(path_or_text).name)
+
+
+def _examples() -> dict[str, Path]:
+    """Return the example configurations by name, such as ``local/small``.
+
+    They lie in this package in a wheel, and in ``cluster_configs`` in a checkout.
+    """
+    package = Path(__file__).parents[1]
+    places = (package / "examples", package.parent / "cluster_configs")
+    root = next((place for place in places if place.is_dir()), package)
+    found = sorted(root.rglob("*.yaml"))
+    return {path.relative_to(root).with_suffix("").as_posix(): path for path in found}
 
 
 def _apply_environment(source: Source) -> None:

@@ -54,7 +54,7 @@ The contract:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucp_core.lazy import lazy_door
 
@@ -93,7 +93,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-__getattr__ = lazy_door(
+_load = lazy_door(
     __name__,
     {
         "workers.errors": ("DataError", "SettingsError", "StateError", "TaskError", "WorkerError"),
@@ -109,3 +109,13 @@ __getattr__ = lazy_door(
         "workers.train": ("Session", "Step", "Task", "run"),
     },
 )
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return _load(name)
+    except ModuleNotFoundError as error:
+        from workers.errors import missing_extra
+
+        hint = missing_extra(error)
+        raise (ModuleNotFoundError(f"everstep.{name}: {hint}") if hint else error) from error

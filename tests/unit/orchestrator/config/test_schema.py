@@ -132,8 +132,20 @@ def test_arguments_without_a_script_are_refused() -> None:
 
 def test_a_missing_file_is_named() -> None:
     """A traceback of the storage layer would be the first thing a new user sees."""
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml cannot be read"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml cannot be read .*: local/small"):
         load("nowhere.yaml")
+
+
+def test_an_example_is_found_by_name_unless_a_file_has_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever installed a wheel has no checkout to copy one from."""
+    monkeypatch.chdir(tmp_path)
+    assert load("local/small", ["train.steps=30"]).train.steps == 30
+
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local/small").write_text(LEAST)
+    assert load("local/small").run.directory != load("local/small.yaml").run.directory
 
 
 @pytest.mark.parametrize("text", ["train.steps", "steps=3", "=3", "train.=3"])
