@@ -59,8 +59,8 @@ from workers.settings import (
     SnapshotSettings,
     TrainSettings,
 )
-from workers.snapshot import releases as releases_module
-from workers.snapshot.releases import SPREAD
+from workers.snapshot import device as device_module
+from workers.snapshot.device import SPREAD
 from workers.state import replicas_of
 from workers.train import Session, WorkerContext, run_attempt
 from workers.train.boundary.cadence import Cadence
@@ -148,7 +148,7 @@ def task(session: Session, *, job: Job, meter: Meter) -> None:
 
     With ``at_once``, snapshots leave a device as fast as they can, and not with its passes.
     """
-    releases: Any = releases_module
+    releases: Any = device_module
     model = session.model(lambda: Decoder(job.shape))
     session.optimizer(lambda parameters: adamw(parameters, session.settings.train))
     device = next(model.parameters()).device

@@ -35,7 +35,7 @@ from ucp_core.geometry import Box
 from ucp_core.native import LocalTensor, load, save_rank
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.client import RemotePart, WireClient
-from workers.keeper.peers.listing import Listing
+from workers.keeper.peers.frames import Listing
 from workers.keeper.peers.mirror import Mirrors
 from workers.keeper.peers.server import WireServer
 from workers.keeper.slots import NodeSlots

@@ -18,8 +18,7 @@ from tests.support.memory_versions import (
 )
 from tests.support.snapshots import eventually
 from workers.keeper.peers.client import RemotePart, WireClient
-from workers.keeper.peers.listing import copy_name
-from workers.memory import Arena, LocalPart, Part, notify, open_arena, reserve
+from workers.memory import Arena, LocalPart, Part, copy_name, notify, open_arena, reserve
 
 NODES = ("nodeaaaaaaaaaaaa", "nodebbbbbbbbbbbb")
 WORLD = 4

@@ -17,8 +17,7 @@ from tests.support.trainers import Run, Trainer
 from ucp_core.layout import ParallelLayout
 from ucp_core.native import checkpoint_name, open_checkpoint
 from ucp_core.storage import LocalStore
-from workers.keeper.peers.listing import is_copy
-from workers.memory import is_guard
+from workers.memory import is_copy, is_guard
 from workers.placement import Preference
 from workers.protocol import (
     Completed,

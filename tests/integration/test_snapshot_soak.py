@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.soak import Attempt, SoakTrainer, Usage, usage_of
-from workers.keeper.peers.listing import is_copy
+from workers.memory import is_copy
 from workers.protocol import GroupPlace, KeeperOrder, ParityGroup
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 

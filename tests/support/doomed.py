@@ -29,8 +29,7 @@ from ucp_core.lineage import Lineage
 from ucp_core.storage import local
 from workers.keeper.node_memory import NodeMemory
 from workers.keeper.peers import server as wire
-from workers.keeper.peers.listing import is_copy
-from workers.memory import NUM_SLOTS, Arena
+from workers.memory import NUM_SLOTS, Arena, is_copy
 from workers.memory.arena import PAGE_BYTES
 from workers.protocol import MemoryPart
 

@@ -15,7 +15,7 @@ from tests.support.soak import COLUMNS, ROWS, STORED_EVERY, Attempt, weights
 from ucp_core.geometry import Box
 from ucp_core.native import Checkpoint, LocalTensor, load
 from workers.keeper import MemorySources
-from workers.keeper.peers.listing import is_copy
+from workers.memory import is_copy
 from workers.protocol import KeeperOrder, MemoryPart
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 

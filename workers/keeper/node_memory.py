@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -20,15 +21,14 @@ from workers.errors import WorkerError
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers import Mirrors, ParityMirror, WireServer
 from workers.keeper.persister import Persister
-from workers.keeper.problems import Problems
-from workers.keeper.slots import NodeSlots
+from workers.keeper.slots import NodeSlots, available_bytes
 from workers.keeper.watch import dead_workers
-from workers.memory import Arena, LocalPart, available_bytes, descriptor_socket, is_parity
+from workers.memory import Arena, LocalPart, descriptor_socket, is_parity
 from workers.parity import read_record
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder, ParityGroup
 from workers.settings import Settings
 
-__all__ = ["NodeMemory", "budget_bytes"]
+__all__ = ["NodeMemory", "Problems", "budget_bytes"]
 
 _SECRET_BYTES: Final = 32
 _BUDGET_NAME: Final = "budget"
@@ -36,6 +36,11 @@ _BUDGET_NAME: Final = "budget"
 #: wait for it too, and copying what they leave.
 _NICENESS_SENDING: Final = 15
 _NICENESS_COPYING: Final = 19
+
+#: How long a problem is reported that nobody says the end of.
+_TOLD_S: Final = 60.0
+#: A line is for people; a thousand of them are for nobody.
+_NUM_MAX: Final = 32
 
 
 class NodeMemory:
@@ -186,6 +191,35 @@ class NodeMemory:
             self._refused.add(owner)
         else:
             self._refused.discard(owner)
+
+
+class Problems:
+    """The problems of one keeper by subject. Safe to call from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lines: dict[str, str] = {}
+        self._told: dict[str, float] = {}
+
+    def note(self, subject: str, line: str) -> None:
+        """Take note of how a subject is; "" if it is in no problem any more."""
+        with self._lock:
+            self._lines.pop(subject, None)
+            if line:
+                self._lines[subject] = line
+
+    def tell(self, line: str) -> None:
+        """Take note of something that happened; it is forgotten after a while."""
+        with self._lock:
+            self._told[line] = time.monotonic()
+
+    def lines(self) -> tuple[str, ...]:
+        """Return what there is, the newest first where it is too much."""
+        with self._lock:
+            now_s = time.monotonic()
+            self._told = {k: at_s for k, at_s in self._told.items() if now_s - at_s < _TOLD_S}
+            lines = dict.fromkeys([*self._lines.values(), *self._told])
+        return tuple(reversed(lines))[:_NUM_MAX]
 
 
 def _parity(name: str, arena: Arena, held: Held) -> HeldParity | None:

@@ -24,16 +24,13 @@ from ucp_core.manifest import Kind, Manifest, from_bytes
 from ucp_core.native import checkpoint_name, collect_garbage, try_commit
 from ucp_core.numerics import crc32
 from ucp_core.storage import Store, join
-from workers.keeper.priority import be_nice
-from workers.keeper.slots import NodeSlots
+from workers.keeper.slots import NodeSlots, be_nice
 from workers.memory import Arena, counts, is_parity
 from workers.protocol import Held
-from workers.settings import CheckpointSettings
+from workers.settings import CHECKPOINTS, CheckpointSettings
 
-__all__ = ["CHECKPOINTS", "Persister"]
+__all__ = ["Persister"]
 
-#: Where a run directory keeps its checkpoints.
-CHECKPOINTS: Final = "checkpoints"
 #: Fits the second-level cache: what was checked there is what is written.
 _CHUNK_BYTES: Final = 1 << 20
 #: Between two tries: a store that restarts is back by then, and training waits for no pin.

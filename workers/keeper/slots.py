@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Final
 
 from workers.errors import ArenaError
@@ -13,7 +14,6 @@ from workers.memory import (
     NUM_SLOTS,
     Arena,
     HeldArena,
-    available_bytes,
     in_use,
     is_guard,
     owner_of,
@@ -22,12 +22,55 @@ from workers.memory import (
 )
 from workers.protocol import Held
 
-__all__ = ["NodeSlots"]
+__all__ = ["NodeSlots", "available_bytes", "be_nice"]
 
 #: Of a node's memory this much is left to everybody else when an arena is made.
 _SPARE_BYTES: Final = 64 << 20
 #: What a dead worker left is handed on to one that needs at least a part of this of it.
 _WASTE_MAX: Final = 2
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_bytes(meminfo: Path = _MEMINFO, cgroups: Path = _CGROUPS) -> int:
+    """Return how much memory could be taken now without anything being paged out or killed.
+
+    Args:
+        meminfo: What the kernel says of the machine.
+        cgroups: What it says of this container, whose limit may be lower; either version.
+    """
+    found = [_meminfo_bytes(meminfo)]
+    for directory, limit, usage, idle in (
+        (cgroups, "memory.max", "memory.current", "inactive_file"),
+        (
+            cgroups / "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ):
+        # No such limit: neither the file nor a number in it.
+        with contextlib.suppress(OSError, ValueError):
+            left = int((directory / limit).read_text()) - int((directory / usage).read_text())
+            found.append(left + _stat_bytes(directory / "memory.stat", idle))
+    return max(0, min(found))
+
+
+def _meminfo_bytes(path: Path) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise ValueError(f"{path} does not say what is available")
+
+
+def _stat_bytes(path: Path, name: str) -> int:
+    """Return a count: what the kernel would give up at once is charged to the container too."""
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
 
 
 class NodeSlots:
@@ -325,3 +368,11 @@ def _check_fits(name: str, arena: Arena, body_bytes: int) -> None:
             "reserve the next generation",
             arena=name,
         )
+
+
+def be_nice(niceness: int) -> None:
+    """Give the calling thread at least this niceness, and no other thread of the process."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        if os.getpriority(os.PRIO_PROCESS, thread) < niceness:
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)

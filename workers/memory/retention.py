@@ -18,9 +18,11 @@ from workers.protocol import Held
 __all__ = [
     "HeldArena",
     "choose_slot",
+    "copy_name",
     "counts",
     "guard_name",
     "in_use",
+    "is_copy",
     "is_guard",
     "is_parity",
     "owner_of",
@@ -29,6 +31,8 @@ __all__ = [
     "split_name",
 ]
 
+#: How much of a node's id is in the names of its copies.
+_NODE_CHARS = 12
 #: Takes the place of a node in the names of arenas that hold parities.
 _PARITY = "parity"
 #: Begins what takes it in the names of arenas for shares that a worker saves for other ranks.
@@ -156,6 +160,16 @@ def split_name(name: str) -> tuple[str, str, int]:
     if not dot or not generation.isdigit():
         return node, own, 0
     return node, worker, int(generation)
+
+
+def copy_name(node: str, arena: str) -> str:
+    """Return the name under which the versions of ``arena`` of another node are held here."""
+    return f"{node[:_NODE_CHARS]}/{arena}"
+
+
+def is_copy(arena: str) -> bool:
+    """Return whether an arena of this name holds what another node's rank wrote."""
+    return "/" in arena
 
 
 def guard_name(number: int, worker: str) -> str:

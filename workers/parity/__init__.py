@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from workers.parity.damage import damaged
-    from workers.parity.rebuild import lost_parts, write
+    from workers.parity.rebuild import damaged, lost_parts, write
     from workers.parity.record import (
         ParityRecord,
         complete_draft,
@@ -31,8 +30,7 @@ __all__ = [
 __getattr__ = lazy_door(
     __name__,
     {
-        "workers.parity.damage": ("damaged",),
-        "workers.parity.rebuild": ("lost_parts", "write"),
+        "workers.parity.rebuild": ("damaged", "lost_parts", "write"),
         "workers.parity.record": (
             "ParityRecord",
             "complete_draft",

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.manifest import from_bytes
+from ucp_core.numerics import crc32
 from workers.errors import ParityError
 from workers.memory import Part
 from workers.parity.code import BLOCK_BYTES, P, add, rebuild
@@ -27,7 +28,7 @@ from workers.parity.record import ParityRecord, read_record
 from workers.parity.stripes import DataBlock
 from workers.protocol import Held, Member
 
-__all__ = ["Group", "ParityPart", "lost_parts", "write"]
+__all__ = ["Group", "ParityPart", "damaged", "is_sound", "lost_parts", "write"]
 
 #: Read at once of each part; whole blocks of either parity.
 _WINDOW_BYTES: Final = 8 * BLOCK_BYTES
@@ -38,6 +39,10 @@ _TURN_BYTES: Final = 4 * _WINDOW_BYTES
 #: A window of one parity that brings back one member need not be whole blocks.
 _GRAIN_BYTES: Final = 64
 
+#: Read of a part at a time.
+_CHECKED_BYTES: Final = 4 << 20
+
+_P = TypeVar("_P", bound=Part)
 _Array = npt.NDArray[np.uint8]
 
 
@@ -318,6 +323,55 @@ def lost_parts(parities: Sequence[Part], parts: Sequence[Part]) -> list[ParityPa
     for parity in parities:
         groups.setdefault(replace(read_record(parity), place=0), []).append(parity)
     return [part for group in groups.values() for part in Group(group, parts).lost()]
+
+
+def damaged(parities: Sequence[_P], members: Sequence[_P]) -> list[_P]:
+    """Return those of a version's parities or parts that are proven to be damaged.
+
+    Reads all of them, several times. The result is empty if more than one parity is damaged.
+
+    Args:
+        parities: Those that parts were computed from.
+        members: The parts that they were computed with.
+
+    Raises:
+        StorageError: Something cannot be read any more.
+    """
+    if found := [part for part in members if not is_sound(part)]:
+        return found
+    for each in parities:
+        others = [parity for parity in parities if parity is not each]
+        try:
+            computed = lost_parts(others, members)
+        except ParityError:
+            # It cannot be done without.
+            continue
+        if computed and all(map(is_sound, computed)):
+            return [each]
+    return []
+
+
+def is_sound(part: Part) -> bool:
+    """Return whether the bytes of a part have the checksums that its record says.
+
+    Raises:
+        StorageError: The part is not there any more.
+    """
+    held = part.held
+    packed = bytearray(held.record_bytes)
+    part.fill(held.data_bytes, [memoryview(packed)])
+    try:
+        record = from_bytes(bytes(packed), where=f"the record of rank {held.rank}")
+    except UcpError:
+        return False
+    if {file.num_bytes for file in record.files.values()} != {held.data_bytes}:
+        return False
+    value = 0
+    for low in range(0, held.data_bytes, _CHECKED_BYTES):
+        chunk = bytearray(min(_CHECKED_BYTES, held.data_bytes - low))
+        part.fill(low, [memoryview(chunk)])
+        value = crc32(chunk, value)
+    return {file.crc32 for file in record.files.values()} == {value}
 
 
 def _held(record: ParityRecord, member: Member) -> Held:

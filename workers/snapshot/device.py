@@ -28,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -37,9 +37,16 @@ from torch import Tensor
 
 from ucp_core.numerics import of_blocks
 from workers.memory import PATIENCE_S, CopyStream, Credits, CudaStream, Mark
-from workers.snapshot.releases import bucket_releases
 
-__all__ = ["BUCKET_BYTES", "IN_FLIGHT_MAX", "DeviceCopy", "TensorRange", "into_buckets"]
+__all__ = [
+    "BUCKET_BYTES",
+    "IN_FLIGHT_MAX",
+    "SPREAD",
+    "DeviceCopy",
+    "TensorRange",
+    "bucket_releases",
+    "into_buckets",
+]
 
 #: Two thirds of a millisecond of a bus of 50 GB/s.
 BUCKET_BYTES: Final = 32 << 20
@@ -47,6 +54,10 @@ BUCKET_BYTES: Final = 32 << 20
 IN_FLIGHT_MAX: Final = 2
 #: So many buckets leave on one credit, some 10 ms; then it is another rank's turn.
 _TURN: Final = 16
+
+#: Of the marks of a step: most of the forward passes, if it has one micro-batch. The sooner a
+#: snapshot is whole, the less is lost.
+SPREAD: Final = 0.5
 
 
 class TensorRange(NamedTuple):
@@ -82,6 +93,26 @@ def into_buckets(
                 buckets.append(tuple(bucket))
                 bucket, room = [], bucket_bytes
     return [one for one in (*buckets, tuple(bucket)) if one]
+
+
+def bucket_releases(num_buckets: int, gaps_s: Sequence[float], bucket_s: float) -> list[int]:
+    """Return how many buckets may have left behind each mark of a step.
+
+    Args:
+        num_buckets: Of the snapshot.
+        gaps_s: How long the device had nothing to do behind each mark; the first is where a
+            snapshot begins.
+        bucket_s: How long it takes for a bucket to leave.
+    """
+    fits = [int(gap_s / bucket_s) for gap_s in gaps_s]
+    num_in_gaps = min(num_buckets, sum(fits))
+    num_beside = num_buckets - num_in_gaps
+    spread = len(gaps_s) * SPREAD
+    found = []
+    for index, fit in enumerate(accumulate(fits)):
+        part = min(1.0, index / spread) if spread else 1.0
+        found.append(min(num_in_gaps, fit) + math.ceil(num_beside * part))
+    return found
 
 
 class _Gate(NamedTuple):

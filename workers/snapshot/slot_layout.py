@@ -7,22 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ucp_core.native import LocalTensor, RankSaver
+from ucp_core.numerics import crc32
 from workers.memory import NUM_SLOTS, Arena
 from workers.protocol import Assignment
-from workers.snapshot.host_copy import HostTensors
 from workers.state import StateEntry
 
-__all__ = ["BLOCK_BYTES", "Captured", "SlotLayout", "source_of"]
+__all__ = ["BLOCK_BYTES", "Captured", "HostTensors", "SlotLayout", "source_of"]
 
 #: A layout that has changed needs parts of blocks, which are read whole: of 1 MiB ones half as much
 #: again as is needed (4 ranks onto 3, 50 MB each), of these a tenth to a third.
 BLOCK_BYTES: Final = 256 << 10
 #: The record has room for twice the small values of the first snapshot, and for this.
 _RECORD_SPARE_BYTES: Final = 64 << 10
+
+#: From here on other threads of the process go on meanwhile, which takes two microseconds.
+_LARGE_BYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +128,63 @@ class SlotLayout:
             entry.local_tensor(view)
             for entry, view in zip(self._written, self.views[slot], strict=True)
         ]
+
+
+class HostTensors:
+    """The bytes of tensors that are copied again and again.
+
+    Args:
+        tensors: Of any dtype, on any device.
+        block_bytes: Of the checksums.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, block_bytes: int) -> None:
+        self._tensors = tensors
+        self._block_bytes = block_bytes
+        self._addresses: list[int] = []
+        self._bytes: list[memoryview] = []
+
+    def views(self) -> Sequence[memoryview] | None:
+        """Return the bytes of every tensor where they are now, or None if they cannot be seen so.
+
+        That is if one is on a device, or not contiguous.
+        """
+        # What a tensor of the same name and form points to may be other memory than before.
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        if addresses != self._addresses:
+            if any(t.is_cuda or not t.is_contiguous() for t in self._tensors):
+                return None
+            self._bytes = [_bytes_of(tensor) for tensor in self._tensors]
+            self._addresses = addresses
+        return self._bytes
+
+    def copy_to(self, targets: Sequence[memoryview]) -> list[list[int]] | None:
+        """Copy every tensor, and return what checksums were made on the way.
+
+        Args:
+            targets: Of the same sizes, in the same order.
+
+        Returns:
+            Of every tensor the crc32 of each block; none of those that are left for later. None,
+            and nothing is copied, if their bytes cannot be seen.
+        """
+        sources = self.views()
+        if sources is None:
+            return None
+        blocks: list[list[int]] = []
+        for source, target in zip(sources, targets, strict=True):
+            # Most tensors of most models are small.
+            if len(source) < _LARGE_BYTES:
+                target[:] = source
+            else:
+                np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+            blocks.append([crc32(target)] if 0 < len(target) < self._block_bytes else [])
+        return blocks
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _layout(entry: StateEntry) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from workers.keeper.peers.frames import (
     CHALLENGE_BYTES,
     CHUNK,
     SIZE,
+    Listing,
     Refused,
     behind,
     fields_of,
@@ -26,6 +27,7 @@ from workers.keeper.peers.frames import (
     fit_buffers,
     keep_alive,
     limit_waits,
+    listing_of,
     proof,
     receive,
     receive_json,
@@ -33,7 +35,6 @@ from workers.keeper.peers.frames import (
     send,
     send_json,
 )
-from workers.keeper.peers.listing import Listing, listing_of
 from workers.protocol import Held
 
 __all__ = ["RemotePart", "WireClient"]

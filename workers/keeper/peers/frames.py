@@ -5,7 +5,6 @@ Nothing here is unpickled, and no length is believed beyond its bound.
 
 from __future__ import annotations
 
-import dataclasses
 import hmac
 import json
 import operator
@@ -14,7 +13,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from workers.protocol import Held
@@ -23,6 +23,8 @@ __all__ = [
     "CHALLENGE_BYTES",
     "CHUNK",
     "SIZE",
+    "Listed",
+    "Listing",
     "RateLimit",
     "Refused",
     "behind",
@@ -33,6 +35,7 @@ __all__ = [
     "held_of",
     "keep_alive",
     "limit_waits",
+    "listing_of",
     "proof",
     "receive",
     "receive_json",
@@ -48,7 +51,7 @@ SIZE: Final = struct.Struct("<I")
 CHUNK: Final = struct.Struct("<II")
 #: The kernel takes up to 1024 in one call.
 _VIEWS_MAX: Final = 512
-_HELD: Final = tuple(field.name for field in dataclasses.fields(Held))
+_HELD: Final = tuple(field.name for field in fields(Held))
 _values_of: Final = operator.attrgetter(*_HELD)
 _SILENT: Final = "the peer sends nothing"
 _CLOSED: Final = "the peer closed the connection"
@@ -204,13 +207,81 @@ def fields_of(held: Held) -> Sequence[int]:
     return values
 
 
-def held_of(fields: Sequence[Any]) -> Held:
+def held_of(values: Sequence[Any]) -> Held:
     """Return what a JSON array of the fields says.
 
     Raises:
         TypeError, ValueError: It does not.
     """
-    return Held(**dict(zip(_HELD, map(int, fields), strict=True)))
+    return Held(**dict(zip(_HELD, map(int, values), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An arena of a peer.
+
+    Attributes:
+        body_bytes: What a slot of it can hold.
+        parts: Its complete versions, oldest first.
+        kept: Attempt and step of the one that all ranks and all their peers have.
+    """
+
+    body_bytes: int
+    parts: tuple[Held, ...]
+    kept: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a peer's own ranks have written.
+
+    Attributes:
+        news: To be given as ``after`` next time.
+        arenas: By name.
+    """
+
+    news: int
+    arenas: Mapping[str, Listed]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``listing_of`` reads."""
+        return {
+            "news": self.news,
+            "arenas": {
+                name: {
+                    "body_bytes": arena.body_bytes,
+                    "parts": list(map(fields_of, arena.parts)),
+                    "kept": arena.kept,
+                }
+                for name, arena in self.arenas.items()
+            },
+        }
+
+
+def listing_of(answer: Any) -> Listing:
+    """Return the listing that a JSON object says.
+
+    Raises:
+        KeyError, TypeError, ValueError: It says none.
+    """
+    return Listing(
+        news=int(answer["news"]),
+        arenas={
+            name: Listed(
+                body_bytes=int(listed["body_bytes"]),
+                parts=tuple(held_of(part) for part in listed["parts"]),
+                kept=_version_of(listed["kept"]),
+            )
+            for name, listed in answer["arenas"].items()
+        },
+    )
+
+
+def _version_of(answer: Any) -> tuple[int, int] | None:
+    if answer is None:
+        return None
+    attempt, step = map(int, answer)
+    return attempt, step
 
 
 def behind(views: Sequence[memoryview], size_bytes: int) -> list[memoryview]:

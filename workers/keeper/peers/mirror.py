@@ -18,10 +18,10 @@ from typing import Final, TypeAlias
 from ucp_core.errors import StorageError
 from workers.errors import ArenaError
 from workers.keeper.peers.client import WireClient
-from workers.keeper.peers.listing import Listed, copy_name
+from workers.keeper.peers.frames import Listed
 from workers.keeper.peers.replication import POLL_S, Replication
 from workers.keeper.slots import NodeSlots
-from workers.memory import Arena, counts
+from workers.memory import Arena, copy_name, counts
 from workers.protocol import Held, Peer
 
 __all__ = ["Mirror", "Mirrors", "wanted"]

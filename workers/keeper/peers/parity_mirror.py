@@ -24,10 +24,10 @@ from typing import Final
 from ucp_core.errors import StorageError
 from workers.errors import ArenaError, ParityError
 from workers.keeper.peers.client import RemotePart, WireClient
-from workers.keeper.peers.listing import Listed, is_copy
+from workers.keeper.peers.frames import Listed
 from workers.keeper.peers.replication import POLL_S, Replication
 from workers.keeper.slots import NodeSlots
-from workers.memory import Arena, LocalPart, Part, is_parity
+from workers.memory import Arena, LocalPart, Part, is_copy, is_parity
 from workers.parity import ParityRecord, complete_draft, slot_bytes, write
 from workers.protocol import Held, Member, ParityGroup
 

@@ -11,7 +11,7 @@ from typing import Final
 from ucp_core.errors import StorageError
 from workers.errors import ArenaError
 from workers.keeper.peers.client import WireClient
-from workers.keeper.priority import be_nice
+from workers.keeper.slots import be_nice
 
 __all__ = ["POLL_S", "Replication"]
 

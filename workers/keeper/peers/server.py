@@ -34,6 +34,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 from ucp_core.numerics import crc32
@@ -41,6 +42,8 @@ from workers.keeper.peers.frames import (
     CHALLENGE_BYTES,
     CHUNK,
     SIZE,
+    Listed,
+    Listing,
     RateLimit,
     Refused,
     fit_buffers,
@@ -54,14 +57,11 @@ from workers.keeper.peers.frames import (
     send,
     send_json,
 )
-from workers.keeper.peers.listing import Listed, Listing, agree, is_copy
-from workers.keeper.peers.liveness import PeerLiveness
-from workers.keeper.priority import be_nice
-from workers.keeper.slots import NodeSlots
-from workers.memory import NUM_SLOTS, Arena
+from workers.keeper.slots import NodeSlots, be_nice
+from workers.memory import NUM_SLOTS, Arena, is_copy
 from workers.protocol import Held
 
-__all__ = ["CHUNK_BYTES", "LISTING_BYTES_MAX", "STALL_S", "WireServer"]
+__all__ = ["CHUNK_BYTES", "LISTING_BYTES_MAX", "STALL_S", "PeerLiveness", "WireServer"]
 
 #: With 1 MiB a checksum finds the bytes in the cache still, but both ends are woken more often: a
 #: copy takes a tenth more processor time, and bytes without checksums a third more.
@@ -87,6 +87,9 @@ _POLL_S_MAX: Final = 2.0
 #: For so long what a rank finished is kept back for the others of its node. They finish within 1 ms
 #: of each other, and a listing costs both ends 0.3 ms of processor time.
 _TOGETHER_S: Final = 0.003
+
+#: How often it is said that peers are still there, at most: far below what that is good for.
+_RENEW_S: Final = 0.2
 
 
 class WireServer:
@@ -201,7 +204,7 @@ class WireServer:
             versions = self._originals()
             # The copies that are made here are news too, and nothing to the peer.
             if news != after and (after < 0 or versions != self._listed.get(connection)):
-                if after < 0 or agree(versions):
+                if after < 0 or _agree(versions):
                     break
                 # The other ranks are about to finish the same step: one listing for all.
                 end_s = min(end_s, time.monotonic() + _TOGETHER_S)
@@ -271,3 +274,73 @@ class WireServer:
 
     def _send(self, connection: socket.socket, data: bytes | memoryview, flags: int = 0) -> None:
         send(connection, data, flags, stall_s=STALL_S, moved=self._liveness.renew)
+
+
+class PeerLiveness:
+    """Tells the ranks which arenas are followed, and what all who follow have got.
+
+    Safe to call from several threads. A follower is whatever tells one from another.
+
+    Args:
+        slots: The arenas.
+    """
+
+    def __init__(self, slots: NodeSlots) -> None:
+        self._slots = slots
+        self._lock = threading.Lock()
+        #: Of every follower, by arena, what it said to have got last.
+        self._got: dict[Hashable, dict[str, Held | None]] = {}
+        self._renewed_s = 0.0
+
+    def follows(self, follower: Hashable) -> bool:
+        """Return whether it follows anything."""
+        return follower in self._got
+
+    def follow(self, follower: Hashable, names: Collection[str]) -> None:
+        """Have it follow these from now on and no others; () once it is gone."""
+        if self._got.get(follower, {}).keys() == set(names):
+            self.renew()
+            return
+        with self._lock:
+            before = self._got.pop(follower, {})
+            if names:
+                self._got[follower] = {name: before.get(name) for name in names}
+            for name in before.keys() | set(names):
+                self._tell(name)
+
+    def renew(self) -> None:
+        """Say that whoever follows still does; to be called whenever one gives a sign."""
+        now_s = time.monotonic()
+        if not self._got or now_s - self._renewed_s < _RENEW_S:
+            return
+        with self._lock:
+            self._renewed_s = now_s
+            for name in {name for names in self._got.values() for name in names}:
+                self._tell(name)
+
+    def note_got(self, follower: Hashable, name: str, held: Held) -> None:
+        """Take note of what a follower has, or need not have.
+
+        One that says so over a new connection, because the one that it followed by is gone, says
+        it once, and before it has asked for a listing there: it follows from now on.
+        """
+        with self._lock:
+            self._got.setdefault(follower, {})[name] = held
+            self._tell(name)
+
+    def _tell(self, name: str) -> None:
+        arena = self._slots.arena(name)
+        if arena is None:
+            return
+        got = [names[name] for names in self._got.values() if name in names]
+        # The arena may be let go of meanwhile.
+        with contextlib.suppress(ValueError):
+            arena.set_followed(bool(got))
+            newest = arena.newest()
+            if newest is not None and got and all(each == newest for each in got):
+                arena.note_copied(newest)
+
+
+def _agree(versions: Mapping[str, Sequence[Held]]) -> bool:
+    """Return whether the newest versions of all ranks are of one step."""
+    return len({(held[-1].attempt, held[-1].step) for held in versions.values() if held}) <= 1

@@ -29,13 +29,10 @@ from ucp_core.native import (
 from ucp_core.storage import Buffer, ReadRange, Store, join
 from workers.collectives import AbortedError, CollectiveError
 from workers.protocol import Assignment
-from workers.settings import CheckpointSettings
+from workers.settings import CHECKPOINTS, CheckpointSettings
 from workers.snapshot import source_of
 
 __all__ = ["CHECKPOINTS", "SavedState", "Storing", "append_json"]
-
-#: Where a run directory keeps its checkpoints.
-CHECKPOINTS: Final = "checkpoints"
 
 #: How often a wait looks whether the attempt was fenced.
 _LOOK_S: Final = 0.02

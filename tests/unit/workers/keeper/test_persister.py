@@ -27,8 +27,8 @@ from ucp_core.native import load, open_checkpoint
 from ucp_core.storage import Buffer, LocalStore, MemoryStore, Store
 from workers.keeper import persister as persister_module
 from workers.keeper.descriptor_server import DescriptorServer
+from workers.keeper.node_memory import Problems
 from workers.keeper.persister import Persister
-from workers.keeper.problems import Problems
 from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, descriptor_socket, open_arena
 from workers.settings import CheckpointSettings

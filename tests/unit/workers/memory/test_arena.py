@@ -20,12 +20,11 @@ from tests.support.snapshots import eventually
 from workers.errors import ArenaError
 from workers.keeper import descriptor_server
 from workers.keeper.descriptor_server import DescriptorServer
-from workers.keeper.slots import NodeSlots
+from workers.keeper.slots import NodeSlots, available_bytes
 from workers.memory import (
     Arena,
     Lease,
     adopt,
-    available_bytes,
     descriptor_socket,
     drop,
     notify,

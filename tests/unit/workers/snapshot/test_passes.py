@@ -24,8 +24,7 @@ from tests.support.snapshots import eventually
 from workers.memory import Credits
 from workers.snapshot import device as device_module
 from workers.snapshot import on_passes
-from workers.snapshot.device import IN_FLIGHT_MAX, DeviceCopy
-from workers.snapshot.releases import SPREAD
+from workers.snapshot.device import IN_FLIGHT_MAX, SPREAD, DeviceCopy
 
 BUCKET_BYTES = 64
 #: A pass that is waited for in vain would not end a test.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.pipeline_times import Span, Stage, one_forward_one_backward
-from workers.snapshot.releases import SPREAD, bucket_releases
+from workers.snapshot.device import SPREAD, bucket_releases
 
 #: Of which a forward pass takes a second.
 BUCKET_S = 0.05

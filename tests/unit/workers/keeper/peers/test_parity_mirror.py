@@ -17,11 +17,10 @@ from workers.errors import ParityError
 from workers.keeper.peers import parity_mirror
 from workers.keeper.peers import server as wire
 from workers.keeper.peers.client import RemotePart, WireClient
-from workers.keeper.peers.listing import is_copy
 from workers.keeper.peers.parity_mirror import ParityMirror, parity_name
 from workers.keeper.peers.server import WireServer
 from workers.keeper.slots import NodeSlots
-from workers.memory import Arena, Part, is_parity
+from workers.memory import Arena, Part, is_copy, is_parity
 from workers.memory import arena as arena_module
 from workers.parity import lost_parts
 from workers.protocol import GroupPlace, ParityGroup, Peer
