@@ -20,7 +20,7 @@ from ucp_core.native import Checkpoint, LocalTensor, load
 from ucp_core.native import opening as _open
 from ucp_core.numerics import decode, encode
 from ucp_core.reading import Mapped, transfer
-from ucp_core.reading import rows as _rows
+from ucp_core.reading import planning as _planning
 from ucp_core.storage import MemoryStore, ReadRange
 
 SEEDS = st.integers(0, 2**32)
@@ -83,7 +83,7 @@ def test_any_box_of_any_foreign_map_is_what_numpy_cuts(seed: int) -> None:
         patch.setattr(_open, "_SPAN_BYTES_MAX", rng.choice((64, 1 << 20)))
         patch.setattr(_open, "_DIRECT_BYTES_MAX", rng.choice((64, 1 << 20)))
         patch.setattr(transfer, "_RUN_GAP_BYTES_MIN", rng.choice((1, 8, 1 << 20)))
-        patch.setattr(_rows, "_RUNS_MAX", rng.choice((3, 1024)))
+        patch.setattr(_planning, "_RUNS_MAX", rng.choice((3, 1024)))
         load(made.checkpoint, need, threads=rng.choice((1, 3)))
 
     _assert_equal(made, need)

@@ -44,9 +44,8 @@ from ucp_core.language import (
     strip_padding,
     union,
 )
-from ucp_core.language.affine import piece_boxes
+from ucp_core.language.affine import AffinePiece, piece_boxes
 from ucp_core.language.operators import target_pieces
-from ucp_core.language.patterns import AffinePiece
 from ucp_core.language.rules import Rule
 from ucp_core.language.targets import Sharding
 from ucp_core.layout import ParallelLayout

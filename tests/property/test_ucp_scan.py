@@ -17,7 +17,7 @@ from ucp_core.manifest import Manifest, from_bytes, merge, to_bytes
 from ucp_core.manifest import document as manifest
 from ucp_core.manifest.document import parse
 from ucp_core.manifest.fragment_columns import scan
-from ucp_core.manifest.json_text import load_json
+from ucp_core.manifest.validation import load_json
 from ucp_core.native import saving as _save
 from ucp_core.native.opening import parts_of
 from ucp_core.numerics import crc32

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from ucp_core.language.affine import Affine, parse_affine_map
     from ucp_core.language.operators import extract, rename, strip_padding, tie, union
-    from ucp_core.language.pattern_text import plain
     from ucp_core.language.patterns import (
-        Affine,
         Average,
         Cut,
         Grid,
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
         Placement,
         Replicated,
         Unique,
-        parse_affine_map,
         place,
+        plain,
         split,
     )
     from ucp_core.language.rules import (
@@ -69,10 +68,9 @@ __all__ = [
 __getattr__ = lazy_door(
     __name__,
     {
+        "ucp_core.language.affine": ("Affine", "parse_affine_map"),
         "ucp_core.language.operators": ("extract", "rename", "strip_padding", "tie", "union"),
-        "ucp_core.language.pattern_text": ("plain",),
         "ucp_core.language.patterns": (
-            "Affine",
             "Average",
             "Cut",
             "Grid",
@@ -81,8 +79,8 @@ __getattr__ = lazy_door(
             "Placement",
             "Replicated",
             "Unique",
-            "parse_affine_map",
             "place",
+            "plain",
             "split",
         ),
         "ucp_core.language.rules": (

@@ -7,15 +7,19 @@ shard, both row-major: the form of DeepSpeed's affine maps (``deepspeed/checkpoi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucp_core.errors import PatternError
+from ucp_core.errors import PatternError, UnsupportedVersionError
 from ucp_core.geometry import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+#: Version of DeepSpeed's affine maps that ``parse_affine_map`` understands.
+AFFINE_MAP_VERSION = 1
 #: A piece that needs more boxes than this is not made of blocks; it would be copied by elements.
 BOXES_MAX = 1 << 14
 
@@ -40,6 +44,21 @@ class AffinePiece(NamedTuple):
     dest_strides: tuple[int, ...]
     locations: tuple[int, ...]
     scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """Strided pieces, as DeepSpeed's affine maps describe them.
+
+    Attributes:
+        shape: Of the whole tensor.
+        shards: Shape of the shard by rank.
+        pieces: By rank.
+    """
+
+    shape: tuple[int, ...]
+    shards: tuple[tuple[int, ...], ...]
+    pieces: tuple[tuple[AffinePiece, ...], ...]
 
 
 class _Dim(NamedTuple):
@@ -207,3 +226,81 @@ def _changed(view: _View, change: _Change) -> list[_View]:
 
 def _real(dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
     return tuple(dim for dim in dims if dim.size > 1)
+
+
+def parse_affine_map(document: Any, *, where: str) -> dict[str, Affine]:
+    """Return the maps of a DeepSpeed checkpoint's ``affine_map`` by the regex of their names.
+
+    Args:
+        document: ``{version, params: {regex: {logical_shape, ranks: {rank: {shard_shape,
+            pieces: [{shape, source: [offset, strides], dest: [offset, strides], locations,
+            scale?}]}}}}}``, as DeepSpeed 0.19.8 writes it.
+        where: File and key, for errors.
+
+    Raises:
+        UnsupportedVersionError: A newer form.
+        PatternError: Not of this form.
+    """
+    if not isinstance(document, Mapping):
+        raise PatternError(f"{where} is not a mapping")
+    version = document.get("version")
+    if version != AFFINE_MAP_VERSION:
+        raise UnsupportedVersionError(
+            f"{where} has version {version!r}, this program reads {AFFINE_MAP_VERSION}: update "
+            "everstep",
+            version=version,
+        )
+    params = document.get("params")
+    if not isinstance(params, Mapping):
+        raise PatternError(f"{where}: params is not a mapping")
+    maps: dict[str, Affine] = {}
+    for regex, entry in params.items():
+        try:
+            maps[str(regex)] = parse_affine(entry)
+        except PatternError as error:
+            raise PatternError(f"{where}: params[{str(regex)[:80]!r}]: {error}") from error
+    return maps
+
+
+def parse_affine(entry: Any) -> Affine:
+    """Return one map of an ``affine_map``: ``{logical_shape, ranks}``.
+
+    Raises:
+        PatternError: Not of this form.
+    """
+    try:
+        ranks = {int(rank): value for rank, value in entry["ranks"].items()}
+        if sorted(ranks) != list(range(len(ranks))):
+            raise PatternError(f"ranks {sorted(ranks)[:8]} are not 0 .. {len(ranks) - 1}")
+        return Affine(
+            shape=_ints(entry["logical_shape"]),
+            shards=tuple(_ints(ranks[rank]["shard_shape"]) for rank in range(len(ranks))),
+            pieces=tuple(
+                tuple(_parse_piece(piece) for piece in ranks[rank]["pieces"])
+                for rank in range(len(ranks))
+            ),
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise PatternError(
+            f"not an affine map of version {AFFINE_MAP_VERSION}: {type(error).__name__} {error}"
+        ) from error
+
+
+def _parse_piece(piece: Mapping[str, Any]) -> AffinePiece:
+    (source_offset, source_strides), (dest_offset, dest_strides) = piece["source"], piece["dest"]
+    return AffinePiece(
+        shape=_ints(piece["shape"]),
+        source_offset=int(source_offset),
+        source_strides=_ints(source_strides),
+        dest_offset=int(dest_offset),
+        dest_strides=_ints(dest_strides),
+        locations=_ints(piece["locations"]),
+        scale=float(piece.get("scale", 1.0)),
+    )
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    numbers = tuple(int(value) for value in values)
+    if any(number < 0 for number in numbers):
+        raise ValueError(f"a negative number in {list(numbers)[:8]}")
+    return numbers

@@ -19,19 +19,17 @@ Shard-NC, GQA             ``Cut(0, parts=(q, k, v))`` or ``Cut(0, ratio=(4, 1, 1
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from math import prod
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ucp_core.errors import PatternError, UnsupportedVersionError
+from ucp_core.errors import PatternError
 from ucp_core.geometry import Box
-from ucp_core.language.affine import AffinePiece, piece_boxes
-from ucp_core.language.cuts import Cut, Piece, cut_problems, fitted_cut, listed, place_cuts
+from ucp_core.language.affine import Affine, AffinePiece, piece_boxes
 
 __all__ = [
-    "AFFINE_MAP_VERSION",
     "Affine",
     "AffinePiece",
     "Average",
@@ -42,15 +40,11 @@ __all__ = [
     "Placement",
     "Replicated",
     "Unique",
-    "parse_affine",
-    "parse_affine_map",
     "pattern_problems",
     "place",
+    "plain",
     "split",
 ]
-
-#: Version of DeepSpeed's affine maps that ``parse_affine_map`` understands.
-AFFINE_MAP_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +70,29 @@ class Average:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """The ranks hold consecutive ranges along one dim, in order of rank.
+
+    Attributes:
+        dim: Which dim; negative counts from the last.
+        widths: Extent along ``dim`` by rank; None: what the shards have.
+        parts: The tensor is several tensors fused along ``dim``, and a rank's shard is its piece
+            of the first, its piece of the second, and so on: their extents in the whole tensor,
+            or a number of equal parts.
+        ratio: The same where only the proportions are known, as in ``(4, 1, 1)``.
+        part_widths: ``part_widths[part][rank]``: extents of the pieces, where uneven.
+        unpadded: True extent along ``dim``; what the shards hold behind it is padding.
+    """
+
+    dim: int = 0
+    widths: tuple[int, ...] | None = None
+    parts: tuple[int, ...] | int | None = None
+    ratio: tuple[int, ...] | None = None
+    part_widths: tuple[tuple[int, ...], ...] | None = None
+    unpadded: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Grid:
     """The ranks form a grid, row-major, and each of its axes cuts another dim.
 
@@ -88,22 +105,21 @@ class Grid:
     degrees: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """Strided pieces, as DeepSpeed's affine maps describe them.
+Pattern: TypeAlias = Unique | Replicated | Average | Cut | Grid | Affine
+
+
+class Piece(NamedTuple):
+    """A box of one rank's shard, and where it lies in the whole tensor.
 
     Attributes:
-        shape: Of the whole tensor.
-        shards: Shape of the shard by rank.
-        pieces: By rank.
+        local: In coordinates of the shard.
+        start: Where it begins in the whole tensor; it has the same shape there.
+        replica: Another rank's piece holds the same elements and is the primary one.
     """
 
-    shape: tuple[int, ...]
-    shards: tuple[tuple[int, ...], ...]
-    pieces: tuple[tuple[AffinePiece, ...], ...]
-
-
-Pattern: TypeAlias = Unique | Replicated | Average | Cut | Grid | Affine
+    local: Box
+    start: tuple[int, ...]
+    replica: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +164,7 @@ def place(pattern: Pattern, shards: Sequence[Sequence[int]], *, name: str = "ten
             if len(shapes) > 1:
                 raise PatternError(
                     f"{name}: declared unique, but {len(shapes)} ranks hold a shard of it: "
-                    f"{listed(shapes)}; declare it replicated or cut",
+                    f"{_listed(shapes)}; declare it replicated or cut",
                     name=name,
                 )
             return _whole_on_each(shapes, "once", "equal")
@@ -199,7 +215,7 @@ def split(
         case Grid():
             grid = pattern
     cuts, degrees = grid.cuts, _degrees(grid, num_ranks, name)
-    fitted = [fitted_cut(cut, whole, n, name) for cut, n in zip(cuts, degrees, strict=True)]
+    fitted = [_fitted_cut(cut, whole, n, name) for cut, n in zip(cuts, degrees, strict=True)]
     shards = []
     for coordinates in product(*(range(degree) for degree in degrees)):
         local = list(whole)
@@ -215,9 +231,9 @@ def pattern_problems(pattern: Pattern) -> list[str]:
         case Replicated(check=check) if check not in {"equal", "first"}:
             return [f"check is {check!r}, must be equal or first"]
         case Cut():
-            return list(cut_problems(pattern))
+            return list(_cut_problems(pattern))
         case Grid(cuts=cuts, degrees=degrees):
-            problems = [problem for cut in cuts for problem in cut_problems(cut)]
+            problems = [problem for cut in cuts for problem in _cut_problems(cut)]
             if not cuts or len(cuts) != len(degrees):
                 problems.append(f"a grid of {len(cuts)} cuts has {len(degrees)} degrees")
             if len({cut.dim for cut in cuts}) != len(cuts):
@@ -259,7 +275,7 @@ def _placed(
     shapes: tuple[tuple[int, ...], ...],
     name: str,
 ) -> Placement:
-    shape, pieces = place_cuts(cuts, degrees, shapes, name)
+    shape, pieces = _place_cuts(cuts, degrees, shapes, name)
     return Placement(shape, pieces, "once", "equal", shapes)
 
 
@@ -320,79 +336,303 @@ def _affine_pieces(affine: Affine, rank: int, name: str) -> Iterator[Piece]:
             yield Piece(box, start, replica=replica)
 
 
-def parse_affine_map(document: Any, *, where: str) -> dict[str, Affine]:
-    """Return the maps of a DeepSpeed checkpoint's ``affine_map`` by the regex of their names.
+def _cut_problems(cut: Cut) -> Iterator[str]:
+    """Yield what is wrong with a cut whatever the shards are."""
+    given = [n for n in ("widths", "parts", "ratio") if getattr(cut, n) is not None]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} exclude each other; uneven parts have part_widths"
+    if cut.part_widths is not None and {"widths", "ratio"} & set(given):
+        yield f"part_widths and {given[0]} exclude each other"
+    numbers = [*(cut.widths or ()), *(w for part in cut.part_widths or () for w in part)]
+    if any(number < 0 for number in numbers) or (cut.unpadded or 0) < 0:
+        yield "extents must not be negative"
+    parts = (cut.parts,) if isinstance(cut.parts, int) else cut.parts
+    if any(number < 1 for number in (*(parts or ()), *(cut.ratio or ()))):
+        yield "parts and ratio must be at least 1"
+    if any(value == () for value in (cut.widths, parts, cut.ratio, cut.part_widths)):
+        yield "a list is empty"
+    if cut.part_widths is not None:
+        if len({len(widths) for widths in cut.part_widths}) > 1:
+            yield "part_widths has not the same number of ranks for every part"
+        count = parts if parts is None else parts[0] if isinstance(cut.parts, int) else len(parts)
+        if count is not None and count != len(cut.part_widths):
+            yield f"part_widths has {len(cut.part_widths)} parts, parts has {count}"
+        sums = tuple(sum(widths) for widths in cut.part_widths)
+        if isinstance(cut.parts, tuple) and len(cut.parts) == len(sums) and cut.parts != sums:
+            yield f"part_widths add up to {list(sums)}, parts says {list(cut.parts)}"
 
-    Args:
-        document: ``{version, params: {regex: {logical_shape, ranks: {rank: {shard_shape,
-            pieces: [{shape, source: [offset, strides], dest: [offset, strides], locations,
-            scale?}]}}}}}``, as DeepSpeed 0.19.8 writes it.
-        where: File and key, for errors.
+
+def _listed(values: Sequence[object]) -> str:
+    """Return the first of some shapes or numbers, for messages."""
+    shown = ", ".join(str(list(v) if isinstance(v, tuple) else v) for v in values[:4])
+    return shown if len(values) <= 4 else f"{shown} and {len(values) - 4} more"  # noqa: PLR2004
+
+
+class _Segment(NamedTuple):
+    """A range along one dim of a rank's shard, and where it begins in the whole tensor."""
+
+    local: int
+    length: int
+    start: int
+
+
+def _place_cuts(
+    cuts: Sequence[Cut],
+    degrees: Sequence[int],
+    shapes: tuple[tuple[int, ...], ...],
+    name: str,
+) -> tuple[tuple[int, ...], tuple[tuple[Piece, ...], ...]]:
+    """Return the shape of the whole tensor, and the pieces of every rank of a row-major grid.
 
     Raises:
-        UnsupportedVersionError: A newer form.
-        PatternError: Not of this form.
+        PatternError: The shards' shapes do not fit the cuts.
     """
-    if not isinstance(document, Mapping):
-        raise PatternError(f"{where} is not a mapping")
-    version = document.get("version")
-    if version != AFFINE_MAP_VERSION:
-        raise UnsupportedVersionError(
-            f"{where} has version {version!r}, this program reads {AFFINE_MAP_VERSION}: update "
-            "everstep",
-            version=version,
-        )
-    params = document.get("params")
-    if not isinstance(params, Mapping):
-        raise PatternError(f"{where}: params is not a mapping")
-    maps: dict[str, Affine] = {}
-    for regex, entry in params.items():
-        try:
-            maps[str(regex)] = parse_affine(entry)
-        except PatternError as error:
-            raise PatternError(f"{where}: params[{str(regex)[:80]!r}]: {error}") from error
-    return maps
-
-
-def parse_affine(entry: Any) -> Affine:
-    """Return one map of an ``affine_map``: ``{logical_shape, ranks}``.
-
-    Raises:
-        PatternError: Not of this form.
-    """
-    try:
-        ranks = {int(rank): value for rank, value in entry["ranks"].items()}
-        if sorted(ranks) != list(range(len(ranks))):
-            raise PatternError(f"ranks {sorted(ranks)[:8]} are not 0 .. {len(ranks) - 1}")
-        return Affine(
-            shape=_ints(entry["logical_shape"]),
-            shards=tuple(_ints(ranks[rank]["shard_shape"]) for rank in range(len(ranks))),
-            pieces=tuple(
-                tuple(_parse_piece(piece) for piece in ranks[rank]["pieces"])
-                for rank in range(len(ranks))
-            ),
-        )
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-        raise PatternError(
-            f"not an affine map of version {AFFINE_MAP_VERSION}: {type(error).__name__} {error}"
-        ) from error
-
-
-def _parse_piece(piece: Mapping[str, Any]) -> AffinePiece:
-    (source_offset, source_strides), (dest_offset, dest_strides) = piece["source"], piece["dest"]
-    return AffinePiece(
-        shape=_ints(piece["shape"]),
-        source_offset=int(source_offset),
-        source_strides=_ints(source_strides),
-        dest_offset=int(dest_offset),
-        dest_strides=_ints(dest_strides),
-        locations=_ints(piece["locations"]),
-        scale=float(piece.get("scale", 1.0)),
+    ndim = len(shapes[0])
+    cuts = [replace(cut, dim=_dim(cut.dim, ndim, name)) for cut in cuts]
+    if len({cut.dim for cut in cuts}) != len(cuts):
+        raise PatternError(f"{name}: two cuts along dim {cuts[0].dim}", name=name)
+    coordinates = list(product(*(range(degree) for degree in degrees)))
+    extents = [
+        _extents(shapes, coordinates, axis, (cut.dim, degrees[axis]), name)
+        for axis, cut in enumerate(cuts)
+    ]
+    _check_others(shapes, {cut.dim for cut in cuts}, name)
+    shape = list(shapes[0])
+    segments: list[list[list[_Segment]]] = []
+    for cut, along in zip(cuts, extents, strict=True):
+        shape[cut.dim] = sum(along) if cut.unpadded is None else cut.unpadded
+        segments.append(_segments(cut, along, name))
+    pieces = tuple(
+        tuple(_pieces(shapes[rank], cuts, [segments[a][i] for a, i in enumerate(place_of)]))
+        for rank, place_of in enumerate(coordinates)
     )
+    return tuple(shape), pieces
 
 
-def _ints(values: Any) -> tuple[int, ...]:
-    numbers = tuple(int(value) for value in values)
-    if any(number < 0 for number in numbers):
-        raise ValueError(f"a negative number in {list(numbers)[:8]}")
-    return numbers
+def _dim(dim: int, ndim: int, name: str) -> int:
+    if not -ndim <= dim < ndim:
+        raise PatternError(
+            f"{name}: cut along dim {dim}, but its shards have {ndim} dims", name=name
+        )
+    return dim % ndim
+
+
+def _extents(
+    shapes: Sequence[tuple[int, ...]],
+    coordinates: Sequence[tuple[int, ...]],
+    axis: int,
+    along: tuple[int, int],
+    name: str,
+) -> list[int]:
+    """Return the extent of the shards along a dim, by their place on one axis of the grid."""
+    dim, degree = along
+    extents = [-1] * degree
+    for rank, (shape, place_of) in enumerate(zip(shapes, coordinates, strict=True)):
+        if len(shape) != len(shapes[0]):
+            raise PatternError(
+                f"{name}: rank {rank} holds {list(shape)}, rank 0 {list(shapes[0])}: not of as "
+                "many dims",
+                name=name,
+                rank=rank,
+            )
+        index = place_of[axis]
+        if extents[index] not in {-1, shape[dim]}:
+            raise PatternError(
+                f"{name}: rank {rank} holds {list(shape)}, but other ranks at place {index} of "
+                f"grid axis {axis} have {extents[index]} along dim {dim}",
+                name=name,
+                rank=rank,
+            )
+        extents[index] = shape[dim]
+    return extents
+
+
+def _check_others(shapes: Sequence[tuple[int, ...]], dims: set[int], name: str) -> None:
+    for rank, shape in enumerate(shapes):
+        for dim, extent in enumerate(shape):
+            if dim not in dims and extent != shapes[0][dim]:
+                raise PatternError(
+                    f"{name}: cut along dim {_listed(sorted(dims))}, but rank {rank} holds "
+                    f"{list(shape)} and rank 0 {list(shapes[0])}: dim {dim} differs too",
+                    name=name,
+                    rank=rank,
+                )
+
+
+def _segments(cut: Cut, extents: Sequence[int], name: str) -> list[list[_Segment]]:
+    """Return by rank which ranges along the cut dim it holds, padding left out."""
+    widths = _widths(cut, extents, name)
+    limit = sum(extents) if cut.unpadded is None else cut.unpadded
+    if limit > sum(extents):
+        raise PatternError(
+            f"{name}: unpadded is {limit}, but the shards {_listed(extents)} add up to only "
+            f"{sum(extents)} along dim {cut.dim}",
+            name=name,
+        )
+    segments: list[list[_Segment]] = [[] for _ in extents]
+    local = [0] * len(extents)
+    start = 0
+    for part in widths:
+        for rank, width in enumerate(part):
+            length = min(width, limit - start)
+            if length > 0:
+                _append(segments[rank], _Segment(local[rank], length, start))
+            local[rank] += width
+            start += width
+    return segments
+
+
+def _append(segments: list[_Segment], new: _Segment) -> None:
+    if segments:
+        last = segments[-1]
+        if (last.local + last.length, last.start + last.length) == (new.local, new.start):
+            segments[-1] = last._replace(length=last.length + new.length)
+            return
+    segments.append(new)
+
+
+def _widths(cut: Cut, extents: Sequence[int], name: str) -> Sequence[Sequence[int]]:
+    """Return ``widths[part][rank]``, which add up to the extents of the shards."""
+    if cut.part_widths is not None:
+        widths: Sequence[Sequence[int]] = cut.part_widths
+    elif cut.parts is not None or cut.ratio is not None:
+        sizes = _sizes(cut, sum(extents), name)
+        widths = [[_even(size, len(extents), name)] * len(extents) for size in sizes]
+    else:
+        widths = [cut.widths or extents]
+    if len(widths[0]) != len(extents):
+        raise PatternError(
+            f"{name}: widths are given for {len(widths[0])} ranks, {len(extents)} ranks hold it",
+            name=name,
+        )
+    for rank, extent in enumerate(extents):
+        mine = [part[rank] for part in widths]
+        if sum(mine) != extent:
+            raise PatternError(
+                f"{name}: rank {rank} holds {extent} along dim {cut.dim}, the pattern says "
+                f"{' + '.join(map(str, mine))}" + (f" = {sum(mine)}" if len(mine) > 1 else ""),
+                name=name,
+                rank=rank,
+            )
+    return widths
+
+
+def _sizes(cut: Cut, whole: int, name: str) -> tuple[int, ...]:
+    if isinstance(cut.parts, tuple):
+        if sum(cut.parts) != whole:
+            raise PatternError(
+                f"{name}: the parts {_listed(cut.parts)} add up to {sum(cut.parts)}, the shards "
+                f"to {whole} along dim {cut.dim}",
+                name=name,
+            )
+        return cut.parts
+    ratio = cut.ratio or (1,) * (cut.parts or 1)
+    unit, rest = divmod(whole, sum(ratio))
+    if rest:
+        raise PatternError(
+            f"{name}: {whole} elements along dim {cut.dim} cannot be divided into parts of ratio "
+            f"{':'.join(map(str, ratio))}; give the parts in numbers",
+            name=name,
+        )
+    return tuple(unit * share for share in ratio)
+
+
+def _even(size: int, num_ranks: int, name: str) -> int:
+    if size % num_ranks:
+        raise PatternError(
+            f"{name}: a part of {size} cannot be divided evenly over {num_ranks} ranks; give "
+            "part_widths",
+            name=name,
+        )
+    return size // num_ranks
+
+
+def _pieces(
+    shape: tuple[int, ...], cuts: Sequence[Cut], segments: Sequence[Sequence[_Segment]]
+) -> Iterator[Piece]:
+    for chosen in product(*segments):
+        low, high, start = [0] * len(shape), list(shape), [0] * len(shape)
+        for cut, segment in zip(cuts, chosen, strict=True):
+            low[cut.dim] = segment.local
+            high[cut.dim] = segment.local + segment.length
+            start[cut.dim] = segment.start
+        yield Piece(Box(tuple(low), tuple(high)), tuple(start))
+
+
+def _fitted_cut(cut: Cut, whole: Sequence[int], degree: int, name: str) -> tuple[Cut, list[int]]:
+    """Return the cut for another number of ranks, and the extents of the ranks' shards.
+
+    Raises:
+        PatternError: The dim cannot be cut so.
+    """
+    dim = _dim(cut.dim, len(whole), name)
+    cut = replace(cut, dim=dim)
+    extent = whole[dim]
+    if cut.part_widths is not None:
+        if len(cut.part_widths[0]) == degree and sum(map(sum, cut.part_widths)) == extent:
+            return cut, [sum(part[rank] for part in cut.part_widths) for rank in range(degree)]
+        parts = tuple(sum(part) for part in cut.part_widths)
+        cut = replace(cut, part_widths=None, parts=parts)
+    if cut.parts is not None or cut.ratio is not None:
+        sizes = _sizes(cut, extent, name)
+        return cut, [sum(_even(size, degree, name) for size in sizes)] * degree
+    if cut.widths is not None and len(cut.widths) == degree and sum(cut.widths) == extent:
+        return cut, list(cut.widths)
+    width = -(-extent // degree)
+    if cut.unpadded is not None:
+        return replace(cut, widths=None, unpadded=extent), [width] * degree
+    marks = [min(extent, width * rank) for rank in range(degree + 1)]
+    return replace(cut, widths=None), [b - a for a, b in pairwise(marks)]
+
+
+def plain(pattern: Pattern) -> str | dict[str, Any]:
+    """Return a pattern as JSON, in the words of ``RULES.md``; ``syntax`` reads it back."""
+    match pattern:
+        case Unique():
+            return "unique"
+        case Replicated(check="equal"):
+            return "replicated"
+        case Replicated(check=check):
+            return {"replicated": {"check": check}}
+        case Average():
+            return "average"
+        case Cut():
+            return {"cut": _plain_cut(pattern)}
+        case Grid(cuts=cuts, degrees=degrees):
+            return {"grid": {"cuts": [_plain_cut(cut) for cut in cuts], "degrees": list(degrees)}}
+        case Affine():
+            return {"affine": _plain_affine(pattern)}
+
+
+def _plain_cut(cut: Cut) -> int | dict[str, Any]:
+    """Return a cut: its dim alone if that is all."""
+    found: dict[str, Any] = {"dim": cut.dim}
+    for name in ("widths", "parts", "ratio", "unpadded"):
+        value = getattr(cut, name)
+        if value is not None:
+            found[name] = list(value) if isinstance(value, tuple) else value
+    if cut.part_widths is not None:
+        found["part_widths"] = [list(widths) for widths in cut.part_widths]
+    return found if len(found) > 1 else cut.dim
+
+
+def _plain_affine(affine: Affine) -> dict[str, Any]:
+    ranks = {
+        str(rank): {"shard_shape": list(shard), "pieces": [_plain_piece(piece) for piece in pieces]}
+        for rank, (shard, pieces) in enumerate(zip(affine.shards, affine.pieces, strict=True))
+    }
+    return {"logical_shape": list(affine.shape), "ranks": ranks}
+
+
+def _plain_piece(piece: AffinePiece) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "shape": list(piece.shape),
+        "source": _plain_view(piece.source_offset, piece.source_strides),
+        "dest": _plain_view(piece.dest_offset, piece.dest_strides),
+        "locations": list(piece.locations),
+    }
+    return found if piece.scale == 1 else found | {"scale": piece.scale}
+
+
+def _plain_view(offset: int, strides: Sequence[int]) -> list[Any]:
+    return [offset, list(strides)]

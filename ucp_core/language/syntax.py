@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from ucp_core.errors import PatternError, RulesError
+from ucp_core.language.affine import parse_affine
 from ucp_core.language.patterns import (
     Average,
     Cut,
@@ -23,7 +24,6 @@ from ucp_core.language.patterns import (
     Pattern,
     Replicated,
     Unique,
-    parse_affine,
     pattern_problems,
 )
 

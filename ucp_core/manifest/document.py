@@ -21,8 +21,7 @@ from ucp_core.errors import (
     UnsupportedVersionError,
 )
 from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey
-from ucp_core.manifest.json_text import load_json
-from ucp_core.manifest.validation import FORMATS, Problem, validate
+from ucp_core.manifest.validation import FORMATS, Problem, load_json, validate
 from ucp_core.numerics import combine_blocks, crc32
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from ucp_core.geometry import (
     TensorKey,
     columns_of,
 )
-from ucp_core.manifest.json_text import load_json
-from ucp_core.manifest.validation import CRC_MAX, validate, validate_tensors
+from ucp_core.manifest.validation import CRC_MAX, load_json, validate, validate_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

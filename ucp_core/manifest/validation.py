@@ -1,16 +1,17 @@
-"""Finds every problem of a manifest document, each with its path. Pure.
-
-``ucp_core.manifest.document`` is the public face.
-"""
+"""Reads a document's JSON and finds every problem of it, each with its path. Pure."""
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.geometry import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: The values of ``format``.
 FORMATS = ("everstep-universal", "everstep-distributed", "everstep-rank-record")
@@ -44,6 +45,35 @@ class Problem(NamedTuple):
     def __str__(self) -> str:
         """Return ``path: message``."""
         return f"{self.path}: {self.message}"
+
+
+def _refuse_constant(name: str) -> Any:
+    """Refuse what Python takes for a number."""
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def load_json(data: bytes, *, constant: Callable[[str], Any] = _refuse_constant) -> Any:
+    """Return what ``data`` says.
+
+    Args:
+        data: UTF-8.
+        constant: Returns what ``NaN`` and infinities stand for.
+
+    Raises:
+        ValueError: It is not JSON.
+        RecursionError: It is nested too deeply.
+    """
+    return json.loads(data, object_pairs_hook=_object, parse_constant=constant)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return one JSON object; of two members of one name, readers would take either."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        for name, _ in pairs:
+            if found.pop(name, found) is found:
+                raise ValueError(f"the name {name[:80]!a} is there twice in one object")
+    return found
 
 
 def validate(document: Any) -> list[Problem]:

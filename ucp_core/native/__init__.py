@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         find_committed,
         unloadable,
     )
-    from ucp_core.native.holding import reading
     from ucp_core.native.opening import (
         MANIFEST_NAME,
         UNFINISHED_NAME,
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
         LocalTensor,
         load,
         open_checkpoint,
+        reading,
     )
     from ucp_core.native.replicas import load_together
     from ucp_core.native.saving import RankSaver, SaveResult, rank_name, save_rank, try_commit
@@ -75,7 +75,6 @@ __getattr__ = lazy_door(
             "find_committed",
             "unloadable",
         ),
-        "ucp_core.native.holding": ("reading",),
         "ucp_core.native.opening": (
             "MANIFEST_NAME",
             "UNFINISHED_NAME",
@@ -84,6 +83,7 @@ __getattr__ = lazy_door(
             "LocalTensor",
             "load",
             "open_checkpoint",
+            "reading",
         ),
         "ucp_core.native.replicas": ("load_together",),
         "ucp_core.native.saving": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,12 @@ from ucp_core.errors import (
 )
 from ucp_core.geometry import DTYPE_BYTES, Box, StateMap, TensorKey
 from ucp_core.manifest import Kind, Manifest, from_bytes
-from ucp_core.native.holding import reading
 from ucp_core.numerics import crc32
 from ucp_core.reading import Part, plan, touched, verify_extents
 from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 MANIFEST_NAME = "manifest.json"
 #: A conversion keeps its journal in this folder of its destination until it commits.
@@ -164,6 +164,36 @@ def open_checkpoint(store: Store, directory: str) -> Checkpoint:
     if manifest.kind is Kind.RANK_RECORD:
         raise CheckpointCorruptError(f"{path} is the record of a rank, not a manifest", path=path)
     return Checkpoint(store=store, directory=directory, manifest=manifest)
+
+
+@contextmanager
+def reading(checkpoint: Checkpoint) -> Iterator[None]:
+    """Keep ``collect_garbage``, in any process, from deleting ``checkpoint`` meanwhile.
+
+    ``load``, ``convert`` and ``verify`` do so by themselves; this is for what calls them several
+    times. Local files are held by a lock on the manifest, which dies with the process. Storages
+    without locks are not asked: there the collector leaves the data for a time of grace.
+
+    Raises:
+        CheckpointNotFoundError: It was deleted since it was opened.
+        StorageError: The storage refused.
+    """
+    with ExitStack() as stack:
+        if checkpoint.manifest.kind is not Kind.FOREIGN:
+            path = checkpoint.manifest_path
+            try:
+                held = stack.enter_context(checkpoint.store.lock(path, shared=True))
+            except StorageError as error:
+                if not error.facts.get("missing"):
+                    raise
+                held = False
+            if held is False:
+                raise CheckpointNotFoundError(
+                    f"{checkpoint.directory} was deleted since it was opened: newer checkpoints "
+                    "took its place; use one of them, or keep more of them",
+                    path=path,
+                )
+        yield
 
 
 def load(

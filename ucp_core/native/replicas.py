@@ -20,8 +20,15 @@ import numpy as np
 
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.geometry import DTYPE_BYTES
-from ucp_core.native.holding import reading
-from ucp_core.native.opening import Checkpoint, LoadResult, LocalTensor, load, parts_of, targets_of
+from ucp_core.native.opening import (
+    Checkpoint,
+    LoadResult,
+    LocalTensor,
+    load,
+    parts_of,
+    reading,
+    targets_of,
+)
 from ucp_core.numerics import crc32
 from ucp_core.reading import (
     Copy,

@@ -13,8 +13,7 @@ import numpy as np
 
 from ucp_core.errors import UcpError
 from ucp_core.geometry import DTYPE_BYTES, Box, Extent, TensorEntry, slabs
-from ucp_core.native.holding import reading
-from ucp_core.native.opening import Checkpoint
+from ucp_core.native.opening import Checkpoint, reading
 from ucp_core.numerics import BLOCK_BYTES
 from ucp_core.reading import Part, Source, execute, plan, touched, verify_extents
 

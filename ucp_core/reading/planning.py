@@ -10,7 +10,7 @@ import sys
 from bisect import bisect_left
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ucp_core.errors import CheckpointCorruptError, UncoveredRegionError
 from ucp_core.geometry import (
@@ -26,7 +26,6 @@ from ucp_core.geometry import (
     span,
     sweep_dim,
 )
-from ucp_core.reading.rows import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -46,6 +45,11 @@ _KNOWN_MAX = 256
 _ALIKE_FRAGMENTS_MAX = 64
 #: A mean is made of so many elements at a time: their sums in fp64 stay in the cache.
 _MEAN_ELEMENTS_MAX = 1 << 18
+
+#: What a store takes as a ``ReadRange``; plans know no stores.
+_ReadRange: TypeAlias = tuple[int, tuple[memoryview, ...]]
+#: Runs that are handed to a store at once: opening the file costs as much as five of them.
+_RUNS_MAX = 1024
 
 
 class Part(NamedTuple):
@@ -450,7 +454,7 @@ def _copies(
     # Going along the dim with the longest stride goes through the file in order.
     dim = max((d for d, extent in enumerate(shape) if extent > 1), key=lambda d: strides[d])
     size = box.num_elements * itemsize
-    if fragment.crc32 is None and rows_of(fragment, box, part).gap_bytes >= limits.run_gap_bytes:
+    if fragment.crc32 is None and _rows_of(fragment, box, part).gap_bytes >= limits.run_gap_bytes:
         # In pieces that can be shared out.
         for piece in box.split(dim, min(-(-size // limits.direct_bytes), shape[dim])):
             low, high = reach(piece, fragment.box, strides, itemsize)
@@ -489,3 +493,71 @@ def _direct(copy: Copy, limits: _Limits) -> Iterator[Copy]:
         yield copy._replace(start_byte=start_byte, stop_byte=cut, target_byte=start_byte + shift)
         start_byte = cut
     yield copy._replace(start_byte=start_byte, target_byte=start_byte + shift)
+
+
+class _Dim(NamedTuple):
+    """A dim along which runs follow one another: strides in bytes, in the file and in memory."""
+
+    extent: int
+    source: int
+    target: int
+
+
+class _Rows(NamedTuple):
+    """The runs that the elements of a box make up in a fragment and in a part.
+
+    Attributes:
+        run_bytes: Bytes that lie side by side in both.
+        dims: How the runs follow one another, the outermost first.
+    """
+
+    run_bytes: int
+    dims: tuple[_Dim, ...]
+
+    @property
+    def gap_bytes(self) -> int:
+        """Return how far apart neighbours in the file are; less than nothing if they interleave."""
+        return min((dim.source for dim in self.dims), default=self.run_bytes) - self.run_bytes
+
+    def runs(
+        self, source_byte: int, target_byte: int, target: memoryview
+    ) -> Iterator[list[_ReadRange]]:
+        """Yield what to read from where in the file, in the order of the dims.
+
+        Args:
+            source_byte: Where the first run is in the file.
+            target_byte: Where it goes in the part.
+            target: The part's memory.
+        """
+        starts, places = [source_byte], [target_byte]
+        for dim in self.dims:
+            starts = [low + i * dim.source for low in starts for i in range(dim.extent)]
+            places = [low + i * dim.target for low in places for i in range(dim.extent)]
+        size = self.run_bytes
+        for low in range(0, len(places), _RUNS_MAX):
+            some = slice(low, low + _RUNS_MAX)
+            pairs = zip(starts[some], places[some], strict=True)
+            yield [(start, (target[place : place + size],)) for start, place in pairs]
+
+
+def _rows_of(fragment: Fragment, box: Box, part: Part) -> _Rows:
+    """Return the runs of ``box``, which both the fragment and the part hold."""
+    run_bytes = inner = DTYPE_BYTES[part.dtype]
+    strides = fragment.byte_strides(inner)
+    dims: list[_Dim] = []
+    for dim in reversed(range(len(box.shape))):
+        extent = box.shape[dim]
+        if not dims and strides[dim] == inner == run_bytes:
+            run_bytes *= extent
+        elif extent > 1:
+            dims.append(_Dim(extent, strides[dim], inner))
+        inner *= part.box.shape[dim]
+    return _Rows(run_bytes, tuple(reversed(dims)))
+
+
+def runs_of(copy: Copy, part: Part, target: memoryview) -> Iterator[list[_ReadRange]]:
+    """Yield from where in the file to read what, for a copy whose runs are read one by one."""
+    low, _ = span(copy.box, part.box)
+    rows = _rows_of(copy.fragment, copy.box, part)
+    source_byte = copy.fragment.offset_bytes + copy.start_byte
+    return rows.runs(source_byte, low * DTYPE_BYTES[part.dtype], target)

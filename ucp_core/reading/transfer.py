@@ -20,8 +20,7 @@ from ucp_core.geometry import DTYPE_BYTES, Fragment
 from ucp_core.numerics import crc32, decode, encode
 from ucp_core.reading.extents import THREAD_BYTES_MIN
 from ucp_core.reading.mapped import DamagedBlockError, mapped_file, take
-from ucp_core.reading.planning import GAP_BYTES_MAX, read_bytes_of, readable
-from ucp_core.reading.rows import runs_of
+from ucp_core.reading.planning import GAP_BYTES_MAX, read_bytes_of, readable, runs_of
 from ucp_core.reading.scratch import LINE_BYTES, Scratch
 from ucp_core.storage import ReadRange, Store, ask_ahead, join
 
