@@ -20,7 +20,7 @@ from ucp_core.formats.dcp import reader as dcp
 from ucp_core.formats.megatron_core import reader as megatron_core
 from ucp_core.native import Checkpoint
 from ucp_core.storage import MemoryStore
-from ucp_core.torch_files import plain, read_pickle, read_torch_file
+from ucp_core.torch_files import as_json, read_pickle, read_torch_file
 
 
 def _torch_file() -> bytes:
@@ -97,7 +97,7 @@ def _survives(read: Callable[[], Any]) -> bool:
 def _read_file(data: bytes) -> Any:
     store = MemoryStore()
     store.write_atomic("d/a.pt", data, fsync=False)
-    return plain(read_torch_file(store, "d", "a.pt").tree, tensor=list, nodes_max=10_000)
+    return as_json(read_torch_file(store, "d", "a.pt").tree, tensor=list, nodes_max=10_000)
 
 
 @given(_EDITS)
@@ -157,7 +157,7 @@ _WORDS = (
 def test_any_opcodes_raise_our_errors(parts: list[bytes]) -> None:
     """A machine of fifty opcodes has more states than anyone has thought of."""
     data = b"".join(parts) + b"."
-    _survives(lambda: plain(read_pickle(data, where="p"), tensor=list, nodes_max=10_000))
+    _survives(lambda: as_json(read_pickle(data, where="p"), tensor=list, nodes_max=10_000))
 
 
 _VALUES = st.recursive(

@@ -1,9 +1,9 @@
-"""Files of other frameworks, whatever checkpoint they are part of; nothing in them is executed.
+"""Torch files, read and written without torch; nothing in them is executed.
 
 A torch file (``torch_reader``, ``torch_writer``) is a zip (``zip_reader``, ``zip_writer``) with a
-pickle (``pickle_reader``, ``pickle_writer``), which names classes (``pickle_classes``), tensors
-(``pickle_tensors``) and small values (``pickle_values``); ``pickle_machine`` runs its opcodes.
-``safetensors`` is the header of such a file; ``inline`` serves values that are in no file.
+pickle (``pickle_reader``, ``pickle_writer``). A pickle holds names of classes
+(``pickle_classes``), tensors (``pickle_tensors``), arrays of numpy (``pickle_arrays``) and small
+values, which become JSON (``pickle_values``).
 """
 
 from ucp_core.torch_files.pickle_classes import Buildable, Global
@@ -16,7 +16,7 @@ from ucp_core.torch_files.torch_reader import (
     TensorFiles,
     TensorRef,
     TorchFile,
-    plain,
+    as_json,
     read_pickle,
     read_torch_file,
     read_torch_part,
@@ -42,11 +42,11 @@ __all__ = [
     "TensorFiles",
     "TensorRef",
     "TorchFile",
+    "as_json",
     "collector_paused",
     "extents_of",
     "known_dtype",
     "pickle_tree",
-    "plain",
     "read_pickle",
     "read_torch_file",
     "read_torch_part",

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def plain(
+#: Bytes of texts and binary values, a text that occurs again counted again.
+_TEXT_BYTES_MAX = 64 << 20
+_DEPTH_MAX = 100
+
+
+def as_json(
     value: Any,
     *,
     tensor: Callable[[TensorRef], Any] | None = None,
@@ -22,7 +27,7 @@ def plain(
 ) -> Any:
     """Return ``value`` as JSON values: stand-ins and arrays as text or lists.
 
-    Bytes become ``{"base64": ...}``, complex numbers and non-finite floats text, keys text.
+    Bytes become ``{"base64": ...}``; complex numbers, non-finite floats and keys become text.
 
     Args:
         value: What ``read_pickle`` returns.
@@ -32,26 +37,36 @@ def plain(
     Raises:
         ForeignClassError: It holds a tensor, or is deeper or larger than any small value.
     """
-    return _Plain(tensor, nodes_max).convert(value, 0)
+    return _Converter(tensor, nodes_max).convert(value, 0)
 
 
-class _Plain:
-    """Converts with a bound on nodes and depth: shared parts would be written again and again."""
+class _Converter:
+    """Converts with bounds: JSON repeats what a pickle shares."""
 
     def __init__(self, tensor: Callable[[TensorRef], Any] | None, nodes_max: int) -> None:
         self._tensor = tensor
-        self._left = nodes_max
+        self._nodes_left = nodes_max
+        self._bytes_left = _TEXT_BYTES_MAX
+
+    def _count(self, num_nodes: int, num_bytes: int = 0) -> None:
+        self._nodes_left -= num_nodes
+        self._bytes_left -= num_bytes
+        if self._nodes_left < 0 or self._bytes_left < 0:
+            raise ForeignClassError("a value is too large to be kept as JSON")
 
     def convert(self, value: Any, depth: int) -> Any:
-        self._left -= 1
-        if self._left < 0 or depth > 100:  # noqa: PLR2004
-            raise ForeignClassError("a value is too large or too deep to be kept as JSON")
-        if value is None or isinstance(value, bool | int | str):
+        self._count(1)
+        if depth > _DEPTH_MAX:
+            raise ForeignClassError("a value is too deep to be kept as JSON")
+        if isinstance(value, str):
+            self._count(0, len(value))
+            return value
+        if value is None or isinstance(value, bool | int):
             return value
         if isinstance(value, float):
             return value if abs(value) < float("inf") else repr(value)
         if type(value) is dict:
-            return {_text(k): self.convert(v, depth + 1) for k, v in value.items()}
+            return {self._key(k): self.convert(v, depth + 1) for k, v in value.items()}
         if type(value) in {list, tuple}:
             return [self.convert(item, depth + 1) for item in value]
         return self._object(value, depth)
@@ -60,6 +75,7 @@ class _Plain:
         if isinstance(value, bytes):
             from base64 import b64encode
 
+            self._count(0, len(value))
             return {"base64": b64encode(value).decode()}
         if isinstance(value, set | frozenset):
             # The order of a set differs from process to process.
@@ -71,11 +87,13 @@ class _Plain:
         if type(value) is Opaque:
             return self._opaque(value, depth)
         if type(value) is TensorRef and self._tensor is not None:
-            return self._tensor(value)
+            self._count(0, value.num_bytes)
+            made = self._tensor(value)
+            return self.convert(made, depth) if isinstance(made, float) else made
         if type(value) is NumpyArray:
             # Lists that are empty are values too: an array without elements may have many.
-            self._left -= prod(max(extent, 1) for extent in value.shape)
-            return self.convert(value.tolist(), depth + 1) if self._left >= 0 else None
+            self._count(prod(max(extent, 1) for extent in value.shape))
+            return self.convert(value.tolist(), depth + 1)
         raise ForeignClassError(f"a {type(value).__name__} cannot be kept as JSON")
 
     def _opaque(self, value: Opaque, depth: int) -> Any:
@@ -87,6 +105,11 @@ class _Plain:
         if value.state is not None:
             made["state"] = self.convert(value.state, depth + 1)
         return made
+
+    def _key(self, key: Any) -> str:
+        text = _text(key)
+        self._count(0, len(text))
+        return text
 
 
 def _text(key: Any) -> str:

@@ -18,7 +18,7 @@ from ucp_core.torch_files import zip_reader
 from ucp_core.torch_files.pickle_classes import Allow, Global, Opaque
 from ucp_core.torch_files.pickle_reader import PICKLE_BYTES_MAX, read_pickle
 from ucp_core.torch_files.pickle_tensors import Storage, StorageRef, TensorRef, known_dtype
-from ucp_core.torch_files.pickle_values import plain
+from ucp_core.torch_files.pickle_values import as_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,7 @@ __all__ = [
     "Opaque",
     "TensorRef",
     "TorchFile",
-    "plain",
+    "as_json",
     "read_pickle",
     "read_torch_file",
     "read_torch_part",

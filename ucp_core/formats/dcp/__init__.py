@@ -8,13 +8,12 @@ A directory (``directory``) has metadata (``metadata``) and data files, together
 from ucp_core.formats.dcp.container import Container
 from ucp_core.formats.dcp.directory import read_container
 from ucp_core.formats.dcp.recognition import metadata_names
-from ucp_core.formats.dcp.state import BLOCK_BYTES, State, json_value
+from ucp_core.formats.dcp.state import BLOCK_BYTES, State
 
 __all__ = [
     "BLOCK_BYTES",
     "Container",
     "State",
-    "json_value",
     "metadata_names",
     "read_container",
 ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError
+from ucp_core.formats.shared import json_value
 from ucp_core.geometry import Box, Extent, Fragment, TensorEntry, TensorKey
 from ucp_core.storage import join
 from ucp_core.torch_files import (
@@ -131,6 +132,10 @@ class Container:
         path = join(self.directory, blob.file)
         data = self.store.read_range(path, blob.offset_bytes, blob.num_bytes)
         return self._parsed(data, blob, key)
+
+    def as_json(self, value: Any) -> Any:
+        """Return what an item holds as JSON; small tensors in it are read."""
+        return json_value(value, self.store, self.directory)
 
     def _parsed(self, data: bytes, blob: Blob, key: str) -> Any:
         def read(start: int, length: int) -> bytes:

@@ -16,7 +16,6 @@ from ucp_core.formats.dcp.directory import read_container
 from ucp_core.formats.dcp.recognition import NAME, metadata_names, parts_of
 from ucp_core.formats.dcp.safetensors import sharded_container
 from ucp_core.formats.dcp.state import BLOCK_BYTES, state_of, ties_of
-from ucp_core.formats.shared import INLINE_NAME, OverlayStore
 from ucp_core.geometry import StateMap, TensorKey
 from ucp_core.manifest import Kind, Manifest
 from ucp_core.native import Checkpoint
@@ -83,6 +82,5 @@ def read(
         roles=state.roles,
         items=state.items,
     )
-    if state.inline:
-        store = OverlayStore(store, {INLINE_NAME: bytes(state.inline)})
+    store = state.scalars.overlay(store)
     return Checkpoint(store=store, directory=where, manifest=manifest)

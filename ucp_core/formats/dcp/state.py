@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
-from base64 import b64encode
 from collections import defaultdict
 from dataclasses import dataclass, field
 from math import prod
@@ -13,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError, UnsupportedVersionError
 from ucp_core.formats.dcp.key_names import Names, classify, number_names
-from ucp_core.formats.shared import INLINE_NAME
-from ucp_core.geometry import Box, Extent, Fragment, TensorEntry, TensorKey
+from ucp_core.formats.shared import NUMBER_DTYPES, Scalars, number
+from ucp_core.geometry import Extent, TensorEntry, TensorKey, packed_strides
 from ucp_core.manifest import Item
 from ucp_core.numerics import crc32
-from ucp_core.storage import join
-from ucp_core.torch_files import TensorRef, plain
+from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -41,21 +38,6 @@ _BUFFERS = (
 #: The last part of a flat parameter's key, since torch 1.13 and before.
 _FLAT = ("_flat_param", "flat_param")
 _INTEGERS = frozenset(("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64"))
-#: As struct calls them, for numpy takes 0.1 s to import, longer than it takes to open a checkpoint.
-_CODES = {
-    "BOOL": "<?",
-    "U8": "<B",
-    "I8": "<b",
-    "I16": "<h",
-    "U16": "<H",
-    "I32": "<i",
-    "U32": "<I",
-    "I64": "<q",
-    "U64": "<Q",
-    "F16": "<e",
-    "F32": "<f",
-    "F64": "<d",
-}
 
 
 @dataclass(slots=True)
@@ -63,7 +45,7 @@ class State:
     """What a manifest of the checkpoint says; see ``ucp_core.manifest.document.Manifest``.
 
     Attributes:
-        inline: The bytes of values that only pickles hold; the file ``INLINE_NAME``.
+        scalars: Numbers that only pickles hold.
         layout: How many files and chunks there are, for people.
     """
 
@@ -73,30 +55,18 @@ class State:
     extra: dict[str, Any] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
     items: dict[str, Item] = field(default_factory=dict)
-    inline: bytearray = field(default_factory=bytearray)
+    scalars: Scalars = field(default_factory=Scalars)
     step: int = 0
     layout: dict[str, Any] = field(default_factory=dict)
 
-    def put_inline(self, key: TensorKey, value: Any) -> None:
+    def put_number(self, key: TensorKey, value: float) -> None:
         """Add a number of a pickle as a 0-d tensor.
 
-        A step is fp32, as torch's own optimizers keep it; other numbers keep all their bits.
-
         Raises:
-            CheckpointCorruptError: It is too large.
+            CheckpointCorruptError: No tensor can hold it, or there is one of this name.
         """
-        dtype, code = ("F64", "<d") if isinstance(value, float) else ("I64", "<q")
-        if key.slot == "step":
-            dtype, code = "F32", "<f"
-        try:
-            data = struct.pack(code, value)
-        except (OverflowError, struct.error) as error:
-            raise CheckpointCorruptError(
-                f"{key} is a number that {dtype} cannot hold", fqn=key.fqn, slot=key.slot
-            ) from error
-        fragment = Fragment(Box((), ()), INLINE_NAME, len(self.inline), len(data), None, ())
-        self.inline += data
-        self.put(TensorEntry(key=key, dtype=dtype, shape=(), fragments=(fragment,)))
+        self.scalars.add(key, value)
+        self.put(self.scalars.entries[key])
 
     def put(self, entry: TensorEntry) -> None:
         """Add a tensor.
@@ -179,7 +149,7 @@ def _refuse_twice(keys: Mapping[str, TensorKey]) -> None:
 
 def _is_small(container: Container, key: str) -> bool:
     item = container.tensors[key]
-    if item.dtype not in _CODES or len(item.chunks) != 1:
+    if item.dtype not in NUMBER_DTYPES or len(item.chunks) != 1:
         return False
     return not item.shape or (item.dtype == "U8" and prod(item.shape) <= _SMALL_BYTES)
 
@@ -187,43 +157,15 @@ def _is_small(container: Container, key: str) -> bool:
 def _number(container: Container, key: str) -> Any:
     """Return a small tensor as a number, or with the base64 of its bytes."""
     entries, _ = container.entries({key: TensorKey(key, "weight")})
-    return read_small(container, entries[TensorKey(key, "weight")])
+    ref = _ref(entries[TensorKey(key, "weight")])
+    return container.as_json(ref)
 
 
-def read_small(container: Container, entry: TensorEntry) -> Any:
-    """Return the value of a tensor of one fragment: a number, or with the base64 of its bytes."""
+def _ref(entry: TensorEntry) -> TensorRef:
+    """Return a small tensor of one fragment, which is contiguous."""
     (fragment,) = entry.fragments
-    path = join(container.directory, fragment.file)
-    data = container.store.read_range(path, fragment.offset_bytes, fragment.num_bytes)
-    if entry.shape:
-        encoded = b64encode(data).decode()
-        return {"dtype": entry.dtype, "shape": list(entry.shape), "base64": encoded}
-    return plain(_decoded(data, entry.dtype))
-
-
-def _decoded(data: bytes, dtype: str) -> Any:
-    (value,) = struct.unpack(_CODES[dtype], data)
-    return value
-
-
-def json_value(container: Container, value: Any, key: str) -> Any:
-    """Return what a small item holds as JSON; tensors in it are read.
-
-    Raises:
-        ForeignClassError: It is too large, or of a kind that has no such form.
-    """
-
-    def tensor(ref: TensorRef) -> Any:
-        if ref.num_bytes > _SMALL_BYTES or ref.byte_strides is not None:
-            raise ForeignClassError(f"{key} holds a tensor of shape {list(ref.shape)}")
-        path = join(container.directory, ref.file)
-        data = container.store.read_range(path, ref.offset_bytes, ref.num_bytes)
-        if not ref.shape and ref.dtype in _CODES:
-            return plain(_decoded(data, ref.dtype))
-        encoded = b64encode(data).decode()
-        return {"dtype": ref.dtype, "shape": list(ref.shape), "base64": encoded}
-
-    return plain(value, tensor=tensor)
+    strides = packed_strides(entry.shape, 1)
+    return TensorRef(entry.dtype, entry.shape, strides, fragment.file, fragment.offset_bytes, None)
 
 
 def _name_numbers(container: Container, names: Names) -> None:
@@ -294,9 +236,9 @@ def _add_values(state: State, container: Container, names: Names) -> None:
     for key, value in container.values(key for key in names.states if key in container.blobs):
         fqn, slot = names.states[key]
         if isinstance(value, int | float) and not isinstance(value, bool):
-            state.put_inline(TensorKey(fqn, slot), value)
+            state.put_number(TensorKey(fqn, slot), value)
         else:
-            others[fqn][slot] = json_value(container, value, key)
+            others[fqn][slot] = container.as_json(value)
     if others:
         state.extra["optimizer_state"] = dict(others)
 
@@ -306,9 +248,7 @@ def _add_groups(state: State, container: Container, names: Names) -> None:
     groups: dict[tuple[str, int | str], dict[str, Any]] = defaultdict(dict)
     values = dict(container.values(key for key in names.groups if key in container.blobs))
     for key, (root, group, name) in names.groups.items():
-        value = (
-            json_value(container, values[key], key) if key in values else _number(container, key)
-        )
+        value = container.as_json(values[key]) if key in values else _number(container, key)
         groups[root, group][name] = value
     merged: dict[str, dict[str, Any]] = {}
     for (root, group), fields in groups.items():
@@ -331,7 +271,7 @@ def _add_others(state: State, container: Container, names: Names, small: Iterabl
         if blobs is None:
             continue
         try:
-            values = [json_value(container, container.value(blob, key), key) for blob in blobs]
+            values = [container.as_json(container.value(blob, key)) for blob in blobs]
         except ForeignClassError as error:
             state.items[key] = Item("drop", f"its value is of an unknown class: {error}")
             continue
@@ -406,19 +346,12 @@ def _step(state: State, container: Container) -> int:
             value = place.get(name)
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 return value
+    store = state.scalars.overlay(container.store)
     for key, entry in state.entries.items():
-        if key.slot == "step" and entry.shape == () and entry.dtype in _CODES:
-            return max(0, int(_any_number(state, container, entry)))
+        if key.slot == "step" and entry.shape == ():
+            step = number(store, container.directory, _ref(entry))
+            return 0 if step is None else max(0, int(step))
     return 0
-
-
-def _any_number(state: State, container: Container, entry: TensorEntry) -> float:
-    fragment = entry.fragments[0]
-    if fragment.file != INLINE_NAME:
-        return float(read_small(container, entry))
-    low = fragment.offset_bytes
-    data = bytes(state.inline[low : low + fragment.num_bytes])
-    return float(_decoded(data, entry.dtype))
 
 
 def ties_of(state: State) -> dict[str, str]:

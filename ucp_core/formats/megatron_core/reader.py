@@ -20,10 +20,10 @@ from ucp_core.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from ucp_core.formats.dcp import BLOCK_BYTES, Container, State, json_value, read_container
+from ucp_core.formats.dcp import BLOCK_BYTES, Container, State, read_container
 from ucp_core.formats.megatron_core import flat_buffers, key_names
 from ucp_core.formats.megatron_core.recognition import CONFIG, NAME, TRACKER, located
-from ucp_core.formats.shared import INLINE_NAME, OverlayStore, tells_padding, vocabulary_of
+from ucp_core.formats.shared import tells_padding, vocabulary_of
 from ucp_core.geometry import StateMap, TensorKey
 from ucp_core.language import Cut, place, strip_padding
 from ucp_core.manifest import Item, Kind, Manifest
@@ -98,8 +98,7 @@ def read(
         roles=state.roles,
         items=state.items,
     )
-    if state.inline:
-        store = OverlayStore(store, {INLINE_NAME: bytes(state.inline)})
+    store = state.scalars.overlay(store)
     return Checkpoint(store=store, directory=where, manifest=manifest)
 
 
@@ -187,7 +186,7 @@ class _Reader:
                 ((_, value),) = self.container.values([shard])
                 if not _is_nothing(value):
                     self.is_local = False
-                    found[shard] = self._json(value, shard)
+                    found[shard] = self.container.as_json(value)
             except ForeignClassError as error:
                 self.is_local = False
                 note = f"scaling of fp8 is made anew: what the module kept is too much: {error}"
@@ -287,7 +286,7 @@ class _Reader:
         for key, value in self.common.items():
             if key == "optimizer":
                 continue
-            self.result.extra[key] = self._json(value, key)
+            self.result.extra[key] = self.container.as_json(value)
             self.result.items[key] = Item("replicate", "kept in extra")
         iteration = self.common.get("iteration")
         if isinstance(iteration, int) and iteration >= 0:
@@ -295,9 +294,11 @@ class _Reader:
 
     def _add_groups(self) -> None:
         """Name the parameters of the groups, and give each its step count."""
-        states = [self._json(self.common.get("optimizer"), "optimizer")]
+        states = [self.container.as_json(self.common.get("optimizer"))]
         for key in [key for key in self.objects if key.endswith(".optimizer")]:
-            states += [self._json(v, k) for k, v in self.container.values(self.objects.pop(key))]
+            states += [
+                self.container.as_json(v) for k, v in self.container.values(self.objects.pop(key))
+            ]
         groups, steps, rest = key_names.split_optimizer(states)
         if rest:
             self.result.extra["optimizer"] = rest
@@ -320,7 +321,7 @@ class _Reader:
             if isinstance(step, int | float):
                 for fqn in fqns:
                     if TensorKey(fqn, "step") not in self.result.entries:
-                        self.result.put_inline(TensorKey(fqn, "step"), step)
+                        self.result.put_number(TensorKey(fqn, "step"), step)
 
     def _add_objects(self) -> None:
         """Keep the other sharded objects: random state, data cursor, bucket sizes."""
@@ -330,7 +331,7 @@ class _Reader:
                 continue
             try:
                 values = {
-                    shard.rsplit("/", 1)[-1]: self._json(value, shard)
+                    shard.rsplit("/", 1)[-1]: self.container.as_json(value)
                     for shard, value in self.container.values(shards)
                 }
             except ForeignClassError as error:
@@ -355,9 +356,6 @@ class _Reader:
         for fqn, count in slots.items():
             if count == 1:
                 self.result.roles[fqn] = "buffer" if fqn.endswith(_BUFFERS) else "frozen"
-
-    def _json(self, value: Any, key: str) -> Any:
-        return json_value(self.container, value, key)
 
 
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq", "running_mean", "running_var")

@@ -17,7 +17,6 @@ from ucp_core.formats.shared.evidence import (
 )
 from ucp_core.formats.shared.grouped_experts import strides
 from ucp_core.formats.shared.groups import Groups
-from ucp_core.formats.shared.inline import INLINE_NAME, OverlayStore
 from ucp_core.formats.shared.optimizer_order import (
     DISTRIBUTE_IT,
     NAME_THEM,
@@ -29,18 +28,23 @@ from ucp_core.formats.shared.optimizer_order import (
 from ucp_core.formats.shared.restored import restored
 from ucp_core.formats.shared.shards import Layouts, Rank, Run, Shards
 from ucp_core.formats.shared.torch_files import THREADS_MAX, Files
-from ucp_core.formats.shared.values import Scalars, json_value, number, refusing_nonsense
+from ucp_core.formats.shared.values import (
+    NUMBER_DTYPES,
+    Scalars,
+    json_value,
+    number,
+    refusing_nonsense,
+)
 from ucp_core.formats.shared.vocabulary import Vocabulary, tells_padding, vocabulary_of
 
 __all__ = [
     "DISTRIBUTE_IT",
-    "INLINE_NAME",
     "NAME_THEM",
+    "NUMBER_DTYPES",
     "THREADS_MAX",
     "Files",
     "Groups",
     "Layouts",
-    "OverlayStore",
     "Rank",
     "Run",
     "Scalars",

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError
-from ucp_core.formats.shared.inline import INLINE_NAME, OverlayStore
+from ucp_core.formats.shared.inline import INLINE_NAME, overlay
 from ucp_core.geometry import Box, Fragment, TensorEntry, TensorKey
 from ucp_core.storage import Store, join
-from ucp_core.torch_files import Opaque, TensorRef, plain
+from ucp_core.torch_files import TensorRef, as_json
 
 #: A generator's state has 5 KiB.
 SMALL_TENSOR_BYTES = 64 << 10
@@ -31,6 +31,8 @@ _FORMATS = {
     "U8": "B",
     "BOOL": "?",
 }
+#: Dtypes of which Python has the numbers.
+NUMBER_DTYPES = frozenset(_FORMATS)
 #: What Python raises where a structure is not what was expected.
 _NONSENSE = (
     AttributeError,
@@ -43,6 +45,8 @@ _NONSENSE = (
 )
 #: Above it a step count would be rounded in float32, in which torch keeps it.
 _EXACT_MAX = 1 << 24
+#: SPEC.md, section 2: integers are below it.
+_INTEGER_MAX = 1 << 60
 
 
 @contextmanager
@@ -75,42 +79,27 @@ def json_value(value: Any, store: Store, directory: str) -> Any:
     """Return ``value`` as JSON; tensors of one element as numbers, other small ones in base64.
 
     Raises:
-        ForeignClassError: It holds a large tensor, or what is no plain data.
+        ForeignClassError: It holds a large tensor or an object that is no plain data, or it is
+            larger than any small value.
         StorageError: A tensor cannot be read.
     """
-    return plain(_without_tensors(value, store, directory, 0))
 
+    def tensor(ref: TensorRef) -> Any:
+        found = None if ref.shape else number(store, directory, ref)
+        if found is not None:
+            return found
+        if ref.num_bytes > SMALL_TENSOR_BYTES:
+            raise ForeignClassError(
+                f"a tensor {ref.dtype}{list(ref.shape)} in {ref.file} is too large for a small "
+                "value"
+            )
+        data = store.read_range(join(directory, ref.file), ref.offset_bytes, ref.num_bytes)
+        made: dict[str, Any] = {"dtype": ref.dtype, "shape": list(ref.shape)}
+        if ref.byte_strides is not None:
+            made["strides"] = list(ref.strides)
+        return {**made, "base64": b64encode(data).decode()}
 
-def _without_tensors(value: Any, store: Store, directory: str, depth: int) -> Any:
-    if depth > 100:  # noqa: PLR2004 - deeper is no small value
-        raise ForeignClassError("a value is too deep to be kept as JSON")
-    if isinstance(value, TensorRef):
-        return _tensor(value, store, directory)
-    if type(value) is dict:
-        return {k: _without_tensors(v, store, directory, depth + 1) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return [_without_tensors(item, store, directory, depth + 1) for item in value]
-    if type(value) is Opaque:
-        state = _without_tensors(value.state, store, directory, depth + 1)
-        args = tuple(_without_tensors(value.args, store, directory, depth + 1))
-        return Opaque(value.name, args, state)
-    return value
-
-
-def _tensor(ref: TensorRef, store: Store, directory: str) -> Any:
-    if not ref.shape:
-        value = number(store, directory, ref)
-        if value is not None:
-            return value
-    if ref.num_bytes > SMALL_TENSOR_BYTES:
-        raise ForeignClassError(
-            f"a tensor {ref.dtype}{list(ref.shape)} in {ref.file} is too large for a small value"
-        )
-    data = store.read_range(join(directory, ref.file), ref.offset_bytes, ref.num_bytes)
-    made: dict[str, Any] = {"dtype": ref.dtype, "shape": list(ref.shape)}
-    if ref.byte_strides is not None:
-        made["strides"] = list(ref.strides)
-    return {**made, "base64": b64encode(data).decode()}
+    return as_json(value, tensor=tensor)
 
 
 class Scalars:
@@ -122,14 +111,18 @@ class Scalars:
         self._offsets: dict[bytes, int] = {}
 
     def add(self, key: TensorKey, value: TensorRef | float) -> None:
-        """Add one; the first of several values for one key counts."""
+        """Add one; the first of several values for one key counts.
+
+        Raises:
+            CheckpointCorruptError: No dtype can hold the number.
+        """
         if key in self.entries:
             return
         if isinstance(value, TensorRef):
             dtype, file, offset_bytes = value.dtype, value.file, value.offset_bytes
             shape, num_bytes = value.shape, value.num_bytes
         else:
-            dtype, data = _packed(value)
+            dtype, data = _packed(key, value)
             file, shape, num_bytes = INLINE_NAME, (), len(data)
             if data not in self._offsets:
                 self._offsets[data] = len(self._data)
@@ -140,14 +133,22 @@ class Scalars:
 
     def overlay(self, store: Store) -> Store:
         """Return a store in which the values that are in memory can be read."""
-        return OverlayStore(store, {INLINE_NAME: bytes(self._data)}) if self._data else store
+        return overlay(store, {INLINE_NAME: bytes(self._data)}) if self._data else store
 
 
-def _packed(value: float) -> tuple[str, bytes]:
+def _packed(key: TensorKey, value: float) -> tuple[str, bytes]:
+    """Return dtype and bytes: torch's optimizers keep a step in float32, if it is exact there."""
+    is_step = key.slot == "step"
     if isinstance(value, bool):
         return "BOOL", struct.pack("<?", value)
-    if isinstance(value, int) and abs(value) > _EXACT_MAX:
-        return "I64", struct.pack("<q", value)
-    if isinstance(value, int):
+    if not abs(value) < _INTEGER_MAX and (is_step or isinstance(value, int)):
+        raise CheckpointCorruptError(
+            f"{key} is a number that no tensor can hold",
+            fqn=key.fqn,
+            slot=key.slot,
+        )
+    if abs(value) <= _EXACT_MAX and (is_step or isinstance(value, int)):
         return "F32", struct.pack("<f", value)
+    if isinstance(value, int):
+        return "I64", struct.pack("<q", value)
     return "F64", struct.pack("<d", value)

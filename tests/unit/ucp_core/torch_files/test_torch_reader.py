@@ -28,7 +28,7 @@ from ucp_core.errors import (
 )
 from ucp_core.numerics import crc32
 from ucp_core.storage import MemoryStore
-from ucp_core.torch_files import Opaque, TensorRef, plain, read_pickle, read_torch_file
+from ucp_core.torch_files import Opaque, TensorRef, as_json, read_pickle, read_torch_file
 from ucp_core.torch_files.pickle_arrays import NumpyArray
 from ucp_core.torch_files.torch_reader import Global
 
@@ -269,7 +269,7 @@ def test_known_foreign_objects_are_only_described() -> None:
     assert found["args"].state["lr"] == 0.1
     assert type(found["args"].state["dtype"]) is Global
     assert found["args"].state["dtype"].name == "torch.bfloat16"
-    assert plain(found["args"])["state"]["dtype"] == "torch.bfloat16"
+    assert as_json(found["args"])["state"]["dtype"] == "torch.bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_harmless_values_of_a_program_do_not_make_a_checkpoint_unreadable(value:
     """A client state has what the program put there: data cursors, generators, ratios."""
     found = _read(_saved({"mine": value}))["mine"]
     assert isinstance(found, Opaque | Global)
-    assert isinstance(plain(found), dict | str)
+    assert isinstance(as_json(found), dict | str)
 
 
 def test_an_unknown_class_is_named_with_its_file_and_can_be_allowed() -> None:
@@ -443,7 +443,7 @@ def _kept(data: bytes) -> Any:
     """Return a value as a reader would keep it: what is nested beyond reason is refused there."""
     value = read_pickle(data, where="somewhere")
     try:
-        return plain(value)
+        return as_json(value)
     except ForeignClassError as error:
         raise CheckpointCorruptError(f"somewhere: {error}") from error
 
@@ -451,7 +451,16 @@ def _kept(data: bytes) -> Any:
 def test_shared_values_cannot_blow_up_json() -> None:
     """Sixty doublings are 120 bytes of pickle and an exabyte of JSON."""
     with pytest.raises(ForeignClassError, match="too large"):
-        plain(read_pickle(b"]" + b"2\x86" * 60 + b".", where="p"), nodes_max=1000)
+        as_json(read_pickle(b"]" + b"2\x86" * 60 + b".", where="p"), nodes_max=1000)
+
+
+def test_a_text_that_repeats_cannot_blow_up_json() -> None:
+    """A pickle has it once, and JSON each time: 20,000 times a megabyte is 20 GB."""
+    text = "x" * (1 << 20)
+    assert as_json([text] * 60) == [text] * 60
+    for value in ([text] * 70, [{text: 1}] * 70, [text.encode()] * 70):
+        with pytest.raises(ForeignClassError, match="too large"):
+            as_json(value)
 
 
 def test_an_array_of_no_elements_cannot_blow_up_json() -> None:
@@ -459,7 +468,7 @@ def test_an_array_of_no_elements_cannot_blow_up_json() -> None:
     array = NumpyArray((1 << 30, 0), b"", "f4", "<", is_fortran=False)
 
     with pytest.raises(ForeignClassError, match="too large"):
-        plain([array, 1])
+        as_json([array, 1])
 
 
 def test_a_store_without_the_file_says_so() -> None:

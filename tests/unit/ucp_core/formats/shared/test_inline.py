@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from ucp_core.errors import StorageError
-from ucp_core.formats.shared.inline import INLINE_NAME, OverlayStore
-from ucp_core.storage import MemoryStore
+from ucp_core.formats.shared.inline import INLINE_NAME, overlay
+from ucp_core.storage import MemoryStore, Store
 
 
-def _store() -> OverlayStore:
+def _store() -> Store:
     below = MemoryStore()
     below.write_atomic("d/a", b"below", fsync=False)
     below.write_atomic("d/@other", b"real", fsync=False)
-    return OverlayStore(below, {INLINE_NAME: b"0123456789"})
+    return overlay(below, {INLINE_NAME: b"0123456789"})
 
 
 def test_inline_files_are_read_in_any_directory_and_all_else_below() -> None:
