@@ -30,9 +30,10 @@ from orchestrator.config.sources import (
 )
 from orchestrator.core import Bounds, RunRules
 from orchestrator.errors import ConfigError
-from orchestrator.policies import BudgetRules, LayoutRules, usable
+from orchestrator.policies import BudgetRules, LayoutRules, RedundancyRules, usable
 from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
+from workers.placement import Preference
 from workers.settings import (
     AUTO,
     STDLIB,
@@ -234,6 +235,10 @@ class RunConfig(_Section):
                 preemption_max=recovery.preemptions_max,
                 user_max=recovery.user_errors_max,
                 stuck_max=recovery.stuck_attempts_max,
+            ),
+            redundancy=RedundancyRules(
+                tolerance=self.snapshot.tolerance,
+                preference=Preference(self.snapshot.mechanism),
             ),
             bounds=_bounds(recovery),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from orchestrator.core.values import value
+from orchestrator.policies import RedundancyPlan
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Source
 
@@ -87,7 +88,8 @@ class ReadCommitted:
 class StartAttempt:
     """Put ``members`` to work as ``attempt`` from ``resume_step``.
 
-    ``members`` is ``(worker, node, slot)`` in rank order; ``bad`` as in ``ReadCommitted``.
+    ``members`` is ``(worker, node, slot)`` in rank order; ``bad`` as in ``ReadCommitted``. Members
+    and keepers protect snapshots by ``plan``.
     """
 
     attempt: int
@@ -96,6 +98,21 @@ class StartAttempt:
     resume_step: int
     resume_attempt: int
     lineage: tuple[tuple[int, int], ...]
+    bad: tuple[Source, ...] = ()
+    plan: RedundancyPlan = RedundancyPlan()
+
+
+@value
+class OrderKeepers:
+    """Tell the keepers how to protect the snapshots of ``attempt`` from now on.
+
+    ``nodes`` are those of its members, by rank; ``bad`` is what keepers must not hold any more.
+    """
+
+    attempt: int
+    lineage: tuple[tuple[int, int], ...]
+    nodes: tuple[str, ...]
+    plan: RedundancyPlan
     bad: tuple[Source, ...] = ()
 
 
@@ -150,6 +167,7 @@ Action: TypeAlias = (
     | YieldAttempt
     | ReadCommitted
     | StartAttempt
+    | OrderKeepers
     | ReportIncident
     | SurveyWorkers
     | FinishRun

@@ -72,10 +72,11 @@ class WorkersSurveyed:
 
 @value
 class NodeJoined:
-    """A node with room for workers is in the cluster."""
+    """A node with room for workers is in the cluster; ``rack`` is what it fails together with."""
 
     at_s: float
     node: str
+    rack: str = ""
 
 
 @value
@@ -253,6 +254,20 @@ class CommittedRead:
 
 
 @value
+class MemoryMeasured:
+    """Keepers said how much memory they have for snapshots, and how large these are.
+
+    Attributes:
+        budgets: ``(node, bytes)`` that snapshots may take, of each keeper that said it.
+        state_bytes: Size of one version, all ranks together; 0 if none is held yet.
+    """
+
+    at_s: float
+    budgets: tuple[tuple[str, int], ...]
+    state_bytes: int
+
+
+@value
 class StopRequested:
     """The user asked the run to stop at the next step boundary."""
 
@@ -293,6 +308,7 @@ Event: TypeAlias = (
     | WorkerRaised
     | HangFound
     | CommittedRead
+    | MemoryMeasured
     | StopRequested
     | FaultInjected
     | Ticked

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Final
 
-from orchestrator.policies import BudgetRules, GrowthRules, LayoutRules, usable
+from orchestrator.policies import BudgetRules, GrowthRules, LayoutRules, RedundancyRules, usable
 
 #: A process that is not ready in ten minutes, or an attempt that has not formed in hours, hangs.
 _START_FACTOR_MAX: Final = 10
@@ -105,6 +105,7 @@ class RunRules:
     layout: LayoutRules = field(default_factory=LayoutRules)
     growth: GrowthRules = field(default_factory=GrowthRules)
     budgets: BudgetRules = field(default_factory=BudgetRules)
+    redundancy: RedundancyRules = field(default_factory=RedundancyRules)
     avoid: AvoidRules = field(default_factory=AvoidRules)
     bounds: Bounds = field(default_factory=Bounds)
 

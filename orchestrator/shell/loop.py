@@ -21,6 +21,7 @@ from orchestrator.core import (
     CommittedRead,
     Event,
     FaultInjected,
+    MemoryMeasured,
     Phase,
     SlotGranted,
     StopRequested,
@@ -45,7 +46,6 @@ from orchestrator.shell.observer import Observer
 from orchestrator.shell.serve import StatusPage, bounds_document, status_document
 from orchestrator.shell.storage import BookmarkFile, JournalFile, RunRecord, begin_life
 from ucp_core.storage import join, open_store
-from workers.placement import Preference
 from workers.protocol import Assignment, MemoryPart, NodeReport
 
 log = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ log = logging.getLogger(__name__)
 #: Deadlines in the state are met this exactly, and looked at no less often than the second.
 TICK_S = 0.1
 TICK_S_MAX = 1.0
-#: Keepers that come back together are told together what to do.
-REORDER_S = 0.05
+#: Keepers that come back together are asked, and told what to do, together.
+MEASURE_S = 0.05
 #: A survey of living workers waits this long for an answer; a living one took 1 to 50 ms, and
 #: nothing is lost by going on with one that answers later.
 SURVEY_S = 0.5
@@ -96,7 +96,8 @@ class Run:
         self._rendezvous = Rendezvous()
         self._over = asyncio.Event()
         self._outcome = ""
-        self._reorder: asyncio.TimerHandle | None = None
+        self._measuring: asyncio.TimerHandle | None = None
+        self._measured: tuple[tuple[tuple[str, int], ...], int] = ((), 0)
         self._background: set[asyncio.Task[Any]] = set()
         self._post(life.first)
         self._record = RunRecord(
@@ -135,8 +136,6 @@ class Run:
             nodes=self._nodes,
             store=self._store,
             checkpoints=join(self._path, CHECKPOINTS),
-            tolerance=snapshot.tolerance,
-            preference=Preference(snapshot.mechanism),
             total_steps=self._config.train.steps,
         )
         self._protection = ProtectionWatch(
@@ -166,7 +165,6 @@ class Run:
             crew=self._crew,
             stats=self._record.stats,
             metrics=self._record.metrics,
-            plan=lambda: self._snapshots.plan,
             snapshot=snapshot,
             checkpoint=self._config.checkpoint,
         )
@@ -210,8 +208,8 @@ class Run:
         # What proves anything comes in reports, and whoever stands still is reported often.
         self._observer.judge()
         self._snapshots.on_report(report)
-        if self._snapshots.is_plan_due:
-            self._order_soon()
+        if not self._state.attempt.plan.is_final and self._snapshots.holds_any:
+            self._measure_soon()
         self._protection.look(self._state, self._clock.at_s())
 
     def request_stop(self, reason: str) -> None:
@@ -265,8 +263,6 @@ class Run:
         self._journal.append(records)
         for action in actions:
             self._perform(action)
-        if self._state.bad != before.bad:
-            self._order_soon()
         self._record.add(records)
         if self._bookmark.is_due(self._journal.journal_bytes, is_quiet=self._is_quiet()):
             self._spawn(self._bookmark.write(self._marked()))
@@ -296,6 +292,7 @@ class Run:
             ),
             act.ReadCommitted: lambda a: self._spawn(self._read_committed(a)),
             act.StartAttempt: self._start_attempt,
+            act.OrderKeepers: self._snapshots.order,
             act.SurveyWorkers: lambda _: self._spawn(self._survey()),
             act.ReportIncident: lambda _: None,  # its line in the journal is what it is for
             act.FinishRun: self._finish,
@@ -312,14 +309,14 @@ class Run:
     def _start_attempt(self, action: act.StartAttempt) -> None:
         members = tuple(worker for worker, _, _ in action.members)
         self._observer.begin(action.attempt, members, action.resume_step)
-        nodes = [node for _, node, _ in action.members]
         self._snapshots.order(
-            action.attempt,
-            action.lineage,
-            nodes,
-            layout=action.layout,
-            begins=True,
-            bad=action.bad,
+            act.OrderKeepers(
+                attempt=action.attempt,
+                lineage=action.lineage,
+                nodes=tuple(node for _, node, _ in action.members),
+                plan=action.plan,
+                bad=action.bad,
+            )
         )
         memory = self._snapshots.known_parts(action.resume_step, action.resume_attempt)
         if memory or not action.resume_step or not self._config.snapshot.every_steps:
@@ -338,7 +335,7 @@ class Run:
 
     def _enter(self, action: act.StartAttempt, memory: tuple[MemoryPart, ...]) -> None:
         host, port = self._rendezvous.open()
-        plan = self._snapshots.plan
+        plan = action.plan
         for rank, (worker, _, slot) in enumerate(action.members):
             assignment = Assignment(
                 attempt=action.attempt,
@@ -362,6 +359,7 @@ class Run:
         answer = await self._snapshots.read(action.lineage, enough_step=newest_step, bad=action.bad)
         if answer is None:
             return  # the machine asks again
+        self._measure()
         returning = await self._nodes.outlived(filter(self._may_bring_back, answer.unheard))
         found = answer.version
         at_stake_steps = self._config.checkpoint.first_every
@@ -389,29 +387,31 @@ class Run:
 
     def _on_keeper(self, node: str) -> None:
         self._snapshots.on_keeper(node)
-        self._order_soon()
+        self._measure_soon()
 
-    def _order_soon(self) -> None:
-        """Tell keepers what to do: one that came back forgot it, others hold what is bad."""
-        if self._reorder is None:
-            self._reorder = asyncio.get_running_loop().call_later(
-                REORDER_S, lambda: self._spawn(self._order_again())
+    def _measure_soon(self) -> None:
+        """Ask keepers for their memory and tell them again what to do."""
+        if self._measuring is None:
+            self._measuring = asyncio.get_running_loop().call_later(
+                MEASURE_S, lambda: self._spawn(self._measure_all())
             )
 
-    async def _order_again(self) -> None:
-        self._reorder = None
+    async def _measure_all(self) -> None:
+        self._measuring = None
         # A controller that was restarted knows of no keeper what it holds.
         await self._snapshots.inventories()
-        state = self._state
-        if state.phase in ACTIVE:
-            found = (state.fleet.workers.get(member) for member in state.attempt.members)
-            nodes = [state.fleet.nodes[worker.node].name for worker in found if worker is not None]
-            self._snapshots.order(
-                state.attempt.number,
-                state.lineage,
-                nodes,
-                layout=state.attempt.layout,
-                bad=state.bad,
+        self._measure()
+        if self._state.phase in ACTIVE:
+            self._snapshots.order_again()
+
+    def _measure(self) -> None:
+        """Report the memory of keepers, if it has changed."""
+        found = self._snapshots.measured()
+        if found != self._measured:
+            self._measured = found
+            budgets, state_bytes = found
+            self._post(
+                MemoryMeasured(at_s=self._clock.at_s(), budgets=budgets, state_bytes=state_bytes)
             )
 
     async def _survey(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from random import Random
 
@@ -24,7 +24,7 @@ from orchestrator.core import (
     reopening,
 )
 from orchestrator.core import events as ev
-from orchestrator.policies import BudgetRules, GrowthRules, LayoutRules, usable
+from orchestrator.policies import BudgetRules, GrowthRules, LayoutRules, RedundancyRules, usable
 from orchestrator.simulation.checkers import Monitor, Violation, require
 from orchestrator.simulation.faults import faults
 from orchestrator.simulation.world import COPY_S, STEP_S, SimCluster, SimJournal, SimNode, Tiers
@@ -96,7 +96,9 @@ class History:
         self.observe = observe
         self.rng = rng = Random(seed)  # noqa: S311  no secrets here
         self.monitor = Monitor()
-        tiers = _draw_tiers(rng)
+        # What is drawn apart changes nothing else in the history.
+        apart = Random(f"memory {seed}")  # noqa: S311  no secrets here
+        tiers = _draw_tiers(rng, apart)
         self.rules, rooms = _draw_rules(rng, tiers)
         self.cluster = SimCluster(rng, self.rules, tiers, self.monitor)
         self.state = RunState()
@@ -122,9 +124,9 @@ class History:
         cluster = self.cluster
         cluster.start_failure = rng.choice((0.0, 0.0, 0.1))
         for index, room in enumerate(rooms):
-            node = SimNode(f"n{index}", room)
+            node = SimNode(f"n{index}", room, apart.choice(("", "", "r0", "r1")))
             cluster.nodes[node.name] = node
-            cluster.post(ev.NodeJoined, node=node.name)
+            cluster.post(ev.NodeJoined, node=node.name, rack=node.rack)
         safety_s = 2.0 + self.rules.total_steps * STEP_S
         self.expected = self._draw_ending()
         for _ in range(rng.choice((0, 1, 2, 3, 4, 6, 12))):
@@ -339,17 +341,20 @@ class History:
         require(done, "S2", f"completed without a commit of step {total}")
 
 
-def _draw_tiers(rng: Random) -> Tiers:
+def _draw_tiers(rng: Random, apart: Random) -> Tiers:
     """Decide how the run saves: in a third of the histories to storage only."""
     if rng.random() < 1 / 3:
         return Tiers(snapshot_every=0, store_every=rng.choice((1, 1, 2, 3)), tolerance=0)
-    return Tiers(
+    tiers = Tiers(
         snapshot_every=rng.choice((1, 1, 2)),
         store_every=rng.choice((2, 3, 5, 10)),
         tolerance=rng.choice((1, 1, 1, 2, 0)),
         preference=rng.choice((Preference.COPY, Preference.PARITY)),
         copy_s=rng.choice((COPY_S, COPY_S, 2.5 * STEP_S)),
     )
+    if apart.random() < 1 / 3:
+        tiers = replace(tiers, preference=Preference.AUTO)
+    return replace(tiers, budget_bytes=apart.choice((0, 0, 8, 12, 24)))
 
 
 def _draw_rules(rng: Random, tiers: Tiers) -> tuple[RunRules, list[int]]:
@@ -372,6 +377,7 @@ def _draw_rules(rng: Random, tiers: Tiers) -> tuple[RunRules, list[int]]:
         layout=layout,
         growth=_GROWTH,
         budgets=_BUDGETS,
+        redundancy=RedundancyRules(tolerance=tiers.tolerance, preference=tiers.preference),
         avoid=AvoidRules(strikes_max=rng.choice((2, 3)), window_s=20.0, avoid_s=5.0),
         bounds=_BOUNDS,
     )

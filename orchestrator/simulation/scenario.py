@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from orchestrator.core import Action, RunRules, RunState, check, step
 from orchestrator.core import events as ev
-from orchestrator.policies import LayoutRules
+from orchestrator.policies import LayoutRules, RedundancyPlan, RedundancyRules
 
 _EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(ev.Event)}
 
@@ -54,7 +54,7 @@ def one_line(item: ev.Event | Action) -> str:
     values = (
         f"{field.name}={_text(getattr(item, field.name))}"
         for field in fields(item)
-        if field.name != "at_s" and getattr(item, field.name) != field.default
+        if field.name != "at_s" and not _is_default(getattr(item, field.name), field.default)
     )
     return f"{type(item).__name__}({', '.join(values)})"
 
@@ -64,7 +64,14 @@ def phase_line(state: RunState) -> str:
     return f"[{state.phase} attempt={state.attempt.number}]"
 
 
+def _is_default(value: Any, default: Any) -> bool:
+    protects_nothing = isinstance(value, RedundancyPlan) and value.is_final and not value.tolerance
+    return bool(value == default) or protects_nothing
+
+
 def _text(value: Any) -> str:
+    if isinstance(value, RedundancyPlan):
+        return repr(value.reason)
     return repr(value) if isinstance(value, str | int | float | tuple) else f"'{value}'"
 
 
@@ -79,7 +86,8 @@ def _arguments(call: str) -> tuple[str, dict[str, Any]]:
 def _rules(line: str) -> RunRules:
     _, values = _arguments(line)
     layout = LayoutRules(dp_replicate=values.pop("dp_replicate", 1))
-    return RunRules(run="scenario", layout=layout, **values)
+    redundancy = RedundancyRules(tolerance=values.pop("tolerance", 0))
+    return RunRules(run="scenario", layout=layout, redundancy=redundancy, **values)
 
 
 def _event(line: str) -> ev.Event:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.policies import RedundancyFacts, RedundancyPlan, plan_redundancy
+from orchestrator.policies import RedundancyFacts, RedundancyPlan, RedundancyRules, plan_redundancy
 from tests.support.attempts import lines, settings, wait_for_steps
 from tests.support.node_memory import NodeProcess, newest, read, whole_state
 from tests.support.snapshots import eventually
@@ -55,7 +55,7 @@ def _plan(layout: ParallelLayout, preference: Preference) -> RedundancyPlan:
     """Return what the orchestrator would have replicas do, one on each node."""
     nodes = tuple(node for node in NODES[: layout.dp_replicate] for _ in range(layout.dp_shard))
     facts = RedundancyFacts(nodes=nodes, budgets_bytes={}, rank_bytes=0, layout=layout)
-    return plan_redundancy(facts, tolerance=1, preference=preference)
+    return plan_redundancy(facts, RedundancyRules(tolerance=1, preference=preference))
 
 
 def _begin(run: Run, chosen: Settings, *, num_shards: int) -> list[Trainer]:

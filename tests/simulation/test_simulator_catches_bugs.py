@@ -16,13 +16,21 @@ from orchestrator.core import Phase, machine
 from orchestrator.core import compaction as bookmark
 from orchestrator.core import events as ev
 from orchestrator.core.handlers import deadlines as on_time
-from orchestrator.core.handlers import demand, fleet, formation, planned, recovery, survey
+from orchestrator.core.handlers import (
+    demand,
+    fleet,
+    formation,
+    planned,
+    protection,
+    recovery,
+    survey,
+)
 from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
 from orchestrator.core.handlers import resume as reopening
 from orchestrator.core.state import MutableRunState, Node, Worker
 from orchestrator.core.transition import Transition
-from orchestrator.policies import versions
+from orchestrator.policies import RedundancyPlan, versions
 from orchestrator.simulation.checkers.violations import Violation
 from orchestrator.simulation.history import run_history
 from orchestrator.simulation.world.saving import Tiers
@@ -148,6 +156,10 @@ def _do_not_wait_for_keepers(_transition: Transition, _event: ev.CommittedRead) 
     return False
 
 
+def _protect_nothing(*_: Any) -> RedundancyPlan:
+    return RedundancyPlan()
+
+
 BUGS = {
     "starts before the fence is answered": Bug(
         recovery, "proceed", _start_before_the_fence_is_answered, ("S1", "invariant")
@@ -214,6 +226,11 @@ BUGS = {
     # The keeper has to die alone, just before the run grows.
     "does not wait for a keeper that comes back": Bug(
         recovery, "_may_come_back", _do_not_wait_for_keepers, ("L3",), first_seed=87000
+    ),
+    "does not protect snapshots": Bug(protection, "plan", _protect_nothing, ("L3",)),
+    # The node has to go while its first snapshots are all that there is.
+    "leaves open how to protect snapshots": Bug(
+        machine._HANDLERS, ev.MemoryMeasured, _never_look, ("L3",), first_seed=10000
     ),
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }

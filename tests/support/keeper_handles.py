@@ -10,7 +10,6 @@ from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.nodes import Nodes, NodeView
 from orchestrator.shell.memory.snapshots import Answer, Snapshots
 from ucp_core.storage import Store
-from workers.placement import Preference
 from workers.protocol import Held, HeldPart, Inventory, KeeperOrder
 
 ROOT = "run/checkpoints"
@@ -64,7 +63,6 @@ def held(step: int, rank: int) -> Held:
 def with_keepers(
     store: Store,
     act: Callable[[Snapshots, dict[str, Handle]], Coroutine[Any, Any, Any]],
-    preference: Preference = Preference.AUTO,
 ) -> Any:
     """Run ``act`` with two keepers that hold steps 6 and 7 of one rank each."""
 
@@ -87,8 +85,6 @@ def with_keepers(
             nodes=nodes,
             store=store,
             checkpoints=ROOT,
-            tolerance=1,
-            preference=preference,
             total_steps=100,
         )
         return await act(made, handles)

@@ -6,6 +6,7 @@ from orchestrator.core.handlers import (
     fleet_events,
     member_events,
     planned,
+    protection,
     resume,
     survey,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "fleet_events",
     "member_events",
     "planned",
+    "protection",
     "reopening",
     "resume",
     "survey",

@@ -20,6 +20,8 @@ def node_joined(transition: Transition, event: NodeJoined) -> None:
     """Note that a node is there, perhaps again."""
     number = fleet.find_node(transition, event.node)
     node = transition.run.fleet.nodes[number]
+    if node.rack != event.rack:
+        fleet.put_node(transition, number, node._replace(rack=event.rack))
     if not node.alive or node.draining:
         fleet.revive_node(transition, number)
         demand.release_surplus(transition)
@@ -50,7 +52,9 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
     for slot in node.slots:
         demand.release_slot(transition, slot)
     preempted = run.fleet.nodes[number].draining
-    fleet.put_node(transition, number, run.fleet.nodes[number]._replace(alive=False))
+    fleet.put_node(
+        transition, number, run.fleet.nodes[number]._replace(alive=False, budget_bytes=0)
+    )
     recovery.memory_shrank(transition)
     kind = "preemption" if preempted else "node_loss"
     if members:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import StartAttempt
-from orchestrator.core.handlers import demand, fleet
+from orchestrator.core.handlers import demand, fleet, protection
 from orchestrator.core.handlers.ending import finish
 from orchestrator.core.state import Attempt, Node, Phase, Reads, WorkerStatus
 from orchestrator.core.transition import Transition
@@ -88,6 +88,7 @@ def _start(transition: Transition) -> None:
     resume_step, resume_attempt = run.committed
     number = run.attempt.number + 1
     placed = _bind(transition, members)
+    nodes = tuple(run.fleet.workers[member].node for member in members)
     run.lineage = (*run.lineage, (number, resume_step))
     run.bad = quarantine.still_bad(run.bad, run.lineage)
     unread = (*run.unread_before, *run.attempt.unread)
@@ -96,6 +97,8 @@ def _start(transition: Transition) -> None:
         number=number,
         layout=choice.layout,
         members=tuple(members),
+        nodes=nodes,
+        plan=protection.plan(transition, nodes, choice.layout),
         num_inside=len(members),
         num_unformed=len(members),
         step=resume_step,
@@ -114,6 +117,7 @@ def _start(transition: Transition) -> None:
             resume_attempt=resume_attempt,
             lineage=run.lineage,
             bad=run.bad,
+            plan=run.attempt.plan,
         )
     )
 

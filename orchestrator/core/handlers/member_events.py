@@ -14,7 +14,7 @@ from orchestrator.core.events import (
     WorkerLeft,
     WorkerRaised,
 )
-from orchestrator.core.handlers import fleet, planned, recovery
+from orchestrator.core.handlers import fleet, planned, protection, recovery
 from orchestrator.core.state import ACTIVE, MutableRunState, Phase, Worker
 from orchestrator.core.transition import Transition
 from orchestrator.policies import UserError
@@ -32,7 +32,8 @@ def worker_formed(transition: Transition, event: WorkerFormed) -> None:
     if found[1].formed:
         return
     run = transition.run
-    recovery.leave_out(transition, event.damaged)
+    if recovery.leave_out(transition, event.damaged):
+        protection.order_keepers(transition)
     number, worker = found
     run.fleet.workers = run.fleet.workers.set(number, worker._replace(formed=True))
     run.attempt.num_unformed -= 1

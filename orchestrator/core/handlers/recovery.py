@@ -140,10 +140,13 @@ def memory_shrank(transition: Transition) -> None:
 
 def leave_out(
     transition: Transition, damaged: tuple[Source, ...], unread: tuple[Source, ...] = ()
-) -> None:
-    """Load no more from what is damaged, nor from what a second attempt could not read."""
+) -> bool:
+    """Load no more from what is damaged, nor from what a second attempt could not read.
+
+    Returns whether any of it was not known to be bad.
+    """
     if not damaged and not unread:
-        return
+        return False
     run = transition.run
     run.attempt.unread += tuple(source for source in unread if source not in run.attempt.unread)
     again = (source for source in unread if source in run.unread_before)
@@ -153,6 +156,7 @@ def leave_out(
         # What is being read does not know of it.
         run.reads.bad_from = run.reads.num + 1
         run.reads.seen = False
+    return bool(new)
 
 
 def heard_late(

@@ -19,7 +19,7 @@ from orchestrator.core.actions import (
     SurveyWorkers,
 )
 from orchestrator.core.events import UNKNOWN_ATTEMPT, ControllerStarted, WorkersSurveyed
-from orchestrator.core.handlers import demand, fleet, formation, planned, recovery
+from orchestrator.core.handlers import demand, fleet, formation, planned, protection, recovery
 from orchestrator.core.state import ACTIVE, TERMINAL, Phase, RunState, WorkerStatus, worker_name
 from orchestrator.core.transition import Transition
 
@@ -93,6 +93,7 @@ def surveyed(transition: Transition, event: WorkersSurveyed) -> None:
     run.fleet.short = tuple(range(len(run.fleet.node_ids)))
     if run.phase in ACTIVE:
         _resume_attempt(transition, dead, left)
+        protection.order_keepers(transition)
     elif run.phase is Phase.FENCING:
         run.deadline_s = transition.now_s + transition.rules.bounds.fence_s
         inside = recovery.members_inside(transition)

@@ -25,7 +25,6 @@ from orchestrator.core.machine import step
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import RunState
 from orchestrator.errors import JournalCorruptError
-from ucp_core.layout import ParallelLayout
 
 #: Version of the record format. A reader refuses a higher one.
 VERSION = 1
@@ -259,9 +258,8 @@ def _record(item: ev.Event | act.Action, *, at_s: float, attempt: int) -> Journa
         "attempt": attempt,
         "kind": type(item).__name__,
     }
-    for name in _CODECS[type(item)]:
-        value = getattr(item, name)
-        record[name] = value.to_json() if isinstance(value, ParallelLayout) else value
+    for name, each in _CODECS[type(item)].items():
+        record[name] = each.encode(getattr(item, name))
     return record
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from orchestrator.core.state.frozen import Frozen, Part
-from orchestrator.policies import UserError
+from orchestrator.policies import RedundancyPlan, UserError
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Source
 
@@ -19,6 +19,8 @@ class Attempt(Part):
         number: The fencing token; 0 before the first attempt.
         layout: Of its workers.
         members: Its workers in rank order, dead ones too.
+        nodes: Their nodes, by rank.
+        plan: How its snapshots are protected.
         num_inside: Members that have neither left nor died.
         num_unformed: Members that have not formed.
         step: Last step that every rank completed.
@@ -40,6 +42,8 @@ class Attempt(Part):
     number: int = 0
     layout: ParallelLayout | None = None
     members: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
+    plan: RedundancyPlan = field(default_factory=RedundancyPlan)
     num_inside: int = 0
     num_unformed: int = 0
     step: int = 0

@@ -65,6 +65,8 @@ class Node(NamedTuple):
         avoid_until_s: No new slots here before then.
         retry_s: No new process here before then.
         num_failed_starts: In a row.
+        rack: What it fails together with; "" if nothing is known.
+        budget_bytes: What snapshots may take of its memory; 0 if its keeper has not said it.
     """
 
     name: str
@@ -77,6 +79,8 @@ class Node(NamedTuple):
     avoid_until_s: float = 0.0
     retry_s: float = 0.0
     num_failed_starts: int = 0
+    rack: str = ""
+    budget_bytes: int = 0
 
     @property
     def draining(self) -> bool:

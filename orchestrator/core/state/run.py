@@ -97,6 +97,7 @@ class MutableRunState(Part):
         down_since_s: When training last stopped; infinity while it trains.
         pause_s: Measured duration of the last re-formation; 0.0 if there was none.
         step_s: Smoothed duration of a step; 0.0 before the first.
+        state_bytes: Size of a snapshot, all ranks together; 0 before there was one.
         reason: Why the run is over; "" before.
     """
 
@@ -126,6 +127,7 @@ class MutableRunState(Part):
     down_since_s: float = inf
     pause_s: float = 0.0
     step_s: float = 0.0
+    state_bytes: int = 0
     reason: str = ""
 
 

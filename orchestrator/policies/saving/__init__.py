@@ -16,8 +16,10 @@ from orchestrator.policies.saving.reduced import ReducedTime, alert, noted
 from orchestrator.policies.saving.redundancy import (
     RedundancyFacts,
     RedundancyPlan,
+    RedundancyRules,
     plan_redundancy,
-    rank_bytes,
+    revise,
+    state_bytes,
 )
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Redundancy",
     "RedundancyFacts",
     "RedundancyPlan",
+    "RedundancyRules",
     "Tier",
     "alert",
     "cost_share",
@@ -35,7 +38,8 @@ __all__ = [
     "noted",
     "over_budget",
     "plan_redundancy",
-    "rank_bytes",
+    "revise",
     "settled",
+    "state_bytes",
     "taken_steps",
 ]

@@ -31,7 +31,14 @@ from workers.placement import (
 from workers.protocol import Inventory
 from workers.state import replicas_of
 
-__all__ = ["RedundancyFacts", "RedundancyPlan", "plan_redundancy", "rank_bytes"]
+__all__ = [
+    "RedundancyFacts",
+    "RedundancyPlan",
+    "RedundancyRules",
+    "plan_redundancy",
+    "revise",
+    "state_bytes",
+]
 
 #: A parity of one other node's data is a copy of it.
 _PARITY_NODES_MIN = 3
@@ -87,7 +94,7 @@ class RedundancyPlan:
     groups: Groups = ()
     reason: str = ""
     is_final: bool = True
-    keepers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    keepers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     guards: tuple[tuple[int, ...], ...] | None = None
     lanes: tuple[tuple[int, ...], ...] | None = None
     shared_racks: tuple[str, ...] = ()
@@ -111,16 +118,22 @@ class RedundancyPlan:
         return next((group for group in self.groups if node in group), ())
 
 
-def plan_redundancy(
-    facts: RedundancyFacts, *, tolerance: int, preference: Preference
-) -> RedundancyPlan:
-    """Return how to protect the snapshots of an attempt.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedundancyRules:
+    """What the user wants.
 
-    Args:
-        facts: What is known.
+    Attributes:
         tolerance: Lost nodes of a group that are to be survived; fewer where there are too few.
-        preference: What the user wants.
+        preference: How.
     """
+
+    tolerance: int = 0
+    preference: Preference = Preference.AUTO
+
+
+def plan_redundancy(facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan:
+    """Return how to protect the snapshots of an attempt."""
+    tolerance, preference = rules.tolerance, rules.preference
     if not tolerance or not facts.nodes:
         return RedundancyPlan(reason="no lost node is to be survived (snapshot.tolerance: 0)")
     found = _over_replicas(facts, tolerance, preference)
@@ -128,6 +141,20 @@ def plan_redundancy(
         return found
     plan = _over_network(facts, tolerance, preference)
     return replace(plan, reason=f"{plan.reason}; {found}") if found else plan
+
+
+def revise(plan: RedundancyPlan, facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan:
+    """Return the plan of an attempt that trains by ``plan``, now that more is known.
+
+    Its workers go on as they were told if there is room for that. Otherwise their keepers protect
+    each other.
+    """
+    is_by_workers = plan.is_by_workers
+    told = plan.mechanism if is_by_workers else Mechanism.NONE
+    found = plan_redundancy(replace(facts, told=told, is_open=is_by_workers), rules)
+    if is_by_workers and found.is_by_workers:
+        return replace(plan, reason=found.reason, is_final=found.is_final)
+    return found
 
 
 def _over_network(facts: RedundancyFacts, tolerance: int, preference: Preference) -> RedundancyPlan:
@@ -151,7 +178,7 @@ def _over_network(facts: RedundancyFacts, tolerance: int, preference: Preference
         tolerance=found.tolerance,
         groups=found.groups if found.tolerance else (),
         reason=found.reason,
-        keepers={} if found.mechanism in PARITIES else found.keepers,
+        keepers={} if found.mechanism in PARITIES else dict(found.keepers),
         shared_racks=found.shared_racks,
     )
 
@@ -343,13 +370,8 @@ def _budget_bytes(facts: RedundancyFacts, node: str) -> int:
     return known.get(node, min(known.values(), default=sys.maxsize))
 
 
-def rank_bytes(inventories: Iterable[Inventory], world_size: int) -> int:
-    """Return how large the parts of an attempt's ranks will be, by the newest that are held.
-
-    Args:
-        inventories: What keepers hold.
-        world_size: Number of ranks of the attempt.
-    """
+def state_bytes(inventories: Iterable[Inventory]) -> int:
+    """Return the size of a version, all ranks together, by the newest that keepers hold."""
     held = [part.held for inventory in inventories for part in inventory.parts]
     newest = max(((each.attempt, each.step) for each in held), default=None)
     sizes = [
@@ -358,4 +380,4 @@ def rank_bytes(inventories: Iterable[Inventory], world_size: int) -> int:
         if (each.attempt, each.step) == newest
     ]
     # Together the ranks hold the state, however many they are.
-    return -(-max(sizes, default=0) // world_size)
+    return max(sizes, default=0)

@@ -249,7 +249,7 @@ class Nodes:
         loop = asyncio.get_running_loop()
         cares = (self._accompany(view), self._listen(view), _revive(view))
         view.tasks += [loop.create_task(care) for care in cares]
-        self._post(NodeJoined(at_s=self._at_s(), node=node))
+        self._post(NodeJoined(at_s=self._at_s(), node=node, rack=view.rack))
 
     def _fits(self, total: dict[str, float]) -> bool:
         return all(total.get(name, 0.0) >= need for name, need in self._resources.items())

@@ -13,7 +13,6 @@ from orchestrator.policies import (
     CadenceFacts,
     CadenceRules,
     Redundancy,
-    RedundancyPlan,
     Tier,
     cost_share,
     decide,
@@ -45,7 +44,6 @@ class Pacing:
         crew: Reaches the workers.
         stats: The run's failures.
         metrics: Where to show what saves cost.
-        plan: Returns how snapshots are protected.
         snapshot: What was asked for of snapshots.
         checkpoint: What was asked for of checkpoints.
     """
@@ -56,14 +54,12 @@ class Pacing:
         crew: Crew,
         stats: RunStats,
         metrics: RunMetrics,
-        plan: Callable[[], RedundancyPlan],
         snapshot: SnapshotSettings,
         checkpoint: CheckpointSettings,
     ) -> None:
         self._crew = crew
         self._stats = stats
         self._metrics = metrics
-        self._plan = plan
         self._has_snapshots = bool(snapshot.every_steps)
         self._chooses_snapshots = snapshot.every_steps == AUTO
         self._chooses_checkpoints = checkpoint.every_steps == AUTO
@@ -132,7 +128,7 @@ class Pacing:
             for each in state.attempt.members
             if each in state.fleet.workers
         }
-        plan = self._plan()
+        plan = state.attempt.plan
         return Redundancy(
             num_nodes=max(1, len(nodes)),
             group_nodes=max(map(len, plan.groups), default=1),

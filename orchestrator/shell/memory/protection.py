@@ -47,7 +47,7 @@ class ProtectionWatch:
             reduced_for_s=self._time.for_s,
             snapshot_step=protection.step,
             stored_step=stored_step(self._snapshots, state),
-            num_problems=len(self._snapshots.problems()) + len(self._alerts()),
+            num_problems=len(self._snapshots.problems(state.attempt.plan)) + len(self._alerts()),
         )
 
     def redundancy(self, state: RunState) -> dict[str, Any]:
@@ -71,6 +71,7 @@ def stored_step(snapshots: Snapshots, state: RunState) -> int:
 
 def _redundancy(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
     """Return how the run is protected now."""
+    plan = state.attempt.plan
     protection = snapshots.protection(state.lineage)
     in_storage = stored_step(snapshots, state)
     kind = "storage" if in_storage else "none"
@@ -81,9 +82,9 @@ def _redundancy(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
         "step": protection.step,
         "stored_step": in_storage,
         "node_losses_survived": protection.node_losses_survived,
-        "mechanism": str(snapshots.plan.mechanism),
-        "reason": snapshots.plan.reason,
-        "problems": [*snapshots.problems(), *quarantine.described(state.bad)],
+        "mechanism": str(plan.mechanism),
+        "reason": plan.reason,
+        "problems": [*snapshots.problems(plan), *quarantine.described(state.bad)],
     }
 
 

@@ -19,31 +19,25 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from orchestrator.core import OrderKeepers
 from orchestrator.policies import (
     Holding,
     ParityHolding,
     Protection,
-    RedundancyFacts,
     RedundancyPlan,
     Version,
-    plan_redundancy,
     quarantine,
-    rank_bytes,
+    state_bytes,
     versions,
 )
 from orchestrator.shell.capacity import Nodes, NodeView
 from ucp_core.errors import UcpError
-from ucp_core.layout import ParallelLayout
 from ucp_core.lineage import Lineage
 from ucp_core.native import Found, checkpoint_name, find_committed, unloadable
 from ucp_core.storage import Store
-from workers.memory import is_guard
-from workers.placement import Mechanism, Preference
 from workers.protocol import (
     GroupPlace,
     Held,
-    HeldParity,
-    HeldPart,
     Inventory,
     KeeperOrder,
     MemoryPart,
@@ -90,8 +84,6 @@ class Snapshots:
         nodes: The keepers' handles and addresses.
         store: Where the run directory is.
         checkpoints: Path of the versions in it.
-        tolerance: How many lost nodes of a group are to be survived.
-        preference: How.
         total_steps: Length of the run.
     """
 
@@ -101,15 +93,11 @@ class Snapshots:
         nodes: Nodes,
         store: Store,
         checkpoints: str,
-        tolerance: int,
-        preference: Preference,
         total_steps: int,
     ) -> None:
         self._nodes = nodes
         self._store = store
         self._checkpoints = checkpoints
-        self._tolerance = tolerance
-        self._preference = preference
         self._total_steps = total_steps
         self._version: Version | None = None
         self._reports: dict[str, NodeReport] = {}
@@ -117,20 +105,14 @@ class Snapshots:
         self._silent: set[str] = set()
         #: Those of them that were asked once more, or failed.
         self._hopeless: set[str] = set()
-        #: The last that each keeper said, however, to decide how the next attempt is protected.
+        #: The last that each keeper said, in a report or when it was asked.
         self._known: dict[str, Inventory] = {}
-        self._plan = RedundancyPlan(is_final=False)
-        self._planned_attempt = 0
+        self._order: OrderKeepers | None = None
 
     @property
-    def plan(self) -> RedundancyPlan:
-        """Return how the snapshots of the attempt are protected."""
-        return self._plan
-
-    @property
-    def is_plan_due(self) -> bool:
-        """Return whether what was left open can be decided now."""
-        return not self._plan.is_final and any(one.parts for one in self._known.values())
+    def holds_any(self) -> bool:
+        """Return whether any keeper is known to hold a snapshot."""
+        return any(one.parts for one in self._known.values())
 
     def on_report(self, report: NodeReport) -> None:
         """Keep the last report of every keeper."""
@@ -291,114 +273,37 @@ class Snapshots:
             asked.cancel()
             lost.cancel()
 
-    def order(
-        self,
-        attempt: int,
-        lineage: Lineage,
-        nodes: Sequence[str],
-        *,
-        layout: ParallelLayout | None = None,
-        begins: bool = False,
-        bad: Sequence[Source] = (),
-    ) -> None:
-        """Tell all keepers of an attempt, without waiting.
-
-        Args:
-            attempt: The one that trains, or begins.
-            lineage: Up to it.
-            nodes: Where its members are, in the order of their ranks.
-            layout: Of it.
-            begins: Whether its workers are told by ``plan`` what they save for each other.
-            bad: What is to be held no longer.
-        """
-        there = {view.node for view in self._views()}
-        self._known = {node: one for node, one in self._known.items() if node in there}
-        self._decide(attempt, nodes, layout, begins=begins)
+    def order(self, order: OrderKeepers) -> None:
+        """Tell all keepers how an attempt is protected, without waiting."""
+        self._order = order
         peers = {
             view.node: Peer(node=view.node, host=view.host, port=view.port, secret=view.secret)
             for view in self._views()
             if view.secret
         }
         for view in self._views():
-            order = KeeperOrder(
-                attempt=attempt,
-                lineage=tuple(lineage),
+            told = KeeperOrder(
+                attempt=order.attempt,
+                lineage=order.lineage,
                 copies_of=tuple(
-                    peers[name] for name in self._plan.copies_of(view.node) if name in peers
+                    peers[name] for name in order.plan.copies_of(view.node) if name in peers
                 ),
-                parity=self._parity_group(attempt, view.node, nodes, peers),
-                bad=quarantine.on_node(bad, view.node),
+                parity=_parity_group(order, view.node, peers),
+                bad=quarantine.on_node(order.bad, view.node),
             )
-            view.keeper.order.remote(order)
+            view.keeper.order.remote(told)
 
-    def _decide(
-        self, attempt: int, nodes: Sequence[str], layout: ParallelLayout | None, *, begins: bool
-    ) -> None:
-        """Decide how an attempt is protected: once, or again if that was left open."""
-        if self._planned_attempt == attempt and self._plan.is_final:
-            return
-        is_open = self._planned_attempt == attempt and self._plan.is_by_workers
-        facts = RedundancyFacts(
-            nodes=tuple(nodes),
-            budgets_bytes={
-                node: one.budget_bytes for node, one in self._known.items() if one.budget_bytes
-            },
-            rank_bytes=rank_bytes(self._known.values(), len(nodes)),
-            layout=layout,
-            racks={view.node: view.rack for view in self._views() if view.rack},
-            told=None if begins else self._told(attempt),
-            is_open=is_open,
-        )
-        plan = plan_redundancy(facts, tolerance=self._tolerance, preference=self._preference)
-        if is_open and plan.is_by_workers:
-            # There is room for it: workers go on as they were told, whatever is known by now.
-            plan = replace(self._plan, reason=plan.reason, is_final=plan.is_final)
-        self._plan, self._planned_attempt = plan, attempt
-        log.info("redundancy", extra={"attempt": attempt, "reason": plan.reason})
+    def order_again(self) -> None:
+        """Tell all keepers what they were told last: one that came back forgot it."""
+        if self._order is not None:
+            self.order(self._order)
 
-    def _told(self, attempt: int) -> Mechanism:
-        """Return what the workers of an attempt were told to save for each other.
-
-        A controller that was restarted knows it by what they have saved. If that is nothing yet,
-        keepers copy over the network too, until the next attempt.
-        """
-        if self._planned_attempt == attempt:
-            return self._plan.mechanism if self._plan.is_by_workers else Mechanism.NONE
-        if self._have_saved(attempt, lambda inventory: inventory.parts):
-            return Mechanism.REDUNDANT_COPY
-        if self._have_saved(attempt, lambda inventory: inventory.parities):
-            return Mechanism.REPLICA_PARITY
-        return Mechanism.NONE
-
-    def _have_saved(
-        self, attempt: int, what: Callable[[Inventory], Sequence[HeldPart | HeldParity]]
-    ) -> bool:
-        return any(
-            each.held.attempt == attempt and is_guard(each.arena)
-            for inventory in self._known.values()
-            for each in what(inventory)
-        )
-
-    def _parity_group(
-        self, attempt: int, node: str, nodes: Sequence[str], peers: Mapping[str, Peer]
-    ) -> ParityGroup | None:
-        """Return whom a keeper keeps parities with; None while one of them is not met."""
-        group = self._plan.group_of(node) if self._plan.is_parity else ()
-        if not group or not peers.keys() >= set(group):
-            return None
-        places = tuple(
-            GroupPlace(
-                peer=None if name == node else peers[name],
-                ranks=tuple(rank for rank, where in enumerate(nodes) if where == name),
-            )
-            for name in group
-        )
-        return ParityGroup(
-            attempt=attempt,
-            num_parities=self._plan.tolerance,
-            places=places,
-            over_replicas=self._plan.lanes is not None,
-        )
+    def measured(self) -> tuple[tuple[tuple[str, int], ...], int]:
+        """Return the memory that keepers have, by node, and the size of a version."""
+        there = {view.node for view in self._views()}
+        self._known = {node: one for node, one in self._known.items() if node in there}
+        budgets = ((node, one.budget_bytes) for node, one in self._known.items())
+        return tuple(sorted(each for each in budgets if each[1])), state_bytes(self._known.values())
 
     async def flush(self, lineage: Lineage) -> None:
         """Have the newest version stored, if it is in memory only; gives up at its bound."""
@@ -429,13 +334,13 @@ class Snapshots:
         """Return the newest step that keepers saw in storage."""
         return max((report.stored_step for report in self._living_reports()), default=0)
 
-    def problems(self) -> list[str]:
+    def problems(self, plan: RedundancyPlan) -> list[str]:
         """Return what protects less than was asked for, one line each."""
         label = self._nodes.rack_label
         racks = [
             f"the loss of rack {rack} may cost the snapshots in memory: nodes of it protect each "
             "other; add nodes of other racks"
-            for rack in self._plan.shared_racks
+            for rack in plan.shared_racks
         ]
         unnamed = [view.node[:8] for view in self._views() if label and not view.rack]
         if unnamed:
@@ -461,6 +366,27 @@ class Snapshots:
 
     def _views(self) -> list[NodeView]:
         return [view for view in self._nodes.views.values() if not view.lost.is_set()]
+
+
+def _parity_group(order: OrderKeepers, node: str, peers: Mapping[str, Peer]) -> ParityGroup | None:
+    """Return whom a keeper keeps parities with; None while one of them is not met."""
+    plan = order.plan
+    group = plan.group_of(node) if plan.is_parity else ()
+    if not group or not peers.keys() >= set(group):
+        return None
+    places = tuple(
+        GroupPlace(
+            peer=None if name == node else peers[name],
+            ranks=tuple(rank for rank, where in enumerate(order.nodes) if where == name),
+        )
+        for name in group
+    )
+    return ParityGroup(
+        attempt=order.attempt,
+        num_parities=plan.tolerance,
+        places=places,
+        over_replicas=plan.lanes is not None,
+    )
 
 
 async def _held(keeper: Any) -> Inventory:

@@ -19,6 +19,7 @@ from orchestrator.core import (
     WorkerLeft,
 )
 from orchestrator.policies import complete, quarantine
+from workers.placement import Preference
 from workers.protocol import Source, stored_source
 
 if TYPE_CHECKING:
@@ -197,8 +198,13 @@ class Monitor:
         is_single = self.num_faults == 1 and not cluster.damaged and not cluster.raises_at
         if num_lost > 1 and is_single and cluster.tiers.loses_one_step:
             # Nothing protects an attempt on one node from the loss of that node.
-            num_nodes = len(cluster.attempts[self.attempt].copiers)
-            require(num_nodes == 1, "L3", f"one fault, {num_lost} steps lost")
+            attempt = cluster.attempts[self.attempt]
+            # How to protect snapshots may be open until the first one shows their size.
+            is_open = cluster.tiers.preference is Preference.AUTO and (
+                attempt.first_kept_step is None or self.last_step <= attempt.first_kept_step + 1
+            )
+            is_exempt = len(attempt.copiers) == 1 or is_open
+            require(is_exempt, "L3", f"one fault, {num_lost} steps lost")
         # The last step is in storage or nowhere: who is fenced while it is written repeats it.
         is_kept = cluster.tiers.snapshot_every and self.last_step < cluster.rules.total_steps
         if is_single and is_kept and not self.is_state_gone:

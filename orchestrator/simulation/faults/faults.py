@@ -101,7 +101,7 @@ def heal_node(cluster: SimCluster, node: SimNode) -> None:
     _forget_slots(cluster, node)
     cluster.memory.lose_node(node.name)
     node.cut_off = False
-    cluster.post(ev.NodeJoined, node=node.name)
+    cluster.post(ev.NodeJoined, node=node.name, rack=node.rack)
     cluster.place()
 
 
@@ -213,7 +213,7 @@ def end_everything(cluster: SimCluster) -> None:
         node.workers.clear()
         cluster.memory.lose_node(node.name)
         _forget_slots(cluster, node)
-        cluster.post(ev.NodeJoined, node=node.name)
+        cluster.post(ev.NodeJoined, node=node.name, rack=node.rack)
     cluster.give_back_all()
 
 

@@ -7,7 +7,6 @@ at all where the real thing may do so. It knows the truth; the machine hears onl
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import count
 from random import Random
@@ -16,21 +15,13 @@ from typing import Any
 from orchestrator.core import RunRules
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.policies import (
-    RedundancyFacts,
-    RedundancyPlan,
-    plan_redundancy,
-    quarantine,
-    versions,
-)
+from orchestrator.policies import quarantine, state_bytes, versions
 from orchestrator.simulation.checkers import Monitor
 from orchestrator.simulation.world import loading
 from orchestrator.simulation.world.memory import Memory, Part
 from orchestrator.simulation.world.parts import STEP_S, SimAttempt, SimNode, SimWorker
 from orchestrator.simulation.world.saving import Tiers, farewell, save_step
 from orchestrator.simulation.world.storage import Storage
-from ucp_core.layout import ParallelLayout
-from workers.placement import Preference
 from workers.protocol import Source
 
 #: Longer than trainers take to write: what they leave behind is committed by then.
@@ -61,7 +52,7 @@ class SimCluster:
         # Asked for or found by the controller's present life.
         self.known_slots: set[int] = set()
         self.storage = Storage()
-        self.memory = Memory()
+        self.memory = Memory(tiers.budget_bytes)
         # Sources whose bytes are damaged, which only a load finds out.
         self.damaged: set[Source] = set()
         self.attempts: dict[int, SimAttempt] = {}
@@ -80,6 +71,7 @@ class SimCluster:
             act.YieldAttempt: self._yield_attempt,
             act.ReadCommitted: self._read_committed,
             act.StartAttempt: self._start_attempt,
+            act.OrderKeepers: self._order_keepers,
             act.ReportIncident: self._report_incident,
             act.SurveyWorkers: self._survey_workers,
             act.FinishRun: self._finish_run,
@@ -318,6 +310,7 @@ class SimCluster:
     def _read(self, action: act.ReadCommitted) -> None:
         nodes = self.nodes.values()
         self.monitor.reading(action.number, self.now_s)
+        self.measure()
         found = versions.newest(
             quarantine.good(self.memory.inventories(nodes, self.now_s), action.bad),
             self.storage.newest(action.lineage, quarantine.in_storage(action.bad)),
@@ -343,13 +336,22 @@ class SimCluster:
 
     def _start_attempt(self, action: act.StartAttempt) -> None:
         self.monitor.attempt_started(self, action)
-        nodes = tuple(node for _, node, _ in action.members)
-        plan = _protection(nodes, action.layout, self.tiers.tolerance, self.tiers.preference)
         given = loading.begin(self, action)
         self.monitor.given(action.attempt, given.sources())
-        self.attempts[action.attempt] = SimAttempt(action, plan, given)
+        self.attempts[action.attempt] = SimAttempt(action, given)
         for name, _, _ in action.members:
             self.at(self.wire_s(), self._enter, name, action.attempt)
+
+    def _order_keepers(self, action: act.OrderKeepers) -> None:
+        attempt = self.attempts.get(action.attempt)
+        if attempt is not None:
+            attempt.protect(action.plan)
+
+    def measure(self) -> None:
+        """Let the controller ask keepers what memory they have, and how large versions are."""
+        inventories = self.memory.inventories(self.nodes.values(), self.now_s)
+        budgets = tuple((one.node, one.budget_bytes) for one in inventories if one.budget_bytes)
+        self.find(ev.MemoryMeasured, budgets=budgets, state_bytes=state_bytes(inventories))
 
     def _enter(self, name: str, number: int) -> None:
         worker = self.workers.get(name)
@@ -489,16 +491,7 @@ class SimCluster:
                 self.post(ev.WorkerReady, worker=worker.name, node=worker.node.name, pid=1)
         for node in self.nodes.values():
             if node.alive and not node.cut_off:
-                self.post(ev.NodeJoined, node=node.name)
+                self.post(ev.NodeJoined, node=node.name, rack=node.rack)
                 if node.draining_until_s is not None:
                     deadline_s = node.draining_until_s
                     self.post(ev.NodeDraining, 0.01, node=node.name, deadline_s=deadline_s)
-
-
-@lru_cache(maxsize=1 << 16)
-def _protection(
-    nodes: tuple[str, ...], layout: ParallelLayout, tolerance: int, preference: Preference
-) -> RedundancyPlan:
-    """Return the product's plan for ranks on ``nodes``; many histories meet the same."""
-    facts = RedundancyFacts(nodes=nodes, budgets_bytes={}, rank_bytes=1, layout=layout)
-    return plan_redundancy(facts, tolerance=tolerance, preference=preference)

@@ -54,13 +54,17 @@ def _held(part: Part) -> Held:
 class Memory:
     """All that keepers hold.
 
+    Args:
+        budget_bytes: What each keeper says that snapshots may take; 0 if it does not say.
+
     Attributes:
         landed_s: When the last rank's part of a version was written, by (step, attempt).
         grew_s: When something that was there could be read again: a keeper came back.
         copied: When a copy, or a parity, was written, on which node, in which arena, and what.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget_bytes: int = 0) -> None:
+        self.budget_bytes = budget_bytes
         self.landed_s: dict[tuple[int, int], float] = {}
         self.grew_s = 0.0
         self.copied: list[tuple[float, str, str, Part]] = []
@@ -136,6 +140,7 @@ class Memory:
                 node=node,
                 host="",
                 port=0,
+                budget_bytes=self.budget_bytes,
                 parts=tuple(
                     HeldPart(arena=arena, held=part.held())
                     for arena, parts in self._nodes.get(node, {}).items()

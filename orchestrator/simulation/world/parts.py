@@ -23,13 +23,15 @@ class SimNode:
         "draining_until_s",
         "keeper_back_s",
         "name",
+        "rack",
         "room",
         "slots",
         "workers",
     )
 
-    def __init__(self, name: str, room: int) -> None:
+    def __init__(self, name: str, room: int, rack: str = "") -> None:
         self.name = name
+        self.rack = rack
         self.room = room
         self.alive = True
         # Cut off: declared lost while its processes train on, as in a network partition.
@@ -76,6 +78,7 @@ class SimAttempt:
         "arrived",
         "copiers",
         "durable",
+        "first_kept_step",
         "formed",
         "lineage",
         "loading",
@@ -90,7 +93,7 @@ class SimAttempt:
         "yielding",
     )
 
-    def __init__(self, action: StartAttempt, plan: RedundancyPlan, loading: Loading) -> None:
+    def __init__(self, action: StartAttempt, loading: Loading) -> None:
         self.number = action.attempt
         self.members = [worker for worker, _, _ in action.members]
         self.lineage = action.lineage
@@ -104,17 +107,22 @@ class SimAttempt:
         self.durable = False
         # (worker, node, slot) by rank.
         self.placed = action.members
-        # How snapshots are protected, which nodes keep copies of a node's, and how many copies
-        # and parities are under way.
+        self.protect(action.plan)
+        # Copies and parities that are under way.
+        self.num_uncopied = 0
+        # The first of which all ranks took a snapshot.
+        self.first_kept_step: int | None = None
+        self._lanes: dict[tuple[str, ...], list[tuple[Member | None, ...]]] = {}
+        self.storing_until_s = 0.0
+
+    def protect(self, plan: RedundancyPlan) -> None:
+        """Protect snapshots from now on by ``plan``; ``copiers`` keep copies of a node's."""
         self.plan = plan
-        nodes = dict.fromkeys(node for _, node, _ in action.members)
+        nodes = dict.fromkeys(node for _, node, _ in self.placed)
         self.copiers = {
             node: tuple(name for name in nodes if name in plan.keepers.get(node, ()))
             for node in nodes
         }
-        self.num_uncopied = 0
-        self._lanes: dict[tuple[str, ...], list[tuple[Member | None, ...]]] = {}
-        self.storing_until_s = 0.0
 
     def lanes(self, group: tuple[str, ...]) -> list[tuple[Member | None, ...]]:
         """Return what goes into a group's parities: of each node its first rank, and so on."""

@@ -38,6 +38,7 @@ class Tiers:
         store_every: Steps between two commits in storage.
         tolerance: How many lost nodes are to be survived.
         preference: How.
+        budget_bytes: What each keeper says that snapshots may take; 0 if it does not say.
         copy_s: How long a copy or a parity takes at most; from the length of a step on, steps are
             skipped.
     """
@@ -46,6 +47,7 @@ class Tiers:
     store_every: int
     tolerance: int
     preference: Preference = Preference.COPY
+    budget_bytes: int = 0
     copy_s: float = COPY_S
 
     @property
@@ -57,7 +59,8 @@ class Tiers:
     def loses_one_step(self) -> bool:
         """Return whether a single fault may cost no more than one step."""
         is_fast = self.copy_s + _WRITE_S < STEP_S
-        return self.snapshot_every == 1 and self.tolerance > 0 and is_fast
+        is_roomy = not self.budget_bytes
+        return self.snapshot_every == 1 and self.tolerance > 0 and is_fast and is_roomy
 
 
 def save_step(
@@ -157,6 +160,10 @@ def _keep(cluster: SimCluster, attempt: SimAttempt, worker: SimWorker, part: Par
         share = part._replace(rank=rank)
         memory.write(node, guard_name(number, worker.name), share, attempt.lineage)
         is_whole |= memory.finished(share, now_s)
+    if is_whole and attempt.first_kept_step is None:
+        attempt.first_kept_step = part.step
+    if is_whole and not attempt.plan.is_final:
+        cluster.measure()
     return is_whole
 
 
@@ -174,6 +181,8 @@ def _encode(cluster: SimCluster, attempt: SimAttempt, part: Part, keeper: str) -
     """Keep a node's parities of a version, of which all parts of the group are still there."""
     attempt.num_uncopied -= 1
     group = attempt.plan.group_of(keeper)
+    if not group:
+        return  # it was told otherwise meanwhile
     for rank, (worker, node, _) in enumerate(attempt.placed):
         if node in group:
             one = Part(part.step, part.attempt, rank, part.world_size)

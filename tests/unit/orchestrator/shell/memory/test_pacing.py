@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from orchestrator.core import RunStats
-from orchestrator.policies import Redundancy, RedundancyPlan
+from orchestrator.policies import Redundancy
 from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.workers import Crew
 from orchestrator.shell.memory.pacing import Pacing
@@ -42,7 +42,6 @@ def _pacing(registry: CollectorRegistry, snapshot: int | str, checkpoint: int | 
         crew=crew,
         stats=RunStats(),
         metrics=RunMetrics(registry),
-        plan=RedundancyPlan,
         snapshot=SnapshotSettings(every_steps=snapshot),
         checkpoint=CheckpointSettings(every_steps=checkpoint),
     )

@@ -7,14 +7,18 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
+from orchestrator.core.actions import OrderKeepers
+from orchestrator.policies import (
+    RedundancyFacts,
+    RedundancyPlan,
+    RedundancyRules,
+    plan_redundancy,
+)
 from orchestrator.shell.capacity.nodes import NodeView
 from orchestrator.shell.memory import snapshots as module
 from orchestrator.shell.memory.snapshots import Snapshots
 from tests.support.keeper_handles import LINEAGE, ROOT, Handle, held, version_of, with_keepers
 from ucp_core.errors import StorageError
-from ucp_core.layout import ParallelLayout
 from ucp_core.native import MANIFEST_NAME, checkpoint_name, save_rank
 from ucp_core.storage import MemoryStore, Store
 from workers.placement import Preference
@@ -24,6 +28,7 @@ from workers.protocol import (
     Inventory,
     Member,
     NodeReport,
+    Source,
     held_source,
     stored_source,
 )
@@ -61,6 +66,17 @@ def _commit(store: Store, step: int) -> None:
         source={},
         fsync=False,
     )
+
+
+def _order(
+    *nodes: str,
+    attempt: int = 1,
+    bad: tuple[Source, ...] = (),
+    preference: Preference = Preference.AUTO,
+) -> OrderKeepers:
+    facts = RedundancyFacts(nodes=nodes, budgets_bytes={}, rank_bytes=11)
+    plan = plan_redundancy(facts, RedundancyRules(tolerance=1, preference=preference))
+    return OrderKeepers(attempt=attempt, lineage=LINEAGE, nodes=nodes, plan=plan, bad=bad)
 
 
 async def _read(made: Snapshots, _: dict[str, Handle]) -> Any:
@@ -144,10 +160,10 @@ def test_what_is_bad_is_passed_over_in_either_tier() -> None:
 
 def test_a_keeper_is_told_what_it_is_to_hold_no_longer() -> None:
     """Whoever asks it must not be offered it again, be it a rank or another keeper."""
-    bad = [held_source("aa", "w0.0", held(7, 0)), stored_source(7, 1)]
+    bad = (held_source("aa", "w0.0", held(7, 0)), stored_source(7, 1))
 
     async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
-        made.order(2, LINEAGE, ["aa", "bb"], bad=bad)
+        made.order(_order("aa", "bb", attempt=2, bad=bad))
         return [handles[node].orders[-1].bad for node in ("aa", "bb")]
 
     assert with_keepers(MemoryStore(), act) == [(("w0.0", 0, 2),), ()]
@@ -174,9 +190,9 @@ def test_an_order_names_the_neighbour_and_no_keeper_that_is_not_met() -> None:
     """One that is only starting has no address yet; it is told of when it has."""
 
     async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
-        made.order(1, LINEAGE, ["aa", "bb", "aa"])
+        made.order(_order("aa", "bb", "aa"))
         made._nodes.views["bb"].secret = b""
-        made.order(2, LINEAGE, ["aa", "bb"])
+        made.order(_order("aa", "bb", attempt=2))
         return {
             node: [[peer.node for peer in order.copies_of] for order in handle.orders]
             for node, handle in handles.items()
@@ -192,85 +208,23 @@ def test_an_order_names_the_group_once_all_of_it_are_met() -> None:
         views = made._nodes.views
         handles["cc"] = Handle("cc", (), 2)
         views["cc"] = NodeView("cc", ("", 0), keeper=handles["cc"])
-        made.order(1, LINEAGE, ["aa", "bb", "cc", "cc"])
+        made.order(_order("aa", "bb", "cc", "cc", preference=Preference.PARITY))
         views["cc"].secret = b"cc"
-        made.order(1, LINEAGE, ["aa", "bb", "cc", "cc"])
+        made.order_again()
         return handles["bb"].orders
 
-    early, whole = with_keepers(MemoryStore(), act, preference=Preference.PARITY)
+    early, whole = with_keepers(MemoryStore(), act)
     assert (early.parity, early.copies_of, whole.copies_of) == (None, (), ())
     assert (whole.parity.attempt, whole.parity.num_parities, whole.parity.place) == (1, 1, 1)
     assert [place.ranks for place in whole.parity.places] == [(0,), (1,), (2, 3)]
     assert [place.peer and place.peer.node for place in whole.parity.places] == ["aa", None, "cc"]
 
 
-def test_replicas_that_were_told_to_save_for_each_other_are_copied_by_no_keeper() -> None:
-    """Nor after a restart of the controller, which knows it by what they have saved only."""
-    layout = ParallelLayout(dp_replicate=2)
-
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
-        found = []
-
-        def order(*, begins: bool = False) -> None:
-            made.order(1, LINEAGE, ["aa", "bb"], layout=layout, begins=begins)
-            found.append(
-                (made.plan.guards, [len(h.orders[-1].copies_of) for h in handles.values()])
-            )
-
-        order(begins=True)
-        order()
-        made._planned_attempt = 0
-        order()
-        made._planned_attempt = 0
-        inventory = await handles["aa"].held.remote()
-        parts = tuple(replace(part, arena=f"replica0/{part.arena}") for part in inventory.parts)
-        guarded = replace(inventory, parts=parts)
-        made.on_report(NodeReport(node="aa", seq=1, workers=(), inventory=guarded))
-        order()
-        return found
-
-    guards = ((1,), (0,))
-    assert with_keepers(MemoryStore(), act) == [
-        (guards, [0, 0]), (guards, [0, 0]), (None, [1, 1]), (guards, [0, 0]),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("budget_bytes", "has_room"), [(48, True), (47, False)])
-def test_replicas_without_room_for_each_others_shares_keep_parities_once_that_is_known(
-    budget_bytes: int, *, has_room: bool
-) -> None:
-    """The first attempt begins before any size is known; a whole run may be that one attempt."""
-    layout = ParallelLayout(dp_replicate=3)
-
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
-        handles["cc"] = Handle("cc", (), 2)
-        made._nodes.views["cc"] = NodeView("cc", ("", 0), keeper=handles["cc"], secret=b"cc")
-        found = []
-        for begins in (True, False, False):
-            made.order(2, LINEAGE, list(handles), layout=layout, begins=begins)
-            groups = [handle.orders[-1].parity for handle in handles.values()]
-            found.append((made.plan.is_final, made.plan.guards is not None, all(groups)))
-            for node, handle in handles.items():
-                inventory = replace(await handle.held.remote(), budget_bytes=budget_bytes)
-                made.on_report(NodeReport(node=node, seq=1, workers=(), inventory=inventory))
-        return found, made.plan.reason
-
-    found, reason = with_keepers(MemoryStore(), act)
-    assert found == [(False, True, False), *[(True, has_room, not has_room)] * 2]
-    assert ("redundant copy of replicas needs 48 B" in reason) == (not has_room)
-
-
 def test_racks_that_nodes_share_are_told_as_trouble() -> None:
     """Two machines behind one switch are one loss, and nobody would find that out in time."""
 
     async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
-        told: list[list[str]] = []
-        for racks in (("r", "s"), ("r", "r")):
-            for view, rack in zip(made._nodes.views.values(), racks, strict=True):
-                view.rack = rack
-            made.order(len(told) + 1, LINEAGE, ["aa", "bb"], begins=True)
-            told.append(made.problems())
-        return told
+        return [made.problems(RedundancyPlan(shared_racks=racks)) for racks in ((), ("r",))]
 
     apart, (shared,) = with_keepers(MemoryStore(), act)
     assert apart == []
@@ -283,32 +237,26 @@ def test_a_node_without_the_label_that_names_racks_is_told_as_trouble() -> None:
     async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
         made._nodes.rack_label = "rack"
         made._nodes.views["aa"].rack = "r"
-        return made.problems()
+        return made.problems(RedundancyPlan())
 
     (told,) = with_keepers(MemoryStore(), act)
     assert "'rack' of node bb:" in told
 
 
-def test_the_first_snapshot_decides_between_copies_and_parity() -> None:
-    """Its size is not known before; what was decided stays until the next attempt."""
+def test_memory_and_the_size_of_a_version_are_measured() -> None:
+    """The controller decides by them how snapshots are protected."""
 
     async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
-        handles["cc"] = Handle("cc", (), 2)
-        made._nodes.views["cc"] = NodeView("cc", ("", 0), keeper=handles["cc"], secret=b"cc")
-        nodes = ["aa", "bb", "cc"]
-        made.order(1, LINEAGE, nodes)
-        before = made.is_plan_due
+        before = made.holds_any, made.measured()
         for node, handle in handles.items():
             inventory = replace(await handle.held.remote(), budget_bytes=40)
             made.on_report(NodeReport(node=node, seq=1, workers=(), inventory=inventory))
-        due = made.is_plan_due
-        made.order(1, LINEAGE, nodes)
-        return before, due, made.is_plan_due, handles["aa"].orders
+        made._nodes.views["bb"].lost.set()
+        return before, made.holds_any, made.measured()
 
-    before, due, after, (first, second) = with_keepers(MemoryStore(), act)
-    assert (before, due, after) == (False, True, False)
-    assert (first.copies_of, first.parity) == ((), None)
-    assert (second.copies_of, second.parity.num_parities) == ((), 1)
+    before, holds_any, measured = with_keepers(MemoryStore(), act)
+    assert before == (False, ((), 0))
+    assert (holds_any, measured) == (True, ((("aa", 40),), 22))
 
 
 def test_only_what_storage_lacks_is_stored_at_the_end() -> None:

@@ -1,0 +1,65 @@
+"""How the snapshots of an attempt are protected, by what keepers said of their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.core.actions import OrderKeepers
+from orchestrator.core.events import MemoryMeasured
+from orchestrator.core.state import ACTIVE
+from orchestrator.core.transition import Transition
+from orchestrator.policies import RedundancyFacts, RedundancyPlan, plan_redundancy, revise
+from ucp_core.layout import ParallelLayout
+
+
+def plan(
+    transition: Transition, nodes: Sequence[int], layout: ParallelLayout | None
+) -> RedundancyPlan:
+    """Return how to protect the snapshots of an attempt with ranks on ``nodes``."""
+    return plan_redundancy(_facts(transition, nodes, layout), transition.rules.redundancy)
+
+
+def memory_measured(transition: Transition, event: MemoryMeasured) -> None:
+    """Note what keepers said; decide what the plan of the attempt left open until then."""
+    run = transition.run
+    run.state_bytes = event.state_bytes
+    for name, budget_bytes in event.budgets:
+        number = run.fleet.node_ids.get(name)
+        node = None if number is None else run.fleet.nodes[number]
+        if number is not None and node is not None and node.budget_bytes != budget_bytes:
+            # No count of the fleet depends on it.
+            run.fleet.nodes = run.fleet.nodes.set(number, node._replace(budget_bytes=budget_bytes))
+    attempt = run.attempt
+    if run.phase in ACTIVE and run.state_bytes and not attempt.plan.is_final:
+        facts = _facts(transition, attempt.nodes, attempt.layout)
+        attempt.plan = revise(attempt.plan, facts, transition.rules.redundancy)
+        order_keepers(transition)
+
+
+def order_keepers(transition: Transition) -> None:
+    """Tell keepers of the attempt, if one trains; the next one tells them at its start."""
+    run = transition.run
+    if run.phase in ACTIVE:
+        transition.actions.append(
+            OrderKeepers(
+                attempt=run.attempt.number,
+                lineage=run.lineage,
+                nodes=tuple(run.fleet.nodes[number].name for number in run.attempt.nodes),
+                plan=run.attempt.plan,
+                bad=run.bad,
+            )
+        )
+
+
+def _facts(
+    transition: Transition, nodes: Sequence[int], layout: ParallelLayout | None
+) -> RedundancyFacts:
+    fleet = transition.run.fleet
+    used = [fleet.nodes[number] for number in dict.fromkeys(nodes)]
+    return RedundancyFacts(
+        nodes=tuple(fleet.nodes[number].name for number in nodes),
+        budgets_bytes={node.name: node.budget_bytes for node in used if node.budget_bytes},
+        rank_bytes=-(-transition.run.state_bytes // len(nodes)),
+        layout=layout,
+        racks={node.name: node.rack for node in used if node.rack},
+    )

@@ -1,0 +1,137 @@
+"""The plan of protection: made when an attempt starts, revised once snapshots have a size."""
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.core import Action, RunRules, RunState, step
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
+from orchestrator.policies import LayoutRules, RedundancyRules
+from tests.support.keeper_handles import held
+from workers.placement import Mechanism, Preference
+from workers.protocol import held_source
+
+RULES = RunRules(
+    run="test",
+    min_workers=3,
+    max_workers=3,
+    total_steps=100,
+    redundancy=RedundancyRules(tolerance=1),
+)
+REPLICAS = replace(RULES, layout=LayoutRules(dp_replicate=3))
+NODES = ("a", "b", "c")
+
+
+def _fold(
+    state: RunState, *events: ev.Event, rules: RunRules = RULES
+) -> tuple[RunState, list[Action]]:
+    ordered: list[Action] = []
+    for event in events:
+        state, actions = step(state, event, rules=rules)
+        ordered += actions
+    return state, ordered
+
+
+def _started(rules: RunRules = RULES, *, racks: tuple[str, ...] = ("", "", "")) -> RunState:
+    """Return a run whose first attempt forms on three nodes."""
+    state, _ = _fold(
+        RunState(),
+        ev.ControllerStarted(at_s=0.0, life=1),
+        *(ev.NodeJoined(at_s=0.0, node=n, rack=r) for n, r in zip(NODES, racks, strict=True)),
+        *(ev.SlotGranted(at_s=0.0, slot=i, node=n) for i, n in enumerate(NODES, start=1)),
+        *(
+            ev.WorkerReady(at_s=1.0, worker=f"w{i:04d}", node=n, pid=i)
+            for i, n in enumerate(NODES, start=1)
+        ),
+        rules=rules,
+    )
+    return state
+
+
+def _measured(state_bytes: int, budget_bytes: int = 1 << 30) -> ev.MemoryMeasured:
+    budgets = tuple((node, budget_bytes) for node in NODES)
+    return ev.MemoryMeasured(at_s=2.0, budgets=budgets, state_bytes=state_bytes)
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "mechanism"), [(1 << 30, Mechanism.PARTNER_COPY), (45, Mechanism.RING_PARITY)]
+)
+def test_the_first_snapshot_decides_between_copies_and_parity(
+    budget_bytes: int, mechanism: Mechanism
+) -> None:
+    """Its size is not known before; what was decided stays until the next attempt."""
+    state = _started()
+    assert not state.attempt.plan.is_final
+
+    state, (order,) = _fold(state, _measured(30, budget_bytes))
+    assert isinstance(order, act.OrderKeepers)
+    assert (order.attempt, order.nodes, order.plan.mechanism) == (1, NODES, mechanism)
+    assert state.attempt.plan == order.plan
+
+    _, again = _fold(state, _measured(3000, budget_bytes))
+    assert again == []
+
+
+@pytest.mark.parametrize(("budget_bytes", "has_room"), [(60, True), (59, False)])
+def test_replicas_without_room_for_each_others_shares_keep_parities_once_that_is_known(
+    budget_bytes: int, *, has_room: bool
+) -> None:
+    """The first attempt begins before any size is known; a whole run may be that one attempt."""
+    state = _started(REPLICAS)
+    told = state.attempt.plan
+    assert told.guards is not None
+
+    state, (order,) = _fold(state, _measured(30, budget_bytes), rules=REPLICAS)
+    assert isinstance(order, act.OrderKeepers)
+    assert (order.plan.guards == told.guards, order.plan.is_parity) == (has_room, not has_room)
+    assert ("redundant copy of replicas needs 60 B" in order.plan.reason) == (not has_room)
+
+
+def test_the_next_attempt_is_planned_by_what_is_known() -> None:
+    """Its workers are told at its start; a lost node has no memory any more."""
+    state, _ = _fold(_started(), _measured(30, 40))
+    fault = ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail="")
+    state, _ = _fold(state, ev.NodeLost(at_s=3.0, node="c", cause="gone"), fault)
+
+    budgets = [node.budget_bytes for node in state.fleet.nodes.values()]
+    assert budgets == [40, 40, 0]
+
+
+def test_racks_that_nodes_share_are_told() -> None:
+    """Two machines behind one switch are one loss."""
+    rules = replace(RULES, redundancy=RedundancyRules(tolerance=1, preference=Preference.COPY))
+    assert _started(rules, racks=("r", "s", "t")).attempt.plan.shared_racks == ()
+    assert _started(rules, racks=("r", "r", "r")).attempt.plan.shared_racks == ("r",)
+
+
+def test_keepers_are_told_what_is_bad_while_the_attempt_trains() -> None:
+    """A rank that found a damaged copy loads another; nobody else is to be offered it."""
+    bad = (held_source("a", "w0.0", held(7, 0)),)
+    formed = ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0001", damaged=bad)
+    _, (order,) = _fold(_started(), formed)
+
+    assert isinstance(order, act.OrderKeepers)
+    assert order.bad == bad
+
+
+def test_a_restarted_controller_tells_keepers_again_what_its_journal_says() -> None:
+    """Nobody knows whether the order of the dead controller was sent."""
+    state, _ = _fold(
+        _started(),
+        *(ev.WorkerFormed(at_s=1.5, attempt=1, worker=f"w{i:04d}") for i in (1, 2, 3)),
+        _measured(30),
+    )
+    _, actions = _fold(
+        state,
+        ev.ControllerStarted(at_s=3.0, life=2),
+        ev.WorkersSurveyed(
+            at_s=3.1,
+            alive=tuple((f"w{i:04d}", n, 1) for i, n in enumerate(NODES, start=1)),
+            slots=tuple(enumerate(NODES, start=1)),
+            pending_slots=(),
+        ),
+    )
+    (order,) = (action for action in actions if isinstance(action, act.OrderKeepers))
+    assert order.plan == state.attempt.plan
+    assert order.plan.is_final
