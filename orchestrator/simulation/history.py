@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from random import Random
+from typing import Any
 
 from orchestrator.core import (
     TERMINAL,
@@ -82,6 +83,8 @@ class History:
     Args:
         seed: Decides everything.
         fault_limit: Inject only the first so many faults; how a failing seed is made smaller.
+        kinds: Inject faults of these kinds only; None draws them.
+        tiers: How the run saves; None draws it.
         observe: Called with every event, the state after it, and the actions.
     """
 
@@ -90,6 +93,8 @@ class History:
         seed: int,
         *,
         fault_limit: int | None = None,
+        kinds: Sequence[faults.Fault] | None = None,
+        tiers: Tiers | None = None,
         observe: Callable[[ev.Event, RunState, Sequence[Action]], None] | None = None,
     ) -> None:
         self.seed = seed
@@ -98,7 +103,8 @@ class History:
         self.monitor = Monitor()
         # What is drawn apart changes nothing else in the history.
         apart = Random(f"memory {seed}")  # noqa: S311  no secrets here
-        tiers = _draw_tiers(rng, apart)
+        drawn = _draw_tiers(rng, apart)
+        tiers = tiers or drawn
         self.rules, rooms = _draw_rules(rng, tiers)
         self.cluster = SimCluster(rng, self.rules, tiers, self.monitor)
         self.state = RunState()
@@ -111,8 +117,8 @@ class History:
         self.fault_limit = 10_000 if fault_limit is None else fault_limit
         self.second_fault = rng.choice((0.0, 0.1, 0.3))
         # Not all kinds in one history: some bugs need many faults of one kind.
-        kinds = rng.sample(faults.FAULTS, k=rng.randint(1, len(faults.FAULTS)))
-        self.kinds: tuple[faults.Fault, ...] = tuple(kinds)
+        some = rng.sample(faults.FAULTS, k=rng.randint(1, len(faults.FAULTS)))
+        self.kinds: tuple[faults.Fault, ...] = tuple(kinds or some)
         self.check_always = seed % 16 == 0
         self.is_replayed = seed % 32 == 0
         # To make every life read its journal would take a tenth of the time of all histories.
@@ -384,9 +390,9 @@ def _draw_rules(rng: Random, tiers: Tiers) -> tuple[RunRules, list[int]]:
     return rules, rooms
 
 
-def run_history(seed: int, *, fault_limit: int | None = None) -> HistoryResult:
-    """Run one history; raise ``Violation`` if a promise was broken."""
-    history = History(seed, fault_limit=fault_limit)
+def run_history(seed: int, **drawn: Any) -> HistoryResult:
+    """Run one history, as ``History`` takes it; raise ``Violation`` if a promise was broken."""
+    history = History(seed, **drawn)
     try:
         return history.run()
     finally:
