@@ -50,7 +50,7 @@ def told(directory: Path, script: Path) -> list[str]:
         capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return [line for line in done.stdout.splitlines() if line.startswith("Raised")]
 
 
 def test_an_attempt_may_end_before_anybody_asks_how(tmp_path: Path) -> None:
@@ -74,6 +74,7 @@ def test_whatever_a_script_raises_is_told(tmp_path: Path) -> None:
         "import asyncio\n"
         "from everstep import run\n"
         "def train(session):\n"
+        "    print('about to raise')\n"
         "    raise asyncio.CancelledError('by its reader')\n"
         "run(train)\n"
     )
@@ -84,3 +85,7 @@ def test_whatever_a_script_raises_is_told(tmp_path: Path) -> None:
         "Raised 2 CancelledError: by its reader",
         "Raised 1 CancelledError: by its reader",
     ]
+    for attempt in (1, 2):
+        log = (tmp_path / f"run/logs/attempt-000{attempt}/rank0.log").read_text().splitlines()
+        assert log[:2] == ["about to raise", "Traceback (most recent call last):"]
+        assert log[-1] == "asyncio.exceptions.CancelledError: by its reader"

@@ -7,8 +7,10 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.process.actor import OPTIONS, Worker
     from workers.process.environment import TUNABLE, VARIABLE, copies_past_caches, tuned
+    from workers.process.output import LOGS
 
 __all__ = [
+    "LOGS",
     "OPTIONS",
     "TUNABLE",
     "VARIABLE",
@@ -22,5 +24,6 @@ __getattr__ = lazy_door(
     {
         "workers.process.actor": ("OPTIONS", "Worker"),
         "workers.process.environment": ("TUNABLE", "VARIABLE", "copies_past_caches", "tuned"),
+        "workers.process.output": ("LOGS",),
     },
 )

@@ -17,9 +17,11 @@ from typing import Any
 from ucp_core.storage import open_store
 from workers.collectives import collectives
 from workers.keeper import progress_path, ring_path
+from workers.process.output import OutputLog, log_of
 from workers.process.warm_up import rehearse
 from workers.protocol import (
     Assignment,
+    Completed,
     Formed,
     Outcome,
     Pace,
@@ -97,19 +99,32 @@ class AttemptRunner:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
         self.attempt = assignment.attempt
         self._page.assign(assignment.attempt, assignment.rank)
+        context = self._context
+        output = OutputLog(
+            context.store, context.directory, attempt=assignment.attempt, rank=assignment.rank
+        )
         try:
-            return run_attempt(assignment, self._context)
+            with log_of(output):
+                outcome = run_attempt(assignment, context)
         except BaseException as error:  # noqa: BLE001  the edge: a bug of ours is an outcome too
-            return Raised(
+            outcome = Raised(
                 attempt=assignment.attempt,
                 step=assignment.resume_step,
                 error=f"{type(error).__name__}: {error}",
                 traceback=traceback.format_exc(),
             )
-        finally:
-            self.attempt = 0
-            self._page.assign(0, -1)
-            self._page.enter(WorkerPhase.IDLE)
+        if isinstance(outcome, Raised):
+            output.add(outcome.traceback)
+        if isinstance(outcome, Completed | Raised):
+            # This process may be ended next.
+            output.close()
+        else:
+            # Nobody waits for storage while the run recovers.
+            output.close(wait_s=0.0)
+        self.attempt = 0
+        self._page.assign(0, -1)
+        self._page.enter(WorkerPhase.IDLE)
+        return outcome
 
     def formed(self, attempt: int) -> Formed | None:
         """Return what forming ``attempt`` took; None if it has not formed."""
