@@ -220,6 +220,8 @@ def run_ours(job: Job, folder: Path, *, copies: bool, replicas: int = 1) -> dict
             kind: max((p.held.data_bytes for p in held if ("/" in p.arena) == is_copy), default=0)
             for kind, is_copy in {"own": False, "copy": True}.items()
         }
+    if way == "stored":
+        assert list((folder / "run/checkpoints").iterdir()), "nothing was stored"
     lines = [json.loads(x) for x in (folder / "run/metrics/rank0.jsonl").read_text().splitlines()]
     asked = [line for line in lines if job.is_kept(line["step"], way)]
     taken = [line["snapshot_s"] for line in asked if line["snapshot"] == "taken"]

@@ -18,7 +18,7 @@ def test_twenty_stops_are_named_right(tmp_path: Path) -> None:
     with running(train, NUM_RANKS, tmp_path) as ranks:
         watch = Watch(ranks)
         stopped = [choose.randrange(NUM_RANKS) for _ in range(20)]
-        named = [stop_and_find(ranks, watch, rank)[0].guilty for rank in stopped]
+        named = [stop_and_find(ranks, watch, rank).guilty for rank in stopped]
         steps = finish(ranks, tmp_path)
 
     assert named == [(f"w{rank}",) for rank in stopped]

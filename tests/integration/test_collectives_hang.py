@@ -26,9 +26,8 @@ def test_the_stopped_rank_is_named_each_time_and_training_goes_on(
     watch = Watch(ranks)
     for repeat in range(NUM_STOPS):
         rank = repeat * 3 % NUM_RANKS
-        verdict, took_s, hang_s = stop_and_find(ranks, watch, rank)
+        verdict = stop_and_find(ranks, watch, rank)
         assert (verdict.guilty, verdict.rule) == ((f"w{rank}",), "stopped")
-        assert took_s <= hang_s + 1.0
 
     assert len(set(finish(ranks, tmp_path))) == 1
 
@@ -39,7 +38,7 @@ def test_a_rank_that_lives_but_does_not_come_is_named(ranks: Ranks, tmp_path: Pa
     watch.until_steps(10)
     stall_path(tmp_path, 2).touch()
 
-    verdict, _ = watch.until_verdict()
+    verdict = watch.until_verdict()
 
     assert (verdict.guilty, verdict.rule) == (("w2",), "missing")
     assert "w2 (rank 2) has not called all_reduce" in verdict.evidence

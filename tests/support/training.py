@@ -100,9 +100,8 @@ class Watch:
         seen = self._detector
         return limits_from(seen.step_s_p99, step_s_p50=seen.step_s_p50)
 
-    def until_verdict(self) -> tuple[Verdict, float]:
-        """Look until there is a verdict; return it and the seconds that took."""
-        start_s = time.monotonic()
+    def until_verdict(self) -> Verdict:
+        """Look until there is a verdict; return it."""
         found: list[Verdict] = []
 
         def judged() -> bool:
@@ -112,7 +111,7 @@ class Watch:
             return bool(found)
 
         until(judged, "a verdict", limit_s=240.0)
-        return found[0], time.monotonic() - start_s
+        return found[0]
 
     def until_steps(self, num_steps: int) -> None:
         """Look until every rank has done ``num_steps`` more; there must be no verdict."""
@@ -130,15 +129,14 @@ class Watch:
         return 0 if view is None else view.step
 
 
-def stop_and_find(ranks: Ranks, watch: Watch, rank: int) -> tuple[Verdict, float, float]:
-    """Stop ``rank`` by a signal until it is found; return verdict, seconds, and the hang bound."""
+def stop_and_find(ranks: Ranks, watch: Watch, rank: int) -> Verdict:
+    """Stop ``rank`` by a signal until there is a verdict; return that."""
     watch.until_steps(3)
     os.kill(ranks.pid(rank), signal.SIGSTOP)
     try:
-        verdict, took_s = watch.until_verdict()
+        return watch.until_verdict()
     finally:
         os.kill(ranks.pid(rank), signal.SIGCONT)
-    return verdict, took_s, watch.limits.hang_s
 
 
 def finish(ranks: Ranks, directory: Path) -> list[int]:
