@@ -19,8 +19,8 @@ from ucp_core.commands import (
     RulesFile,
     Tag,
     convert,
-    human,
     open_any,
+    print_facts,
     print_json,
     tools,
 )
@@ -28,6 +28,7 @@ from ucp_core.commands import Source as _Url
 from ucp_core.commands import progress as progress_bar
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.manifest import Kind
+from ucp_core.numerics import format_bytes
 
 if TYPE_CHECKING:
     from ucp_core.native import Checkpoint
@@ -40,6 +41,25 @@ app = typer.Typer(
     help="Look into checkpoints, convert them and verify them. "
     "Exit codes: 0 success, 1 missing or damaged checkpoint, 2 wrong usage, 3 storage refused.",
 )
+
+
+def _version(*, wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"ucp {version('everstep')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", is_eager=True, callback=_version),
+    ] = False,
+) -> None:
+    """Take the options that stand before the command."""
 
 
 @app.command(
@@ -65,8 +85,7 @@ def inspect(
         facts["items"] = {n: item._asdict() for n, item in sorted(opened.manifest.items.items())}
         print_json(facts)
         return
-    for name, value in facts.items():
-        typer.echo(f"{name:<12} {_text(value)}")
+    print_facts(facts)
     if tensors:
         typer.echo()
         for item in _tensor_facts(opened):
@@ -97,12 +116,12 @@ def verify_command(
     opened = open_any(checkpoint, rules=rules, tag=tag)
     with progress_bar("verifying", as_json=as_json) as progress:
         problems = verify(opened, progress=progress)
-    unchecked = 0
     num_bytes = sum(entry.num_bytes for entry in opened.manifest.files.values())
+    unchecked = 0
     if opened.manifest.kind is Kind.FOREIGN:
-        unchecked = unchecked_bytes(opened)
         entries = opened.state_map.entries.values()
-        num_bytes = sum(f.num_bytes for entry in entries for f in entry.fragments) - unchecked
+        num_bytes = sum(f.num_bytes for entry in entries for f in entry.fragments)
+        unchecked = unchecked_bytes(opened)
     if as_json:
         found = [{"path": problem.path, "message": problem.message} for problem in problems]
         facts = {"ok": not problems, "bytes": num_bytes, "unchecked_bytes": unchecked}
@@ -110,9 +129,12 @@ def verify_command(
     else:
         for problem in problems:
             typer.echo(str(problem))
-        typer.echo(f"{human(num_bytes)} read, {len(problems)} problem(s)")
+        typer.echo(f"{format_bytes(num_bytes)} read, {len(problems)} problem(s)")
         if unchecked:
-            typer.echo(f"{human(unchecked)} have no checksum in this format")
+            typer.echo(
+                f"{format_bytes(unchecked)} have no checksum in this format: they are there and "
+                "can be read, but a changed byte in them cannot be found"
+            )
     if problems:
         raise typer.Exit(EXIT_CHECKPOINT)
 
@@ -136,12 +158,20 @@ def _fail(error: UcpError, code: int) -> None:
     sys.exit(code)
 
 
+def _format(opened: Checkpoint) -> str:
+    """Return our own kind of checkpoint, or the name of the foreign format."""
+    manifest = opened.manifest
+    if manifest.kind is Kind.FOREIGN:
+        return str(manifest.source.get("format", manifest.kind))
+    return str(manifest.kind)
+
+
 def _facts(opened: Checkpoint, url: str) -> dict[str, Any]:
     manifest = opened.manifest
     entries = manifest.state_map.entries
     return {
         "checkpoint": url,
-        "format": str(manifest.kind),
+        "format": _format(opened),
         "step": manifest.step,
         "attempt": manifest.attempt,
         "ranks": manifest.world_size,
@@ -176,14 +206,6 @@ def _tensor_facts(opened: Checkpoint) -> list[dict[str, Any]]:
         }
         for key, entry in sorted(opened.state_map.entries.items())
     ]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "-"
-    if isinstance(value, dict):
-        return ", ".join(f"{name}={item}" for name, item in value.items()) or "-"
-    return str(value)
 
 
 if __name__ == "__main__":

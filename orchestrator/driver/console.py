@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from orchestrator.policies import RecoveryPlan
-from ucp_core.commands import human
+from ucp_core.numerics import format_bytes
 
 #: Without a terminal, one line is printed this often.
 PLAIN_LINE_S = 5.0
@@ -100,7 +100,7 @@ def _facts(status: dict[str, Any]) -> str:
 
 def sources_text(sources: Mapping[str, int]) -> str:
     """Return from where how much was loaded, for people: ``3.2 MiB from local memory``."""
-    return ", ".join(f"{human(size)} from {name}" for name, size in sources.items())
+    return ", ".join(f"{format_bytes(size)} from {name}" for name, size in sources.items())
 
 
 def print_plan(plan: RecoveryPlan, console: Console) -> None:
@@ -115,7 +115,7 @@ def print_plan(plan: RecoveryPlan, console: Console) -> None:
     else:
         lines.append(f"begins anew: nothing is held anywhere; {plan.lost_steps} steps are redone")
     lines += [
-        f"  part of rank {part.rank}: {human(part.size_bytes)} from {part.source}"
+        f"  part of rank {part.rank}: {format_bytes(part.size_bytes)} from {part.source}"
         + (f" of node {part.node}" if part.node else "")
         for part in plan.parts
     ]

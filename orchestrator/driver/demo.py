@@ -17,7 +17,7 @@ from orchestrator.driver.faults import kill_node_of, signal_rank, wait_for
 from orchestrator.driver.launch import Launched, open_cluster
 from orchestrator.report import write_report
 from orchestrator.run_directory import read_run
-from ucp_core.commands import human
+from ucp_core.numerics import format_bytes
 
 #: One act of the story must be over within this.
 ACT_S_MAX = 90.0
@@ -124,7 +124,8 @@ def _print_result(result: DemoResult, directory: str, console: Console) -> None:
             _seconds(incident.detect_s),
             str(incident.lost_steps),
             _seconds(incident.recovery_s),
-            "\n".join(f"{human(size)} {name}" for name, size in incident.sources.items()) or "-",
+            "\n".join(f"{format_bytes(size)} {name}" for name, size in incident.sources.items())
+            or "-",
             # What changed stands below what was: a line of 80 columns has no room beside it.
             "\n".join(dict.fromkeys((incident.layout_before, incident.layout_after))),
         )

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from orchestrator.report.charts import Band, Series, chart
 from orchestrator.run_directory import PHASES, Incident, RunRecord, StepRecord, read_run
-from ucp_core.commands import human
+from ucp_core.numerics import format_bytes
 from ucp_core.storage import join, open_store
 
 REPORT_NAME = "report.html"
@@ -30,7 +30,7 @@ _TEMPLATES = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters["human"] = human
+_TEMPLATES.filters["human"] = format_bytes
 
 
 class Verdict(StrEnum):

@@ -1,9 +1,8 @@
-"""What the commands of ``ucp`` share: options, sizes, progress, and how a source is opened."""
+"""What the commands of ``ucp`` share: options, opening a source, progress, output."""
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ucp_core.numerics import format_bytes, parse_bytes
 from ucp_core.storage import open_store
 
 if TYPE_CHECKING:
@@ -19,14 +19,10 @@ if TYPE_CHECKING:
     from ucp_core.language import Rules
     from ucp_core.native import Checkpoint
 
+EXIT_CHECKPOINT = 1
+EXIT_STORAGE = 3
 #: How often a bar moves.
 _REFRESH_S = 0.1
-EXIT_CHECKPOINT = 1
-EXIT_USAGE = 2
-EXIT_STORAGE = 3
-
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6}
-_UNITS |= {"GB": 10**9, "B": 1}
 
 Source = Annotated[
     str, typer.Argument(help="Directory or URL of a checkpoint; its format is recognised.")
@@ -35,7 +31,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for p
 Memory = Annotated[str, typer.Option(help="Bound of the buffers, such as 512MiB or 2GB.")]
 RulesFile = Annotated[
     str | None,
-    typer.Option("--rules", help="File of rules, or a family such as llama: how tensors were cut."),
+    typer.Option(
+        "--rules", help="How ranks cut the tensors: a file of rules, or a family such as llama."
+    ),
 ]
 RenameFile = Annotated[
     str | None, typer.Option("--rename", help="File of renamings, for every slot of a tensor.")
@@ -46,11 +44,11 @@ Tag = Annotated[str | None, typer.Option(help="Which of several checkpoints in t
 def open_any(
     url: str, *, rules: str | None = None, rename: str | None = None, tag: str | None = None
 ) -> Checkpoint:
-    """Return the checkpoint at ``url``, of whatever known format.
+    """Return the checkpoint at a directory or URL, of any known format.
 
     Args:
-        url: Directory or fsspec URL.
-        rules: File of rules.
+        url: Where it is.
+        rules: File of rules, or a family.
         rename: File of renamings.
         tag: Which of several.
     """
@@ -64,7 +62,7 @@ def open_all(
     rename: str | None = None,
     tag: str | None = None,
 ) -> list[Checkpoint]:
-    """Return several checkpoints; a rule and a renaming have to match a name of one of them."""
+    """Return several checkpoints; each rule and renaming must match a name of one of them."""
     from ucp_core.formats import open_source
 
     places = [open_store(url) for url in urls]
@@ -84,7 +82,7 @@ def open_all(
             replace(each, manifest=rename_manifest(each.manifest, renames.mapping(sorted(fqns))))
             for each, fqns in zip(opened, names, strict=True)
         ]
-        # A plan asks the same rules how the target cuts what has its new name by then.
+        # ``plan`` asks the same rules about the new names.
         known |= set(renames.mapping(sorted(known)).values())
     if read is not None:
         read.refuse_idle(known)
@@ -92,12 +90,12 @@ def open_all(
 
 
 def names_of(opened: Checkpoint) -> set[str]:
-    """Return the names of all tensors, those that are tied to others too."""
+    """Return the names of all tensors, tied ones included."""
     return {key.fqn for key in opened.state_map.entries} | {*opened.manifest.ties}
 
 
 def read_rules(file: str | None) -> Rules | None:
-    """Return the rules of a file, or of a family that ships."""
+    """Return the rules of a file, or of a family that is shipped."""
     if file is None:
         return None
     from ucp_core.language import builtin_names, builtin_rules, load_rules
@@ -112,26 +110,20 @@ def _text(file: str) -> str:
     try:
         return store.read(path).decode()
     except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"{file} is not a text: {error}") from error
-
-
-def print_json(value: Any) -> None:
-    """Print a value for programs."""
-    typer.echo(json.dumps(value, indent=1))
+        raise typer.BadParameter(f"{file} is not a text file: {error}") from error
 
 
 def size(text: str) -> int:
-    """Return the bytes that ``512MiB`` and its like mean."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2] not in _UNITS:
-        units = ", ".join(unit for unit in _UNITS if unit)
-        raise typer.BadParameter(f"{text!r} is not a size: give a number and one of {units}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    """Return the bytes of an option such as ``512MiB``."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def memory_size(text: str) -> int:
-    """Return the bytes of a bound of memory that can be kept."""
-    # Of 8 blocks; not from where it is used, which imports numpy.
+    """Return the bytes of a bound of memory, which must leave room for a few blocks."""
+    # 8 blocks, as ``ucp_core.native`` has it; importing that costs numpy.
     from ucp_core.numerics import BLOCK_BYTES
 
     memory_bytes_min = 8 * BLOCK_BYTES
@@ -141,19 +133,28 @@ def memory_size(text: str) -> int:
     return num_bytes
 
 
-def human(num_bytes: int) -> str:
-    """Return a number of bytes as people read it."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:  # noqa: PLR2004 - the step between units
-            return f"{value:.1f} {unit}" if unit != "B" else f"{num_bytes} B"
-        value /= 1024
-    return f"{value:.1f} TiB"
+def print_json(value: Any) -> None:
+    """Print a value for programs."""
+    typer.echo(json.dumps(value, indent=1))
+
+
+def print_facts(facts: dict[str, Any]) -> None:
+    """Print named values for people, one a line."""
+    for name, value in facts.items():
+        typer.echo(f"{name:<13} {_fact(value)}")
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_fact, value)) or "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={item}" for name, item in value.items()) or "-"
+    return f"{value:.9g}" if isinstance(value, float | complex) else str(value)
 
 
 @contextmanager
 def progress(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Give a bar with rate and time left if a person looks at a terminal, else None."""
+    """Show a bar with rate and time left if a person looks at a terminal; else yield None."""
     if as_json or not sys.stderr.isatty():
         yield None
         return
@@ -170,11 +171,11 @@ def progress(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], None]
     )
 
     class RateColumn(ProgressColumn):
-        """rich's own counts in MB beside a size in MiB."""
+        """Shows the rate in the units of the size; rich's own column shows MB beside MiB."""
 
         def render(self, task: Task) -> str:
             speed = task.finished_speed or task.speed
-            return "?" if speed is None else f"{human(int(speed))}/s"
+            return "?" if speed is None else f"{format_bytes(int(speed))}/s"
 
     columns = (
         TextColumn("{task.description}"),

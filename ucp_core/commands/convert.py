@@ -1,4 +1,4 @@
-"""Commands of ``ucp`` that make a universal checkpoint, and that tell beforehand what it costs."""
+"""``ucp convert`` makes a universal checkpoint, ``ucp plan`` tells beforehand what it costs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ucp_core.commands.console import (
     RulesFile,
     Source,
     Tag,
-    human,
     memory_size,
     open_any,
+    print_facts,
     print_json,
     progress,
     read_rules,
 )
+from ucp_core.numerics import format_bytes
 from ucp_core.storage import open_store
 
 if TYPE_CHECKING:
-    from ucp_core.conversion import Forecast
     from ucp_core.layout import ParallelLayout
 
 
@@ -41,20 +41,18 @@ def register(app: typer.Typer) -> None:
 
 def convert_command(  # noqa: PLR0913 - options of a command
     source: Source,
-    destination: Annotated[str, typer.Argument(help="Directory or URL that holds none yet.")],
+    destination: Annotated[str, typer.Argument(help="Directory or URL; new or empty.")],
     *,
     memory: Memory = "512MiB",
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Work at once at most; default: one a processor.")
+        int | None, typer.Option(min=1, help="At most so many at once; default: one for each core.")
     ] = None,
     rules: RulesFile = None,
     rename: RenameFile = None,
     tag: Tag = None,
-    resume: Annotated[
-        bool, typer.Option(help="Go on with what a killed conversion left there.")
-    ] = True,
+    resume: Annotated[bool, typer.Option(help="Continue a killed conversion to there.")] = True,
     fsync: Annotated[
-        bool, typer.Option(help="Return only when a loss of power cannot undo it.")
+        bool, typer.Option(help="Return only when the result survives a loss of power.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -92,13 +90,13 @@ def convert_command(  # noqa: PLR0913 - options of a command
     if as_json:
         print_json(facts)
         return
-    rate = human(int(result.size_bytes / max(result.seconds, 1e-9)))
+    rate = format_bytes(int(result.size_bytes / max(result.seconds, 1e-9)))
     typer.echo(
-        f"{destination}: {facts['tensors']} tensors, {human(result.size_bytes)} in "
+        f"{destination}: {facts['tensors']} tensors, {format_bytes(result.size_bytes)} in "
         f"{result.seconds:.1f} s ({rate}/s)"
     )
     if result.resumed_bytes:
-        typer.echo(f"{human(result.resumed_bytes)} were there from a run that was interrupted")
+        typer.echo(f"{format_bytes(result.resumed_bytes)} were done by an interrupted conversion")
 
 
 def plan_command(
@@ -106,60 +104,63 @@ def plan_command(
     *,
     layout: Annotated[
         str | None,
-        typer.Option(help="Of the run that would load it, as in dp_shard=4,tp=2,pp=2."),
-    ] = None,
-    destination: Annotated[
-        str | None, typer.Option(help="Also try how fast this directory is written.")
+        typer.Option(help="Of the run that would load it, such as dp_shard=4,tp=2,pp=2."),
     ] = None,
     rules: RulesFile = None,
     rename: RenameFile = None,
     tag: Tag = None,
     as_json: Json = False,
 ) -> None:
-    """Tell what a conversion or a load would read, move and write, and how long it would take."""
+    """Tell what a conversion or a load would read, move through memory, and write."""
     from ucp_core.conversion import forecast
 
-    opened = open_any(source, rules=rules, rename=rename, tag=tag)
     target = None if layout is None else _layout(layout)
-    found = forecast(opened, layout=target, rules=read_rules(rules), destination=destination)
+    opened = open_any(source, rules=rules, rename=rename, tag=tag)
+    found = forecast(opened, layout=target, rules=read_rules(rules))
     if as_json:
         print_json(found._asdict())
-    else:
-        _print_forecast(found, source)
-
-
-def _print_forecast(found: Forecast, source: str) -> None:
+        return
     typer.echo(
-        f"{source}: {found.tensors} tensors, {human(found.size_bytes)} in {found.fragments} "
-        f"fragments of {found.files} files"
+        f"{source}: {found.tensors} tensors, {format_bytes(found.size_bytes)} in "
+        f"{found.fragments} fragments of {found.files} files"
     )
-    rate = human(int(found.read_bytes_per_s))
-    typer.echo(f"reads        {human(found.read_bytes)}, tried: {rate}/s by one process")
-    typer.echo(f"moves        {human(found.gathered_bytes)} through memory, the rest as it lies")
-    typer.echo(f"writes       {human(found.written_bytes)} in {found.target_files} files")
-    if found.convert_s is None:
-        typer.echo("converting   give --destination to try how fast it is written")
-    else:
-        typer.echo(f"converting   about {found.convert_s:.1f} s by {found.processes} process(es)")
+    facts = {
+        "reads": format_bytes(found.read_bytes),
+        "moves": f"{format_bytes(found.gathered_bytes)} through memory, the rest as it lies",
+        "writes": f"{format_bytes(found.written_bytes)} in {found.target_files} files",
+    }
     if found.layout:
-        typer.echo(
-            f"loading      {found.layout}: {human(found.load_bytes_max)} by the rank that reads "
-            f"most, {human(found.load_bytes)} by all; about {found.load_s:.1f} s"
+        facts["loading"] = (
+            f"{found.layout}: {format_bytes(found.load_bytes_max)} by the rank that reads most, "
+            f"{format_bytes(found.load_bytes)} by all"
         )
+    print_facts(facts)
 
 
 def _layout(text: str) -> ParallelLayout:
     """Return the layout that ``dp_shard=4,tp=2`` means."""
     from ucp_core.layout import ParallelLayout
 
-    degrees: dict[str, Any] = {}
+    axes = tuple(ParallelLayout().to_json())
+    degrees: dict[str, int] = {}
+    problems: list[str] = []
     for part in text.split(","):
-        axis, _, degree = part.strip().partition("=")
-        degrees[axis] = int(degree) if degree.isdigit() else degree
-    try:
-        return ParallelLayout.from_json(degrees)
-    except (TypeError, AssertionError) as error:
-        axes = ", ".join(ParallelLayout().to_json())
-        raise typer.BadParameter(
-            f"{text!r} is no layout ({error}): give axis=degree for any of {axes}"
-        ) from error
+        axis, _, degree = (piece.strip() for piece in part.partition("="))
+        if axis not in axes:
+            problems.append(f"{axis!r} is no axis")
+        elif axis in degrees:
+            problems.append(f"{axis} is given twice")
+        elif not (degree.isascii() and degree.isdecimal() and int(degree)):
+            problems.append(f"{axis}={degree!r} is no degree of 1 or more")
+        else:
+            degrees[axis] = int(degree)
+    if not problems:
+        try:
+            return ParallelLayout(**degrees)
+        except AssertionError as error:
+            problems.append(str(error))
+    raise typer.BadParameter(
+        f"{text!r} is no layout: {'; '.join(problems)}. Give axis=degree, separated by commas, for "
+        f"any of {', '.join(axes)}",
+        param_hint="--layout",
+    )

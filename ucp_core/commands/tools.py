@@ -15,20 +15,21 @@ from ucp_core.commands.console import (
     RulesFile,
     Source,
     Tag,
-    human,
     memory_size,
     names_of,
     open_all,
     open_any,
+    print_facts,
     print_json,
     progress,
     read_rules,
     size,
 )
+from ucp_core.numerics import format_bytes
 from ucp_core.storage import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from ucp_core.inspection import DiffReport, TensorDiff
     from ucp_core.native import Checkpoint
@@ -139,7 +140,7 @@ def _show(report: DiffReport) -> None:
     typer.echo(
         f"{report.num_equal} tensors equal ({report.num_proven} by their checksums), "
         f"{len(report.tensors)} differ, {len(report.values)} small values differ; "
-        f"{human(report.compared_bytes)} compared in {report.seconds:.1f} s"
+        f"{format_bytes(report.compared_bytes)} compared in {report.seconds:.1f} s"
     )
 
 
@@ -205,9 +206,22 @@ _TargetRules = Annotated[
 _TargetTag = Annotated[str | None, typer.Option(help="deepspeed: name of the folder.")]
 
 
+#: Flags of options that have another name in the library.
+_FLAGS = {
+    "model": "--model-key",
+    "optimizer": "--optimizer-key",
+    "rules": "--target-rules",
+    "shard_bytes": "--shard-size",
+    "tag": "--target-tag",
+    "tied_layers": "--tied",
+}
+
+
 def export_command(  # noqa: PLR0913 - options of a command
     source: Source,
-    destination: Annotated[str, typer.Argument(help="Directory or URL that holds none yet.")],
+    destination: Annotated[
+        str, typer.Argument(help="Directory or URL that holds no checkpoint yet.")
+    ],
     *,
     to: _To,
     dtype: _Dtype = None,
@@ -254,22 +268,31 @@ def export_command(  # noqa: PLR0913 - options of a command
         "tied_layers": _tied_layers(tied or ()) or None,
         "rules": read_rules(target_rules),
         "tag": target_tag,
-        "memory_bytes": memory_size(memory),
     }
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    _refuse_options(to, options)
+    options["memory_bytes"] = memory_size(memory)
     opened = open_any(source, rules=rules, rename=rename, tag=tag)
     if "rules" in options:
         options["rules"].refuse_idle(names_of(opened))
     store, directory = open_store(destination)
     with progress("exporting", as_json=as_json) as bar:
         export(opened, store, directory, format=to, progress=bar, **options)
-    facts = _exported(opened, destination, to)
-    if as_json:
-        print_json(facts)
-    else:
-        typer.echo(f"{destination}: {facts['tensors']} tensors, {human(facts['bytes'])} as {to}")
-        if facts["left_behind"]:
-            typer.echo(f"not in this format: {', '.join(facts['left_behind'])}")
+    _show_export(opened, destination, to, as_json=as_json)
+
+
+def _refuse_options(to: str, given: Iterable[str]) -> None:
+    """Refuse options that the format does not have, by their flags."""
+    from ucp_core.formats import options_of
+
+    def flags(names: Iterable[str]) -> str:
+        return ", ".join(_FLAGS.get(name, f"--{name.replace('_', '-')}") for name in names)
+
+    known = options_of(to)
+    wrong = [name for name in given if name not in known]
+    if wrong:
+        has = flags(sorted(known)) or "no options"
+        raise typer.BadParameter(f"{flags(wrong)}: not for this format; {to} has {has}")
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:
@@ -284,17 +307,22 @@ def _tied_layers(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
     return {key: _numbers(layers, "--tied") for key, _, layers in pairs}
 
 
-def _exported(opened: Checkpoint, destination: str, to: str) -> dict[str, Any]:
-    from ucp_core.formats import exported, left_behind
+def _show_export(opened: Checkpoint, destination: str, to: str, *, as_json: bool) -> None:
+    from ucp_core.formats import exported, left_behind, warnings_of
 
     entries = exported(opened, format=to)
-    return {
-        "destination": destination,
-        "format": to,
-        "tensors": len(entries),
-        "bytes": sum(entry.num_bytes for entry in entries),
-        "left_behind": left_behind(opened, format=to),
-    }
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    missing = left_behind(opened, format=to)
+    warnings = warnings_of(opened, format=to)
+    if as_json:
+        facts = {"destination": destination, "format": to, "tensors": len(entries)}
+        print_json(facts | {"bytes": num_bytes, "left_behind": missing, "warnings": warnings})
+        return
+    typer.echo(f"{destination}: {len(entries)} tensors, {format_bytes(num_bytes)} as {to}")
+    if missing:
+        typer.echo(f"not in this format: {', '.join(missing)}")
+    for warning in warnings:
+        typer.echo(f"warning: {warning}")
 
 
 def extract_command(  # noqa: PLR0913 - options of a command
@@ -302,7 +330,7 @@ def extract_command(  # noqa: PLR0913 - options of a command
     tensor: Annotated[str, typer.Argument(help="Name of a tensor.")],
     *,
     slot: Annotated[str, typer.Option(help="weight, exp_avg, ...")] = "weight",
-    box: Annotated[str, typer.Option(help="Part of it, as in 0:4,:,3; default: all.")] = "",
+    box: Annotated[str, typer.Option(help="Part of it, such as 0:4,:,3; default: all.")] = "",
     out: Annotated[
         str | None, typer.Option(help="Write it to this .safetensors or .npy file.")
     ] = None,
@@ -312,9 +340,7 @@ def extract_command(  # noqa: PLR0913 - options of a command
     tag: Tag = None,
     as_json: Json = False,
 ) -> None:
-    """Show what is in a tensor or a box of it, and write it to a file if one is given."""
-    from dataclasses import asdict
-
+    """Show a tensor or a box of it, and write it to a file if one is given."""
     from ucp_core.inspection import extract, find, parse_box, plain
 
     memory_bytes = memory_size(memory)
@@ -322,20 +348,19 @@ def extract_command(  # noqa: PLR0913 - options of a command
     entry = find(opened, tensor, slot)
     wanted = parse_box(box, entry.shape)
     target = open_store(out) if out is not None else None
-    summary = extract(opened, entry, wanted, memory_bytes=memory_bytes, out=target)
-    facts = plain(asdict(summary))
-    facts["box"] = [list(bounds) for bounds in zip(*wanted, strict=True)]
-    facts["crc32"] = f"{summary.crc32:08x}"
+    first, crc32 = extract(opened, entry, wanted, memory_bytes=memory_bytes, out=target)
+    facts = {
+        "fqn": entry.key.fqn,
+        "slot": slot,
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "box": [list(bounds) for bounds in zip(*wanted, strict=True)],
+        "num_elements": wanted.num_elements,
+        "crc32": f"{crc32:08x}",
+        "first": plain(first),
+    }
+    facts |= {"out": out} if out else {}
     if as_json:
-        print_json(facts | ({"out": out} if out else {}))
-        return
-    for name, value in facts.items():
-        typer.echo(f"{name:<12} {wanted if name == 'box' else _text(value)}")
-    if out:
-        typer.echo(f"{'written':<12} {out}")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_short, value)) or "-"
-    return "-" if value is None else _short(value)
+        print_json(facts)
+    else:
+        print_facts(facts | {"box": str(wanted)})

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp_core.conversion.work_items import Item, Job, Result, Worker, is_local
+from ucp_core.conversion.work_items import Item, Job, Result, Worker
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
-from ucp_core.formats import INDEX_NAME, TargetFile, extra_file, small_files, target_files
+from ucp_core.formats import (
+    INDEX_NAME,
+    TargetFile,
+    extra_file,
+    refuse_inside,
+    small_files,
+    target_files,
+)
 from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.manifest import FileEntry, Kind, Manifest, from_bytes, to_bytes
 from ucp_core.native import MANIFEST_NAME, UNFINISHED_NAME, Checkpoint
 from ucp_core.numerics import BLOCK_BYTES, combine, combine_blocks, crc32
 from ucp_core.reading import Collector, plan_extents
-from ucp_core.storage import Store, join
+from ucp_core.storage import Store, is_local, join
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -153,14 +159,7 @@ def _check_destination(checkpoint: Checkpoint, store: Store, directory: str) -> 
             "remove it",
             path=path,
         )
-    if is_local(store) and is_local(checkpoint.store):
-        same = os.path.realpath(directory) == os.path.realpath(checkpoint.directory)
-    else:
-        same = store is checkpoint.store and join(directory) == join(checkpoint.directory)
-    if same:
-        raise UcpError(
-            f"{directory} is the source itself: give another destination", path=directory
-        )
+    refuse_inside(checkpoint, store, directory)
 
 
 def _check_contents(store: Store, directory: str, targets: Sequence[TargetFile]) -> None:

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ucp_core.conversion.job import GENERAL_BYTES_MAX, Conversion
 from ucp_core.conversion.outputs import REMOTE_BATCH_ITEMS, LocalFiles, StreamedFiles
-from ucp_core.conversion.work_items import Item, Job, Result, is_local
+from ucp_core.conversion.work_items import Item, Job, Result
 from ucp_core.conversion.workers import Batch, may_fork, run_here, run_processes, run_threads
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.geometry import Box, is_contiguous
 from ucp_core.native import Checkpoint, reading
 from ucp_core.numerics import BLOCK_BYTES
 from ucp_core.reading import is_plain
-from ucp_core.storage import LocalStore, Store, tidied
+from ucp_core.storage import LocalStore, Store, is_local, tidied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -225,11 +225,6 @@ def memory_left(memory_bytes: int) -> int:
             memory_bytes=memory_bytes,
         )
     return memory_bytes - used
-
-
-def default_processes(checkpoint: Checkpoint, memory_bytes: int) -> int:
-    """Return how many processes ``convert`` uses if it is not told."""
-    return _workers(checkpoint, memory_bytes, None)
 
 
 def _num_cores() -> int:

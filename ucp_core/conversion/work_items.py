@@ -23,7 +23,7 @@ from ucp_core.geometry import (
 )
 from ucp_core.numerics import BLOCK_BYTES, combine, crc32
 from ucp_core.reading import Check, ExtentPlan, Holders, Note, Notes, Run, is_plain, scattered
-from ucp_core.storage import LocalStore, Store, join
+from ucp_core.storage import Store, is_local, join
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -93,11 +93,6 @@ class Job:
 
     def __post_init__(self) -> None:
         self.file_index.update({name: index for index, name in enumerate(self.files)})
-
-
-def is_local(store: Store) -> bool:
-    """Return whether paths of ``store`` are paths of this machine."""
-    return isinstance(store, LocalStore) or isinstance(getattr(store, "below", None), LocalStore)
 
 
 class Files:

@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from ucp_core.formats.exporting import FORMATS, export, exported, left_behind
+    from ucp_core.formats.exporting import (
+        FORMATS,
+        export,
+        exported,
+        left_behind,
+        options_of,
+        refuse_inside,
+        warnings_of,
+    )
     from ucp_core.formats.opening import open_source, recognise
     from ucp_core.formats.safetensors_header import print_header
     from ucp_core.formats.universal import (
@@ -25,16 +33,27 @@ __all__ = [
     "extra_file",
     "left_behind",
     "open_source",
+    "options_of",
     "print_header",
     "recognise",
+    "refuse_inside",
     "small_files",
     "target_files",
+    "warnings_of",
 ]
 
 __getattr__ = lazy_door(
     __name__,
     {
-        "ucp_core.formats.exporting": ("FORMATS", "export", "exported", "left_behind"),
+        "ucp_core.formats.exporting": (
+            "FORMATS",
+            "export",
+            "exported",
+            "left_behind",
+            "options_of",
+            "refuse_inside",
+            "warnings_of",
+        ),
         "ucp_core.formats.opening": ("open_source", "recognise"),
         "ucp_core.formats.safetensors_header": ("print_header",),
         "ucp_core.formats.universal": (

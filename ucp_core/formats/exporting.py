@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import UcpError
 from ucp_core.native import reading
+from ucp_core.storage import Store, is_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ucp_core.geometry import TensorEntry
     from ucp_core.native import Checkpoint
-    from ucp_core.storage import Store
 
 
 class _Writer(NamedTuple):
@@ -95,9 +97,45 @@ def export(
         raise UcpError(
             f"{wrong[0]} is no option of format {format}: it has {known}", option=wrong[0]
         )
+    refuse_inside(checkpoint, store, directory)
     write = getattr(import_module(writer.module), writer.function)
     with reading(checkpoint):
         write(checkpoint, store, directory, memory_bytes=memory_bytes, progress=progress, **options)
+
+
+def refuse_inside(checkpoint: Checkpoint, store: Store, directory: str) -> None:
+    """Refuse a destination that is the source's folder or lies in it.
+
+    Raises:
+        UcpError: It is or does.
+    """
+    source, target = checkpoint.directory, directory
+    if is_local(store) and is_local(checkpoint.store):
+        source, target = os.path.realpath(source), os.path.realpath(target)
+    elif store is not checkpoint.store:
+        return
+    above = [target, *map(str, PurePosixPath(target).parents)]
+    if source in above:
+        what = "is the source itself" if source == target else f"is inside the source {source}"
+        raise UcpError(f"{directory} {what}: give another destination", path=directory)
+
+
+def options_of(format: str) -> frozenset[str]:  # noqa: A002 - as above
+    """Return the names of the options that a format has of its own."""
+    return _WRITERS[format].options
+
+
+def warnings_of(checkpoint: Checkpoint, *, format: str) -> list[str]:  # noqa: A002 - as above
+    """Return what a user must know about the format's own reader, for people."""
+    num_groups = len(checkpoint.param_groups)
+    if format != "deepspeed-universal" or num_groups <= 1:
+        return []
+    told = (
+        f"DeepSpeed itself restores {num_groups} optimizer groups wrongly under ZeRO-3: it gives "
+        "them one step counter, and losses differ from the second step on. For ZeRO-3, export with "
+        "--format deepspeed --stage 3"
+    )
+    return [told]
 
 
 def exported(checkpoint: Checkpoint, *, format: str) -> list[TensorEntry]:  # noqa: A002 - as above

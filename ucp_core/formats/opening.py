@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointNotFoundError
-from ucp_core.native import MANIFEST_NAME, Checkpoint, open_checkpoint
+from ucp_core.native import MANIFEST_NAME, UNFINISHED_NAME, Checkpoint, open_checkpoint
 from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
@@ -88,13 +88,25 @@ def _open(store: Store, directory: str, rules: Rules | None, tag: str | None) ->
                 tag=tag,
             )
         return open_checkpoint(store, directory)
-    found = _recognised(store, directory)
+    # Its files may have their names already, which would pass for those of Hugging Face.
+    is_unfinished = store.exists(join(directory, UNFINISHED_NAME))
+    found = None if is_unfinished else _recognised(store, directory)
     if found is None:
-        raise CheckpointNotFoundError(
-            f"{directory} is in no known format (everstep, {', '.join(_FORMATS)}): "
-            "give the folder of one checkpoint, or the one that holds its tags",
-            path=directory,
-        )
+        if is_unfinished:
+            what = (
+                "holds a conversion that did not end: give the same ucp convert again, which "
+                "continues it"
+            )
+        elif not store.exists(directory):
+            what = "does not exist"
+        elif not store.list(directory) and not _is_file(store, directory):
+            what = "is empty"
+        else:
+            what = (
+                f"is in no known format (everstep, {', '.join(_FORMATS)}): give the folder of one "
+                "checkpoint, or the one that holds its tags"
+            )
+        raise CheckpointNotFoundError(f"{directory} {what}", path=directory)
     reader: Any = import_module(f"{__package__}.{found[0]}.reader")
     opened: Checkpoint = reader.read(store, directory, rules=rules, tag=tag)
     return opened
@@ -111,3 +123,8 @@ def _recognised(store: Store, directory: str) -> tuple[str, str] | None:
 
 def _is_native(store: Store, directory: str) -> bool:
     return store.exists(join(directory, MANIFEST_NAME))
+
+
+def _is_file(store: Store, path: str) -> bool:
+    parent, _, name = path.rpartition("/")
+    return name in store.sizes(parent)

@@ -1,10 +1,10 @@
-"""One tensor, or a box of it: what is in it, and a file of it that other tools open."""
+"""Extracts a tensor or a box of it to a file that other tools open."""
 
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,60 +17,17 @@ from ucp_core.numerics import FLOATS, crc32, decode, numpy_dtype
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy.typing as npt
-
     from ucp_core.native import Checkpoint
     from ucp_core.storage import Buffer, Store
 
 _FIRST = 8
-#: Elements that are looked at as numbers at a time.
-_CHUNK_ELEMENTS = 1 << 18
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """What is in a box of a tensor.
-
-    Attributes:
-        fqn: Name of the tensor.
-        slot: Its slot.
-        dtype: By safetensors' names.
-        shape: Of the whole tensor.
-        box: The box that was read.
-        num_elements: Of the box.
-        crc32: Of its bytes, C-contiguous.
-        first: The first elements; empty for dtypes whose bits are all that is known.
-        low: The smallest number; None if there is none, as with the next four.
-        high: The largest one.
-        mean: Of the finite ones.
-        std: Of the finite ones.
-        num_zero: Elements that are zero.
-        num_nan: Elements that are not a number.
-        num_infinite: Elements that are infinite.
-    """
-
-    fqn: str
-    slot: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    num_elements: int
-    crc32: int
-    first: tuple[Any, ...]
-    low: float | int | None
-    high: float | int | None
-    mean: float | None
-    std: float | None
-    num_zero: int
-    num_nan: int
-    num_infinite: int
 
 
 def find(checkpoint: Checkpoint, fqn: str, slot: str) -> TensorEntry:
-    """Return a tensor by its name, or by one that is tied to it.
+    """Return a tensor by its own name or a tied one.
 
     Raises:
-        UcpError: There is none; names those that come close.
+        UcpError: There is none; names close matches.
     """
     entries = checkpoint.state_map.entries
     for name in (fqn, checkpoint.manifest.ties.get(fqn, fqn)):
@@ -85,10 +42,10 @@ def find(checkpoint: Checkpoint, fqn: str, slot: str) -> TensorEntry:
 
 
 def parse_box(text: str, shape: tuple[int, ...]) -> Box:
-    """Return the box that ``0:4,:,3`` means; dims that are left out are whole.
+    """Return the box that ``0:4,:,3`` means; missing dims are whole.
 
     Raises:
-        UcpError: It is none, or lies outside the tensor.
+        UcpError: It is no box, or lies outside the tensor.
     """
     start, stop = [0] * len(shape), list(shape)
     parts = text.split(",") if text.strip() else []
@@ -113,27 +70,33 @@ def extract(
     *,
     memory_bytes: int,
     out: tuple[Store, str] | None = None,
-) -> Summary:
-    """Return what is in ``box``, and write it to a file if one is given.
+) -> tuple[list[Any], int]:
+    """Return the first elements of ``box`` and the crc32 of its bytes; write it to a file if given.
+
+    A dtype that is known only by its bits has no first elements.
 
     Args:
-        checkpoint: The source, of whatever format.
+        checkpoint: The source, of any format.
         entry: A tensor of it.
-        box: What of it.
+        box: What of the tensor.
         memory_bytes: Bound of the buffers.
-        out: Store and path that ends in ``.safetensors`` or ``.npy``.
+        out: Store and path of a file that ends in ``.safetensors`` or ``.npy``.
 
     Raises:
-        UcpError: The file's format cannot hold the dtype, or is none of the two.
+        UcpError: The file has another ending, or its format cannot hold the dtype.
         CheckpointCorruptError: The source is damaged; no file is left.
         StorageError: A storage refused.
     """
     check_memory(memory_bytes)
-    summing = _Summing(entry, box)
+    first: list[Any] = []
+    value = 0
 
     def slabs() -> Iterator[Buffer]:
+        nonlocal value
         for slab in stream_box(checkpoint, entry, box, memory_bytes=memory_bytes):
-            summing.add(slab.data)
+            if not value and not first:
+                first.extend(_numbers(slab.data, entry.dtype))
+            value = crc32(slab.data, value)
             yield slab.data
 
     if out is None:
@@ -141,14 +104,8 @@ def extract(
             pass
     else:
         store, path = out
-        header = _header(path, entry, box)
-
-        def chunks() -> Iterator[Buffer]:
-            yield header
-            yield from slabs()
-
-        store.write_file(path, chunks(), fsync=False)
-    return summing.summary()
+        store.write_file(path, chain([_header(path, entry, box)], slabs()), fsync=False)
+    return first, value
 
 
 def _header(path: str, entry: TensorEntry, box: Box) -> bytes:
@@ -167,85 +124,12 @@ def _header(path: str, entry: TensorEntry, box: Box) -> bytes:
     return buffer.getvalue()
 
 
-class _Summing:
-    """Takes the bytes of a box slab by slab."""
-
-    def __init__(self, entry: TensorEntry, box: Box) -> None:
-        self._entry = entry
-        self._box = box
-        self._crc32 = 0
-        self._first: list[Any] = []
-        self._low: Any = None
-        self._high: Any = None
-        self._count = self._zeros = self._nans = self._infinite = 0
-        # Mean and sum of squared deviations, joined piece by piece (Chan, Golub, LeVeque 1979).
-        self._mean = self._squares = 0.0
-
-    def add(self, data: memoryview) -> None:
-        """Take the next bytes."""
-        self._crc32 = crc32(data, self._crc32)
-        step = _CHUNK_ELEMENTS * DTYPE_BYTES[self._entry.dtype]
-        for low in range(0, len(data), step):
-            values = _numbers(data[low : low + step], self._entry.dtype)
-            if values is not None:
-                self._add(values)
-
-    def _add(self, values: npt.NDArray[Any]) -> None:
-        if len(self._first) < _FIRST:
-            self._first += values[: _FIRST - len(self._first)].tolist()
-        self._zeros += int((values == 0).sum())
-        if values.dtype.kind == "c":
-            return
-        if values.dtype.kind == "f":
-            nan = np.isnan(values)
-            self._nans += int(nan.sum())
-            values = values[~nan]
-        if len(values) == 0:
-            return
-        ends = values.min().item(), values.max().item()
-        self._low = ends[0] if self._low is None else min(self._low, ends[0])
-        self._high = ends[1] if self._high is None else max(self._high, ends[1])
-        finite = values[np.isfinite(values)].astype(np.float64)
-        self._infinite += len(values) - len(finite)
-        if len(finite):
-            self._moments(finite)
-
-    def _moments(self, values: npt.NDArray[np.float64]) -> None:
-        count = self._count + len(values)
-        with np.errstate(over="ignore", invalid="ignore"):
-            mean = float(values.mean())
-            gap = mean - self._mean
-            self._squares += float(((values - mean) ** 2).sum())
-            self._squares += gap * gap * self._count * len(values) / count
-        self._mean += gap * len(values) / count
-        self._count = count
-
-    def summary(self) -> Summary:
-        """Return what was found."""
-        std = None
-        if self._count:
-            std = (self._squares / self._count) ** 0.5
-        return Summary(
-            fqn=self._entry.key.fqn,
-            slot=self._entry.key.slot,
-            dtype=self._entry.dtype,
-            shape=self._entry.shape,
-            box=self._box,
-            num_elements=self._box.num_elements,
-            crc32=self._crc32,
-            first=tuple(self._first),
-            low=self._low,
-            high=self._high,
-            mean=self._mean if self._count else None,
-            std=std,
-            num_zero=self._zeros,
-            num_nan=self._nans,
-            num_infinite=self._infinite,
-        )
-
-
-def _numbers(data: memoryview, dtype: str) -> npt.NDArray[Any] | None:
-    if dtype in FLOATS or dtype in {"F8_E4M3", "F8_E5M2"}:
-        return decode(dtype, data)
+def _numbers(data: memoryview, dtype: str) -> list[Any]:
+    data = data[: _FIRST * DTYPE_BYTES[dtype]]
+    values: list[Any] = []
     known = numpy_dtype(dtype)
-    return None if known is None else np.frombuffer(data, known)
+    if dtype in FLOATS or dtype in {"F8_E4M3", "F8_E5M2"}:
+        values = decode(dtype, data).tolist()
+    elif known is not None:
+        values = np.frombuffer(data, known).tolist()
+    return values

@@ -24,11 +24,11 @@ _TENSORS_NAMED_MAX = 4
 
 
 class _Range(NamedTuple):
-    """Bytes of a file, and their checksum."""
+    """Bytes of a file, and their checksum; None if there is none."""
 
     low: int
     num_bytes: int
-    crc32: int
+    crc32: int | None
 
     @property
     def high(self) -> int:
@@ -41,8 +41,8 @@ def verify(
     """Return every problem of the checkpoint: missing files, wrong sizes, any flipped byte, holes.
 
     Args:
-        checkpoint: Of any format. A foreign one is verified by the checksums of its own format
-            (``unchecked_bytes`` returns how much has none), and its replicas are compared.
+        checkpoint: Of any format. A foreign one is verified by the checksums of its own format,
+            and its replicas are compared; what has no checksum (``unchecked_bytes``) is only read.
         progress: Called with the bytes done and the bytes of all files.
     """
     try:
@@ -130,7 +130,9 @@ def _foreign_problems(
             [
                 *(_Range(*extent) for extent in state_map.extents.get(file, ())),
                 *_blocks(checkpoint, held.get(file, [])),
-            ]
+                *_unchecked(checkpoint, file, held.get(file, [])),
+            ],
+            key=lambda one: one.low,
         )
         for file in sorted({*held, *state_map.extents})
     }
@@ -185,7 +187,8 @@ def _blocks(checkpoint: Checkpoint, inside: Iterable[_Held]) -> Iterator[_Range]
 
 def _is_damaged(checkpoint: Checkpoint, file: str, one: _Range) -> bool:
     path = join(checkpoint.directory, file)
-    return crc32_of(checkpoint.store, path, one.low, one.num_bytes) != one.crc32
+    found = crc32_of(checkpoint.store, path, one.low, one.num_bytes)
+    return one.crc32 is not None and found != one.crc32
 
 
 def _within(one: _Range, inside: Iterable[_Held]) -> list[_Held]:
@@ -204,12 +207,18 @@ def _damage(file: str, one: _Range, inside: Iterable[_Held]) -> Problem:
 
 def unchecked_bytes(checkpoint: Checkpoint) -> int:
     """Return how many bytes of tensors have no checksum in the checkpoint's own format."""
-    total = 0
-    for file, inside in _held(checkpoint.state_map).items():
-        extents = sorted(checkpoint.state_map.extents.get(file, ()))
-        for _, fragment in inside:
-            index = bisect_right(extents, fragment.offset_bytes, key=lambda e: e.offset_bytes) - 1
-            end = extents[index].offset_bytes + extents[index].num_bytes if index >= 0 else 0
-            if fragment.crc32 is None and _end(fragment) > end:
-                total += fragment.num_bytes
-    return total
+    return sum(
+        one.num_bytes
+        for file, inside in _held(checkpoint.state_map).items()
+        for one in _unchecked(checkpoint, file, inside)
+    )
+
+
+def _unchecked(checkpoint: Checkpoint, file: str, inside: Iterable[_Held]) -> Iterator[_Range]:
+    """Yield the bytes of the fragments that have no checksum of their own and are in no extent."""
+    extents = sorted(checkpoint.state_map.extents.get(file, ()))
+    for _, fragment in inside:
+        index = bisect_right(extents, fragment.offset_bytes, key=lambda e: e.offset_bytes) - 1
+        end = extents[index].offset_bytes + extents[index].num_bytes if index >= 0 else 0
+        if fragment.crc32 is None and _end(fragment) > end:
+            yield _Range(fragment.offset_bytes, fragment.num_bytes, None)

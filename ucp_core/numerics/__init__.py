@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from ucp_core.numerics.checksums import BLOCK_BYTES, combine, combine_blocks, crc32, of_blocks
     from ucp_core.numerics.dtypes import FLOATS
     from ucp_core.numerics.floats import decode, encode
+    from ucp_core.numerics.sizes import format_bytes, parse_bytes
 
 __all__ = [
     "BLOCK_BYTES",
@@ -19,8 +20,10 @@ __all__ = [
     "crc32",
     "decode",
     "encode",
+    "format_bytes",
     "numpy_dtype",
     "of_blocks",
+    "parse_bytes",
 ]
 
 __getattr__ = lazy_door(
@@ -36,5 +39,6 @@ __getattr__ = lazy_door(
         ),
         "ucp_core.numerics.dtypes": ("FLOATS",),
         "ucp_core.numerics.floats": ("decode", "encode"),
+        "ucp_core.numerics.sizes": ("format_bytes", "parse_bytes"),
     },
 )

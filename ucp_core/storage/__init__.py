@@ -9,7 +9,7 @@ from ucp_core.storage.base import (
     join,
     temporary_name,
 )
-from ucp_core.storage.local import LocalStore, may_reserve
+from ucp_core.storage.local import LocalStore, is_local, may_reserve
 from ucp_core.storage.memory import MemoryStore
 from ucp_core.storage.undoing import tidied, undone
 from ucp_core.storage.url import open_store
@@ -22,6 +22,7 @@ __all__ = [
     "RefusingStore",
     "Store",
     "ask_ahead",
+    "is_local",
     "join",
     "may_reserve",
     "open_store",

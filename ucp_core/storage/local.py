@@ -18,7 +18,7 @@ from ucp_core.storage.base import is_temporary, temporary_name
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ucp_core.storage.base import Buffer, ReadRange
+    from ucp_core.storage.base import Buffer, ReadRange, Store
 
 #: Linux takes at most this many buffers in one call (IOV_MAX).
 _BUFFERS_MAX = 1024
@@ -463,3 +463,8 @@ def _storage_error(path: str, error: OSError) -> StorageError:
         errno=error.errno,
         missing=isinstance(error, FileNotFoundError),
     )
+
+
+def is_local(store: Store) -> bool:
+    """Return whether paths of ``store`` are paths of this machine."""
+    return isinstance(getattr(store, "below", store), LocalStore)

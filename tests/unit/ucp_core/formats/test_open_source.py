@@ -39,8 +39,9 @@ def test_nothing_known_is_recognised_as_nothing(tmp_path: Path) -> None:
     """A path that is not there, too."""
     assert recognise(LocalStore(), str(tmp_path)) is None
     assert recognise(LocalStore(), str(tmp_path / "missing")) is None
+    (tmp_path / "notes.txt").write_text("not a checkpoint")
     with pytest.raises(CheckpointNotFoundError, match="no known format"):
-        open_source(LocalStore(), str(tmp_path / "missing"))
+        open_source(LocalStore(), str(tmp_path))
 
 
 def test_names_are_mapped_in_every_slot_and_group(tmp_path: Path) -> None:

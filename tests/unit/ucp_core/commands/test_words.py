@@ -1,0 +1,169 @@
+"""What the commands say about mistakes, in the words of who makes them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.support.checkpoints import save, small_state
+from tests.support.commands import ucp
+from tests.support.conversions import convert_to, files_of, native_source
+from tests.support.deepspeed_folders import Param, native
+from tests.support.training_states import adam_state
+from ucp_core.native import UNFINISHED_NAME
+from ucp_core.storage import LocalStore
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    save(LocalStore(), small_state(), step=7, root=str(tmp_path / "run"))
+    return tmp_path / "run" / "step-00000007"
+
+
+def test_an_option_of_another_format_is_wrong_usage_and_named_as_it_was_typed(
+    source: Path, tmp_path: Path
+) -> None:
+    """All of them at once, with the options that the format has."""
+    done = ucp(
+        *("export", str(source), str(tmp_path / "out"), "--format", "deepspeed-universal"),
+        *("--dp", "2", "--keep-tied"),
+    )
+
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 2
+    assert "--keep-tied, --dp" in said
+    assert "deepspeed-universal has --dtype, --target-rules, --target-tag" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "plan"])
+def test_a_path_that_is_not_there_is_said_not_to_be_there(command: str, tmp_path: Path) -> None:
+    """The format of nothing is no question."""
+    done = ucp(command, str(tmp_path / "none"))
+
+    assert done.returncode == 1
+    assert done.stderr == f"ucp: {tmp_path}/none does not exist\n"
+
+
+def test_an_empty_folder_is_said_to_be_empty(tmp_path: Path) -> None:
+    done = ucp("inspect", str(tmp_path))
+
+    assert (done.returncode, done.stderr) == (1, f"ucp: {tmp_path} is empty\n")
+
+
+def test_a_conversion_that_did_not_end_is_called_that(source: Path, tmp_path: Path) -> None:
+    """Also when all its files have their names: without the manifest they count for nothing."""
+    opened = native_source(tmp_path / "other", small_state())
+    made = convert_to(opened, tmp_path / "half").checkpoint
+    Path(made.manifest_path).unlink()
+    (tmp_path / "half" / UNFINISHED_NAME).mkdir()
+
+    done = ucp("inspect", str(tmp_path / "half"))
+
+    assert done.returncode == 1
+    assert "a conversion that did not end" in done.stderr
+    assert "same ucp convert" in done.stderr
+    assert str(source) not in done.stderr
+
+
+def test_inspect_names_the_foreign_format(tmp_path: Path) -> None:
+    """``foreign`` says only what it is not."""
+    native([Param("w", (4, 3))], dp=1).write(tmp_path / "ds")
+    weights = {"w": np.arange(6, dtype=np.float32)}
+    (tmp_path / "hf").mkdir()
+    safetensors.numpy.save_file(weights, tmp_path / "hf" / "model.safetensors")
+
+    found = [
+        json.loads(ucp("inspect", str(tmp_path / name), "--json").stdout)["format"]
+        for name in ("ds", "hf")
+    ]
+
+    assert found == ["deepspeed", "huggingface"]
+
+
+def test_verify_reads_what_has_no_checksum_and_says_what_that_leaves_open(tmp_path: Path) -> None:
+    """Nothing read and no problem found sounds like a clean bill of health."""
+    file = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"w": np.arange(6, dtype=np.float32)}, file)
+
+    found = json.loads(ucp("verify", str(file), "--json").stdout)
+    shown = ucp("verify", str(file))
+
+    assert found == {"ok": True, "bytes": 24, "unchecked_bytes": 24, "problems": []}
+    assert "24 B read, 0 problem(s)" in shown.stdout
+    assert "24 B have no checksum in this format" in shown.stdout
+    assert "a changed byte" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("layout", "problems"),
+    [
+        ("dp=4", ["'dp' is no axis"]),
+        ("dp=4,tp=2,tp=2,cp=x,pp", ["'dp' is no axis", "tp is given twice", "cp='x'", "pp=''"]),
+        ("tp=0", ["tp='0'"]),
+        ("ep=3", ["ep=3 must divide"]),
+    ],
+)
+def test_a_wrong_layout_is_told_with_every_problem_and_the_axes(
+    source: Path, layout: str, problems: list[str]
+) -> None:
+    """In words of the command, not of a constructor."""
+    done = ucp("plan", str(source), "--layout", layout)
+
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 2
+    assert all(problem in said for problem in problems), said
+    assert "pp, dp_replicate, dp_shard, cp, tp, ep" in said
+    assert "__init__" not in said
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+@pytest.mark.parametrize("inner", ["out", "deep/out", "link"])
+def test_a_destination_inside_the_source_is_refused(
+    source: Path, tmp_path: Path, command: str, inner: str
+) -> None:
+    """It would be deleted with the source, and makes the source two checkpoints."""
+    out = source / inner
+    if inner == "link":
+        out = tmp_path / "link" / "out"
+        (tmp_path / "link").symlink_to(source)
+    before = files_of(source)
+
+    options = () if command == "convert" else ("--format", "huggingface")
+    done = ucp(command, str(source), str(out), *options)
+
+    assert done.returncode == 1
+    assert "is inside the source" in done.stderr
+    assert files_of(source) == before
+
+
+def test_a_target_that_deepspeed_itself_restores_wrongly_comes_with_a_warning(
+    tmp_path: Path,
+) -> None:
+    """Its losses differ from the second step on, and one would look for the fault here."""
+    state = adam_state({"a.w": (4, 2), "b.w": (5,)})
+    one, two = tmp_path / "one", tmp_path / "two"
+    state.save(LocalStore(), str(one))
+    (group,) = state.groups
+    groups = [{**group, "params": [name]} for name in ("a.w", "b.w")]
+    replace(state, groups=groups).save(LocalStore(), str(two))
+
+    told = [
+        ucp("export", str(path), f"{path}-ds", "--format", "deepspeed-universal")
+        for path in (one, two)
+    ]
+
+    assert [done.returncode for done in told] == [0, 0], told
+    assert [("ZeRO-3" in done.stdout) for done in told] == [False, True]
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    done = ucp("--version")
+
+    assert done.returncode == 0
+    assert done.stdout.startswith("ucp 0.")

@@ -1,0 +1,39 @@
+"""Numbers of bytes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that ``512MiB`` or the like means.
+
+    Raises:
+        ValueError: It is no size; says what one looks like.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in _UNITS:
+        units = ", ".join(unit for unit in _UNITS if unit)
+        raise ValueError(f"{text!r} is not a size: give a number and one of {units}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a number of bytes as text: ``17 B``, ``1.5 GiB``."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:  # noqa: PLR2004 - the step between units
+            return f"{value:.1f} {unit}" if unit != "B" else f"{num_bytes} B"
+        value /= 1024
+    return f"{value:.1f} TiB"
