@@ -30,7 +30,7 @@ from orchestrator.config.sources import (
 )
 from orchestrator.core import Bounds, RunRules
 from orchestrator.errors import ConfigError
-from orchestrator.policies import BudgetRules, LayoutRules, RedundancyRules, usable
+from orchestrator.policies import BudgetRules, CadenceRules, LayoutRules, RedundancyRules, usable
 from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
 from workers.placement import Preference
@@ -239,6 +239,11 @@ class RunConfig(_Section):
             redundancy=RedundancyRules(
                 tolerance=self.snapshot.tolerance,
                 preference=Preference(self.snapshot.mechanism),
+            ),
+            cadence=CadenceRules(
+                has_snapshots=bool(self.snapshot.every_steps),
+                chooses_snapshots=self.snapshot.every_steps == AUTO,
+                chooses_checkpoints=self.checkpoint.every_steps == AUTO,
             ),
             bounds=_bounds(recovery),
         )

@@ -10,6 +10,7 @@ from orchestrator.core.actions import (
     OrderKeepers,
     ReportIncident,
     RequestSlot,
+    SetCadence,
     StartAttempt,
 )
 from orchestrator.core.checks import check
@@ -24,6 +25,7 @@ from orchestrator.core.events import (
     NodeDraining,
     NodeJoined,
     NodeLost,
+    SavesMeasured,
     SlotGranted,
     StepCompleted,
     StopRequested,
@@ -94,6 +96,8 @@ __all__ = [
     "RunRules",
     "RunState",
     "RunStats",
+    "SavesMeasured",
+    "SetCadence",
     "SlotGranted",
     "StartAttempt",
     "StepCompleted",

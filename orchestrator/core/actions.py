@@ -7,7 +7,7 @@ from typing import TypeAlias
 from orchestrator.core.values import value
 from orchestrator.policies import RedundancyPlan
 from ucp_core.layout import ParallelLayout
-from workers.protocol import Source
+from workers.protocol import Pace, Source
 
 
 @value
@@ -117,6 +117,19 @@ class OrderKeepers:
 
 
 @value
+class SetCadence:
+    """Have ``worker``, rank 0 of ``attempt``, and so all members, save at these intervals.
+
+    ``reason`` is a line for people.
+    """
+
+    attempt: int
+    worker: str
+    pace: Pace
+    reason: str
+
+
+@value
 class ReportIncident:
     """Put on record why ``attempt`` ended, now that it is known. The journal is all it needs.
 
@@ -168,6 +181,7 @@ Action: TypeAlias = (
     | ReadCommitted
     | StartAttempt
     | OrderKeepers
+    | SetCadence
     | ReportIncident
     | SurveyWorkers
     | FinishRun

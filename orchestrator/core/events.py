@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from orchestrator.core.values import value
-from workers.protocol import Source
+from orchestrator.policies import FaultsSeen
+from workers.protocol import SaveCosts, Source
 
 #: What ``WorkersSurveyed`` says of a living worker that did not answer in time.
 UNKNOWN_ATTEMPT = -1
@@ -41,6 +42,7 @@ class RunReopened:
         next_worker: Number of the next worker; names are not used twice.
         next_slot: Number of the next slot.
         why: One line for people: how it had ended.
+        faults_seen: Those so far.
     """
 
     at_s: float
@@ -51,6 +53,7 @@ class RunReopened:
     next_worker: int
     next_slot: int
     why: str
+    faults_seen: FaultsSeen = FaultsSeen()
 
 
 @value
@@ -268,6 +271,15 @@ class MemoryMeasured:
 
 
 @value
+class SavesMeasured:
+    """Rank 0 of ``attempt`` said what steps and saves cost of late."""
+
+    at_s: float
+    attempt: int
+    costs: SaveCosts
+
+
+@value
 class StopRequested:
     """The user asked the run to stop at the next step boundary."""
 
@@ -309,6 +321,7 @@ Event: TypeAlias = (
     | HangFound
     | CommittedRead
     | MemoryMeasured
+    | SavesMeasured
     | StopRequested
     | FaultInjected
     | Ticked

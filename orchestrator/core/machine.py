@@ -12,8 +12,8 @@ from typing import Any
 
 from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
+from orchestrator.core.handlers import cadence, demand, planned, protection, survey
 from orchestrator.core.handlers import deadlines as on_time
-from orchestrator.core.handlers import demand, planned, protection, survey
 from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
 from orchestrator.core.handlers import resume as reopening
@@ -40,6 +40,7 @@ _HANDLERS: dict[type, Callable[[Transition, Any], None]] = {
     ev.HangFound: on_members.hang_found,
     ev.CommittedRead: on_members.committed_read,
     ev.MemoryMeasured: protection.memory_measured,
+    ev.SavesMeasured: cadence.saves_measured,
     ev.StopRequested: on_time.stop_requested,
     ev.FaultInjected: on_time.fault_injected,
     ev.Ticked: on_time.ticked,

@@ -8,7 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Final
 
-from orchestrator.policies import BudgetRules, GrowthRules, LayoutRules, RedundancyRules, usable
+from orchestrator.policies import (
+    BudgetRules,
+    CadenceRules,
+    GrowthRules,
+    LayoutRules,
+    RedundancyRules,
+    usable,
+)
 
 #: A process that is not ready in ten minutes, or an attempt that has not formed in hours, hangs.
 _START_FACTOR_MAX: Final = 10
@@ -107,6 +114,7 @@ class RunRules:
     budgets: BudgetRules = field(default_factory=BudgetRules)
     redundancy: RedundancyRules = field(default_factory=RedundancyRules)
     avoid: AvoidRules = field(default_factory=AvoidRules)
+    cadence: CadenceRules = field(default_factory=CadenceRules)
     bounds: Bounds = field(default_factory=Bounds)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from orchestrator.policies.saving import (
     Cadence,
     CadenceFacts,
     CadenceRules,
+    FaultsSeen,
     ReducedTime,
     Redundancy,
     RedundancyFacts,
@@ -18,6 +19,7 @@ from orchestrator.policies.saving import (
     alert,
     cost_share,
     decide,
+    next_pace,
     noted,
     over_budget,
     plan_redundancy,
@@ -28,6 +30,7 @@ from orchestrator.policies.saving import (
 )
 from orchestrator.policies.versions import (
     MEMORY,
+    STORAGE,
     Holding,
     ParityHolding,
     Protection,
@@ -44,12 +47,14 @@ from orchestrator.policies.whatif import (
 
 __all__ = [
     "MEMORY",
+    "STORAGE",
     "BudgetRules",
     "Cadence",
     "CadenceFacts",
     "CadenceRules",
     "Fault",
     "FaultClass",
+    "FaultsSeen",
     "GrowthRules",
     "Holding",
     "LayoutRules",
@@ -75,6 +80,7 @@ __all__ = [
     "decide",
     "growth",
     "layout",
+    "next_pace",
     "noted",
     "over_budget",
     "plan_recovery",

@@ -40,7 +40,7 @@ from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell.capacity import Capacity, Crew, Nodes, Rendezvous, preload
 from orchestrator.shell.clock import wall_time
 from orchestrator.shell.guard import begin_guard
-from orchestrator.shell.memory import Pacing, ProtectionWatch, Snapshots, loss_document
+from orchestrator.shell.memory import CadenceWatch, ProtectionWatch, Snapshots, loss_document
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.observer import Observer
 from orchestrator.shell.serve import StatusPage, bounds_document, status_document
@@ -161,10 +161,12 @@ class Run:
             patience=self._config.patience,
             parallel=self._config.settings().parallel,
         )
-        self._pacing = Pacing(
+        self._cadence = CadenceWatch(
             crew=self._crew,
-            stats=self._record.stats,
+            at_s=at_s,
+            post=post,
             metrics=self._record.metrics,
+            rules=self._rules.cadence,
             snapshot=snapshot,
             checkpoint=self._config.checkpoint,
         )
@@ -186,7 +188,7 @@ class Run:
         self._spawn(self._furnish(page))
         self._spawn(self._nodes.watch_forever(self._controller))
         self._spawn(self._capacity.poll_forever())
-        self._spawn(self._pacing.keep_forever(lambda: self._state))
+        self._spawn(self._cadence.ask_forever(lambda: self._state))
         while not self._over.is_set():
             await self._fold_next()
         await self._close(page)
@@ -293,6 +295,7 @@ class Run:
             act.ReadCommitted: lambda a: self._spawn(self._read_committed(a)),
             act.StartAttempt: self._start_attempt,
             act.OrderKeepers: self._snapshots.order,
+            act.SetCadence: lambda a: self._spawn(self._cadence.tell(a)),
             act.SurveyWorkers: lambda _: self._spawn(self._survey()),
             act.ReportIncident: lambda _: None,  # its line in the journal is what it is for
             act.FinishRun: self._finish,
@@ -443,7 +446,7 @@ class Run:
         document = status_document(
             described=describe(self._state),
             redundancy=self._protection.redundancy(self._state),
-            cadence=self._pacing.document(),
+            cadence=self._cadence.document(self._state),
             loaded=self._record.stats.loaded,
             reports=self._observer.reports,
             seen_at_s=self._observer.seen_at_s,

@@ -25,11 +25,19 @@ from orchestrator.core import (
     reopening,
 )
 from orchestrator.core import events as ev
-from orchestrator.policies import BudgetRules, GrowthRules, LayoutRules, RedundancyRules, usable
+from orchestrator.policies import (
+    BudgetRules,
+    CadenceRules,
+    GrowthRules,
+    LayoutRules,
+    RedundancyRules,
+    usable,
+)
 from orchestrator.simulation.checkers import Monitor, Violation, require
 from orchestrator.simulation.faults import faults
 from orchestrator.simulation.world import COPY_S, STEP_S, SimCluster, SimJournal, SimNode, Tiers
 from workers.placement import Preference
+from workers.protocol import Pace, SaveCosts
 
 #: Every wait of the machine is shorter than a minute here, and some follow each other.
 LIVENESS_S = 120.0
@@ -41,6 +49,8 @@ _DEATH = 0.004
 #: Share of the histories whose training code has a bug, and of those that are stopped.
 _BUG = 0.05
 _STOP = 0.05
+#: Share of those with snapshots whose interval of checkpoints is chosen.
+_CHOSEN = 0.25
 
 _BOUNDS = Bounds(
     grace_s=1.0,
@@ -360,7 +370,19 @@ def _draw_tiers(rng: Random, apart: Random) -> Tiers:
     )
     if apart.random() < 1 / 3:
         tiers = replace(tiers, preference=Preference.AUTO)
-    return replace(tiers, budget_bytes=apart.choice((0, 0, 8, 12, 24)))
+    costs = SaveCosts(
+        step_s=STEP_S,
+        snapshot_stall_s=0.001,
+        snapshot_busy_s=COPY_S,
+        checkpoint_stall_s=apart.choice((0.0, 0.01, 0.1)),
+        checkpoint_busy_s=apart.choice((0.2, 2.0)),
+        pace=Pace(),
+    )
+    return replace(
+        tiers,
+        budget_bytes=apart.choice((0, 0, 8, 12, 24)),
+        costs=costs if apart.random() < _CHOSEN else None,
+    )
 
 
 def _draw_rules(rng: Random, tiers: Tiers) -> tuple[RunRules, list[int]]:
@@ -383,6 +405,7 @@ def _draw_rules(rng: Random, tiers: Tiers) -> tuple[RunRules, list[int]]:
         layout=layout,
         growth=_GROWTH,
         budgets=_BUDGETS,
+        cadence=CadenceRules(chooses_checkpoints=tiers.costs is not None),
         redundancy=RedundancyRules(tolerance=tiers.tolerance, preference=tiers.preference),
         avoid=AvoidRules(strikes_max=rng.choice((2, 3)), window_s=20.0, avoid_s=5.0),
         bounds=_BOUNDS,

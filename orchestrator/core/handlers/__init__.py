@@ -1,6 +1,7 @@
 """What each event changes. Pure."""
 
 from orchestrator.core.handlers import (
+    cadence,
     deadlines,
     demand,
     fleet_events,
@@ -15,6 +16,7 @@ from orchestrator.core.handlers.survey import adopted
 
 __all__ = [
     "adopted",
+    "cadence",
     "deadlines",
     "demand",
     "fleet_events",

@@ -21,6 +21,8 @@ def report_incident(transition: Transition) -> None:
 
 def report(transition: Transition, fault: Cause, *, fenced_s: float) -> None:
     """Put one fault, or planned change, on record."""
+    run = transition.run
+    run.faults_seen = run.faults_seen.and_incident(fault.kind)
     transition.actions.append(
         ReportIncident(
             attempt=transition.run.attempt.number,

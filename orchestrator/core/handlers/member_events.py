@@ -17,7 +17,7 @@ from orchestrator.core.events import (
 from orchestrator.core.handlers import fleet, planned, protection, recovery
 from orchestrator.core.state import ACTIVE, MutableRunState, Phase, Worker
 from orchestrator.core.transition import Transition
-from orchestrator.policies import UserError
+from orchestrator.policies import STORAGE, UserError
 
 #: Weight of the newest step in the smoothed duration: about the last ten steps count.
 _STEP_WEIGHT = 0.1
@@ -35,6 +35,9 @@ def worker_formed(transition: Transition, event: WorkerFormed) -> None:
     if recovery.leave_out(transition, event.damaged):
         protection.order_keepers(transition)
     number, worker = found
+    if not run.attempt.from_storage and any(kind == STORAGE for kind, _ in event.sources):
+        run.attempt.from_storage = True
+        run.faults_seen = run.faults_seen.and_load(run.cause.kind if run.cause else "")
     run.fleet.workers = run.fleet.workers.set(number, worker._replace(formed=True))
     run.attempt.num_unformed -= 1
     if run.attempt.num_unformed == 0 and run.phase is Phase.FORMING:

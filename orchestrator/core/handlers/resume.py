@@ -38,6 +38,7 @@ def reopening(state: RunState, *, at_s: float, life: int) -> RunReopened:
         next_worker=state.fleet.next_worker,
         next_slot=state.fleet.next_slot,
         why=why,
+        faults_seen=state.faults_seen,
     )
 
 
@@ -50,6 +51,7 @@ def reopened(transition: Transition, event: RunReopened) -> None:
         fleet=Fleet(next_worker=event.next_worker, next_slot=event.next_slot),
         lineage=event.lineage,
         bad=event.bad,
+        faults_seen=event.faults_seen,
         cause=Cause("resume", (), event.why, event.at_s),
     )
     # Nobody is left inside, so what counts is read at once.

@@ -35,6 +35,7 @@ class Attempt(Part):
         judged: Whether its end was put on record and charged.
         raised: Errors of its training code.
         unread: Sources that members could not read, and did not prove bad.
+        from_storage: Whether a member loaded from storage.
         newcomer_since_s: When a worker that it lacks first became usable; infinity: none.
         trained_since_s: When it completed its first step.
     """
@@ -58,6 +59,7 @@ class Attempt(Part):
     judged: bool = False
     raised: tuple[UserError, ...] = ()
     unread: tuple[Source, ...] = ()
+    from_storage: bool = False
     newcomer_since_s: float = inf
     trained_since_s: float = 0.0
 

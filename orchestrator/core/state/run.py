@@ -18,8 +18,8 @@ from orchestrator.core.state.attempt import Attempt, FrozenAttempt
 from orchestrator.core.state.fleet import Fleet, FrozenFleet, Node, Worker, WorkerStatus
 from orchestrator.core.state.frozen import Frozen, Part
 from orchestrator.core.state.reads import FrozenReads, Reads
-from orchestrator.policies import Fault, UserError
-from workers.protocol import Source
+from orchestrator.policies import Fault, FaultsSeen, UserError
+from workers.protocol import Pace, Source
 
 
 class Phase(StrEnum):
@@ -97,6 +97,9 @@ class MutableRunState(Part):
         down_since_s: When training last stopped; infinity while it trains.
         pause_s: Measured duration of the last re-formation; 0.0 if there was none.
         step_s: Smoothed duration of a step; 0.0 before the first.
+        faults_seen: Since the run began.
+        pace: The intervals of saves that were decided on; 0 where none was.
+        pace_reason: Why these.
         state_bytes: Size of a snapshot, all ranks together; 0 before there was one.
         reason: Why the run is over; "" before.
     """
@@ -127,6 +130,9 @@ class MutableRunState(Part):
     down_since_s: float = inf
     pause_s: float = 0.0
     step_s: float = 0.0
+    faults_seen: FaultsSeen = field(default_factory=FaultsSeen)
+    pace: Pace = field(default_factory=Pace)
+    pace_reason: str = ""
     state_bytes: int = 0
     reason: str = ""
 

@@ -13,17 +13,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
+
+from workers.protocol import Pace, SaveCosts
 
 __all__ = [
     "Cadence",
     "CadenceFacts",
     "CadenceRules",
+    "FaultsSeen",
     "Redundancy",
     "Tier",
     "cost_share",
     "decide",
     "interval_s",
+    "next_pace",
     "over_budget",
     "overhead_share",
     "rate_per_s",
@@ -34,6 +38,8 @@ __all__ = [
 
 #: At half or twice Young's interval saving and redone work together cost a quarter more.
 _WORTH: Final = 1.5
+_NODE_FAULTS: Final = frozenset({"node_loss", "preemption"})
+_PROCESS_FAULTS: Final = frozenset({"crash", "hang", "exception"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +103,12 @@ class CadenceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRules:
-    """Limits, and what is believed before anything was seen.
+    """What the user left open, limits, and what is believed before anything was seen.
 
     Attributes:
+        has_snapshots: Whether snapshots are taken at all.
+        chooses_snapshots: Whether their interval is to be chosen.
+        chooses_checkpoints: Whether the interval of checkpoints is.
         cost_share_max: Most of step time that both tiers may stall together.
         prior_s: How much observation the prior is worth. A day: on the second day of a run its
             own failures count for more.
@@ -114,8 +123,13 @@ class CadenceRules:
         persist_s_max: Longest interval on storage; what nobody foresaw costs at most this.
         busy_cost: What a second of storing in the background costs, in seconds of training: nobody
             waits for it, but it takes bandwidth and processors.
+        reprotect_s: How long snapshots are unprotected after a node is lost. The run stepped again
+            within 1 to 5 s, and the first step is copied at once.
     """
 
+    has_snapshots: bool = True
+    chooses_snapshots: bool = False
+    chooses_checkpoints: bool = False
     cost_share_max: float = 0.02
     cost_share_free: float = 0.01
     prior_s: float = 86_400.0
@@ -124,6 +138,38 @@ class CadenceRules:
     snapshot_s_max: float = 600.0
     persist_s_max: float = 600.0
     busy_cost: float = 0.02
+    reprotect_s: float = 10.0
+
+    @property
+    def chooses(self) -> bool:
+        """Return whether any interval is to be chosen."""
+        return self.chooses_snapshots or self.chooses_checkpoints
+
+
+class FaultsSeen(NamedTuple):
+    """The faults of a run, by what they cost.
+
+    Attributes:
+        num_process: Workers that died or hung on nodes that lived.
+        num_node: Nodes that were lost.
+        num_uncovered: Recoveries that memory could not serve.
+    """
+
+    num_process: int = 0
+    num_node: int = 0
+    num_uncovered: int = 0
+
+    def and_incident(self, kind: str) -> FaultsSeen:
+        """Return the counts with one incident more."""
+        return self._replace(
+            num_process=self.num_process + (kind in _PROCESS_FAULTS),
+            num_node=self.num_node + (kind in _NODE_FAULTS),
+        )
+
+    def and_load(self, kind: str) -> FaultsSeen:
+        """Return the counts with one load from storage more, after an incident of that kind."""
+        is_fault = kind in _NODE_FAULTS or kind in _PROCESS_FAULTS
+        return self._replace(num_uncovered=self.num_uncovered + is_fault)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +335,55 @@ def taken_steps(step_s: float, snapshot: Tier, *, every: int) -> int:
     # It is looked at once a step, near its end.
     busy_steps = round((snapshot.busy_s - snapshot.stall_s) / step_s)
     return every * max(1, math.ceil(busy_steps / every))
+
+
+def next_pace(
+    costs: SaveCosts,
+    told: Pace,
+    *,
+    seen: FaultsSeen,
+    now_s: float,
+    redundancy: Redundancy,
+    rules: CadenceRules,
+) -> tuple[Pace, str] | None:
+    """Return the intervals to keep from now on, and why; None if there is nothing to decide.
+
+    Args:
+        costs: Of steps and saves, as rank 0 measured them, and the intervals that it keeps.
+        told: The intervals that it was told last; 0 where none was.
+        seen: The run's faults.
+        now_s: The run's age.
+        redundancy: Of the versions in memory.
+        rules: What is to be chosen, and the limits.
+    """
+    # What is not measured is not free.
+    is_known = costs.checkpoint_busy_s > 0 or not rules.chooses_checkpoints
+    is_known &= costs.snapshot_stall_s > 0 or not rules.has_snapshots
+    if not rules.chooses or not is_known or not costs.step_s:
+        return None
+    kept, memory = costs.pace, Tier(stall_s=costs.snapshot_stall_s, busy_s=costs.snapshot_busy_s)
+    kept_snapshot_steps = kept.snapshot_steps if rules.has_snapshots else 0
+    facts = CadenceFacts(
+        step_s=costs.step_s,
+        snapshot=memory if rules.has_snapshots else None,
+        persist=Tier(stall_s=costs.checkpoint_stall_s, busy_s=costs.checkpoint_busy_s),
+        observed_s=now_s,
+        num_process_faults=seen.num_process,
+        num_node_faults=seen.num_node,
+        num_uncovered=seen.num_uncovered,
+        redundancy=redundancy,
+        snapshot_steps=0 if rules.chooses_snapshots else kept_snapshot_steps,
+        persist_steps=0 if rules.chooses_checkpoints else kept.checkpoint_steps,
+    )
+    found = decide(facts, rules)
+    snapshot_steps = checkpoint_steps = 0
+    if rules.chooses_snapshots:
+        snapshot_steps = settled(told.snapshot_steps or kept.snapshot_steps, found.snapshot_steps)
+    if rules.chooses_checkpoints:
+        checkpoint_steps = settled(
+            told.checkpoint_steps or kept.checkpoint_steps, found.persist_steps
+        )
+    return Pace(snapshot_steps=snapshot_steps, checkpoint_steps=checkpoint_steps), found.reason
 
 
 def settled(kept_steps: int, found_steps: int) -> int:

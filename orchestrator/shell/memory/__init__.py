@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.shell.memory.pacing import Pacing
+    from orchestrator.shell.memory.cadence import CadenceWatch
     from orchestrator.shell.memory.protection import ProtectionWatch, loss_document
     from orchestrator.shell.memory.snapshots import Snapshots
 
 __all__ = [
-    "Pacing",
+    "CadenceWatch",
     "ProtectionWatch",
     "Snapshots",
     "loss_document",
@@ -19,7 +19,7 @@ __all__ = [
 __getattr__ = lazy_door(
     __name__,
     {
-        "orchestrator.shell.memory.pacing": ("Pacing",),
+        "orchestrator.shell.memory.cadence": ("CadenceWatch",),
         "orchestrator.shell.memory.protection": ("ProtectionWatch", "loss_document"),
         "orchestrator.shell.memory.snapshots": ("Snapshots",),
     },

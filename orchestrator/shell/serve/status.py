@@ -27,7 +27,7 @@ def status_document(
     Args:
         described: ``core.state.describe``.
         redundancy: ``shell.protection.ProtectionWatch.redundancy``.
-        cadence: ``shell.pacing.Pacing.document``.
+        cadence: ``shell.memory.CadenceWatch.document``.
         loaded: Bytes that the newest attempt loaded, by kind of source.
         reports: Last report of every worker.
         seen_at_s: When each of those came, on the run's clock.

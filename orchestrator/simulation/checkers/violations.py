@@ -14,6 +14,7 @@ from orchestrator.core import (
     KillWorker,
     ReportIncident,
     RequestSlot,
+    SetCadence,
     StartAttempt,
     WorkerFormed,
     WorkerLeft,
@@ -252,6 +253,17 @@ class Monitor:
             node = cluster.nodes[name]
             known = name in self.troubled or node.draining_until_s is not None
             require(known or node.cut_off, "S5", f"healthy node {name} is avoided")
+
+    def cadence(self, cluster: SimCluster, action: SetCadence) -> None:
+        """Check that saves keep their budget, and the user's own intervals."""
+        costs, rules, every = cluster.tiers.costs, cluster.rules.cadence, action.pace
+        assert costs is not None
+        require(action.attempt == self.attempt, "S1", f"{action} in attempt {self.attempt}")
+        require(every.snapshot_steps == 0, "S5", f"{action} changes what the user asked for")
+        checkpoint_s = every.checkpoint_steps * costs.step_s
+        share = costs.snapshot_stall_s / costs.step_s + costs.checkpoint_stall_s / checkpoint_s
+        is_cheap = share <= rules.cost_share_max or checkpoint_s >= rules.persist_s_max
+        require(is_cheap, "cost", f"{action} stalls {share:.1%} of step time")
 
     def left(self, attempt: int, now_s: float) -> None:
         """Note that a member is out of the newest attempt, in truth."""

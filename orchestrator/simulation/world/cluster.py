@@ -7,6 +7,7 @@ at all where the real thing may do so. It knows the truth; the machine hears onl
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from random import Random
@@ -22,7 +23,7 @@ from orchestrator.simulation.world.memory import Memory, Part
 from orchestrator.simulation.world.parts import STEP_S, SimAttempt, SimNode, SimWorker
 from orchestrator.simulation.world.saving import Tiers, farewell, save_step
 from orchestrator.simulation.world.storage import Storage
-from workers.protocol import Source
+from workers.protocol import Pace, Source
 
 #: Longer than trainers take to write: what they leave behind is committed by then.
 _COMMIT_S = 0.6 * STEP_S
@@ -72,6 +73,7 @@ class SimCluster:
             act.ReadCommitted: self._read_committed,
             act.StartAttempt: self._start_attempt,
             act.OrderKeepers: self._order_keepers,
+            act.SetCadence: self._set_cadence,
             act.ReportIncident: self._report_incident,
             act.SurveyWorkers: self._survey_workers,
             act.FinishRun: self._finish_run,
@@ -338,7 +340,7 @@ class SimCluster:
         self.monitor.attempt_started(self, action)
         given = loading.begin(self, action)
         self.monitor.given(action.attempt, given.sources())
-        self.attempts[action.attempt] = SimAttempt(action, given)
+        self.attempts[action.attempt] = SimAttempt(action, given, self.tiers.store_every)
         for name, _, _ in action.members:
             self.at(self.wire_s(), self._enter, name, action.attempt)
 
@@ -346,6 +348,10 @@ class SimCluster:
         attempt = self.attempts.get(action.attempt)
         if attempt is not None:
             attempt.protect(action.plan)
+
+    def _set_cadence(self, action: act.SetCadence) -> None:
+        self.monitor.cadence(self, action)
+        self.attempts[action.attempt].store_every = action.pace.checkpoint_steps
 
     def measure(self) -> None:
         """Let the controller ask keepers what memory they have, and how large versions are."""
@@ -411,6 +417,12 @@ class SimCluster:
         self.post_or_lose(ev.StepCompleted, attempt=attempt.number, step=step, step_s=STEP_S)
         last = step >= self.rules.total_steps
         stored = save_step(self, attempt, members, last=last)
+        if self.tiers.costs is not None:
+            pace = Pace(
+                snapshot_steps=self.tiers.snapshot_every, checkpoint_steps=attempt.store_every
+            )
+            costs = replace(self.tiers.costs, pace=pace)
+            self.find(ev.SavesMeasured, attempt=attempt.number, costs=costs)
         if last:
             self.at(_COMMIT_S, self._leave_together, attempt, "completed", stored)
         elif attempt.yielding:

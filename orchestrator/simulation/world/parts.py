@@ -89,11 +89,12 @@ class SimAttempt:
         "plan",
         "records",
         "step",
+        "store_every",
         "storing_until_s",
         "yielding",
     )
 
-    def __init__(self, action: StartAttempt, loading: Loading) -> None:
+    def __init__(self, action: StartAttempt, loading: Loading, store_every: int) -> None:
         self.number = action.attempt
         self.members = [worker for worker, _, _ in action.members]
         self.lineage = action.lineage
@@ -113,6 +114,7 @@ class SimAttempt:
         # The first of which all ranks took a snapshot.
         self.first_kept_step: int | None = None
         self._lanes: dict[tuple[str, ...], list[tuple[Member | None, ...]]] = {}
+        self.store_every = store_every
         self.storing_until_s = 0.0
 
     def protect(self, plan: RedundancyPlan) -> None:

@@ -15,7 +15,7 @@ from orchestrator.simulation.world.memory import Part, serves
 from orchestrator.simulation.world.parts import STEP_S, SimAttempt, SimWorker
 from workers.memory import guard_name
 from workers.placement import Preference
-from workers.protocol import HeldParity
+from workers.protocol import HeldParity, SaveCosts
 
 if TYPE_CHECKING:
     from orchestrator.simulation.world.cluster import SimCluster
@@ -39,6 +39,7 @@ class Tiers:
         tolerance: How many lost nodes are to be survived.
         preference: How.
         budget_bytes: What each keeper says that snapshots may take; 0 if it does not say.
+        costs: What rank 0 says that saves cost; None if their intervals are not to be chosen.
         copy_s: How long a copy or a parity takes at most; from the length of a step on, steps are
             skipped.
     """
@@ -48,6 +49,7 @@ class Tiers:
     tolerance: int
     preference: Preference = Preference.COPY
     budget_bytes: int = 0
+    costs: SaveCosts | None = None
     copy_s: float = COPY_S
 
     @property
@@ -68,7 +70,7 @@ def save_step(
 ) -> bool:
     """Save the step that was just completed, if it is due; return whether trainers store it."""
     tiers, step = cluster.tiers, attempt.step
-    is_due = step % tiers.store_every == 0
+    is_due = step % attempt.store_every == 0
     if not tiers.snapshot_every:
         by_trainers = last or attempt.yielding or is_due
     else:

@@ -1,0 +1,126 @@
+"""What saves cost: asks rank 0, reports it, tells rank 0 the intervals that were decided on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from orchestrator.core import ACTIVE, Event, RunState, SavesMeasured, SetCadence
+from orchestrator.policies import (
+    CadenceRules,
+    Tier,
+    cost_share,
+    over_budget,
+    taken_steps,
+)
+from orchestrator.shell.capacity import Crew
+from orchestrator.shell.serve import RunMetrics
+from workers.protocol import Pace, SaveCosts
+from workers.settings import CheckpointSettings, SnapshotSettings
+
+__all__ = ["CadenceWatch"]
+
+log = logging.getLogger(__name__)
+
+#: How often rank 0 is asked and told; a call costs about 2 ms of processor time.
+LOOK_S = 5.0
+
+
+class CadenceWatch:
+    """Measures what saves cost, and shows it beside the budget.
+
+    Args:
+        crew: Reaches the workers.
+        at_s: The run's clock.
+        post: Where events go.
+        metrics: Where to show what saves cost.
+        rules: Of the cadence.
+        snapshot: What was asked for of snapshots.
+        checkpoint: What was asked for of checkpoints.
+    """
+
+    def __init__(
+        self,
+        *,
+        crew: Crew,
+        at_s: Callable[[], float],
+        post: Callable[[Event], None],
+        metrics: RunMetrics,
+        rules: CadenceRules,
+        snapshot: SnapshotSettings,
+        checkpoint: CheckpointSettings,
+    ) -> None:
+        self._crew = crew
+        self._at_s = at_s
+        self._post = post
+        self._metrics = metrics
+        self._rules = rules
+        self._kept = Pace(
+            snapshot_steps=snapshot.first_every, checkpoint_steps=checkpoint.first_every
+        )
+        self._costs: SaveCosts | None = None
+        self._problem = ""
+
+    def document(self, state: RunState) -> dict[str, Any]:
+        """Return what the status document says of it: measured, and beside the budget."""
+        costs = self._costs
+        unmeasured = "not measured yet" if self._rules.chooses else "as configured"
+        return {
+            "snapshot_steps": self._steps[0],
+            "snapshot_taken_steps": self._taken_steps(costs) if costs is not None else None,
+            "checkpoint_steps": self._kept.checkpoint_steps,
+            "step_s": costs.step_s if costs is not None else None,
+            "snapshot_stall_s": costs.snapshot_stall_s if costs is not None else None,
+            "checkpoint_stall_s": costs.checkpoint_stall_s if costs is not None else None,
+            "cost_share": self._share(costs) if costs is not None else None,
+            "cost_share_max": self._rules.cost_share_max,
+            "problems": [self._problem] if self._problem else [],
+            "reason": state.pace_reason or unmeasured,
+        }
+
+    @property
+    def _steps(self) -> tuple[int, int]:
+        snapshot_steps = self._kept.snapshot_steps if self._rules.has_snapshots else 0
+        return snapshot_steps, self._kept.checkpoint_steps
+
+    def _share(self, costs: SaveCosts) -> float:
+        stalls_s = costs.snapshot_stall_s, costs.checkpoint_stall_s
+        # Those that are skipped stall nobody.
+        steps = self._taken_steps(costs), self._kept.checkpoint_steps
+        return cost_share(costs.step_s, *stalls_s, steps=steps)
+
+    def _taken_steps(self, costs: SaveCosts) -> int:
+        snapshot = Tier(stall_s=costs.snapshot_stall_s, busy_s=costs.snapshot_busy_s)
+        return taken_steps(costs.step_s, snapshot, every=self._steps[0])
+
+    async def ask_forever(self, state: Callable[[], RunState]) -> None:
+        """Ask and tell rank 0 of whatever attempt trains."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = state()
+            members, workers = now.attempt.members, now.fleet.workers
+            if now.phase in ACTIVE and members and members[0] in workers:
+                await self._ask(workers[members[0]].name, now.attempt.number, now.pace)
+
+    async def tell(self, action: SetCadence) -> None:
+        """Tell rank 0 what was decided; one that does not hear it is told again."""
+        log.info("cadence_changed", extra={"pace": repr(action.pace), "reason": action.reason})
+        await self._crew.keep_pace(action.worker, action.attempt, action.pace)
+
+    async def _ask(self, worker: str, attempt: int, pace: Pace) -> None:
+        costs = await self._crew.keep_pace(worker, attempt, pace)
+        if costs is not None and costs.step_s:
+            self.show(costs)
+            self._post(SavesMeasured(at_s=self._at_s(), attempt=attempt, costs=costs))
+
+    def show(self, costs: SaveCosts) -> None:
+        """Show what was measured, and warn when it is over the budget."""
+        self._costs, self._kept = costs, costs.pace
+        share = self._share(costs)
+        self._metrics.show_saves(costs, share=share, share_max=self._rules.cost_share_max)
+        problem = over_budget(share, self._rules, steps=self._steps)
+        if problem and not self._problem:
+            log.warning("saving_over_budget", extra={"reason": problem})
+        self._problem = problem

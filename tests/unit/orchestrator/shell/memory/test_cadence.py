@@ -1,0 +1,71 @@
+"""What saves cost, as the status and the metrics tell it."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from orchestrator.core import RunState
+from orchestrator.policies import CadenceRules
+from orchestrator.shell import RunNames
+from orchestrator.shell.capacity.workers import Crew
+from orchestrator.shell.memory.cadence import CadenceWatch
+from orchestrator.shell.serve.metrics import RunMetrics
+from workers.protocol import Pace, SaveCosts
+from workers.settings import CheckpointSettings, SnapshotSettings
+
+
+async def _false(_node: str) -> bool:
+    return False
+
+
+async def _nothing(_node: str, _worker: str) -> None:
+    return None
+
+
+def _watch(registry: CollectorRegistry) -> CadenceWatch:
+    crew = Crew(
+        names=RunNames("test"),
+        at_s=lambda: 0.0,
+        post=lambda _: None,
+        is_draining=lambda _: False,
+        is_gone=_false,
+        kill_on_node=_nothing,
+        look_around=lambda: None,
+        boot={},
+    )
+    return CadenceWatch(
+        crew=crew,
+        at_s=lambda: 0.0,
+        post=lambda _: None,
+        metrics=RunMetrics(registry),
+        rules=CadenceRules(),
+        snapshot=SnapshotSettings(every_steps=1),
+        checkpoint=CheckpointSettings(every_steps=10),
+    )
+
+
+@pytest.mark.parametrize(("busy_s", "taken", "share"), [(5.0, 5, 0.01), (0.1, 1, 0.05)])
+def test_snapshots_that_are_skipped_cost_nothing(busy_s: float, taken: int, share: float) -> None:
+    """Over a slow link every fifth is taken, and status said five times what training pays."""
+    registry = CollectorRegistry()
+    watch = _watch(registry)
+    watch.show(
+        SaveCosts(
+            step_s=1.0,
+            snapshot_stall_s=0.05,
+            snapshot_busy_s=busy_s,
+            checkpoint_stall_s=0.0,
+            checkpoint_busy_s=0.1,
+            pace=Pace(snapshot_steps=1, checkpoint_steps=10),
+        )
+    )
+    document = watch.document(RunState())
+
+    assert document["snapshot_taken_steps"] == taken
+    assert document["cost_share"] == pytest.approx(share)
+    assert [line.split(" of ")[0] for line in document["problems"]] == (
+        ["saving stalls training for 5.0%"] if share > CadenceRules().cost_share_max else []
+    )
+    assert registry.get_sample_value("run_save_cost_ratio") == pytest.approx(share)
+    assert document["reason"] == "as configured"
