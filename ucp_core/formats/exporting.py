@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ucp_core.native import Checkpoint
 
 
-class _Writer(NamedTuple):
+class _Format(NamedTuple):
     """Where a format's writer is, and which options it takes."""
 
     module: str
@@ -27,18 +27,18 @@ class _Writer(NamedTuple):
 
 
 _WRITERS = {
-    "universal": _Writer("ucp_core.conversion.run", "convert", frozenset()),
-    "huggingface": _Writer(
+    "universal": _Format("ucp_core.conversion.run", "convert", frozenset()),
+    "huggingface": _Format(
         "ucp_core.formats.huggingface.writer",
         "write",
         frozenset({"dtype", "shard_bytes", "keep_tied"}),
     ),
-    "dcp": _Writer(
+    "dcp": _Format(
         "ucp_core.formats.dcp.writer",
         "write",
         frozenset({"model", "optimizer", "flatten_optimizer"}),
     ),
-    "deepspeed": _Writer(
+    "deepspeed": _Format(
         "ucp_core.formats.deepspeed.writer",
         "write",
         frozenset(
@@ -48,7 +48,7 @@ _WRITERS = {
             }
         ),
     ),
-    "deepspeed-universal": _Writer(
+    "deepspeed-universal": _Format(
         "ucp_core.formats.deepspeed.universal_writer",
         "write",
         frozenset({"dtype", "rules", "tag"}),

@@ -55,7 +55,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(slots=True)
-class Item:
+class StoredTensor:
     """A tensor by its key."""
 
     dtype: str
@@ -82,7 +82,7 @@ class Container:
 
     store: Store
     directory: str
-    tensors: dict[str, Item] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
     blobs: dict[str, list[Blob]] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -178,7 +178,7 @@ class Container:
             )
         return entries, {file: tuple(sorted(found)) for file, found in extents.items()}
 
-    def _check(self, key: str, item: Item, chunk: Chunk, ref: TensorRef) -> None:
+    def _check(self, key: str, item: StoredTensor, chunk: Chunk, ref: TensorRef) -> None:
         if (ref.dtype, ref.shape) != (item.dtype, chunk.box.shape):
             raise CheckpointCorruptError(
                 f"{key}: box {chunk.box} in {join(self.directory, chunk.blob.file)} is "

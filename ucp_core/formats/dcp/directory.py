@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ucp_core.errors import CheckpointCorruptError, StorageError
-from ucp_core.formats.dcp.container import Blob, Chunk, Container, Item
+from ucp_core.formats.dcp.container import Blob, Chunk, Container, StoredTensor
 from ucp_core.formats.dcp.metadata import (
     CLASSES,
     BytesMetadata,
@@ -124,7 +124,7 @@ def _add_tensor(
     path: str,
 ) -> None:
     dtype = known_dtype(value.dtype, f"{path} ({key})")
-    item = container.tensors.setdefault(key, Item(dtype, value.shape, []))
+    item = container.tensors.setdefault(key, StoredTensor(dtype, value.shape, []))
     if (item.dtype, item.shape) != (dtype, value.shape):
         raise CheckpointCorruptError(
             f"{path}: {key} is {dtype}{list(value.shape)}, another rank wrote {item.dtype}"

@@ -13,7 +13,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.formats.dcp.container import Blob, Chunk, Container, Item
+from ucp_core.formats.dcp.container import Blob, Chunk, Container, StoredTensor
 from ucp_core.formats.safetensors_header import (
     LENGTH_BYTES,
     Header,
@@ -39,7 +39,7 @@ def find_safetensors(container: Container) -> None:
     Raises:
         CheckpointCorruptError: The header of one is damaged, or does not fit the metadata.
     """
-    by_file: dict[str, list[tuple[str, Item, int]]] = defaultdict(list)
+    by_file: dict[str, list[tuple[str, StoredTensor, int]]] = defaultdict(list)
     for key, item in container.tensors.items():
         for place, chunk in enumerate(item.chunks):
             by_file[chunk.blob.file].append((key, item, place))
@@ -91,7 +91,7 @@ def _add_shard(
     container: Container, file: str, start: int, tensor: TensorRange, low: tuple[int, ...]
 ) -> None:
     stop = tuple(a + b for a, b in zip(low, tensor.shape, strict=True))
-    item = container.tensors.setdefault(tensor.name, Item(tensor.dtype, stop, []))
+    item = container.tensors.setdefault(tensor.name, StoredTensor(tensor.dtype, stop, []))
     if item.dtype != tensor.dtype or len(item.shape) != len(stop):
         msg = f"{tensor.name} is {tensor.dtype}{list(tensor.shape)}, {item.dtype} elsewhere"
         raise ValueError(msg)
@@ -102,7 +102,7 @@ def _add_shard(
         _put(container, item, box, ref, len(item.chunks))
 
 
-def _put(container: Container, item: Item, box: Box, ref: TensorRef, place: int) -> None:
+def _put(container: Container, item: StoredTensor, box: Box, ref: TensorRef, place: int) -> None:
     """Make a chunk that is not a torch file; ``place`` may be behind the last one."""
     blob = Blob(ref.file, ref.offset_bytes, ref.num_bytes)
     replica = any(chunk.box == box for chunk in item.chunks[:place])

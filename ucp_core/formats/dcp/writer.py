@@ -129,7 +129,7 @@ def write(  # noqa: PLR0913 - the options of a format
     for name, value in checkpoint.extra.items():
         contents.value((name,), restored(value, _SMALL))
     with undone(store, directory) as written:
-        writer = _Writer(checkpoint, store, directory, contents, memory_bytes, progress)
+        writer = _DcpFiles(checkpoint, store, directory, contents, memory_bytes, progress)
         try:
             writer.files(written, fsync=fsync)
             metadata, _ = pickle_tree(writer.metadata(), allow=_ALLOWED)
@@ -234,7 +234,7 @@ def _once(data: memoryview) -> tuple[memoryview]:
     return (data,)
 
 
-class _Writer:
+class _DcpFiles:
     def __init__(
         self,
         checkpoint: Checkpoint,

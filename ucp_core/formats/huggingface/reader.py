@@ -61,7 +61,7 @@ _INPUT_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
 _OUTPUT_EMBEDDING = "lm_head.weight"
 
 
-class _Shard(NamedTuple):
+class _File(NamedTuple):
     """One file and what its header says; ``data_byte`` is where its data begins."""
 
     file: str
@@ -255,11 +255,11 @@ def _refuse_missing(directory: str, files: Sequence[str], sizes: Mapping[str, in
 
 def _shards(
     store: Store, directory: str, files: Sequence[str], sizes: Mapping[str, int]
-) -> list[_Shard]:
+) -> list[_File]:
     """Read all headers; at once where there are many, because each costs a round trip."""
     _refuse_missing(directory, files, sizes)
 
-    def shard(file: str) -> _Shard:
+    def shard(file: str) -> _File:
         path = join(directory, file)
         first = store.read_range(path, 0, min(sizes[file], _FIRST_BYTES))
         length = header_bytes(first, sizes[file], path)
@@ -267,7 +267,7 @@ def _shards(
         text = first[LENGTH_BYTES:data_byte]
         if len(text) < length:
             text += store.read_range(path, len(first), data_byte - len(first))
-        return _Shard(file, data_byte, parse_header(text, sizes[file] - data_byte, path))
+        return _File(file, data_byte, parse_header(text, sizes[file] - data_byte, path))
 
     if len(files) == 1:
         return [shard(files[0])]
@@ -276,7 +276,7 @@ def _shards(
 
 
 def _entries(
-    shards: Sequence[_Shard], directory: str, listed: Mapping[str, str]
+    shards: Sequence[_File], directory: str, listed: Mapping[str, str]
 ) -> tuple[dict[TensorKey, TensorEntry], dict[str, str]]:
     entries: dict[TensorKey, TensorEntry] = {}
     metadata: dict[str, str] = {}
@@ -306,7 +306,7 @@ def _entries(
     return entries, metadata
 
 
-def _entry(shard: _Shard, tensor: TensorRange) -> TensorEntry:
+def _entry(shard: _File, tensor: TensorRange) -> TensorEntry:
     name, dtype, shape, start_byte, stop_byte = tensor
     begin = shard.data_byte + start_byte
     fragment = Fragment(Box.full(shape), shard.file, begin, stop_byte - start_byte, None, ())

@@ -99,7 +99,7 @@ def write(  # noqa: PLR0913 - the options of a format
             if not store.exists(path):
                 written.append(path)
                 store.write_atomic(path, _print(document), fsync=fsync)
-        writer = _Writer(checkpoint, store, directory, memory_bytes, progress, outputs)
+        writer = _WeightFiles(checkpoint, store, directory, memory_bytes, progress, outputs)
         for number, shard in enumerate(shards, start=1):
             written.append(join(directory, _file_name(number, len(shards))))
             writer.file(written[-1], shard, fsync=fsync)
@@ -189,7 +189,7 @@ def _print(document: Any) -> bytes:
     return json.dumps(document, indent=2, allow_nan=False).encode() + b"\n"
 
 
-class _Writer:
+class _WeightFiles:
     def __init__(
         self,
         checkpoint: Checkpoint,

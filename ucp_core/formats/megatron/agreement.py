@@ -19,7 +19,7 @@ from ucp_core.torch_files import Opaque, TensorRef
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ucp_core.formats.megatron.model import Piece
+    from ucp_core.formats.megatron.model import RankFile
     from ucp_core.geometry import TensorKey
     from ucp_core.storage import Store
 
@@ -45,38 +45,38 @@ def arguments_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def check_agreement(path: str, pieces: Sequence[Piece]) -> None:
+def check_agreement(path: str, ranks: Sequence[RankFile]) -> None:
     """Check the files of all ranks.
 
     Args:
         path: The folder, for errors.
-        pieces: In any order.
+        ranks: In any order.
 
     Raises:
         CheckpointCorruptError: They are of several saves, or in other ranks' folders.
     """
-    first = pieces[0]
-    for piece in pieces:
+    first = ranks[0]
+    for saved in ranks:
         mine, others = (
             {**{key: tree.get(key) for key in _SAME}, **_shapes_told(tree)}
-            for tree in (piece.tree, first.tree)
+            for tree in (saved.tree, first.tree)
         )
         for key, value in mine.items():
             if value != others.get(key):
                 raise CheckpointCorruptError(
-                    f"{path}/{piece.file} has {key} {value!r}, another file {others.get(key)!r}: "
+                    f"{path}/{saved.file} has {key} {value!r}, another file {others.get(key)!r}: "
                     "the folder mixes two saves",
-                    path=f"{path}/{piece.file}",
+                    path=f"{path}/{saved.file}",
                     key=key,
                 )
-    lacking = [piece.file for piece in pieces if piece.tree.get("optimizer") is None]
-    if lacking and len(lacking) < len(pieces):
+    lacking = [saved.file for saved in ranks if saved.tree.get("optimizer") is None]
+    if lacking and len(lacking) < len(ranks):
         raise CheckpointCorruptError(
             f"{path}/{lacking[0]} has no optimizer, which other ranks' files have: it is of "
             "another save, or was changed; bring the right one back or use another checkpoint",
             path=f"{path}/{lacking[0]}",
         )
-    _check_writers(path, pieces)
+    _check_writers(path, ranks)
 
 
 def check_copies(
@@ -107,13 +107,13 @@ def _shapes_told(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {f"args.{name}": arguments.get(name) for name in _SAME_ARGUMENTS}
 
 
-def _check_writers(path: str, pieces: Sequence[Piece]) -> None:
+def _check_writers(path: str, ranks: Sequence[RankFile]) -> None:
     """Check that processes of larger numbers wrote the files of later ranks."""
-    writers = [arguments_of(piece.tree).get("rank") for piece in pieces]
+    writers = [arguments_of(saved.tree).get("rank") for saved in ranks]
     numbers = [writer for writer in writers if isinstance(writer, int)]
     if len(numbers) < len(writers) or len(set(numbers)) == 1:
         return
-    written = [(piece, number) for piece, number in zip(pieces, numbers, strict=True)]
+    written = [(saved, number) for saved, number in zip(ranks, numbers, strict=True)]
     by_stage = _first_misplaced(written, lambda p: (p.rank.stage, p.expert, p.rank.tp))
     # With --use-tp-pp-dp-mapping of earlier versions.
     by_expert = _first_misplaced(written, lambda p: (p.expert, p.rank.stage, p.rank.tp))
@@ -130,8 +130,8 @@ def _check_writers(path: str, pieces: Sequence[Piece]) -> None:
 
 
 def _first_misplaced(
-    written: Sequence[tuple[Piece, int]], order: Callable[[Piece], tuple[int, ...]]
-) -> tuple[tuple[Piece, int], tuple[Piece, int]] | None:
+    written: Sequence[tuple[RankFile, int]], order: Callable[[RankFile], tuple[int, ...]]
+) -> tuple[tuple[RankFile, int], tuple[RankFile, int]] | None:
     """Return the first two neighbours of which the later one's process is not the later one."""
     ordered = sorted(written, key=lambda item: order(item[0]))
     return next(((a, b) for a, b in pairwise(ordered) if a[1] >= b[1]), None)

@@ -53,7 +53,7 @@ _MASTERS = "fp32_from_fp16_params"
 _REMEDY = "save in torch_dist format"
 
 
-class Piece(NamedTuple):
+class RankFile(NamedTuple):
     """The files of one model-parallel rank; ``distributed`` is None where the model's has all.
 
     Of several expert parallel ranks ``expert`` is the number.
@@ -67,7 +67,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(slots=True)
-class Chunk:
+class ModelPart:
     """Consecutive layers of one rank: its part of the model, or one of several.
 
     Attributes:
@@ -98,7 +98,7 @@ class Model:
     """
 
     experts: Experts
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[ModelPart] = field(default_factory=list)
     ties: dict[str, str] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
     items: dict[str, Item] = field(default_factory=dict)
@@ -154,7 +154,9 @@ class Model:
                 if is_first and (chunk.rank, chunk.expert, name) not in self.mastered:
                     self.put(shards, TensorKey(name, WEIGHT), chunk, ref)
 
-    def put(self, shards: Shards, key: TensorKey, place: Piece | Chunk, ref: TensorRef) -> None:
+    def put(
+        self, shards: Shards, key: TensorKey, place: RankFile | ModelPart, ref: TensorRef
+    ) -> None:
         """Add what one rank has of a tensor."""
         if key.slot != WEIGHT:
             self.moments[place.rank, place.expert].append((key, ref))
@@ -164,9 +166,9 @@ class Model:
         else:
             shards.add_ref(key, place.rank, ref)
 
-    def chunks_of(self, piece: Piece) -> list[Chunk]:
+    def chunks_of(self, saved: RankFile) -> list[ModelPart]:
         """Return the parts of the model that a rank's file has."""
-        place = piece.rank, piece.expert
+        place = saved.rank, saved.expert
         return [chunk for chunk in self.chunks if (chunk.rank, chunk.expert) == place]
 
 
@@ -175,11 +177,11 @@ def _shifted(name: str, offset: int) -> str:
     return name if match is None else f"{match[1]}{offset + int(match[2])}{match[3]}"
 
 
-def model_of(piece: Piece, experts: Experts) -> list[Chunk]:
+def model_of(saved: RankFile, experts: Experts) -> list[ModelPart]:
     """Return the chunks of one rank's file.
 
     Args:
-        piece: The file.
+        saved: The file.
         experts: What the arguments say of them.
 
     Raises:
@@ -187,18 +189,18 @@ def model_of(piece: Piece, experts: Experts) -> list[Chunk]:
         UnsupportedVersionError: Its experts cannot be numbered.
     """
     keys = sorted(
-        (int(match[1] or 0), key) for key in piece.tree if (match := _CHUNK.fullmatch(str(key)))
+        (int(match[1] or 0), key) for key in saved.tree if (match := _CHUNK.fullmatch(str(key)))
     )
     chunks = [
-        Chunk(piece.rank, number, list(_flattened(piece.tree[key], "")), piece.expert)
+        ModelPart(saved.rank, number, list(_flattened(saved.tree[key], "")), saved.expert)
         for number, key in keys
     ]
     for chunk in chunks:
         chunk.params = [
-            (experts.global_name(name, piece.expert, piece.file), ref) for name, ref in chunk.params
+            (experts.global_name(name, saved.expert, saved.file), ref) for name, ref in chunk.params
         ]
     if not any(chunk.params for chunk in chunks):
-        raise CheckpointCorruptError(f"{piece.file} holds no tensors of a model", file=piece.file)
+        raise CheckpointCorruptError(f"{saved.file} holds no tensors of a model", file=saved.file)
     return chunks
 
 
@@ -222,28 +224,28 @@ class _Part(NamedTuple):
 
     tree: Any
     place: tuple[int, int]
-    chunks: list[Chunk]
+    chunks: list[ModelPart]
 
     @property
     def params(self) -> list[tuple[str, TensorRef]]:
         return [param for chunk in self.chunks for param in chunk.params]
 
 
-def _parts(piece: Piece, model: Model) -> list[_Part]:
+def _parts(saved: RankFile, model: Model) -> list[_Part]:
     """Return the optimizers of a rank that no other rank repeats."""
-    trees, chunks = piece.tree.get("optimizer"), model.chunks_of(piece)
+    trees, chunks = saved.tree.get("optimizer"), model.chunks_of(saved)
     if trees is None:
         return []
     trees = trees if isinstance(trees, list) else [trees]
     # A stage without experts has one optimizer where others chain two.
-    is_chained = model.has_expert_ranks and has_experts(piece.tree)
+    is_chained = model.has_expert_ranks and has_experts(saved.tree)
     if len(trees) == 1 and not is_chained:
-        return [_Part(trees[0], (0, 1), chunks)] if piece.expert == 0 else []
+        return [_Part(trees[0], (0, 1), chunks)] if saved.expert == 0 else []
     if len(trees) != len((False, True)) or not is_chained:
         raise UnsupportedVersionError(
-            f"{piece.file}: {len(trees)} chained optimizers are not supported in this format; save "
+            f"{saved.file}: {len(trees)} chained optimizers are not supported in this format; save "
             "in torch_dist format",
-            file=piece.file,
+            file=saved.file,
         )
     return [
         _Part(
@@ -255,12 +257,12 @@ def _parts(piece: Piece, model: Model) -> list[_Part]:
             ],
         )
         for experts in (False, True)
-        if experts or piece.expert == 0
+        if experts or saved.expert == 0
     ]
 
 
 def add_optimizer(
-    files: Files, piece: Piece, model: Model, shards: Shards, scalars: Scalars, groups: Groups
+    files: Files, saved: RankFile, model: Model, shards: Shards, scalars: Scalars, groups: Groups
 ) -> None:
     """Add masters and slots of one rank.
 
@@ -268,23 +270,23 @@ def add_optimizer(
         PatternError: Which state belongs to which parameter cannot be told.
         UnsupportedVersionError: Several optimizers.
     """
-    for part in _parts(piece, model):
+    for part in _parts(saved, model):
         tree = part.tree
         inner = tree.get("optimizer", tree) if isinstance(tree, dict) else None
         hyper = inner.get("param_groups") if isinstance(inner, dict) else None
         if inner is None or not isinstance(hyper, list):
-            raise CheckpointCorruptError(f"{piece.file}: optimizer has no param_groups")
-        if piece.distributed is None and any("params" not in group for group in hyper):
+            raise CheckpointCorruptError(f"{saved.file}: optimizer has no param_groups")
+        if saved.distributed is None and any("params" not in group for group in hyper):
             raise CheckpointCorruptError(
-                f"{piece.file}: the optimizer numbers no parameters: its state is in a file of its "
+                f"{saved.file}: the optimizer numbers no parameters: its state is in a file of its "
                 "own (distrib_optim.pt), which no folder of a rank has: bring the files back or "
                 "use another checkpoint",
-                file=piece.file,
+                file=saved.file,
             )
-        if piece.distributed is not None:
-            names = _add_distributed(files, piece, part, model, shards, scalars, hyper)
+        if saved.distributed is not None:
+            names = _add_distributed(files, saved, part, model, shards, scalars, hyper)
         else:
-            names = _add_numbered(files, piece, part, model, shards, scalars, inner)
+            names = _add_numbered(files, saved, part, model, shards, scalars, inner)
         values = [
             json_value({k: v for k, v in g.items() if k != "params"}, files.store, files.directory)
             for g in hyper
@@ -297,7 +299,7 @@ def add_optimizer(
 
 def _by_masters(
     files: Files,
-    piece: Piece,
+    saved: RankFile,
     params: Sequence[tuple[str, TensorRef]],
     masters: Sequence[Sequence[TensorRef]],
 ) -> list[list[str]]:
@@ -308,7 +310,7 @@ def _by_masters(
         names = match_masters(files.store, files.directory, group, params, taken)
         if None in names:
             raise unclear(
-                piece.file,
+                saved.file,
                 f"master {names.index(None)} of group {index} rounds to no weight of the model: "
                 "the file mixes two saves, or was changed",
                 _REMEDY,
@@ -317,13 +319,13 @@ def _by_masters(
     alike = interchangeable(files.store, files.directory, params, found)
     if alike is not None:
         why = f"{alike[0]} and {alike[1]} have the same weights, and one of them was not trained"
-        raise unclear(piece.file, f"{why}, or is in another group", _REMEDY)
+        raise unclear(saved.file, f"{why}, or is in another group", _REMEDY)
     return found
 
 
 def _add_numbered(
     files: Files,
-    piece: Piece,
+    saved: RankFile,
     part: _Part,
     model: Model,
     shards: Shards,
@@ -332,31 +334,31 @@ def _add_numbered(
 ) -> list[list[str]]:
     """Add an optimizer that numbers its parameters; return the names of each group."""
     hyper, state = inner["param_groups"], inner.get("state") or {}
-    check_numbers(hyper, None, piece.file)
+    check_numbers(hyper, None, saved.file)
     masters = part.tree.get(_MASTERS) or part.tree.get("fp32_from_fp16")
     params = part.params
     if masters:
-        names = _by_masters(files, piece, params, masters)
+        names = _by_masters(files, saved, params, masters)
     else:
         wanted = [[largest_shape(state.get(n, {})) for n in g["params"]] for g in hyper]
-        by_group = assign(wanted, [(name, ref.shape) for name, ref in params], piece.file, _REMEDY)
+        by_group = assign(wanted, [(name, ref.shape) for name, ref in params], saved.file, _REMEDY)
         names = [by_group.get(index, []) for index in range(len(hyper))]
     for index, group in enumerate(hyper):
         if len(names[index]) != len(group["params"]):
             raise PatternError(
-                f"{piece.file}: group {index} has {len(group['params'])} parameters, of which "
+                f"{saved.file}: group {index} has {len(group['params'])} parameters, of which "
                 f"{len(names[index])} have masters: some are kept in float32; save in torch_dist "
                 "format",
-                file=piece.file,
+                file=saved.file,
             )
         for place, (name, number) in enumerate(zip(names[index], group["params"], strict=True)):
             if masters:
                 master = masters[index][place]
-                model.put(shards, TensorKey(name, WEIGHT), piece, master)
-                model.mastered.add((piece.rank, piece.expert, name))
+                model.put(shards, TensorKey(name, WEIGHT), saved, master)
+                model.mastered.add((saved.rank, saved.expert, name))
             for slot, value in {"step": group.get("step"), **state.get(number, {})}.items():
                 if isinstance(value, TensorRef) and value.shape and slot != "step":
-                    model.put(shards, TensorKey(name, slot), piece, value)
+                    model.put(shards, TensorKey(name, slot), saved, value)
                 elif isinstance(value, TensorRef | int | float):
                     scalars.add(TensorKey(name, slot), value)
     return names
@@ -364,7 +366,7 @@ def _add_numbered(
 
 def _add_distributed(
     files: Files,
-    piece: Piece,
+    saved: RankFile,
     part: _Part,
     model: Model,
     shards: Shards,
@@ -372,8 +374,8 @@ def _add_distributed(
     hyper: Sequence[Mapping[str, Any]],
 ) -> list[list[str]]:
     """Add the flat buffers of the distributed optimizer; return the names of each group."""
-    assert piece.distributed is not None, "the caller looked"
-    files.open([piece.distributed], kinds=(dict, list))
+    assert saved.distributed is not None, "the caller looked"
+    files.open([saved.distributed], kinds=(dict, list))
     pending: list[tuple[str, list[tuple[str, TensorRef]]]] = []
     trained: set[str] = set()
     for chunk in part.chunks:
@@ -382,14 +384,14 @@ def _add_distributed(
             kinds[ref.dtype].append((name, ref))
         pending += kinds.items()
     step = next((g["step"] for g in hyper if isinstance(g.get("step"), int | float)), None)
-    tree = files.trees[piece.distributed]
-    for kind, refs in flat_buffers.buffers(tree, piece.distributed, part.place):
+    tree = files.trees[saved.distributed]
+    for kind, refs in flat_buffers.buffers(tree, saved.distributed, part.place):
         dtype = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(kind, kind)
         index = next((i for i, (d, _) in enumerate(pending) if d == dtype), None)
         if index is None:
             raise PatternError(
-                f"{piece.distributed} has a buffer of {kind}, the model no such parameters left",
-                file=piece.distributed,
+                f"{saved.distributed} has a buffer of {kind}, the model no such parameters left",
+                file=saved.distributed,
             )
         params = dict(pending.pop(index)[1])
         starts = flat_buffers.find(
@@ -397,14 +399,14 @@ def _add_distributed(
         )
         for name, start in starts.items():
             weight = params[name]
-            model.mastered.add((piece.rank, piece.expert, name))
+            model.mastered.add((saved.rank, saved.expert, name))
             for slot, ref in refs.items():
                 key = TensorKey(name, WEIGHT if slot == "param" else slot)
                 offset = ref.offset_bytes + start * DTYPE_BYTES[ref.dtype]
                 part_of = ref._replace(
                     shape=weight.shape, strides=weight.strides, offset_bytes=offset
                 )
-                model.put(shards, key, piece, part_of)
+                model.put(shards, key, saved, part_of)
             if step is not None:
                 scalars.add(TensorKey(name, "step"), step)
         trained |= starts.keys()

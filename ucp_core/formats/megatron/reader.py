@@ -20,7 +20,7 @@ from ucp_core.formats.megatron.agreement import arguments_of, check_agreement, c
 from ucp_core.formats.megatron.experts import Experts
 from ucp_core.formats.megatron.model import (
     Model,
-    Piece,
+    RankFile,
     add_optimizer,
     has_experts,
     model_of,
@@ -84,17 +84,17 @@ def read(
 
 
 def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
-    files, pieces, arguments = _opened(store, path)
-    tp = 1 + max(piece.rank.tp for piece in pieces)
+    files, ranks, arguments = _opened(store, path)
+    tp = 1 + max(saved.rank.tp for saved in ranks)
     shards, scalars, groups = Shards(tp), Scalars(), Groups()
     model = Model(_experts(path, arguments, tp))
-    for piece in pieces:
-        model.chunks += model_of(piece, model.experts)
+    for saved in ranks:
+        model.chunks += model_of(saved, model.experts)
     model.number_layers()
-    for piece in pieces:
-        add_optimizer(files, piece, model, shards, scalars, groups)
+    for saved in ranks:
+        add_optimizer(files, saved, model, shards, scalars, groups)
     model.add(shards)
-    layouts = pattern_rules(arguments, rules, tp, files.trees[pieces[0].file])
+    layouts = pattern_rules(arguments, rules, tp, files.trees[ranks[0].file])
     entries = {**shards.entries(layouts), **scalars.entries}
     tied = set(model.ties.values())
     check_copies(
@@ -103,14 +103,14 @@ def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
         model.moments.values(),
         lambda key: key.fqn in tied or "replicated" in shards.patterns.get(key, ()),
     )
-    first = files.trees[pieces[0].file]
-    extra, items = _extras(files, first, len(pieces))
+    first = files.trees[ranks[0].file]
+    extra, items = _extras(files, first, len(ranks))
     used = {f.file for entry in entries.values() for f in entry.fragments}
     known = {key.fqn for key in entries}
     items |= vocabulary_of(arguments).item(entries)
     manifest = Manifest(
         kind=Kind.FOREIGN,
-        step=_iteration(first, pieces[0].file),
+        step=_iteration(first, ranks[0].file),
         attempt=0,
         state_map=StateMap(
             entries=dict(sorted(entries.items())),
@@ -124,9 +124,9 @@ def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
             "format": NAME,
             "version": str(first.get("checkpoint_version", "")),
             "tag": path.rsplit("/", 1)[-1],
-            "layout": {"tp": tp, "pp": 1 + max(piece.rank.stage for piece in pieces)},
+            "layout": {"tp": tp, "pp": 1 + max(saved.rank.stage for saved in ranks)},
         },
-        world_size=len(pieces),
+        world_size=len(ranks),
         ties={a: o for a, o in sorted(model.ties.items()) if o in known and a not in known},
         roles={fqn: "frozen" for fqn in sorted(model.frozen) if fqn in known},
         items=dict(sorted({**items, **model.items}.items())),
@@ -148,16 +148,16 @@ def _located(store: Store, directory: str, tag: str | None) -> str:
     )
 
 
-def _opened(store: Store, path: str) -> tuple[Files, list[Piece], Mapping[str, Any]]:
+def _opened(store: Store, path: str) -> tuple[Files, list[RankFile], Mapping[str, Any]]:
     """Open the files of all ranks; those that are too many are refused."""
-    ranks = [name for name in store.list(path) if RANK.fullmatch(name)]
+    folders = [name for name in store.list(path) if RANK.fullmatch(name)]
     files = Files(store, path)
-    files.open(f"{name}/{MODEL_FILE}" for name in ranks)
-    first = files.trees[f"{ranks[0]}/{MODEL_FILE}"]
+    files.open(f"{name}/{MODEL_FILE}" for name in folders)
+    first = files.trees[f"{folders[0]}/{MODEL_FILE}"]
     values = arguments_of(first)
     tp = values.get("tensor_model_parallel_size")
     pp = values.get("pipeline_model_parallel_size")
-    matches = [match for name in ranks if (match := RANK.fullmatch(name))]
+    matches = [match for name in folders if (match := RANK.fullmatch(name))]
     tp = tp if isinstance(tp, int) else 1 + max(int(match[1]) for match in matches)
     pp = pp if isinstance(pp, int) else 1 + max(int(match[2] or 0) for match in matches)
     ep = _expert_ranks(values)
@@ -170,7 +170,7 @@ def _opened(store: Store, path: str) -> tuple[Files, list[Piece], Mapping[str, A
         for p in range(pp)
         for t in range(tp)
     }
-    for name in sorted(set(wanted) ^ set(ranks)):
+    for name in sorted(set(wanted) ^ set(folders)):
         what = "lacks" if name in wanted else "has more than the ranks of its arguments:"
         raise CheckpointCorruptError(
             f"{path} {what} {name} ({tp} tensor parallel ranks in {pp} stage(s), {ep} expert "
@@ -186,8 +186,8 @@ def _opened(store: Store, path: str) -> tuple[Files, list[Piece], Mapping[str, A
             raise CheckpointCorruptError(
                 f"{path}/{name} lacks {_DISTRIBUTED_FILE}, which other ranks have", path=path
             )
-    pieces = [
-        Piece(
+    ranks = [
+        RankFile(
             rank=rank,
             file=f"{name}/{MODEL_FILE}",
             tree=files.trees[f"{name}/{MODEL_FILE}"],
@@ -196,8 +196,8 @@ def _opened(store: Store, path: str) -> tuple[Files, list[Piece], Mapping[str, A
         )
         for name, (rank, expert) in wanted.items()
     ]
-    check_agreement(path, pieces)
-    return files, pieces, values
+    check_agreement(path, ranks)
+    return files, ranks, values
 
 
 def _expert_ranks(arguments: Mapping[str, Any]) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _SAMPLE = 64
 
 
-class Piece(NamedTuple):
+class HeldChunk(NamedTuple):
     """A chunk of the model's tensor that one rank holds: where its weights are."""
 
     key: str
@@ -34,7 +34,7 @@ class Param(NamedTuple):
     """What one rank holds of a parameter: its pieces, one after the other along dim 0."""
 
     key: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[HeldChunk, ...]
     is_replica: bool
 
     @property
@@ -107,7 +107,7 @@ def holds_grouped(container: Container, buffer: Buffer, start: int, param: Param
 
 
 def _is_alike(
-    container: Container, buffer: Buffer, low: int, piece: Piece, where: tuple[int, int, int]
+    container: Container, buffer: Buffer, low: int, piece: HeldChunk, where: tuple[int, int, int]
 ) -> bool:
     """Return whether masters from ``low`` on round to weights: first, how many, how far apart."""
     first, count, step = where
@@ -131,7 +131,7 @@ def _read(
     )
 
 
-def _weights(container: Container, piece: Piece, skip: int, count: int) -> bytes:
+def _weights(container: Container, piece: HeldChunk, skip: int, count: int) -> bytes:
     fragment, itemsize = piece.fragment, DTYPE_BYTES[piece.dtype]
     path = join(container.directory, fragment.file)
     return container.store.read_range(

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ucp_core.errors import UnsupportedVersionError
 from ucp_core.formats.megatron_core.buffer_weights import (
     Buffer,
+    HeldChunk,
     Param,
-    Piece,
     holds,
     holds_grouped,
     holds_plain,
@@ -147,13 +147,15 @@ def _by_group(
     a stage is in the files of one of them only.
     """
     groups = _groups(container, buffers)
-    owned: dict[_Name, dict[str, list[Piece]]] = {}
+    owned: dict[_Name, dict[str, list[HeldChunk]]] = {}
     for name, fragment in _in_order(model):
         rank = _rank(container, fragment.file)
         if rank not in groups:
             raise _refused(container, name.key, f"rank {rank} has written no buffer")
         places = owned.setdefault(name, {})
-        places.setdefault(groups[rank], []).append(Piece(name.key, model[name.key].dtype, fragment))
+        places.setdefault(groups[rank], []).append(
+            HeldChunk(name.key, model[name.key].dtype, fragment)
+        )
     stages = _stages(set(groups.values()), [set(places) for places in owned.values()])
     params: dict[str, list[Param]] = defaultdict(list)
     for name, places in owned.items():
@@ -189,7 +191,7 @@ def _groups(container: Container, buffers: Mapping[BucketKey, Buffer]) -> dict[i
 def _add_copies(
     params: dict[str, list[Param]],
     stages: Mapping[str, set[str]],
-    places: Mapping[str, Sequence[Piece]],
+    places: Mapping[str, Sequence[HeldChunk]],
 ) -> None:
     """Add to other stages, behind all that they have, what only the embedding's has written."""
     owners = sorted(places, key=_number)

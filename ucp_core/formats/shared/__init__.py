@@ -26,7 +26,7 @@ from ucp_core.formats.shared.optimizer_order import (
     unclear,
 )
 from ucp_core.formats.shared.restored import restored
-from ucp_core.formats.shared.shards import Layouts, Rank, Run, Shards
+from ucp_core.formats.shared.shards import FlatRun, Layouts, Rank, Shards
 from ucp_core.formats.shared.torch_files import THREADS_MAX, Files
 from ucp_core.formats.shared.values import (
     NUMBER_DTYPES,
@@ -43,10 +43,10 @@ __all__ = [
     "NUMBER_DTYPES",
     "THREADS_MAX",
     "Files",
+    "FlatRun",
     "Groups",
     "Layouts",
     "Rank",
-    "Run",
     "Scalars",
     "Shards",
     "Vocabulary",

@@ -30,7 +30,7 @@ class Rank(NamedTuple):
     tp: int
 
 
-class Run(NamedTuple):
+class FlatRun(NamedTuple):
     """Elements ``[start, stop)`` of a flattened shard, side by side in a file."""
 
     file: str
@@ -53,7 +53,7 @@ class Shard:
 
     dtype: str
     shape: tuple[int, ...]
-    runs: list[Run] = field(default_factory=list)
+    runs: list[FlatRun] = field(default_factory=list)
     strides: tuple[int, ...] | None = None
 
 
@@ -84,7 +84,7 @@ class Shards:
     _found: dict[TensorKey, dict[Rank, Shard]] = field(default_factory=lambda: defaultdict(dict))
 
     def add_run(
-        self, key: TensorKey, rank: Rank, dtype: str, shape: tuple[int, ...], run: Run | None
+        self, key: TensorKey, rank: Rank, dtype: str, shape: tuple[int, ...], run: FlatRun | None
     ) -> None:
         """Add elements of a flattened shard; None where a rank has no element of it.
 
@@ -122,7 +122,7 @@ class Shards:
                 files=[other.runs[0].file, ref.file],
             )
         count = prod(ref.shape)
-        runs = [Run(ref.file, ref.offset_bytes, 0, count)] if count else []
+        runs = [FlatRun(ref.file, ref.offset_bytes, 0, count)] if count else []
         self._found[key][rank] = Shard(ref.dtype, ref.shape, runs, ref.byte_strides)
 
     def add_rows(
@@ -134,7 +134,7 @@ class Shards:
             CheckpointCorruptError: Another file gives the shard another dtype or shape.
         """
         row = prod(ref.shape[1:])
-        run = Run(ref.file, ref.offset_bytes, first * row, first * row + ref.num_elements)
+        run = FlatRun(ref.file, ref.offset_bytes, first * row, first * row + ref.num_elements)
         self.add_run(key, rank, ref.dtype, (num_rows, *ref.shape[1:]), run)
         self._found[key][rank].strides = ref.byte_strides
 
@@ -174,7 +174,7 @@ class Shards:
         """Return the slots of which any rank holds something."""
         return {key.slot for key in self._found if key.fqn == fqn}
 
-    def first_runs(self, key: TensorKey) -> list[tuple[str, Run]]:
+    def first_runs(self, key: TensorKey) -> list[tuple[str, FlatRun]]:
         """Return dtype and first run of every tensor parallel rank's shard, in one stage."""
         ranks = self._found.get(key, {})
         stage = min((rank.stage for rank in ranks), default=0)
@@ -318,7 +318,7 @@ def _fragments(
 
 
 def _strided(
-    placement: Placement, tp: int, shard: Shard, run: Run, *, replica: bool
+    placement: Placement, tp: int, shard: Shard, run: FlatRun, *, replica: bool
 ) -> Iterable[Fragment]:
     """Yield the fragments of rows of a shard that are not C-contiguous in their file."""
     strides = shard.strides

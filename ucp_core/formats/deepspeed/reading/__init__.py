@@ -5,7 +5,6 @@ without ZeRO ``without_zero``), what the model's hold (``weights``, ``extras``),
 are cut over tensor parallel ranks (``tensor_parallel``).
 """
 
-from ucp_core.formats.deepspeed.reading.copied import refuse_copied
 from ucp_core.formats.deepspeed.reading.extras import Extras
 from ucp_core.formats.deepspeed.reading.file_names import (
     ZERO,
@@ -14,9 +13,13 @@ from ucp_core.formats.deepspeed.reading.file_names import (
     looks_like_deepspeed,
     sort_names,
 )
+from ucp_core.formats.deepspeed.reading.misplaced import (
+    refuse_copied,
+    refuse_swapped,
+    refuse_swapped_models,
+)
 from ucp_core.formats.deepspeed.reading.partitions import RankState, read_rank
 from ucp_core.formats.deepspeed.reading.pipeline_without_zero import read_layer_files
-from ucp_core.formats.deepspeed.reading.swapped import refuse_swapped, refuse_swapped_models
 from ucp_core.formats.deepspeed.reading.tensor_parallel import Info, TensorParallelLayouts
 from ucp_core.formats.deepspeed.reading.topology import Native, open_native
 from ucp_core.formats.deepspeed.reading.weights import (

@@ -13,10 +13,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.formats.deepspeed.reading.copied import refuse_copied_frozen
 from ucp_core.formats.deepspeed.reading.topology import Native
 from ucp_core.formats.deepspeed.reading.zero import EXPERT
-from ucp_core.formats.shared import Rank, Run, Shards
+from ucp_core.formats.shared import FlatRun, Rank, Shards, refuse_equal
 from ucp_core.geometry import DTYPE_BYTES, TensorKey
 from ucp_core.manifest import Item
 from ucp_core.torch_files import TensorRef
@@ -295,13 +294,15 @@ def _add_frozen_fragments(native: Native, modules: Modules) -> None:
                 offset += begin * DTYPE_BYTES[ref.dtype]
             elif piece != total:
                 held.setdefault(mp, {}).setdefault(dp_rank, []).append(ref)
-            run = Run(file, offset, begin, end)
+            run = FlatRun(file, offset, begin, end)
             key = TensorKey(name, WEIGHT)
             modules.shards.add_run(key, native.rank(mp), ref.dtype, shape, run)
             if name not in modules.trained:
                 modules.roles[name] = "frozen"
     for pieces in held.values():
-        refuse_copied_frozen(native.files.store, native.files.directory, pieces.values())
+        # Nothing else in a model file of stage 3 is only one rank's.
+        store, directory = native.files.store, native.files.directory
+        refuse_equal(store, directory, pieces.values(), "pieces of frozen parameters")
 
 
 def _add_layers(native: Native, modules: Modules) -> None:

@@ -20,8 +20,8 @@ from ucp_core.formats.deepspeed.reading.zero import EXPERT, param_shapes
 from ucp_core.formats.shared import (
     DISTRIBUTE_IT,
     NAME_THEM,
+    FlatRun,
     Rank,
-    Run,
     Scalars,
     assign,
     check_numbers,
@@ -461,7 +461,7 @@ class _Optimizer:
             modules.shards.drop(TensorKey(name, WEIGHT), rank)
             for slot, ref in ((WEIGHT, flat), *slots.items()):
                 offset_bytes = ref.offset_bytes + first * DTYPE_BYTES[ref.dtype]
-                run = Run(ref.file, offset_bytes, 0, prod(shape))
+                run = FlatRun(ref.file, offset_bytes, 0, prod(shape))
                 modules.shards.add_run(TensorKey(name, slot), rank, ref.dtype, shape, run)
             for slot, value in state.items():
                 if slot not in slots and isinstance(value, TensorRef | int | float):

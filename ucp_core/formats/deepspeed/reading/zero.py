@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 from ucp_core.formats.deepspeed.reading.partitions import MOMENTUM
-from ucp_core.formats.shared import Rank, Run, Shards
+from ucp_core.formats.shared import FlatRun, Rank, Shards
 from ucp_core.geometry import DTYPE_BYTES, TensorKey
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _add_momentum(
     """Add Muon's momentum of some elements of a shard, which lies from ``start`` on."""
     assert part.momentum is not None, f"{part.file} has no momentum"
     ref, _ = part.momentum
-    run = Run(part.file, ref.offset_bytes + start * DTYPE_BYTES[ref.dtype], *span)
+    run = FlatRun(part.file, ref.offset_bytes + start * DTYPE_BYTES[ref.dtype], *span)
     shards.add_run(TensorKey(fqn, MOMENTUM), stage.rank, ref.dtype, shape, run)
 
 
@@ -286,7 +286,7 @@ def _add(
                 fqn=fqn,
                 slot=slot,
             )
-        run = Run(part.file, ref.offset_bytes + start * DTYPE_BYTES[ref.dtype], begin, end)
+        run = FlatRun(part.file, ref.offset_bytes + start * DTYPE_BYTES[ref.dtype], begin, end)
         shards.add_run(TensorKey(fqn, slot), stage.rank, ref.dtype, shape, run)
 
 

@@ -28,7 +28,7 @@ SLAB_BYTES_MAX = 8 << 20
 _BUFFERS = 8
 
 
-class Shard(NamedTuple):
+class RankShard(NamedTuple):
     """One rank's part of a tensor: what a model-parallel rank calls the parameter.
 
     Attributes:
@@ -50,12 +50,12 @@ class Shard(NamedTuple):
 class Range(NamedTuple):
     """Elements ``start <= i < stop`` of a flattened shard, or zeros where ``shard`` is None."""
 
-    shard: Shard | None
+    shard: RankShard | None
     start: int
     stop: int
 
 
-class _Run(NamedTuple):
+class _Box(NamedTuple):
     """A box of a shard whose elements come next: its shape, and pieces with their places in it."""
 
     dtype: str
@@ -91,8 +91,8 @@ class FlatReader:
             for run in group:
                 yield _elements(run, slabs, dtype)
 
-    def _groups(self, runs: Iterable[_Run]) -> Iterator[list[_Run]]:
-        group: list[_Run] = []
+    def _groups(self, runs: Iterable[_Box]) -> Iterator[list[_Box]]:
+        group: list[_Box] = []
         used_bytes = 0
         for run in runs:
             if group and used_bytes + run.num_bytes > self._slab_bytes:
@@ -106,20 +106,20 @@ class FlatReader:
 
 def whole(entry: TensorEntry) -> tuple[Range, ...]:
     """Return the ranges of a whole tensor."""
-    return everything(Shard(entry, entry.shape))
+    return everything(RankShard(entry, entry.shape))
 
 
-def everything(shard: Shard) -> tuple[Range, ...]:
+def everything(shard: RankShard) -> tuple[Range, ...]:
     """Return the ranges of a whole shard."""
     return (Range(shard, 0, shard.num_elements),)
 
 
-def _runs(ranges: Iterable[Range], dtype: str, slab_bytes: int) -> Iterator[_Run]:
+def _runs(ranges: Iterable[Range], dtype: str, slab_bytes: int) -> Iterator[_Box]:
     for item in ranges:
         if item.shard is None:
             bound = max(1, slab_bytes // DTYPE_BYTES[dtype])
             for low in range(item.start, item.stop, bound):
-                yield _Run(dtype, (min(bound, item.stop - low),), ())
+                yield _Box(dtype, (min(bound, item.stop - low),), ())
             continue
         shard = item.shard
         source = shard.entry.dtype
@@ -132,10 +132,10 @@ def _runs(ranges: Iterable[Range], dtype: str, slab_bytes: int) -> Iterator[_Run
         bound = max(1, slab_bytes // max(DTYPE_BYTES[source], DTYPE_BYTES[dtype]))
         for outer in flat_range(shard.shape, item.start, item.stop):
             for box in slabs(outer, bound):
-                yield _Run(source, box.shape, _pieces(shard, box))
+                yield _Box(source, box.shape, _pieces(shard, box))
 
 
-def _pieces(shard: Shard, box: Box) -> tuple[tuple[Piece, Box], ...]:
+def _pieces(shard: RankShard, box: Box) -> tuple[tuple[Piece, Box], ...]:
     """Return what of the whole tensor is in ``box`` of the shard, and where in the box."""
     if shard.pieces is None:
         return ((Piece(shard.entry, box), box.relative_to(box)),)
@@ -153,7 +153,7 @@ def _pieces(shard: Shard, box: Box) -> tuple[tuple[Piece, Box], ...]:
     return tuple(found)
 
 
-def _elements(run: _Run, slabs: Iterator[Slab], dtype: str) -> memoryview:
+def _elements(run: _Box, slabs: Iterator[Slab], dtype: str) -> memoryview:
     if not run.pieces:
         return memoryview(bytes(prod(run.shape) * DTYPE_BYTES[dtype]))
     if len(run.pieces) == 1 and run.pieces[0][1].shape == run.shape:

@@ -20,7 +20,7 @@ from ucp_core.formats.deepspeed.writing.partitions import (
     tensor_partition,
     tensor_spans,
 )
-from ucp_core.formats.deepspeed.writing.streams import Range, Shard, everything
+from ucp_core.formats.deepspeed.writing.streams import Range, RankShard, everything
 from ucp_core.numerics import FLOATS
 from ucp_core.torch_files import Instance, Named, Size, TensorData
 
@@ -93,12 +93,12 @@ class Trees:
         self._placements = placements
         self._rank = rank
 
-    def shard(self, entry: TensorEntry) -> Shard:
+    def shard(self, entry: TensorEntry) -> RankShard:
         """Return this rank's part of a tensor; a slot is spread like its parameter."""
         if self._placements is None:
-            return Shard(entry, entry.shape)
+            return RankShard(entry, entry.shape)
         placement = self._placements[entry.key.fqn]
-        return Shard(entry, placement.shards[self._rank], placement.pieces[self._rank])
+        return RankShard(entry, placement.shards[self._rank], placement.pieces[self._rank])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of this rank's part of a parameter or buffer."""

@@ -1,9 +1,11 @@
-"""Refuses files of stage 3 that lie under one another's names.
+"""Refuses a file of a rank that lies under another rank's name.
 
-No file says whose it is, and each is sound by itself. But the last rank has less than its piece of
-a parameter that the ranks do not divide, and behind it moments of nothing: zeros, for no gradient
-came there. Where it has others, and another rank has zeros just there, the two were swapped. And
-the first rank alone writes down what is tied.
+DeepSpeed writes no rank into such a file: only its name and its content tell it from another one.
+A copy is found by equal content, since data-parallel ranks hold different parts. Under stage 3 two
+swapped files are each sound, but the last rank has padding behind its part of a parameter that the
+ranks do not divide. The moments of padding are zeros, because no gradient came there. If the last
+rank has other moments there and another rank has zeros, the two were swapped. Only the first rank
+writes down the ties.
 """
 
 from __future__ import annotations
@@ -13,25 +15,45 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import CheckpointCorruptError
+from ucp_core.formats.shared import refuse_equal
 from ucp_core.geometry import DTYPE_BYTES
 from ucp_core.storage import join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from ucp_core.formats.deepspeed.reading.partitions import RankState
     from ucp_core.formats.deepspeed.reading.topology import Native
     from ucp_core.formats.deepspeed.reading.zero import Stage
     from ucp_core.storage import Store
+    from ucp_core.torch_files import TensorRef
 
-#: Parameters that are looked at, of which the last rank has less than the others.
-_LOOKED_AT_MAX = 8
+#: Parameters that are compared, of which the last rank has less than the others.
+_COMPARED_MAX = 8
+
+
+def refuse_copied(store: Store, directory: str, states: Sequence[RankState]) -> None:
+    """Check that no two data-parallel ranks of one model-parallel rank have the same file.
+
+    Raises:
+        CheckpointCorruptError: Two are equal, and hold more than a few numbers repeated.
+    """
+    held = [list(_tensors(state)) for state in states]
+    refuse_equal(store, directory, held, "masters and optimizer state")
+
+
+def _tensors(state: RankState) -> Iterator[TensorRef]:
+    for part in state.partitions:
+        yield part.weight
+        for _, ref in sorted(part.slots.items()):
+            yield ref
 
 
 def refuse_swapped(store: Store, directory: str, stage: Stage) -> None:
     """Check that the last rank's optimizer file is not under the name of another one.
 
-    Both have to be seen: decay of the weights can leave moments in padding, and rows that no
-    sample touched are zero.
+    Both signs are needed: weight decay can leave moments in padding, and rows that no sample
+    touched are zero.
 
     Args:
         store: Where.
@@ -39,10 +61,10 @@ def refuse_swapped(store: Store, directory: str, stage: Stage) -> None:
         stage: The files of one model-parallel rank, each sound by itself.
 
     Raises:
-        CheckpointCorruptError: It is.
+        CheckpointCorruptError: Two ranks' files were swapped.
     """
     last = len(stage.states) - 1
-    spots = list(islice(_paddings(stage), _LOOKED_AT_MAX))
+    spots = list(islice(_paddings(stage), _COMPARED_MAX))
     if not spots or _are_zero(store, directory, stage, last, spots):
         return
     for rank in range(last):
@@ -59,10 +81,10 @@ def refuse_swapped(store: Store, directory: str, stage: Stage) -> None:
 
 
 def refuse_swapped_models(native: Native) -> None:
-    """Check the same of the first rank's model file, by the ties that only it has.
+    """Check that the first rank's model file is the one with the ties.
 
     Raises:
-        CheckpointCorruptError: Another one has them.
+        CheckpointCorruptError: Another rank's file has them.
     """
     first = native.model[0, 0]
     files = [file for (_, mp), file in sorted(native.model.items()) if mp == 0]
@@ -96,7 +118,7 @@ def _paddings(stage: Stage) -> Iterator[tuple[int, int, int]]:
 def _are_zero(
     store: Store, directory: str, stage: Stage, rank: int, spots: list[tuple[int, int, int]]
 ) -> bool:
-    """Return whether all moments in these places are, which are read at once."""
+    """Return whether all moments in these places are zero; they are read at once."""
     ranges: dict[str, dict[int, bytearray]] = {}
     for number, start, stop in spots:
         for ref in stage.states[rank].partitions[number].slots.values():
