@@ -5,15 +5,24 @@ A directory (``directory``) has metadata (``metadata``) and data files, together
 (``safetensors``). ``key_names`` says what its keys mean, ``state`` makes training state of it.
 """
 
-from ucp_core.formats.dcp.container import Container
-from ucp_core.formats.dcp.directory import read_container
-from ucp_core.formats.dcp.recognition import metadata_names
-from ucp_core.formats.dcp.state import BLOCK_BYTES, State
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BLOCK_BYTES",
-    "Container",
-    "State",
-    "metadata_names",
-    "read_container",
-]
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from ucp_core.formats.dcp.container import Container
+    from ucp_core.formats.dcp.directory import read_container
+    from ucp_core.formats.dcp.recognition import metadata_names
+    from ucp_core.formats.dcp.state import BLOCK_BYTES, State
+
+__all__ = ["BLOCK_BYTES", "Container", "State", "metadata_names", "read_container"]
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "ucp_core.formats.dcp.container": ("Container",),
+        "ucp_core.formats.dcp.directory": ("read_container",),
+        "ucp_core.formats.dcp.recognition": ("metadata_names",),
+        "ucp_core.formats.dcp.state": ("BLOCK_BYTES", "State"),
+    },
+)

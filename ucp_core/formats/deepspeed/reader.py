@@ -13,7 +13,6 @@ from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 from ucp_core.formats.deepspeed.reading import (
     WEIGHT,
     Extras,
-    Folder,
     Info,
     Modules,
     Native,
@@ -25,7 +24,6 @@ from ucp_core.formats.deepspeed.reading import (
     add_zero3,
     add_zero12,
     buffer_names,
-    locate,
     open_native,
     param_shapes,
     read_layer_files,
@@ -34,11 +32,10 @@ from ucp_core.formats.deepspeed.reading import (
     refuse_swapped,
     refuse_swapped_models,
     resolve_ties,
-    sort_names,
     tied_weight,
     weights_of,
 )
-from ucp_core.formats.deepspeed.recognition import NAME
+from ucp_core.formats.deepspeed.recognition import NAME, Folder, locate, sort_names
 from ucp_core.formats.shared import (
     THREADS_MAX,
     Groups,

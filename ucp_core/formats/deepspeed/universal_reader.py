@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.deepspeed.reading import (
-    ZERO,
     Extras,
-    Folder,
     Modules,
     Native,
     add_modules,
@@ -26,8 +24,8 @@ from ucp_core.formats.deepspeed.reading import (
     open_native,
     param_shapes,
     resolve_ties,
-    sort_names,
 )
+from ucp_core.formats.deepspeed.recognition import ZERO, Folder, sort_names
 from ucp_core.formats.shared import THREADS_MAX, Groups, Scalars, Shards, json_value, number
 from ucp_core.geometry import Box, Extent, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.language import extract, place, plain, union

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +44,20 @@ def test_nothing_known_is_recognised_as_nothing(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("not a checkpoint")
     with pytest.raises(CheckpointNotFoundError, match="no known format"):
         open_source(LocalStore(), str(tmp_path))
+
+
+def test_recognition_loads_no_reader(tmp_path: Path) -> None:
+    """Every command looks at what a path is, and readers of six formats take a while to import."""
+    program = (
+        "import sys; from ucp_core.formats import recognise; "
+        "from ucp_core.storage import LocalStore; "
+        f"recognise(LocalStore(), {str(tmp_path)!r}); print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+
+    loaded_names = done.stdout.decode().split()
+    assert "ucp_core.formats.dcp.recognition" in loaded_names
+    assert not [n for n in loaded_names if n.endswith(".reader") or "torch_files" in n]
 
 
 def test_names_are_mapped_in_every_slot_and_group(tmp_path: Path) -> None:

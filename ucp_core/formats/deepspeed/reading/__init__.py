@@ -1,18 +1,11 @@
 """Parts of the readers of DeepSpeed's checkpoints.
 
-Which files there are (``file_names``, ``topology``), what ZeRO's hold (``partitions``, ``zero``;
+Which files belong to it (``topology``), what ZeRO's hold (``partitions``, ``zero``;
 without ZeRO ``without_zero``), what the model's hold (``weights``, ``extras``), and how tensors
 are cut over tensor parallel ranks (``tensor_parallel``).
 """
 
 from ucp_core.formats.deepspeed.reading.extras import Extras
-from ucp_core.formats.deepspeed.reading.file_names import (
-    ZERO,
-    Folder,
-    locate,
-    looks_like_deepspeed,
-    sort_names,
-)
 from ucp_core.formats.deepspeed.reading.misplaced import (
     refuse_copied,
     refuse_swapped,
@@ -36,9 +29,7 @@ from ucp_core.formats.deepspeed.reading.zero import Stage, add_zero3, add_zero12
 
 __all__ = [
     "WEIGHT",
-    "ZERO",
     "Extras",
-    "Folder",
     "Info",
     "Modules",
     "Native",
@@ -50,8 +41,6 @@ __all__ = [
     "add_zero3",
     "add_zero12",
     "buffer_names",
-    "locate",
-    "looks_like_deepspeed",
     "open_native",
     "param_shapes",
     "read_layer_files",
@@ -60,7 +49,6 @@ __all__ = [
     "refuse_swapped",
     "refuse_swapped_models",
     "resolve_ties",
-    "sort_names",
     "tied_weight",
     "weights_of",
 ]

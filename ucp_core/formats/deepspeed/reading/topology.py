@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, UcpError
-from ucp_core.formats.deepspeed.reading.file_names import Names
+from ucp_core.formats.deepspeed.recognition import Names
 from ucp_core.formats.shared import Files, Rank
 from ucp_core.manifest import Item
 from ucp_core.torch_files import Opaque, read_torch_file
