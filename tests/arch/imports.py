@@ -7,7 +7,7 @@ import functools
 from pathlib import Path
 from typing import TypeAlias
 
-from tests.arch._tree import PACKAGES, python_files, relative
+from tests.arch.tree import PACKAGES, python_files, relative
 
 #: The modules that each module imports, of the three packages only.
 Graph: TypeAlias = dict[str, frozenset[str]]

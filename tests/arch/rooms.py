@@ -11,8 +11,8 @@ import textwrap
 import tomllib
 from collections import Counter
 
-from tests.arch._tree import PACKAGES, ROOT
 from tests.arch.imports import import_graph
+from tests.arch.tree import PACKAGES, ROOT
 
 
 @functools.cache

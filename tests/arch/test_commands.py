@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from orchestrator.cli.main import app as everstep
-from tests.arch._tree import ROOT
+from tests.arch.tree import ROOT
 from ucp_core.cli import app as ucp
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}

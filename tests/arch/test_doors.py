@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.arch._tree import PACKAGES, python_files, relative
+from tests.arch.tree import PACKAGES, python_files, relative
 
 
 def test_nobody_reaches_past_a_door() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.arch._tree import PACKAGES, ROOT, project_files, python_files, relative
+from tests.arch.tree import PACKAGES, ROOT, project_files, python_files, relative
 
 #: Somebody's home, somebody's workplace, somebody's package registry.
 FORBIDDEN = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.arch._tree import PACKAGES, ROOT, python_files, relative
+from tests.arch.tree import PACKAGES, ROOT, python_files, relative
 
 #: Folders of tests/unit that mirror no package.
 OTHER_UNITS = {"benchmarks"}

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.arch._tree import ROOT, python_files, relative
+from tests.arch.tree import ROOT, python_files, relative
 
 #: Frameworks that a pure module must not pull in, not even through somebody else.
 FRAMEWORKS = ("ray", "torch", "fsspec", "yaml", "pydantic", "numpy")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.arch._tree import PACKAGES, python_files, relative
+from tests.arch.tree import PACKAGES, python_files, relative
 
 FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 800

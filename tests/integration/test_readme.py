@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config import load
-from tests.arch._tree import ROOT
+from tests.arch.tree import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

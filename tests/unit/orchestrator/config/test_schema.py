@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.config import RunConfig, demo_config, load
 from orchestrator.errors import ConfigError
-from tests.arch._tree import ROOT
+from tests.arch.tree import ROOT
 from workers.settings import ParallelSettings, Settings
 
 LEAST = "run: {directory: runs/x}\nworkers: {max: 4}\n"
