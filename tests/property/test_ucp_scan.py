@@ -31,7 +31,8 @@ DIRECTORY = f"{ROOT}/step-00000007"
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small documents are read as large ones are, and fragments have several blocks."""
-    monkeypatch.setattr(manifest, "_SCAN_BYTES_MIN", 0)
+    monkeypatch.setattr(manifest, "_MANIFEST_COLUMNS_BYTES_MIN", 0)
+    monkeypatch.setattr(manifest, "_RECORD_COLUMNS_BYTES_MIN", 0)
     monkeypatch.setattr(_save, "BLOCK_BYTES", 16)
 
 

@@ -2,19 +2,29 @@
 
 from typing import TYPE_CHECKING
 
+from ucp_core.geometry.boxes import (
+    Box,
+    flat_range,
+    is_contiguous,
+    is_packed,
+    packed_strides,
+    reach,
+    slabs,
+    span,
+)
+from ucp_core.geometry.statemap import (
+    DTYPE_BYTES,
+    Extent,
+    Fragment,
+    StateMap,
+    TensorEntry,
+    TensorKey,
+    prove_entry,
+    sweep_dim,
+)
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from ucp_core.geometry.boxes import (
-        Box,
-        flat_range,
-        is_contiguous,
-        is_packed,
-        packed_strides,
-        reach,
-        slabs,
-        span,
-    )
     from ucp_core.geometry.fragment_table import (
         FILE,
         FIRST_BLOCK,
@@ -31,16 +41,6 @@ if TYPE_CHECKING:
         merged,
     )
     from ucp_core.geometry.fragment_table import Numbers as Numbers
-    from ucp_core.geometry.statemap import (
-        DTYPE_BYTES,
-        Extent,
-        Fragment,
-        StateMap,
-        TensorEntry,
-        TensorKey,
-        prove_entry,
-        sweep_dim,
-    )
 
 __all__ = [
     "DTYPE_BYTES",
@@ -77,16 +77,6 @@ __all__ = [
 __getattr__ = lazy_door(
     __name__,
     {
-        "ucp_core.geometry.boxes": (
-            "Box",
-            "flat_range",
-            "is_contiguous",
-            "is_packed",
-            "packed_strides",
-            "reach",
-            "slabs",
-            "span",
-        ),
         "ucp_core.geometry.fragment_table": (
             "FILE",
             "FIRST_BLOCK",
@@ -101,16 +91,6 @@ __getattr__ = lazy_door(
             "TableEntries",
             "columns_of",
             "merged",
-        ),
-        "ucp_core.geometry.statemap": (
-            "DTYPE_BYTES",
-            "Extent",
-            "Fragment",
-            "StateMap",
-            "TensorEntry",
-            "TensorKey",
-            "prove_entry",
-            "sweep_dim",
-        ),
+        )
     },
 )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     #: Index of a box, what holds a piece of it, and the elements of the piece; its first byte from
     #: the fragment's first element, and that behind its last one, others may lie between; where
     #: the piece is in the memory of the box if its bytes lie alike there, else -1.
-    Piece = tuple[int, Fragment, Box, int, int, int]
+    Found = tuple[int, Fragment, Box, int, int, int]
 
 #: Columns of ``Table.places``.
 FILE, OFFSET, NUM_BYTES, CRC, FIRST_BLOCK, NUM_BLOCKS = range(6)
@@ -160,7 +160,7 @@ class Table:
         is_in_run = is_run[slot]
         return _Runs(is_run, base, shift + first * is_in_run, shift + last * is_in_run)
 
-    def pieces(self, slots: Sequence[int], boxes: Sequence[Box]) -> tuple[list[Piece], list[bool]]:
+    def pieces(self, slots: Sequence[int], boxes: Sequence[Box]) -> tuple[list[Found], list[bool]]:
         """Return where boxes are, each of the slot beside it, and whether all of it is found.
 
         Nothing is, where that cannot be told at once: the tensor is not cut into ranges, or the

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ucp_core.errors import UcpError
 from ucp_core.geometry import DTYPE_BYTES, Box, Extent, TensorEntry, TensorKey, slabs, span
 from ucp_core.inspection.elements import Difference, Tolerance, common_dtype, compare
-from ucp_core.native import MEMORY_BYTES_MIN, Piece, SlabReader, aligned, check_memory, reading
+from ucp_core.native import MEMORY_BYTES_MIN, SlabReader, TensorBox, aligned, check_memory, reading
 from ucp_core.numerics import combine
 
 if TYPE_CHECKING:
@@ -329,11 +329,11 @@ class _Comparison:
             for box in slabs(Box.full(a.shape), bound):
                 yield _Cut(number, box)
 
-    def _pieces(self, one: _Cut) -> tuple[Piece, Piece]:
+    def _pieces(self, one: _Cut) -> tuple[TensorBox, TensorBox]:
         _, a, b = self._pairs[one.pair]
         assert a is not None, "both are there"
         assert b is not None, "both are there"
-        return Piece(a, one.box), Piece(b, one.box)
+        return TensorBox(a, one.box), TensorBox(b, one.box)
 
     def _bytes(self, one: _Cut) -> tuple[int, int]:
         a, b = self._pieces(one)
@@ -356,7 +356,7 @@ class _Comparison:
             self._readers.put(readers)
 
     def _compared(
-        self, box: Box, one: memoryview, two: memoryview, a: Piece, b: Piece
+        self, box: Box, one: memoryview, two: memoryview, a: TensorBox, b: TensorBox
     ) -> Difference | None:
         found = compare(one, two, (a.entry.dtype, b.entry.dtype), self._tolerance)
         if found is None:

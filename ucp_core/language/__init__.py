@@ -1,40 +1,33 @@
-"""Parts of the language for how shards make up tensors, which ``RULES.md`` describes.
+"""How the shards of several ranks make up tensors: the language that ``RULES.md`` describes. Pure.
 
-Its patterns are values of ``ucp_core.language.patterns``, its rules of
-``ucp_core.language.rules``; here are the
-arithmetic of strided pieces (``affine``), the text form (``syntax``) and its printing (``plain``).
-Families that ship are in ``ucp_core/language/families``.
+``patterns`` are its values, ``affine`` strided pieces, ``syntax`` its text, ``rules`` which tensor
+has which pattern; ``operators`` turn patterns into fragments, ``targets`` say what a rank needs.
 """
 
-from typing import TYPE_CHECKING
-
-from ucp_core.lazy import lazy_door
-
-if TYPE_CHECKING:
-    from ucp_core.language.affine import Affine, parse_affine_map
-    from ucp_core.language.operators import extract, rename, strip_padding, tie, union
-    from ucp_core.language.patterns import (
-        Average,
-        Cut,
-        Grid,
-        Pattern,
-        Piece,
-        Placement,
-        Replicated,
-        Unique,
-        place,
-        plain,
-        split,
-    )
-    from ucp_core.language.rules import (
-        Rules,
-        builtin_names,
-        builtin_rules,
-        family_of,
-        load_renames,
-        load_rules,
-    )
-    from ucp_core.language.targets import shapes_of, target_map
+from ucp_core.language.affine import Affine, parse_affine_map
+from ucp_core.language.operators import extract, rename, strip_padding, tie, union
+from ucp_core.language.patterns import (
+    Average,
+    Cut,
+    Grid,
+    Pattern,
+    Placement,
+    Replicated,
+    ShardPiece,
+    Unique,
+    place,
+    plain,
+    split,
+)
+from ucp_core.language.rules import (
+    Rules,
+    builtin_names,
+    builtin_rules,
+    family_of,
+    load_renames,
+    load_rules,
+)
+from ucp_core.language.targets import shapes_of, target_map
 
 __all__ = [
     "Affine",
@@ -42,10 +35,10 @@ __all__ = [
     "Cut",
     "Grid",
     "Pattern",
-    "Piece",
     "Placement",
     "Replicated",
     "Rules",
+    "ShardPiece",
     "Unique",
     "builtin_names",
     "builtin_rules",
@@ -64,33 +57,3 @@ __all__ = [
     "tie",
     "union",
 ]
-
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "ucp_core.language.affine": ("Affine", "parse_affine_map"),
-        "ucp_core.language.operators": ("extract", "rename", "strip_padding", "tie", "union"),
-        "ucp_core.language.patterns": (
-            "Average",
-            "Cut",
-            "Grid",
-            "Pattern",
-            "Piece",
-            "Placement",
-            "Replicated",
-            "Unique",
-            "place",
-            "plain",
-            "split",
-        ),
-        "ucp_core.language.rules": (
-            "Rules",
-            "builtin_names",
-            "builtin_rules",
-            "family_of",
-            "load_renames",
-            "load_rules",
-        ),
-        "ucp_core.language.targets": ("shapes_of", "target_map"),
-    },
-)

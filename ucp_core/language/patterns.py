@@ -36,9 +36,9 @@ __all__ = [
     "Cut",
     "Grid",
     "Pattern",
-    "Piece",
     "Placement",
     "Replicated",
+    "ShardPiece",
     "Unique",
     "pattern_problems",
     "place",
@@ -108,7 +108,7 @@ class Grid:
 Pattern: TypeAlias = Unique | Replicated | Average | Cut | Grid | Affine
 
 
-class Piece(NamedTuple):
+class ShardPiece(NamedTuple):
     """A box of one rank's shard, and where it lies in the whole tensor.
 
     Attributes:
@@ -136,7 +136,7 @@ class Placement:
     """
 
     shape: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[ShardPiece, ...], ...]
     relation: Literal["once", "replica", "average"]
     check: Literal["equal", "first"]
     shards: tuple[tuple[int, ...], ...]
@@ -252,7 +252,7 @@ def _whole_on_each(
 ) -> Placement:
     box, start = Box.full(shapes[0]), (0,) * len(shapes[0])
     pieces = tuple(
-        (Piece(box, start, replica=relation == "replica" and rank > 0),)
+        (ShardPiece(box, start, replica=relation == "replica" and rank > 0),)
         for rank in range(len(shapes))
     )
     return Placement(shapes[0], pieces, relation, check, shapes)
@@ -298,7 +298,7 @@ def _place_affine(affine: Affine, shapes: tuple[tuple[int, ...], ...], name: str
             "shard",
             name=name,
         )
-    pieces: list[tuple[Piece, ...]] = []
+    pieces: list[tuple[ShardPiece, ...]] = []
     for rank, (shape, declared) in enumerate(zip(shapes, affine.shards, strict=True)):
         if shape != declared or len(shape) != len(affine.shape):
             raise PatternError(
@@ -314,7 +314,7 @@ def _place_affine(affine: Affine, shapes: tuple[tuple[int, ...], ...], name: str
     return Placement(affine.shape, tuple(pieces), relation, "equal", shapes)
 
 
-def _affine_pieces(affine: Affine, rank: int, name: str) -> Iterator[Piece]:
+def _affine_pieces(affine: Affine, rank: int, name: str) -> Iterator[ShardPiece]:
     what = f"{name}: rank {rank}"
     for piece in affine.pieces[rank]:
         if piece.scale != 1:
@@ -333,7 +333,7 @@ def _affine_pieces(affine: Affine, rank: int, name: str) -> Iterator[Piece]:
             )
         replica = rank != min(piece.locations)
         for box, start in piece_boxes(piece, affine.shape, affine.shards[rank], what=what):
-            yield Piece(box, start, replica=replica)
+            yield ShardPiece(box, start, replica=replica)
 
 
 def _cut_problems(cut: Cut) -> Iterator[str]:
@@ -381,7 +381,7 @@ def _place_cuts(
     degrees: Sequence[int],
     shapes: tuple[tuple[int, ...], ...],
     name: str,
-) -> tuple[tuple[int, ...], tuple[tuple[Piece, ...], ...]]:
+) -> tuple[tuple[int, ...], tuple[tuple[ShardPiece, ...], ...]]:
     """Return the shape of the whole tensor, and the pieces of every rank of a row-major grid.
 
     Raises:
@@ -549,14 +549,14 @@ def _even(size: int, num_ranks: int, name: str) -> int:
 
 def _pieces(
     shape: tuple[int, ...], cuts: Sequence[Cut], segments: Sequence[Sequence[_Segment]]
-) -> Iterator[Piece]:
+) -> Iterator[ShardPiece]:
     for chosen in product(*segments):
         low, high, start = [0] * len(shape), list(shape), [0] * len(shape)
         for cut, segment in zip(cuts, chosen, strict=True):
             low[cut.dim] = segment.local
             high[cut.dim] = segment.local + segment.length
             start[cut.dim] = segment.start
-        yield Piece(Box(tuple(low), tuple(high)), tuple(start))
+        yield ShardPiece(Box(tuple(low), tuple(high)), tuple(start))
 
 
 def _fitted_cut(cut: Cut, whole: Sequence[int], degree: int, name: str) -> tuple[Cut, list[int]]:

@@ -1,14 +1,13 @@
-"""The document that defines a checkpoint: validate, parse, print, merge.
+"""The document that defines a checkpoint: parse, print, merge. Pure.
 
-Pure. ``SPEC.md`` is the normative text. Three kinds share one form: the manifest of a
-universal checkpoint, that of a native distributed one, and the record that each rank writes.
+``SPEC.md`` is normative. Three kinds share one form: the manifest of a universal checkpoint, the
+manifest of a native distributed one, and the record that each rank writes.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,9 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 VERSION = 1
-#: Smaller documents are read as quickly one value at a time.
-_SCAN_BYTES_MIN = 8 << 10
-_NUMPY_BYTES_MIN = 1 << 20
+#: Larger documents are read as columns, by numpy. ``ucp inspect`` opens small manifests without
+#: numpy, whose import takes 0.1 s; whoever reads the records of ranks has numpy loaded.
+_MANIFEST_COLUMNS_BYTES_MIN = 256 << 10
+_RECORD_COLUMNS_BYTES_MIN = 8 << 10
+#: Entries of tensors and files, where they cannot be read as columns: 10 s and 250 MB.
+_ENTRIES_MAX = 1 << 20
 
 __all__ = [
     "VERSION",
@@ -83,22 +85,21 @@ class Manifest:
     """A parsed manifest or rank record.
 
     Attributes:
-        kind: Which of the three.
+        kind: Which kind.
         step: The optimizer step after which the state was taken.
-        attempt: The attempt that took it: the fencing token.
-        state_map: All tensors and their fragments; those of one rank in a rank record.
+        attempt: The attempt that took it (fencing token).
+        state_map: All tensors and their fragments; in a rank record, those of that rank.
         files: Every data file by its name in the directory.
         param_groups: The optimizer's groups: ``params`` (fqns) and hyper-parameters.
         extra: Small named values, JSON. In a universal manifest: name to file.
         source: Who wrote it; free, JSON.
         world_size: Ranks that saved; 0 in a universal manifest.
         rank: The rank of a record; -1 in a manifest.
-        ties: Aliases of a tensor: other name to the name that has an entry.
-        roles: ``frozen``, ``buffer`` or ``extra`` by fqn, for tensors that are no trained
-            parameters.
-        items: What became of everything else that a foreign checkpoint held.
-        patterns: How the shards of several ranks made up a tensor, in the text form of
-            ``RULES.md``; kept in universal manifests, of what was read from shards.
+        ties: Alias to the fqn that has an entry.
+        roles: ``frozen``, ``buffer`` or ``extra`` by fqn; trained parameters have none.
+        items: What became of everything else in a foreign checkpoint.
+        patterns: How the shards of ranks made up a tensor, in the text form of ``RULES.md``; only
+            in universal manifests of sharded sources.
     """
 
     kind: Kind
@@ -149,7 +150,7 @@ def parse(document: Any, *, where: str = "manifest") -> Manifest:
 
 
 def _manifest(document: dict[str, Any], entries: Mapping[TensorKey, TensorEntry]) -> Manifest:
-    """Return a sound document, whose tensors were read already, as a manifest."""
+    """Return the manifest of a valid document and its entries."""
     kind = Kind(document["format"])
     return Manifest(
         kind=kind,
@@ -176,7 +177,7 @@ def _manifest(document: dict[str, Any], entries: Mapping[TensorKey, TensorEntry]
 
 
 def _patterns(tensors: dict[str, Any]) -> dict[TensorKey, Any]:
-    """Return the patterns; a slot of the tensor's shape has the tensor's unless it says."""
+    """Return the pattern of every slot; slots of the tensor's shape inherit the tensor's."""
     found: dict[TensorKey, Any] = {}
     for fqn, tensor in tensors.items():
         for slot, value in tensor["slots"].items():
@@ -269,7 +270,7 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _add_relations(tensors: dict[str, dict[str, Any]], manifest: Manifest) -> None:
-    """Write ties and roles to the tensors that they are of."""
+    """Add ties and roles to their tensors."""
     missing = sorted({*manifest.ties.values(), *manifest.roles} - set(tensors))
     if missing:
         raise UcpError(
@@ -296,6 +297,7 @@ def _location(fragment: Fragment) -> dict[str, Any]:
     return value
 
 
+_RECORD_START = f'{{"format":"{Kind.RANK_RECORD}"'.encode()
 _SEAL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
 _SEAL_BYTES = len(b',"crc32":"00000000"}\n')
 
@@ -305,7 +307,7 @@ def to_bytes(manifest: Manifest, *, tensors: str | None = None) -> bytes:
 
     Args:
         manifest: What to print.
-        tensors: The text of its tensors, where that is printed already: the map has none then.
+        tensors: The text of its tensors if the caller has printed it; the map is empty then.
 
     Raises:
         UcpError: ``extra``, ``param_groups`` or ``source`` is not JSON.
@@ -319,7 +321,7 @@ def to_bytes(manifest: Manifest, *, tensors: str | None = None) -> bytes:
         ) from error
     if tensors is not None:
         assert not manifest.state_map.entries, "tensors come from one place"
-        # The first such text is the document's own: only numbers come before it.
+        # The first match is the document's own key: only numbers precede it.
         text = text.replace('"tensors":{}', f'"tensors":{tensors}', 1)
     body = text[:-1].encode()
     return body + b',"crc32":"%08x"}\n' % crc32(body)
@@ -329,8 +331,8 @@ def from_bytes(data: bytes, *, where: str = "manifest") -> Manifest:
     """Return the manifest that ``to_bytes`` printed.
 
     Raises:
-        ChecksumMismatchError: Not the bytes that were written: damaged, cut short or edited.
-        CheckpointCorruptError: Lists every problem of the document.
+        ChecksumMismatchError: The bytes are damaged, cut short or edited.
+        CheckpointCorruptError: Lists every problem of the document; or it is too large.
         UnsupportedVersionError: A newer format.
     """
     seal = _SEAL.fullmatch(data, max(0, len(data) - _SEAL_BYTES))
@@ -344,13 +346,20 @@ def from_bytes(data: bytes, *, where: str = "manifest") -> Manifest:
             f"{where} is damaged: its crc32 is {found:08x}, written was {seal[1].decode()}",
             where=where,
         )
-    # numpy takes 0.1 s to import, as long as it takes to do without it for a document this large.
-    if len(data) >= _SCAN_BYTES_MIN and ("numpy" in sys.modules or len(data) >= _NUMPY_BYTES_MIN):
+    is_record = data.startswith(_RECORD_START)
+    if len(data) >= (_RECORD_COLUMNS_BYTES_MIN if is_record else _MANIFEST_COLUMNS_BYTES_MIN):
         from ucp_core.geometry import TableEntries
         from ucp_core.manifest.fragment_columns import scan
 
         if scanned := scan(data):
             return _manifest(scanned.document, TableEntries(scanned.table))
+    num_entries = data.count(b'"crc32"')
+    if num_entries > _ENTRIES_MAX:
+        raise CheckpointCorruptError(
+            f"{where} has {num_entries} entries of tensors and files; a document that is not "
+            f"printed as SPEC.md, 2 says may have {_ENTRIES_MAX}",
+            where=where,
+        )
     try:
         document = load_json(data)
     except (ValueError, RecursionError) as error:
@@ -361,13 +370,13 @@ def from_bytes(data: bytes, *, where: str = "manifest") -> Manifest:
 def merge(records: Sequence[Manifest]) -> Manifest:
     """Return the manifest of a distributed checkpoint from the records of all its ranks.
 
-    Deterministic: whoever merges gets the same. ``extra``, ``source`` and hyper-parameters are
-    those of rank 0; the ``params`` of a group are gathered over the ranks, because a pipeline
-    stage knows only its own. The blocks are the largest of any rank.
+    The result is deterministic. ``extra``, ``source`` and hyper-parameters come from rank 0. The
+    ``params`` of a group are the union over all ranks, because a pipeline stage knows only its
+    own. The block size is the largest of any rank.
 
     Raises:
-        CheckpointCorruptError: Two ranks disagree on the dtype or shape of a tensor, or have
-            blocks of which the larger are not made up of the smaller.
+        CheckpointCorruptError: Two ranks disagree on the dtype or shape of a tensor, or the
+            largest block size is no multiple of another rank's.
         UncoveredRegionError: The ranks together do not hold every element exactly once.
     """
     records = sorted(records, key=lambda record: record.rank)
@@ -427,9 +436,9 @@ def _merged_entries(
 def _with_blocks(
     fragments: Sequence[Fragment], record: Manifest, block_bytes: int
 ) -> Sequence[Fragment]:
-    """Return a rank's fragments with the checksums of larger blocks than its own.
+    """Return a rank's fragments with checksums of blocks of ``block_bytes``.
 
-    A rank's snapshot, which has small ones, may be stored beside what another rank stored itself.
+    A snapshot has smaller blocks than what another rank saved itself.
     """
     small_bytes = record.state_map.block_bytes
     if small_bytes == block_bytes:

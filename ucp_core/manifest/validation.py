@@ -21,11 +21,11 @@ _NDIM_MAX = 32
 CRC_MAX = (1 << 32) - 1
 _FILE_NAME = re.compile(r"(?:extra/)?[A-Za-z0-9_%][A-Za-z0-9_.%-]*")
 _FILE_NAME_MAX = 240
-#: What a tensor can be beside a trained parameter.
+#: Roles of tensors that are no trained parameters.
 ROLES = ("frozen", "buffer", "extra")
 #: What can become of an item of a foreign checkpoint.
 POLICIES = ("reshard", "replicate", "reseed", "drop")
-#: Damage can nest deeper than ``repr`` can go.
+#: Damage can nest deeper than ``repr`` can follow.
 _QUOTE = reprlib.Repr()
 _QUOTE.maxlevel = 3
 _QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = 60
@@ -35,7 +35,7 @@ class Problem(NamedTuple):
     """One thing that is wrong.
 
     Attributes:
-        path: Where, as in ``tensors.wte.slots.weight.fragments[3].box``.
+        path: The place, as in ``tensors.wte.slots.weight.fragments[3].box``.
         message: What is wrong and what would be right.
     """
 
@@ -48,16 +48,16 @@ class Problem(NamedTuple):
 
 
 def _refuse_constant(name: str) -> Any:
-    """Refuse what Python takes for a number."""
+    """Refuse NaN and infinities, which Python accepts."""
     raise ValueError(f"{name} is no number of JSON")
 
 
 def load_json(data: bytes, *, constant: Callable[[str], Any] = _refuse_constant) -> Any:
-    """Return what ``data`` says.
+    """Return the value that JSON text describes.
 
     Args:
         data: UTF-8.
-        constant: Returns what ``NaN`` and infinities stand for.
+        constant: Returns the values of ``NaN`` and infinities; by default they are refused.
 
     Raises:
         ValueError: It is not JSON.
@@ -67,7 +67,7 @@ def load_json(data: bytes, *, constant: Callable[[str], Any] = _refuse_constant)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return one JSON object; of two members of one name, readers would take either."""
+    """Return one JSON object; two members of one name are refused."""
     found = dict(pairs)
     if len(found) != len(pairs):
         for name, _ in pairs:
@@ -79,7 +79,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def validate(document: Any) -> list[Problem]:
     """Return every problem of a manifest or rank record; none if it can be parsed.
 
-    Unknown keys are allowed: a later writer of the same version may add some.
+    Unknown keys are allowed: later writers of the same version may add some.
     """
     checker = _Checker()
     checker.document(document)
@@ -87,7 +87,7 @@ def validate(document: Any) -> list[Problem]:
 
 
 def validate_tensors(tensors: dict[str, Any]) -> list[Problem]:
-    """Return every problem of the tensors of a native document that have no fragments."""
+    """Return every problem of a native document's tensors, whose fragments are left out."""
     checker = _Checker()
     checker.tensors(tensors, is_whole=False)
     return checker.problems
@@ -103,7 +103,7 @@ class _Checker:
         self.problems.append(Problem(path, message))
 
     def _integer(self, value: Any, path: str, low: int = 0, high: int = _INT_MAX) -> bool:
-        # ``True`` is an int for Python, not for a reader of the format.
+        # For Python, ``True`` is an int.
         if type(value) is int and low <= value <= high:
             return True
         self._add(path, f"must be an integer from {low} to {high}, is {_short(value)}")
@@ -153,12 +153,12 @@ class _Checker:
         self._ties(tensors)
 
     def _name(self, name: str, path: str) -> None:
-        # A lone surrogate can be neither printed nor be a key of a safetensors file.
+        # A lone surrogate cannot be printed, nor be a key of a safetensors file.
         if not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
             self._add(path, "is not a name: it cannot be written as UTF-8")
 
     def _ties(self, tensors: dict[str, Any]) -> None:
-        """Check that every alias belongs to one tensor and is not itself one."""
+        """Check that every alias belongs to one tensor and has no entry of its own."""
         owners: dict[str, str] = {}
         for fqn, tensor in tensors.items():
             if not isinstance(tensor, dict):
@@ -236,7 +236,7 @@ class _Checker:
                 self._fragment(item, f"{here}.fragments[{index}]", own, itemsize)
 
     def _pattern(self, pattern: Any, path: str) -> None:
-        # Later versions of the language may have more words.
+        # Later versions of the language may have other words.
         is_word = isinstance(pattern, str)
         if not (pattern is None or is_word or (isinstance(pattern, dict) and len(pattern) == 1)):
             self._add(path, f"must be a word, or an object of one, is {_short(pattern)}")
@@ -274,7 +274,7 @@ class _Checker:
     def _location(
         self, entry: dict[str, Any], path: str, num_elements: int | None, itemsize: int | None
     ) -> None:
-        """Check where bytes are: in a known file, inside it, as many as the box has."""
+        """Check that bytes lie in a known file, and are as many as the box has."""
         ok_offset = self._integer(entry.get("offset"), f"{path}.offset")
         ok_bytes = self._integer(entry.get("nbytes"), f"{path}.nbytes")
         self._integer(entry.get("crc32"), f"{path}.crc32", high=CRC_MAX)
@@ -324,7 +324,7 @@ def _short(value: Any) -> str:
 
 
 def _shown(name: str) -> str:
-    """Return ``name`` as it can be printed: damage makes half characters and very long names."""
+    """Return a printable form of ``name``: damage makes half characters and very long names."""
     if len(name) > _FILE_NAME_MAX:
         name = f"{name[:_FILE_NAME_MAX]}..."
     return name.encode("utf-8", "backslashreplace").decode()

@@ -3,32 +3,32 @@
 from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
+from ucp_core.native.catalogue import (
+    Found,
+    checkpoint_name,
+    collect_garbage,
+    find_committed,
+    unloadable,
+)
+from ucp_core.native.opening import (
+    MANIFEST_NAME,
+    UNFINISHED_NAME,
+    Checkpoint,
+    LoadResult,
+    LocalTensor,
+    load,
+    open_checkpoint,
+    reading,
+)
+from ucp_core.native.saving import RankSaver, SaveResult, rank_name, save_rank, try_commit
 
 if TYPE_CHECKING:
-    from ucp_core.native.catalogue import (
-        Found,
-        checkpoint_name,
-        collect_garbage,
-        find_committed,
-        unloadable,
-    )
-    from ucp_core.native.opening import (
-        MANIFEST_NAME,
-        UNFINISHED_NAME,
-        Checkpoint,
-        LoadResult,
-        LocalTensor,
-        load,
-        open_checkpoint,
-        reading,
-    )
     from ucp_core.native.replicas import load_together
-    from ucp_core.native.saving import RankSaver, SaveResult, rank_name, save_rank, try_commit
     from ucp_core.native.slabs import (
         MEMORY_BYTES_MIN,
-        Piece,
         Slab,
         SlabReader,
+        TensorBox,
         aligned,
         check_memory,
         stream,
@@ -43,11 +43,11 @@ __all__ = [
     "Found",
     "LoadResult",
     "LocalTensor",
-    "Piece",
     "RankSaver",
     "SaveResult",
     "Slab",
     "SlabReader",
+    "TensorBox",
     "aligned",
     "check_memory",
     "checkpoint_name",
@@ -68,34 +68,10 @@ __all__ = [
 __getattr__ = lazy_door(
     __name__,
     {
-        "ucp_core.native.catalogue": (
-            "Found",
-            "checkpoint_name",
-            "collect_garbage",
-            "find_committed",
-            "unloadable",
-        ),
-        "ucp_core.native.opening": (
-            "MANIFEST_NAME",
-            "UNFINISHED_NAME",
-            "Checkpoint",
-            "LoadResult",
-            "LocalTensor",
-            "load",
-            "open_checkpoint",
-            "reading",
-        ),
         "ucp_core.native.replicas": ("load_together",),
-        "ucp_core.native.saving": (
-            "RankSaver",
-            "SaveResult",
-            "rank_name",
-            "save_rank",
-            "try_commit",
-        ),
         "ucp_core.native.slabs": (
             "MEMORY_BYTES_MIN",
-            "Piece",
+            "TensorBox",
             "Slab",
             "SlabReader",
             "aligned",

@@ -29,7 +29,7 @@ MEMORY_BYTES_MIN = 8 * BLOCK_BYTES
 _ALIGNMENT_BYTES = 64
 
 
-class Piece(NamedTuple):
+class TensorBox(NamedTuple):
     """A box of a tensor."""
 
     entry: TensorEntry
@@ -44,16 +44,16 @@ class Piece(NamedTuple):
 class Slab(NamedTuple):
     """A piece and its bytes, C-contiguous; they are valid until the next slab is asked for."""
 
-    piece: Piece
+    piece: TensorBox
     data: memoryview
 
 
-def pieces_of(entries: Iterable[TensorEntry], slab_bytes: int) -> Iterator[Piece]:
+def pieces_of(entries: Iterable[TensorEntry], slab_bytes: int) -> Iterator[TensorBox]:
     """Yield every tensor in pieces of at most ``slab_bytes`` (or one element)."""
     for entry in entries:
         bound = max(1, slab_bytes // DTYPE_BYTES[entry.dtype])
         for box in slabs(Box.full(entry.shape), bound):
-            yield Piece(entry, box)
+            yield TensorBox(entry, box)
 
 
 def stream(
@@ -85,7 +85,7 @@ def stream_box(
     """Yield the bytes of a box of one tensor in order, as ``stream`` does."""
     slab_bytes = _slab_bytes(memory_bytes)
     boxes = slabs(box, max(1, slab_bytes // DTYPE_BYTES[entry.dtype]))
-    yield from _stream(checkpoint, (Piece(entry, one) for one in boxes), slab_bytes)
+    yield from _stream(checkpoint, (TensorBox(entry, one) for one in boxes), slab_bytes)
 
 
 def _slab_bytes(memory_bytes: int) -> int:
@@ -94,7 +94,7 @@ def _slab_bytes(memory_bytes: int) -> int:
     return memory_bytes // 4
 
 
-def _stream(checkpoint: Checkpoint, pieces: Iterable[Piece], slab_bytes: int) -> Iterator[Slab]:
+def _stream(checkpoint: Checkpoint, pieces: Iterable[TensorBox], slab_bytes: int) -> Iterator[Slab]:
     verified: set[tuple[str, Extent]] = set()
     readers = [SlabReader(checkpoint, slab_bytes, verified) for _ in range(2)]
     # In this order: the lock is given back when nobody reads any more.
@@ -122,9 +122,9 @@ def check_memory(memory_bytes: int) -> None:
         )
 
 
-def _groups(pieces: Iterable[Piece], slab_bytes: int) -> Iterator[list[Piece]]:
+def _groups(pieces: Iterable[TensorBox], slab_bytes: int) -> Iterator[list[TensorBox]]:
     """Yield runs of pieces that fit a buffer: small tensors are read together."""
-    group: list[Piece] = []
+    group: list[TensorBox] = []
     used_bytes = 0
     for piece in pieces:
         size = aligned(piece.num_bytes)
@@ -164,7 +164,7 @@ class SlabReader:
         self._span_bytes = max(1, slab_bytes // 2)
         self._buffer = memoryview(b"")
 
-    def read(self, pieces: Sequence[Piece]) -> list[Slab]:
+    def read(self, pieces: Sequence[TensorBox]) -> list[Slab]:
         """Return the bytes of the pieces, verified where the source has checksums.
 
         Raises:

@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
+from ucp_core.numerics.checksums import BLOCK_BYTES, combine, combine_blocks, crc32, of_blocks
+from ucp_core.numerics.dtypes import FLOATS
 
 if TYPE_CHECKING:
     from ucp_core.numerics.casts import cast, numpy_dtype
-    from ucp_core.numerics.checksums import BLOCK_BYTES, combine, combine_blocks, crc32, of_blocks
-    from ucp_core.numerics.dtypes import FLOATS
     from ucp_core.numerics.floats import decode, encode
     from ucp_core.numerics.sizes import format_bytes, parse_bytes
 
@@ -30,14 +30,6 @@ __getattr__ = lazy_door(
     __name__,
     {
         "ucp_core.numerics.casts": ("cast", "numpy_dtype"),
-        "ucp_core.numerics.checksums": (
-            "BLOCK_BYTES",
-            "combine",
-            "combine_blocks",
-            "crc32",
-            "of_blocks",
-        ),
-        "ucp_core.numerics.dtypes": ("FLOATS",),
         "ucp_core.numerics.floats": ("decode", "encode"),
         "ucp_core.numerics.sizes": ("format_bytes", "parse_bytes"),
     },

@@ -3,29 +3,23 @@
 from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
+from ucp_core.reading.extents import (
+    Check,
+    Collector,
+    ExtentPlan,
+    Note,
+    Notes,
+    crc32_of,
+    plan_extents,
+    touched,
+    verify_extents,
+)
+from ucp_core.reading.gather import Holders, Run, is_plain, scattered
+from ucp_core.reading.planning import Copy, Mean, Part, ReadPlan, plan, read_bytes_of
 
 if TYPE_CHECKING:
-    from ucp_core.reading.extents import (
-        Check,
-        Collector,
-        ExtentPlan,
-        Note,
-        Notes,
-        crc32_of,
-        plan_extents,
-        touched,
-        verify_extents,
-    )
-    from ucp_core.reading.gather import Holders, Run, is_plain, scattered
     from ucp_core.reading.mapped import Mapped
-    from ucp_core.reading.planning import Copy, Mean, Part, ReadPlan, plan, read_bytes_of
-    from ucp_core.reading.transfer import (
-        Source,
-        execute,
-        gap_bytes_max,
-        run_gap_bytes_min,
-        view_of,
-    )
+    from ucp_core.reading.transfer import Source, execute, gap_bytes_max, run_gap_bytes_min, view_of
 
 __all__ = [
     "Check",
@@ -58,20 +52,7 @@ __all__ = [
 __getattr__ = lazy_door(
     __name__,
     {
-        "ucp_core.reading.extents": (
-            "Check",
-            "Collector",
-            "ExtentPlan",
-            "Note",
-            "Notes",
-            "crc32_of",
-            "plan_extents",
-            "touched",
-            "verify_extents",
-        ),
-        "ucp_core.reading.gather": ("Holders", "Run", "is_plain", "scattered"),
         "ucp_core.reading.mapped": ("Mapped",),
-        "ucp_core.reading.planning": ("Copy", "Mean", "Part", "ReadPlan", "plan", "read_bytes_of"),
         "ucp_core.reading.transfer": (
             "Source",
             "execute",

@@ -168,7 +168,7 @@ def execute(
     """
     num_lists = max(1, min(threads, plan.read_bytes // THREAD_BYTES_MIN))
     work = plan.work_lists(num_lists)
-    runs = [_Run(plan, sources, targets, batch_bytes, progress) for _ in range(num_lists)]
+    runs = [_Reader(plan, sources, targets, batch_bytes, progress) for _ in range(num_lists)]
     jobs = [partial(run.copies, copies) for run, copies in zip(runs, work, strict=False)]
     if plan.means:
         jobs += [partial(run.means, plan.means[i::num_lists]) for i, run in enumerate(runs)]
@@ -183,7 +183,7 @@ def execute(
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _Reader:
     """One thread's way through a plan."""
 
     plan: ReadPlan
@@ -256,7 +256,7 @@ class _Run:
             term = np.empty(mean.box.num_elements * DTYPE_BYTES[dtype], np.uint8).data
             total: NDArray[np.float64] | float = 0.0
             for plan in mean.terms:
-                _Run(plan, self.sources, [term], self.batch_bytes, self.progress).copies(
+                _Reader(plan, self.sources, [term], self.batch_bytes, self.progress).copies(
                     plan.copies
                 )
                 # Infinities of unequal sign have the mean NaN; that is no news to tell.

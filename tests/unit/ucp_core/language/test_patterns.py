@@ -15,8 +15,8 @@ from ucp_core.language import (
     Cut,
     Grid,
     Pattern,
-    Piece,
     Replicated,
+    ShardPiece,
     Unique,
     parse_affine_map,
     place,
@@ -31,8 +31,8 @@ def test_gated_halves_come_apart_and_together() -> None:
 
     assert placement.shape == (8, 3)
     assert placement.pieces[1] == (
-        Piece(Box((0, 0), (2, 3)), (2, 0)),
-        Piece(Box((2, 0), (4, 3)), (6, 0)),
+        ShardPiece(Box((0, 0), (2, 3)), (2, 0)),
+        ShardPiece(Box((2, 0), (4, 3)), (6, 0)),
     )
 
 
@@ -41,7 +41,7 @@ def test_ranks_of_padding_only_hold_nothing() -> None:
     placement = place(Cut(0, unpadded=5), [(2, 3)] * 4)
 
     assert placement.shape == (5, 3)
-    assert placement.pieces[2] == (Piece(Box((0, 0), (1, 3)), (4, 0)),)
+    assert placement.pieces[2] == (ShardPiece(Box((0, 0), (1, 3)), (4, 0)),)
     assert placement.pieces[3] == ()
 
 
@@ -49,7 +49,7 @@ def test_one_rank_holds_fused_parts_as_they_are() -> None:
     """Without a cut there is one piece, however many experts are fused."""
     [pieces] = place(Cut(0, parts=64), [(128, 3)]).pieces
 
-    assert pieces == (Piece(Box((0, 0), (128, 3)), (0, 0)),)
+    assert pieces == (ShardPiece(Box((0, 0), (128, 3)), (0, 0)),)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_a_target_is_cut_as_torch_cuts() -> None:
     grid = split(Grid((Cut(0), Cut(1, ratio=(1, 1))), (2, 0)), (3, 4), 4)
     assert grid.shards == ((2, 2), (2, 2), (1, 2), (1, 2))
     assert grid.pieces[3] == (
-        Piece(Box((0, 0), (1, 1)), (2, 1)),
-        Piece(Box((0, 1), (1, 2)), (2, 3)),
+        ShardPiece(Box((0, 0), (1, 1)), (2, 1)),
+        ShardPiece(Box((0, 1), (1, 2)), (2, 3)),
     )
 
 
@@ -170,9 +170,9 @@ def test_a_folded_or_strided_map_becomes_as_few_boxes_as_it_is_made_of() -> None
     reordered = _map([_piece([8, 6], [0, [1, 8]], [0, [1, 8]], 0)], [6, 8], [6, 8])
 
     assert [len(pieces) for pieces in place(heads, [(8, 6)] * 2).pieces] == [4, 4]
-    assert place(heads, [(8, 6)] * 2).pieces[1][1] == Piece(Box((2, 0), (4, 6)), (6, 0))
+    assert place(heads, [(8, 6)] * 2).pieces[1][1] == ShardPiece(Box((2, 0), (4, 6)), (6, 0))
     for one in (folded, reordered):
-        assert place(one, [(6, 8)]).pieces == ((Piece(Box((0, 0), (6, 8)), (0, 0)),),)
+        assert place(one, [(6, 8)]).pieces == ((ShardPiece(Box((0, 0), (6, 8)), (0, 0)),),)
 
 
 def test_a_transposed_shard_is_not_taken_for_a_box() -> None:

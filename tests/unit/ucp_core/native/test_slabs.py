@@ -21,9 +21,9 @@ from ucp_core.inspection import diff
 from ucp_core.native import (
     MEMORY_BYTES_MIN,
     Checkpoint,
-    Piece,
     Slab,
     SlabReader,
+    TensorBox,
     open_checkpoint,
     stream,
     stream_box,
@@ -70,7 +70,7 @@ def test_a_slab_stays_as_it_is_while_the_next_is_read(monkeypatch: pytest.Monkey
     changed = threading.Condition()
     read = SlabReader.read
 
-    def watched(self: SlabReader, pieces: Sequence[Piece]) -> list[Slab]:
+    def watched(self: SlabReader, pieces: Sequence[TensorBox]) -> list[Slab]:
         slabs = read(self, pieces)
         with changed:
             sizes.append(sum(piece.num_bytes for piece in pieces))

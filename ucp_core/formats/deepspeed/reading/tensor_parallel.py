@@ -18,8 +18,8 @@ from ucp_core.language import (
     Average,
     Cut,
     Pattern,
-    Piece,
     Replicated,
+    ShardPiece,
     Unique,
     parse_affine_map,
     place,
@@ -387,7 +387,7 @@ def _check_alike(
         )
 
 
-def _shift(piece: Piece) -> tuple[int, ...]:
+def _shift(piece: ShardPiece) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip(piece.local.start, piece.start, strict=True))
 
 

@@ -12,14 +12,14 @@ import numpy as np
 
 from ucp_core.errors import UcpError
 from ucp_core.geometry import DTYPE_BYTES, Box, flat_range, slabs
-from ucp_core.native import Piece, Slab, SlabReader
+from ucp_core.native import Slab, SlabReader, TensorBox
 from ucp_core.numerics import FLOATS, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ucp_core.geometry import TensorEntry
-    from ucp_core.language import Piece as ShardPiece
+    from ucp_core.language import ShardPiece
     from ucp_core.native import Checkpoint
 
 #: Reads and writes of this size are as fast as larger ones; casts of more only cost memory.
@@ -60,7 +60,7 @@ class _Box(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[tuple[Piece, Box], ...]
+    pieces: tuple[tuple[TensorBox, Box], ...]
 
     @property
     def num_bytes(self) -> int:
@@ -135,11 +135,11 @@ def _runs(ranges: Iterable[Range], dtype: str, slab_bytes: int) -> Iterator[_Box
                 yield _Box(source, box.shape, _pieces(shard, box))
 
 
-def _pieces(shard: RankShard, box: Box) -> tuple[tuple[Piece, Box], ...]:
+def _pieces(shard: RankShard, box: Box) -> tuple[tuple[TensorBox, Box], ...]:
     """Return what of the whole tensor is in ``box`` of the shard, and where in the box."""
     if shard.pieces is None:
-        return ((Piece(shard.entry, box), box.relative_to(box)),)
-    found: list[tuple[Piece, Box]] = []
+        return ((TensorBox(shard.entry, box), box.relative_to(box)),)
+    found: list[tuple[TensorBox, Box]] = []
     for piece in shard.pieces:
         inner = box.intersect(piece.local)
         if inner is None:
@@ -149,7 +149,7 @@ def _pieces(shard: RankShard, box: Box) -> tuple[tuple[Piece, Box], ...]:
             tuple(a + d for a, d in zip(inner.start, shift, strict=True)),
             tuple(b + d for b, d in zip(inner.stop, shift, strict=True)),
         )
-        found.append((Piece(shard.entry, moved), inner.relative_to(box)))
+        found.append((TensorBox(shard.entry, moved), inner.relative_to(box)))
     return tuple(found)
 
 
@@ -169,5 +169,5 @@ def _elements(run: _Box, slabs: Iterator[Slab], dtype: str) -> memoryview:
 def read_scalars(checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> list[bytes]:
     """Return the bytes of 0-d tensors, all read together."""
     reader = SlabReader(checkpoint, SLAB_BYTES_MAX)
-    pieces = [Piece(entry, Box.full(entry.shape)) for entry in entries]
+    pieces = [TensorBox(entry, Box.full(entry.shape)) for entry in entries]
     return [bytes(slab.data) for slab in reader.read(pieces)]
