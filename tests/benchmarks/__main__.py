@@ -2,7 +2,7 @@
 
 python -m tests.benchmarks                          # all of them
 python -m tests.benchmarks --quick                  # all, with their smallest settings
-python -m tests.benchmarks recovery                 # those whose name contains the word
+python -m tests.benchmarks recovery restart         # those of these names, or parts of names
 python -m tests.benchmarks core --histories 100     # one of them, with options of its own
 
 Above what each prints stand commit, date, machine and command. ``RESULTS.md`` has the figures.
@@ -51,8 +51,8 @@ def choose(names: Sequence[str], arguments: Sequence[str]) -> tuple[list[str], l
 
     Args:
         names: All benchmarks.
-        arguments: Parts of names, none for all. From the first that begins with a dash on, they
-            are the options of the one benchmark that is named.
+        arguments: Names, with or without "bench_", or parts of names; none for all. From the first
+            that begins with a dash on, they are the options of the one benchmark that is named.
 
     Raises:
         SystemExit: No benchmark has such a name, or more than one is given options.
@@ -61,16 +61,22 @@ def choose(names: Sequence[str], arguments: Sequence[str]) -> tuple[list[str], l
     if num_words is None:
         num_words = len(arguments)
     words, options = arguments[:num_words], list(arguments[num_words:])
-    unknown = [word for word in words if not any(word in name for name in names)]
+    meant = {word: _meant(names, word) for word in words}
+    unknown = [word for word, found in meant.items() if not found]
     if unknown:
         raise SystemExit(f"no benchmark has {unknown} in its name; there are {', '.join(names)}")
-    chosen = [name for name in names if not words or any(word in name for word in words)]
+    chosen = [name for name in names if not words or any(name in found for found in meant.values())]
     if options and len(chosen) != 1:
         raise SystemExit(
             f"{' '.join(options)} are options of one benchmark, and these are meant: "
             f"{', '.join(chosen)}"
         )
     return chosen, options
+
+
+def _meant(names: Sequence[str], word: str) -> list[str]:
+    exact = [name for name in names if name in {word, f"bench_{word}"}]
+    return exact or [name for name in names if word in name]
 
 
 def missing_peers() -> list[str]:

@@ -1,14 +1,15 @@
-"""Saving and loading beside raw writes and reads, and beside torch's distributed checkpoint.
+"""Saving and loading, beside raw writes and reads and beside torch's distributed checkpoint.
 
-One process, warm page cache, everything into fresh files, with ``--fsync`` all ways or none; the
-ways take turns in every round, each first in another one, and each removes the files it wrote
-before, so that all get pages that were used already: the first use of one costs a virtual machine
-several times the write.
-Loads use as many threads as a program gets by default; ``load_1`` uses one, as the raw read does.
-Speeds and ratios are of the best round, because other work on the machine only ever adds;
-medians stand beside them. ``shrink`` saves with 4 ranks and loads as rank 0 of 3.
+    python -m tests.benchmarks checkpoint --megabytes 12 256 --rounds 7 --json
 
-    python -m tests.benchmarks.bench_checkpoint --megabytes 12 256 --rounds 7 --json
+One process, warm page cache, fresh files. With ``--fsync`` every way forces its files to the disk,
+otherwise none does. The ways take turns in every round, each first in another round, and each
+deletes the files that it wrote before: all get pages that were used already, because the first use
+of a page costs a virtual machine several times the write.
+
+Loads use as many threads as a program gets by default; ``load_1`` uses one, like the raw read.
+``shrink`` saves with 4 ranks and loads as rank 0 of 3. Speeds and ratios are of the best round,
+because other work on the machine only adds; medians stand beside them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How fast the controller's core decides: histories per second, and the cost of an event by size.
+"""How fast the controller's core decides: histories per second, and the cost of an event.
 
-    python -m tests.benchmarks.bench_core [--histories 2000] [--workers 16 1000 10000]
+    python -m tests.benchmarks core [--histories 2000] [--workers 16 1000 10000]
 
-One process, one core. ``fleet`` rows: ``nodes`` nodes with one worker each are started, one worker
-is killed and the run re-formed on the rest; costs are per event, the slowest event beside them.
+One process, one core. A ``fleet`` row starts ``nodes`` nodes with one worker each, kills a worker
+and re-forms the run on the rest. Costs are per event, with the slowest event beside them.
 """
 
 from __future__ import annotations

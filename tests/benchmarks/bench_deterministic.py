@@ -1,10 +1,10 @@
-"""What the deterministic mode costs beside plain gradient accumulation, as a ratio.
+"""What the deterministic mode costs over plain gradient accumulation.
 
-    python -m tests.benchmarks.bench_deterministic [--preset small] [--workers 4] [--rounds 6]
+    python -m tests.benchmarks deterministic [--preset small] [--workers 4] [--rounds 6]
 
-The same processes train with and without it in turn, so that whatever else the machine does
-falls on both. Printed as JSON: per step the wall time (median over rounds) and the CPU time of
-all workers, and their ratios. The goal is a ratio of at most 1.08 at 8 micro-batches.
+The same processes train with and without it in turn, so other load falls on both. Prints, as JSON,
+the wall time of a step (median over rounds), the processor time of all workers, and their ratios.
+The goal is a ratio of at most 1.08 at 8 micro-batches.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Whether processes grow: memory, descriptors and threads over many snapshots and recoveries.
+"""Whether processes leak: memory, descriptors and threads over many snapshots and recoveries.
 
-    python -m tests.benchmarks.bench_growth [--recoveries 150] [--steps 10]
+    python -m tests.benchmarks growth [--recoveries 150] [--steps 10]
 
-Two workers train on two nodes, whose keepers copy each other's snapshots, one after every step.
-After some steps one worker is killed, and another takes its place: the survivor and the new one
-load from the keepers' memory and train on. Looked at after each recovery, once its steps are taken:
-the survivor, which goes through all of them, and the keepers, which let go of what dead workers
-had. Every list has the medians over a fifth of the recoveries each, the first without the start.
-``rss_mib`` is resident memory, shared included.
+Two workers train on two nodes, and the keepers copy each other's snapshots after every step. After
+some steps one worker is killed and a new one takes its place; both load from the keepers' memory
+and continue. The benchmark looks at the worker that survives all recoveries and at the keepers,
+which must release what dead workers held. Each list has five medians, over a fifth of the
+recoveries each, without the start. ``rss_mib`` is resident memory, shared memory included.
 """
 
 from __future__ import annotations

@@ -1,39 +1,31 @@
-"""Loading checkpoints under another layout: ours, DCP's own load, and raw reads of the bytes.
+"""Loading a checkpoint under another layout: everstep, DCP, and raw reads of the same bytes.
 
-Four processes save a decoder's weights and Adam moments under fsdp 4, as FSDP2 lays them out, by
-``dcp.save`` and by ``save_rank``; then the four are fsdp 2 x tp 2 and load.
+    python -m tests.benchmarks load --width 2048 4096 --megabytes 2400 --rounds 9 --json
 
-- ``ours`` opens the DCP checkpoint and loads, ``native`` opens and loads our own, every byte of
-  which is verified; ``dcp`` is ``dcp.load`` into DTensors, which verifies nothing.
-- ``raw`` and ``native raw`` are raw sequential reads of the bytes needed: from every file that
-  holds some of them, as many bytes as this rank needs from that file, one after the other, from its
-  start or, where the other rank of tensor parallelism needs the rest, up to its end (ranks need
-  different bytes, and would find in the processor's cache what another has read); at most 8 MiB a
-  call, by as many threads as ours uses, each with an equal part, into
-  the very tensors that the others load into. What to read is known beforehand; nothing is opened
-  but the data files, nothing is verified and nothing is put where it belongs. Where columns are
-  needed, more bytes lie between the first and the last: they are not among the bytes needed.
-- ``rows`` reads the same bytes where they lie, and puts them where they belong: whole rows at most
-  8 MiB a call, parts of rows by a call each. No load that reads the bytes needed and no others can
-  be faster than that.
+Four processes save a decoder's weights and Adam moments under fsdp 4, as FSDP2 cuts them, with
+``dcp.save`` and with ``save_rank``. Then the four load as fsdp 2 x tp 2.
 
-All ways fill the same tensors, which were written before, so nobody pays for fresh pages; the page
-cache is warm. The raw reads begin at pages of the files, ours and DCP's wherever the items lie.
-``alone`` is one rank, while the others wait, with one thread and with two; ``together`` is all
-ranks at once, with as many threads each as it has cores of its own, and lasts from the start of
-the first to the end of the last: on fewer cores than ranks those that start late are fast. The
-ways take turns in every round, and all but the raw reads are compared with what was saved.
+- ``ours`` opens and loads the DCP checkpoint, ``native`` our own, of which it verifies every byte.
+- ``dcp`` is ``dcp.load`` into DTensors, which verifies nothing.
+- ``raw`` and ``native raw`` read as many bytes as the rank needs from every file that holds some of
+  them, sequentially, at most 8 MiB a call, with as many threads as ours. They know beforehand what
+  to read, verify nothing and put nothing in its place. The two ranks of tensor parallelism read
+  from opposite ends of a file, so that neither finds the other's bytes in the processor's cache.
+- ``rows`` reads exactly the bytes needed and puts them in place: whole rows at most 8 MiB a call,
+  parts of rows with a call each. No load that reads only these bytes can be faster.
 
-Ratios are medians over the rounds of the ratio within a round, because other work on the machine
-comes and goes; times are medians. CPU seconds are the best of the rounds, of all ranks.
+All ways fill the same tensors, which were written before, so nobody pays for fresh pages. The page
+cache is warm. ``alone`` is one rank while the others wait, with one and with two threads;
+``together`` is all ranks at once, from the first start to the last end. The ways take turns in
+every round, and every result but the raw reads is compared with what was saved.
 
-The narrow decoder is one of 1 B parameters, the wide one of 7 B; at least one layer is made. What
-ours takes to open the checkpoint, which is 0.04 ms for each chunk of any rank, counts; it weighs
-less the larger the chunks are, so both decoders belong into a report. Two bounds are not ours: a
-third of the bytes needed are columns, between which as many bytes lie in the file; and what has
-checksums is verified by whole blocks, so that these are read too.
+Ratios are medians over rounds of the ratio within a round; times are medians; processor seconds are
+the best of the rounds, of all ranks.
 
-    python -m tests.benchmarks.bench_load --width 2048 4096 --megabytes 2400 --rounds 9 --json
+The narrow decoder has the tensors of a 1 B model, the wide one those of a 7 B model; at least one
+layer is made. Opening costs ours 0.04 ms per chunk of any rank, which weighs less the larger the
+chunks are, so report both. Two limits apply to ours alone: a third of the bytes needed are columns,
+between which as many other bytes lie, and checksums cover whole blocks, which must be read whole.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What a failure-free run pays for being watched: recorder, heartbeat and control, per step.
+"""What a failure-free run pays for being watched: recorder, heartbeats and control.
 
-    python -m tests.benchmarks.bench_overhead --rounds 120 --json
+    python -m tests.benchmarks overhead --rounds 120 --json
 
-In turn, keepers and controller run and are stopped (SIGSTOP) for a second each, and the steps
-of the two kinds of stretches are compared: workers wait for neither, so nothing else changes.
-What they take while they run is told by the processor's clock as well, beside as many idle Ray
-actors on the same cluster: a part of it is Ray's own, whatever an actor does.
-What workers themselves do to be seen (a record per collective, stores into a page) is counted
-per step and taken at the price that is measured first. Snapshots are off: they have their own
-benchmarks (``bench_snapshot_steps``).
+Keepers and controller run and are stopped (SIGSTOP) for a second each, in turn, and the steps of
+both kinds of seconds are compared: workers wait for neither, so nothing else changes. The processor
+time of keepers and controller stands beside that of as many idle Ray actors, because a part of it
+is Ray's own.
+What workers do to be watched (a record per collective, stores into the progress record) is counted
+per step and multiplied by its price, which is measured first. Snapshots are off; they have
+``bench_snapshot_steps``.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What parity costs beside a copy of the same bytes: made, and used to bring back what is lost.
+"""What parity costs beside a copy of the same bytes: making it, and rebuilding from it.
 
-    python -m tests.benchmarks.bench_parity [--members 4] [--mib 32] [--repeat 7]
+    python -m tests.benchmarks parity [--members 4] [--mib 32] [--repeat 7]
 
-- ``replica``: one parity, as a data-parallel replica makes it of the state that it has anyway;
-- ``one``, ``two``: one and two parities, as a keeper makes them of what comes from other nodes,
-  window by window of each member;
-- ``rebuild_*``: one or two members brought back, by the first parity or by what is left.
+- ``replica``: one parity, as a data-parallel replica makes it from the state it already has;
+- ``one``, ``two``: one and two parities, as a keeper makes them from what other nodes send, one
+  window of each member after the other;
+- ``rebuild_*``: one or two members rebuilt, from the first parity or from what is left.
 
-Every kernel and the copy run in turn, in one process on one core, and the best of each is taken:
-on a busy machine the ratios hold and the rates do not. Rates are bytes of members per second;
+Every kernel and the copy run in turn in one process on one core, and the best time of each counts:
+on a busy machine the ratios hold and the rates do not. Rates are bytes of members per second.
 ``of_copy`` is the ratio to memcpy (numpy's) of all members into memory that is mapped already.
 """
 

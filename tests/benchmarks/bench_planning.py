@@ -1,13 +1,13 @@
 """What planning costs at the largest scale that is trained in the open: arithmetic, no files.
 
+    python -m tests.benchmarks planning --ranks 1 2 4 8 --json
+
 Llama 3.1 405B with fp32 weights and two Adam slots, saved by 1,024 ranks (dp_shard 32 x tp 8 x
 pp 4), loaded by 512 (dp_shard 16 x tp 16 x pp 2). The map is made tensor by tensor as it is asked
-for, as a reader of many records would, so memory is that of the plan.
+for, as a reader of many records would do, so the memory is that of the plan.
 
-    python -m tests.benchmarks.bench_planning --ranks 1 2 4 8 --json
-
-``--open`` measures what comes before, too: reading the manifest of all ranks, of 200 MB, and
-planning from it for one rank. ``text_s`` is what reading it value by value takes. Some minutes.
+``--open`` also reads the manifest of all ranks (200 MB) and plans from it for one rank; ``text_s``
+is the time to read it value by value. That takes some minutes.
 """
 
 from __future__ import annotations

@@ -1,25 +1,27 @@
-"""What a log of gradients between rarer snapshots would cost and save where replicas are alike.
+"""What a log of gradients between rarer snapshots would cost and save, where replicas are equal.
 
-    python -m tests.benchmarks.bench_recomputation [--megabytes 50] [--replicas 2] [--rounds 3]
+    python -m tests.benchmarks recomputation [--megabytes 50] [--replicas 2] [--rounds 3]
 
-The optimizer recomputation of REFT (arXiv 2310.12670), which ``workers.placement.plan`` says
-why it leaves out. With plain data parallelism every rank has the reduced gradients of a step, for
-AdamW a third of the bytes of its state. So a rank could save its share of them after most steps,
-its share of the state after each K-th, and who recovers repeats up to K - 1 updates.
+This is the optimizer recomputation of REFT (arXiv 2310.12670); ``workers.placement.plan`` says why
+everstep does without it. With plain data parallelism every rank has the reduced gradients of a
+step: for AdamW, a third of the bytes of its state. A rank could save its share of them after most
+steps and its share of the state after every K-th; a recovery then repeats up to K - 1 updates.
 
-``every`` saves the state after each step, as it is done; ``second`` and ``third`` after each second
-and third one, which is a setting; ``log K`` is recomputation. A rank copies and checksums what it
-saves, for itself and for one other, by the code that takes snapshots; blocks of steps with a real
-AdamW take turns. ``stall_ms``: for what the training thread waits, mean of a block's steps;
-``stall_max_ms``: in the worst of them; ``processor_ms``: of a step for this, keeper included;
-medians over blocks. ``copied_mib``: of a step, on average. ``memory_mib``: three slots of states as
-they are, and the gradients since the older of two bases. ``update_ms``: an update of the whole
-state, on one thread; a keeper that made the updates itself would take as long for what it keeps.
+``every`` saves the state after each step, as everstep does; ``second`` and ``third`` after every
+second and third step; ``log K`` is recomputation. A rank copies and checksums what it saves, for
+itself and for one other rank, with the code that takes snapshots. Blocks of steps with a real AdamW
+take turns. Medians over blocks:
 
-``recovery``, of two replicas, from the own node's memory: how long the state takes, and every step
-of the log on top of it: the gradients, and the update. ``is_exact``: whether that gave the same
-bits. ``inexact``: elements of weights and optimizer state, of all, that differ after ten updates
-of thirds of tensors from those of the whole, as on another number of shards.
+- ``stall_ms``: what training waits for, mean of a block's steps; ``stall_max_ms``: the worst step;
+- ``processor_ms``: processor time of a step for it, keeper included;
+- ``copied_mib``: copied per step, on average;
+- ``memory_mib``: three slots of state, and the gradients since the older of two bases;
+- ``update_ms``: an update of the whole state on one thread, as a keeper would make it.
+
+``recovery``, of two replicas from the own node's memory: the time to load the state, and, per step
+of the log, the time for the gradients and the update. ``is_exact`` says whether the result has the
+same bits. ``inexact`` counts the elements of weights and optimizer state that differ after ten
+updates of thirds of tensors from updates of whole tensors, as with another number of shards.
 """
 
 from __future__ import annotations

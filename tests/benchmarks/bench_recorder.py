@@ -1,10 +1,10 @@
-"""What recording and abortability cost: per collective, per look of a keeper, per page store.
+"""What recording and abortability cost: per collective, per look of a keeper, per progress record.
 
-    python -m tests.benchmarks.bench_recorder [--blocks 40]
+    python -m tests.benchmarks recorder [--blocks 40]
 
-Two ranks call a 1 KB all-reduce through a recorded group and through plain gloo in turn, in
-blocks of 100, in the same processes. ``wall_us`` is the fastest block of either, ``cpu_us`` the
-median of the calling thread's own time: on a busy machine only the latter says much.
+Two ranks call a 1 KB all-reduce through a recorded group and through plain gloo, in turn, in blocks
+of 100, in the same processes. ``wall_us`` is the fastest block of either, ``cpu_us`` the median of
+the calling thread's own time; on a busy machine only the latter is meaningful.
 ``recorder_us`` is the two stores of one record by themselves.
 """
 

@@ -1,16 +1,16 @@
-"""What it costs that other nodes have a snapshot too: from replicas there, or over the network.
+"""What a second node's copy of a snapshot costs: from replicas, or over the network.
 
-    python -m tests.benchmarks.bench_replicas [--megabytes 32] [--rounds 8] [--replicas 2]
+    python -m tests.benchmarks replicas [--megabytes 32] [--rounds 8] [--replicas 2]
 
-A state that ranks on as many nodes hold alike; each saves its share. ``network``: the keepers, in
-processes of their own, copy each other's shares. ``replicas``: each rank saves another's share,
-too. ``parity``, of three and more: each keeps a parity of the others' shares. Blocks of snapshots
-take turns; a snapshot is over when it survives the loss of a node.
+Ranks on as many nodes hold the same state, and each saves its share. With ``network`` the keepers
+(processes of their own) copy each other's shares. With ``replicas`` each rank saves another rank's
+share as well. With ``parity`` (three replicas or more) each keeps a parity of the others' shares.
+Blocks of snapshots take turns; a snapshot is complete when it survives the loss of a node.
 
-``processor_ms`` is the processor time of a snapshot, of all ranks and keepers together, and
-``stall_ms`` that of a rank's training thread in it; medians. ``ratio`` is the median over pairs of
-blocks of the processor time of ``replicas`` to that of ``network``, and ``parity_ratio`` that of
-``parity`` to ``replicas``; ``stall_ratio`` is that of the stalls.
+``processor_ms`` is the processor time of a snapshot of all ranks and keepers, ``stall_ms`` that of
+a rank's training thread; both are medians. ``ratio`` is the median over pairs of blocks of the
+processor time of ``replicas`` over that of ``network``, ``parity_ratio`` that of ``parity`` over
+``replicas``, ``stall_ratio`` that of the stalls.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How long a restarted controller takes to know its run again, by the length of the journal.
+"""How long a restarted controller takes to load its run, by the length of the journal.
 
-    python -m tests.benchmarks.bench_restart [--records 1000 10000 100000]
+    python -m tests.benchmarks restart [--records 1000 10000 100000]
 
-Processor time of one process: ``begin_life`` from the bookmark that the run left, and without one
-(then the whole journal is folded). Every 300th event is a crash. Importing is not in it.
+Processor time of one process, from the journal's compaction that the run left, and without it: then
+the whole journal is folded. Every 300th event is a crash. Imports do not count.
 """
 
 from __future__ import annotations

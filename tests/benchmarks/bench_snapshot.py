@@ -1,27 +1,24 @@
-"""Snapshots beside plain copies of the same bytes: how fast a state gets into keeper's memory.
+"""Taking a snapshot, beside copying the same bytes.
 
-    python -m tests.benchmarks.bench_snapshot [--megabytes 3 50 300] [--writers 1 2 4] [--plain]
+    python -m tests.benchmarks snapshot [--megabytes 3 50 300] [--writers 1 2 4] [--plain]
 
-A process holds a keeper's memory; every writer is a process with the part of a decoder's weights
-and Adam moments that one of four FSDP workers has. In turn all writers at once
+One process holds a keeper's memory. Every writer is a process with the weights and Adam moments
+that one of four FSDP workers has of a decoder. All writers at once, in turn
 
-- ``copy``: copy the bytes into the next slot of their arena, by one call of memcpy (numpy's);
-- ``tensors``: the same by a call for each tensor: nobody's state is one piece of memory;
-- ``snapshot``: take a snapshot as the training does. The tensors are copied into the next slot,
-  another thread checksums them, writes the record and tells the keeper; the next one begins when
-  that is done. In a training the second part runs beside the next step.
+- ``copy``: copy the bytes into the next slot of their arena with one call of memcpy (numpy's);
+- ``tensors``: the same with a call per tensor, because nobody's state is one piece of memory;
+- ``snapshot``: take a snapshot as training does. The tensors are copied into the next slot, then
+  another thread checksums them, writes the record and tells the keeper. The next snapshot starts
+  after that; in a training, the second part runs beside the next step.
 
-``stall`` is the speed of the first part of a snapshot, for which the training thread waits,
-``commit`` that of all of it until the slot is complete, both over that of copies; ``processor``
-compares processor time, all threads together. Each is the median over rounds of the ratio within
-a round; ``ms_each`` is the median of what the slowest writer takes. A round repeats small states
-until about as many bytes are copied as of a large one; those stay in the caches, where a copy
-takes next to nothing, so for them look at ``processor_ms_each``.
+``stall`` is the speed of the part that training waits for, ``commit`` that of the whole snapshot,
+both over that of copies; ``processor`` compares the processor time of all threads. Each is the
+median over rounds of the ratio within a round. ``ms_each`` is the median time of the slowest
+writer. A round repeats small states until it copied about as much as for a large one. Small states
+stay in the caches, where a copy is nearly free, so look at ``processor_ms_each`` for them.
 
-All processes, those that copy too, have the environment that everstep gives to nodes it starts: see
-``workers.process.environment``. With ``--plain`` they have not; what copies takes there is what
-they take
-anywhere else.
+All processes get the environment that everstep gives to the nodes it starts
+(``workers.process.environment``); with ``--plain`` none does.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Snapshots from a CUDA device: the speed of the copy, and what one after every step costs.
+"""Snapshots from a CUDA device: the speed of the copy, and the cost of one after every step.
 
-    python -m tests.benchmarks.bench_snapshot_gpu [--preset 1b] [--rounds 6] [--block 8]
+    python -m tests.benchmarks snapshot_gpu [--preset 1b] [--rounds 6] [--block 8]
 
-``copy`` takes the same tensors in turn off the device into pinned memory of torch's own, and into
-a slot of a keeper's memory that the driver was told of; ``of_pinned`` compares the two speeds.
-``steps`` trains a decoder on the device in turn without snapshots and with one after every step,
-as ``bench_snapshot_steps`` does; its buckets leave with the passes of the step, in ``at_once`` as
-fast as they can. Weights, gradients and both moments of the preset 1b take 20 GB there, and its
-three snapshots 45 GB of memory. Without a CUDA device it says so and measures nothing.
+``copy`` moves the same tensors off the device, in turn into torch's own pinned memory and into a
+slot of a keeper's memory that is registered with the driver; ``of_pinned`` compares the speeds.
+``steps`` trains a decoder on the device without and with a snapshot after every step, in turn, as
+``bench_snapshot_steps`` does. The buckets leave with the passes of the step; with ``at_once`` they
+leave as fast as they can. The preset 1b needs 20 GB on the device and 45 GB of memory for three
+snapshots. Without a CUDA device the benchmark says so and measures nothing.
 """
 
 from __future__ import annotations

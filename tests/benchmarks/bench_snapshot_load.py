@@ -1,24 +1,24 @@
-"""Snapshots loaded by three ranks where four took them, beside copies, streams, and DCP.
+"""Snapshots of four ranks loaded by three, beside copies, streams and DCP.
 
-    python -m tests.benchmarks.bench_snapshot_load [--megabytes 3 50 300] [--rounds 9] [--plain]
+    python -m tests.benchmarks snapshot_load [--megabytes 3 50 300] [--rounds 9] [--plain]
 
-One process holds the memory of a keeper, in which the versions of four FSDP workers are: weights
-and Adam moments of a decoder. Each of three ranks loads its third, as a worker does after a
-fault: it asks the keeper, opens all four parts, verifies every byte it takes and puts it where it
-belongs. All ways fill the same tensors, which were written before.
+One process holds a keeper's memory with the snapshots of four FSDP workers: a decoder's weights and
+Adam moments. Each of three ranks loads its third as a worker does after a fault: it asks the
+keeper, opens all four parts, verifies every byte that it takes and puts it in place. All ways fill
+the same tensors, which were written before.
 
-- ``local``: from the memory of its own node's keeper; ``mapped`` without mapping it first.
-- ``copy``: one memcpy (numpy's) of as many bytes from the same memory, which is mapped already.
-- ``tensors``: the same by a memcpy for each tensor: see ``bench_snapshot``.
-- ``dcp``: ``dcp.load`` of the same state from the page cache; it verifies nothing.
-- ``peer``: over loopback from the keeper's wire, as a worker of another node loads.
+- ``local``: from the memory of the own node's keeper; ``mapped`` without mapping it first.
+- ``copy``: one memcpy (numpy's) of as many bytes from the same memory, already mapped.
+- ``tensors``: the same with a memcpy per tensor; see ``bench_snapshot``.
+- ``dcp``: ``dcp.load`` of the same state from the page cache, which verifies nothing.
+- ``peer``: over loopback from the keeper's server, as a worker of another node loads.
 - ``stream``: as many bytes over one TCP connection, sendall there and recv_into here.
 
-``together`` is all ranks at once, with two threads each as in a run (a copy and a stream each have
-one), and lasts as long as the slowest; ``alone`` is one rank while the others wait, and
-``one_thread`` the same with one thread. The ways take turns; ratios are medians over rounds of the
-ratio within a round, wall and processor time (of the loading processes only). Small states are
-repeated within a round. For ``--plain`` see ``bench_snapshot``.
+``together`` is all ranks at once, with two threads each as in a run (a copy and a stream have one),
+and lasts as long as the slowest. ``alone`` is one rank while the others wait, ``one_thread`` the
+same with one thread. The ways take turns; ratios are medians over rounds of the ratio within a
+round, of wall time and of the processor time of the loading processes. A round repeats small
+states. For ``--plain`` see ``bench_snapshot``.
 """
 
 from __future__ import annotations

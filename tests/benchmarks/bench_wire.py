@@ -1,15 +1,15 @@
-"""Snapshots from a peer's memory beside a plain TCP stream, and how soon a copy is there.
+"""Snapshots from another node's memory beside a plain TCP stream, and how soon a copy arrives.
 
-    python -m tests.benchmarks.bench_wire [--mib 128] [--repeat 31] [--snapshots 200]
+    python -m tests.benchmarks wire [--mib 128] [--repeat 31] [--snapshots 200]
 
-Another process holds the peer's arenas. Over loopback this one fills the same memory in turn from
-a plain stream (sendall there, recv_into here), through the wire (both crc32 included, as a mirror
-reads it) and by loading a version of two ranks as one (what the records say is verified, too; as
-many connections as loading has threads). The median of each counts, so the ratios hold on a busy
-machine and the rates do not.
+Another process holds the peer's arenas. Over loopback this process fills the same memory in turn
+from a plain stream (sendall there, recv_into here), through the keeper's protocol (crc32 on both
+sides, as a mirror reads) and by loading a version of two ranks as one (verified, with as many
+connections as a load has threads). The medians count, so ratios hold on a busy machine and rates do
+not.
 
-``copied_ms`` runs from a trainer's notice that a small slot is finished until that trainer sees
-that the peer has it: notice, listing, bytes, and the note back.
+``copied_ms`` is the time from a trainer's notice that a small slot is complete until that trainer
+sees that the peer has it: notice, listing, bytes, and the note back.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@ import pytest
 
 from tests.benchmarks.__main__ import choose
 
-NAMES = ("bench_core", "bench_recovery", "bench_restart", "peer_ray_train")
+NAMES = ("bench_core", "bench_recovery", "bench_restart", "bench_restart_cold", "peer_ray_train")
 
 
 def test_words_choose_benchmarks_and_options_go_to_the_one_that_is_meant() -> None:
@@ -10,6 +10,13 @@ def test_words_choose_benchmarks_and_options_go_to_the_one_that_is_meant() -> No
     assert choose(NAMES, []) == (list(NAMES), [])
     assert choose(NAMES, ["core", "peer"]) == (["bench_core", "peer_ray_train"], [])
     assert choose(NAMES, ["recovery", "--kills", "3"]) == (["bench_recovery"], ["--kills", "3"])
+
+
+def test_a_whole_name_means_that_benchmark_alone() -> None:
+    """Else it could not be given options once another one's name contains it."""
+    assert choose(NAMES, ["restart", "--n", "3"]) == (["bench_restart"], ["--n", "3"])
+    assert choose(NAMES, ["bench_restart"])[0] == ["bench_restart"]
+    assert choose(NAMES, ["start"])[0] == ["bench_restart", "bench_restart_cold"]
 
 
 @pytest.mark.parametrize(
