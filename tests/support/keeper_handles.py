@@ -60,14 +60,25 @@ def held(step: int, rank: int) -> Held:
     )
 
 
+class Handles(dict[str, Handle]):
+    """The keepers by node.
+
+    Attributes:
+        nodes: What the shell knows of the nodes.
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        super().__init__(aa=Handle("aa", (6, 7), 0), bb=Handle("bb", (6, 7), 1))
+        self.nodes = nodes
+
+
 def with_keepers(
     store: Store,
-    act: Callable[[Snapshots, dict[str, Handle]], Coroutine[Any, Any, Any]],
+    act: Callable[[Snapshots, Handles], Coroutine[Any, Any, Any]],
 ) -> Any:
     """Run ``act`` with two keepers that hold steps 6 and 7 of one rank each."""
 
     async def run() -> Any:
-        handles = {"aa": Handle("aa", (6, 7), 0), "bb": Handle("bb", (6, 7), 1)}
         nodes = Nodes(
             rack_label="",
             names=RunNames("test"),
@@ -79,6 +90,7 @@ def with_keepers(
             is_known=lambda _: True,
         )
         nodes._met.set()
+        handles = Handles(nodes)
         for node, handle in handles.items():
             nodes.views[node] = NodeView(node, ("", 0), keeper=handle, secret=node.encode())
         made = Snapshots(

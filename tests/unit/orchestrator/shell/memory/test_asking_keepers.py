@@ -11,7 +11,7 @@ from ray.exceptions import ActorUnavailableError
 
 from orchestrator.shell.memory import snapshots as module
 from orchestrator.shell.memory.snapshots import Snapshots
-from tests.support.keeper_handles import LINEAGE, Handle, version_of, with_keepers
+from tests.support.keeper_handles import LINEAGE, Handle, Handles, version_of, with_keepers
 from ucp_core.storage import MemoryStore
 from workers.protocol import Inventory, NodeReport
 
@@ -20,7 +20,7 @@ def test_a_silent_keeper_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be gone with its machine; what only it holds cannot be loaded either."""
     monkeypatch.setattr(module, "ASK_S", 0.05)
 
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+    async def act(made: Snapshots, handles: Handles) -> Any:
         handles["bb"].is_silent = True
         return version_of(await made.read(LINEAGE, enough_step=-1))
 
@@ -30,11 +30,11 @@ def test_a_silent_keeper_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_node_that_is_lost_while_it_is_asked_is_not_waited_for() -> None:
     """The bound is for those of whom nothing is known."""
 
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+    async def act(made: Snapshots, handles: Handles) -> Any:
         handles["bb"].is_silent = True
         asked = asyncio.create_task(made.inventories())
         await asyncio.sleep(0)
-        made._nodes.views["bb"].lost.set()
+        handles.nodes.views["bb"].lost.set()
         done, _ = await asyncio.wait([asked], timeout=module.ASK_S / 2)
         return [found.node for found in done.pop().result()]
 
@@ -55,11 +55,11 @@ def test_who_did_not_answer_is_said_and_asked_again_once_it_is_back(
     """Back at once or not: what only it holds was not looked at."""
     monkeypatch.setattr(module, "ASK_S", 0.05)
 
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
-        made._nodes.views["bb"].keeper = kind("bb", (), 1)
-        made._nodes.views["bb"].keeper.is_silent = True
+    async def act(made: Snapshots, handles: Handles) -> Any:
+        handles.nodes.views["bb"].keeper = kind("bb", (), 1)
+        handles.nodes.views["bb"].keeper.is_silent = True
         answers = [await made.read(LINEAGE, enough_step=-1)]
-        made._nodes.views["bb"].keeper = handles["bb"]
+        handles.nodes.views["bb"].keeper = handles["bb"]
         answers.append(await made.read(LINEAGE, enough_step=-1))
         made.on_keeper("bb")
         answers.append(await made.read(LINEAGE, enough_step=-1))
@@ -73,15 +73,15 @@ def test_who_did_not_answer_is_said_and_asked_again_once_it_is_back(
 def test_nodes_outlive_their_keepers_while_their_raylets_take_connections() -> None:
     """What a keeper holds is waited for, and of a lost node nothing comes back."""
 
-    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
-        views = made._nodes.views
+    async def act(_: Snapshots, handles: Handles) -> Any:
+        views = handles.nodes.views
         with socket.create_server(("127.0.0.1", 0)) as raylet:
             for view in views.values():
                 view.raylet_address = raylet.getsockname()
                 view.greeted.set()
             views["bb"].lost.set()
-            found = [await made._nodes.outlived(["aa", "bb", "cc"])]
-        return [*found, await made._nodes.outlived(["aa"])]
+            found = [await handles.nodes.outlived(["aa", "bb", "cc"])]
+        return [*found, await handles.nodes.outlived(["aa"])]
 
     assert with_keepers(MemoryStore(), act) == [{"aa"}, set()]
 
@@ -92,7 +92,7 @@ def test_a_keeper_that_did_not_answer_is_asked_again_when_it_was_heard_of(
     """A recovery may ask several times, and must not wait each time for one that has died."""
     monkeypatch.setattr(module, "ASK_S", 0.05)
 
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+    async def act(made: Snapshots, handles: Handles) -> Any:
         handles["bb"].is_silent = True
         answered = [[found.node for found in await made.inventories()]]
         handles["bb"].is_silent = False
@@ -122,11 +122,11 @@ def test_a_keeper_that_is_late_is_asked_again_if_it_holds_what_nobody_else_does(
     monkeypatch.setattr(module, "ASK_S", 0.05)
     monkeypatch.setattr(module, "LATE_S", 60.0)
 
-    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+    async def act(made: Snapshots, handles: Handles) -> Any:
         answers = []
         for steps in ((6, 7), (5,), ()):
             late = Late("bb", (6, 7), 1)
-            made._nodes.views["bb"].keeper = late
+            handles.nodes.views["bb"].keeper = late
             said = Handle("bb", steps, 1)._inventory
             made.on_report(NodeReport(node="bb", seq=1, workers=(), inventory=said))
             found = version_of(await made.read(LINEAGE, enough_step=-1))
@@ -144,7 +144,7 @@ def test_a_late_keeper_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "ASK_S", 0.05)
     monkeypatch.setattr(module, "LATE_S", 0.05)
 
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+    async def act(made: Snapshots, handles: Handles) -> Any:
         inventory = handles["bb"]._inventory
         made.on_report(NodeReport(node="bb", seq=1, workers=(), inventory=inventory))
         handles["bb"].is_silent = True

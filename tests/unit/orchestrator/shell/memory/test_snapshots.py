@@ -17,7 +17,15 @@ from orchestrator.policies import (
 from orchestrator.shell.capacity.nodes import NodeView
 from orchestrator.shell.memory import snapshots as module
 from orchestrator.shell.memory.snapshots import Snapshots
-from tests.support.keeper_handles import LINEAGE, ROOT, Handle, held, version_of, with_keepers
+from tests.support.keeper_handles import (
+    LINEAGE,
+    ROOT,
+    Handle,
+    Handles,
+    held,
+    version_of,
+    with_keepers,
+)
 from ucp_core.errors import StorageError
 from ucp_core.native import MANIFEST_NAME, checkpoint_name, save_rank
 from ucp_core.storage import MemoryStore, Store
@@ -79,7 +87,7 @@ def _order(
     return OrderKeepers(attempt=attempt, lineage=LINEAGE, nodes=nodes, plan=plan, bad=bad)
 
 
-async def _read(made: Snapshots, _: dict[str, Handle]) -> Any:
+async def _read(made: Snapshots, _: Handles) -> Any:
     return version_of(await made.read(LINEAGE, enough_step=-1))
 
 
@@ -95,7 +103,7 @@ def test_a_store_that_stalls_does_not_keep_memory_from_being_used() -> None:
     """Memory holds all that any member completed: whatever storage says, it is not newer."""
     store = Stalling()
 
-    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+    async def act(made: Snapshots, _: Handles) -> Any:
         answer = await asyncio.wait_for(made.read(LINEAGE, enough_step=7), module.STORAGE_S / 2)
         store.released.set()
         return version_of(answer)
@@ -106,8 +114,8 @@ def test_a_store_that_stalls_does_not_keep_memory_from_being_used() -> None:
 def test_a_store_that_refuses_is_passed_over_only_for_memory() -> None:
     """Without it nothing is known, which is not the same as nothing being there."""
 
-    async def without(made: Snapshots, _: dict[str, Handle]) -> Any:
-        made._nodes.views["aa"].secret = b""
+    async def without(made: Snapshots, handles: Handles) -> Any:
+        handles.nodes.views["aa"].secret = b""
         return await made.read(LINEAGE, enough_step=-1)
 
     assert with_keepers(Refusing(), _read) == (7, "memory")
@@ -120,8 +128,8 @@ def test_what_is_damaged_in_storage_is_named_also_if_nothing_is_left() -> None:
     for step in (5, 6):
         _commit(store, step)
 
-    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
-        made._nodes.views["aa"].secret = b""
+    async def act(made: Snapshots, handles: Handles) -> Any:
+        handles.nodes.views["aa"].secret = b""
         told = []
         for step in (6, 5):
             path = f"{ROOT}/{checkpoint_name(step)}/{MANIFEST_NAME}"
@@ -146,7 +154,7 @@ def test_what_is_bad_is_passed_over_in_either_tier() -> None:
     store = MemoryStore()
     _commit(store, 7)
 
-    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+    async def act(made: Snapshots, _: Handles) -> Any:
         answers = [
             version_of(await made.read(LINEAGE, enough_step=-1, bad=bad))
             for bad in ([], [in_memory], [in_storage], [in_memory, in_storage])
@@ -162,7 +170,7 @@ def test_a_keeper_is_told_what_it_is_to_hold_no_longer() -> None:
     """Whoever asks it must not be offered it again, be it a rank or another keeper."""
     bad = (held_source("aa", "w0.0", held(7, 0)), stored_source(7, 1))
 
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+    async def act(made: Snapshots, handles: Handles) -> Any:
         made.order(_order("aa", "bb", attempt=2, bad=bad))
         return [handles[node].orders[-1].bad for node in ("aa", "bb")]
 
@@ -172,7 +180,7 @@ def test_a_keeper_is_told_what_it_is_to_hold_no_longer() -> None:
 def test_parts_are_told_only_of_the_version_that_is_resumed() -> None:
     """An answer that was overtaken must not send workers to another version's memory."""
 
-    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+    async def act(made: Snapshots, _: Handles) -> Any:
         await made.read(LINEAGE, enough_step=-1)
         found = await made.find_parts(6, 1)
         return made.known_parts(7, 1), made.known_parts(6, 1), found
@@ -189,9 +197,9 @@ def test_parts_are_told_only_of_the_version_that_is_resumed() -> None:
 def test_an_order_names_the_neighbour_and_no_keeper_that_is_not_met() -> None:
     """One that is only starting has no address yet; it is told of when it has."""
 
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+    async def act(made: Snapshots, handles: Handles) -> Any:
         made.order(_order("aa", "bb", "aa"))
-        made._nodes.views["bb"].secret = b""
+        handles.nodes.views["bb"].secret = b""
         made.order(_order("aa", "bb", attempt=2))
         return {
             node: [[peer.node for peer in order.copies_of] for order in handle.orders]
@@ -204,8 +212,8 @@ def test_an_order_names_the_neighbour_and_no_keeper_that_is_not_met() -> None:
 def test_an_order_names_the_group_once_all_of_it_are_met() -> None:
     """A group that waits for one that is not there would protect nobody."""
 
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
-        views = made._nodes.views
+    async def act(made: Snapshots, handles: Handles) -> Any:
+        views = handles.nodes.views
         handles["cc"] = Handle("cc", (), 2)
         views["cc"] = NodeView("cc", ("", 0), keeper=handles["cc"])
         made.order(_order("aa", "bb", "cc", "cc", preference=Preference.PARITY))
@@ -223,7 +231,7 @@ def test_an_order_names_the_group_once_all_of_it_are_met() -> None:
 def test_racks_that_nodes_share_are_told_as_trouble() -> None:
     """Two machines behind one switch are one loss, and nobody would find that out in time."""
 
-    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+    async def act(made: Snapshots, _: Handles) -> Any:
         return [made.problems(RedundancyPlan(shared_racks=racks)) for racks in ((), ("r",))]
 
     apart, (shared,) = with_keepers(MemoryStore(), act)
@@ -234,9 +242,9 @@ def test_racks_that_nodes_share_are_told_as_trouble() -> None:
 def test_a_node_without_the_label_that_names_racks_is_told_as_trouble() -> None:
     """A label that is misspelt names no rack of any node, and protects nothing."""
 
-    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
-        made._nodes.rack_label = "rack"
-        made._nodes.views["aa"].rack = "r"
+    async def act(made: Snapshots, handles: Handles) -> Any:
+        handles.nodes.rack_label = "rack"
+        handles.nodes.views["aa"].rack = "r"
         return made.problems(RedundancyPlan())
 
     (told,) = with_keepers(MemoryStore(), act)
@@ -246,12 +254,12 @@ def test_a_node_without_the_label_that_names_racks_is_told_as_trouble() -> None:
 def test_memory_and_the_size_of_a_version_are_measured() -> None:
     """The controller decides by them how snapshots are protected."""
 
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+    async def act(made: Snapshots, handles: Handles) -> Any:
         before = made.holds_any, made.measured()
         for node, handle in handles.items():
             inventory = replace(await handle.held.remote(), budget_bytes=40)
             made.on_report(NodeReport(node=node, seq=1, workers=(), inventory=inventory))
-        made._nodes.views["bb"].lost.set()
+        handles.nodes.views["bb"].lost.set()
         return before, made.holds_any, made.measured()
 
     before, holds_any, measured = with_keepers(MemoryStore(), act)
@@ -262,7 +270,7 @@ def test_memory_and_the_size_of_a_version_are_measured() -> None:
 def test_only_what_storage_lacks_is_stored_at_the_end() -> None:
     """A stopped run has stored its last step already; a failed one has it in memory alone."""
 
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+    async def act(made: Snapshots, handles: Handles) -> Any:
         await made.flush(LINEAGE)
         return [handle.flushed for handle in handles.values()]
 
@@ -279,7 +287,7 @@ def test_a_version_that_must_be_computed_gives_way_at_the_end() -> None:
         arena="parity/0.1", held=held(7, -1), num_parities=1, place=0, members=members
     )
 
-    async def act(made: Snapshots, handles: dict[str, Handle]) -> Any:
+    async def act(made: Snapshots, handles: Handles) -> Any:
         near, far = (handle._inventory for handle in handles.values())
         handles["aa"]._inventory = replace(near, parities=(parity,))
         handles["bb"]._inventory = replace(far, parts=far.parts[:1])
@@ -293,14 +301,14 @@ def test_a_version_that_must_be_computed_gives_way_at_the_end() -> None:
 def test_what_a_dead_keeper_said_protects_nobody() -> None:
     """The alert has to come while its memory is away, and to end when the next one has told."""
 
-    async def act(made: Snapshots, _: dict[str, Handle]) -> Any:
+    async def act(made: Snapshots, handles: Handles) -> Any:
         survived = []
         parts = tuple(HeldPart(arena="w", held=held(7, rank)) for rank in (0, 1))
         for node in ("aa", "bb"):
             inventory = Inventory(node=node, host="h", port=7, parts=parts)
             made.on_report(NodeReport(node=node, seq=1, workers=(), inventory=inventory))
         for secret in (b"bb", b"", b"new"):
-            made._nodes.views["bb"].secret = secret
+            handles.nodes.views["bb"].secret = secret
             survived.append(made.protection(LINEAGE).node_losses_survived)
         return survived
 
