@@ -1,4 +1,4 @@
-"""A conversion laid out: every work item is known before a byte moves, and one may commit it."""
+"""A conversion laid out: every work item is known before a byte moves; one process commits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp_core.conversion.work_items import Item, Job, Result, Worker
+from ucp_core.conversion.work_items import Job, Result, Worker, WorkItem
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.formats import (
     INDEX_NAME,
@@ -25,21 +25,29 @@ from ucp_core.reading import Collector, plan_extents
 from ucp_core.storage import Store, is_local, join
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-#: Large enough that handing it out costs nothing, small enough that workers end together.
+#: Large enough that the cost of handing it out does not count, small enough that workers end
+#: together.
 _ITEM_BYTES_MAX = 16 * BLOCK_BYTES
 _ITEMS_MIN = 64
-#: Of tensors that are averaged or strided, so much is gathered at a time.
+#: Gathered at a time of tensors that are averaged or strided.
 GENERAL_BYTES_MAX = 8 * BLOCK_BYTES
 _NAMES_TOLD = 4
 
 
 class Conversion:
-    """One conversion, laid out: its items, what is known of those that are done, the commit.
+    """One conversion: its items, the results of those that are done, the commit.
 
-    Whoever runs the items, in whatever order and place, gives their results to ``take`` and then
-    calls ``commit``. ``convert`` is the way for one machine.
+    Items may be done in any order and place. ``take`` gets their results; ``commit`` comes last.
+
+    Attributes:
+        job: What workers share.
+        items: All items.
+        total_bytes: Of all items.
+        read_bytes: Read in this run.
+        written_bytes: Written in this run.
+        resumed_bytes: Taken over from an interrupted run.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class Conversion:
         *,
         memory_bytes: int,
         workers: int,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Check the source and lay the destination out; nothing is written.
 
@@ -70,21 +79,47 @@ class Conversion:
         self.items = tuple(_items(self.job))
         self.total_bytes = sum(item.stop - item.start for item in self.items)
         self.collector = Collector(checkpoint.state_map, checkpoint.directory, files)
-        self._blocks: dict[Item, tuple[int, ...]] = {}
+        self.read_bytes = self.written_bytes = self.resumed_bytes = 0
+        self._progress = progress
+        self._done_bytes = 0
+        self._blocks: dict[WorkItem, tuple[int, ...]] = {}
 
-    def take(self, result: Result) -> None:
-        """Take what was found out about an item; of one that was done twice, the first counts.
+    def resume(self, results: Iterable[Result]) -> None:
+        """Take over what an interrupted run did.
 
         Raises:
             ChecksumMismatchError: The source is damaged.
         """
+        known = set(self.items)
+        for result in results:
+            if result.item in known:
+                self._add(result)
+                if result.item.target >= 0:
+                    self.resumed_bytes += result.item.stop - result.item.start
+
+    def take(self, result: Result) -> None:
+        """Take the result of an item that was done.
+
+        Raises:
+            ChecksumMismatchError: The source is damaged.
+        """
+        self.read_bytes += result.read_bytes
+        if result.item.target >= 0:
+            self.written_bytes += result.item.stop - result.item.start
+        self._add(result)
+
+    def _add(self, result: Result) -> None:
+        # A task that was thought dead may still deliver: the first result counts.
         if result.item in self._blocks:
             return
         self._blocks[result.item] = result.blocks
         self.collector.add(result.notes)
+        self._done_bytes += result.item.stop - result.item.start
+        if self._progress is not None:
+            self._progress(self._done_bytes, self.total_bytes)
 
     @property
-    def left(self) -> list[Item]:
+    def left(self) -> list[WorkItem]:
         """Return the items that are not done."""
         return [item for item in self.items if item not in self._blocks]
 
@@ -100,16 +135,16 @@ class Conversion:
             raise UcpError(f"extra cannot be kept as JSON: {error}") from error
 
     def manifest(self, small: dict[str, bytes]) -> Manifest:
-        """Return the manifest of what was made, when every item is done.
+        """Return the manifest of the result, when every item is done.
 
         Raises:
-            CheckpointCorruptError: The source's files changed meanwhile.
+            CheckpointCorruptError: The source's files changed during the conversion.
         """
         self.collector.finish()
         if _check_files(self.checkpoint) != self._found:
             raise CheckpointCorruptError(
                 f"files of {self.checkpoint.directory} changed while they were converted: "
-                "convert again when nobody writes there",
+                "convert again when nothing writes there",
                 path=self.checkpoint.directory,
             )
         source = self.checkpoint.manifest
@@ -135,19 +170,19 @@ class Conversion:
         )
 
     def commit(self, manifest: Manifest, small: dict[str, bytes], *, fsync: bool) -> Checkpoint:
-        """Write the small files and, last, the manifest; return what was made.
+        """Write the small files and, last, the manifest; return the checkpoint.
 
         Raises:
-            UcpError: Another checkpoint was committed there meanwhile.
+            UcpError: Another checkpoint was committed there during the conversion.
         """
         path = join(self.directory, MANIFEST_NAME)
         data = to_bytes(manifest)
-        # What no reader would accept must not be committed.
+        # A manifest that no reader would accept must not be committed.
         parsed = from_bytes(data, where=path)
         for name, content in small.items():
             self.store.write_atomic(join(self.directory, name), content, fsync=fsync)
         if not self.store.write_atomic(path, data, fsync=fsync, exclusive=True):
-            raise UcpError(f"{self.directory} got a checkpoint from somebody else", path=path)
+            raise UcpError(f"another process committed a checkpoint to {self.directory}", path=path)
         return Checkpoint(store=self.store, directory=self.directory, manifest=parsed)
 
 
@@ -163,10 +198,9 @@ def _check_destination(checkpoint: Checkpoint, store: Store, directory: str) -> 
 
 
 def _check_contents(store: Store, directory: str, targets: Sequence[TargetFile]) -> None:
-    """Raise if anything is there but what an interrupted conversion to these files left behind.
+    """Raise if the destination holds anything but the files of an interrupted conversion.
 
-    A checkpoint of another format has files of the same names, or is read by a name of its own:
-    what both would be taken for, nobody can say.
+    Other formats use the same file names, so a mixed folder could be read as either.
     """
     names = [name for name in store.list(directory) if not name.startswith(".")]
     if store.exists(join(directory, UNFINISHED_NAME)):
@@ -183,8 +217,8 @@ def _check_contents(store: Store, directory: str, targets: Sequence[TargetFile])
     what = f"a checkpoint of {known}" if known else "other files"
     more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
     raise UcpError(
-        f"{directory} holds {what} ({', '.join(names[:_NAMES_TOLD])}{more}), which a conversion "
-        "would mix with its own: give a new or empty folder as destination",
+        f"{directory} holds {what} ({', '.join(names[:_NAMES_TOLD])}{more}): give a new or empty "
+        "folder as destination",
         path=directory,
         names=names,
     )
@@ -241,10 +275,10 @@ def _of(checkpoint: Checkpoint, file: str) -> str:
 
 
 def _identity(checkpoint: Checkpoint, files: Sequence[tuple[str, int, int]]) -> str:
-    """Return a name of what is converted: another source, or another cut of it, has another."""
+    """Return a hash of the source and of how it is cut into items."""
     digest = hashlib.sha256(repr((checkpoint.directory, _ITEM_BYTES_MAX, files)).encode())
     for key, entry in sorted(checkpoint.state_map.entries.items()):
-        # Plain tuples, which Python prints in a quarter of the time; without the many checksums.
+        # As plain tuples, which Python prints in a quarter of the time, and without checksums.
         facts = [(*f.box, *f[1:5], *f[6:]) for f in entry.fragments]
         digest.update(repr((key, entry.dtype, entry.shape, entry.copies, facts)).encode())
     for file, extents in sorted(checkpoint.state_map.extents.items()):
@@ -258,7 +292,7 @@ def _job(
     share = memory_bytes // workers // BLOCK_BYTES
     chunk = BLOCK_BYTES
     if not (is_local(checkpoint.store) and is_local(to)):
-        # Every request waits for an answer first, so few large ones.
+        # Every request waits for an answer, so few large ones.
         wanted = min(checkpoint.store.request_bytes, _ITEM_BYTES_MAX) // BLOCK_BYTES
         chunk = max(1, min(wanted, share // 4)) * BLOCK_BYTES
     return Job(
@@ -273,8 +307,8 @@ def _job(
     )
 
 
-def _items(job: Job) -> Iterator[Item]:
-    """Yield ranges of the targets that end where tensors or their blocks do, then the checks."""
+def _items(job: Job) -> Iterator[WorkItem]:
+    """Yield ranges of the targets that end where tensors or blocks end, then the checks."""
     total = sum(file.num_bytes for file in job.targets)
     size = max(1, min(_ITEM_BYTES_MAX, total // _ITEMS_MIN) // BLOCK_BYTES) * BLOCK_BYTES
     for number, file in enumerate(job.targets):
@@ -282,20 +316,20 @@ def _items(job: Job) -> Iterator[Item]:
         for entry, offset_bytes in file.tensors:
             end = offset_bytes + entry.num_bytes
             while end - start > size:
-                # Blocks are counted from where the tensor begins.
+                # Blocks count from the tensor's first byte.
                 blocks = (start + size - offset_bytes) // BLOCK_BYTES
                 cut = offset_bytes + blocks * BLOCK_BYTES
-                yield Item(number, -1, start, cut)
+                yield WorkItem(number, -1, start, cut)
                 start = cut
         if start < file.num_bytes:
-            yield Item(number, -1, start, file.num_bytes)
+            yield WorkItem(number, -1, start, file.num_bytes)
     for source, low, high in job.extents.gaps:
         for start in range(low, high, size):
-            yield Item(-1, source, start, min(start + size, high))
+            yield WorkItem(-1, source, start, min(start + size, high))
 
 
 def _entries(target: TargetFile, blocks: list[int]) -> tuple[dict[TensorKey, TensorEntry], int]:
-    """Return the tensors of a file as they are now, and the crc32 of the file."""
+    """Return the tensors of a target file, and the crc32 of the file."""
     total = crc32(target.header)
     entries: dict[TensorKey, TensorEntry] = {}
     done = 0
@@ -336,7 +370,7 @@ def differing_replicas(
         for number, target in enumerate(job.targets):
             for entry, low in target.tensors:
                 try:
-                    for _ in worker.chunks(Item(number, -1, low, low + entry.num_bytes)):
+                    for _ in worker.chunks(WorkItem(number, -1, low, low + entry.num_bytes)):
                         pass
                 except CheckpointCorruptError as error:
                     yield entry.key, error

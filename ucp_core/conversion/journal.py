@@ -1,7 +1,7 @@
-"""What a conversion has done, kept beside the files that it writes, so that it can go on.
+"""The journal of a conversion: one line for each finished item, beside the files it writes.
 
-One line for each finished item, with a checksum of its own: a line that was cut short by a kill
-ends the journal. Nothing in it is believed: what it says was written is read and hashed again.
+Every line has a checksum; a line that a kill cut short ends the journal. A resumed conversion
+hashes again what the journal says was written.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ucp_core.conversion.work_items import Item, Result
+from ucp_core.conversion.work_items import Result, WorkItem
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.native import UNFINISHED_NAME
 from ucp_core.numerics import crc32
@@ -28,23 +28,24 @@ _CRC_DIGITS = 8
 
 def encode(results: Iterable[Result]) -> bytes:
     """Return one line for each result."""
-    return b"".join(_line(_plain(result)) for result in results)
+    lines: list[bytes] = []
+    for item, blocks, notes, read_bytes in results:
+        flat = [[*note.check, *note[1:]] for note in notes]
+        lines.append(_line([item, blocks, flat, read_bytes]))
+    return b"".join(lines)
 
 
 def decode(data: bytes) -> list[Result]:
-    """Return the results of every sound line, up to the first one that is not."""
-    return [_result(value) for value in _values(data)]
-
-
-def _plain(result: Result) -> list[object]:
-    notes = [[*note.check, *note[1:]] for note in result.notes]
-    return [list(result.item), list(result.blocks), notes, result.read_bytes]
-
-
-def _result(value: Any) -> Result:
-    item, blocks, notes, read_bytes = value
-    found = tuple(Note(Check(*note[:4]), *note[4:]) for note in notes)
-    return Result(Item(*item), tuple(blocks), found, read_bytes)
+    """Return the results of all lines before the first damaged one."""
+    results: list[Result] = []
+    for line in data.split(b"\n"):
+        text = line[_CRC_DIGITS + 1 :]
+        if line[:_CRC_DIGITS] != b"%08x" % crc32(text):
+            break
+        item, blocks, flat, read_bytes = json.loads(text)
+        notes = tuple(Note(Check(*note[:4]), *note[4:]) for note in flat)
+        results.append(Result(WorkItem(*item), tuple(blocks), notes, read_bytes))
+    return results
 
 
 def _line(value: object) -> bytes:
@@ -52,25 +53,15 @@ def _line(value: object) -> bytes:
     return b"%08x %b\n" % (crc32(text), text)
 
 
-def _values(data: bytes) -> list[Any]:
-    values: list[Any] = []
-    for line in data.split(b"\n"):
-        text = line[_CRC_DIGITS + 1 :]
-        if line[:_CRC_DIGITS] != b"%08x" % crc32(text):
-            break
-        values.append(json.loads(text))
-    return values
-
-
-#: A child that a conversion was beginning when it was killed has its lock until it first runs.
-LET_GO_S = 2.0
+#: A child that was just forked when its parent was killed holds the lock until it first runs.
+_LOCK_S = 2.0
 
 
 class Journal:
     """The journal of a conversion to a local directory; locked while it is open."""
 
     def __init__(self, directory: str, identity: str, *, resume: bool) -> None:
-        """Open it, and empty it unless it is of the conversion that ``identity`` names.
+        """Open the journal; empty it unless it is of the conversion ``identity``.
 
         Raises:
             UcpError: Another process converts to the same directory.
@@ -84,7 +75,7 @@ class Journal:
             raise StorageError(
                 f"{self.folder} cannot be written: {error.strerror}", path=str(self.folder)
             ) from error
-        end_s = time.monotonic() + LET_GO_S
+        end_s = time.monotonic() + _LOCK_S
         while not self._lock():
             if time.monotonic() >= end_s:
                 os.close(self._fd)
@@ -93,7 +84,7 @@ class Journal:
                     "destination",
                     path=directory,
                 )
-            time.sleep(LET_GO_S / 100)
+            time.sleep(_LOCK_S / 100)
         self.results = self._read(identity) if resume else []
         if not self.results:
             self._begin(identity)
@@ -101,7 +92,7 @@ class Journal:
     def _lock(self) -> bool:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had it may have finished, and deleted what was opened here.
+            # The process that held the lock may have deleted the file that was opened here.
             return os.path.samestat(os.fstat(self._fd), (self.folder / _NAME).stat())
         except OSError:
             return False
@@ -113,7 +104,7 @@ class Journal:
         header = _line([identity])
         if not data.startswith(header):
             return []
-        # What follows a line that was cut short would never be found.
+        # Lines after a damaged one would never be read.
         results = decode(data[len(header) :])
         sound = header + encode(results)
         os.ftruncate(self._fd, len(sound))
@@ -129,19 +120,17 @@ class Journal:
         os.write(self._fd, _line([identity]))
 
     def add(self, result: Result) -> None:
-        """Note that an item is done."""
+        """Add a line for an item that is done."""
         os.write(self._fd, encode([result]))
 
-    def release(self) -> None:
-        """Close it in a child: the lock is the parent's, and must go when the parent goes."""
-        os.close(self._fd)
-
     def close(self) -> None:
-        """Let others convert to the directory."""
-        os.close(self._fd)
+        """Release the lock; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
 
     def remove(self) -> None:
-        """Delete it with everything beside it.
+        """Delete the journal and everything beside it.
 
         Raises:
             StorageError: It cannot be deleted.

@@ -1,8 +1,8 @@
-"""Turns any checkpoint into a universal one: parallel, bounded in memory, resumable.
+"""Converts any checkpoint to a universal one: in parallel, in bounded memory, resumable.
 
-The destination is laid out before a byte moves. A work item is a range of a target file; what it
-consists of is read once, verified, hashed and written, block by block. Finished items are noted
-in a journal, so a conversion that was killed goes on; the manifest, written last, commits it.
+The destination is laid out before a byte moves. A work item is a range of a target file; its bytes
+are read once, verified, hashed and written, block by block. A journal notes finished items, so a
+killed conversion can continue. The manifest, written last, commits the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ucp_core.conversion.job import GENERAL_BYTES_MAX, Conversion
 from ucp_core.conversion.outputs import REMOTE_BATCH_ITEMS, LocalFiles, StreamedFiles
-from ucp_core.conversion.work_items import Item, Job, Result
+from ucp_core.conversion.work_items import Job, Result
 from ucp_core.conversion.workers import Batch, may_fork, run_here, run_processes, run_threads
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.geometry import Box, is_contiguous
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MEMORY_BYTES_MIN = 8 * BLOCK_BYTES
 #: From here on a second process pays: starting one costs 5 ms.
 _PROCESS_BYTES_MIN = 32 << 20
-#: What a worker needs beside its slabs: interpreter state that is written to, stacks.
+#: What a worker needs beside its buffers: interpreter state that it writes to, stacks.
 _WORKER_BYTES = 8 << 20
 #: Does batches anywhere and gives every result to its last argument.
 Runner: TypeAlias = "Callable[[Job, Sequence[Batch], Callable[[Result], None]], None]"
@@ -45,13 +45,13 @@ class ConvertResult:
 
     Attributes:
         size_bytes: Of the whole state.
-        read_bytes: Read of the source in this run.
+        read_bytes: Read from the source in this run.
         written_bytes: Written to the destination in this run.
-        resumed_bytes: Taken over from a run that was killed.
+        resumed_bytes: Taken over from an interrupted run.
         seconds: Of this run.
         processes: How many worked.
         threads: How many worked in each.
-        checkpoint: What was made.
+        checkpoint: The result.
     """
 
     size_bytes: int
@@ -80,14 +80,15 @@ def convert(  # noqa: PLR0913 - each is an option of the command
 
     Args:
         checkpoint: The source: native, universal or foreign.
-        store: Where to.
-        directory: New, empty, or left behind by a conversion that was interrupted.
-        memory_bytes: Bound of what is used beside the caller's own memory, worker processes
-            included; at least ``MEMORY_BYTES_MIN``.
-        processes: Work at once at most; fewer if the memory or the size says so. Default: one a
-            processor. Threads, where the source is remote or this process may not fork.
+        store: Of the destination.
+        directory: New, empty, or left by an interrupted conversion.
+        memory_bytes: Bound of the memory beside the caller's own, worker processes included; at
+            least ``MEMORY_BYTES_MIN``.
+        processes: At most so many at once; fewer if the memory is small or the state is. Default:
+            one for each core. They are threads if the source or the destination is remote, or if
+            this process has threads already.
         progress: Called with the bytes done and the bytes of the whole state.
-        resume: Go on with what a killed conversion of the same source left behind.
+        resume: Continue an interrupted conversion of the same source.
         fsync: Whether the result must survive a loss of power before it is committed.
         runner: Does the work elsewhere, and returns when every result is taken.
 
@@ -104,34 +105,38 @@ def convert(  # noqa: PLR0913 - each is an option of the command
         )
     workers = _workers(checkpoint, memory_bytes, processes)
     conversion = Conversion(
-        checkpoint, store, directory, memory_bytes=memory_bytes, workers=workers
+        checkpoint,
+        store,
+        directory,
+        memory_bytes=memory_bytes,
+        workers=workers,
+        progress=progress,
     )
     small = conversion.small_files()
     with tidied(store, directory), _kept(_files(conversion, resume=resume)) as files:
-        run = _Run(conversion, files, progress)
-        run.resume()
+        conversion.resume(files.resumed())
         with reading(checkpoint):
-            processes, threads = run.work(workers, runner)
+            used = _work(conversion, files, workers, runner)
         manifest = conversion.manifest(small)
         files.finish(fsync=fsync)
         made = conversion.commit(manifest, small, fsync=fsync)
-        # What is temporary is ignored by every reader: to fail now would be wrong.
+        # Readers ignore temporary files, so failing to delete them is no failure.
         with suppress(StorageError):
             files.remove()
     return ConvertResult(
         size_bytes=checkpoint.state_map.num_bytes,
-        read_bytes=run.read_bytes,
-        written_bytes=run.written_bytes + sum(map(len, small.values())),
-        resumed_bytes=run.resumed_bytes,
+        read_bytes=conversion.read_bytes,
+        written_bytes=conversion.written_bytes + sum(map(len, small.values())),
+        resumed_bytes=conversion.resumed_bytes,
         seconds=perf_counter() - begun,
-        processes=processes,
-        threads=threads,
+        processes=used[0],
+        threads=used[1],
         checkpoint=made,
     )
 
 
 def _files(conversion: Conversion, *, resume: bool) -> LocalFiles | StreamedFiles:
-    """Return where the conversion writes: in place if it can."""
+    """Return where the conversion writes: in place if the destination is local."""
     targets, identity = conversion.job.targets, conversion.identity
     store, directory = conversion.store, conversion.directory
     if isinstance(store, LocalStore):
@@ -141,77 +146,47 @@ def _files(conversion: Conversion, *, resume: bool) -> LocalFiles | StreamedFile
 
 @contextmanager
 def _kept(files: LocalFiles | StreamedFiles) -> Iterator[LocalFiles | StreamedFiles]:
-    """Keep what is done if anything fails, so that the next run goes on from there."""
+    """Keep what is done if anything fails, so that the next run continues from there."""
     try:
         yield files
     except CheckpointCorruptError:
-        # Nothing of it can be used, whatever is done to the source.
+        # No part of the result can be used.
         files.discard()
         raise
     finally:
         files.close()
 
 
-class _Run:
-    """Runs the items of a conversion on this machine."""
+def _work(
+    conversion: Conversion,
+    files: LocalFiles | StreamedFiles,
+    workers: int,
+    runner: Runner | None,
+) -> tuple[int, int]:
+    """Do all items that are left; return how many processes, and threads in each, did them."""
+    job, left = conversion.job, conversion.left
 
-    def __init__(
-        self,
-        conversion: Conversion,
-        files: LocalFiles | StreamedFiles,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._conversion = conversion
-        self._files = files
-        self._progress = progress
-        self._done_bytes = 0
-        self.read_bytes = 0
-        self.written_bytes = 0
-        self.resumed_bytes = 0
+    def take(result: Result) -> None:
+        # In this order: what progress tells of is not lost by a kill.
+        files.note(result)
+        conversion.take(result)
 
-    def resume(self) -> None:
-        """Take over what an earlier run did."""
-        known = set(self._conversion.items)
-        for result in self._files.resumed():
-            if result.item in known:
-                self._conversion.take(result)
-                self._count(result.item)
-                if result.item.target >= 0:
-                    self.resumed_bytes += result.item.stop - result.item.start
-
-    def _count(self, item: Item) -> None:
-        self._done_bytes += item.stop - item.start
-        if self._progress is not None:
-            self._progress(self._done_bytes, self._conversion.total_bytes)
-
-    def take(self, result: Result) -> None:
-        """Note that an item is done."""
-        self._conversion.take(result)
-        self._files.note(result)
-        self.read_bytes += result.read_bytes
-        if result.item.target >= 0:
-            self.written_bytes += result.item.stop - result.item.start
-        self._count(result.item)
-
-    def work(self, workers: int, runner: Runner | None) -> tuple[int, int]:
-        """Do all items that are left; return how many processes, and threads in each, did them."""
-        job, left, files = self._conversion.job, self._conversion.left, self._files
-        if runner is not None:
-            runner(job, files.batches(left, REMOTE_BATCH_ITEMS), self.take)
-            return workers, 1
-        batches = files.batches(left, 1)
-        if workers <= 1 or len(batches) <= 1:
-            run_here(job, batches, self.take)
-            return 1, 1
-        if isinstance(files, LocalFiles) and is_local(job.store) and may_fork():
-            run_processes(job, batches, self.take, workers, in_child=files.release)
-            return workers, 1
-        run_threads(job, batches, self.take, workers)
-        return 1, workers
+    if runner is not None:
+        runner(job, files.batches(left, REMOTE_BATCH_ITEMS), take)
+        return workers, 1
+    batches = files.batches(left, 1)
+    if workers <= 1 or len(batches) <= 1:
+        run_here(job, batches, take)
+        return 1, 1
+    if isinstance(files, LocalFiles) and is_local(job.store) and may_fork():
+        run_processes(job, batches, take, workers, in_child=files.close)
+        return workers, 1
+    run_threads(job, batches, take, workers)
+    return 1, workers
 
 
 def memory_left(memory_bytes: int) -> int:
-    """Return what a bound of the whole process leaves for ``convert``.
+    """Return how much of a bound of the whole process is left for ``convert``.
 
     Raises:
         UcpError: Too little.
@@ -220,7 +195,7 @@ def memory_left(memory_bytes: int) -> int:
     if memory_bytes - used < MEMORY_BYTES_MIN:
         needed = -(-(used + MEMORY_BYTES_MIN) // BLOCK_BYTES)
         raise UcpError(
-            f"{memory_bytes} bytes of memory are too few: this program alone has {used}; give at "
+            f"{memory_bytes} bytes of memory are too few: this program alone uses {used}; give at "
             f"least {needed}MiB",
             memory_bytes=memory_bytes,
         )
@@ -228,22 +203,22 @@ def memory_left(memory_bytes: int) -> int:
 
 
 def _num_cores() -> int:
-    """Return how many cores this process may use; macOS tells only how many there are."""
+    """Return how many cores this process may use; on macOS, how many there are."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _workers(checkpoint: Checkpoint, memory_bytes: int, processes: int | None) -> int:
-    """Return how many processes or threads to use: what is asked for, useful, and fits."""
+    """Return how many processes or threads to use: as asked for, as is useful, and as fits."""
     wanted = processes or _num_cores()
     useful = max(1, checkpoint.state_map.num_bytes // _PROCESS_BYTES_MIN)
     per_worker = _WORKER_BYTES
     if is_local(checkpoint.store) and may_fork():
         if _is_scattered(checkpoint):
-            # Before its size is looked at, and once for all children.
+            # Imported before this process's size is read, and once for all children.
             import_module("numpy")
-        # A child shares this process's pages, but they count in its size as long as it lives.
+        # A child shares this process's pages, but they count in its size.
         per_worker += _resident_bytes()
         if not all(map(is_plain, checkpoint.state_map.entries.values())):
             per_worker += 2 * GENERAL_BYTES_MAX
@@ -253,9 +228,9 @@ def _workers(checkpoint: Checkpoint, memory_bytes: int, processes: int | None) -
 
 
 def _is_scattered(checkpoint: Checkpoint) -> bool:
-    """Return whether elements have to be put in place one by one, or averaged."""
+    """Return whether elements must be placed one by one, or averaged."""
     entries = checkpoint.state_map.entries.values()
-    # Layers and slots are cut alike.
+    # Most layers and slots are cut alike, so there are few different cuts.
     cuts = {(entry.shape, tuple([f.box for f in entry.fragments])) for entry in entries}
     return not all(map(is_plain, entries)) or not all(
         box.is_empty or is_contiguous(box, Box.full(shape))

@@ -1,6 +1,11 @@
-"""What one worker of a conversion does: gather a range of a target file, verify it, hash it.
+"""What one worker of a conversion does: read a range of a target file, verify it, hash it.
 
 A block is read, hashed and written before the next one, so it stays in the processor's cache.
+
+A load (``ucp_core.reading.execute``) reads whole blocks around boxes; a conversion reads whole
+tensors, and each byte once, whatever the blocks of the source are. Done by plans of a load,
+gathering took 2.2 times the CPU time from ZeRO-1 files, and read 2.5 times the bytes of a native
+checkpoint of 3 ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +39,11 @@ if TYPE_CHECKING:
 _OPEN_FILES_MAX = 200
 
 
-class Item(NamedTuple):
-    """A piece of work.
+class WorkItem(NamedTuple):
+    """A range of a target file to write, or of a source file to verify.
 
     Attributes:
-        target: Index of the target file; -1 if bytes are only read, to verify them.
+        target: Index of the target file; -1 if the range is only verified.
         source: Index of the source file then; else -1.
         start: First byte in that file.
         stop: Behind the last one.
@@ -51,16 +56,16 @@ class Item(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a worker found out.
+    """What a worker found.
 
     Attributes:
-        item: What was done.
+        item: The item.
         blocks: crc32 of every block of the target's tensors in the item, in order.
         notes: What was read of checks that are not complete or not right.
-        read_bytes: So many were read.
+        read_bytes: How many bytes were read.
     """
 
-    item: Item
+    item: WorkItem
     blocks: tuple[int, ...]
     notes: tuple[Note, ...]
     read_bytes: int
@@ -68,17 +73,17 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """All that a worker has to know.
+    """What all workers of a conversion share.
 
     Attributes:
         store: Of the source.
         directory: Of the source.
-        state_map: What is there.
-        files: Names of the source's files; work names them by their index.
-        targets: What is to be made.
-        extents: How the source's own checksums get verified.
-        chunk_bytes: So much is gathered at a time; whole blocks.
-        general_bytes: The same of tensors that are averaged or strided.
+        state_map: Of the source.
+        files: The source's files; items and checks name them by index.
+        targets: The files to write.
+        extents: How the source's own checksums are verified.
+        chunk_bytes: Gathered at a time; whole blocks.
+        general_bytes: The same for tensors that are averaged or strided.
     """
 
     store: Store
@@ -108,7 +113,7 @@ class Files:
         """Fill ``target``."""
         self.read_bytes += len(target)
         path = join(self._job.directory, file)
-        # Names with @ are served from memory.
+        # Files whose names begin with @ are in memory.
         if not self._is_local or file.startswith("@"):
             self._job.store.read_ranges(path, [(offset_bytes, (target,))])
             return
@@ -120,7 +125,7 @@ class Files:
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror}", path=path) from error
         if done != len(target):
-            # Rare: a signal, the end of the file. The store knows what to do and to say.
+            # Rare: a signal, or the end of the file. The store retries or raises.
             self._job.store.read_ranges(path, [(offset_bytes, (target,))])
 
     def _opened(self, file: str, path: str) -> int:
@@ -146,19 +151,18 @@ class Worker:
         self._notes = Notes()
         self._blocks: list[int] = []
         self._scratch: memoryview | None = None
-        self._offsets = [[tensor.offset_bytes for tensor in file.tensors] for file in job.targets]
         # Fresh pages, aligned for every dtype and for the kernel.
         self._buffer = memoryview(mmap.mmap(-1, job.chunk_bytes))
         self._general: memoryview | None = None
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close the source's files."""
         self._files.close()
 
-    def chunks(self, item: Item) -> Iterator[memoryview]:
-        """Yield the bytes of the target in order; a chunk is reused when the next is asked for.
+    def chunks(self, item: WorkItem) -> Iterator[memoryview]:
+        """Yield the bytes of the target in order. Each chunk is valid until the next one.
 
-        ``result`` is there when all are taken. Items that only verify yield nothing.
+        Call ``result`` after the last chunk. Items that only verify yield nothing.
 
         Raises:
             ChecksumMismatchError: Damaged bytes.
@@ -172,7 +176,7 @@ class Worker:
             self._verify(item)
             return
         file = self._job.targets[item.target]
-        first = bisect_right(self._offsets[item.target], item.start) - 1
+        first = bisect_right(file.tensors, item.start, key=lambda t: t.offset_bytes) - 1
         for entry, offset_bytes in file.tensors[first:]:
             if offset_bytes >= item.stop:
                 break
@@ -181,8 +185,8 @@ class Worker:
             if low < high:
                 yield from self._tensor(entry, low, high)
 
-    def result(self, item: Item) -> Result:
-        """Return what was found out about the item whose chunks were taken last."""
+    def result(self, item: WorkItem) -> Result:
+        """Return what was found; ``item`` is the last one whose chunks were taken."""
         return Result(item, tuple(self._blocks), tuple(self._notes.all()), self._files.read_bytes)
 
     def _tensor(self, entry: TensorEntry, low: int, high: int) -> Iterator[memoryview]:
@@ -216,7 +220,7 @@ class Worker:
             self._blocks.append(crc32(chunk[low : low + BLOCK_BYTES]))
 
     def _take(self, entry: TensorEntry, run: Run, chunk: memoryview, start: int) -> int:
-        """Read a run to where it belongs in ``chunk`` and return the crc32 of its bytes.
+        """Read a run to its place in ``chunk``; return the crc32 of its bytes.
 
         ``start`` is the chunk's first byte in the tensor.
         """
@@ -236,7 +240,7 @@ class Worker:
         return self._scratch[:num_bytes]
 
     def _read(self, fragment: Fragment, low: int, target: memoryview) -> int:
-        """Read bytes from ``low`` of a fragment, note them for its checksums; return the crc32."""
+        """Read bytes from ``low`` of a fragment and note them; return their crc32."""
         self._files.read(fragment.file, fragment.offset_bytes + low, target)
         file = self._job.file_index[fragment.file]
         if fragment.crc32 is not None:
@@ -279,7 +283,7 @@ class Worker:
                 raise _differs(entry, run.fragment)
 
     def _general_chunks(self, entry: TensorEntry, low: int, high: int) -> Iterator[memoryview]:
-        """Yield bytes of a tensor that is averaged or strided, by a plan for each slab."""
+        """Yield bytes of a tensor that is averaged or strided, by one plan for each slab."""
         if self._general is None:
             self._general = memoryview(mmap.mmap(-1, self._job.general_bytes))
         itemsize = DTYPE_BYTES[entry.dtype]
@@ -295,7 +299,7 @@ class Worker:
 
     def _load(self, entry: TensorEntry, boxes: Sequence[Box], target: memoryview) -> None:
         """Fill ``target`` with the boxes of a tensor, one after the other."""
-        # Most conversions never come here, and numpy takes 60 ms to import.
+        # Most conversions do not need numpy, which takes 60 ms to import.
         from ucp_core.reading import Part, Source, execute, plan
 
         job = self._job
@@ -333,8 +337,8 @@ class Worker:
             if found[0] != found[1]:
                 raise _differs(entry, replica)
 
-    def _verify(self, item: Item) -> None:
-        """Read bytes that gathering does not, for the checksum of the range that they are in."""
+    def _verify(self, item: WorkItem) -> None:
+        """Read bytes that no tensor has, for the checksum of the extent that they are in."""
         check = self._job.extents.at(item.source, item.start)
         assert check is not None, f"{item} is in no checked range"
         for start in range(item.start, item.stop, len(self._buffer)):
@@ -347,8 +351,8 @@ def _differs(entry: TensorEntry, replica: Fragment) -> CheckpointCorruptError:
     primary = sorted({f.file for f in entry.fragments if not f.replica})
     return CheckpointCorruptError(
         f"{entry.key}: box {replica.box} in file {replica.file} is said to be a replica, but "
-        f"differs from what {', '.join(primary[:4])} hold; if the first one is meant to count, "
-        "say so in the rules (check: first)",
+        f"differs from {', '.join(primary[:4])}; if the first one shall count, say so in the rules "
+        "(check: first)",
         fqn=entry.key.fqn,
         slot=entry.key.slot,
         box=replica.box,
@@ -357,8 +361,8 @@ def _differs(entry: TensorEntry, replica: Fragment) -> CheckpointCorruptError:
 
 
 def _scatter(entry: TensorEntry, run: Run, data: memoryview, chunk: memoryview, start: int) -> None:
-    """Put the elements of an interleaved run where they belong."""
-    # Whole tensors cut along their first dim never come here, and numpy takes 60 ms to import.
+    """Put the elements of an interleaved run in their places."""
+    # Tensors that are cut along their first dim do not need numpy, which takes 60 ms to import.
     import numpy as np
 
     itemsize = DTYPE_BYTES[entry.dtype]

@@ -13,8 +13,8 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from ucp_core.conversion.work_items import Item, Job, Result, Worker
-from ucp_core.errors import StorageError, UcpError
+from ucp_core.conversion.work_items import Job, Result, Worker, WorkItem
+from ucp_core.errors import UcpError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,50 +22,13 @@ if TYPE_CHECKING:
 
 #: Batches for each worker: one that it does, and one so that it never waits for the next.
 _BATCHES_EACH = 2
-#: Bytes of one write call. The kernel allocates page cache in units as large as a call. Virtual
-#: machines whose free memory goes back to the host lack the large ones: 1.25 GiB took 0.26 to
-#: 0.31 s by calls of 128 KiB, and 0.2 to 2.4 s by calls of 1 MiB.
-_WRITE_BYTES = 128 << 10
-
-
-class Writer:
-    """Writes chunks to files that exist already."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._paths = paths
-        self._open: dict[int, int] = {}
-
-    def write(self, target: int, offset_bytes: int, chunk: memoryview) -> None:
-        """Put ``chunk`` at ``offset_bytes`` of a target file."""
-        try:
-            fd = self._open.get(target)
-            if fd is None:
-                fd = os.open(self._paths[target], os.O_WRONLY | os.O_CLOEXEC)
-                self._open[target] = fd
-            done = 0
-            while done < len(chunk):
-                part = chunk[done : done + _WRITE_BYTES]
-                done += os.pwrite(fd, part, offset_bytes + done)
-        except OSError as error:
-            path = self._paths[target]
-            raise StorageError(
-                f"{path} cannot be written: {error.strerror}; repair that and give the same "
-                "command again: it continues from here",
-                path=path,
-                errno=error.errno,
-            ) from error
-
-    def close(self) -> None:
-        """Close every file."""
-        while self._open:
-            os.close(self._open.popitem()[1])
 
 
 class Batch(Protocol):
     """Items that one worker does together, on any machine; a batch can be pickled."""
 
     @property
-    def items(self) -> tuple[Item, ...]:
+    def items(self) -> tuple[WorkItem, ...]:
         """Return the items."""
 
     def do(self, worker: Worker) -> list[Result]:
