@@ -5,6 +5,13 @@ has which pattern; ``operators`` turn patterns into fragments, ``targets`` say w
 """
 
 from ucp_core.language.affine import Affine, parse_affine_map
+from ucp_core.language.loading import (
+    builtin_names,
+    builtin_rules,
+    family_of,
+    load_renames,
+    load_rules,
+)
 from ucp_core.language.operators import extract, rename, strip_padding, tie, union
 from ucp_core.language.patterns import (
     Average,
@@ -19,14 +26,7 @@ from ucp_core.language.patterns import (
     plain,
     split,
 )
-from ucp_core.language.rules import (
-    Rules,
-    builtin_names,
-    builtin_rules,
-    family_of,
-    load_renames,
-    load_rules,
-)
+from ucp_core.language.rules import Rule, Rules
 from ucp_core.language.targets import shapes_of, target_map
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Pattern",
     "Placement",
     "Replicated",
+    "Rule",
     "Rules",
     "ShardPiece",
     "Unique",

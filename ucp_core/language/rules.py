@@ -1,17 +1,11 @@
-"""Rules: which tensors have which pattern, by their names.
-
-A rule is a regular expression that must match the whole name, and a pattern. The text form, its
-examples and the families that ship are described in ``RULES.md``.
-"""
+"""Rules: which tensors have which pattern, by their names. ``RULES.md`` describes their text."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 
 from ucp_core.errors import PatternError, RulesError
 from ucp_core.language.patterns import Pattern
@@ -22,11 +16,11 @@ class Rule:
     """One rule.
 
     Attributes:
-        match: A regular expression for whole names, as ``re.fullmatch`` has it.
+        match: A regular expression for whole names (``re.fullmatch``).
         pattern: Of the tensors whose names match.
-        slot: The only slot that it is for; None: all that have no rule of their own.
+        slot: The only slot that it is for; None: all slots without a rule of their own.
         where: ``file:line``, for errors.
-        optional: There need not be such a name.
+        optional: The rule need not match any name.
     """
 
     match: str
@@ -38,7 +32,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Which pipeline stages have which tensors; layers are shared out evenly, the first get more.
+    """Which pipeline stages have which tensors. Layers are spread evenly; first stages get more.
 
     Attributes:
         layer: A regular expression with one group, the number of the layer.
@@ -56,10 +50,10 @@ class Rules:
     """Rules in order.
 
     Attributes:
-        rules: A name that several of them match must get the same pattern from all of them.
-        first_wins: Instead, the first that matches counts.
+        rules: If several rules match a name, they must give it the same pattern.
+        first_wins: The first rule that matches counts instead.
         stages: Which pipeline stages have which tensors.
-        ties: Other names of tensors, by alias.
+        ties: Tensors by alias.
         fallback: Rules for names that none of these match.
     """
 
@@ -71,7 +65,7 @@ class Rules:
 
     @property
     def num_rules(self) -> int:
-        """Return the number of rules, those of the fallback too."""
+        """Return the number of rules, with those of the fallback."""
         return len(self.rules) + (self.fallback.num_rules if self.fallback is not None else 0)
 
     def match(self, fqn: str, slot: str | None = None) -> Pattern | None:
@@ -98,10 +92,10 @@ class Rules:
     def refuse_idle(self, fqns: Iterable[str]) -> None:
         """Check that every rule that is not optional matches one of the names.
 
-        Those of families that ship, and so those of the fallback, need not.
+        The rules of the fallback are those of families, which are optional.
 
         Raises:
-            RulesError: One does not, which would leave a tensor to other rules or to none.
+            RulesError: A rule matches no name: probably a slip of the pen.
         """
         _refuse_idle(self.rules, fqns)
 
@@ -154,8 +148,8 @@ class Rename:
 
     Attributes:
         match: A regular expression for whole names.
-        to: What takes their place, as ``re.sub`` has it.
-        optional: There need not be such a name.
+        to: The new name, a template of ``re.sub``.
+        optional: The renaming need not match any name.
         where: ``file:line``, for errors.
     """
 
@@ -172,7 +166,7 @@ class Renames:
     renames: tuple[Rename, ...]
 
     def mapping(self, fqns: Iterable[str]) -> dict[str, str]:
-        """Return new names by old ones, of those that change; the first that matches counts."""
+        """Return new names by old ones, of the names that change."""
         found: dict[str, str] = {}
         for fqn in fqns:
             for rename in self.renames:
@@ -186,7 +180,7 @@ class Renames:
         """Check that every renaming that is not optional matches one of the names.
 
         Raises:
-            RulesError: One does not, which would leave a tensor under its old name.
+            RulesError: A renaming matches no name.
         """
         _refuse_idle(self.renames, fqns)
 
@@ -208,95 +202,6 @@ def _refuse_idle(wanted: Iterable[Rule | Rename], fqns: Iterable[str]) -> None:
             ),
             matches=tuple(each.match for each in idle),
         )
-
-
-def load_rules(text: str, where: str) -> Rules:
-    """Return the rules that a text describes; what it ``extends`` counts for other names.
-
-    Args:
-        text: As ``RULES.md`` describes.
-        where: Name of the file, for errors.
-
-    Raises:
-        RulesError: All problems, one a line, as ``file:line:column: what``.
-    """
-    from ucp_core.language import syntax
-
-    found = syntax.read_rules(text, where, builtin_names())
-    rules = Rules(
-        rules=tuple(
-            Rule(rule.match, rule.pattern, rule.slot, f"{where}:{rule.line}", rule.optional)
-            for rule in found.rules
-        ),
-        first_wins=found.first_wins,
-        stages=None if found.layer is None else Stages(found.layer, found.first, found.last),
-        ties=found.ties,
-    )
-    for name in found.extends:
-        rules = rules.over(builtin_rules(name))
-    return rules
-
-
-def load_renames(text: str, where: str) -> Renames:
-    """Return the renamings that a text describes: a list of ``{match: regex, to: template}``.
-
-    Those with ``optional: true`` need not match any name.
-
-    Raises:
-        RulesError: All problems, one a line, as ``file:line:column: what``.
-    """
-    from ucp_core.language import syntax
-
-    return Renames(
-        tuple(
-            Rename(rename.match, rename.to, rename.optional, f"{where}:{rename.line}")
-            for rename in syntax.read_renames(text, where)
-        )
-    )
-
-
-@cache
-def builtin_names() -> tuple[str, ...]:
-    """Return the names of the families that ship."""
-    names = (path.name for path in _families().iterdir())
-    return tuple(sorted(n.removesuffix(".yaml") for n in names if n.endswith(".yaml")))
-
-
-@cache
-def builtin_rules(name: str) -> Rules:
-    """Return the rules of a family that ships.
-
-    Raises:
-        RulesError: There is no such family.
-    """
-    if name not in builtin_names():
-        raise RulesError(
-            f"there are no built-in rules {name!r}; there are {', '.join(builtin_names())}"
-        )
-    text = (_families() / f"{name}.yaml").read_text(encoding="utf-8")
-    rules = load_rules(text, f"{name}.yaml")
-    # One model has not all that its family has.
-    return replace(rules, rules=tuple(replace(rule, optional=True) for rule in rules.rules))
-
-
-def family_of(fqns: Iterable[str]) -> str | None:
-    """Return the family that ships whose rules match the most names; None if none matches any.
-
-    Of two that match as many the one with fewer rules is meant, because families extend each
-    other. Those that match every name whatsoever do not count.
-    """
-    names = list(fqns)
-    matched = {
-        family: sum(builtin_rules(family).match(fqn) is not None for fqn in names)
-        for family in builtin_names()
-        if builtin_rules(family).match("") is None
-    }
-    best = max(matched, key=lambda family: (matched[family], -builtin_rules(family).num_rules))
-    return best if matched[best] else None
-
-
-def _families() -> Traversable:
-    return files("ucp_core.language") / "families"
 
 
 @cache

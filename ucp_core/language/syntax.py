@@ -1,15 +1,12 @@
-"""The text form of rules and of renamings: YAML, with the place of everything that is wrong.
+"""The text form of rules and renamings: YAML, with line and column of every problem.
 
-The only module of ucp_core that imports a YAML reader; ``ucp_core.language.rules`` imports it
-when a text
-is read. ``RULES.md`` describes the language.
+``RULES.md`` describes the language. No other module of ucp_core imports YAML.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,10 +23,11 @@ from ucp_core.language.patterns import (
     Unique,
     pattern_problems,
 )
+from ucp_core.language.rules import Rename, Renames, Rule, Rules, Stages
 
 VERSION = 1
 
-#: More is no text that people write, and YAML costs 20 us a byte.
+#: People write less, and YAML takes 20 us a byte.
 _CHARACTERS_MAX = 1 << 20
 _PROBLEMS_SHOWN_MAX = 20
 
@@ -42,38 +40,6 @@ class Problem(NamedTuple):
     line: int
     column: int
     text: str
-
-
-class RuleText(NamedTuple):
-    """One rule as it is written."""
-
-    match: str
-    pattern: Pattern
-    slot: str | None
-    optional: bool
-    line: int
-
-
-class RenameText(NamedTuple):
-    """One renaming as it is written."""
-
-    match: str
-    to: str
-    optional: bool
-    line: int
-
-
-@dataclass(slots=True, kw_only=True)
-class RulesText:
-    """A text of rules as it is written."""
-
-    rules: list[RuleText] = field(default_factory=list)
-    first_wins: bool = False
-    layer: str | None = None
-    first: tuple[str, ...] = ()
-    last: tuple[str, ...] = ()
-    ties: dict[str, str] = field(default_factory=dict)
-    extends: list[str] = field(default_factory=list)
 
 
 class _Reader:
@@ -108,6 +74,19 @@ class _Reader:
     def wrong(self, node: yaml.Node, text: str) -> None:
         """Note what is wrong at ``node``."""
         self._add(node.start_mark.line, node.start_mark.column, text)
+
+    def root_or(self, problem: str) -> yaml.Node:
+        """Return the root; raise if the text is not YAML, or has the ``problem`` to be empty."""
+        if self.root is None:
+            if not self.problems:
+                self._add(0, 0, problem)
+            self.finish()
+            raise AssertionError("finish raises what was noted")
+        return self.root
+
+    def place(self, node: yaml.Node) -> str:
+        """Return ``file:line`` of a node."""
+        return f"{self.where}:{node.start_mark.line + 1}"
 
     def finish(self) -> None:
         """Raise if anything was wrong."""
@@ -251,49 +230,50 @@ def _hint(word: str, known: Collection[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known are {_choice(sorted(known))}"
 
 
-def read_rules(text: str, where: str, families: Collection[str]) -> RulesText:
-    """Return what a text of rules says.
+def read_rules(text: str, where: str, families: Collection[str]) -> tuple[Rules, list[str]]:
+    """Return the rules of a text, and the names of the families that it extends.
 
     Raises:
         RulesError: All problems, each with line and column.
     """
     reader = _Reader(text, where)
-    found = RulesText()
-    if reader.root is not None:
-        known = ("version", "first_wins", "rules", "stages", "ties", "extends")
-        keys = reader.mapping(reader.root, "a text of rules", known)
-        _read_head(reader, keys, found, families)
-        for node in reader.items(keys["rules"], "rules") if "rules" in keys else ():
-            _read_rule(reader, node, found)
-        if "stages" in keys:
-            _read_stages(reader, keys["stages"], found)
-    elif not reader.problems:
-        reader.problems.append(Problem(1, 1, "is empty; write rules: and a list of them"))
+    root = reader.root_or("is empty; write rules: and a list of them")
+    known = ("version", "first_wins", "rules", "stages", "ties", "extends")
+    keys = reader.mapping(root, "a text of rules", known)
+    _check_version(reader, keys)
+    first_wins = _flag(reader, keys, "first_wins")
+    ties = reader.text_pairs(keys["ties"], "ties") if "ties" in keys else {}
+    extends = _extends(reader, keys, families)
+    rules: list[Rule] = []
+    for node in reader.items(keys["rules"], "rules") if "rules" in keys else ():
+        _read_rule(reader, node, rules)
+    stages = _stages(reader, keys["stages"]) if "stages" in keys else None
     reader.finish()
-    return found
+    return Rules(tuple(rules), first_wins, stages, ties), extends
 
 
-def _read_head(
-    reader: _Reader, keys: dict[str, yaml.Node], found: RulesText, families: Collection[str]
-) -> None:
-    if "version" in keys:
-        version = reader.number(keys["version"], "version", 1)
-        if version is not None and version > VERSION:
-            reader.wrong(
-                keys["version"], f"version {version}: this program reads {VERSION}; update everstep"
-            )
-    found.first_wins = _flag(reader, keys, "first_wins")
-    if "ties" in keys:
-        found.ties = reader.text_pairs(keys["ties"], "ties")
+def _check_version(reader: _Reader, keys: Mapping[str, yaml.Node]) -> None:
+    version = reader.number(keys["version"], "version", 1) if "version" in keys else None
+    if version is not None and version > VERSION:
+        reader.wrong(
+            keys["version"], f"version {version}: this program reads {VERSION}; update everstep"
+        )
+
+
+def _extends(
+    reader: _Reader, keys: Mapping[str, yaml.Node], families: Collection[str]
+) -> list[str]:
+    found: list[str] = []
     for node in reader.items(keys["extends"], "extends") if "extends" in keys else ():
         name = reader.text(node, "an item of extends")
         if name is not None and name not in families:
             reader.wrong(node, f"unknown family {name!r}: {_hint(name, families)}")
-        found.extends.append(name or "")
+        found.append(name or "")
+    return found
 
 
 def _flag(reader: _Reader, keys: Mapping[str, yaml.Node], key: str) -> bool:
-    """Return what is said to be true or false; false if nothing is said."""
+    """Return a boolean; False if the key is missing."""
     if key not in keys:
         return False
     value = reader.value(keys[key])
@@ -302,17 +282,16 @@ def _flag(reader: _Reader, keys: Mapping[str, yaml.Node], key: str) -> bool:
     return value is True
 
 
-def _read_stages(reader: _Reader, node: yaml.Node, found: RulesText) -> None:
+def _stages(reader: _Reader, node: yaml.Node) -> Stages | None:
     keys = reader.mapping(node, "stages", ("layer", "first", "last"), ("layer",))
-    if "layer" in keys:
-        found.layer = reader.regex(keys["layer"], "layer", groups=1)
-    if "first" in keys:
-        found.first = reader.regexes(keys["first"], "first")
-    if "last" in keys:
-        found.last = reader.regexes(keys["last"], "last")
+    layer = reader.regex(keys["layer"], "layer", groups=1) if "layer" in keys else None
+    first, last = (
+        reader.regexes(keys[name], name) if name in keys else () for name in ("first", "last")
+    )
+    return None if layer is None else Stages(layer, first, last)
 
 
-def _read_rule(reader: _Reader, node: yaml.Node, found: RulesText) -> None:
+def _read_rule(reader: _Reader, node: yaml.Node, found: list[Rule]) -> None:
     known = ("match", "slot", "pattern", "optional")
     keys = reader.mapping(node, "a rule", known, ("match", "pattern"))
     slot = reader.text(keys["slot"], "slot") if "slot" in keys else None
@@ -320,13 +299,12 @@ def _read_rule(reader: _Reader, node: yaml.Node, found: RulesText) -> None:
     pattern = _pattern(reader, keys["pattern"]) if "pattern" in keys else None
     optional = _flag(reader, keys, "optional")
     for name in names:
-        same = [rule for rule in found.rules if (rule.match, rule.slot) == (name, slot)]
+        same = [rule for rule in found if (rule.match, rule.slot) == (name, slot)]
         if same:
-            reader.wrong(
-                keys["match"], f"{name!r} is matched by the rule at line {same[0].line} already"
-            )
+            line = same[0].where.rpartition(":")[2]
+            reader.wrong(keys["match"], f"{name!r} is matched by the rule at line {line} already")
         elif pattern is not None:
-            found.rules.append(RuleText(name, pattern, slot, optional, node.start_mark.line + 1))
+            found.append(Rule(name, pattern, slot, reader.place(node), optional))
 
 
 def _pattern(reader: _Reader, node: yaml.Node) -> Pattern | None:
@@ -439,16 +417,16 @@ _PATTERNS: dict[str, Callable[[_Reader, yaml.Node, yaml.Node | None], Pattern | 
 }
 
 
-def read_renames(text: str, where: str) -> list[RenameText]:
+def read_renames(text: str, where: str) -> Renames:
     """Return the renamings of a text.
 
     Raises:
         RulesError: All problems, each with line and column.
     """
     reader = _Reader(text, where)
-    found: list[RenameText] = []
-    nodes = [] if reader.root is None else reader.items(reader.root, "a text of renamings")
-    for node in nodes:
+    root = reader.root_or("is empty; write a list of {match: ..., to: ...}")
+    found: list[Rename] = []
+    for node in reader.items(root, "a text of renamings"):
         known = ("match", "to", "optional")
         keys = reader.mapping(node, "a renaming", known, ("match", "to"))
         match = reader.regex(keys["match"], "match") if "match" in keys else None
@@ -459,9 +437,6 @@ def read_renames(text: str, where: str) -> list[RenameText]:
             re.compile(match).sub(to, "")
         except (re.error, IndexError) as error:
             reader.wrong(keys["to"], f"{to!r} does not fit {match!r}: {error}")
-        line = node.start_mark.line + 1
-        found.append(RenameText(match, to, _flag(reader, keys, "optional"), line))
-    if reader.root is None and not reader.problems:
-        reader.problems.append(Problem(1, 1, "is empty; write a list of {match: ..., to: ...}"))
+        found.append(Rename(match, to, _flag(reader, keys, "optional"), reader.place(node)))
     reader.finish()
-    return found
+    return Renames(tuple(found))

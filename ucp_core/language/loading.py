@@ -1,0 +1,88 @@
+"""Rules and renamings from texts, and the families of rules that ship.
+
+``syntax`` is imported only when a text is read: YAML takes 50 ms to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+from ucp_core.errors import RulesError
+from ucp_core.language.rules import Renames, Rules
+
+
+def load_rules(text: str, where: str) -> Rules:
+    """Return the rules of a text; the families that it ``extends`` are for other names.
+
+    Args:
+        text: As ``RULES.md`` describes.
+        where: Name of the file, for errors.
+
+    Raises:
+        RulesError: All problems, one a line, as ``file:line:column: what``.
+    """
+    from ucp_core.language.syntax import read_rules
+
+    rules, extends = read_rules(text, where, builtin_names())
+    for name in extends:
+        rules = rules.over(builtin_rules(name))
+    return rules
+
+
+def load_renames(text: str, where: str) -> Renames:
+    """Return the renamings of a text: a list of ``{match: regex, to: template, optional?: bool}``.
+
+    Raises:
+        RulesError: All problems, one a line, as ``file:line:column: what``.
+    """
+    from ucp_core.language.syntax import read_renames
+
+    return read_renames(text, where)
+
+
+@cache
+def builtin_names() -> tuple[str, ...]:
+    """Return the names of the families that ship."""
+    names = (path.name for path in _families().iterdir())
+    return tuple(sorted(n.removesuffix(".yaml") for n in names if n.endswith(".yaml")))
+
+
+@cache
+def builtin_rules(name: str) -> Rules:
+    """Return the rules of a family that ships.
+
+    Raises:
+        RulesError: There is no such family.
+    """
+    if name not in builtin_names():
+        raise RulesError(
+            f"there are no built-in rules {name!r}; there are {', '.join(builtin_names())}"
+        )
+    text = (_families() / f"{name}.yaml").read_text(encoding="utf-8")
+    rules = load_rules(text, f"{name}.yaml")
+    # One model does not have all the tensors of its family.
+    return replace(rules, rules=tuple(replace(rule, optional=True) for rule in rules.rules))
+
+
+def family_of(fqns: Iterable[str]) -> str | None:
+    """Return the family whose rules match the most names, or None if none matches any.
+
+    If two match equally many, the one with fewer rules counts, because families extend each
+    other. Families that match every name do not count.
+    """
+    names = list(fqns)
+    matched = {
+        family: sum(builtin_rules(family).match(fqn) is not None for fqn in names)
+        for family in builtin_names()
+        if builtin_rules(family).match("") is None
+    }
+    best = max(matched, key=lambda family: (matched[family], -builtin_rules(family).num_rules))
+    return best if matched[best] else None
+
+
+def _families() -> Traversable:
+    return files("ucp_core.language") / "families"
