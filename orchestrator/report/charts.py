@@ -1,7 +1,8 @@
 """Charts as SVG text: curves, staircases, marks and bands. Pure.
 
-Colours are CSS classes, so that one drawing serves light, dark and paper. Every number that is
-drawn is also reachable as text: points carry a ``<title>`` and the report has tables.
+Drawn here rather than by a library, because a report is one small file that works offline; plotly
+alone would add 4 MB to each. Colours are CSS classes, so one drawing serves light, dark and paper.
+Every number is also there as text: bands carry a ``<title>`` and the report has tables.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from typing import TypeAlias
 #: ``(x, y)`` in the units of the axes.
 Point: TypeAlias = tuple[float, float]
 
-#: Viewbox in SVG units; the page scales it. Wide and low: curves are read from left to right.
+#: Viewbox in SVG units; the page scales it.
 WIDTH, HEIGHT = 960.0, 320.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 14.0, 48.0, 44.0
-#: Baseline of the line above the plot, which names the y axis and the curves.
+#: Baseline of the line above the plot that names the y axis and the curves.
 LEGEND_Y = 16.0
-#: Baselines of the labels of bands, above the plot; the second is for what overlaps in the first.
+#: Baselines of the labels of bands, above the plot; the second takes those that overlap.
 LABEL_ROWS_Y = (TOP - 6, TOP - 19)
+#: With more bands than this only some are labelled, in one row and well apart.
+LABELS_ALL_MAX = 16
 #: About the width of a character at 12 px.
 CHARACTER = 6.5
-#: More points than about two per pixel column cannot be seen.
+#: More than about two points per pixel column cannot be seen.
 POINTS_MAX = 1600
 NUM_TICKS = 6
 
@@ -94,7 +97,7 @@ def chart(
 def thin(points: Sequence[Point], count_max: int = POINTS_MAX) -> list[Point]:
     """Return at most about ``count_max`` points; each stretch keeps its lowest and its highest.
 
-    A stride would hide a spike of one step, which is what one looks for in a loss curve.
+    A stride would hide a spike of one step, which readers of a loss curve look for.
     """
     if len(points) <= count_max:
         return list(points)
@@ -151,8 +154,11 @@ def _axes(scale: _Scale, x_label: str, y_label: str) -> list[str]:
 
 
 def _bands(bands: Sequence[Band], scale: _Scale) -> list[str]:
-    """Return the bands. A label that has no room in any row is left to the band's title."""
-    taken = [-math.inf] * len(LABEL_ROWS_Y)
+    """Return the bands. If a label has no room, the band's title has to do."""
+    is_crowded = len(bands) > LABELS_ALL_MAX
+    rows_y = LABEL_ROWS_Y[:1] if is_crowded else LABEL_ROWS_Y
+    gap = CHARACTER * (3 if is_crowded else 1)
+    taken = [-math.inf] * len(rows_y)
     parts = []
     for band in sorted(bands, key=lambda band: band.begin):
         begin, end = scale.x(band.begin), scale.x(band.end)
@@ -161,9 +167,9 @@ def _bands(bands: Sequence[Band], scale: _Scale) -> list[str]:
         # Near the right edge a label in the middle would leave the picture.
         anchor, left = ("end", middle - size) if begin > WIDTH - 90 else ("mid", middle - size / 2)
         label = ""
-        for row, y in enumerate(LABEL_ROWS_Y):
-            if left > taken[row]:
-                taken[row] = left + size
+        for row, y in enumerate(rows_y):
+            if left >= taken[row]:
+                taken[row] = left + size + gap
                 text = escape(band.label)
                 label = f'<text class="{anchor}" x="{middle:.1f}" y="{y}">{text}</text>'
                 break
@@ -191,7 +197,7 @@ def _curve(series: Series, scale: _Scale) -> str:
 
 
 def _legend(series: Sequence[Series]) -> str:
-    """Return the names of the curves, right-aligned above the plot where no curve can be."""
+    """Return the names of the curves, right-aligned above the plot."""
     parts, right = [], WIDTH - RIGHT
     for one in reversed(series):
         # Beside the text there is the sample of the line.

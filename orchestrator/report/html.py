@@ -1,16 +1,17 @@
-"""Run directory to one HTML page that needs nothing else: no network, no scripts.
+"""Run directory to one HTML page that works offline.
 
 The page answers, in this order: did the curve stay the same, what did it cost, what happened.
-Reading is ``orchestrator.run_directory``, drawing ``orchestrator.report.charts``; this module
-chooses.
+``orchestrator.run_directory`` reads, ``orchestrator.report.charts`` draws, this module selects.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import median
 from typing import Any
 
 import jinja2
@@ -44,7 +45,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Whether the run ended like the undisturbed one, in words that claim no more than is known."""
+    """Whether the run ended like the undisturbed one."""
 
     verdict: Verdict
     headline: str
@@ -52,8 +53,19 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KindRow:
+    """All incidents of one kind in numbers; durations are None if none is known."""
+
+    kind: str
+    count: int
+    lost_steps: int
+    median_s: float | None
+    longest_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """One number of the head of the page, with what it means."""
+    """One number at the head of the page, with its meaning."""
 
     value: str
     name: str
@@ -88,6 +100,9 @@ def render(run: RunRecord, other: RunRecord | None = None) -> str:
         loss_chart=Markup(_loss_chart(run, other)),  # noqa: S704 - escapes what it draws
         progress_chart=Markup(_progress_chart(run, other)),  # noqa: S704 - as above
         incidents=run.incidents,
+        kinds=_kinds(run.incidents),
+        start_s=_start_s(run),
+        knows_faults=any(i.detect_s is not None for i in run.incidents),
         longest_s=longest_s,
         phases=[(name, _css(name)) for name in _phases_seen(run.incidents)],
         css=_css,
@@ -98,7 +113,7 @@ def render(run: RunRecord, other: RunRecord | None = None) -> str:
 
 
 def compare_ends(run: RunRecord, other: RunRecord) -> Comparison:
-    """Return whether both runs ended with equal weights, and else how near they came."""
+    """Return whether both runs ended with equal weights, else how near they came."""
     digests = [str(r.summary.get("weights_digest") or "") for r in (run, other)]
     if not all(digests):
         waiting = [r.name for r, digest in zip((run, other), digests, strict=True) if not digest]
@@ -124,7 +139,7 @@ def compare_ends(run: RunRecord, other: RunRecord) -> Comparison:
 
 
 def seconds(value: float | None) -> str:
-    """Return a duration for people, at a resolution one can act on; a dash if it is not known."""
+    """Return a duration for people; a dash if it is not known."""
     if value is None or not math.isfinite(value):
         return "\N{EN DASH}"
     if value < 1.0:
@@ -220,6 +235,24 @@ def _loss_chart(run: RunRecord, other: RunRecord | None) -> str:
     return chart(series, x_label="step", y_label="training loss", bands=bands)
 
 
+def _kinds(incidents: Sequence[Incident]) -> list[KindRow]:
+    """Return a row for each kind of incident, the most frequent first."""
+    rows = []
+    for kind, count in Counter(incident.kind for incident in incidents).most_common():
+        mine = [incident for incident in incidents if incident.kind == kind]
+        durations_s = [i.recovery_s for i in mine if i.recovery_s is not None]
+        rows.append(
+            KindRow(
+                kind=kind,
+                count=count,
+                lost_steps=sum(incident.lost_steps for incident in mine),
+                median_s=median(durations_s) if durations_s else None,
+                longest_s=max(durations_s, default=None),
+            )
+        )
+    return rows
+
+
 def _losses(run: RunRecord) -> tuple[tuple[float, float], ...]:
     return tuple((float(record.step), record.loss) for record in run.steps)
 
@@ -273,12 +306,12 @@ def _progress_chart(run: RunRecord, other: RunRecord | None) -> str:
 def _progress(run: RunRecord) -> tuple[tuple[float, float], ...]:
     start_s = _start_s(run)
     taken = tuple((at_s - start_s, float(step)) for at_s, step in _completed(run))
-    # From the start on, so that the wait for the first step is seen.
+    # From the start on, so that the wait for the first step shows.
     return ((0.0, 0.0), *taken) if taken else ()
 
 
 def _spent(run: RunRecord) -> list[tuple[str, float, str]]:
-    """Return (phase, seconds, CSS class) of all of the run's time, longest first."""
+    """Return (phase, seconds, CSS class) for all of the run's time, longest first."""
     phases = run.summary.get("phases_s") or {}
     ordered = sorted(phases.items(), key=lambda item: -float(item[1]))
     return [(name, float(value), _css(name)) for name, value in ordered if float(value) > 0.0]
@@ -296,7 +329,7 @@ _CSS = {
 
 
 def _phases_seen(incidents: Sequence[Incident]) -> list[str]:
-    """Return the phases that the bars show, in order."""
+    """Return the phases of the bars, in order."""
     seen = {name for incident in incidents for name in incident.phases_s}
     order = [name for name, _ in PHASES]
     return [name for name in (*order[:1], "yield", *order[1:]) if name in seen]
@@ -307,7 +340,7 @@ def _css(phase: str) -> str:
 
 
 def _facts(run: RunRecord, other: RunRecord | None) -> list[tuple[str, str, str]]:
-    """Return (name, this run's value, the other's) of what a sceptic wants to check."""
+    """Return (name, this run's value, the other's) for each number that a sceptic checks."""
     names = (
         ("steps", "steps"),
         ("samples in the committed history", "samples_seen"),
