@@ -1,7 +1,7 @@
-"""A node's processes end with their raylet, at once and together, as in a loss of power.
+"""Parent-death watch: a node's processes end with their raylet, at once, as in a power loss.
 
-Ray looks for a dead raylet once a second in each process. In that second trainers would go on, and
-without a keeper, if that one looked first: whatever they train then is copied nowhere and lost.
+Ray checks for a dead raylet once a second in each process. In that second trainers would train on,
+possibly without a keeper, and lose what nobody copies.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Final
 
 __all__ = ["end_with_parent"]
 
-#: Its parent is outside the container, or has ended already.
+#: The parent is outside the container, or has ended already.
 _NOBODY: Final = 1
 
 
 def end_with_parent() -> None:
     """Kill this process as soon as its parent has ended; call it early.
 
-    Not before: once a parent has ended all its ports are closed, so that whoever asks why this
-    process ended finds out. Where the system cannot watch a process, it is left to Ray.
+    A parent's ports are closed by then, so whoever asks finds the reason. Without ``pidfd_open`` it
+    is left to Ray.
     """
     parent = os.getppid()
     if parent <= _NOBODY or not hasattr(os, "pidfd_open"):
@@ -36,7 +36,7 @@ def end_with_parent() -> None:
 
 
 def _end_after(process: int) -> None:
-    """Wait for the end of what the descriptor is of, for which it gets readable."""
+    """Wait until the process descriptor becomes readable, which is its end."""
     watch = select.poll()
     watch.register(process, select.POLLIN)
     watch.poll()

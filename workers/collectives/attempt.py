@@ -65,7 +65,7 @@ class Attempt:
             threading.Thread(target=self._settle, daemon=True, name="settle").start()
 
     def abort(self) -> int:
-        """Wake everybody who waits in this attempt; return how many waits it found."""
+        """Wake every thread that waits in this attempt; return how many waits there were."""
         with self._lock:
             self.aborted.set()
             waiters = list(self._waiters)
@@ -85,7 +85,7 @@ class Attempt:
             group.set_timeout(timeout)
 
     def waiter(self) -> Waiter:
-        """Return an event that ``abort`` wakes; awake already if it has been called."""
+        """Return an event that ``abort`` sets; set already if it has been called."""
         waiter = Waiter()
         with self._lock:
             self._waiters.add(waiter)
@@ -94,15 +94,15 @@ class Attempt:
         return waiter
 
     def keep_alive(self, what: Any) -> None:
-        """Keep ``what`` alive until the transport has let go of it."""
+        """Keep ``what`` alive while the transport may use it."""
         self._kept.append(what)
 
     def note_launched(self, work: _OnDevice) -> None:
-        """Note a work whose end on the device is still to be recorded."""
+        """Note work whose end on the device is still to be recorded."""
         self._on_device.append(work)
 
     def add(self, group: _Group) -> None:
-        """Add a group that was made in this attempt."""
+        """Add a group of this attempt."""
         with self._lock:
             self._groups.append(group)
 
@@ -110,9 +110,9 @@ class Attempt:
         """Return ``build()``, run where an abort need not wait for it.
 
         Raises:
-            AbortedError: The attempt was aborted first; the call goes on and its result is
-                dropped when the timeout of the groups ends it.
-            CollectiveError: It failed, as when a member did not come.
+            AbortedError: The attempt was aborted first; the call continues until the timeout, and
+                its result is dropped.
+            CollectiveError: It failed, for example because a member did not come.
         """
         waiter = self.waiter()
         built: list[_T] = []
@@ -143,13 +143,13 @@ class Attempt:
         )
 
     def leave(self) -> list[Leftovers]:
-        """Close the records and let go of the groups; return what an abort left in flight."""
+        """Close the records and release the groups; return what an abort left in flight."""
         self._left.set()
         self.ring.close()
         with self._lock:
             groups, self._groups = self._groups, []
         in_flight = self.aborted.is_set() or self.ring.num_in_flight() > 0
-        # Whoever still holds a group of this attempt can do nothing with it any more.
+        # A group of this attempt that is still held can do nothing any more.
         self.aborted.set()
         leftovers = [Leftovers(group.release(), of=group) for group in groups]
         leftovers.append(Leftovers(self._kept))
@@ -163,10 +163,10 @@ class Attempt:
 
 
 class Leftovers:
-    """What is left of a group that the transport may still be at work for.
+    """What is left of a group that the transport may still use.
 
     Args:
-        held: The last references to it, but for those of the group itself.
+        held: The last references to it, except for the group's own.
         of: The group, if there is one.
     """
 
@@ -176,9 +176,9 @@ class Leftovers:
 
     @property
     def are_referred_to(self) -> bool:
-        """Return whether somebody still has the group, which holds them too."""
+        """Return whether somebody still refers to the group, which holds them too."""
         return self._group() is not None
 
     def drop(self) -> None:
-        """Let go of them, which may take until the timeout; torch releases the GIL for it."""
+        """Drop them, which may take until the timeout; torch releases the GIL for it."""
         self._held.clear()

@@ -1,8 +1,8 @@
 """What a collective can raise.
 
 GroupError
-+ AbortedError      the orchestrator aborted the attempt; nobody is to blame for it
-+ CollectiveError   the transport failed; a hint that a peer died, never a proof of which one
++ AbortedError      the orchestrator aborted the attempt; no rank is to blame
++ CollectiveError   the transport failed; a hint that a peer died, no proof of which one
 """
 
 from __future__ import annotations

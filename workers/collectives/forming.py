@@ -1,11 +1,10 @@
 """Forming, aborting and leaving an attempt's process groups.
 
-``form`` and ``leave`` are called by the training thread, in turn; ``abort`` by anybody, at any
-time, for any attempt. After an abort the transport may still hold buffers and threads. gloo's
-destructor joins those threads, which sleep until their operation fails: at once when the peer that
-they wait for is gone or lets go of the group too, or else at the timeout. So a helper thread drops
-the groups. Those that somebody still refers to go to a graveyard until the timeout has passed, or
-whoever forgets them last would sleep in the destructor.
+The training thread calls ``form`` and ``leave`` in turn; any thread may ``abort`` any attempt at
+any time. After an abort the transport may still use buffers and threads. gloo's destructor joins
+those threads, which sleep until their operation fails: when the peer is gone or releases the group,
+or at the timeout. So a helper thread drops the groups. Groups that somebody still refers to are
+kept until the timeout has passed: otherwise whoever drops the last reference would sleep.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from workers.collectives.errors import AbortedError
 from workers.collectives.group import BACKENDS, RecordedGroup, build_group
 from workers.collectives.waiting import helpers
 
-#: Past its timeout a dead operation has failed in gloo; some slack for its threads to end.
+#: Slack for gloo's threads to end after the timeout of an operation.
 _LEFTOVER_SLACK_S: Final = 5.0
 
 
@@ -60,20 +59,19 @@ def form(
 ) -> None:
     """Join ``attempt`` as ``rank``; return when every member has come.
 
-    Afterwards ``torch.distributed`` is initialised and works as usual: every group made from
-    now on is recorded, has the timeout, and is woken by ``abort``. Call ``leave`` before the
-    next ``form``, also after ``form`` raised.
+    Afterwards ``torch.distributed`` works as usual: every new group is recorded, has the timeout,
+    and is woken by ``abort``. Call ``leave`` before the next ``form``, also after ``form`` raised.
 
     Args:
         backend: "gloo" for CPU tensors, "nccl" for CUDA tensors (and gloo for CPU ones).
         store_host: Where the rendezvous store listens.
         store_port: Its port.
-        attempt: The attempt; not one that was formed or aborted here before.
+        attempt: An attempt that was not formed or aborted here before.
         rank: This process's rank.
         world_size: Number of members.
-        ring_path: Where to record; what is there is replaced.
-        timeout_s: After this a collective fails by itself: a backstop, since whoever finds a
-            fault aborts much sooner. It also bounds how long an aborted group's memory is kept.
+        ring_path: Where to record; replaces what is there.
+        timeout_s: After this a collective fails by itself: a backstop, since faults are usually
+            found and aborted much sooner. Also how long an aborted group's memory is kept.
 
     Raises:
         AbortedError: ``abort`` was called for this attempt, before or meanwhile.
@@ -84,8 +82,8 @@ def form(
     _drop_expired()
     _register()
     if not _process.frozen:
-        # What was imported by now stays for good. A collection then takes 10 to 45 ms instead
-        # of 0.15 to 0.8 s, and every leave() needs one.
+        # What is imported by now stays. A collection then takes 10 to 45 ms instead of 0.15 to 0.8
+        # s, and every leave() needs one.
         gc.freeze()
         _process.frozen = True
     current = Attempt(
@@ -100,9 +98,9 @@ def form(
         _process.excepthook = sys.excepthook
         if attempt in _process.aborted:
             current.abort()
-        # Attempts only grow, so what is older will not be asked for again.
+        # Attempts only grow: older ones are not asked for again.
         _process.aborted = {number for number in _process.aborted if number >= attempt}
-    # A client per attempt: a connection that an old one left in mid-request cannot disturb it.
+    # A client per attempt: an old connection may have been left in mid-request.
     store = current.interruptible(
         f"connecting to the store at {store_host}:{store_port}",
         lambda: dist.TCPStore(
@@ -120,12 +118,12 @@ def form(
 
 
 def abort(attempt: int) -> int:
-    """Abort ``attempt`` in this process; return how many blocked calls were woken at once.
+    """Abort ``attempt`` in this process; return how many blocked calls were woken.
 
-    From any thread, at any time, any number of times. Whoever waits in a collective of the
-    attempt, or in its ``form``, raises ``AbortedError`` within milliseconds, and so does every
-    later call. If the attempt has not begun here, its ``form`` will raise. No other attempt is
-    touched. Waits in slices are not counted: they end by themselves within 5 ms.
+    From any thread, at any time, repeatedly. Threads that wait in a collective of the attempt, or
+    in its ``form``, raise ``AbortedError`` within milliseconds, and so does every later call, also
+    a later ``form`` of it. Other attempts are not touched. Waits in slices are not counted: they
+    end by themselves within 5 ms.
     """
     with _process.lock:
         _process.aborted.add(attempt)
@@ -138,8 +136,8 @@ def abort(attempt: int) -> int:
 def check() -> None:
     """Raise if the attempt was aborted.
 
-    To be called once the host has what a collective on a device has left: an abort ends those by
-    force, and what they leave then is anything. Before the device is let go, ``abort`` says so.
+    Call it once the host has the result of a collective on a device: an abort ends those by force,
+    with arbitrary results.
 
     Raises:
         AbortedError: It was.
@@ -155,9 +153,9 @@ def check() -> None:
 
 
 def set_timeout(timeout_s: float) -> None:
-    """Have later collectives of the attempt fail by themselves after ``timeout_s``.
+    """Set the timeout of later collectives of the attempt.
 
-    Called by the thread that trains, between ``form`` and ``leave``.
+    For the training thread, between ``form`` and ``leave``.
     """
     assert _process.current is not None, "form() an attempt first"
     _process.current.set_timeout(timedelta(seconds=timeout_s))
@@ -166,9 +164,9 @@ def set_timeout(timeout_s: float) -> None:
 def leave() -> None:
     """Leave the attempt: afterwards no group of it exists and ``form`` can be called again.
 
-    Before this, drop every reference to models, optimizers, meshes and exceptions of the
-    attempt: they hold its groups, and with them sockets and threads. Call it in the thread
-    that trained, because DTensor keeps a cache per thread. Does nothing outside an attempt.
+    First drop every reference to models, optimizers, meshes and exceptions of the attempt: they
+    hold its groups, and with them sockets and threads. Call it in the thread that trained, because
+    DTensor keeps a cache per thread. Does nothing outside an attempt.
     """
     with _process.lock:
         current, _process.current = _process.current, None
@@ -176,14 +174,14 @@ def leave() -> None:
         return
     if dist.is_initialized():
         dist.destroy_process_group()
-    # init_process_group puts a hook around the last one, each time anew.
+    # init_process_group wraps the hook each time.
     sys.excepthook = _process.excepthook
     _clear_caches()
     leftovers = current.leave()
     # Cycles of modules and hooks hold groups, and with them sockets and threads.
     gc.collect()
     if any(each.are_referred_to for each in leftovers):
-        # So may what C++ held for a cycle, as autograd does for hooks: only the next one sees it.
+        # Objects that C++ held for a cycle, as autograd does for hooks, need a second collection.
         gc.collect()
     deadline_s = time.monotonic() + current.timeout.total_seconds() + _LEFTOVER_SLACK_S
     for each in leftovers:
@@ -194,11 +192,10 @@ def leave() -> None:
 
 
 def _count_groups_anew() -> None:
-    """Have torch name the next groups here as in a process that has made none.
+    """Have torch name the next groups as in a process that has made none.
 
-    It names them by their number, and forgets only those of a world that stood. One that was
-    aborted while it formed is counted still, but not in a process that is new: the two would look
-    for each other under different names until the timeout, each time.
+    It names groups by a count, and a group that was aborted while it formed stays counted. A new
+    process would wait for it under another name, until the timeout.
     """
     distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public way
 
@@ -227,8 +224,8 @@ def _drop_expired() -> None:
 def _clear_caches() -> None:
     """Drop DTensor's four caches of meshes.
 
-    A mesh equals another of the same shape whatever groups it has (torch 2.13), so a cached
-    plan would call groups of the old attempt; and the caches keep those groups alive.
+    A mesh equals another of the same shape whatever groups it has (torch 2.13), so a cached plan
+    would call groups of the old attempt; and the caches keep those groups alive.
     """
     _clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()

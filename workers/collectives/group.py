@@ -1,9 +1,9 @@
 """The recorded process group: what torch.distributed calls, over gloo and NCCL.
 
 One Python subclass of ``ProcessGroup`` sees every collective of plain calls, functional
-collectives, DTensor, FSDP2 and DeviceMesh's sub-groups. torch 2.13 calls some collectives by
-new names (``all_gather_single``) and some by the old (``_allgather_base``): both are here, or
-a call would pass by unrecorded.
+collectives, DTensor, FSDP2 and DeviceMesh's sub-groups. torch 2.13 calls some collectives by new
+names (``all_gather_single``) and some by old ones (``_allgather_base``): both are here, or calls
+would go unrecorded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from workers.collectives.work import Call, RecordedWork, StreamWork
 #: torch knows the recorded groups by these names.
 BACKENDS: Final = {"gloo": "everstep_gloo", "nccl": "everstep_nccl"}
 
-#: Groups of more members than this are named by their first, last and number.
+#: Larger groups are named by their first and last member and their size.
 _NUM_RANKS_NAMED: Final = 8
 
 #: Method of ``ProcessGroup`` -> how it is recorded.
@@ -43,7 +43,7 @@ _COLLECTIVES: Final = {
     "gather": "gather",
     "scatter": "scatter",
 }
-#: In place of a member, where any may be the one.
+#: In place of a member, if it may be any.
 _ANY: Final = -1
 #: Collectives that name their outputs first; their payload is the second argument.
 _OUTPUT_FIRST: Final = frozenset({"all_gather", "all_to_all", "gather", "reduce_scatter"})
@@ -70,7 +70,7 @@ class RecordedGroup(dist.ProcessGroup):
     """A process group that records every call and whose waits an abort ends.
 
     Args:
-        attempt: The attempt that the group belongs to.
+        attempt: Attempt of the group.
         inner: The C++ group that does the work.
         backends: Its backends by device type, "cpu" and perhaps "cuda".
         ranks: Global ranks of the members, in group order.
@@ -86,7 +86,7 @@ class RecordedGroup(dist.ProcessGroup):
         ranks: tuple[int, ...],
         rank: int,
     ) -> None:
-        # The C++ side takes no store from a subclass in Python; torch's stub does not know.
+        # The C++ constructor takes no store from a Python subclass; torch's stub says otherwise.
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self._attempt = attempt
         self._inner: Any = inner
@@ -96,22 +96,21 @@ class RecordedGroup(dist.ProcessGroup):
         self._index: int | None = None
         self._label = ""
         self._pairs: dict[tuple[int, int], int] = {}
-        # Functional collectives look the group up in C++ by a name that only a group with a
-        # backend of its own has.
+        # Functional collectives find the group in C++ by a name that needs a backend of its own.
         for device, (kind, backend) in backends.items():
             self._register_backend(torch.device(device), kind, backend)
         self._set_default_backend(next(iter(backends.values()))[0])
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return the name that the group was asked for by."""
+        """Return the backend name that the group was made with."""
         return BACKENDS[self._attempt.backend]
 
     def abort(self) -> None:
-        """Abort the whole attempt: a group does not live on without the others."""
+        """Abort the whole attempt: a group does not outlive the others."""
         self._attempt.abort()
 
     def abort_device(self) -> None:
-        """Abort what runs on the device; host waits are woken by the attempt."""
+        """Abort what runs on the device; the attempt wakes waits on the host."""
         if "cuda" in self._backends:
             self._backends["cuda"][1].abort()
 
@@ -127,7 +126,7 @@ class RecordedGroup(dist.ProcessGroup):
             backend.set_timeout(timeout)
 
     def release(self) -> list[Any]:
-        """Let go of the inner group; return what must outlive it if work is in flight."""
+        """Release the inner group; return what must outlive it if work is in flight."""
         held = [self._inner, self._backends]
         self._inner, self._backends = None, {}
         return held
@@ -182,7 +181,7 @@ class RecordedGroup(dist.ProcessGroup):
         mine = self._ranks[self._rank]
         pair = self._pairs.get((_ANY, self._rank))
         if pair is None:
-            # Of this rank alone: nobody can say whom it waits for.
+            # Of this rank alone: it may wait for any member.
             pair = self._attempt.ring.group(f"{self._named()} *>{mine}", (mine,))
             self._pairs[_ANY, self._rank] = pair
         on_device = tensors[0].is_cuda
@@ -224,8 +223,8 @@ class RecordedGroup(dist.ProcessGroup):
             else:
                 work = self._inner.reduce_scatter_single_coalesced(outputs, values, opts)
             return self._returned(call, work, on_device=True)
-        # As gloo's own (torch 2.13, ProcessGroupGloo::reduce_scatter_tensor_coalesced): an
-        # all-reduce of a copy. Its Work cannot be waited for in slices, an all-reduce's can.
+        # Like gloo's own (torch 2.13, ProcessGroupGloo::reduce_scatter_tensor_coalesced): an
+        # all-reduce of a copy, but one that can be waited for in slices.
         buffers = [value.clone(memory_format=torch.contiguous_format) for value in values]
         reduce_opts = dist.AllreduceOptions()
         reduce_opts.reduceOp = opts.reduceOp
@@ -244,7 +243,7 @@ class RecordedGroup(dist.ProcessGroup):
         pair = self._pairs.get((source, target))
         if pair is None:
             ranks = (self._ranks[source], self._ranks[target])
-            # Directed, so that the k-th send is the k-th receive whatever else the two do.
+            # Directed, so that the k-th send matches the k-th receive.
             pair = self._attempt.ring.group(f"{self._named()} {ranks[0]}>{ranks[1]}", ranks)
             self._pairs[source, target] = pair
         on_device = tensors[0].is_cuda
@@ -258,7 +257,7 @@ class RecordedGroup(dist.ProcessGroup):
         return self._returned(call, work, on_device=on_device, keep=tensors, sliced=False)
 
     def _named(self) -> str:
-        # Not before the first call: torch describes a group after making it.
+        # At the first call: torch describes a group after making it.
         if not self._label:
             self._label = group_name(self.group_desc, self._ranks, self._attempt.world_size)
         return self._label
@@ -295,9 +294,8 @@ for _method, _op in _COLLECTIVES.items():
 def group_name(description: str, ranks: tuple[int, ...], world_size: int) -> str:
     """Return the name of a group, the same on all its members.
 
-    ``world``, or the mesh axis and the members' global ranks, as in ``dp_shard[0,2]``: on a
-    mesh the ranks say as much as the coordinates on the other axes. Long groups are named by
-    first, last and number, which tells the groups of an axis apart.
+    ``world``, or mesh axis and global ranks, as in ``dp_shard[0,2]``. Long groups are named by
+    first member, last member and size, which distinguishes the groups of an axis.
     """
     axis = description.removeprefix("mesh_")
     if axis in {"default_pg", "default"} and len(ranks) == world_size:

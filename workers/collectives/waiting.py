@@ -1,4 +1,4 @@
-"""Waiting for what an abort must be able to interrupt, and for what cannot be interrupted."""
+"""Waits that an abort interrupts, and threads for calls that nothing can interrupt."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _IDLE_S_MAX: Final = 2.0
 
 
 class Waiter:
-    """An event that is set by its own completion or by the abort of its attempt."""
+    """An event that is set by completion or by the abort of its attempt."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self.finished = False
 
     def set(self) -> None:
-        """Wake the waiting thread: what it waits for is done."""
+        """Wake the waiting thread: it is done."""
         self.finished = True
         self._event.set()
 
@@ -35,7 +35,7 @@ class Waiter:
 class Helpers:
     """Daemon threads for calls that block in C++ and cannot be interrupted.
 
-    A thread that finds no work for a while ends, so that re-formations leave none behind.
+    An idle thread ends after a while, so that re-formations leave none behind.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Helpers:
         self._num_idle = 0
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run ``task``, which must not raise, in a thread of its own at once."""
+        """Run ``task``, which must not raise, in a thread at once."""
         with self._lock:
             if self._num_idle > 0:
                 self._num_idle -= 1

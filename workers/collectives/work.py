@@ -1,11 +1,11 @@
 """Work that an abort can wake: what a recorded group returns for each collective.
 
 gloo's own ``abort`` leaves a waiter asleep until the timeout (torch 2.13; pytorch#130345), so
-nobody may wait inside gloo for long. A collective is waited for in slices; between two slices
-the waiter looks whether its attempt was aborted. A slice costs nothing when the collective is
-done within it; one that runs out costs about 70 us, 1 % of a core while a rank waits.
-Point-to-point works cannot be waited for in slices, since gloo closes the connection when one
-runs out: a helper thread waits, and the caller waits for the helper or the abort.
+nothing may wait inside gloo for long. A collective is waited for in slices; between two slices the
+waiter checks whether its attempt was aborted. A slice is free if the collective ends within it; one
+that runs out costs about 70 us, 1 % of a core while a rank waits. gloo closes the connection when a
+slice of a point-to-point work runs out: there a helper thread waits, and the caller waits for the
+helper or the abort.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workers.collectives.errors import AbortedError, CollectiveError
 from workers.collectives.waiting import helpers
 from workers.records import ABORTED, FAILED, FINISHED
 
-#: Between two looks at the abort flag; bounds how late an abort is noticed.
+#: Between two checks of the abort flag; bounds how late an abort is noticed.
 _SLICE: Final = timedelta(milliseconds=5)
 
 
@@ -51,7 +51,7 @@ class Call:
         self.attempt.ring.leave(self.group, self.seq, self.number, flags)
 
     def aborted(self) -> AbortedError:
-        """Record that the attempt was aborted under the collective; return what to raise."""
+        """Record the abort of the attempt; return the error to raise."""
         self.end(ABORTED)
         return AbortedError(
             f"attempt {self.attempt.number} was aborted during {self.op} number {self.seq} "
@@ -61,7 +61,7 @@ class Call:
         )
 
     def failed(self, error: BaseException) -> CollectiveError | AbortedError:
-        """Record that the transport failed; return what to raise."""
+        """Record a failure of the transport; return the error to raise."""
         if self.attempt.aborted.is_set():
             return self.aborted()
         self.end(FAILED)
@@ -80,9 +80,9 @@ class RecordedWork(dist.Work):
 
     Args:
         call: Its name and number.
-        inner: gloo's works; more than one for a coalesced collective.
-        finish: Run once, in the waiting thread, when all of ``inner`` are done.
-        keep: What must live as long as the transport may touch it.
+        inner: gloo's works; several for a coalesced collective.
+        finish: Called once, in the waiting thread, when all of ``inner`` are done.
+        keep: What must live as long as the transport may use it.
         sliced: Whether ``inner`` can be waited for in slices.
     """
 
@@ -110,7 +110,7 @@ class RecordedWork(dist.Work):
         Raises:
             AbortedError: The attempt was aborted.
             CollectiveError: The transport failed.
-            RuntimeError: ``timeout`` passed; the collective goes on.
+            RuntimeError: ``timeout`` passed; the collective continues.
         """
         if self._error is not None:
             raise self._error
@@ -149,7 +149,7 @@ class RecordedWork(dist.Work):
         return []
 
     def _source_rank(self) -> int:
-        """Return who sent what was received from any member, by its place in the group."""
+        """Return the sender of a receive from any member, by its place in the group."""
         return int(self._inner[0]._source_rank())  # noqa: SLF001 - torch's name
 
     def synchronize(self) -> None:
@@ -183,7 +183,7 @@ class RecordedWork(dist.Work):
                     break
                 except RuntimeError as error:
                     # The slice ran out, perhaps just before completion, or the work failed. A
-                    # wait for a completed work does not run out: then it is a failure.
+                    # completed work does not run out: then it is a failure.
                     if was_completed:
                         raise self._call.failed(error) from error
                     was_completed = work.is_completed()
@@ -218,8 +218,7 @@ class RecordedWork(dist.Work):
 class StreamWork(dist.Work):
     """A collective in flight on a device. ``wait`` only orders streams, as NCCL's does.
 
-    The host never learns from ``wait`` when the device is done; the attempt settles the record
-    when it finds the work completed (``Attempt.settle``).
+    The host does not learn from ``wait`` when the device is done; the attempt polls ``settle``.
     """
 
     def __init__(self, call: Call, inner: Any) -> None:

@@ -1,14 +1,11 @@
-"""The keeper's Ray actor: reads what the node's trainers leave in shared memory and reports it.
+"""The keeper: the Ray actor of a node that watches its trainers and keeps their snapshots.
 
-A trainer sends no heartbeats. It stores its progress into a page and its collectives into a
-record ring, both in shared memory; the keeper reads them from outside the process, so a
-stopped or dead trainer is seen as well as a living one. Reports go out at a fixed period, and
-at once when something happened that somebody waits for.
+Trainers send no heartbeats. They write progress and collectives into shared memory; the keeper
+reads both from outside, so it also sees a stopped or dead trainer. It reports to the controller at
+a fixed period, and at once after an event that the controller waits for.
 
-It also keeps the node's snapshots: see ``workers.keeper.node_memory``.
-
-Counterparts: ``workers.records.progress`` and ``workers.records.ring`` write what is read here,
-``orchestrator.shell.controller`` receives the reports.
+Snapshots: ``workers.keeper.node_memory``. Counterparts: ``workers.records`` writes what is read
+here, ``orchestrator.shell.controller`` receives the reports.
 """
 
 from __future__ import annotations
@@ -39,31 +36,30 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-#: How often the pages are looked at: nobody waits for what is seen, it is the resolution of
-#: incidents' times. A look costs about 20 us a worker. While all do steps, nothing is timed.
+#: Period of reading the progress records, at about 20 us a worker: the resolution of the times in
+#: incidents. While all trainers step, nothing is timed.
 LOOK_S = 0.05
 LOOK_STEPPING_S = 0.25
-#: How often a report is sent while the trainers move, and once they stand still: a call costs
-#: about 2 ms of processor time at its two ends, and only stillness has to be watched closely.
+#: Period of the reports while trainers move, and while they stand still. A call costs about 2 ms of
+#: processor time at its two ends; only stillness needs a close watch.
 MOVING_PERIOD_S = 1.0
 STILL_PERIOD_S = 0.1
 
 OPTIONS = {
     "num_cpus": 0,
     "max_restarts": -1,
-    # Calls are coroutines, and every controller that dies leaves the one behind that it held: a
-    # keeper of which all are held would be deaf.
+    # A dead controller leaves its held call behind: with few slots a keeper would go deaf.
     "max_concurrency": 10_000,
     "enable_task_events": False,
 }
 
 
 class Keeper:
-    """One node's keeper for one run. Detached; restarted by Ray when its process dies.
+    """One node's keeper for one run. Detached; Ray restarts it when its process dies.
 
     Args:
-        directory: Shared-memory directory for this node's pages and rings.
-        controller: Gets the reports.
+        directory: Shared-memory directory with the node's progress records and record rings.
+        controller: Receives the reports.
         run_url: The run directory; "" keeps no snapshots.
         settings: ``workers.settings.Settings`` as JSON; None keeps no snapshots.
     """
@@ -78,7 +74,7 @@ class Keeper:
     ) -> None:
         end_with_parent()
         with contextlib.suppress(PermissionError):
-            # Ray's workers run at niceness 15: beside saturated trainers a report would wait.
+            # Ray's workers run at niceness 15: beside busy trainers a report would wait.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         self._node = ray.get_runtime_context().get_node_id()
         self._controller = controller
@@ -88,17 +84,17 @@ class Keeper:
         self._reported_s = float("-inf")
         self._memory: NodeMemory | None = None
         self._why_no_memory = ""
-        # A thread each: a store that stalls holds up flushes, and nothing else.
+        # One thread each: a store that stalls delays only flushes.
         self._orders, self._flushes = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         if run_url and settings is not None:
             self._open_memory(run_url, Settings.from_json(settings))
 
     async def hello(self) -> dict[str, Any]:
-        """Start reporting if it has not begun; return who this is.
+        """Start the reports, once; return who this keeper is.
 
         Returns:
-            node, pid, raylet_pid; and of its memory host, port and secret, ("", 0, b"") if it
-            keeps no snapshots.
+            node, pid, raylet_pid, and where its snapshots are served: host, port and secret, or
+                ("", 0, b"") without snapshots.
         """
         if self._task is None:
             self._task = asyncio.create_task(self._report_forever())
@@ -114,32 +110,32 @@ class Keeper:
         }
 
     async def hold(self) -> None:
-        """Never return: the caller learns of this process's end by the call's failure."""
+        """Never return: the call fails when this process ends."""
         await asyncio.Event().wait()
 
     async def kill(self, worker: str) -> None:
-        """SIGKILL ``worker``. Ray only asks: a stopped one would not hear it, and wake later."""
+        """Send SIGKILL to ``worker``: a stopped process ignores Ray's request to end."""
         self._watch.kill(worker)
 
     async def clear(self) -> None:
-        """Leave nothing in memory, nor on disk what is no checkpoint: the run is over."""
+        """Remove the node's memory and unfinished checkpoints: the run is over."""
         if self._memory is not None:
             await asyncio.to_thread(self._memory.stop_storing)
         await asyncio.to_thread(clear, self._directory)
 
     async def held(self) -> Inventory:
-        """Return what is held in memory now."""
+        """Return what the node holds in memory."""
         if self._memory is None:
             return Inventory(node=self._node, host="", port=0, parts=())
         return self._memory.inventory()
 
     async def order(self, order: KeeperOrder) -> None:
-        """Go on under a new attempt. An order that was overtaken is not obeyed."""
+        """Switch to a new attempt. An order older than the current attempt is ignored."""
         if self._memory is not None and self._memory.fence(order):
             await self._call(self._orders, self._memory.obey, order)
 
     async def flush(self, attempt: int, step: int) -> bool:
-        """Store what is held of a version now; return whether it is committed then."""
+        """Store a version now; return whether it is committed."""
         if self._memory is None:
             return False
         return await self._call(self._flushes, self._memory.flush, attempt, step)
@@ -160,7 +156,7 @@ class Keeper:
                 settings=settings,
             )
         except (OSError, UcpError, WorkerError) as error:
-            # The watch is needed all the same, and the state goes to storage.
+            # The node is still watched; state goes to storage.
             self._why_no_memory = f"no snapshots are kept on this node: {error}"
 
     async def _report_forever(self) -> None:
@@ -171,18 +167,17 @@ class Keeper:
             except (OSError, RuntimeError) as error:
                 if not _is_short(error):
                     raise
-                # What others have copied to here must not go for want of a descriptor.
+                # Copies of other nodes' snapshots must survive a shortage of descriptors.
                 log.warning("no_report", extra={"reason": str(error)})
             await asyncio.sleep(LOOK_STEPPING_S if self._watch.is_stepping() else LOOK_S)
 
     async def _look(self, now_s: float) -> None:
-        """Look at the pages, and report if it is time or there is news."""
+        """Read the progress records; report if it is time or there is news."""
         has_news = self._watch.look()
         period_s = MOVING_PERIOD_S if self._watch.still_s() < STILL_S else STILL_PERIOD_S
         if has_news or now_s - self._reported_s >= period_s:
             report = self._report()
-            # Fire and forget: while the controller is down the report is lost, and the next one
-            # says the same and more.
+            # Not awaited: if the controller is down, the next report says the same and more.
             self._controller.observe.remote(report)
             self._reported_s = now_s
             await self._tend(report)
@@ -201,7 +196,7 @@ class Keeper:
 
     @staticmethod
     def _ended(task: asyncio.Task[None]) -> None:
-        """Reports that end are a bug of ours: say so, and have Ray start another keeper."""
+        """Exit if the reports failed, which is a bug: Ray then starts another keeper."""
         if not task.cancelled() and task.exception() is not None:
             log.critical("reports_failed", exc_info=task.exception())
             os._exit(1)
@@ -209,12 +204,12 @@ class Keeper:
     async def _tend(self, report: NodeReport) -> None:
         if self._memory is not None:
             living = {each.worker for each in report.workers if each.os_state not in GONE}
-            # In a thread: to free a large arena takes a while.
+            # In a thread: freeing a large arena takes a while.
             await asyncio.to_thread(self._memory.tend, living)
 
 
 def _is_short(error: OSError | RuntimeError) -> bool:
-    """Return whether a process may have no more files, memory or threads for a moment."""
+    """Return whether the process briefly lacks descriptors, memory or threads."""
     if isinstance(error, OSError):
         return error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
     return "start new thread" in str(error)

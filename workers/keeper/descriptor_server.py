@@ -26,13 +26,13 @@ _ACCEPT_S: Final = 0.1
 
 
 class DescriptorServer:
-    """Serves ``slots`` at ``path`` in threads of its own until ``close``.
+    """Hands out the arenas in ``slots`` at ``path``, in its own threads, until ``close``.
 
     Args:
-        path: Of the socket.
-        slots: What there is.
-        on_refused: Told whose reservation was refused (``owner_of`` the arena), and why; "" once
-            it was not.
+        path: Path of the socket.
+        slots: The node's arenas.
+        on_refused: Called with the owner (``owner_of``) of a reservation and why it was refused; ""
+            once it is granted.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class DescriptorServer:
         self._slots = slots
         self._on_refused = on_refused
         self._closed = False
-        # First: trainers tell keepers apart by it. One that took notices behind the door of the one
-        # before would pass for that one, and be handed nothing.
+        # First: trainers identify a keeper by this socket. If notices were accepted before,
+        # trainers would take this keeper for its predecessor and hand it no memory.
         self._listener = bind_socket(path, socket.SOCK_SEQPACKET)
         self._notices = bind_socket(notice_socket(path), socket.SOCK_DGRAM)
         self._listener.listen(64)
@@ -54,7 +54,7 @@ class DescriptorServer:
             thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop serving."""
         self._closed = True
         self._listener.shutdown(socket.SHUT_RDWR)
         self._notices.shutdown(socket.SHUT_RDWR)
@@ -74,11 +74,12 @@ class DescriptorServer:
             except OSError:
                 if self._closed:
                     return
-                # No descriptor is left, or no memory: whoever comes is let in once there is.
+                # Out of descriptors or memory: try again later.
                 time.sleep(_ACCEPT_S)
                 continue
             try:
-                # Not here: one guest that is stopped in the middle must not keep others waiting.
+                # In a thread of its own: a client that is stopped half-way must not block the
+                # others.
                 threading.Thread(
                     target=self._receive_client,
                     args=(connection,),
@@ -86,7 +87,7 @@ class DescriptorServer:
                     daemon=True,
                 ).start()
             except RuntimeError:
-                # No thread is left. It asks again.
+                # Out of threads: the client asks again.
                 connection.close()
 
     def _receive_client(self, connection: socket.socket) -> None:
@@ -104,7 +105,7 @@ class DescriptorServer:
                     os.close(fd)
 
     def _do(self, request: Any, fds: list[int]) -> list[int]:
-        """Do what is asked for and return the file descriptors to send; it takes what it keeps."""
+        """Serve a request; return the descriptors to send. It takes the ``fds`` that it keeps."""
         do, name = str(request["do"]), str(request["arena"])
         if do == "reserve":
             self._reserve(name, int(request["body_bytes"]), int(request["attempt"]))
@@ -119,7 +120,7 @@ class DescriptorServer:
             return []
         if do == "leave":
             self._slots.leave(name)
-            # Who was refused it wants it no more.
+            # A refused reservation of it no longer matters.
             self._on_refused(owner_of(name), "")
             return []
         if do == "drop":

@@ -1,7 +1,7 @@
-"""The snapshot memory of one node: slots, door, network, storage and copies, put together.
+"""The snapshot memory of one node: arenas, descriptor and peer server, storage and copies.
 
-The keeper's actor owns one. Everything here runs in threads of its own, so that neither a store
-that stalls nor a peer that is silent delays a report.
+The keeper's actor owns one. Everything runs in its own threads, so that neither a stalled store nor
+a silent peer delays a report.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ __all__ = ["NodeMemory", "Problems", "budget_bytes"]
 
 _SECRET_BYTES: Final = 32
 _BUDGET_NAME: Final = "budget"
-#: Ray's workers run at 15, and so do trainers: sending takes a share beside them, because loaders
-#: wait for it too, and copying what they leave.
+#: Trainers run at Ray's 15. Sending competes with them, because loaders wait for it; copying only
+#: takes what they leave.
 _NICENESS_SENDING: Final = 15
 _NICENESS_COPYING: Final = 19
 
-#: How long a problem is reported that nobody says the end of.
+#: How long an event is reported.
 _TOLD_S: Final = 60.0
-#: A line is for people; a thousand of them are for nobody.
+#: The most lines of a report: people read them.
 _NUM_MAX: Final = 32
 
 
 class NodeMemory:
-    """What a keeper has beside its watch when snapshots are taken.
+    """What a keeper runs beside its watch when snapshots are taken.
 
     Args:
         node: Ray node id.
         host: Address of this node that its peers reach.
-        directory: Of the node's pages and rings; the door is there.
+        directory: Directory of the node's progress records and rings, and of the descriptor socket.
         run_url: The run directory.
-        settings: Of the training.
+        settings: The settings of the training.
 
     Attributes:
-        secret: What peers and loaders have to know.
+        secret: What peers and loaders have to prove that they know.
 
     Raises:
-        OSError: No socket could be opened.
+        OSError: A socket could not be opened.
         StorageError: The run directory cannot be opened.
     """
 
@@ -89,7 +89,9 @@ class NodeMemory:
         self._persister = Persister(
             self._slots, store, path, settings.checkpoint, self._problems.note
         )
-        self._door = DescriptorServer(descriptor_socket(directory), self._slots, self._note_refused)
+        self._descriptors = DescriptorServer(
+            descriptor_socket(directory), self._slots, self._note_refused
+        )
 
     @property
     def address(self) -> tuple[str, int]:
@@ -102,7 +104,7 @@ class NodeMemory:
         return self._persister.stored_step
 
     def inventory(self) -> Inventory:
-        """Return what is held of ranks, own and copies, and of groups."""
+        """Return the held parts of ranks, own and copied, and the held parities."""
         host, port = self.address
         parts: list[HeldPart] = []
         parities: list[HeldParity] = []
@@ -127,7 +129,7 @@ class NodeMemory:
         return (*([silence] if silence else []), *self._problems.lines())
 
     def fence(self, order: KeeperOrder) -> bool:
-        """Refuse what is older than the order, at once; return whether it is to be obeyed."""
+        """Refuse everything older than the order; return whether to obey the order."""
         if order.attempt < self._slots.attempt:
             return False
         self._slots.fence(order.attempt, order.lineage)
@@ -135,35 +137,35 @@ class NodeMemory:
         return True
 
     def obey(self, order: KeeperOrder) -> None:
-        """Protect whom the order names; may take as long as it takes to leave others."""
+        """Protect the nodes that the order names, and no others any more."""
         with self._obeying:
             if order.attempt == self._slots.attempt:
                 self._mirrors.follow(order.copies_of)
                 self._protect(order.parity)
 
     def flush(self, attempt: int, step: int) -> bool:
-        """Store what is held of a version; return whether it is committed then."""
+        """Store what is held of a version; return whether it is committed."""
         return self._persister.flush(attempt, step)
 
     def tend(self, living: Collection[str]) -> None:
-        """Let go of memory that nobody needs any more.
+        """Free memory that nothing needs any more.
 
         Args:
             living: Workers of this node whose process is there.
         """
-        # Threads of the door note others meanwhile.
+        # The descriptor server's threads add to it meanwhile.
         for owner in list(self._refused):
             if owner.rpartition("/")[2] not in living:
                 self._note_refused(owner, "")
         self._slots.reap(living=living, stored_step=self.stored_step)
 
     def stop_storing(self) -> None:
-        """Store nothing any more: the run is over. Safe to call again."""
+        """Store nothing any more: the run is over. Safe to repeat."""
         self._persister.close()
 
     def close(self) -> None:
-        """Serve nobody any more and let go of the memory."""
-        self._door.close()
+        """Stop serving and free the memory."""
+        self._descriptors.close()
         self._mirrors.stop()
         self._protect(None)
         self.stop_storing()
@@ -172,7 +174,7 @@ class NodeMemory:
             self._slots.drop(name)
 
     def _protect(self, group: ParityGroup | None) -> None:
-        """Keep parities of this group and of no other; of the same one it goes on."""
+        """Keep parities of this group only; an unchanged group continues."""
         if group == self._group:
             return
         if self._parity_mirror is not None:
@@ -182,7 +184,7 @@ class NodeMemory:
             self._parity_mirror = ParityMirror(
                 self._slots, group, self._problems.tell, _NICENESS_COPYING
             )
-        # Last: where no thread was left, the same order is obeyed when it comes again.
+        # Last: if no thread could be started, a repeated order tries again.
         self._group = group
 
     def _note_refused(self, owner: str, why: str) -> None:
@@ -194,7 +196,7 @@ class NodeMemory:
 
 
 class Problems:
-    """The problems of one keeper by subject. Safe to call from several threads."""
+    """The problems of one keeper by subject. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -202,19 +204,19 @@ class Problems:
         self._told: dict[str, float] = {}
 
     def note(self, subject: str, line: str) -> None:
-        """Take note of how a subject is; "" if it is in no problem any more."""
+        """Set the problem of a subject; "" clears it."""
         with self._lock:
             self._lines.pop(subject, None)
             if line:
                 self._lines[subject] = line
 
     def tell(self, line: str) -> None:
-        """Take note of something that happened; it is forgotten after a while."""
+        """Add an event; it is forgotten after a while."""
         with self._lock:
             self._told[line] = time.monotonic()
 
     def lines(self) -> tuple[str, ...]:
-        """Return what there is, the newest first where it is too much."""
+        """Return the problems and events, newest first, at most 32."""
         with self._lock:
             now_s = time.monotonic()
             self._told = {k: at_s for k, at_s in self._told.items() if now_s - at_s < _TOLD_S}
@@ -223,7 +225,7 @@ class Problems:
 
 
 def _parity(name: str, arena: Arena, held: Held) -> HeldParity | None:
-    """Return what a slot of parities is of; None if it is damaged, or was let go of."""
+    """Return what a slot holds parities of; None if it is damaged or was freed."""
     try:
         record = read_record(LocalPart(arena, held))
     except (UcpError, WorkerError, ValueError):
@@ -238,14 +240,14 @@ def _parity(name: str, arena: Arena, held: Held) -> HeldParity | None:
 
 
 def budget_bytes(directory: Path, node_memory_mib: int) -> int:
-    """Return what a node's snapshots may take.
+    """Return how much memory a node's snapshots may take.
 
-    Half of what a node has available when its first keeper starts: to one that starts later the
-    snapshots that are there already would look like memory that is not.
+    By default half of what the node had available when its first keeper started: a later keeper
+    would count existing snapshots as used memory.
 
     Args:
-        directory: Where the answer is kept for a keeper that is started again.
-        node_memory_mib: What the user said; 0 leaves it to the node.
+        directory: Where the answer is kept for a restarted keeper.
+        node_memory_mib: The user's setting; 0 for the default.
     """
     if node_memory_mib:
         return node_memory_mib << 20

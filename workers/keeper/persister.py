@@ -1,10 +1,9 @@
-"""Takes pinned versions from memory to storage, in the background: training never waits for it.
+"""Stores pinned versions in the background: training never waits for storage.
 
-A slot's data and record are bit for bit the rank's two files of a checkpoint. They are copied as
-they are, and what is copied is checked against the record on its way: a bit that flipped in
-memory is found here and never becomes a checkpoint. Storage that is slow, full or silent keeps
-a slot pinned for a while, and is then given up with a line for people; the next version that is
-due is tried anew.
+A slot holds, bit for bit, the two files of a rank in a checkpoint. They are copied and checked
+against the record on the way, so a bit that flipped in memory never becomes a checkpoint. Slow,
+full or silent storage keeps a slot pinned for a while; then the version is given up with a line for
+people, and the next one that is due is tried.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from workers.settings import CHECKPOINTS, CheckpointSettings
 
 __all__ = ["Persister"]
 
-#: Fits the second-level cache: what was checked there is what is written.
+#: Fits the second-level cache: it is checked and written from there.
 _CHUNK_BYTES: Final = 1 << 20
-#: Between two tries: a store that restarts is back by then, and training waits for no pin.
+#: Pauses between the tries: a restarted store is back by then.
 _PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
-#: A store that takes nothing for so long is said to be silent.
+#: A store that takes nothing for this long is reported as silent.
 _SILENT_S: Final = 10.0
-#: Beside saturated trainers, which Ray runs at 15, storage gets what they leave.
+#: Below the trainers' 15: storage gets what they leave.
 _NICENESS: Final = 19
 _CLOSE_S_MAX: Final = 2.0
 _SUBJECT: Final = "storage"
@@ -46,15 +45,15 @@ log = logging.getLogger(__name__)
 
 
 class Persister:
-    """Stores what is pinned on a slots in a thread of its own until ``close``.
+    """Stores the pinned slots of a node in a thread of its own until ``close``.
 
     Args:
-        slots: Its arenas.
-        store: Where the run directory is.
-        directory: Its path.
-        settings: How many checkpoints to keep, and how safe.
-        on_problem: Told a subject and how it is, "" for well; from any thread.
-        pauses_s: Between the tries to store a version; one more try than pauses.
+        slots: The node's arenas.
+        store: Store of the run directory.
+        directory: Path of the run directory.
+        settings: How many checkpoints to keep, and whether to fsync.
+        on_problem: Called with a subject and its problem, "" for none; from any thread.
+        pauses_s: Pauses between the tries to store a version.
     """
 
     def __init__(
@@ -99,12 +98,12 @@ class Persister:
         return ""
 
     def flush(self, attempt: int, step: int) -> bool:
-        """Store what is held of a version, now; return whether it is committed then.
+        """Store a version now; return whether it is committed.
 
-        For the end of a run whose newest version is not due. Copies of other nodes' ranks are
-        stored too where nobody has done it: their own node may be gone.
+        For the end of a run whose newest version is not due. Copies of other nodes' parts are
+        stored too, unless they are stored already: their own node may be gone.
         """
-        # Own ones first, so that two keepers do not write the same at once.
+        # Own parts first, so that two keepers do not write the same part at once.
         names = sorted(self._slots.arenas().items(), key=lambda item: "/" in item[0])
         found = [
             (name, arena, held)
@@ -114,7 +113,7 @@ class Persister:
             if (held.attempt, held.step) == (attempt, step)
         ]
         stored = [self._persist(name, arena, held) for name, arena, held in found]
-        # The other keepers are storing their parts now; whoever is last commits.
+        # The other keepers are storing their parts; the last one commits.
         for pause_s in self._pauses_s:
             if not stored or any(stored) or self._closing.wait(pause_s):
                 break
@@ -123,10 +122,7 @@ class Persister:
         return any(stored)
 
     def close(self) -> None:
-        """Store nothing any more, and leave nothing but checkpoints. Safe to call again.
-
-        A store that does not answer is not waited for.
-        """
+        """Store nothing any more. Safe to repeat; does not wait for a store that is stuck."""
         self._closing.set()
         self._slots.tell_pins()
         self._thread.join(_CLOSE_S_MAX)
@@ -146,7 +142,7 @@ class Persister:
         if held is not None and counts(held, self._slots.lineage):
             self._persist(name, arena, held)
         with contextlib.suppress(ValueError):
-            # Stored, given up, dead, or damaged; the arena may have been let go of.
+            # Stored, given up, outdated or damaged. The arena may have been freed.
             arena.unpin(slot)
 
     def _persist(self, name: str, arena: Arena, held: Held) -> bool:
@@ -156,7 +152,7 @@ class Persister:
                 committed = self._put(arena, held)
             except _DamagedError as error:
                 with contextlib.suppress(ValueError):
-                    # The arena may be let go of at this moment.
+                    # The arena may be freed at this moment.
                     arena.quarantine(held)
                 self._slots.tell()
                 self._say(held, f"{error}; it is not used any more")
@@ -184,7 +180,7 @@ class Persister:
             self._stored = max(self._stored, (held.attempt, held.step))
         lineage = self._slots.lineage
         is_known = any(attempt >= held.attempt for attempt, _ in lineage)
-        # Without the lineage a dead checkpoint would be kept, and a good one deleted for it.
+        # Without the lineage an outdated checkpoint could be kept in place of a good one.
         if held.rank == 0 and self._settings.keep and is_known:
             try:
                 collect_garbage(
@@ -200,7 +196,7 @@ class Persister:
         )
 
     def _put(self, arena: Arena, held: Held) -> bool:
-        """Write the two files where they are missing, and commit if they were the last."""
+        """Write the missing files of the part; commit if they were the last of the version."""
         record, data = self._record(arena, held)
         ((file, entry),) = record.files.items()
         directory = join(self._checkpoints, checkpoint_name(held.step))
@@ -226,7 +222,7 @@ class Persister:
             del self._under_way[caller]
 
     def _record(self, arena: Arena, held: Held) -> tuple[Manifest, bytes]:
-        """Return the record that lies behind the data, read and as it is."""
+        """Return the record behind the data, parsed and as bytes."""
         stop = held.data_bytes + held.record_bytes
         data = bytes(arena.body(held.slot)[held.data_bytes : stop])
         _check_there(arena, held)
@@ -245,7 +241,7 @@ class Persister:
         return record, data
 
     def _chunks(self, arena: Arena, held: Held, expected: int, caller: int) -> Iterator[memoryview]:
-        """Yield the data by copies, each of which was checksummed; raise behind the last if bad."""
+        """Yield checksummed copies of the data; raise after the last one if the sum is wrong."""
         body = np.frombuffer(arena.body(held.slot), dtype=np.uint8)[: held.data_bytes]
         copy = np.empty(_CHUNK_BYTES, dtype=np.uint8)
         value = 0
@@ -264,11 +260,11 @@ class Persister:
 
 
 class _DamagedError(Exception):
-    """The bytes in the slot are not the bytes that were written."""
+    """The slot does not hold the bytes that were written."""
 
 
 class _GoneError(Exception):
-    """The slot was written over, or its arena let go of."""
+    """The slot was overwritten, or its arena freed."""
 
 
 def _check_there(arena: Arena, held: Held) -> None:

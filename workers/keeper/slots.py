@@ -1,4 +1,4 @@
-"""The slots: all arenas of one node, within a budget, and the news of what was put into them."""
+"""All arenas of one node, within a budget, and news of what was put into them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from workers.protocol import Held
 
 __all__ = ["NodeSlots", "available_bytes", "be_nice"]
 
-#: Of a node's memory this much is left to everybody else when an arena is made.
+#: Memory that is left to everybody else when an arena is made.
 _SPARE_BYTES: Final = 64 << 20
-#: What a dead worker left is handed on to one that needs at least a part of this of it.
+#: A dead worker's arena is reused if the new worker needs at least 1/2 of it.
 _WASTE_MAX: Final = 2
 
 _MEMINFO = Path("/proc/meminfo")
@@ -34,11 +34,11 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes(meminfo: Path = _MEMINFO, cgroups: Path = _CGROUPS) -> int:
-    """Return how much memory could be taken now without anything being paged out or killed.
+    """Return how much memory can be taken now without paging or killing.
 
     Args:
-        meminfo: What the kernel says of the machine.
-        cgroups: What it says of this container, whose limit may be lower; either version.
+        meminfo: The kernel's file about the machine.
+        cgroups: The kernel's folder about this container, whose limit may be lower; version 1 or 2.
     """
     found = [_meminfo_bytes(meminfo)]
     for directory, limit, usage, idle in (
@@ -50,7 +50,7 @@ def available_bytes(meminfo: Path = _MEMINFO, cgroups: Path = _CGROUPS) -> int:
             "total_inactive_file",
         ),
     ):
-        # No such limit: neither the file nor a number in it.
+        # Without a limit there is no such file, or no number in it.
         with contextlib.suppress(OSError, ValueError):
             left = int((directory / limit).read_text()) - int((directory / usage).read_text())
             found.append(left + _stat_bytes(directory / "memory.stat", idle))
@@ -65,7 +65,7 @@ def _meminfo_bytes(path: Path) -> int:
 
 
 def _stat_bytes(path: Path, name: str) -> int:
-    """Return a count: what the kernel would give up at once is charged to the container too."""
+    """Return a count. The kernel charges what it would free at once to the container, too."""
     for line in path.read_text().splitlines():
         key, _, value = line.partition(" ")
         if key == name:
@@ -74,17 +74,19 @@ def _stat_bytes(path: Path, name: str) -> int:
 
 
 class NodeSlots:
-    """The arenas of one node by name, within a budget. Safe to call from several threads.
+    """The arenas of one node by name, within a budget. Thread-safe.
 
-    An arena of the node's own workers is named ``"{worker}.{generation}"``, the copy of one of
-    another node ``"{node[:12]}/{worker}.{generation}"``, and what is such a copy but was written
-    by a worker of this node, which has the same state, ``"replica{number}/{worker}.{generation}"``,
-    or ``"replica-parity/{worker}.{generation}"`` if it is a parity of several.
+    | who writes | name |
+    |---|---|
+    | a worker of this node | ``{worker}.{generation}`` |
+    | this keeper: a copy of another node's arena | ``{node[:12]}/{worker}.{generation}`` |
+    | a worker of this node, for another rank | ``replica{number}/{worker}.{generation}`` |
+    | a worker of this node: a parity of other ranks | ``replica-parity/{worker}.{generation}`` |
 
     Args:
         budget_bytes: Memory that all arenas together may take.
-        available: How much the node has left.
-        dead: Workers of the node whose process is known to be gone: what they left is handed on.
+        available: Returns how much memory the node has left.
+        dead: Returns the workers of the node whose process is gone: their arenas are reused.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class NodeSlots:
         self._dead = dead
         self._arenas: dict[str, Arena] = {}
         self._claims: dict[str, int] = {}
-        #: Under which name what once had another is held now, and since which attempt.
+        #: New name of a renamed arena, and the attempt since which it has it.
         self._renamed: dict[str, tuple[str, int]] = {}
         self._asked: dict[str, int] = {}
         self._listed: dict[str, frozenset[str]] = {}
@@ -110,14 +112,13 @@ class NodeSlots:
         self.lineage: tuple[tuple[int, int], ...] = ()
 
     def reserve(self, name: str, *, body_bytes: int) -> Arena:
-        """Return the arena of that name; a new one if there is none. Its memory is claimed now.
+        """Return the arena of that name, or a new one; its memory is claimed at once.
 
-        A worker that takes the place of a dead one is given that one's arena, with what it holds:
-        the writer spares what may still be needed, no memory is faulted in, and the budget need
-        not have room for both.
+        A new worker inherits the arena of a dead one with its content: the writer spares what may
+        still be needed, no memory has to be faulted in, and the budget need not hold both.
 
         Raises:
-            ArenaError: It does not fit into the budget or into memory, or has smaller slots.
+            ArenaError: It exceeds the budget or the memory, or the arena has smaller slots.
         """
         node, _, generation = split_name(name)
         is_own = not node or is_guard(name)
@@ -138,12 +139,12 @@ class NodeSlots:
         return arena
 
     def leave(self, name: str) -> None:
-        """Take note that nobody writes into an arena any more: it goes once it is not needed."""
+        """Note that an arena is no longer written: it is freed once nothing needs it."""
         with self._lock:
             self._ask(owner_of(name), split_name(name)[2] + 1)
 
     def adopt(self, name: str, fd: int) -> None:
-        """Take in an arena that a worker still holds; after a restart the slots is empty.
+        """Take over an arena that a worker still holds; after a restart there are none.
 
         Raises:
             ArenaError: The file is no arena.
@@ -154,7 +155,7 @@ class NodeSlots:
                 os.close(fd)
                 return
             arena = self._arenas[name] = Arena(fd)
-            # Whoever copied it was connected to the keeper before.
+            # Its followers were connected to the previous keeper.
             arena.set_followed(False)
         if held is not None:
             held.close()
@@ -164,7 +165,7 @@ class NodeSlots:
         """Return a new file descriptor of an arena, to give away.
 
         Raises:
-            ArenaError: There is none of that name.
+            ArenaError: There is no such arena.
         """
         with self._lock:
             arena = self._find(name)
@@ -173,21 +174,21 @@ class NodeSlots:
             return os.dup(arena.fd)
 
     def arena(self, name: str) -> Arena | None:
-        """Return the arena of that name, if there is one."""
+        """Return the arena of that name, or None."""
         with self._lock:
             return self._arenas.get(name)
 
     def find(self, name: str) -> Arena | None:
-        """Return the arena that has that name, or had it not long ago: to read from."""
+        """Return the arena that has, or recently had, that name: to read from."""
         with self._lock:
             return self._find(name)
 
     def drop(self, name: str) -> None:
-        """Let go of an arena; its memory is free once nobody else holds it."""
+        """Free an arena; its memory returns once no other process holds it."""
         with self._lock:
             held = self._arenas.pop(name, None)
         if held is not None:
-            # Outside of the lock: to free a large one takes a while.
+            # Outside the lock: freeing a large arena takes a while.
             held.close()
         self.tell()
 
@@ -197,13 +198,13 @@ class NodeSlots:
             return dict(sorted(self._arenas.items()))
 
     def versions(self) -> dict[str, list[Held]]:
-        """Return what is held, by arena, oldest first."""
+        """Return what every arena holds, oldest first."""
         return {name: arena.versions() for name, arena in self.arenas().items()}
 
     def tell(self) -> None:
-        """Wake those who wait for news, and for pins if there are any: something changed.
+        """Announce a change to those who wait for news, and for pins if there are any.
 
-        Not for what is copied: nobody waits for that.
+        Not called for finished copies: nobody waits for those.
         """
         with self._news:
             self._num_news += 1
@@ -218,24 +219,24 @@ class NodeSlots:
             self._pins.notify_all()
 
     def wait_news(self, after: int, timeout_s: float) -> int:
-        """Return the number of the latest news, once there is a later one than ``after``.
+        """Wait for news later than number ``after``; return the latest number.
 
-        News is a finished slot, or an arena that came or went; on timeout it is the same number.
+        News is a finished slot, or an arena that came or went. On timeout the number is ``after``.
         """
         with self._news:
             self._news.wait_for(lambda: self._num_news > after, timeout_s)
             return self._num_news
 
     def wait_pins(self, after: int, timeout_s: float | None) -> int:
-        """Do as ``wait_news``, for news while a slot waits to be stored."""
+        """Like ``wait_news``, for news while a slot waits to be stored."""
         with self._pins:
             self._pins.wait_for(lambda: self._num_pins > after, timeout_s)
             return self._num_pins
 
     def fence(self, attempt: int, lineage: Sequence[tuple[int, int]]) -> None:
-        """Take note of a new attempt: nothing is reserved for older ones any more."""
+        """Note a new attempt: reservations of older ones are refused from now on."""
         with self._lock:
-            # Whoever was told of a name was told so before the attempt that is over now.
+            # Names that are older than the attempt that just ended are no longer asked for.
             self._renamed = {
                 old: (new, since)
                 for old, (new, since) in self._renamed.items()
@@ -245,10 +246,10 @@ class NodeSlots:
         self.tell_pins()
 
     def quarantine(self, bad: Iterable[tuple[str, int, int]]) -> None:
-        """Hold a version no longer that could not be loaded: nobody is offered it any more.
+        """Drop versions that could not be loaded: nobody is offered them again.
 
         Args:
-            bad: ``(arena, slot, sequence)`` of each; what is in the slot by now is not meant.
+            bad: ``(arena, slot, sequence)`` of each; a newer version in the slot is left alone.
         """
         has_changed = False
         for name, slot, sequence in bad:
@@ -256,19 +257,19 @@ class NodeSlots:
             held = arena.held(slot) if arena is not None else None
             if arena is not None and held is not None and held.sequence == sequence:
                 with contextlib.suppress(ValueError):
-                    # Another thread may let go of the arena.
+                    # Another thread may free the arena.
                     arena.quarantine(held)
                 has_changed = True
         if has_changed:
             self.tell()
 
     def note_listed(self, node: str, names: Collection[str]) -> None:
-        """Take note of what another node has to copy; () once it is not followed any more."""
+        """Note which arenas of another node are to be copied; () once it is not followed."""
         with self._lock:
             self._listed[node[:12]] = frozenset(names)
 
     def reap(self, *, living: Collection[str], stored_step: int) -> list[str]:
-        """Let go of every arena that nobody needs any more, and return their names.
+        """Free every arena that nothing needs, and return their names.
 
         Args:
             living: Workers of this node whose process is there.
@@ -288,7 +289,7 @@ class NodeSlots:
         held_arenas = [
             HeldArena(
                 name=name,
-                # What is on its way to storage stays until it is there, or given up.
+                # A pinned slot stays until it is stored or given up.
                 in_use=name in used or arena.pinned() is not None,
                 versions=tuple(arena.versions()),
             )
@@ -306,7 +307,7 @@ class NodeSlots:
         return self._arenas.get(self._renamed.get(name, (name, 0))[0])
 
     def _inherit(self, name: str, body_bytes: int, dead: Collection[str]) -> Arena | None:
-        """Give the smallest arena of a dead worker that is large enough that name, if any is."""
+        """Rename the smallest large-enough arena of a dead worker; None if there is none."""
         kind = split_name(name)[0]
         left = [
             (arena.body_bytes, old)
@@ -318,7 +319,7 @@ class NodeSlots:
             return None
         _, old = min(left)
         arena = self._arenas[name] = self._arenas.pop(old)
-        # Whoever copies it has to find it under its new name first.
+        # Followers have to find it under its new name first.
         arena.set_followed(False)
         self._renamed[old] = name, self.attempt
         for earlier, (now, since) in self._renamed.items():
@@ -327,12 +328,12 @@ class NodeSlots:
         return arena
 
     def _create(self, name: str, body_bytes: int) -> Arena:
-        """Make an arena that was claimed, without the lock: to fault in a large one takes long."""
+        """Make a claimed arena. Outside the lock: faulting in a large one takes long."""
         arena = None
         try:
             arena = Arena.create(name, body_bytes=body_bytes)
         finally:
-            # Whatever went wrong: what nobody has is claimed by nobody.
+            # Also on failure: nobody has that memory.
             with self._lock:
                 del self._claims[name]
                 if arena is not None:
@@ -371,7 +372,7 @@ def _check_fits(name: str, arena: Arena, body_bytes: int) -> None:
 
 
 def be_nice(niceness: int) -> None:
-    """Give the calling thread at least this niceness, and no other thread of the process."""
+    """Raise the calling thread's niceness to at least this; other threads keep theirs."""
     thread = threading.get_native_id()
     with contextlib.suppress(OSError):
         if os.getpriority(os.PRIO_PROCESS, thread) < niceness:

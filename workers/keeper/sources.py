@@ -1,9 +1,8 @@
-"""Where the parts of a version in memory are taken from: near before far, and each only if whole.
+"""Where the parts of a version in memory are read: near before far.
 
-The parts of one version may be held several times: on the node that wrote them, and as copies
-on others. A holder that fails (it cannot be reached, was written over, or has damaged bytes)
-gives way to the next one of the same part, and what was loaded so far is loaded again. A part
-without a holder is computed from the parities of its group, if enough of that is left.
+A part may be held on the node that wrote it and as copies elsewhere. If a holder fails (it is
+unreachable, overwritten or damaged), the next holder of the part is used and the version is loaded
+again. A part without a holder is computed from the parities of its group, if enough is left.
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ class MemorySources:
     Args:
         parts: Every holder of every rank's part, and of parities.
         node: The node of this worker.
-        keeper_directory: Where the keeper of the node has its door; None if it has none.
+        keeper_directory: Directory of the node's keeper; None if it has none.
 
     Attributes:
         skipped: ``(which part, why)`` of the holders that failed.
-        damaged: Those of them whose bytes are not the bytes that were written.
-        unread: The others of them, and all holders of a version whose parts contradict each
-            other: which of them is bad is not known.
-        taken_bytes: Bytes that were read of the version that was loaded, by kind of source.
+        damaged: Those of them that hold other bytes than were written.
+        unread: The other failed holders; also all holders of a version whose parts contradict each
+            other.
+        taken_bytes: Bytes read of the version that was loaded, by kind of source.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class MemorySources:
         near = node if keeper_directory is not None else ""
         self._left = sorted(parts, key=lambda part: part.node != near)
         self._near = near
-        self._door = descriptor_socket(keeper_directory or Path())
+        self._socket = descriptor_socket(keeper_directory or Path())
         self._arenas: dict[str, Arena] = {}
         self._clients: dict[tuple[str, int], WireClient] = {}
         self.skipped: list[tuple[str, str]] = []
@@ -99,7 +98,7 @@ class MemorySources:
                     part.sizes_bytes.clear()
                 filled = fill(checkpoint)
             except (UcpError, ParityError) as error:
-                self._blame(chosen, checkpoint, error)
+                self._reject(chosen, checkpoint, error)
                 continue
             for part in chosen.parts.values():
                 if size_bytes := sum(part.sizes_bytes):
@@ -107,7 +106,7 @@ class MemorySources:
             return filled
 
     def close(self) -> None:
-        """Let go of connections and memory."""
+        """Close connections and arenas."""
         for client in self._clients.values():
             client.close()
         for arena in self._arenas.values():
@@ -130,13 +129,13 @@ class MemorySources:
         return self._compute(parts, missing)
 
     def _compute(self, parts: dict[int, _Watched], missing: Sequence[int]) -> _Chosen:
-        """Return the parts and those that are nowhere, to be read through what is left."""
+        """Return the parts, and the missing ones as computed from the rest of their groups."""
         num_left = len(self._left)
         parities = self._open_parities()
         if len(self._left) < num_left:
-            # A node that does not answer may have been chosen for a part, too.
+            # The node that did not answer may have been chosen for a part, too.
             return self._choose()
-        # What is read to compute a part is not what is taken of the version.
+        # Watched separately: what is read to compute a part is not counted as taken.
         members = [_Watched(part.place, part.part, part.kind) for part in parts.values()]
         reason = "there are no parities of it"
         computed: dict[int, _Watched] = {}
@@ -146,7 +145,7 @@ class MemorySources:
         except ParityError as error:
             reason = str(error)
         except StorageError as error:
-            # Its node was there when the record was read first.
+            # Its node answered when the record was read.
             self._give_up_on(_places(each for each in parities if each.is_lost), error)
             return self._choose()
         for rank in missing:
@@ -159,7 +158,7 @@ class MemorySources:
         return _Chosen({**computed, **parts}, parities, members)
 
     def _open_parities(self) -> list[_Watched]:
-        """Return the parities whose record is sound; give up the others."""
+        """Return the parities whose record is intact; reject the others."""
         opened: list[_Watched] = []
         for place in list(self._left):
             if place.held.rank < 0 and place in self._left:
@@ -168,7 +167,7 @@ class MemorySources:
                     read_record(parity)
                     opened.append(parity)
                 except ParityError as error:
-                    # Its checksum says so; what was written over says that by another error.
+                    # Damaged by its checksum; an overwritten slot raises another error.
                     self._give_up_on([place], error, is_damaged=True)
                 except (ArenaError, StorageError) as error:
                     self._give_up_on([place], error)
@@ -178,7 +177,7 @@ class MemorySources:
         if place.node == self._near:
             arena = self._arenas.get(place.arena)
             if arena is None:
-                arena = self._arenas[place.arena] = open_arena(self._door, place.arena)
+                arena = self._arenas[place.arena] = open_arena(self._socket, place.arena)
             return _Watched(place, LocalPart(arena, place.held), LOCAL_MEMORY)
         address = (place.host, place.port)
         client = self._clients.get(address)
@@ -188,13 +187,13 @@ class MemorySources:
             place, RemotePart(client, place.arena, place.held, is_unchecked=True), PEER_MEMORY
         )
 
-    def _blame(
+    def _reject(
         self, chosen: _Chosen, checkpoint: Checkpoint | None, error: UcpError | ParityError
     ) -> None:
-        """Give up whose bytes were not there, or not what they should be.
+        """Reject the holders whose bytes were missing or wrong.
 
         Raises:
-            UcpError: It is nobody's fault, or everybody's.
+            UcpError: No holder, or every holder, is at fault.
         """
         every = [*chosen.parts.values(), *chosen.parities, *chosen.members]
         culprits = _places(part for part in every if part.is_lost)
@@ -204,13 +203,13 @@ class MemorySources:
         if culprits:
             self._give_up_on(culprits, error)
         elif chosen.parities and (part is not None or isinstance(error, ParityError)):
-            self._blame_parities(chosen, error)
+            self._reject_parities(chosen, error)
         else:
             self.unread += map(_source, _places(every))
             raise error
 
-    def _blame_parities(self, chosen: _Chosen, error: UcpError | ParityError) -> None:
-        """Give up what a part was computed from that is not what was written."""
+    def _reject_parities(self, chosen: _Chosen, error: UcpError | ParityError) -> None:
+        """Reject the damaged sources that a part was computed from."""
         try:
             found = damaged(chosen.parities, chosen.members)
         except (UcpError, ParityError) as unread:
@@ -231,7 +230,7 @@ class MemorySources:
             name = f"step {held.step} {what} in the memory of node {place.node[:12]}"
             self.skipped.append((name, f"{type(error).__name__}: {error}"))
             log.warning("snapshot_skipped", extra={"part": name, "reason": str(error)})
-        # A node that does not answer is not asked for its other parts: each would take as long.
+        # A silent node is not asked for its other parts: each would take as long.
         lost = [place for place in self._left if place in places or place.node in away]
         self._left = [place for place in self._left if place not in lost]
         is_damaged |= isinstance(error, CheckpointCorruptError)
@@ -240,7 +239,7 @@ class MemorySources:
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """A part, or parities, with a note of how much is taken and whether it could be.
+    """A part, or parities, that notes how much is read of it and whether that failed.
 
     ``place`` is None for what is computed.
     """
@@ -248,7 +247,7 @@ class _Watched:
     place: MemoryPart | None
     part: Part
     kind: str
-    #: Appended to by several readers at once.
+    #: Several readers append to it at once.
     sizes_bytes: deque[int] = field(default_factory=deque)
     is_lost: bool = False
 
@@ -281,12 +280,12 @@ class _Watched:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Where a version is to be read.
+    """Where a version is read.
 
     Attributes:
-        parts: Of every rank.
-        parities: What some of them are computed from.
-        members: And the parts that they are computed with.
+        parts: The part of every rank.
+        parities: The parities that some parts are computed from.
+        members: The parts that they are computed with.
     """
 
     parts: dict[int, _Watched]
@@ -297,7 +296,7 @@ class _Chosen:
 def _behind(
     chosen: _Chosen, checkpoint: Checkpoint | None, error: UcpError | ParityError
 ) -> _Watched | None:
-    """Return the part whose bytes an error is about, if it says so."""
+    """Return the part that an error is about, if the error names one."""
     if "rank" in error.facts:
         return chosen.parts.get(error.facts["rank"])
     tier = checkpoint.store if checkpoint is not None else None
@@ -307,7 +306,7 @@ def _behind(
 
 
 def _places(parts: Iterable[_Watched]) -> list[MemoryPart]:
-    """Return where parts are, each once; what is computed is nowhere."""
+    """Return the holders of parts, each once; a computed part has none."""
     return list(dict.fromkeys(part.place for part in parts if part.place is not None))
 
 
@@ -316,7 +315,7 @@ def _source(place: MemoryPart) -> Source:
 
 
 def _is_silence(error: Exception) -> bool:
-    """Return whether a keeper could not be reached, other than that it refused something."""
+    """Return whether a keeper could not be reached, as opposed to refusing."""
     if isinstance(error, ArenaError):
         return "path" in error.facts
     return isinstance(error, StorageError) and error.facts.get("refused") is False

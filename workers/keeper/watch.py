@@ -1,4 +1,4 @@
-"""What a keeper sees on its node: the trainers' pages, looked at often and reported rarely."""
+"""What a keeper sees on its node: the progress records and record rings of its trainers."""
 
 from __future__ import annotations
 
@@ -23,34 +23,33 @@ from workers.records import (
 
 PROGRESS_SUFFIX = ".progress"
 RING_SUFFIX = ".ring"
-#: What is left of a dead worker once nobody reports on it: whoever takes its place goes on in the
-#: memory that it had, however late, and although its keeper was restarted meanwhile.
+#: Empty file that remains of a dead worker when it is no longer reported on: a later worker may
+#: inherit its memory, even after the keeper was restarted.
 GONE_SUFFIX = ".gone"
 
-#: The kernel's letters for a process that will not run again.
+#: The kernel's state letters of a process that will not run again.
 GONE = frozenset("XZ")
 
-#: Trainers that were not seen to move for this long stand still.
+#: Trainers stand still if none moved for this long.
 STILL_S = 0.3
-#: New workers are looked for this often.
+#: Period of looking for new workers.
 SCAN_S = 0.25
-#: A directory that was listed so long after its last change is not listed again before the next:
-#: of two changes within a tick of the kernel's clock, 10 ms, its time does not show the second.
+#: A directory is listed again this long after a change: its time has a resolution of 10 ms.
 SETTLED_S = 0.1
-#: A worker whose process is gone is reported on for so long: by then whoever judges its attempt has
-#: heard. Kept for longer, every death would cost memory, and time of every look and report.
+#: How long a dead worker is reported on. By then its attempt was judged; longer would cost memory,
+#: and time in every look and report.
 FORGET_S = 60.0
 
 _NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 
 
 def progress_path(directory: Path, worker: str) -> Path:
-    """Return where ``worker`` keeps its progress page."""
+    """Return the path of the progress record of ``worker``."""
     return directory / (worker + PROGRESS_SUFFIX)
 
 
 def dead_workers(directory: Path) -> frozenset[str]:
-    """Return the workers of ``directory`` that were there and whose process is gone."""
+    """Return the workers of ``directory`` whose process is gone."""
     views = {path.stem: read_progress(path) for path in directory.glob("*" + PROGRESS_SUFFIX)}
     dead = {
         worker
@@ -63,15 +62,15 @@ def dead_workers(directory: Path) -> frozenset[str]:
 def clear(directory: Path) -> None:
     """Remove the directory of a node whose run is over, and what lost nodes left beside it.
 
-    Simulated nodes share a machine, and who was killed with its node removes nothing. What is of
-    a living process stays: whoever has a page there, or listens at a socket.
+    Simulated nodes share a machine, and a node that was killed removes nothing. A directory stays
+    if a living process has a progress record or listens at a socket there.
     """
     shutil.rmtree(directory, ignore_errors=True)
     with contextlib.suppress(OSError):
         for other in directory.parent.iterdir():
             if not _is_in_use(other):
                 shutil.rmtree(other, ignore_errors=True)
-        # The last one out takes it along.
+        # The last node removes the parent.
         directory.parent.rmdir()
 
 
@@ -83,8 +82,8 @@ def _is_in_use(directory: Path) -> bool:
 
 
 def _is_bound(path: Path) -> bool:
-    """Return whether a process has the socket; it does not notice."""
-    # Nobody here has one of this type, so what is bound is found and not connected to.
+    """Return whether a process listens at the socket, without disturbing it."""
+    # No socket here has this type, so the connection fails with another error if it is bound.
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
         try:
             other.connect(str(path))
@@ -96,17 +95,17 @@ def _is_bound(path: Path) -> bool:
 
 
 def ring_path(directory: Path, worker: str) -> Path:
-    """Return where ``worker`` keeps its record ring."""
+    """Return the path of the record ring of ``worker``."""
     return directory / (worker + RING_SUFFIX)
 
 
 class NodeWatch:
-    """The trainers of one node, found by the pages in ``directory``.
+    """The trainers of one node, found by their progress records in ``directory``.
 
     Args:
         node: Ray node id.
-        directory: Where the node's workers of one run keep their pages and rings.
-        forget_s: For how long the dead are reported on.
+        directory: Directory of one run's progress records and rings on the node.
+        forget_s: How long dead workers are reported on.
     """
 
     def __init__(self, *, node: str, directory: Path, forget_s: float = FORGET_S) -> None:
@@ -128,9 +127,8 @@ class NodeWatch:
     def look(self) -> bool:
         """Return whether a trainer passed a milestone since the last look.
 
-        Milestones are what somebody waits for: a worker appeared or went, it formed, it
-        finished the first step of an attempt. Ordinary steps are not, or a fast run would
-        send a report per step.
+        Milestones are events that somebody waits for: a worker came, went, formed, or finished the
+        first step of an attempt. Ordinary steps are none: a fast run would send a report per step.
         """
         milestones: dict[str, tuple[int, bool, bool]] = {}
         places: list[tuple[int, WorkerPhase, int, int]] = []
@@ -147,16 +145,16 @@ class NodeWatch:
         return changed
 
     def still_s(self) -> float:
-        """Return for how long no trainer on the node was seen to move."""
+        """Return for how long no trainer of the node moved."""
         return time.monotonic() - self._moved_s
 
     def is_stepping(self) -> bool:
-        """Return whether every worker that has begun an attempt does steps in it, and moves."""
+        """Return whether all workers in an attempt have finished a step in it, and still move."""
         stepping = [stepped for attempt, _, stepped in self._milestones.values() if attempt]
         return bool(stepping) and all(stepping) and self.still_s() < STILL_S
 
     def _open_new_pages(self) -> None:
-        """Look for workers that came. A worker id is used once, so its page stays open."""
+        """Look for new workers. A worker id is used once, so its record stays open."""
         now_s = time.monotonic()
         if now_s - self._scanned_s < SCAN_S:
             return
@@ -164,7 +162,7 @@ class NodeWatch:
         self._list_pages()
 
     def _list_pages(self) -> None:
-        """Find the pages that are there and open new ones, if the directory may have changed."""
+        """Open new progress records, if the directory may have changed."""
         now_s = time.monotonic()
         try:
             changed_ns = self._directory.stat().st_mtime_ns
@@ -180,18 +178,18 @@ class NodeWatch:
             if reader is not None:
                 self._readers[path.stem] = reader
                 self._rings[path.stem] = RingReader(path.with_suffix(RING_SUFFIX))
-        # Last: where no file can be opened for a moment, it is tried again.
+        # Last: if a file could not be opened, the next look tries again.
         self._pages, self._listed_s = pages, now_s
 
     def kill(self, worker: str) -> None:
-        """SIGKILL the process of ``worker``, if it is still the one that made the page."""
+        """Send SIGKILL to ``worker``, unless its process id belongs to another process by now."""
         view = self._view(worker)
         if view is not None and process_state(view.pid)[1] == view.started_ticks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(view.pid, signal.SIGKILL)
 
     def report(self) -> NodeReport:
-        """Return the state of every trainer on the node, those that died lately included."""
+        """Return the state of every trainer of the node, those that died lately included."""
         self._seq += 1
         self._list_pages()
         now_ns = time.monotonic_ns()
@@ -200,7 +198,7 @@ class NodeWatch:
         return NodeReport(node=self._node, seq=self._seq, workers=workers)
 
     def _forget(self, gone: set[str]) -> None:
-        """Remove the files of those that have been gone for long; an empty one stays."""
+        """Remove the files of workers that have been dead for long; an empty one remains."""
         now_s = time.monotonic()
         self._gone_at_s = {worker: self._gone_at_s.get(worker, now_s) for worker in gone}
         for worker, gone_at_s in self._gone_at_s.items():

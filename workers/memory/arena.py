@@ -1,17 +1,16 @@
-"""Memory that outlives the trainer that writes it: an arena of three slots per worker.
+"""An arena: memory of three slots that outlives the trainer that writes it.
 
-An arena is an anonymous file (memfd): not limited by the size of /dev/shm, freed with its last
-holder, and alive as long as the keeper *or* a trainer holds it, so either may die. A slot takes
-one version of one rank: its header page, the data, and the record that makes the data readable.
-A slot is valid if its header is whole and not under way; whether its bytes are the bytes that
-were written, the checksums in the record tell.
+It is an anonymous file (memfd): not limited by the size of /dev/shm, alive as long as the keeper
+*or* a trainer holds it, and freed with its last holder. A slot takes one version of one rank: a
+header page, the data, and the record that makes the data readable. A slot is valid if its header is
+intact and says "complete"; the checksums in the record verify the data.
 
-The first header page also carries a few words between the trainer and its keeper, each with one
-writer and stored at once: which slot is pinned because it is on its way to storage, whether a
-peer copies this arena, what it has got, what is kept for it, and which slots were found damaged.
+The first header page also carries a few words between trainer and keeper, each with one writer and
+stored atomically: the pinned slot, whether peers follow this arena, what they have copied, which
+version is kept, and which slots are damaged.
 
-Source: the snapshot processes and double buffers of REFT (arXiv 2310.12670), with a third slot:
-while one is written and one is complete, the last complete one of all ranks is left alone.
+Source: the snapshot processes and double buffers of REFT (arXiv 2310.12670). The third slot keeps
+the last version that all ranks completed while one slot is written and one is newer.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from workers.protocol import Held
 
 __all__ = ["NUM_SLOTS", "Arena"]
 
-#: One is written, one is the newest that counts, and one may be pinned.
+#: One slot is written, one holds the newest version that counts, one may be pinned.
 NUM_SLOTS: Final = 3
 PAGE_BYTES: Final = 4096
 _MAGIC = b"evstarn1"
@@ -40,13 +39,12 @@ _MAGIC = b"evstarn1"
 _HEADER = struct.Struct("<8sQqqiiqq")
 _CRC = struct.Struct("<I")
 _EMPTY: Held | None = None
-#: Fault a page in as if it were written (Linux 5.14). The call keeps all other threads of the
-#: process from running, so it is made in pieces of a few milliseconds.
+#: Fault pages in for writing (Linux 5.14). The call blocks all other threads, so it is made for a
+#: few milliseconds at a time.
 _MADV_POPULATE_WRITE: Final = 23
 _POPULATE_BYTES: Final = 16 << 20
-#: Make a huge page of this range now, whatever the machine's settings for shared memory are, which
-#: usually forbid them (Linux 6.1). With pages of 4 KiB an arena that a process did not touch before
-#: is read at a quarter of the speed, and one that it did is written at three quarters.
+#: Make a huge page now, whatever the settings for shared memory are (Linux 6.1). With pages of 4
+#: KiB, first reads of an arena by a process take four times as long.
 _MADV_COLLAPSE: Final = 25
 _HUGE_BYTES: Final = 2 << 20
 _MAP_FIXED: Final = 0x10
@@ -56,27 +54,27 @@ _LIBC.mmap.argtypes = (
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
 )  # fmt: skip
 
-#: Where the words between trainer and keeper begin, and which is which.
+#: Place and number of the words between trainer and keeper.
 _WORDS_AT: Final = 2048
 _NUM_WORDS: Final = 9
-#: Trainer: number of the pin, then slot + 1 in the lowest byte. Keeper: the pin that it released.
+#: Trainer: number of the pin, with slot + 1 in the lowest byte. Keeper: the pin that it released.
 _PIN, _RELEASED = 0, 1
-#: Keeper: until when a peer copies this arena, by the machine's monotonic clock in ns; sequence
-#: and slot of what it has got.
+#: Keeper: until when a peer follows this arena, in ns of the monotonic clock; sequence and slot of
+#: what it has copied.
 _FOLLOWED, _COPIED = 2, 3
-#: For so long it counts: a keeper that was killed or stopped must not hold the trainers' snapshots
-#: back. The wire says it four times a second.
+#: How long a follower counts: a killed keeper must not hold snapshots back. The keeper renews it
+#: four times a second.
 _FOLLOWED_NS: Final = 2 * 10**9
-#: Trainer: how many slots were finished.
+#: Trainer: number of finished slots.
 _FINISHED: Final = 4
-#: Keeper, one per slot: the sequence of a version whose bytes were found damaged.
+#: Keeper, one per slot: the sequence of a damaged version.
 _DAMAGED: Final = 5
-#: Trainer: sequence and slot of the version that ranks and peers all have.
+#: Trainer: sequence and slot of the version that all ranks and peers have.
 _KEPT: Final = 8
 
 
 class Arena:
-    """Three slots in one memfd, mapped here. ``create`` makes one, ``adopt`` maps a given one.
+    """Three slots in one memfd, mapped here.
 
     Attributes:
         fd: The memfd; owned by this object.
@@ -100,13 +98,13 @@ class Arena:
         header_bytes = _HEADER.size + _CRC.size
         starts = [slot * slot_bytes for slot in range(NUM_SLOTS)]
         self._headers = [self._memory[start : start + header_bytes] for start in starts]
-        #: What the header of each slot said when it was read last, and its bytes: a keeper reads
-        #: hundreds a step, and to take one apart costs ten times as much as to compare it.
+        #: The last read header of each slot, parsed: a keeper reads hundreds a step, and parsing
+        #: costs ten times as much as comparing.
         self._seen = [(bytes(header_bytes), _EMPTY)] * NUM_SLOTS
 
     @classmethod
     def create(cls, name: str, *, body_bytes: int) -> Arena:
-        """Return a new, empty arena whose slots hold ``body_bytes``; its memory is claimed now.
+        """Return a new, empty arena whose memory is claimed now.
 
         First touch costs ten times a copy, so it is not left to the first snapshot.
 
@@ -132,15 +130,15 @@ class Arena:
         return arena
 
     def populate(self) -> None:
-        """Fault every page in, in this process; a file that is populated already costs little."""
+        """Fault every page in, in this process; cheap if the file is populated already."""
         for start in range(0, len(self._memory), _POPULATE_BYTES):
             size_bytes = min(_POPULATE_BYTES, len(self._memory) - start)
             self._map.madvise(_MADV_POPULATE_WRITE, self._map_start + start, size_bytes)
 
     def _make_huge(self) -> None:
-        """Have huge pages wherever a whole one fits, if the machine has them to give."""
+        """Use huge pages where the machine has them."""
         for start in range(0, len(self._memory) - _HUGE_BYTES + 1, _HUGE_BYTES):
-            # There has to be something that is made one page.
+            # The range needs a page that can become huge.
             self._memory[start] = 0
             try:
                 self._map.madvise(_MADV_COLLAPSE, self._map_start + start, _HUGE_BYTES)
@@ -153,7 +151,7 @@ class Arena:
         return NUM_SLOTS * self._slot_bytes
 
     def close(self) -> None:
-        """Let go of the memory; it stays mapped for as long as there are views of it."""
+        """Release the memory; it stays mapped as long as there are views of it."""
         with contextlib.suppress(BufferError):
             self._words.release()
             for header in self._headers:
@@ -162,7 +160,7 @@ class Arena:
             self._map.close()
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            # Closed twice, its number could be somebody else's by then.
+            # The number could belong to another file by the second call.
             os.close(fd)
 
     def body(self, slot: int) -> memoryview:
@@ -176,12 +174,12 @@ class Arena:
         return slot * self._slot_bytes + PAGE_BYTES
 
     def begin(self, slot: int, *, attempt: int, step: int, rank: int, world_size: int) -> None:
-        """Mark the slot as being written; what it held is gone."""
+        """Mark the slot as being written; its version is gone."""
         sequence = self._sequence(slot) // 2 * 2 + 1
         self._write(slot, sequence, attempt, step, rank, world_size, 0, 0)
 
     def finish(self, slot: int, *, data_bytes: int, record_bytes: int) -> None:
-        """Mark the slot, which was begun, as complete."""
+        """Mark a slot that was begun as complete."""
         begun = self._read(slot)
         assert begun is not None, f"slot {slot} was not begun"
         assert data_bytes + record_bytes <= self.body_bytes, "more than the slot holds"
@@ -196,7 +194,7 @@ class Arena:
         return self._words[_FINISHED]
 
     def held(self, slot: int) -> Held | None:
-        """Return what the slot holds; None if it is empty, under way, damaged, or let go of."""
+        """Return what the slot holds; None if it is empty, being written, damaged, or freed."""
         try:
             held = self._read(slot)
             damaged = self._words[_DAMAGED + slot]
@@ -221,18 +219,18 @@ class Arena:
     ) -> int:
         """Return the slot to write next; see ``workers.memory.retention.choose_slot``.
 
-        Only the writer asks, and only when every rank has finished its newest version.
+        For the writer only, once every rank has finished its newest version.
         """
         slots = [self.held(slot) for slot in range(NUM_SLOTS)]
         return choose_slot(slots, pinned=self.pinned(), lineage=lineage, kept=kept)
 
     def pin(self, slot: int) -> None:
-        """Have the slot stay as it is until the keeper has stored it; the trainer calls it."""
+        """Keep the slot until the keeper has stored it; for the trainer."""
         assert 0 <= slot < NUM_SLOTS, f"slot {slot} of {NUM_SLOTS}"
         self._words[_PIN] = ((self._words[_PIN] >> 8) + 1) << 8 | (slot + 1)
 
     def pinned(self) -> int | None:
-        """Return the slot that is on its way to storage, complete or not."""
+        """Return the slot that waits to be stored, complete or not."""
         try:
             pin, released = self._words[_PIN], self._words[_RELEASED]
         except ValueError:
@@ -240,13 +238,13 @@ class Arena:
         return None if pin == released else (pin & 0xFF) - 1
 
     def unpin(self, slot: int) -> None:
-        """Let the slot be written over again; the keeper calls it."""
+        """Release a pinned slot; for the keeper."""
         pin = self._words[_PIN]
         if (pin & 0xFF) == slot + 1:
             self._words[_RELEASED] = pin
 
     def set_followed(self, flag: bool) -> None:  # noqa: FBT001  a state that is passed on
-        """Say whether a peer copies this arena; the keeper calls it again all the time."""
+        """Set whether a peer copies this arena; the keeper repeats it."""
         self._words[_FOLLOWED] = time.monotonic_ns() + _FOLLOWED_NS if flag else 0
 
     def is_followed(self) -> bool:
@@ -254,25 +252,25 @@ class Arena:
         return time.monotonic_ns() < self._words[_FOLLOWED]
 
     def note_copied(self, held: Held) -> None:
-        """Say what the peer has got; the keeper calls it."""
+        """Note what the peers have copied; for the keeper."""
         self._words[_COPIED] = _copied_word(held)
 
     def copy_behind(self) -> bool:
-        """Return whether the peer, if there is one, has not yet got the newest version."""
+        """Return whether a follower lacks the newest version."""
         return self.is_followed() and not self.is_copied()
 
     def is_copied(self) -> bool:
-        """Return whether the newest version is what peers have got, be they still there or not."""
+        """Return whether peers, gone or not, have copied the newest version."""
         newest = self.newest()
         return newest is None or self._words[_COPIED] == _copied_word(newest)
 
     def keep(self, kept: tuple[int, int] | None) -> None:
-        """Say which version ranks and peers all have; the trainer calls it before it writes."""
+        """Set the version that all ranks and peers have; for the trainer, before it writes."""
         found = [held for held in self.versions() if (held.attempt, held.step) == kept]
         self._words[_KEPT] = _copied_word(found[0]) if found else 0
 
     def kept(self) -> tuple[int, int] | None:
-        """Return attempt and step of what copies are to be kept of, if it is held here."""
+        """Return attempt and step of the kept version, if it is held here."""
         try:
             word = self._words[_KEPT]
         except ValueError:
@@ -281,7 +279,7 @@ class Arena:
         return next(((held.attempt, held.step) for held in found), None)
 
     def quarantine(self, held: Held) -> None:
-        """Have a version whose bytes are damaged held no longer; the keeper calls it."""
+        """Drop a damaged version; for the keeper."""
         self._words[_DAMAGED + held.slot] = held.sequence
 
     def _sequence(self, slot: int) -> int:
@@ -289,7 +287,7 @@ class Arena:
         return held.sequence if held is not None else 0
 
     def _read(self, slot: int) -> Held | None:
-        """Return what the header says, of a slot that is under way too; None if it is not whole."""
+        """Return the header of a slot, being written or not; None if it is not intact."""
         header = bytes(self._headers[slot])
         seen, held = self._seen[slot]
         if header != seen:
@@ -300,16 +298,15 @@ class Arena:
     def _write(self, slot: int, *fields: int) -> None:
         packed = _HEADER.pack(_MAGIC, *fields)
         start = slot * self._slot_bytes
-        # One store: a reader that meets half of it finds a wrong crc32, which is no version.
+        # One store: a reader that sees half of it finds a wrong crc32, which is no version.
         self._memory[start : start + _HEADER.size + _CRC.size] = packed + _CRC.pack(crc32(packed))
 
 
 def _mapped(fd: int, size_bytes: int) -> tuple[mmap.mmap, int]:
-    """Map a file, in memory that begins at a huge page; return the mapping, and where in it.
+    """Map a file at an address that huge pages need; return the mapping and the offset in it.
 
-    Python leaves the place to the kernel, which cares for that only where its settings allow huge
-    pages by themselves. So a larger piece of empty address space is taken first, and given back
-    whole.
+    Python leaves the address to the kernel, which aligns it only if huge pages are always enabled.
+    So a larger range is reserved and the file mapped into it.
     """
     space = mmap.mmap(-1, size_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(space))

@@ -1,9 +1,9 @@
 """Credits: how many ranks of a node may move their snapshots at the same time.
 
-Eight devices that copy at once fill the memory bus of a machine, which all that trains there needs
-too. So a rank moves a snapshot only while it holds one of few credits. They are locks of files in
-the keeper's directory: the kernel takes back what a killed process held. They are advice: who gets
-none for a while goes on without, since a stopped rank keeps its own.
+Eight devices that copy at once would fill the memory bus that training needs. So a rank moves a
+snapshot only while it holds one of a few credits. Credits are file locks in the keeper's directory,
+which the kernel releases when a process dies. They are advisory: a rank that gets none for a while
+goes ahead, since a stopped rank keeps its own.
 
 Source: the node level of REFT's hierarchical snapshots (arXiv 2310.12670).
 """
@@ -20,10 +20,10 @@ from typing import Final
 
 __all__ = ["PATIENCE_S", "Credits"]
 
-#: Four copies at once take what four pinned buses give, and leave memory to the rest.
+#: The most credits: four copies at once fill four pinned buses, and leave memory bandwidth.
 _NUM_MAX: Final = 4
 _FOLDER: Final = "credits"
-#: A turn takes some 10 ms. A rank that is stopped holds up nobody's snapshot for longer than this.
+#: How long a rank waits for a credit. A turn takes some 10 ms.
 PATIENCE_S: Final = 0.1
 _AGAIN_S: Final = 0.002
 
@@ -32,7 +32,7 @@ class Credits:
     """The credits of one node, as one rank uses them.
 
     Args:
-        directory: Of the node's keeper; the same for all of its ranks.
+        directory: Directory of the node's keeper.
         num: How many there are; None for as many as suit this machine.
     """
 
@@ -42,7 +42,7 @@ class Credits:
 
     @contextmanager
     def one(self, patience_s: float = PATIENCE_S) -> Iterator[bool]:
-        """Hold a credit; say whether there was one to be had within ``patience_s``."""
+        """Hold a credit; yield whether there was one within ``patience_s``."""
         fd = self._take(time.monotonic() + patience_s)
         try:
             yield fd is not None
@@ -65,7 +65,7 @@ class Credits:
                     return None
                 time.sleep(_AGAIN_S)
         except OSError:
-            # A full disk, or no more descriptors: no reason to take no snapshots.
+            # A full disk, or no descriptors: no reason to skip the snapshot.
             return None
 
 

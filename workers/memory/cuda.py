@@ -1,4 +1,4 @@
-"""All that snapshots ask of CUDA: a queue for copies beside the computation, and pinned memory."""
+"""What snapshots need of CUDA: a stream for copies beside the computation, and pinned memory."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ __all__ = ["CopyStream", "CudaStream", "Mark", "is_recording_graph", "register",
 
 
 class Mark(Protocol):
-    """A place in what a device was asked to do."""
+    """A place in a stream."""
 
     def wait(self) -> None:
-        """Return when the device has come there; any thread may."""
+        """Return when the device has reached it; from any thread."""
 
     def is_reached(self) -> bool:
-        """Return whether the device has come there."""
+        """Return whether the device has reached it."""
 
     def since(self, other: Mark) -> float:
-        """Return how many seconds after another mark the device came there; it has been at both."""
+        """Return the seconds between two reached marks."""
 
 
 class CopyStream(Protocol):
-    """A queue of copies, which a device works off beside what training asks of it."""
+    """A stream of copies beside the training."""
 
     def mark(self) -> Mark:
-        """Return the place behind all that training has asked for."""
+        """Return the place behind all that training has enqueued."""
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark | None) -> Mark:
-        """Ask for copies into the first of each pair, behind ``after`` and all copies before.
+        """Enqueue copies into the first of each pair, behind ``after`` and all earlier copies.
 
-        Any thread may, one at a time.
+        From any thread, one at a time.
 
         Returns:
             The place behind them.
         """
 
     def hold(self, mark: Mark) -> None:
-        """Have what training asks for from now on begin behind ``mark``."""
+        """Have later work of training wait for ``mark``."""
 
 
 class CudaStream:
-    """A stream of its own, of the lowest priority.
+    """A CUDA stream of its own.
 
     Args:
-        device: Which the sources are on.
+        device: Device of the sources.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,12 +58,12 @@ class CudaStream:
         self._stream: Any = torch.cuda.Stream(device, priority=0)
 
     def mark(self) -> Mark:
-        """Return the place behind all that this thread has asked for."""
+        """Return the place behind all that this thread has enqueued."""
         return _Event(torch.cuda.current_stream(self._device))
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark | None) -> Mark:
-        """Ask for copies; see ``CopyStream``."""
-        # Which device is the current one is a matter of each thread.
+        """Enqueue copies; see ``CopyStream``."""
+        # The current device is a setting of each thread.
         with torch.no_grad(), torch.cuda.stream(self._stream):
             if after is not None:
                 assert isinstance(after, _Event)
@@ -73,25 +73,25 @@ class CudaStream:
             return _Event(self._stream)
 
     def hold(self, mark: Mark) -> None:
-        """Have what this thread asks for from now on begin behind ``mark``."""
+        """Have later work of this thread wait for ``mark``."""
         assert isinstance(mark, _Event)
         torch.cuda.current_stream(self._device).wait_event(mark.event)
 
 
 class _Event:
-    """A place in a stream."""
+    """A CUDA event."""
 
     def __init__(self, stream: Any) -> None:
-        # Whoever waits sleeps: a processor that spins is one that training does not have.
+        # Waiting threads sleep: spinning would take a processor from training.
         self.event: Any = torch.cuda.Event(enable_timing=True, blocking=True)
         self.event.record(stream)
 
     def wait(self) -> None:
-        """Return when the stream has come there."""
+        """Return when the stream has reached it."""
         self.event.synchronize()
 
     def is_reached(self) -> bool:
-        """Return whether the stream has come there."""
+        """Return whether the stream has reached it."""
         return bool(self.event.query())
 
     def since(self, other: Mark) -> float:
@@ -101,13 +101,13 @@ class _Event:
 
 
 def is_recording_graph() -> bool:
-    """Return whether this thread records a CUDA graph: what it asks for now is done later."""
-    # Where there is no device, asking for it alone would fail.
+    """Return whether this thread records a CUDA graph, which runs later."""
+    # Without a device the second call fails.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def register(arena: Arena) -> None:
-    """Make the slots known to the CUDA driver: copies into them run at the full speed of the bus.
+    """Pin the slots with the CUDA driver: copies into them run at the full speed of the bus.
 
     Raises:
         ArenaError: The driver refuses.
@@ -116,7 +116,7 @@ def register(arena: Arena) -> None:
         body = torch.frombuffer(arena.body(slot), dtype=torch.uint8)
         error = torch.cuda.cudart().cudaHostRegister(body.data_ptr(), body.numel(), 0)
         if int(error) != 0:
-            # Or the next try would fail of those that are known already.
+            # Otherwise the next try would fail on these.
             unregister(arena, num_slots=slot)
             raise ArenaError(
                 f"CUDA does not take {body.numel()} bytes of snapshot memory as pinned: error "
@@ -126,7 +126,7 @@ def register(arena: Arena) -> None:
 
 
 def unregister(arena: Arena, *, num_slots: int = NUM_SLOTS) -> None:
-    """Take back what ``register`` did, before the memory is let go of; of the first slots only."""
+    """Unpin the first ``num_slots`` slots; before the memory is released."""
     for slot in range(num_slots):
         body = torch.frombuffer(arena.body(slot), dtype=torch.uint8)
         torch.cuda.cudart().cudaHostUnregister(body.data_ptr())

@@ -66,12 +66,12 @@ def notice_socket(path: Path) -> Path:
 
 
 class Lease:
-    """A trainer's side of an arena that its keeper may lose, because it is restarted.
+    """A trainer's arenas at its keeper: hands them over again after the keeper was restarted.
 
-    Not safe to call from several threads at once.
+    Not safe to use from several threads at once.
 
     Args:
-        path: Of the descriptor socket.
+        path: The keeper's descriptor socket.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,10 +79,10 @@ class Lease:
         self._known: dict[str, tuple[int, int]] = {}
 
     def ensure(self, arena_name: str, arena: Arena) -> bool:
-        """Hand the arena over if this keeper may not have it; return whether it has it now.
+        """Hand the arena to the keeper unless it has it already; return whether it has it now.
 
-        Costs a look at a file while the keeper stays the same process. Never fails: without a
-        keeper the memory lives as long as this process.
+        Costs one ``stat`` while the keeper is the same process. Never raises: without a keeper the
+        memory lives as long as this process.
         """
         try:
             keeper = self._keeper()
@@ -94,30 +94,30 @@ class Lease:
         return True
 
     def holds(self, arena_name: str) -> bool:
-        """Return whether the keeper is there and was handed the arena; any thread may ask."""
+        """Return whether the running keeper has the arena. Any thread may call this."""
         try:
             return self._known.get(arena_name) == self._keeper()
         except OSError:
             return False
 
     def _keeper(self) -> tuple[int, int]:
-        """Return what tells one keeper from the next: its socket."""
+        """Return what identifies the running keeper: its socket."""
         status = self._path.stat()
         return status.st_ino, status.st_ctime_ns
 
     def forget(self, arena_name: str) -> None:
-        """Hand an arena over no more."""
+        """Stop handing over an arena."""
         self._known.pop(arena_name, None)
 
 
 def reserve(path: Path, arena_name: str, *, body_bytes: int, attempt: int) -> Arena:
-    """Return the arena of that name, from the keeper behind ``path``; it outlives this process.
+    """Reserve an arena at the keeper and return it; it outlives this process.
 
     Args:
-        path: Of the descriptor socket.
+        path: The descriptor socket.
         arena_name: ``"{worker}.{generation}"``; a larger arena is a new generation.
         body_bytes: What a slot has to hold.
-        attempt: That it is for; that of an older attempt than the keeper knows of is refused.
+        attempt: The attempt that it is for; the keeper refuses older attempts.
 
     Raises:
         ArenaError: The keeper refuses, or is not there.
@@ -143,7 +143,7 @@ def open_arena(path: Path, arena_name: str) -> Arena:
 
 
 def adopt(path: Path, arena_name: str, arena: Arena) -> None:
-    """Hand an arena to a keeper that does not know it: it was restarted.
+    """Hand an arena to a keeper that was restarted.
 
     Raises:
         ArenaError: The keeper is not there.
@@ -152,7 +152,7 @@ def adopt(path: Path, arena_name: str, arena: Arena) -> None:
 
 
 def leave_arena(path: Path, arena_name: str) -> None:
-    """Say that an arena is written no more: the keeper lets go of it once it is not needed.
+    """Tell the keeper that an arena is no longer written: it frees it once nothing needs it.
 
     Raises:
         ArenaError: The keeper is not there.
@@ -161,7 +161,7 @@ def leave_arena(path: Path, arena_name: str) -> None:
 
 
 def drop(path: Path, arena_name: str) -> None:
-    """Have the keeper let go of an arena.
+    """Have the keeper free an arena.
 
     Raises:
         ArenaError: The keeper is not there.
@@ -170,10 +170,10 @@ def drop(path: Path, arena_name: str) -> None:
 
 
 def notify(path: Path, arena_name: str) -> bool:
-    """Say that a slot of an arena was finished. Never waits and never fails.
+    """Tell the keeper that a slot of an arena was finished. Never waits, never raises.
 
     Returns:
-        Whether there is a keeper; one that has not read its notices yet is.
+        Whether a keeper is there, even if its queue of notices is full.
     """
     packet = json.dumps({"do": "finished", "arena": arena_name}).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:

@@ -1,9 +1,9 @@
-"""Which snapshot memory may be written over, and which may go. Pure.
+"""Which snapshot memory may be overwritten, and which may be freed. Pure.
 
 Two rules protect the newest version that all ranks may have. A writer spares its newest version
-that counts, and begins the next one only when all ranks have finished that one. A keeper lets
-go of an arena only when what is newer is held in arenas that stay; of a copy or of parities only
-when what is newer is protected too, unless nothing is any more.
+that counts, and begins the next one only when all ranks have finished that one. A keeper frees an
+arena only if newer versions are held in arenas that stay; a copy or parities only if the newer
+versions are protected too, unless nothing is protected any more.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = [
     "split_name",
 ]
 
-#: How much of a node's id is in the names of its copies.
+#: Length of a node's id in the names of its copies.
 _NODE_CHARS = 12
 #: Takes the place of a node in the names of arenas that hold parities.
 _PARITY = "parity"
-#: Begins what takes it in the names of arenas for shares that a worker saves for other ranks.
+#: Likewise of arenas for shares that a worker saves for other ranks: a prefix.
 _GUARD = "replica"
-#: And takes it where a worker keeps a parity of such shares instead.
+#: Likewise of arenas with a parity of such shares.
 _REPLICA_PARITY = f"{_GUARD}-{_PARITY}"
 
-#: Of an attempt that has this many versions behind an older attempt's, the first is complete:
-#: no rank begins a version before all have finished the one before.
+#: If an attempt has this many versions newer than an older attempt's, the first is complete: no
+#: rank begins a version before all have finished the one before.
 _PROVEN_VERSIONS = 2
 
 
@@ -50,9 +50,9 @@ class HeldArena:
     """An arena as reaping sees it.
 
     Attributes:
-        name: Its name on the slots.
-        in_use: Whether it is the newest one of a living worker, or the copy of one that is.
-        versions: What is complete in it.
+        name: Its name.
+        in_use: Whether a living worker writes it, or it copies one that is written.
+        versions: The complete versions in it.
     """
 
     name: str
@@ -61,7 +61,7 @@ class HeldArena:
 
 
 def counts(held: Held, lineage: lineage_rule.Lineage) -> bool:
-    """Return whether what is held is part of the run's history."""
+    """Return whether a version is part of the run's history."""
     return lineage_rule.counts(step=held.step, attempt=held.attempt, lineage=lineage)
 
 
@@ -74,15 +74,14 @@ def choose_slot(
 ) -> int:
     """Return the slot to write next.
 
-    Never the pinned one, and never the newest version that counts. First one that holds nothing,
-    then one that does not count any more, then the oldest; what is kept only if no other is left.
+    Never the pinned slot nor the newest version that counts. First an empty slot, then one that
+    does not count, then the oldest; the kept version only if no other is left.
 
     Args:
-        slots: What each slot holds; None if it is empty, damaged or under way.
-        pinned: A slot that is on its way to storage.
-        lineage: ``(attempt, resume_step)`` of every attempt so far; empty if it is not known, and
-            then everything counts.
-        kept: Attempt and step of the newest version that ranks and peers all have.
+        slots: What each slot holds; None if it is empty, damaged or being written.
+        pinned: A slot that waits to be stored.
+        lineage: ``(attempt, resume_step)`` of every attempt so far; empty if unknown: all count.
+        kept: Attempt and step of the newest version that all ranks and peers have.
     """
     counting = [held for held in slots if held is not None and counts(held, lineage)]
     newest = max(counting, key=_age, default=None)
@@ -92,7 +91,8 @@ def choose_slot(
         if slot != pinned and (held is None or newest is None or held.slot != newest.slot)
     ]
     assert free, "one slot is pinned, one is the newest: of three one is left"
-    # All are spared if storage is slow, and peers are: then a lost node costs what storage lacks.
+    # If storage and peers are both slow all slots are needed. Then overwriting the kept version
+    # costs, when a node is lost, what storage lacks.
     others = [slot for slot in free if (held := slots[slot]) is None or _age(held) != kept]
     return min(others or free, key=lambda slot: _worth(slots[slot], lineage))
 
@@ -104,15 +104,14 @@ def in_use(
     listed: Mapping[str, Collection[str]],
     attempt: int = 0,
 ) -> frozenset[str]:
-    """Return the arenas that somebody writes, or that are copies or parities of such.
+    """Return the arenas that a worker writes, and the copies and parities of such.
 
     Args:
-        names: All arenas of a slots.
-        living: Workers of this node whose process is there, and the newest generation that each
-            has asked for, had or not; 0 if none. Likewise of what they save for other ranks, by
-            ``owner_of``, where something was asked for.
-        listed: By the beginning of another node's id, its arenas that are there to be copied.
-        attempt: The one that trains: a keeper's parities are of one attempt, their generation.
+        names: All arenas of a node.
+        living: The newest generation, or 0, that each living worker of this node has reserved; by
+            ``owner_of`` also of what it saves for other ranks.
+        listed: Arenas of other nodes that are to be copied, by the beginning of the node's id.
+        attempt: The current attempt: a keeper's parities have an attempt as generation.
     """
     newest: dict[str, tuple[int, str]] = {}
     used: set[str] = set()
@@ -131,15 +130,14 @@ def in_use(
 def reapable(
     arenas: Sequence[HeldArena], *, lineage: Sequence[tuple[int, int]], stored_step: int = 0
 ) -> list[str]:
-    """Return the names of the arenas that may go; only ones that nobody uses.
+    """Return the names of the arenas that may be freed: only unused ones.
 
-    One goes when no version in it can be needed any more: the staying arenas (for a copy or for
-    parities: those of that kind, if there are any) hold two newer versions of a later attempt, or
-    storage has a newer one than it holds, or nothing in it counts and a later attempt has got so
-    far as to hold a version.
+    An arena is freed if no version in it can be needed: the arenas that stay (for a copy or
+    parities: those of that kind, if any) hold two newer versions of a later attempt; or storage has
+    a newer version; or nothing in it counts and a later attempt holds a version.
 
     Args:
-        arenas: All arenas of a slots.
+        arenas: All arenas of a node.
         lineage: ``(attempt, resume_step)`` of every attempt so far.
         stored_step: The newest step that is committed to storage and counts; 0 if none.
     """
@@ -154,7 +152,7 @@ def reapable(
 
 
 def split_name(name: str) -> tuple[str, str, int]:
-    """Return whose arena it is: ``(node, worker, generation)``; node is "" for this node's own."""
+    """Return ``(node, worker, generation)`` of an arena; node is "" for this node's own."""
     node, _, own = name.rpartition("/")
     worker, dot, generation = own.rpartition(".")
     if not dot or not generation.isdigit():
@@ -163,22 +161,22 @@ def split_name(name: str) -> tuple[str, str, int]:
 
 
 def copy_name(node: str, arena: str) -> str:
-    """Return the name under which the versions of ``arena`` of another node are held here."""
+    """Return the name here of a copy of another node's arena."""
     return f"{node[:_NODE_CHARS]}/{arena}"
 
 
 def is_copy(arena: str) -> bool:
-    """Return whether an arena of this name holds what another node's rank wrote."""
+    """Return whether it holds what another node's rank wrote."""
     return "/" in arena
 
 
 def guard_name(number: int, worker: str) -> str:
-    """Return whose memory it is in which a worker has the ``number``-th share of another rank."""
+    """Return the owner of the memory for the ``number``-th share that a worker saves for others."""
     return f"{_GUARD}{number}/{worker}"
 
 
 def replica_parity_name(worker: str) -> str:
-    """Return whose memory it is in which a worker has a parity of other ranks' shares."""
+    """Return the owner of the memory for a worker's parity of other ranks' shares."""
     return f"{_REPLICA_PARITY}/{worker}"
 
 
@@ -189,12 +187,12 @@ def owner_of(name: str) -> str:
 
 
 def is_guard(name: str) -> bool:
-    """Return whether a worker of this node writes there what it saves for other nodes' ranks."""
+    """Return whether a worker of this node saves there for other nodes' ranks."""
     return split_name(name)[0].startswith(_GUARD)
 
 
 def is_parity(name: str) -> bool:
-    """Return whether an arena of this name holds parities; its versions are no rank's."""
+    """Return whether it holds parities; its versions are no rank's."""
     return split_name(name)[0] in (_PARITY, _REPLICA_PARITY)
 
 

@@ -1,8 +1,8 @@
-"""A store that is one slot of an arena: ``save_rank`` writes a version of a rank into memory by it.
+"""One slot of an arena as a store: ``save_rank`` writes a rank's part of a version into it.
 
-What is written is exactly a rank's part of a native distributed checkpoint (``ucp_core/SPEC.md``):
-the data file, then the record, which completes the slot. There is no manifest: a version counts
-once the records of all its ranks are held, wherever they are.
+The slot then holds a rank's part of a native distributed checkpoint (``ucp_core/SPEC.md``): the
+data file, then the record, which completes the slot. There is no manifest: a version counts once
+the records of all its ranks are held, wherever they are.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ __all__ = ["ArenaStore"]
 
 
 class ArenaStore(RefusingStore):
-    """Writes one version of one rank into ``slot``, which ``begin`` was called on.
+    """Writes one version of one rank into ``slot``, which was begun.
 
     Args:
         arena: The rank's arena.
         slot: The slot in it.
-        is_captured: Whether the data that is written lies at its place in the slot already: a
-            snapshot that was captured there only gets its record.
-        check: Called before the slot becomes complete; what it raises leaves it as it is.
+        is_captured: Whether the data is in the slot already, and only the record is written.
+        check: Called before the slot is completed; if it raises, the slot stays incomplete.
     """
 
     def __init__(
@@ -45,14 +44,14 @@ class ArenaStore(RefusingStore):
         self._data_bytes = -1
 
     def write_file(self, path: str, chunks: Iterable[Buffer], **_: bool) -> int:
-        """Put the data of the rank at the begin of the slot and return its size."""
+        """Put the rank's data at the begin of the slot; return its size."""
         assert self._data_bytes < 0, f"{path}: the slot holds its data already"
         end = sum(map(len, chunks)) if self._is_captured else self._copy(path, chunks)
         self._data_bytes = end
         return end
 
     def write_atomic(self, path: str, data: Buffer, **_: bool) -> bool:
-        """Put the record behind the data; the slot is complete then."""
+        """Put the record behind the data, which completes the slot."""
         assert self._data_bytes >= 0, f"{path}: a record comes after its data"
         end = self._data_bytes + len(data)
         self._check_fits(path, end)
@@ -79,9 +78,9 @@ class ArenaStore(RefusingStore):
             )
 
     def exists(self, _path: str) -> bool:
-        """Return False: a slot is not committed by itself, and holds no manifest."""
+        """Return False: a slot holds no manifest."""
         return False
 
     def sizes(self, _directory: str) -> dict[str, int]:
-        """Return nothing: whether the version counts is not found out here."""
+        """Return nothing: whether the version counts is not decided here."""
         return {}

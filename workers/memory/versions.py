@@ -1,7 +1,7 @@
-"""Memory as a place to load from: the versions that keepers hold, read like a checkpoint.
+"""Versions in memory, read like checkpoints.
 
-A version in memory is a native distributed checkpoint whose files are slots of arenas. So it is
-opened and loaded as any other, under any new layout, and every block is verified on its way.
+A version in memory is a native distributed checkpoint whose files are slots of arenas. It is opened
+and loaded as any other, under any layout, and every block is verified.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["LocalPart", "MemoryTier", "Part", "ask_part", "mapped_part", "open_v
 
 
 class Part(Protocol):
-    """One rank's part of a version, wherever it is: its data, and its record behind them."""
+    """One rank's part of a version: its data, and its record behind them."""
 
     @property
     def held(self) -> Held:
@@ -45,13 +45,13 @@ class Part(Protocol):
 
 
 def mapped_part(part: Part) -> Mapped | None:
-    """Return the data of a part, if it is of a kind that has ``mapped`` and is in memory here."""
+    """Return the data of a part that is in memory here (it has ``mapped``), else None."""
     find: Callable[[], Mapped | None] | None = getattr(part, "mapped", None)
     return None if find is None else find()
 
 
 def ask_part(part: Part, ranges: Sequence[tuple[int, int]]) -> None:
-    """Tell a part what is filled next, if it is of a kind that has ``ahead``: see ``transfer``."""
+    """Tell a remote part (it has ``ahead``) what is filled next: see ``transfer``."""
     ask: Callable[[Sequence[tuple[int, int]]], None] | None = getattr(part, "ahead", None)
     if ask is not None:
         ask(ranges)
@@ -65,7 +65,7 @@ class LocalPart:
     held: Held
 
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
-        """Copy, and check that the slot was not written over meanwhile."""
+        """Copy, and check that the slot was not overwritten meanwhile."""
         body = np.frombuffer(self.arena.body(self.held.slot), dtype=np.uint8)
         for target in targets:
             stop = offset_bytes + len(target)
@@ -74,7 +74,7 @@ class LocalPart:
         self._confirm()
 
     def mapped(self) -> Mapped:
-        """Return its data where they lie."""
+        """Return its data in place."""
         data = self.arena.body(self.held.slot)[: self.held.data_bytes]
         return Mapped(data, lambda _: self._confirm())
 
@@ -90,7 +90,7 @@ class LocalPart:
 
 
 def open_version(by_rank: Mapping[int, Part]) -> Checkpoint:
-    """Return the version that the parts of all ranks make up, as a checkpoint to load from.
+    """Return the version that the parts of all ranks make up, as a checkpoint.
 
     Raises:
         CheckpointNotFoundError: A rank's part is missing.
@@ -135,20 +135,16 @@ def _record(part: Part) -> Manifest:
 
 
 class MemoryTier(RefusingStore):
-    """The data files of one version by name; a store to read from.
+    """The data files of one version by name, as a read-only store."""
 
-    Args:
-        files: Where each is.
-    """
-
-    #: A copy from memory gains nothing beyond the second-level cache.
+    #: Larger requests gain nothing beyond the second-level cache.
     request_bytes = 4 << 20
 
     def __init__(self, files: Mapping[str, Part]) -> None:
         self._files = dict(files)
 
     def rank_of(self, path: str) -> int:
-        """Return the rank whose data a file is."""
+        """Return the rank that a file belongs to."""
         return self._part(path).held.rank
 
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
@@ -165,11 +161,11 @@ class MemoryTier(RefusingStore):
             part.fill(offset_bytes, buffers)
 
     def ahead(self, path: str, ranges: Sequence[tuple[int, int]]) -> None:
-        """Have a peer send what this thread reads next, before it is read."""
+        """Have a peer send what this thread reads next."""
         ask_part(self._part(path), ranges)
 
     def mapped(self, path: str) -> Mapped | None:
-        """Return the bytes of a file that is in memory of this process."""
+        """Return the bytes of a file that this process maps, else None."""
         return mapped_part(self._part(path))
 
     def read_range(self, path: str, offset_bytes: int, size_bytes: int) -> bytes:
@@ -191,7 +187,7 @@ class MemoryTier(RefusingStore):
         return self._part(path).held.data_bytes
 
     def lock(self, path: str, *, shared: bool) -> AbstractContextManager[bool | None]:
-        """Lock nothing: whoever reads a slot that is written over is told so."""
+        """Lock nothing: a reader of an overwritten slot gets an error."""
         del path, shared
         return nullcontext(None)
 

@@ -16,7 +16,7 @@ from workers.memory.descriptors import Lease, descriptor_socket, leave_arena, no
 
 __all__ = ["HandOver", "SnapshotMemory"]
 
-#: A keeper is back in about a second, in 12 where many are started at once; recovery waits for it.
+#: A keeper is back in about a second, in 12 if many start at once; recovery waits for it.
 _HAND_OVER_S_MAX: Final = 30.0
 _AGAIN_S: Final = 0.05
 
@@ -25,12 +25,8 @@ class SnapshotMemory:
     """A worker process's memory at its keeper; kept from attempt to attempt.
 
     Args:
-        directory: Where the keeper of this node works.
-        worker: Worker id, or what a name for memory beside makes of it.
-
-    Attributes:
-        directory: The same.
-        worker: The same.
+        directory: Directory of this node's keeper.
+        worker: Worker id, or a name of ``workers.memory.retention`` for memory beside.
     """
 
     def __init__(self, directory: Path, worker: str) -> None:
@@ -45,17 +41,16 @@ class SnapshotMemory:
 
     @property
     def name(self) -> str:
-        """Return the name under which the keeper has the arena."""
+        """Return the keeper's name of the arena."""
         return f"{self.worker}.{self._generation}"
 
     def beside(self, names: Sequence[str]) -> list[SnapshotMemory]:
-        """Return other memory, for what this worker saves for other ranks.
+        """Return further memory, for what this worker saves for other ranks.
 
-        What there was of it under other names is written no more: the keeper has it for as long
-        as its versions may be needed.
+        Memory under other names is given up: the keeper has it while its versions may be needed.
 
         Args:
-            names: Whose each is, as ``workers.memory.retention`` names it.
+            names: Names, made by ``workers.memory.retention``.
         """
         for name, memory in self._beside.items():
             if name not in names:
@@ -66,10 +61,9 @@ class SnapshotMemory:
         return [self._beside[name] for name in names]
 
     def ensure(self, body_bytes: int, *, attempt: int, for_cuda: bool) -> Arena:
-        """Return an arena whose slots hold ``body_bytes``; what it holds already stays in it.
+        """Return an arena whose slots hold ``body_bytes``, with what it holds already.
 
-        A larger one than before is a new one: the keeper has the old one for as long as its
-        versions may be needed.
+        A larger arena is a new one: the keeper has the old one while its versions may be needed.
 
         Raises:
             ArenaError: The keeper refuses, or is not there.
@@ -84,17 +78,17 @@ class SnapshotMemory:
         return self._arena
 
     def tell(self) -> bool:
-        """Let the keeper know of a finished slot; one that was restarted gets the memory back.
+        """Notify the keeper of a finished slot; hand the memory to a restarted keeper.
 
         Returns:
-            Whether there is memory, and a keeper.
+            Whether the keeper has the memory.
         """
         for memory in list(self._beside.values()):
             memory.tell()
         if self._arena is None:
             return False
         is_told = self._lease.ensure(self.name, self._arena) and notify(self._socket, self.name)
-        # The notice may have come to another keeper than the one that has the memory.
+        # Another keeper than the one with the memory may have got the notice.
         return is_told and self._lease.holds(self.name)
 
     @property
@@ -103,30 +97,30 @@ class SnapshotMemory:
         return self._arena is not None
 
     def is_told(self) -> bool:
-        """Return whether the keeper of now has been told of the memory; any thread may ask."""
+        """Return whether the running keeper has all of the memory; from any thread."""
         mine = self._arena is None or self._lease.holds(self.name)
         return mine and all(memory.is_told() for memory in list(self._beside.values()))
 
     def successor(self) -> SnapshotMemory:
-        """Return other memory of the same worker, where a thread still holds this."""
+        """Return other memory of the same worker, while a thread still holds this one."""
         other = SnapshotMemory(self.directory, self.worker)
         other._generation = self._generation
         other._beside = {name: memory.successor() for name, memory in self._beside.items()}
         return other
 
     def give_up(self) -> None:
-        """Leave the arena, and have the keeper let go of it once its versions are not needed.
+        """Leave the arena; the keeper frees it once its versions are not needed.
 
-        One that was asked for and refused is not asked for any more: that is no problem then.
+        A refused reservation is withdrawn, so that it is no longer reported as a problem.
         """
         if self._generation:
-            # A keeper that is away holds nothing that it would have to let go of.
+            # A keeper that is away holds nothing.
             with contextlib.suppress(ArenaError):
                 leave_arena(self._socket, self.name)
             self.leave()
 
     def leave(self) -> None:
-        """Write no more into the arena; the next one is another."""
+        """Stop writing into the arena; the next one is another."""
         arena, self._arena = self._arena, None
         if arena is None:
             return
@@ -138,10 +132,10 @@ class SnapshotMemory:
 
 
 class HandOver:
-    """Offers memory, between two attempts, to a keeper that is away, until it is back.
+    """Hands memory, between two attempts, to a keeper that is being restarted.
 
-    What the next attempt resumes from is looked for at keepers, perhaps before this worker does
-    anything else. ``end`` it before the memory is used again.
+    The next attempt resumes from what keepers hold, perhaps before this worker does anything else.
+    ``end`` it before the memory is used again.
     """
 
     def __init__(self, memory: SnapshotMemory) -> None:
@@ -151,7 +145,7 @@ class HandOver:
         self._thread.start()
 
     def end(self) -> None:
-        """Offer it no more."""
+        """Stop offering it."""
         self._over.set()
         self._thread.join()
 

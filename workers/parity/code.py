@@ -1,17 +1,15 @@
-"""Parity over a group of files of unequal length, by XOR alone: one lost member, or any two.
+"""XOR parity over a group of files of unequal length: restores one or any two lost members.
 
-A group has up to 15 data files; each is thought to be padded with zeros to the length of the
-parity, and the padding is never made. P is the XOR of all. Q is the XOR of the files, the i-th
-multiplied by A**i, where A is the companion matrix of x^4 + x + 1 over GF(2) and a block is cut
-into four packets which are the components that A works on. x is a generator of GF(16), so A**i
-and the sum of two different powers are invertible: P and Q bring back any two members.
+Files count as padded with zeros to the length of the parity. P is the XOR of all. Q is the XOR of
+all files, the i-th multiplied by A**i, where A is the companion matrix of x^4 + x + 1 over GF(2)
+and a block is divided into four packets, the components that A works on. x generates GF(16), so
+A**i and the sum of two different powers are invertible: P and Q restore any two of up to 15
+members.
 
-Bytes are bytes here: no dtype, no alignment. As uint8 they cost nothing: numpy's XOR runs as fast
-as on uint64, and where those are not aligned 36 GB/s against 25. What is stored under a checksum
-is verified by it, after a rebuild too; parity by itself tells nothing about which member is wrong.
+Everything is uint8: numpy's XOR is as fast as on uint64, and faster where memory is not aligned.
+Parity does not tell which member is wrong: verify results by checksums.
 
-Source: bit-matrix codes (Bloemer et al., ICSI TR-95-048; Plank and Xu, NCA 2006), the companion
-matrix and the size of packets as measured for this project.
+Source: bit-matrix codes (Bloemer et al., ICSI TR-95-048; Plank and Xu, NCA 2006).
 """
 
 from __future__ import annotations
@@ -26,20 +24,19 @@ from workers.errors import ParityError
 
 __all__ = ["BLOCK_BYTES", "GROUP_MAX", "P", "Q", "add", "parity_bytes", "rebuild"]
 
-#: Names of the two parities: keys of a mapping, places in a sequence.
+#: The two parities, as keys of a mapping and indices of a sequence.
 P: Final = 0
 Q: Final = 1
 #: The powers of a generator of GF(16) repeat after 15.
 GROUP_MAX: Final = 15
 _PACKETS: Final = 4
-#: Of one block of Q, part of the format: the last block of a file is cut into four as well.
-#: A packet of a source and one of each parity fit the second-level cache; at 128 KiB a call of
-#: numpy costs a tenth of the work that it does.
+#: Size of a block of Q; part of the format. The last block of a file has four packets, too. A
+#: packet of a source and one of each parity fit the second-level cache.
 BLOCK_BYTES: Final = _PACKETS * (128 << 10)
-#: Parity is a multiple of it, so that the last block has four equal packets.
+#: Parity is a multiple of this, so that the last block has four equal packets.
 _GRAIN_BYTES: Final = 64
 
-#: Anything that numpy reads without a copy: bytes, memoryview, mmap, an array.
+#: Anything that numpy reads without a copy: bytes, memoryview, mmap, array.
 Buffer: TypeAlias = Any
 #: P, or P and Q; as a mapping also Q alone.
 Parities: TypeAlias = Sequence[Buffer] | Mapping[int, Buffer]
@@ -47,24 +44,24 @@ _Array: TypeAlias = npt.NDArray[np.uint8]
 
 
 def parity_bytes(lengths: Sequence[int]) -> int:
-    """Return the size of each parity of files of ``lengths``: the longest, rounded up to 64."""
+    """Return the size of each parity: the longest of ``lengths``, rounded up to 64."""
     return -(-max(lengths, default=0) // _GRAIN_BYTES) * _GRAIN_BYTES
 
 
 def add(parity: Parities, index: int, data: Buffer, offset_bytes: int = 0) -> None:
-    """Fold a piece of member ``index`` into parity that began as zeros.
+    """Fold some bytes of member ``index`` into a parity that began as zeros.
 
-    Pieces may come in any cuts and any order, each byte once. What was added is taken out by
-    adding it again, so adding the XOR of old and new updates a parity.
+    Each byte of a member once, in any order and any division. Adding the same bytes again removes
+    them, so adding the XOR of old and new updates a parity.
 
     Args:
-        parity: Writable, ``parity_bytes`` long each: P, P and Q, or ``{Q: ...}`` for that one.
-        index: Which member of the group.
-        data: The piece.
-        offset_bytes: Where in the member it lies.
+        parity: Writable, ``parity_bytes`` long each: P, P and Q, or ``{Q: ...}`` alone.
+        index: The member.
+        data: The bytes.
+        offset_bytes: Where in the member they lie.
 
     Raises:
-        ParityError: The piece does not lie within the parity, or there is no such member.
+        ParityError: The bytes do not lie within the parity, or there is no such member.
     """
     targets, size = _parities(parity)
     source = _array(data)
@@ -84,19 +81,19 @@ def rebuild(
     missing: Sequence[int],
     targets: Sequence[Buffer],
 ) -> None:
-    """Bring back lost members from all others and as many parities as members are lost.
+    """Restore lost members from all others and as many parities.
 
-    A lost parity is not rebuilt but made again. Windows of all arguments that begin at a
-    multiple of ``BLOCK_BYTES``, and end at one or at the end, rebuild the same window.
+    A lost parity is computed again, not restored. Windows of all arguments work too, if they begin
+    and end at multiples of ``BLOCK_BYTES``, or at the end.
 
     Args:
-        present: The other members, whole, by index; empty ones may be left out.
-        parity: What is left of it, as a mapping if P is lost.
-        missing: Indexes of the lost members, at most two.
-        targets: Writable, for the lost members in the same order, each as long as the member.
+        present: The other members, whole, by index; empty ones may be missing.
+        parity: The remaining parities, as a mapping if P is lost.
+        missing: Indices of the lost members, at most two.
+        targets: Writable buffers for the lost members, in the same order.
 
     Raises:
-        ParityError: More is lost than parity is left, or lengths do not fit.
+        ParityError: More members than parities are lost, or lengths do not fit.
     """
     if len(missing) > len(parity) or len(set(missing)) < len(missing):
         raise ParityError(
@@ -130,7 +127,7 @@ def rebuild(
 def _solve(syndromes: dict[int, _Array], missing: list[int], spare: _Array) -> dict[int, _Array]:
     """Return the blocks of the lost members; they lie in the memory of the arguments.
 
-    A syndrome is a parity without the members that are known: the lost ones' own parity.
+    A syndrome is a parity without the known members: the parity of the lost ones.
     """
     if len(missing) == 1:
         (index,) = missing
@@ -155,7 +152,7 @@ def _product(block: _Array, exponent: int, target: _Array) -> _Array:
 def _fold(
     targets: Mapping[int, _Array], start: int, stop: int, index: int, piece: _Array, low: int
 ) -> None:
-    """Add ``piece``, which lies at ``low`` of member ``index``, to one block of the parities."""
+    """Add the bytes ``piece`` at ``low`` of member ``index`` to one block of the parities."""
     if not len(piece):
         return
     if P in targets:
@@ -166,7 +163,7 @@ def _fold(
 
 
 def _times(block: _Array, exponent: int, piece: _Array, offset: int) -> None:
-    """Add A**exponent times a block to ``block``; of the former only ``piece`` is not zero."""
+    """Add A**exponent times a block, which is zero outside of ``piece``, to ``block``."""
     packet = len(block) // _PACKETS
     for column in range(offset // packet, _PACKETS):
         low, high = max(offset, column * packet), min(offset + len(piece), (column + 1) * packet)
@@ -220,7 +217,7 @@ def _array(buffer: Buffer) -> _Array:
 
 
 def _powers() -> tuple[tuple[int, ...], ...]:
-    """Return the columns of A**0 to A**14, each as a bit set of rows: the element times x**c."""
+    """Return the columns of A**0 to A**14, each a bit set of rows: the element times x**c."""
     elements = [1]
     while len(elements) < GROUP_MAX + _PACKETS:
         double = elements[-1] << 1
@@ -229,9 +226,9 @@ def _powers() -> tuple[tuple[int, ...], ...]:
 
 
 _POWERS: Final = _powers()
-#: Which power a field element is; the first column of A**i is the element itself.
+#: The exponent of a field element: the first column of A**i is the element itself.
 _LOG: Final = {columns[0]: exponent for exponent, columns in enumerate(_POWERS)}
-#: Of each power, by column, the rows that are one.
+#: By power and column, the rows that are one.
 _ROWS: Final = tuple(
     tuple(tuple(row for row in range(_PACKETS) if column >> row & 1) for column in columns)
     for columns in _POWERS

@@ -1,12 +1,12 @@
-"""Parts that are nowhere any more, read from a group's parity and the parts that are left.
+"""Parts that no memory holds, computed from a group's parities and remaining parts.
 
-The nodes of a group, one part of a version each, keep parities as ``workers.parity.stripes``
-lays them out: of k nodes, each keeps 1/(k-1) of a part in place of a copy, and any one of them
-may be lost; with two parities 2/(k-2), and any two. A rebuilt part is read like any other; that its
-bytes are the ones that were written, the checksums in its own record tell.
+Each node of a group contributes one part of a version, and keeps parities as
+``workers.parity.stripes`` arranges them: of k nodes each keeps 1/(k-1) of a part, and any one may
+be lost; with two parities 2/(k-2), and any two. A rebuilt part is read like any other, and verified
+by the checksums in its own record.
 
-Counterparts: ``workers.keeper.peers.parity_mirror`` makes the slots while ranks train, or completes
-those that ``workers.snapshot.replica_parity`` made.
+Counterparts: ``workers.keeper.peers.parity_mirror`` fills the slots while ranks train, or completes
+those that ``workers.snapshot.replica_parity`` filled.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from workers.protocol import Held, Member
 
 __all__ = ["Group", "ParityPart", "damaged", "is_sound", "lost_parts", "write"]
 
-#: Read at once of each part; whole blocks of either parity.
+#: Read at once of each part: whole blocks of either parity.
 _WINDOW_BYTES: Final = 8 * BLOCK_BYTES
-#: Read of one part before the next one has its turn, where 2 s may pass until it comes round again;
-#: whole windows. Over loopback, turns of one window take half as long again as whole blocks do, of
-#: four a twelfth; in a group of 8 with two parities it comes round in 1.5 s at 120 MB/s.
+#: Read of one part before the next has its turn; whole windows. A node that is asked for nothing
+#: for 2 s takes this one for gone. Turns of four windows cost a twelfth more than whole blocks over
+#: loopback; in a group of 8 with two parities a round takes 1.5 s at 120 MB/s.
 _TURN_BYTES: Final = 4 * _WINDOW_BYTES
-#: A window of one parity that brings back one member need not be whole blocks.
+#: With one parity and one lost member a window need not be whole blocks.
 _GRAIN_BYTES: Final = 64
 
-#: Read of a part at a time.
+#: Read at once when a part is verified.
 _CHECKED_BYTES: Final = 4 << 20
 
 _P = TypeVar("_P", bound=Part)
@@ -49,14 +49,13 @@ _Array = npt.NDArray[np.uint8]
 def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> tuple[int, int]:
     """Compute the parities of ``record.place`` into ``body``, and the record behind them.
 
-    Reads of each part only what the parities are of: one block for each. They are read in turns:
-    who is asked for nothing while a large block comes from another would take
-    this node for gone, and its rank would write over what is still to be read.
+    Reads from each part only the blocks that the parities cover, in turns: a node that is asked for
+    nothing for long takes this one for gone, and its rank overwrites the part.
 
     Args:
         record: What to make.
-        parts: The members by place; those of the record, but for the node's own.
-        body: Of the slot, writable; see ``slot_bytes``.
+        parts: The members of the record by place, without the node's own.
+        body: Body of the slot, writable; see ``slot_bytes``.
 
     Returns:
         Data bytes and record bytes, to finish the slot with.
@@ -89,7 +88,7 @@ def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> 
 
 
 def _data_blocks(record: ParityRecord, stripe: int) -> Iterator[tuple[DataBlock, int]]:
-    """Yield the data blocks of a stripe that are not empty, and the places of their members."""
+    """Yield the non-empty data blocks of a stripe, with the places of their members."""
     for place, length in enumerate(record.lengths):
         for piece in record.stripes.blocks(place, length):
             if piece.stripe == stripe:
@@ -98,12 +97,12 @@ def _data_blocks(record: ParityRecord, stripe: int) -> Iterator[tuple[DataBlock,
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Where a block is to be read, of a member or of a parity.
+    """Where a block of a member or of a parity is read.
 
     Attributes:
         part: The slot.
-        start: Where it begins in the slot's body.
-        size_bytes: Its length; a shorter one is thought to be padded with zeros.
+        start: Where the block begins in the slot's body.
+        size_bytes: Its length; a shorter block counts as padded with zeros.
     """
 
     part: Part
@@ -111,7 +110,7 @@ class _Range:
     size_bytes: int
 
     def read(self, low: int, high: int) -> _Array:
-        """Return what the block has between two of its bytes."""
+        """Return the bytes ``low`` to ``high`` of the block."""
         data = bytearray(max(0, min(high, self.size_bytes) - low))
         if data:
             self.part.fill(self.start + low, [memoryview(data)])
@@ -120,12 +119,12 @@ class _Range:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How the lost blocks of a stripe are brought back.
+    """How the lost blocks of a stripe are computed.
 
     Attributes:
-        present: The blocks that are there, by index in the parity.
-        missing: The length of those that are not.
-        parities: As many as are missing.
+        present: The remaining blocks by index in the parity.
+        missing: The lengths of the lost blocks.
+        parities: As many parities as blocks are lost.
     """
 
     present: Mapping[int, _Range]
@@ -134,11 +133,11 @@ class _Plan:
 
     @property
     def grain_bytes(self) -> int:
-        """Return of what windows must be multiples."""
+        """Return the unit of windows."""
         return _GRAIN_BYTES if list(self.parities) == [P] else BLOCK_BYTES
 
     def rebuild(self, index: int, low: int, high: int) -> _Array:
-        """Return what a lost block has between two of its bytes, which are whole grains."""
+        """Return the bytes ``low`` to ``high``, whole units, of a lost block."""
         targets = {
             each: np.empty(max(0, min(high, size_bytes) - low), np.uint8)
             for each, size_bytes in self.missing.items()
@@ -153,15 +152,14 @@ class _Plan:
 
 
 class Group:
-    """A version of one group: what is left of it, and how the rest is brought back.
+    """What is left of a version of one group, and how the rest is computed.
 
     Args:
-        parities: The slots of parities that are left, at least one.
-        parts: The ranks' parts that are left, of this version; ranks of other groups are passed
-            over.
+        parities: The remaining slots of parities, at least one.
+        parts: The remaining parts of this version; those of other groups are ignored.
 
     Raises:
-        ParityError: A record is damaged, or says other things than another or than a part.
+        ParityError: A record is damaged, or contradicts another one or a part.
         StorageError: A parity is not there any more.
     """
 
@@ -199,10 +197,10 @@ class Group:
             )
 
     def lost(self) -> list[ParityPart]:
-        """Return the parts that no memory has, to be read through what is left.
+        """Return the parts that no memory holds.
 
         Raises:
-            ParityError: More is lost than the parities that are left bring back.
+            ParityError: More is lost than the remaining parities can restore.
         """
         plans = {stripe: self._plan(stripe) for stripe in range(len(self.record.members))}
         return [
@@ -214,7 +212,7 @@ class Group:
     def _record(self, place: int, member: Member) -> _Range | None:
         """Return where the record of a lost member is; None if it is computed with its data.
 
-        It lies behind every parity of the group: the first is taken that is whole.
+        It lies behind every parity of the group: the first intact copy is taken.
         """
         if not self.record.with_records:
             return None
@@ -244,12 +242,12 @@ class Group:
                 num_missing=len(missing),
                 num_parities=len(left),
             )
-        # P, if it is there, comes first and is the cheaper.
+        # P comes first if it is there, and is cheaper.
         return _Plan(present, missing, dict(list(left.items())[: len(missing)]))
 
 
 class ParityPart:
-    """One rank's part that is in no memory; see ``workers.memory.versions.Part``."""
+    """A computed part of one rank; see ``workers.memory.versions.Part``."""
 
     def __init__(
         self,
@@ -268,11 +266,11 @@ class ParityPart:
 
     @property
     def held(self) -> Held:
-        """Return what the lost slot said, but for where it was."""
+        """Return what the lost slot said, except for where it was."""
         return self._held
 
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
-        """Compute from the rest of the group; costs as many reads as the group has members."""
+        """Compute from the rest of the group: one read per member."""
         left = [memoryview(target).cast("B") for target in targets if len(target)]
         end = offset_bytes + sum(map(len, left))
         if end > self._held.data_bytes + self._held.record_bytes:
@@ -289,7 +287,7 @@ class ParityPart:
             _pour(self._record.read(start, end - data_bytes), left)
 
     def _read(self, piece: DataBlock, start: int, stop: int) -> Iterator[_Array]:
-        """Yield what a block has between two of its bytes, in order."""
+        """Yield the bytes ``start`` to ``stop`` of a block, in order."""
         plan = self._plans[piece.stripe]
         grain = plan.grain_bytes
         while start < stop:
@@ -309,7 +307,7 @@ def _is_whole(record: _Range) -> bool:
 
 
 def lost_parts(parities: Sequence[Part], parts: Sequence[Part]) -> list[ParityPart]:
-    """Return the parts of a version that no memory has, of whatever groups the parities are.
+    """Return the parts of a version that no memory holds, of all groups of the parities.
 
     Args:
         parities: All slots of parities of the version that were found.
@@ -326,16 +324,19 @@ def lost_parts(parities: Sequence[Part], parts: Sequence[Part]) -> list[ParityPa
 
 
 def damaged(parities: Sequence[_P], members: Sequence[_P]) -> list[_P]:
-    """Return those of a version's parities or parts that are proven to be damaged.
+    """Return the parities or parts of a version that are proven to be damaged.
 
-    Reads all of them, several times. The result is empty if more than one parity is damaged.
+    For a part that was computed wrongly. Parity does not tell which source is wrong, but every part
+    has checksums: parts are read and verified, and a parity is suspected if the computation
+    succeeds without it. Reads everything several times; finds nothing if several parities are
+    damaged.
 
     Args:
-        parities: Those that parts were computed from.
+        parities: The parities that parts were computed from.
         members: The parts that they were computed with.
 
     Raises:
-        StorageError: Something cannot be read any more.
+        StorageError: A source is not there any more.
     """
     if found := [part for part in members if not is_sound(part)]:
         return found
@@ -344,7 +345,7 @@ def damaged(parities: Sequence[_P], members: Sequence[_P]) -> list[_P]:
         try:
             computed = lost_parts(others, members)
         except ParityError:
-            # It cannot be done without.
+            # It is needed.
             continue
         if computed and all(map(is_sound, computed)):
             return [each]
@@ -352,7 +353,7 @@ def damaged(parities: Sequence[_P], members: Sequence[_P]) -> list[_P]:
 
 
 def is_sound(part: Part) -> bool:
-    """Return whether the bytes of a part have the checksums that its record says.
+    """Return whether the bytes of a part match the checksums in its record.
 
     Raises:
         StorageError: The part is not there any more.
@@ -388,7 +389,7 @@ def _held(record: ParityRecord, member: Member) -> Held:
 
 
 def _pour(source: _Array, targets: Sequence[memoryview]) -> list[memoryview]:
-    """Copy ``source`` into the first of ``targets``; return what is left of them."""
+    """Copy ``source`` into the first of ``targets``; return the unfilled rest."""
     data, left = memoryview(source.data), list(targets)
     while data:
         size = min(len(data), len(left[0]))

@@ -1,9 +1,8 @@
-"""What a slot of parities says of itself: of which parts they are, and how those were cut.
+"""The record behind the parities in a slot: which parts they cover, and in what blocks.
 
-A parity slot holds a node's parities, and behind them the record of what went into them. Parities
-of parts that travel are of data and record. A rank that makes a parity from its own replica knows
-the others' data, and not their records: it leaves a draft, and the keeper puts the members'
-records, which are small, whole between the parity and its record.
+Parities that a keeper computes cover data and records of the members. A rank that computes a parity
+from its own replica knows the other members' data, but not their records: it leaves a draft, and
+the keeper adds the records, whole, between the parity and its record.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from workers.protocol import Member
 __all__ = ["ParityRecord", "complete_draft", "read_record", "slot_bytes", "write_draft"]
 
 _CRC_BYTES: Final = 4
-#: Of a record, whatever its numbers are: of each member, and of the rest.
+#: Room in a record for each member, and for the rest.
 _MEMBER_RECORD_BYTES: Final = 128
 _RECORD_BYTES: Final = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityRecord:
-    """What a node's parities are of.
+    """What a node's parities cover.
 
     Attributes:
         attempt: Of the version.
         step: Of the version.
         world_size: Of the version.
         num_parities: 1 or 2: how many nodes may be lost.
-        place: Of the node that keeps these parities, in the group.
-        members: By place in the group; None where a node had no part to put in.
-        with_records: Whether the parities are of the members' data only, and behind them lie the
-            members' records, by place; those of a draft have 0 bytes yet.
+        place: Place in the group of the node that keeps these parities.
+        members: By place in the group; None for a node without a part.
+        with_records: Whether the parities cover data only, followed by the members' records by
+            place; in a draft these have 0 bytes.
     """
 
     attempt: int
@@ -59,7 +58,7 @@ class ParityRecord:
 
     @property
     def lengths(self) -> list[int]:
-        """Return how much of every member went in."""
+        """Return how many bytes of each member are covered."""
         if self.with_records:
             return [member.data_bytes if member is not None else 0 for member in self.members]
         return [member.size_bytes if member is not None else 0 for member in self.members]
@@ -70,13 +69,13 @@ class ParityRecord:
         return self.num_parities * self.stripes.block_bytes
 
     def record_start(self, place: int) -> int:
-        """Return where in a slot the record of a member lies, of parities with records."""
+        """Return where in a slot with records the record of a member lies."""
         before = self.members[:place]
         return self.parities_bytes + sum(each.record_bytes for each in before if each is not None)
 
     @property
     def stripes(self) -> Stripes:
-        """Return how the parts are cut."""
+        """Return how the parts are divided into blocks."""
         return Stripes.of_parts(self.lengths, num_parities=self.num_parities)
 
     @property
@@ -85,13 +84,13 @@ class ParityRecord:
         return self.attempt, self.step, self.world_size
 
     def to_bytes(self, size_bytes: int = 0) -> bytes:
-        """Return the record as it lies behind the parities, ``size_bytes`` long at least."""
+        """Return the record as it lies behind the parities, at least ``size_bytes`` long."""
         text = json.dumps(asdict(self)).encode().ljust(size_bytes - _CRC_BYTES)
         return text + crc32(text).to_bytes(_CRC_BYTES, "little")
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ParityRecord:
-        """Return what ``to_bytes`` returned.
+        """Return the record in ``data``.
 
         Raises:
             ParityError: It is damaged.
@@ -105,7 +104,7 @@ class ParityRecord:
 
 
 def slot_bytes(lengths: Sequence[int], *, num_parities: int) -> int:
-    """Return what a slot must hold for a node's parities of parts of ``lengths`` and the record."""
+    """Return what a slot needs for a node's parities of such parts and their record."""
     stripes = Stripes.of_parts(lengths, num_parities=num_parities)
     return num_parities * stripes.block_bytes + _record_bytes_max(len(lengths))
 
@@ -115,7 +114,7 @@ def write_draft(record: ParityRecord, body: memoryview) -> tuple[int, int]:
 
     Args:
         record: A draft.
-        body: Of the slot: as long as ``slot_bytes`` says, and as all members' records need.
+        body: Body of the slot: ``slot_bytes`` and room for all members' records.
 
     Returns:
         Data bytes and record bytes, to finish the slot with.
@@ -127,19 +126,19 @@ def write_draft(record: ParityRecord, body: memoryview) -> tuple[int, int]:
 
 
 def complete_draft(made: Part, parts: Mapping[int, Part], body: memoryview) -> None:
-    """Put the records of all members behind a parity that was made from a replica.
+    """Add the records of all members to a parity that was made from a replica.
 
-    Does nothing if they are there. Nobody else writes to this place until the slot is begun anew,
-    and then what is written here is of another version, and counts for nothing.
+    Does nothing if they are there. Nobody else writes there until the slot is begun again, and then
+    this version does not count.
 
     Args:
         made: The slot as ``write_draft`` left it.
         parts: The members by place.
-        body: Of the slot.
+        body: Body of the slot.
 
     Raises:
-        ParityError: It is not of these members, or has no room for their records.
-        StorageError: A part, or the slot, was written over.
+        ParityError: It has other members, or no room for their records.
+        StorageError: A part, or the slot, was overwritten.
     """
     draft, held = _read(made), made.held
     if not draft.is_draft:
@@ -172,11 +171,11 @@ def _record_bytes_max(num_members: int) -> int:
 
 
 def read_record(parity: Part) -> ParityRecord:
-    """Return what the parities in a slot are of.
+    """Return the record of the parities in a slot.
 
     Raises:
-        ParityError: The record is damaged, a draft, or of another version than the slot.
-        StorageError: The slot was written over.
+        ParityError: It is damaged, a draft, or of another version than the slot.
+        StorageError: The slot was overwritten.
     """
     record = _read(parity)
     if record.is_draft:

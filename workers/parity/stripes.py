@@ -1,16 +1,15 @@
-"""Rotated parity: which blocks every node of a group stores, and where parity of what lies.
+"""Rotated parity: which blocks each node of a group stores.
 
-A group of n nodes has n stripes. Stripe i keeps its parities on nodes i and, with two, i + 1,
-and one data block on each of the others, so every node holds n - m data blocks, its *share*, and
-m parities, and any m lost nodes cost a stripe at most m of its blocks.
+A group of n nodes has n stripes. Stripe i keeps its parities on node i, and with two also on node i
++ 1, and one data block on each other node. So every node holds n - m data blocks, its part, and m
+parities, and m lost nodes cost a stripe at most m of its blocks.
 
-Of state that all n nodes hold anyway, as data-parallel replicas do, each saves a share, and
-computes its parities from its own replica: no byte crosses the network while saving. State of
-which every node has its own part takes that part as its share, and the blocks travel to the nodes
-that hold their parity.
+If all n nodes hold the same state (data-parallel replicas), each saves one part of it and computes
+its parities from its own replica without network. Otherwise the blocks travel to the nodes that
+keep their parity.
 
-Source: RAIM5 of REFT (arXiv 2310.12670) for the former, SCR's XOR scheme for the latter; both
-with one parity only and equal parts.
+Source: RAIM5 of REFT (arXiv 2310.12670) for replicas, SCR's XOR scheme otherwise; both have one
+parity and equal parts only.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ __all__ = ["DataBlock", "Stripes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataBlock:
-    """A block of a node's share, and where its parity is kept.
+    """A block of a node's part, and where its parity is kept.
 
     Attributes:
-        stripe: Which.
-        index: The member of the stripe's parity that it is.
-        start: Where it begins in the share, in bytes.
+        stripe: Its stripe.
+        index: Its index in the stripe's parity.
+        start: Where it begins in the part, in bytes.
         stop: Where it ends.
         holders: The nodes with parity P and, if there are two, Q of the stripe.
     """
@@ -46,11 +45,11 @@ class DataBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stripes:
-    """The arithmetic of one group. Nodes are numbered 0 to n - 1 here.
+    """The arithmetic of one group, whose nodes are numbered 0 to n - 1.
 
     Attributes:
-        num_nodes: Size of the group, above ``num_parities``; any, odd ones too.
-        num_parities: 1 or 2: how many lost nodes are survived.
+        num_nodes: Size of the group, above ``num_parities``; even or odd.
+        num_parities: 1 or 2: how many nodes may be lost.
         block_bytes: Size of a parity block; a data block may be shorter or empty.
     """
 
@@ -82,7 +81,7 @@ class Stripes:
 
     @property
     def num_data(self) -> int:
-        """Return how many data blocks a stripe has, and a share."""
+        """Return the number of data blocks in a stripe, and in a part."""
         return self.num_nodes - self.num_parities
 
     def holders(self, stripe: int) -> tuple[int, ...]:
@@ -95,11 +94,11 @@ class Stripes:
         return tuple(node for node in range(self.num_nodes) if node not in holders)
 
     def parities_of(self, node: int) -> tuple[int, ...]:
-        """Return the stripes of which a node holds parity P and, if there are two, Q."""
+        """Return the stripes whose parity P, and Q if there are two, a node holds."""
         return tuple((node - which) % self.num_nodes for which in range(self.num_parities))
 
     def blocks(self, node: int, length: int) -> Iterator[DataBlock]:
-        """Yield the blocks of a share of ``length`` bytes, in order; none that is empty."""
+        """Yield the non-empty blocks of a part of ``length`` bytes, in order."""
         start = 0
         for stripe in range(self.num_nodes):
             if node in self.holders(stripe):

@@ -1,7 +1,7 @@
-"""Which nodes protect each other: groups whose members do not fail together.
+"""Which nodes protect each other: groups whose members do not fail together. Pure.
 
-Pure. A failure domain is a rack, or the node itself where none is named. Nodes come and go, in
-any number: every attempt has groups of its own, which differ in size by one at most.
+A failure domain is a rack, or a node of unknown rack. Every attempt has groups of its own, which
+differ in size by one at most.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Groups: TypeAlias = tuple[tuple[str, ...], ...]
 
 
 def form_groups(domains: Mapping[str, str], *, size_min: int, size_max: int) -> Groups:
-    """Return groups of all nodes that no two nodes of one domain share, if there are such groups.
+    """Return groups in which no two nodes share a domain, if there are such groups.
 
     Nodes are dealt in turn, domain by domain: n nodes of a domain land in n different groups if
-    there are as many. More groups than ``size_max`` asks for are made for that, as long as each
-    has ``size_min`` nodes; what then shares a domain, ``shared_domains`` tells.
+    there are as many. For that there may be more groups than ``size_max`` asks for, as long as each
+    has ``size_min`` nodes; see ``shared_domains`` for what then shares a domain.
 
     Args:
         domains: The domain of every node.
-        size_min: A smaller group is no protection; only a run of fewer nodes has one.
-        size_max: Of a group, exceeded where ``size_min`` leaves no other way.
+        size_min: Least size of a group; only a run of fewer nodes has a smaller one.
+        size_max: Greatest size, exceeded if ``size_min`` requires it.
     """
     counts = Counter(domains.values())
     if not counts:
@@ -52,15 +52,15 @@ def shared_domains(groups: Groups, domains: Mapping[str, str]) -> tuple[str, ...
 
 
 def partners(groups: Groups, domains: Mapping[str, str], copies: int) -> dict[str, tuple[str, ...]]:
-    """Return, for each node, the others of its group that keep a copy of what it has.
+    """Return, for each node, the others of its group that keep copies of its data.
 
-    The next ones in the group, so that each keeps as many copies as are kept of it. But a domain
-    that has none yet comes first, though a node of it may keep more than its part then.
+    The next ones in the group, so that each node keeps as many copies as are kept of it. But a node
+    of a domain without a copy comes first, even if it then keeps more than its share.
 
     Args:
         groups: Nodes in their order.
         domains: The domain of every node.
-        copies: How many are wanted; in a smaller group there are as many as other nodes.
+        copies: How many are wanted; a smaller group has as many as other nodes.
     """
     num_kept: Counter[str] = Counter()
     found: dict[str, tuple[str, ...]] = {}
@@ -70,7 +70,7 @@ def partners(groups: Groups, domains: Mapping[str, str], copies: int) -> dict[st
             keepers: list[str] = []
             has_one = {domains[node]}
             while left and len(keepers) < copies:
-                # The first of those that are as good.
+                # The first of equally good ones.
                 keeper = min(
                     left, key=lambda n: (domains[n] in has_one, max(0, num_kept[n] + 1 - copies))
                 )

@@ -1,34 +1,20 @@
-"""Who keeps which redundancy of whose snapshots, by which mechanism, and what that survives.
+"""Who keeps which redundancy of whose snapshots, by which mechanism, and what it survives. Pure.
 
-Pure, for state of which each rank has its own part, so that it has to travel; what replicas hold
-too is protected without that, see ``orchestrator.policies.saving.redundancy``. The mechanism that
-is
-fastest to recover from is taken of those that memory and the number of nodes allow: copies before
-parity, because a copy is read and a parity is computed from a whole group. A claim of tolerance is
-for nodes; it holds for racks where ``shared_racks`` is empty.
+For state of which each rank has its own part, so that it has to travel. State that replicas hold
+too is protected without network: ``orchestrator.policies.saving.redundancy``.
 
-How fast the link is decides how often a snapshot is taken, and nothing here. To survive as many
-lost nodes, copies and parities send the same bytes; and a slow link is no ground for refusal, since
-snapshots that are due before peers have the last one are skipped, not queued: the interval
-stretches (``workers.train.boundary.cadence``, ``orchestrator.policies.saving.cadence``).
-At 4 MiB a second for 4.8 MiB
-a node and version, each tenth step of 0.12 s was taken, and of 101 peers had the 88th at the end.
+The rule: of the mechanisms that memory and the number of nodes allow, take the one that recovers
+fastest: copies before parity, since a copy is read while a parity is computed from a whole group.
+The tolerance counts nodes; it also holds for racks if ``shared_racks`` is empty. The speed of the
+link plays no part: copies and parities of a tolerance send the same bytes, and on a slow link the
+cadence takes fewer snapshots.
 
-Source: the protections of REFT (arXiv 2310.12670), with two parities, unequal parts and any
-number of nodes; partner copies of GEMINI (SOSP 2023); XOR sets of SCR.
+REFT's third protection, optimizer recomputation, is left out: gradients are a third of AdamW's
+bytes, but sparing them gains less than a snapshot after each third step
+(``tests.benchmarks.bench_recomputation``), and recomputed state is not always bit-identical.
 
-REFT's third, optimizer recomputation, was measured and left out: replicas would save the state
-after every K-th step only, and after the others their gradients, a third of AdamW's bytes. As
-replicas send each other nothing, copying is all that this spares, and it spares less of it than a
-snapshot after each third step. Of 300 MB on two replicas training waits 51 ms a step for snapshots
-of every step; 22 ms with gradients and K = 8, in 1.9 times the memory; 26 and 17 ms for snapshots
-of every second and third. It is better for the one or two steps more that these may lose, and only
-if no replica can leave its own state (``workers.snapshot.final``). Those are trained again;
-it has up to seven updates to make again, each 28 ms to load gradients and 106 ms to update, where
-the state itself loads in 66 ms. A keeper that made them at once would need twice the processor
-time of a snapshot. And no checksum says that what was made again is right: fused AdamW and SGD
-give other bits where tensors are cut otherwise, Muon needs whole matrices, and what a script does
-to weights between updates is in no gradient. ``tests.benchmarks.bench_recomputation``, 2026-11-23.
+Source: the protections of REFT (arXiv 2310.12670), with two parities, unequal parts and any number
+of nodes; partner copies of GEMINI (SOSP 2023); XOR sets of SCR.
 """
 
 from __future__ import annotations
@@ -56,7 +42,7 @@ __all__ = [
     "sized",
 ]
 
-#: Double parity has at most so many members and two parities (``workers.parity.code``).
+#: Limit of double parity: 15 members and two parities (``workers.parity.code``).
 _DOUBLE_NODES_MAX = 17
 
 
@@ -75,7 +61,7 @@ PARITIES = frozenset({Mechanism.REPLICA_PARITY, Mechanism.DOUBLE_PARITY, Mechani
 
 
 class Preference(StrEnum):
-    """Which mechanisms may be taken. A parity over one node's data is a copy, and made as one."""
+    """Which mechanisms are allowed. A parity over one node's data is a copy, and made as one."""
 
     AUTO = "auto"
     COPY = "copy"
@@ -84,13 +70,13 @@ class Preference(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node and what it can spare.
+    """A node and its memory.
 
     Attributes:
-        name: Of the node.
-        rack: What it fails together with; "" if nothing is known.
+        name: Name of the node.
+        rack: Rack that it fails together with; "" if unknown.
         num_ranks: Workers on it.
-        headroom_bytes: Memory for snapshots, own data and redundancy, in all slots.
+        headroom_bytes: Memory for snapshots and redundancy, in all slots.
     """
 
     name: str
@@ -105,10 +91,10 @@ class PlacementRules:
 
     Attributes:
         tolerance: How many nodes of a group may be lost, 1 or 2; 0 asks for nothing.
-        preference: Of mechanisms.
-        group_max: Nodes in a group. With two parities groups of 8 outlive pairs from 64 nodes
-            on, at a third of their memory (simultaneous losses, research of this project).
-        num_slots: Versions that are held at once.
+        preference: Allowed mechanisms.
+        group_max: Nodes in a group. With two parities groups of 8 outlive pairs from 64 nodes on,
+            at a third of their memory.
+        num_slots: Versions held at once.
     """
 
     tolerance: int = 1
@@ -138,9 +124,9 @@ class Placement:
         groups: Nodes that protect each other, in the order of ``Stripes``.
         reason: Why this mechanism, in a line.
         costs: Of one version, by node.
-        keepers: Of copies, by node: who keeps what it has.
-        shared_racks: Racks of which a group with parities has more than one node, or that have
-            two copies of the same: their loss may cost more than the tolerance.
+        keepers: For copies, by node: who keeps its data.
+        shared_racks: Racks with several nodes of a parity group, or two copies of the same data:
+            losing such a rack may cost more than the tolerance.
     """
 
     mechanism: Mechanism
@@ -155,11 +141,11 @@ class Placement:
 def place(nodes: Sequence[Node], rank_bytes: int, rules: PlacementRules) -> Placement:
     """Return how snapshots are to be protected.
 
-    Tolerance is lowered where it cannot be had, and the reason says so.
+    The tolerance is lowered if it cannot be met; the reason says so.
 
     Args:
         nodes: All nodes of the run.
-        rank_bytes: The largest rank's part of a version; 0 if that is not known yet.
+        rank_bytes: The largest rank's part of a version; 0 if not known yet.
         rules: What is asked for.
     """
     known = {node.name: node for node in sorted(nodes, key=lambda node: node.name)}
@@ -206,7 +192,7 @@ def _protect(
 
 
 def _candidates(groups: Groups, tolerance: int, preference: Preference) -> list[Mechanism]:
-    """Return the mechanisms for a tolerance, those first that recovery is fastest from."""
+    """Return the mechanisms for a tolerance, fastest recovery first."""
     if tolerance <= 0:
         return [Mechanism.NONE]
     sizes = [len(group) for group in groups]
@@ -240,7 +226,7 @@ def _costs(
                 kept_bytes = tolerance * block_bytes
             else:
                 kept_bytes = rank_bytes * sum(num_ranks[x] for x in group if name in keepers[x])
-            # Of copies each goes out whole; of parities each byte goes into as many as there are.
+            # Each copy goes out whole; with parities each byte goes into as many as there are.
             costs[name] = Cost(
                 network_bytes=tolerance * own_bytes, memory_bytes=own_bytes + kept_bytes
             )

@@ -1,13 +1,12 @@
-"""The progress page: where a worker is, stored by it and read by the keeper from outside.
+"""The progress record: where a worker is, stored by it and read by the keeper from outside.
 
-A worker sends no heartbeats. It stores into a small file in shared memory, which stays
-readable while the process is stopped and after it died. The training thread stores where it
-is; a thread of its own stores a beat, so that a reader can tell a process that is stuck (the
-beat goes on) from one that is stopped or starved (the beat is silent), and these from each
-other by what the kernel says of the thread that beats.
+A worker sends no heartbeats. It stores into a small file in shared memory that stays readable while
+the process is stopped and after it died. The training thread stores its progress. A thread of its
+own stores a beat: a stuck process still beats, a stopped or starved one does not, and the kernel's
+state of the beating thread distinguishes these two.
 
-As in the record ring, every state is kept twice and written alternately, each copy framed by
-the number of its store: a reader finds at least one whole copy at any moment.
+As in the record ring, every state is kept twice and written alternately, framed by the number of
+its store: a reader always finds a complete copy.
 
 Counterpart: ``workers.keeper`` reads.
 """
@@ -45,7 +44,7 @@ _PHASES: Final = tuple(WorkerPhase)
 _PHASE_CODES: Final = {phase: code for code, phase in enumerate(_PHASES)}
 _READ_TRIES_MAX: Final = 100
 _WORD = struct.Struct("<Q")
-#: What the kernel says of a process whose first thread waits for something.
+#: The kernel's state letters of a process whose first thread waits for something.
 _SLEEPS: Final = frozenset("SDI")
 _LATE_BEATS: Final = 3
 _KERNEL_BYTES_MAX: Final = 4096
@@ -53,24 +52,24 @@ _KERNEL_BYTES_MAX: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressView:
-    """What a progress page said at one moment; times on the machine's monotonic clock.
+    """What a progress record said at one moment; times on the machine's monotonic clock.
 
     Attributes:
         worker: Worker id.
         pid: The worker's process.
-        started_ticks: Its start time in clock ticks since boot; tells it from a later process
-            of the same pid.
+        started_ticks: Its start in clock ticks since boot: distinguishes later processes of this
+            pid.
         attempt: Attempt that the worker is in, 0 if none.
         rank: Its rank there, -1 if none.
-        phase: Where it is.
-        phase_since_ns: When it came there.
+        phase: Its phase.
+        phase_since_ns: When the phase began.
         step: Last step that it completed.
         micro_batch: Micro-batches done in the step under way.
-        moved_bytes: Read and written in this attempt, while it loads, saves or leaves.
+        moved_bytes: Bytes read and written in this attempt, while it loads, saves or leaves.
         step_s: Duration of the last step completed in this attempt; 0.0 before the first.
         loss: Its loss; ``nan`` before the first.
         beat_ns: Last beat of the process.
-        beater: The kernel's number of the thread that beats; 0 before its first.
+        beater: The kernel's id of the beating thread; 0 before its first beat.
     """
 
     worker: str
@@ -90,9 +89,9 @@ class ProgressView:
 
 
 class ProgressRecord:
-    """The writing end. A store takes about 1 us and never calls the kernel. Thread-safe.
+    """The writing end, thread-safe; a store takes about 1 us and no system call.
 
-    Make it by ``create``; the beat goes on until ``close``.
+    Made by ``create``; it beats until ``close``.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -110,7 +109,7 @@ class ProgressRecord:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], *, worker: str) -> ProgressRecord:
-        """Return the page of ``worker`` at ``path``; it appears whole in place of an old one."""
+        """Create the record of ``worker`` at ``path``; it replaces an old one atomically."""
         path = Path(path)
         draft, memory = map_draft(path, _PAGE_BYTES)
         _, started_ticks = process_state(os.getpid())
@@ -121,14 +120,14 @@ class ProgressRecord:
         return page
 
     def close(self) -> None:
-        """Stop the beat. The page stays readable."""
+        """Stop the beat. The record stays readable."""
         self._closed.set()
 
     def assign(self, attempt: int, rank: int) -> None:
         """Store that the worker enters ``attempt`` as ``rank``; (0, -1) when it is in none.
 
-        Step duration and loss start anew: the first step of an attempt is judged by its own
-        bound. The last completed step stays until ``resumed`` or ``completed`` says otherwise.
+        Step duration and loss are reset: the first step of an attempt is judged by its own bound.
+        The last completed step stays until ``resumed`` or ``completed``.
         """
         with self._lock:
             self._attempt, self._rank = attempt, rank
@@ -137,7 +136,7 @@ class ProgressRecord:
             self._store()
 
     def enter(self, phase: WorkerPhase) -> None:
-        """Store that the worker comes into ``phase`` now."""
+        """Store that ``phase`` begins."""
         with self._lock:
             self._phase, self._since_ns = _PHASE_CODES[phase], time.monotonic_ns()
             self._store()
@@ -155,7 +154,7 @@ class ProgressRecord:
             self._store()
 
     def moved(self, num_bytes: int) -> None:
-        """Store that so much more was read or written; what loads or saves for long must say so."""
+        """Store that so many more bytes were moved; required while loading or saving takes long."""
         with self._lock:
             self._moved_bytes += num_bytes
             self._store()
@@ -191,17 +190,17 @@ class ProgressRecord:
 
 
 class ProgressReader:
-    """The reading end, kept open: a look takes microseconds. For one page of one process.
+    """The reading end, kept open; a look takes microseconds.
 
     Args:
-        memory: The mapped page. ``open_progress`` makes one.
+        memory: The mapped record; see ``open_progress``.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
 
     def view(self) -> ProgressView | None:
-        """Return what the page says now; None if it is none of ours."""
+        """Return what the record says now; None if it is not one of ours."""
         memory = self._memory
         magic, version, pid, started_ticks, worker = _HEADER.unpack_from(memory, 0)
         if (magic, version) != (_MAGIC, _VERSION):
@@ -229,7 +228,7 @@ class ProgressReader:
 
 
 def open_progress(path: str | os.PathLike[str]) -> ProgressReader | None:
-    """Return a reader of the page at ``path``; None if there is no page.
+    """Return a reader of the record at ``path``; None if there is none.
 
     Works while the writer runs, is stopped, or is gone.
     """
@@ -237,12 +236,12 @@ def open_progress(path: str | os.PathLike[str]) -> ProgressReader | None:
         with Path(path).open("rb") as file:
             return ProgressReader(mmap.mmap(file.fileno(), _PAGE_BYTES, access=mmap.ACCESS_READ))
     except (FileNotFoundError, ValueError):
-        # ValueError: the file is shorter than a page, so it is none.
+        # ValueError: the file is too short.
         return None
 
 
 def read_progress(path: str | os.PathLike[str]) -> ProgressView | None:
-    """Return what the page at ``path`` says; None if there is no page."""
+    """Return what the record at ``path`` says; None if there is none."""
     reader = open_progress(path)
     return None if reader is None else reader.view()
 
@@ -273,7 +272,14 @@ def report_on(
     *,
     now_ns: int,
 ) -> WorkerReport:
-    """Return what ``observe`` does, of what was read of the page and then of the ring."""
+    """Return what is seen of ``worker`` from outside its process.
+
+    Args:
+        worker: Worker id for the report.
+        view: Its progress record; None is reported as a process that is gone.
+        ring: Attempt and groups in its record ring; ignored if of another attempt.
+        now_ns: The machine's monotonic clock, which ages count to.
+    """
     if view is None:
         return WorkerReport(
             worker=worker, pid=0, os_state="X", attempt=0, rank=-1, phase=WorkerPhase.IDLE,
@@ -304,27 +310,29 @@ def report_on(
 
 
 def _is_starved(view: ProgressView) -> bool:
-    """Return whether the thread that should beat only waits for a processor."""
+    """Return whether the beating thread only waits for a processor."""
     return view.beater > 0 and process_state(view.pid, thread=view.beater)[0] == "R"
 
 
 def process_state(pid: int, *, thread: int = 0) -> tuple[str, int]:
-    """Return the kernel's state letter of ``pid`` and its start time in ticks; ("X", 0) if gone.
+    """Return the kernel's state letter and start time in ticks; ("X", 0) if gone.
 
-    With ``thread`` those of that thread of it.
+    Args:
+        pid: The process.
+        thread: A thread of it, to return the state of that.
     """
     place = f"/proc/{pid}/task/{thread}/stat" if thread else f"/proc/{pid}/stat"
     try:
         stat = _read_at_once(place)
     except (FileNotFoundError, ProcessLookupError):
         return "X", 0
-    # The command name may hold spaces and brackets; what follows its last bracket does not.
+    # The command name may contain spaces and brackets, what follows its last bracket not.
     fields = stat[stat.rindex(b")") + 2 :].split()
     return fields[0].decode(), int(fields[19])
 
 
 def _read_at_once(path: str) -> bytes:
-    """Return a small file of the kernel's, in a third of the time that a file object takes."""
+    """Read a small file of the kernel, in a third of the time of a file object."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, _KERNEL_BYTES_MAX)

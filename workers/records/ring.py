@@ -1,15 +1,15 @@
-"""The record ring: what a process said of its collectives, readable after it stopped or died.
+"""The record ring: a process's collectives, readable after it stopped or died.
 
-One file per worker and attempt, mapped into memory: a header, one state per process group,
-and the last collectives one by one. The writer stores and never calls the kernel, so a record
-survives SIGSTOP and SIGKILL of the writer and costs about 1 us. These are the communicator and
-operation records of C4 (arXiv 2406.04594, section 3), kept outside the communication library.
+One file per worker and attempt, mapped into memory: a header, one state per process group, and the
+last collectives one by one. The writer makes no system call, so a record survives SIGSTOP and
+SIGKILL of the writer and costs about 1 us. These are the communicator and operation records of C4
+(arXiv 2406.04594, section 3), kept outside the communication library.
 
-A reader in another process must never take half a store for a whole one. A group's state is
-therefore kept twice and written alternately, and each copy begins and ends with the number of
-its store: a writer that was stopped in the middle of a store leaves the other copy whole.
+A reader must not take half a store for a whole one. A group's state is therefore kept twice and
+written alternately, each copy framed by the number of its store: a writer that is stopped during a
+store leaves the other copy intact.
 
-Counterparts: ``workers.collectives.group`` writes, ``workers.records.progress.observe`` reads.
+Counterparts: ``workers.collectives.group`` writes, ``workers.records.progress`` reports.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FLAG_BITS: Final = 3
 
 _NO_FILE: Final = (0, 0)
 
-#: What is recorded as an operation; a record holds the index.
+#: The recorded operations; a record holds the index.
 OPS: Final = (
     "",
     "all_reduce",
@@ -89,9 +89,9 @@ class Record:
     Attributes:
         group: Index of the group in the file's table.
         seq: Number of the collective in its group, from 1.
-        op: What it was.
+        op: The operation.
         dtype: Code of the first tensor's dtype, as given to ``enter``.
-        size_bytes: Payload that this rank put in.
+        size_bytes: Payload of this rank.
         enter_ns: When it was called, on the machine's monotonic clock.
         exit_ns: When its result was seen; 0 while it is in flight.
         flags: ``FINISHED``, ``FAILED`` and ``ABORTED``.
@@ -108,7 +108,7 @@ class Record:
 
 
 class _GroupWriter:
-    """The writer's own memory of one group."""
+    """The writer's memory of one group."""
 
     __slots__ = (
         "entered", "finished", "in_flight", "offset", "on_device", "op", "size_bytes", "stores",
@@ -118,18 +118,18 @@ class _GroupWriter:
     def __init__(self, offset: int) -> None:
         self.offset = offset
         self.stores = self.entered = self.finished = self.size_bytes = self.op = 0
-        # Number and enter_ns: of those in flight, and of the one that a thread waits for.
+        # Number and enter_ns of those in flight, and of the one that a thread waits for.
         self.in_flight: deque[tuple[int, int]] = deque()
         self.waited = (0, 0)
         self.on_device = False
 
 
 class RecordRing:
-    """The writing end. One per attempt; thread-safe; replaces what was at ``path`` at once.
+    """The writing end, thread-safe. One per attempt; replaces what was at ``path`` atomically.
 
     Args:
         path: File to create, in memory-backed storage such as ``/dev/shm``.
-        attempt: Attempt that the records belong to.
+        attempt: The attempt.
         num_ranks: World size; bounds the room for the groups' members.
     """
 
@@ -148,10 +148,9 @@ class RecordRing:
         self._num_records = 0
 
     def group(self, name: str, ranks: tuple[int, ...]) -> int:
-        """Return the index of the group ``name``, entered into the table when it is new.
+        """Add the group ``name`` and return its index; -1 (not recorded) if the table is full.
 
-        A second group of the same name, as from making the same mesh twice, gets ``#2`` behind
-        its name. Returns -1, which is not recorded, when the table is full.
+        A second group of the same name, as from making the same mesh twice, is called ``name#2``.
         """
         with self._lock:
             count = self._names[name] = self._names.get(name, 0) + 1
@@ -168,16 +167,16 @@ class RecordRing:
             _NAME.pack_into(self._memory, at, len(encoded), encoded, first, len(ranks))
             self._num_ints_used += len(ranks)
             self._groups.append(_GroupWriter(offset))
-            # Last: a reader looks at no more groups than this word says.
+            # Last: a reader reads no more groups than this.
             self._words[_NUM_GROUPS_WORD] = index + 1
             return index
 
     def enter(
         self, group: int, op: str, size_bytes: int, dtype: int = 0, *, on_device: bool = False
     ) -> tuple[int, int]:
-        """Record that a collective was called; return its number in the group and its record's.
+        """Record a call of a collective; return its number in the group, and its record's.
 
-        On a device it counts as waited for from now on: nothing tells when a stream waits.
+        On a device it counts as waited for from now on: nothing shows when a stream waits.
         """
         if group < 0:
             return 0, -1
@@ -201,8 +200,8 @@ class RecordRing:
     def wait(self, group: int, seq: int) -> None:
         """Record that a thread waits for the collective ``seq`` of ``group``.
 
-        Not called when the result comes at once. A collective that was started ahead and that
-        nobody waits for yet must not make its rank look like a waiting one.
+        Not called if the result comes at once. A collective that was started ahead must not make
+        its rank look like a waiting one.
         """
         if group < 0:
             return
@@ -214,8 +213,8 @@ class RecordRing:
     def leave(self, group: int, seq: int, number: int, flags: int) -> None:
         """Record the end of the collective ``seq`` of ``group``.
 
-        ``FINISHED`` settles the earlier ones of the group, too: this rank has the result of a
-        later one, so every member has called the earlier ones, and nobody may be missed there.
+        ``FINISHED`` ends the earlier ones of the group, too: this rank has the result of a later
+        one, so every member has called the earlier ones.
         """
         if group < 0:
             return
@@ -238,7 +237,7 @@ class RecordRing:
             return sum(len(state.in_flight) for state in self._groups)
 
     def close(self) -> None:
-        """Mark the attempt as left: a reader sees no groups any more. The file stays."""
+        """Mark the attempt as left: readers see no groups any more. The file stays."""
         with self._lock:
             self._words[_LEFT_WORD] = 1
 
@@ -263,12 +262,12 @@ class RecordRing:
 def read_ring(path: str | os.PathLike[str], *, now_ns: int | None = None) -> tuple[GroupState, ...]:
     """Return the state of every group in which a collective was called.
 
-    Works while the writer runs, is stopped, or is gone. Empty if there is no ring, or if the
-    writer has left the attempt.
+    Works while the writer runs, is stopped, or is gone. Empty if there is no ring, or if the writer
+    has left the attempt.
 
     Args:
         path: The ring's file.
-        now_ns: Monotonic time that ``waiting_s`` counts to; the clock's if not given.
+        now_ns: Monotonic time that ``waiting_s`` counts to; by default now.
     """
     return read_attempt(path, now_ns=now_ns)[1]
 
@@ -276,15 +275,13 @@ def read_ring(path: str | os.PathLike[str], *, now_ns: int | None = None) -> tup
 def read_attempt(
     path: str | os.PathLike[str], *, now_ns: int | None = None
 ) -> tuple[int, tuple[GroupState, ...]]:
-    """Return the attempt of the ring and what ``read_ring`` returns; attempt 0 if there is none."""
+    """Return the ring's attempt, 0 if there is no ring, and what ``read_ring`` returns."""
     with _mapped(path) as memory:
         return _attempt_in(memory, time.monotonic_ns() if now_ns is None else now_ns)
 
 
 class RingReader:
-    """The reading end, kept open: it follows the rings at one path from attempt to attempt.
-
-    To map a ring for each look costs more than the look.
+    """The reading end, kept open across attempts: mapping a ring costs more than reading it.
 
     Args:
         path: The ring's file; need not be there.
@@ -301,8 +298,8 @@ class RingReader:
             found = os.stat(self._path)  # noqa: PTH116  a Path would cost as much again
         except FileNotFoundError:
             return 0, ()
-        # The number of a mapped file is no other file's. A ring is whole when it appears, and
-        # never shrinks.
+        # No other file has the inode of a mapped one. A ring is complete when it appears, and never
+        # shrinks.
         if (found.st_dev, found.st_ino) != self._file:
             if self._memory is not None:
                 self._memory.close()
@@ -311,7 +308,7 @@ class RingReader:
 
 
 def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
-    """Return the last collectives, oldest first; those being stored at this moment are left out."""
+    """Return the last collectives, oldest first, without those being stored at this moment."""
     with _mapped(path) as memory:
         if memory is None:
             return ()
@@ -337,9 +334,9 @@ def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
 
 
 def map_draft(path: Path, size_bytes: int) -> tuple[Path, mmap.mmap]:
-    """Return a new file that is to replace ``path``, and its memory, which is all there.
+    """Return a new file that is to replace ``path``, and its memory, all allocated.
 
-    Where shared memory is full, a page that is only promised is a bus error at its first store.
+    If shared memory is full, the first store to an unallocated page would be a bus error.
 
     Raises:
         OSError: There is not that much.
@@ -356,7 +353,7 @@ def map_draft(path: Path, size_bytes: int) -> tuple[Path, mmap.mmap]:
 
 
 def _create(path: Path, size_bytes: int) -> mmap.mmap:
-    # A new file under the old name: a reader of the last attempt's ring keeps what it mapped.
+    # A new file under the old name: a reader of the last ring keeps what it mapped.
     draft, memory = map_draft(path, size_bytes)
     draft.replace(path)
     return memory
@@ -373,7 +370,7 @@ def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap | None]:
 
 
 def _map(path: str | os.PathLike[str]) -> tuple[mmap.mmap | None, tuple[int, int]]:
-    """Return the ring at ``path`` and its file's numbers; None and no file's if there is none."""
+    """Return the ring at ``path`` and its inode; None and no inode if there is none."""
     try:
         with Path(path).open("rb") as file:
             found = os.fstat(file.fileno())

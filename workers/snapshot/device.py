@@ -1,21 +1,20 @@
-"""From a device into a slot: in buckets, beside the computation, and done before the next update.
+"""From a device into a slot: in buckets, beside the computation, done before the next update.
 
-After an update the state stands still until the next one. Meanwhile it leaves in buckets over a
-queue of its own, and each is checksummed while the next ones are on their way. Few are under way
-at once, and those only for as long as the rank holds one of the node's credits: whatever else
-wants the bus waits for a bucket and not for a state. What is left when the update comes leaves at
-once, and the device puts the update off until it is through; the training thread waits for nothing.
+Between two updates the state stands still. Meanwhile it leaves in buckets on a stream of its own,
+and each bucket is checksummed while the next ones are copied. Few are under way at once, and only
+while the rank holds one of the node's credits: other users of the bus wait for a bucket, not for a
+state. What is left when the update comes leaves at once, and the device delays the update until
+then; the training thread does not wait.
 
-What releases them is the step itself. The first few leave behind the update; the others in shares
-(``workers.snapshot.releases``), each behind a mark that the model's blocks set where a pass begins
-or ends (``workers.snapshot.passes``). The device keeps to that and not the processor, which has
-asked for all of a pass long before the device gets there; and the device tells how long it waited
-between one pass and the next, for the shares of a later step. A model that tells of no passes has
-buckets follow each other as fast as they can; so does whoever waits for a snapshot.
+The step releases the buckets: a few behind the update, the others behind marks that the model's
+blocks set where passes begin and end (``workers.snapshot.passes``, ``bucket_releases``). Marks are
+reached on the device, since the processor enqueues a pass long before; the device also measures its
+gaps between passes, for the releases of a later step. Without marks, and when somebody waits for
+the snapshot, buckets leave as fast as they can.
 
-What lies in the memory of this machine was copied already, and is only checksummed here as far as
-it was not on the way (``workers.snapshot.host_copy``), by credits too. The thread is not made nice:
-put off with the interpreter's lock, it would put training off.
+Tensors in this machine's memory were copied already (``workers.snapshot.slot_layout``), and only
+missing checksums are made here, by credits too. The thread keeps its niceness: it would hold the
+interpreter's lock while it is descheduled.
 
 Source: the device level of REFT's hierarchical snapshots (arXiv 2310.12670).
 """
@@ -48,15 +47,15 @@ __all__ = [
     "into_buckets",
 ]
 
-#: Two thirds of a millisecond of a bus of 50 GB/s.
+#: Two thirds of a millisecond on a bus of 50 GB/s.
 BUCKET_BYTES: Final = 32 << 20
-#: One is copied while the other waits for it.
+#: One is copied while the next one waits.
 IN_FLIGHT_MAX: Final = 2
-#: So many buckets leave on one credit, some 10 ms; then it is another rank's turn.
+#: Buckets that leave on one credit, some 10 ms; then it is another rank's turn.
 _TURN: Final = 16
 
-#: Of the marks of a step: most of the forward passes, if it has one micro-batch. The sooner a
-#: snapshot is whole, the less is lost.
+#: Share of a step's marks over which buckets are spread: most of the forward passes of a single
+#: micro-batch. The sooner a snapshot is complete, the less is lost.
 SPREAD: Final = 0.5
 
 
@@ -71,12 +70,12 @@ class TensorRange(NamedTuple):
 def into_buckets(
     sizes_bytes: Sequence[int], *, bucket_bytes: int, block_bytes: int
 ) -> list[tuple[TensorRange, ...]]:
-    """Cut tensors into buckets, in order; a tensor only where a block of it begins.
+    """Divide tensors into buckets, in order; tensors are divided only at blocks.
 
     Args:
-        sizes_bytes: Of each tensor.
+        sizes_bytes: Size of each tensor.
         bucket_bytes: The most of a bucket; a multiple of ``block_bytes``.
-        block_bytes: Of the checksums.
+        block_bytes: Unit of the checksums.
     """
     buckets: list[tuple[TensorRange, ...]] = []
     bucket: list[TensorRange] = []
@@ -96,13 +95,17 @@ def into_buckets(
 
 
 def bucket_releases(num_buckets: int, gaps_s: Sequence[float], bucket_s: float) -> list[int]:
-    """Return how many buckets may have left behind each mark of a step.
+    """Return how many buckets may have left by each mark of a step. Pure.
+
+    Copies in a gap of the device delay nothing. Pipeline stages have their gaps at different times
+    (under 1F1B the last ones at the begin of a step, the first ones before the first backward
+    pass), so using the gaps of the step before also staggers the stages. Buckets that do not fit
+    are spread over the first half of the step.
 
     Args:
-        num_buckets: Of the snapshot.
-        gaps_s: How long the device had nothing to do behind each mark; the first is where a
-            snapshot begins.
-        bucket_s: How long it takes for a bucket to leave.
+        num_buckets: Buckets of the snapshot.
+        gaps_s: How long the device was idle behind each mark; a snapshot begins at the first.
+        bucket_s: How long a bucket takes to leave.
     """
     fits = [int(gap_s / bucket_s) for gap_s in gaps_s]
     num_in_gaps = min(num_buckets, sum(fits))
@@ -116,14 +119,14 @@ def bucket_releases(num_buckets: int, gaps_s: Sequence[float], bucket_s: float) 
 
 
 class _Gate(NamedTuple):
-    """The first so many buckets may leave once the device is at the mark."""
+    """The first ``num_buckets`` may leave once the device is at the mark."""
 
     num_buckets: int
     mark: Mark
 
 
 class _Told(NamedTuple):
-    """A mark of a step, and whether the device has nothing more to do there until the next."""
+    """A mark of a step, and whether the device is idle from there to the next."""
 
     mark: Mark
     ends: bool
@@ -135,10 +138,9 @@ class DeviceCopy:
     The training thread calls ``begin``, ``passed`` and ``hold_update``, another one ``run``.
 
     Args:
-        node: Its credits.
-        block_bytes: Of the checksums.
-        stream: How to copy; None for a CUDA stream where something is on such a device, and
-            otherwise at once.
+        node: Credits of the node.
+        block_bytes: Unit of the checksums.
+        stream: How to copy; by default a CUDA stream if something is on a device, else at once.
     """
 
     def __init__(self, node: Credits, block_bytes: int, stream: CopyStream | None = None) -> None:
@@ -169,12 +171,12 @@ class DeviceCopy:
     def begin(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor], *, num_checked: int
     ) -> None:
-        """Note what is to be copied, as it is once the device has done what it was asked so far.
+        """Note what to copy, as it is once the device has done all enqueued work.
 
         Args:
             targets: Contiguous, in memory of this machine.
             sources: Of the same shapes.
-            num_checked: So many of the first of them ``run`` is to checksum.
+            num_checked: How many of the first ones ``run`` is to checksum.
         """
         with self._lock:
             self._todo.clear()
@@ -204,24 +206,19 @@ class DeviceCopy:
 
     @property
     def has_stream(self) -> bool:
-        """Return whether there was something to copy beside the computation so far."""
+        """Return whether something was copied beside the computation so far."""
         return self._stream is not None
 
     @property
     def waited_s(self) -> float:
-        """Return for how long the last copy waited for passes and credits, as no hurried one does.
-
-        For who called ``run``.
-        """
+        """Return how long the last ``run`` waited for passes and credits."""
         return self._waited_s
 
     def passed(self, *, ends: bool) -> None:
-        """Be told where, in what the device is asked for, a pass of a step begins or ends.
-
-        Any thread may tell.
+        """Note where, in the device's work, a pass of a step begins or ends; from any thread.
 
         Args:
-            ends: One ends. The device has nothing to do from there to where the next begins.
+            ends: A pass ends: the device is idle from there until the next one begins.
         """
         with self._lock:
             self._num_told += 1
@@ -229,12 +226,12 @@ class DeviceCopy:
                 self._release(self._stream, ends=ends)
 
     def hurry(self) -> None:
-        """Wait for no more passes: somebody waits for the copy."""
+        """Stop waiting for passes: somebody waits for the copy."""
         with self._lock:
             self._release_all()
 
     def hold_update(self) -> None:
-        """Have what the training thread asks of the device from now on run after the copy."""
+        """Have the device run later work of the training thread after the copy."""
         with self._lock:
             self._told_a_step, self._num_told = self._num_told, 0
             if self._told is not None:
@@ -253,19 +250,19 @@ class DeviceCopy:
         known: Sequence[Sequence[int]] = (),
         hurries: bool = False,
     ) -> list[list[int]]:
-        """Copy what ``begin`` noted; return, when all is there, the crc32 of every block.
+        """Copy what ``begin`` noted; return the crc32 of every block once all is there.
 
         Args:
-            data: The memory of the targets that are checksummed; or other memory, if none are.
-            known: What is known of such other memory: of each all checksums or none.
+            data: Memory of the targets to checksum; other memory, if there are none.
+            known: All checksums, or none, of each part of such other memory.
             hurries: Whether to wait for no credit.
 
         Raises:
-            Exception: The device failed, or has no memory for what copying takes.
+            Exception: The device failed, or lacks memory for copying.
             RuntimeError: The copy was ended before.
         """
         found = [list(blocks) for blocks in known] or [[] for _ in data]
-        # Whoever comes again finds all of it in place.
+        # A second call finds everything in place.
         num_checked, self._num_checked = self._num_checked, 0
         patience_s = 0.0 if hurries else PATIENCE_S
         if hurries:
@@ -296,10 +293,10 @@ class DeviceCopy:
         *,
         patience_s: float | None,
     ) -> None:
-        """While there is a next one, call ``go_on`` with what is left of a turn until it says no.
+        """While ``has_next``, call ``go_on`` with what is left of a turn until it returns False.
 
-        Each turn takes a credit of the node, and waits for it as long as that; None takes none, as
-        for a single bucket: it takes less time than to wait for others.
+        Each turn holds a credit, and waits for it up to ``patience_s``; None needs none, as for a
+        single bucket, which is faster than waiting.
         """
         begun_s = time.monotonic()
         while has_next():
@@ -309,13 +306,13 @@ class DeviceCopy:
                 all(go_on(left) for left in range(_TURN, 0, -1))
                 begun_s = time.monotonic()
             if not has_one:
-                # Whoever keeps it may be stopped: one wait is enough.
+                # The holder may be stopped: one wait is enough.
                 patience_s = 0.0
 
     def _has_next(self) -> bool:
         """Return whether there is a bucket, once it may leave; no credit is held meanwhile."""
         with self._lock:
-            # For as long as a step takes: training may be doing something else.
+            # At most as long as a step: training may be doing something else.
             if not self._changed.wait_for(self._is_released, self._late_s - time.monotonic()):
                 self._release_all()
             gate = None if self._under_way else self._gate()
@@ -339,7 +336,7 @@ class DeviceCopy:
         mark.wait()
         with self._lock:
             self._under_way.popleft()
-            # To checksum one takes longer than to copy the next.
+            # Checksumming a bucket takes longer than copying the next.
             self._queue_few(left - 1)
         self._check([range_ for range_ in bucket if range_.tensor < len(data)], data, found)
         with self._lock:
@@ -355,7 +352,7 @@ class DeviceCopy:
         return bool(ranges)
 
     def wait(self) -> None:
-        """Return when the copy is there; any thread may. Raises what ``run`` raises."""
+        """Return when the copy is there; from any thread. Raises what ``run`` raises."""
         with self._lock:
             self._queue_all()
             self._raise_failed()
@@ -364,7 +361,7 @@ class DeviceCopy:
             last.wait()
 
     def end(self) -> None:
-        """Copy no more; return when nothing is under way."""
+        """Stop copying; return when nothing is under way."""
         with self._lock:
             if self._todo:
                 self._failed = RuntimeError("the copy was ended before it was whole")
@@ -376,7 +373,7 @@ class DeviceCopy:
             last.wait()
 
     def _share(self) -> None:
-        """Share the buckets out over the marks of a step, as long as the last one's."""
+        """Distribute the buckets over the marks of a step, as many as the last one had."""
         while self._told_before and self._told_before[0][-1].mark.is_reached():
             told = self._told_before.popleft()
             self._gaps_s = [
@@ -390,7 +387,7 @@ class DeviceCopy:
         self._leave_s = []
 
     def _release(self, stream: CopyStream, *, ends: bool) -> None:
-        """Release what may leave behind all that the device was asked so far."""
+        """Release the buckets that may leave behind all enqueued work."""
         assert self._told is not None
         self._told.append(_Told(mark := stream.mark(), ends))
         place, num = self._num_told, self._num_buckets
@@ -406,7 +403,7 @@ class DeviceCopy:
         self._changed.notify_all()
 
     def _gate(self) -> _Gate | None:
-        """Return that of the next bucket; None if nothing but the one before holds it."""
+        """Return the gate of the next bucket; None if only the previous bucket holds it."""
         while self._gates and self._gates[0].num_buckets <= self._num_queued:
             self._gates.popleft()
         return self._gates[0] if self._gates else None
@@ -416,12 +413,12 @@ class DeviceCopy:
         self._queue(len(self._todo))
 
     def _queue_few(self, left: int) -> None:
-        """Have as many under way as may be, of those that are left of a turn."""
+        """Enqueue as many buckets as may be under way, of those left of a turn."""
         num = min(IN_FLIGHT_MAX, left) - len(self._under_way)
         self._queue(min(num, self._num_reached - self._num_queued))
 
     def _queue(self, num: int) -> None:
-        """Ask for so many more buckets; what fails, whoever wants the copy is told."""
+        """Enqueue buckets; a failure is raised to whoever wants the copy."""
         for _ in range(min(num, len(self._todo))):
             assert self._stream is not None
             bucket = self._todo.popleft()
@@ -442,7 +439,7 @@ class DeviceCopy:
             raise self._failed
 
     def _buckets_of(self, sizes_bytes: Iterable[int]) -> list[tuple[TensorRange, ...]]:
-        """Cut as the last time if the sizes are those: most tensors are small, and many."""
+        """Return the buckets; the last result if sizes are unchanged: most tensors are small."""
         sizes = list(sizes_bytes)
         if sizes != self._sizes:
             self._sizes = sizes
@@ -460,7 +457,7 @@ class DeviceCopy:
 
 
 def _flat(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as bytes; as they are if the bytes of the source do not lie side by side."""
+    """Return both as bytes; unchanged if the source is not contiguous."""
     source = source.detach()
     if not source.is_contiguous():
         return target, source
@@ -468,7 +465,7 @@ def _flat(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _part(pair: tuple[Tensor, Tensor], low: int, high: int) -> tuple[Tensor, Tensor] | None:
-    """Return some bytes of a pair; all of one that cannot be cut, with its first."""
+    """Return some bytes of a pair; all of an indivisible one with its first bytes."""
     target, source = pair
     if not source.is_contiguous():
         return None if low else pair

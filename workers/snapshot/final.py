@@ -1,9 +1,9 @@
-"""The last snapshot of a rank that leaves an attempt early: when it may be, and where. Pure.
+"""The final snapshot of a rank that leaves an attempt early: whether, and into which slot. Pure.
 
-A rank whose process lives when its attempt ends still has the state after its last step, which
-memory need not have: snapshots may be taken every so many steps, or be skipped. So it takes one
-more before it says that it has left, and if all ranks can, nothing is lost. No rank knows
-whether the others can. So what they would go on from otherwise must stay whatever comes of it.
+A rank that survives its attempt still has the state after its last step, which memory may not have.
+So it takes one more snapshot before it says that it has left; if all ranks do, no step is lost. No
+rank knows whether the others can, so the version that they would otherwise resume from must
+survive.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from workers.protocol import Held
 
 __all__ = ["FINAL_S_MAX", "Fallback", "is_quick"]
 
-#: All of it takes no longer: whoever waits for this rank to leave waits for that, and kills it
-#: after two seconds.
+#: Limit of the final snapshot: the controller waits for it, and kills the rank after 2 s.
 FINAL_S_MAX: Final = 0.5
-#: What is expected to take longer than this is not begun: the machine may be busier now.
+#: A snapshot that is expected to take longer is not begun.
 _EXPECTED_S_MAX: Final = FINAL_S_MAX / 2
-#: Copying and checksumming without haste; a quiet machine does eight times that.
+#: Expected speed of copying and checksumming: an eighth of a quiet machine's.
 _BYTES_PER_S: Final = 1 << 30
 
 
@@ -30,9 +29,8 @@ def is_quick(size_bytes: int, measured_s: float | None) -> bool:
     """Return whether a snapshot is short enough to be taken on the way out.
 
     Args:
-        size_bytes: Of the snapshot.
-        measured_s: What the last one took, until it was complete, but for what one in a hurry does
-            not wait for; None if there was none.
+        size_bytes: Size of the snapshot.
+        measured_s: Duration of the last snapshot without its waits; None if there was none.
     """
     expected_s = size_bytes / _BYTES_PER_S if measured_s is None else measured_s
     return expected_s <= _EXPECTED_S_MAX
@@ -42,11 +40,11 @@ class Fallback:
     """Which versions the run can fall back on, as far as one rank of an attempt knows.
 
     Args:
-        attempt: The rank's.
-        resumed: ``(attempt, step)`` of the version that it began with, (0, 0) if none.
+        attempt: The rank's attempt.
+        resumed: ``(attempt, step)`` of the version that it resumed from, (0, 0) if none.
 
     Attributes:
-        safe: ``(attempt, step)`` of the newest version that all ranks, and their peers, have.
+        safe: ``(attempt, step)`` of the newest version that all ranks and their peers have.
     """
 
     def __init__(self, attempt: int, resumed: tuple[int, int]) -> None:
@@ -61,9 +59,9 @@ class Fallback:
         self._num_taken += 1
 
     def agree(self, *, is_behind: bool, is_without_memory: bool) -> None:
-        """Note what all ranks said together of the snapshots begun so far."""
+        """Note what all ranks agreed on about the snapshots so far."""
         if is_without_memory:
-            # One rank may have failed to complete it: nobody will ever know.
+            # One rank may have failed to complete it, which nobody will learn.
             self._taken = None
         elif not is_behind and self._taken is not None:
             self.safe = self._taken
@@ -71,15 +69,16 @@ class Fallback:
     def slot(
         self, slots: Sequence[Held | None], *, pinned: int | None, lineage: Lineage
     ) -> int | None:
-        """Return the slot for one more snapshot; None if what is in each may be needed.
+        """Return the slot for one more snapshot; None if every slot may be needed.
 
-        Spared are the newest version that all ranks have completed and copied, and whatever is
-        newer. Besides, a keeper takes the first of two versions of an attempt for complete
-        (``workers.memory.retention``), so none may come behind a first one that perhaps is not.
+        Spared are the newest version that all ranks have completed and copied, and everything
+        newer. Also, keepers take the first of two versions of an attempt for complete
+        (``workers.memory.retention``), so no second one may follow a first one that may be
+        incomplete.
 
         Args:
-            slots: What each slot holds; None if it is empty, damaged or under way.
-            pinned: A slot that is on its way to storage.
+            slots: What each slot holds; None if it is empty, damaged or being written.
+            pinned: A slot that waits to be stored.
             lineage: ``(attempt, resume_step)`` of every attempt up to this one.
         """
         if self._num_taken == 1 and self.safe != self._taken:

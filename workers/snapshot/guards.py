@@ -1,9 +1,8 @@
-"""What a rank saves for other ranks beside its own share, so that no copy crosses the network.
+"""Copies of other ranks' shares that a rank saves from its own replica: no network needed.
 
-Replicas on other nodes have the same state. A share goes into memory of its own, which the keeper
-of this node takes for a copy of what the other rank wrote; and so it is, to the bit: the same
-tensors, checksums and record. Memory that is refused leaves the share without a copy until it can
-be had, as it would leave a keeper that copies; the rank's own snapshots go on.
+Replicas on other nodes have the same state. Each share goes into memory of its own, which the
+keeper of this node treats as a copy of what the other rank wrote; and it is one, bit for bit. While
+memory is refused the share has no copy; the rank's own snapshots go on.
 
 Source: the redundant copies of REFT (arXiv 2310.12670).
 """
@@ -27,7 +26,7 @@ from workers.state import StateEntry
 
 __all__ = ["Guards"]
 
-#: Memory that was refused is asked for again: what older attempts left may be gone by then.
+#: Refused memory is requested again after this: older attempts' arenas may be gone.
 _REFUSED_S: Final = 10.0
 
 log = logging.getLogger(__name__)
@@ -36,11 +35,11 @@ log = logging.getLogger(__name__)
 class Guards:
     """The shares of other ranks that one rank saves in one attempt.
 
-    All but ``takes`` and ``capture`` may take long; the training thread calls these, never
-    meanwhile.
+    Only ``takes`` and ``capture`` are quick. The training thread calls these, and never while
+    another call runs.
 
     Args:
-        memory: Of this worker.
+        memory: Memory of this worker.
         assignment: Says whose shares they are.
     """
 
@@ -56,14 +55,14 @@ class Guards:
         return all(share.arena is not None for share in self._shares)
 
     def takes(self, guarded: Sequence[tuple[int, Sequence[StateEntry]]]) -> bool:
-        """Return whether these tensors are laid out as those that it was prepared for."""
+        """Return whether these tensors are laid out like those that were prepared for."""
         return [rank for rank, _ in guarded] == [share.rank for share in self._shares] and all(
             share.layout.takes(entries)
             for share, (_, entries) in zip(self._shares, guarded, strict=True)
         )
 
     def prepare(self, state: Captured, *, for_cuda: bool) -> None:
-        """Get memory for states like this one, as far as it can be had."""
+        """Reserve memory for states like this one, as far as it is granted."""
         self._for_cuda = for_cuda
         names = [guard_name(place, self._memory.worker) for place in range(len(state.guarded))]
         memories = self._memory.beside(names)
@@ -76,11 +75,11 @@ class Guards:
     def capture(
         self, step: int, kept: tuple[int, int] | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Copy all of them; return what is left to be copied from a device: to where, and what.
+        """Copy all shares; return (targets, sources) of what is to be copied off a device.
 
         Args:
-            step: After which.
-            kept: Attempt and step of the newest version that all ranks have; it stays.
+            step: The step after which.
+            kept: Attempt and step of the newest version that all ranks have; it is not overwritten.
         """
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -104,11 +103,11 @@ class Guards:
         return targets, sources
 
     def complete(self, state: Captured, *, check: Callable[[], None]) -> None:
-        """Write the records behind what was captured.
+        """Write the records of what was captured.
 
         Args:
             state: What was captured.
-            check: Called before each becomes complete; what it raises leaves it as it is.
+            check: Called before each share is completed; if it raises, the share stays incomplete.
         """
         for share in self._shares:
             if share.arena is None or share.slot < 0:
@@ -130,7 +129,7 @@ class Guards:
                 )
 
     def leave(self) -> None:
-        """Write no more into the memory."""
+        """Stop writing into the memory."""
         for share in self._shares:
             share.memory.leave()
 
@@ -138,7 +137,7 @@ class Guards:
         return SlotLayout(replace(state, entries=entries), replace(self._assignment, rank=rank))
 
     def reserve(self) -> None:
-        """Get what memory is missing, unless it was refused a moment ago."""
+        """Reserve missing memory, unless it was refused a moment ago."""
         for share in self._shares:
             if share.arena is not None or time.monotonic() < share.refused_until_s:
                 continue

@@ -1,4 +1,4 @@
-"""Where a step is: told at every block of the model, in forward and in backward passes.
+"""Where a step is: reports the begin and end of every block's forward and backward pass.
 
 Source: the hooks that release buckets in REFT's hierarchical snapshots (arXiv 2310.12670).
 """
@@ -22,27 +22,20 @@ _NONE = -1
 
 
 class Told(Protocol):
-    """Who is told; by whichever thread runs the pass."""
+    """Called by the thread that runs the pass."""
 
     def __call__(self, *, ends: bool) -> None:
-        """Be told that a pass begins here, or ends."""
+        """Note that a pass begins here, or ends."""
 
 
 def on_passes(blocks: Iterable[nn.Module], told: Told) -> Callable[[], None]:
-    """Have ``told`` called where passes of blocks begin and end.
+    """Call ``told`` where passes of blocks begin and end; return a function that stops it.
 
-    That is before and behind each forward pass of a block, before each backward one, and behind
-    all of a backward call: until there, one block's begins where another's ends.
+    That is before and behind each forward pass of a block, before each backward pass, and behind a
+    whole backward call: one block's backward pass begins where another's ends.
 
-    Only where gradients are wanted: what a step tells is counted, and an evaluation is none. Never
-    while a CUDA graph is recorded: it is run later, without calls.
-
-    Args:
-        blocks: Of a model.
-        told: Called.
-
-    Returns:
-        Ends that.
+    Only while gradients are enabled: the calls of a step are counted. Never while a CUDA graph is
+    recorded, which replays without calls.
     """
     hooks = _Hooks(told)
     handles = []
@@ -58,30 +51,30 @@ def on_passes(blocks: Iterable[nn.Module], told: Told) -> Callable[[], None]:
 
 
 class _Hooks:
-    """Of all blocks of a model."""
+    """The hooks of all blocks of a model."""
 
     def __init__(self, told: Told) -> None:
         self._told = told
         self._last = _NONE
 
-    # A compiled block would be cut up there, and compiled again for each thing that tells.
+    # A compiled block would be split there, and compiled again for each ``told``.
     @torch.compiler.disable
     def before(self, _block: nn.Module, _arguments: Any) -> None:
-        """Tell that a forward pass begins."""
+        """Report that a forward pass begins."""
         if torch.is_grad_enabled():
             self._tell(ends=False)
 
     @torch.compiler.disable
     def behind(self, _block: nn.Module, _arguments: Any, output: Any) -> None:
-        """Tell that a forward pass ends; have it told where the backward one begins."""
+        """Report that a forward pass ends; have the begin of the backward pass reported."""
         if not torch.is_grad_enabled():
             return
-        # What a backward pass computes again, it goes on with.
+        # A forward pass within a backward pass (recomputation) continues it.
         if _backward() == _NONE:
             self._tell(ends=True)
         for one in tree_iter(output):
             if isinstance(one, Tensor) and one.requires_grad:
-                # A hook of the module would put a function of its own around what it returns.
+                # A hook of the module would wrap what it returns in a function.
                 one.register_hook(self._before_backward)
                 return
 
@@ -100,5 +93,5 @@ class _Hooks:
 
 
 def _backward() -> int:
-    """Return which call of backward this thread is in; ``_NONE`` if in none."""
+    """Return the id of the backward call that this thread is in; ``_NONE`` if in none."""
     return int(torch._C._current_graph_task_id())  # noqa: SLF001  nothing else tells

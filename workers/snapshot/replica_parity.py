@@ -1,12 +1,9 @@
-"""A parity of other ranks' shares that a rank makes from its own replica: no data is sent.
+"""A parity of other ranks' shares that a rank computes from its own replica: no network needed.
 
-Replicas on other nodes have the same state and save a share of it each. Of a group of n, a rank
-keeps beside its share the XOR of one block of each of the others', which is 1/(n-1) of a share, in
-place of another share; any one of them may be lost. The blocks are XORed where they lie, while the
-state stands still, as its own share is copied. What the keeper puts behind it are the records.
-
-Memory that is refused leaves the group without this parity until it can be had; the rank's own
-snapshots go on.
+Replicas on other nodes have the same state, and each saves one share of it. In a group of n, a rank
+also keeps the XOR of one block of each other share: 1/(n-1) of a share instead of a whole one, and
+any one share may be lost. The blocks are XORed in place while the state stands still; the keeper
+adds the records. While memory is refused there is no parity; the rank's own snapshots go on.
 
 Source: RAIM5 of REFT (arXiv 2310.12670), over shares that differ in size.
 """
@@ -34,25 +31,25 @@ from workers.state import StateEntry
 
 __all__ = ["ReplicaParity", "fold", "folds"]
 
-#: Memory that was refused is asked for again: where it is short, what the attempt before has kept
-#: goes once this one's own versions are proven, and nothing survives a lost node until then.
+#: Refused memory is requested again after this. The previous attempt's memory is freed once this
+#: one's versions are proven; until then nothing survives a lost node.
 _REFUSED_S: Final = 2.0
-#: XORed at once where more than two are: what one makes is still in the cache for the next.
+#: XORed at once: intermediate results stay in the cache.
 _WINDOW_BYTES: Final = 256 << 10
 
 log = logging.getLogger(__name__)
 
 _Bytes = npt.NDArray[np.uint8]
-#: Where bytes lie in a block, and their number.
+#: Begin and end of bytes in a block.
 _Run = tuple[int, int]
 
 
 class ReplicaParity:
-    """The parity that one rank keeps in one attempt; used as ``workers.snapshot.guards.Guards``.
+    """The parity that one rank keeps in one attempt; used like ``workers.snapshot.guards.Guards``.
 
     Args:
-        memory: Of this worker.
-        assignment: Says whose shares it is of.
+        memory: Memory of this worker.
+        assignment: Says whose shares it covers.
     """
 
     def __init__(self, memory: SnapshotMemory, assignment: Assignment) -> None:
@@ -76,14 +73,14 @@ class ReplicaParity:
         return self._arena is not None
 
     def takes(self, guarded: Sequence[tuple[int, Sequence[StateEntry]]]) -> bool:
-        """Return whether these tensors are laid out as those that it was prepared for."""
+        """Return whether these tensors are laid out like those that were prepared for."""
         return [rank for rank, _ in guarded] == [rank for rank, _ in self._others] and all(
             layout.takes(entries)
             for (_, layout), (_, entries) in zip(self._others, guarded, strict=True)
         )
 
     def prepare(self, state: Captured, *, for_cuda: bool) -> None:
-        """Get memory for states like this one, if it can be had."""
+        """Reserve memory for states like this one, if it is granted."""
         assignment, ranks = self._assignment, self._assignment.parity
         layouts = {
             rank: SlotLayout(replace(state, entries=entries), replace(assignment, rank=rank))
@@ -114,11 +111,11 @@ class ReplicaParity:
     def capture(
         self, step: int, kept: tuple[int, int] | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Make the parity; return what of it is still to be copied from a device.
+        """Compute the parity; return (targets, sources) of what is to be copied off a device.
 
         Args:
-            step: After which.
-            kept: Attempt and step of the newest version that all ranks have; it stays.
+            step: The step after which.
+            kept: Attempt and step of the newest version that all ranks have; it is not overwritten.
         """
         self._slot = -1
         if self._arena is None or self._draft is None:
@@ -129,7 +126,7 @@ class ReplicaParity:
             self._slot,
             attempt=assignment.attempt,
             step=step,
-            # No rank's: whoever takes it for one must find that there is none.
+            # Not a rank: a reader that takes it for one must find none.
             rank=-1 - assignment.rank,
             world_size=assignment.layout.world_size,
         )
@@ -150,11 +147,11 @@ class ReplicaParity:
         return [], []
 
     def complete(self, state: Captured, *, check: Callable[[], None]) -> None:
-        """Have what was captured completed by the keeper.
+        """Write the draft record; the keeper completes it.
 
         Args:
             state: What was captured.
-            check: Called before it is given out of hands; what it raises leaves it as it is.
+            check: Called before the slot is completed; if it raises, the slot stays incomplete.
         """
         if self._arena is None or self._slot < 0 or self._arena.held(self._slot) is not None:
             return
@@ -166,7 +163,7 @@ class ReplicaParity:
         self._arena.finish(self._slot, data_bytes=data_bytes, record_bytes=record_bytes)
 
     def reserve(self) -> None:
-        """Get the memory if it is missing, unless it was refused a moment ago."""
+        """Reserve missing memory, unless it was refused a moment ago."""
         if self._beside is None or self._arena is not None:
             return
         if time.monotonic() < self._refused_until_s:
@@ -180,7 +177,7 @@ class ReplicaParity:
             self._refused_until_s = time.monotonic() + _REFUSED_S
 
     def leave(self) -> None:
-        """Write no more into the memory."""
+        """Stop writing into the memory."""
         if self._beside is not None:
             self._beside.leave()
 
@@ -195,15 +192,15 @@ class ReplicaParity:
         return folds(self._draft.stripes, self._draft.place, members, window_bytes)
 
     def _fold_on_device(self, block: memoryview) -> tuple[list[Tensor], list[Tensor]]:
-        """Make the parity where the tensors are; return where it goes, and it.
+        """Compute the parity on the tensors' device; return (targets, sources) of its copy.
 
-        A device without memory for that costs the parity, and not the training.
+        A device without memory for it costs the parity, not the training.
         """
         every = [tensor.device for _, layout in self._others for tensor in layout.sources]
         device = next((device for device in every if device.type == "cuda"), every[0])
         size = len(block)
         try:
-            # What does not lie side by side is copied for that.
+            # Copies what is not contiguous.
             flat = [
                 [tensor.detach().reshape(-1).view(torch.uint8) for tensor in layout.sources]
                 for _, layout in self._others
@@ -211,7 +208,7 @@ class ReplicaParity:
             if self._on_device is None:
                 self._on_device = torch.empty(size, dtype=torch.uint8, device=device)
             for (start, stop), sources in self._folds_of(flat, size):
-                # Some of a state may be kept off the device.
+                # Some of a state may be off the device.
                 fold(self._on_device[start:stop], [source.to(device) for source in sources])
         except torch.OutOfMemoryError:
             self._slot = -1
@@ -238,13 +235,13 @@ def folds(
     members: Mapping[int, Sequence[Any]],
     window_bytes: int = _WINDOW_BYTES,
 ) -> list[tuple[_Run, list[Any]]]:
-    """Return which bytes are to be XORed for each part of a stripe's parity; they are views.
+    """Return the byte ranges of a stripe's parity, each with the views to XOR for it.
 
     Args:
         stripes: Of the members' data.
-        stripe: Whose parity it is.
-        members: By place, all the data of each in order, in flat arrays or tensors of bytes.
-        window_bytes: The most of a part.
+        stripe: The stripe.
+        members: By place, all data of each member in order, as flat arrays or tensors of bytes.
+        window_bytes: The most of a range.
     """
     size = stripes.block_bytes
     blocks = [_block(stripes, stripe, place, members[place]) for place in sorted(members)]
@@ -267,7 +264,7 @@ def folds(
 def _block(
     stripes: Stripes, stripe: int, place: int, data: Sequence[Any]
 ) -> list[tuple[_Run, Any]]:
-    """Return the bytes of a member that are in its block of a stripe, and where in that."""
+    """Return the bytes of a member in its block of a stripe, and where they lie in the block."""
     length = sum(map(len, data))
     runs: list[tuple[_Run, Any]] = []
     for piece in stripes.blocks(place, length):

@@ -1,4 +1,10 @@
-"""How the tensors of a rank lie in a slot: found once, and kept while they stay alike."""
+"""How the tensors of a rank lie in a slot, and copies within this machine's memory.
+
+Tensors of a block and more are checksummed later by another thread (``workers.snapshot.device``):
+on the way it would make training wait a fifth longer. Smaller ones are checksummed on the way: for
+each of them another thread would take the interpreter from training
+(``tests.benchmarks.bench_snapshot``).
+"""
 
 from __future__ import annotations
 
@@ -19,27 +25,26 @@ from workers.state import StateEntry
 
 __all__ = ["BLOCK_BYTES", "Captured", "HostTensors", "SlotLayout", "source_of"]
 
-#: A layout that has changed needs parts of blocks, which are read whole: of 1 MiB ones half as much
-#: again as is needed (4 ranks onto 3, 50 MB each), of these a tenth to a third.
+#: A new layout needs parts of blocks, which are read whole: a tenth to a third more than needed
+#: with these, half as much again with blocks of 1 MiB.
 BLOCK_BYTES: Final = 256 << 10
-#: The record has room for twice the small values of the first snapshot, and for this.
+#: A record has room for twice the small values of the first snapshot, and for this.
 _RECORD_SPARE_BYTES: Final = 64 << 10
 
-#: From here on other threads of the process go on meanwhile, which takes two microseconds.
+#: From this size on the copy releases the interpreter, which takes 2 us.
 _LARGE_BYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A state on its way into a slot; see ``ucp_core.native.save_rank``.
+    """A state to put into a slot; see ``ucp_core.native.save_rank``.
 
     Attributes:
         step: The step after which it was taken.
         entries: What this rank saves of its tensors.
         extra: Small named values.
         param_groups: The optimizer's groups.
-        guarded: What it saves for others, whose share of the state it has too: rank and tensors;
-            copies of them, or a parity over them.
+        guarded: ``(rank, tensors)`` that it saves for other ranks: as copies, or in a parity.
     """
 
     step: int
@@ -77,7 +82,7 @@ class SlotLayout:
         self.views: list[list[Tensor]] = []
 
     def takes(self, entries: Sequence[StateEntry]) -> bool:
-        """Return whether these tensors are laid out alike; it copies from them from now on."""
+        """Return whether these tensors have this layout; if so, copy from them from now on."""
         if entries is self._entries:
             return True
         if [_layout(entry) for entry in entries] != self._places:
@@ -92,18 +97,11 @@ class SlotLayout:
         self._host = HostTensors(self.sources, block_bytes=BLOCK_BYTES)
 
     def bytes(self) -> Sequence[memoryview] | None:
-        """Return the bytes of every tensor where they are now, in the order of the data.
-
-        The very list of the last call if they have not moved; None if they cannot be seen so.
-        """
+        """Return the bytes of every tensor in place, in the order of the data; see ``views``."""
         return self._host.views()
 
     def copy(self, slot: int) -> list[list[int]] | None:
-        """Copy all of it into the slot, unless that is for ``DeviceCopy`` to do; then None.
-
-        Returns:
-            Of every tensor the crc32 of each block; none of those that are left for later.
-        """
+        """Copy all of it into the slot and return block checksums; None if it is on a device."""
         return self._host.copy_to(self.data[slot])
 
     def lay_out(self, arena: Arena) -> None:
@@ -135,7 +133,7 @@ class HostTensors:
 
     Args:
         tensors: Of any dtype, on any device.
-        block_bytes: Of the checksums.
+        block_bytes: Unit of the checksums.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, block_bytes: int) -> None:
@@ -145,11 +143,11 @@ class HostTensors:
         self._bytes: list[memoryview] = []
 
     def views(self) -> Sequence[memoryview] | None:
-        """Return the bytes of every tensor where they are now, or None if they cannot be seen so.
+        """Return the bytes of every tensor in place; None if one is on a device or not contiguous.
 
-        That is if one is on a device, or not contiguous.
+        The same list as last time if no tensor has moved.
         """
-        # What a tensor of the same name and form points to may be other memory than before.
+        # A tensor of the same name and shape may have other memory than before.
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
             if any(t.is_cuda or not t.is_contiguous() for t in self._tensors):
@@ -159,14 +157,10 @@ class HostTensors:
         return self._bytes
 
     def copy_to(self, targets: Sequence[memoryview]) -> list[list[int]] | None:
-        """Copy every tensor, and return what checksums were made on the way.
+        """Copy every tensor to ``targets``; return the crc32 of its blocks.
 
-        Args:
-            targets: Of the same sizes, in the same order.
-
-        Returns:
-            Of every tensor the crc32 of each block; none of those that are left for later. None,
-            and nothing is copied, if their bytes cannot be seen.
+        The list of a large tensor is empty: it is checksummed later. Returns None, and copies
+        nothing, if the bytes are not accessible.
         """
         sources = self.views()
         if sources is None:

@@ -1,9 +1,9 @@
-"""Snapshots: the state after a step goes straight into a slot of memory that the keeper holds too.
+"""Snapshots: the state after a step goes straight into a slot that the keeper holds too.
 
-The training thread chooses the slot and copies. A thread of its own checksums the copy, and writes
-the record behind it, which completes the slot. Nothing here waits for another process, and nothing
-here fails the training: memory that cannot be had, or a snapshot that cannot be completed, is said
-once, and until it can the state goes to storage as it would without a keeper.
+The training thread chooses the slot and copies. A thread of its own checksums the copy and writes
+the record, which completes the slot. Nothing here waits for another process or fails the training:
+while there is no memory, or a snapshot cannot be completed, that is logged once and the state goes
+to storage.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from workers.state import StateEntry
 
 __all__ = ["BLOCK_BYTES", "Captured", "SnapshotMemory", "SnapshotWriter", "source_of"]
 
-#: How often a wait looks whether the attempt was fenced.
+#: Period of checking whether the attempt was fenced.
 _LOOK_S: Final = 0.02
-#: How often a wait looks whether peers have got a copy: it takes them about as long.
+#: Period of checking whether peers have a copy: copying takes about as long.
 _COPIED_LOOK_S: Final = 0.005
-#: The rest of a snapshot is its record; off a device a few milliseconds for each 100 MB, too.
+#: What is left of a snapshot is its record, and off a device some ms for each 100 MB.
 _CLOSE_S_MAX: Final = 5.0
-#: A keeper that is away for longer protects nothing: the state goes to storage then.
+#: A keeper that is away for longer protects nothing: the state goes to storage.
 _KEEPER_S_MAX: Final = 30.0
-#: How often it is looked whether the keeper is another one, at most.
+#: Period of checking whether the keeper was restarted.
 _KEEPER_LOOK_S: Final = 1.0
-#: What was refused, or failed, is tried again after this: a keeper that died is back in a second.
+#: Pause after a refusal or failure: a restarted keeper is back in a second.
 _RETRY_S: Final = 2.0
 
 log = logging.getLogger(__name__)
@@ -48,14 +48,14 @@ log = logging.getLogger(__name__)
 class SnapshotWriter:
     """Takes the snapshots of one rank of one attempt. The training thread calls and closes it.
 
-    First ``prepare``. Then in each step, in this order: ``is_ready``, ``is_behind`` and
-    ``is_pinned``, from which all ranks agree what to do; ``capture``; ``complete``.
+    First ``prepare``. Then in each step: ``is_ready``, ``is_behind`` and ``is_pinned``, from which
+    all ranks agree what to do; ``capture``; ``complete``.
 
     Args:
-        memory: Of this worker.
-        assignment: Attempt, rank and layout that the snapshots are taken under.
-        fenced: Whether the attempt may write no more.
-        told: Returns when the lines of the steps so far are written, or it takes too long.
+        memory: Memory of this worker.
+        assignment: Attempt, rank and layout of the snapshots.
+        fenced: Returns whether the attempt may write no more.
+        told: Returns once the metrics of all steps so far are written, or that takes too long.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class SnapshotWriter:
         self._thread.start()
 
     def prepare(self, state: Captured) -> None:
-        """Begin to get memory for states like this one, in the background; see ``is_ready``."""
+        """Start to reserve memory for states like this one; see ``is_ready``."""
         self._ready.clear()
-        # What is under way uses the memory of now; the next step asks again.
+        # A snapshot under way uses the memory; the next step asks again.
         if self._idle.is_set() and not self.is_broken:
             self._put(lambda: self._prepare(state))
 
@@ -105,12 +105,7 @@ class SnapshotWriter:
         entries: Sequence[StateEntry],
         guarded: Sequence[tuple[int, Sequence[StateEntry]]] = (),
     ) -> bool:
-        """Return whether there is memory that is laid out for these tensors.
-
-        Args:
-            entries: As ``Captured`` has them.
-            guarded: Likewise.
-        """
+        """Return whether there is memory laid out for these tensors (see ``Captured``)."""
         is_laid_out = self.is_ready and self._layout is not None and self._layout.takes(entries)
         return is_laid_out and self._for_others.takes(guarded)
 
@@ -121,7 +116,7 @@ class SnapshotWriter:
 
     @property
     def is_broken(self) -> bool:
-        """Return whether it is too early to try again after what went wrong."""
+        """Return whether it is too early to retry after a failure."""
         return time.monotonic() < self._broken_until_s
 
     def is_behind(self) -> bool:
@@ -130,15 +125,14 @@ class SnapshotWriter:
             return True
         if self._arena is None or not self._arena.copy_behind():
             return False
-        # A keeper that was restarted does not know of this memory, nor that nobody copies it.
+        # A restarted keeper does not know this memory, nor that nobody copies it.
         self._put(self._tell)
         return True
 
     def look_after(self) -> None:
-        """Have a keeper that was restarted get the memory, though no snapshot is due for long.
+        """Hand the memory to a restarted keeper; for the end of a step without a snapshot.
 
-        For the end of a step that took none. The keeper holds nothing before, and what is in the
-        memory of a worker alone dies with it.
+        Until then only the worker holds it, and it would die with the worker.
         """
         now_s = time.monotonic()
         if now_s - self._looked_s < _KEEPER_LOOK_S or not self._idle.is_set():
@@ -148,30 +142,31 @@ class SnapshotWriter:
             self._put(self._tell)
 
     def is_pinned(self) -> bool:
-        """Return whether a snapshot waits for the keeper to store it."""
+        """Return whether a snapshot waits to be stored."""
         return self._arena is not None and self._arena.pinned() is not None
 
     @property
     def leaves_device(self) -> bool:
-        """Return whether what was captured is copied beside the training."""
+        """Return whether captured state is copied beside the training."""
         return self._copy.has_stream
 
     def passed(self, *, ends: bool) -> None:
-        """Be told where a pass of a step begins or ends; see ``DeviceCopy``."""
+        """Note where a pass of a step begins or ends; see ``DeviceCopy``."""
         self._copy.passed(ends=ends)
 
     def hold_update(self) -> None:
-        """Let no update of the weights overtake a copy that is under way."""
+        """Hold the update of the weights until the copy under way is done."""
         self._copy.hold_update()
 
     def capture(self, state: Captured, *, kept_step: int = -1) -> bool:
         """Copy the state into a slot; return whether that was possible.
 
-        The snapshot before this one is complete: see ``is_behind`` and ``wait``.
+        The previous snapshot must be complete: see ``is_behind`` and ``wait``.
 
         Args:
             state: What to copy.
-            kept_step: Of this attempt, which every rank and its peers have; the slot is another.
+            kept_step: Step of this attempt that every rank and its peers have; it is not
+                overwritten.
         """
         assert self._idle.is_set(), "one snapshot at a time"
         self._captured = None
@@ -203,7 +198,7 @@ class SnapshotWriter:
         self._captured = _Copied(slot, state, begun_s, blocks or [])
 
     def complete(self, *, pin: bool) -> None:
-        """Have what was captured completed, in the background.
+        """Complete the captured snapshot in the background.
 
         Args:
             pin: Whether the keeper is to store it.
@@ -213,7 +208,7 @@ class SnapshotWriter:
         self._put(lambda: self._complete(copied, pin=pin))
 
     def wait(self, step: int) -> bool:
-        """Return, once no snapshot is under way, whether that of ``step`` is complete."""
+        """Wait until no snapshot is under way; return whether that of ``step`` is complete."""
         self._copy.hurry()
         while not self._idle.wait(_LOOK_S):
             if self._fenced():
@@ -221,7 +216,7 @@ class SnapshotWriter:
         return self._finished_step == step
 
     def get_ready(self, state: Captured, until_s: float) -> bool:
-        """Return whether a snapshot of ``state`` can be taken; wait for that until ``until_s``."""
+        """Wait until a snapshot of ``state`` can be taken, or ``until_s``; return whether."""
         while not (self._idle.is_set() and self.is_ready_for(state.entries, state.guarded)):
             left_s = until_s - time.monotonic()
             if left_s <= 0 or self._fenced():
@@ -234,7 +229,7 @@ class SnapshotWriter:
         return True
 
     def wait_copied(self, step: int, until_s: float) -> bool:
-        """Return whether other nodes have the snapshot of ``step`` too; wait until ``until_s``."""
+        """Wait until other nodes have the snapshot of ``step``, or ``until_s``; return whether."""
         self._copy.hurry()
         while True:
             if self._idle.is_set():
@@ -249,16 +244,16 @@ class SnapshotWriter:
             time.sleep(_COPIED_LOOK_S)
 
     def take_final(self, state: Captured, fallback: Fallback) -> bool:
-        """Complete a snapshot of the state that this rank leaves with, though it may be fenced.
+        """Take a snapshot of the state that this rank leaves with, although it may be fenced.
 
         Call it before the rank says that it has left: until then the attempt is not over.
 
         Args:
-            state: After the last step.
+            state: The state after the last step.
             fallback: Says which slot can be spared.
 
         Returns:
-            Whether it is complete; else nothing that counted before is gone.
+            Whether it is complete; otherwise nothing that counted before is lost.
         """
         if not self.is_ready:
             # Memory may be on its way, which takes longer.
@@ -266,7 +261,7 @@ class SnapshotWriter:
         self._late_until_s = time.monotonic() + FINAL_S_MAX
         self._copy.hurry()
         try:
-            # One that is under way may now be completed, and is perhaps the one.
+            # A snapshot under way may be the one; it may complete now.
             if not self._idle.wait(FINAL_S_MAX):
                 return False
             if self._captured is None or self._captured.state.step != state.step:
@@ -294,9 +289,9 @@ class SnapshotWriter:
             self._capture(slot, state, fallback.safe)
 
     def held(self) -> list[LocalTensor] | None:
-        """Return what was captured last, where it lies; None if nothing was, or not whole.
+        """Return the tensors captured last, in place; None if they are not complete.
 
-        It stays as it is until the next ``capture``.
+        They do not change until the next ``capture``.
         """
         if self._captured is None or self._layout is None:
             return None
@@ -307,9 +302,9 @@ class SnapshotWriter:
         return self._layout.tensors(self._captured.slot)
 
     def close(self) -> bool:
-        """End the thread; return whether it has let go of the memory.
+        """End the thread; return whether it has released the memory.
 
-        One that has not, lets go of it for good once it can.
+        A thread that is stuck releases it once it can.
         """
         self._copy.hurry()
         self._tasks.put(None)
@@ -323,7 +318,7 @@ class SnapshotWriter:
         return not self._is_left
 
     def leave(self) -> None:
-        """Let go of the memory, which somebody else still reads; for after ``close``."""
+        """Release the memory, which a reader may still hold; after ``close``."""
         self._for_others.leave()
         self._memory.leave()
 
@@ -346,7 +341,7 @@ class SnapshotWriter:
         self._tasks.put(task)
 
     def _give_up(self, why: str) -> None:
-        """Take no snapshot for a while; the state goes to storage instead."""
+        """Take no snapshots for a while; the state goes to storage."""
         self._ready.clear()
         self._broken_until_s = time.monotonic() + _RETRY_S
         if why != self._why_not:
@@ -375,12 +370,12 @@ class SnapshotWriter:
         hurries = time.monotonic() < self._late_until_s
         data = self._layout.data[copied.slot]
         blocks = self._copy.run(data, known=copied.blocks, hurries=hurries)
-        # A version that counts has the lines of its steps.
+        # The metrics of a version's steps are written before it counts.
         self._told()
         slot, state = copied.slot, copied.state
-        # Before the own record: who finds that knows that no more of the version comes from here.
+        # Before the own record: whoever finds that may expect the copies for other ranks.
         self._for_others.complete(state, check=self._check)
-        # It is complete already if the fence came while that of another rank was completed.
+        # It is complete already if the fence came while another rank's share was completed.
         if self._arena.held(slot) is None:
             self._layout.saver.save(
                 ArenaStore(self._arena, slot, is_captured=True, check=self._check),
@@ -393,7 +388,7 @@ class SnapshotWriter:
                 blocks=blocks,
             )
         if pin:
-            # Behind the record: who finds it pinned finds it whole.
+            # After the record: a pinned slot is complete.
             self._arena.pin(slot)
         self._finished_step = state.step
         self._took_s = time.monotonic() - copied.begun_s - self._copy.waited_s
@@ -406,7 +401,7 @@ class SnapshotWriter:
             raise _FencedError
 
     def _tell(self) -> None:
-        """Tell the keeper. One that died is back in a second; the memory is whole meanwhile."""
+        """Notify the keeper. A dead one is back in a second; the memory is safe meanwhile."""
         now_s = time.monotonic()
         if self._memory.tell():
             self._away_since_s = float("inf")
@@ -417,12 +412,12 @@ class SnapshotWriter:
 
 
 class _FencedError(Exception):
-    """The attempt was fenced: what is under way stays incomplete."""
+    """The attempt was fenced: the slot stays incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """What was captured, where, when, and which checksums of it are known."""
+    """What was captured, where and when, and its known checksums."""
 
     slot: int
     state: Captured

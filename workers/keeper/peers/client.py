@@ -1,4 +1,4 @@
-"""Asks keepers of other nodes for what is in their memory: the other end of ``wire``."""
+"""Reads the memory of other nodes' keepers: the client of ``workers.keeper.peers.server``."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from workers.protocol import Held
 
 __all__ = ["RemotePart", "WireClient"]
 
-#: How often a range is asked for again, from where it broke off.
+#: Tries to read a range; each continues where the last one broke off.
 _TRIES: Final = 3
-#: So much is asked for ahead at most: the server reads no requests while it sends.
+#: Requests sent ahead at most: the server reads none while it sends.
 _AHEAD_MAX: Final = 64
 
 
 class _Range(NamedTuple):
-    """What a request for bytes says."""
+    """The fields of a request for bytes."""
 
     arena: str
     held: Held
@@ -56,15 +56,15 @@ class _Range(NamedTuple):
 
 
 class WireClient:
-    """Asks one peer's keeper; safe to call from several threads, each has its own connection.
+    """Reads from one peer's keeper. Thread-safe: each thread has its own connection.
 
     Args:
         address: Where the peer's ``WireServer`` listens.
-        secret: Of that keeper.
+        secret: The secret of that keeper.
 
     Attributes:
-        num_connections: How many were made so far, by all threads: with each that ends, the peer
-            forgets what it was told over it.
+        num_connections: Connections made so far by all threads. The peer forgets with each closed
+            one what it was told over it.
     """
 
     def __init__(self, address: tuple[str, int], *, secret: bytes) -> None:
@@ -73,7 +73,7 @@ class WireClient:
         self._secret = secret
         self._local = threading.local()
         self._lock = threading.Lock()
-        #: Weak: a thread that ended takes its connection along.
+        #: Weak: the connection of a finished thread closes with it.
         self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._is_aborted = False
 
@@ -88,18 +88,19 @@ class WireClient:
     ) -> None:
         """Fill ``targets``, one after the other, from ``offset_bytes`` of the slot's body on.
 
-        A connection that breaks is made anew, and the range goes on where it broke off.
+        A broken connection is made again, and the read continues where it broke off.
 
         Args:
             arena: Name of the peer's arena.
-            held: Which version in it.
+            held: The version in it.
             offset_bytes: Where to begin.
-            targets: Writable.
-            is_unchecked: Whether the caller verifies the bytes, by what it has of them end to end.
+            targets: Writable buffers.
+            is_unchecked: Whether the caller verifies the bytes end to end, so that chunks need no
+                crc32.
 
         Raises:
-            StorageError: The peer refuses (then ``facts["refused"]``), cannot be reached, or
-                sends damaged bytes.
+            StorageError: The peer refuses (then ``facts["refused"]``), cannot be reached, or sends
+                damaged bytes.
         """
         left = [memoryview(target).cast("B") for target in targets if len(target)]
         for number in range(_TRIES):
@@ -129,17 +130,16 @@ class WireClient:
         *,
         is_unchecked: bool = False,
     ) -> None:
-        """Ask for ranges that this thread is going to read next, in this order.
+        """Request ranges that this thread will read next, in this order.
 
-        The peer sends one while another is looked at, and nobody waits for requests on their way.
-        It is only a hint: who then reads something else begins a new connection, and what goes
-        wrong here shows when it is read.
+        The peer then sends one range while this thread works on another. Only a hint: a thread that
+        reads something else gets a new connection, and errors show when it reads.
 
         Args:
             arena: Name of the peer's arena.
-            held: Which version in it.
-            ranges: Where each begins in the slot's body, and its size, in bytes.
-            is_unchecked: As it is read then.
+            held: The version in it.
+            ranges: ``(offset_bytes, size_bytes)`` in the slot's body.
+            is_unchecked: As for ``read``.
         """
         asked = self._asked
         some = [each for each in ranges if each[1]]
@@ -164,12 +164,13 @@ class WireClient:
 
         Args:
             after: The last listing's ``news``; -1 for an answer at once.
-            timeout_s: Below the time after which a silent peer is given up (5 s).
-            without: Arenas that are not going to be copied: nobody shall wait for that.
-            copied: What was copied since the last listing, or need not be, with all before it.
+            timeout_s: Below 5 s, after which a silent peer is given up.
+            without: Arenas that will not be copied: their ranks need not wait.
+            copied: The newest version of each arena that was copied since the last listing, or need
+                not be.
 
         Raises:
-            StorageError: The peer cannot be reached, or answers nonsense.
+            StorageError: The peer cannot be reached, or sends an invalid answer.
         """
         request = {
             "list": True,
@@ -188,7 +189,7 @@ class WireClient:
             raise self._unreachable(error) from error
 
     def note_copied(self, arena: str, held: Held) -> None:
-        """Tell the peer that this version was copied, or need not be, with all before it.
+        """Tell the peer that this version and all older ones are copied, or need not be.
 
         Raises:
             StorageError: The peer cannot be reached.
@@ -204,7 +205,7 @@ class WireClient:
         self._hang_up()
 
     def abort(self) -> None:
-        """Break off what any thread is waiting for here; every later call fails."""
+        """Interrupt all threads that wait here; every later call fails."""
         with self._lock:
             self._is_aborted = True
             for connection in self._open:
@@ -251,7 +252,7 @@ class WireClient:
 
     @property
     def _asked(self) -> deque[_Range]:
-        """Return what was asked for ahead on this thread's connection, and is not read yet."""
+        """Return this thread's requests whose answers are not read yet."""
         asked: deque[_Range] | None = getattr(self._local, "asked", None)
         if asked is None:
             asked = self._local.asked = deque()
@@ -268,7 +269,7 @@ class WireClient:
         send_json(self._connection(), request)
 
     def _rested(self) -> socket.socket:
-        """Return a connection on which nothing is on its way that nobody wants any more."""
+        """Return a connection without unread answers."""
         if self._asked:
             self._hang_up()
         return self._connection()
@@ -277,7 +278,7 @@ class WireClient:
         held: socket.socket | None = getattr(self._local, "connection", None)
         if held is None:
             held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            # Known before it is connected: whoever fails from here on hangs up, or aborts.
+            # Registered before it connects: ``abort`` must find it.
             self._local.connection = held
             with self._lock:
                 if self._is_aborted:
@@ -325,10 +326,10 @@ class RemotePart:
     """One rank's part of a version in a peer's memory; see ``workers.memory.versions.Part``.
 
     Args:
-        client: Of the peer.
+        client: Client of the peer.
         arena: Name of its arena.
-        held: The part.
-        is_unchecked: Whether all that is read is verified by the record of the part: by a load.
+        held: The version in it.
+        is_unchecked: Whether a load verifies all bytes against the part's record.
     """
 
     def __init__(
@@ -351,5 +352,5 @@ class RemotePart:
         )
 
     def ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Ask for what this thread fills next, in this order: where it begins, and its size."""
+        """Request what this thread fills next: ``(offset_bytes, size_bytes)`` in order."""
         self._client.ask(self._arena, self._held, ranges, is_unchecked=self._is_unchecked)

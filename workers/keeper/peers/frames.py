@@ -1,6 +1,6 @@
-"""What goes over a keepers' connection, whichever end: the proof, requests, bytes into views.
+"""The wire format between keepers, for both ends: proof, requests, listings, bytes.
 
-Nothing here is unpickled, and no length is believed beyond its bound.
+Nothing is unpickled, and every received length is bounded.
 """
 
 from __future__ import annotations
@@ -45,45 +45,44 @@ __all__ = [
 ]
 
 CHALLENGE_BYTES: Final = 32
-#: Length of a JSON text, or of a refusal.
+#: Length of a JSON text or of a refusal.
 SIZE: Final = struct.Struct("<I")
 #: Size and crc32 of a chunk.
 CHUNK: Final = struct.Struct("<II")
-#: The kernel takes up to 1024 in one call.
+#: The kernel takes up to 1024 buffers in one call.
 _VIEWS_MAX: Final = 512
 _HELD: Final = tuple(field.name for field in fields(Held))
 _values_of: Final = operator.attrgetter(*_HELD)
 _SILENT: Final = "the peer sends nothing"
 _CLOSED: Final = "the peer closed the connection"
-#: Seconds of silence, seconds between probes, probes: then a machine that vanished is noticed.
+#: Idle seconds, seconds between probes, probes: after that a machine counts as gone.
 _KEEP_ALIVE: Final = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-#: Between machines so near, so little under way is 2 GB/s and more, and stays in the processors'
-#: second-level caches from the sender's copy to the receiver's: over loopback, 12 MB take 3.2 ms of
-#: processor time instead of 4.6, and arrive sooner beside trainers that leave no processor idle.
+#: Small buffers between near machines still carry 2 GB/s, and what is under way stays in the
+#: second-level caches: over loopback, 12 MB cost 3.2 ms of processor time instead of 4.6.
 _NEAR_S: Final = 100e-6
 _NEAR_BYTES: Final = ((socket.SO_SNDBUF, 128 << 10), (socket.SO_RCVBUF, 512 << 10))
-#: Where a struct tcp_info has the round trip in microseconds.
+#: The round trip in microseconds within a struct tcp_info.
 _ROUND_TRIP: Final = struct.Struct("68xI")
 #: A struct timeval.
 _TIME: Final = struct.Struct("@ll")
 
 
 def proof(secret: bytes, challenge: bytes) -> bytes:
-    """Return what only somebody who knows the secret can answer."""
+    """Return what only a peer with the secret can answer to a challenge."""
     return hmac.digest(secret, challenge, "sha256")
 
 
 def send_json(connection: socket.socket, value: Any) -> None:
-    """Send ``value`` behind its length."""
+    """Send a JSON text behind its length."""
     packet = json.dumps(value).encode()
     send(connection, SIZE.pack(len(packet)) + packet)
 
 
 def receive_json(connection: socket.socket, *, size_bytes_max: int) -> Any:
-    """Return what ``send_json`` sent.
+    """Receive what ``send_json`` sent.
 
     Raises:
-        ValueError: It is longer than that, or no JSON.
+        ValueError: It is too long, or no JSON.
         OSError: The connection broke.
     """
     (size_bytes,) = SIZE.unpack(receive(connection, SIZE.size))
@@ -93,10 +92,10 @@ def receive_json(connection: socket.socket, *, size_bytes_max: int) -> Any:
 
 
 def receive(connection: socket.socket, size_bytes: int) -> bytes:
-    """Return exactly so many bytes.
+    """Receive exactly ``size_bytes``.
 
     Raises:
-        OSError: The connection broke, was closed before, or is silent for too long.
+        OSError: The connection broke, was closed, or is silent for too long.
     """
     data = b""
     while len(data) < size_bytes:
@@ -114,7 +113,7 @@ def receive_views(connection: socket.socket, views: Sequence[memoryview]) -> Non
     """Fill ``views``, one after the other.
 
     Raises:
-        OSError: The connection broke, was closed before, or is silent for too long.
+        OSError: The connection broke, was closed, or is silent for too long.
     """
     left = [view for view in views if len(view)]
     while left:
@@ -138,11 +137,11 @@ def send(
     """Send all of ``data``.
 
     Args:
-        connection: Where to; see ``limit_waits``.
-        data: What.
-        flags: Of ``socket.send``.
-        stall_s: The peer may take nothing for so long, if that is longer than the limit.
-        moved: Called whenever some of it went: at least as often as the limit, on a slow link too.
+        connection: See ``limit_waits``.
+        data: The bytes.
+        flags: Flags of ``socket.send``.
+        stall_s: How long the peer may take nothing, if longer than the limit.
+        moved: Called whenever some bytes went out.
 
     Raises:
         OSError: The connection broke, or the peer takes nothing for too long.
@@ -164,10 +163,9 @@ def send(
 def limit_waits(
     connection: socket.socket, *, sending_s: float | None, receiving_s: float | None
 ) -> None:
-    """Have the kernel give up on a peer that is silent for so long; None waits for ever.
+    """Have the kernel give up on a silent peer; None waits for ever.
 
-    Not ``settimeout``: Python then asks before every call whether it would wait, and sends and
-    receives what fits into a buffer at a time, at half the speed.
+    ``settimeout`` would poll before each call and move one buffer at a time, at half the speed.
     """
     connection.settimeout(None)
     for option, stall_s in ((socket.SO_RCVTIMEO, receiving_s), (socket.SO_SNDTIMEO, sending_s)):
@@ -177,7 +175,7 @@ def limit_waits(
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel notice a machine that is gone, and send small things at once."""
+    """Have the kernel notice a machine that is gone, and send small packets at once."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE:
@@ -185,7 +183,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def fit_buffers(connection: socket.socket) -> None:
-    """Keep what is under way to a near peer small; for one far away the kernel finds the size."""
+    """Use small buffers to a near peer; the kernel sizes those to one far away."""
     said = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
     (round_trip_us,) = _ROUND_TRIP.unpack(said)
     if round_trip_us * 1e-6 <= _NEAR_S:
@@ -196,13 +194,13 @@ def fit_buffers(connection: socket.socket) -> None:
 def has_hung_up(connection: socket.socket) -> bool:
     """Return whether the other end closed the connection, or it broke."""
     poll = select.poll()
-    # Of the other events, hanging up altogether and errors are always told.
+    # Complete hang-ups and errors are always reported.
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))
 
 
 def fields_of(held: Held) -> Sequence[int]:
-    """Return what ``held_of`` reads: the fields in their order, a dozen of them a step."""
+    """Return the fields of ``held`` in order."""
     values: Sequence[int] = _values_of(held)
     return values
 
@@ -211,7 +209,7 @@ def held_of(values: Sequence[Any]) -> Held:
     """Return what a JSON array of the fields says.
 
     Raises:
-        TypeError, ValueError: It does not.
+        TypeError, ValueError: It is invalid.
     """
     return Held(**dict(zip(_HELD, map(int, values), strict=True)))
 
@@ -221,9 +219,9 @@ class Listed:
     """An arena of a peer.
 
     Attributes:
-        body_bytes: What a slot of it can hold.
+        body_bytes: What a slot can hold.
         parts: Its complete versions, oldest first.
-        kept: Attempt and step of the one that all ranks and all their peers have.
+        kept: Attempt and step of the version that all ranks and their peers have.
     """
 
     body_bytes: int
@@ -236,7 +234,7 @@ class Listing:
     """What a peer's own ranks have written.
 
     Attributes:
-        news: To be given as ``after`` next time.
+        news: To pass as ``after`` next time.
         arenas: By name.
     """
 
@@ -259,10 +257,10 @@ class Listing:
 
 
 def listing_of(answer: Any) -> Listing:
-    """Return the listing that a JSON object says.
+    """Return the listing in a JSON object.
 
     Raises:
-        KeyError, TypeError, ValueError: It says none.
+        KeyError, TypeError, ValueError: It is invalid.
     """
     return Listing(
         news=int(answer["news"]),
@@ -285,7 +283,7 @@ def _version_of(answer: Any) -> tuple[int, int] | None:
 
 
 def behind(views: Sequence[memoryview], size_bytes: int) -> list[memoryview]:
-    """Return what is left of ``views`` behind their first ``size_bytes``."""
+    """Return ``views`` without their first ``size_bytes``."""
     left: list[memoryview] = []
     for view in views:
         cut = min(size_bytes, len(view))
@@ -306,11 +304,11 @@ def first(views: Sequence[memoryview], size_bytes: int) -> Iterator[memoryview]:
 
 
 class Refused(Exception):  # noqa: N818  an answer, not a failure
-    """The other side says why not."""
+    """The other side refuses, and says why."""
 
 
 class RateLimit:
-    """A token bucket of one second's worth; a debt is slept off by whoever made it.
+    """A token bucket of one second's worth; whoever overdraws it sleeps.
 
     Args:
         bytes_per_s: 0 is no limit.

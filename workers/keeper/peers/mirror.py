@@ -1,10 +1,10 @@
-"""Copies of what the ranks of another node write: the loss of that node costs no version.
+"""Copies what the ranks of another node write: losing that node then costs no version.
 
-A mirror follows one peer's keeper. It always takes the newest version of each arena and skips
-what it has missed, straight from the connection into a slot of its own memory. The ranks over
-there take no snapshot while their newest one is not copied, so a mirror hardly ever chases them,
-and they never wait for it either. Once they go on without, both sides keep the newest version that
-all have, and it is problem. When the peer is gone its copies stay and are served from here.
+A mirror follows one peer's keeper. It takes the newest version of each arena, skips missed ones,
+and reads straight into a slot of its own memory. The ranks over there take no snapshot while their
+newest one is not copied; they skip snapshots rather than wait. If they go on regardless, both sides
+keep the newest version that all ranks have, and it is reported. When the peer is gone its copies
+stay and are served from here.
 
 Counterparts: ``workers.keeper.peers.server`` lists and sends, ``workers.memory.arena`` keeps.
 """
@@ -28,29 +28,27 @@ __all__ = ["Mirror", "Mirrors", "wanted"]
 
 Lineage: TypeAlias = Sequence[tuple[int, int]]
 
-#: Memory that was refused is asked for again, other arenas may have been let go of.
+#: Refused memory is requested again after this: other arenas may be gone by then.
 _REFUSED_S: Final = 10.0
-#: It is problem when so many copies in a row were written over while they were made.
+#: Copies in a row that were overwritten while being made, before it is reported.
 _OVERTAKEN_MAX: Final = 2
 
 
 def wanted(parts: Sequence[Held], lineage: Lineage) -> Held | None:
-    """Return which of an arena's versions to hold a copy of: the newest that counts."""
+    """Return the version of an arena to copy: the newest that counts."""
     counting = [part for part in parts if counts(part, lineage)]
     return max(counting, key=lambda part: (part.attempt, part.step), default=None)
 
 
 class Mirror(Replication):
-    """Copies the newest versions of one peer's ranks in a thread of its own until ``stop``.
+    """Copies the newest versions of one peer's ranks in its own thread until ``stop``.
 
     Args:
-        slots: Takes the copies, under ``copy_name`` of the peer's node and the arena; its lineage
-            says which versions are dead.
-        peer: Whose.
-        secret: Of the peer's keeper.
-        on_problem: Called from the thread with a line for each thing that is in the way, and twice
-            a minute again while it is.
-        niceness: Of the thread.
+        slots: Takes the copies, under ``copy_name``; its lineage says which versions count.
+        peer: The peer.
+        secret: Secret of the peer's keeper.
+        on_problem: See ``Replication``.
+        niceness: See ``Replication``.
     """
 
     def __init__(
@@ -66,12 +64,12 @@ class Mirror(Replication):
         super().__init__(what, [self._client], on_problem, niceness)
         self._slots = slots
         self._peer = peer
-        #: What the peer knows to be copied, by arena; and how many connections were made by then.
+        #: What the peer knows to be copied, by arena, and over how many connections it was told.
         self._told: dict[str, Held] = {}
         self._told_over = 0
-        #: Arenas that there is no memory for, and when to ask again.
+        #: Arenas without memory, and when to ask again.
         self._refused: dict[str, float] = {}
-        #: How many copies in a row were overtaken, by arena.
+        #: Overtaken copies in a row, by arena.
         self._overtaken: dict[str, int] = {}
         self._start()
 
@@ -96,9 +94,9 @@ class Mirror(Replication):
             self._is_well()
 
     def _news_of(self, newest: dict[str, Held]) -> dict[str, Held]:
-        """Return which of these the peer has to be told of: nothing before need be waited for.
+        """Return the copies that the peer does not know of yet.
 
-        All of them over a new connection: to go on with a copy may have taken one.
+        A new connection, which continuing a copy may have made, needs all of them again.
         """
         if self._told_over != self._client.num_connections:
             self._told_over = self._client.num_connections
@@ -108,7 +106,7 @@ class Mirror(Replication):
         return news
 
     def _copy(self, name: str, listed: Listed) -> bool:
-        """Return whether a copy is held of all that counts and is listed."""
+        """Return whether all that counts in this listing is copied."""
         source = wanted(listed.parts, self._slots.lineage)
         if source is None:
             return bool(listed.parts)
@@ -120,7 +118,7 @@ class Mirror(Replication):
         try:
             return _holds(target, source) or self._read(name, source, target, listed.kept)
         except ValueError:
-            # The arena was let go of under our hands: the next listing finds that out.
+            # The arena was freed meanwhile: the next listing shows it.
             return False
 
     def _target(self, name: str, body_bytes: int) -> Arena | None:
@@ -148,7 +146,7 @@ class Mirror(Replication):
             self._client.read(name, source, 0, [target.body(slot)[:size_bytes]])
         except StorageError as error:
             if error.facts["refused"]:
-                # Written over, or let go of: the next listing has what is there now.
+                # Overwritten or freed: the next listing has what is there now.
                 self._note_overtaken(name, source)
                 return False
             raise
@@ -158,7 +156,7 @@ class Mirror(Replication):
         return True
 
     def _note_overtaken(self, name: str, source: Held) -> None:
-        """Tell of ranks that did not wait any longer; once it is what a new attempt does."""
+        """Report ranks that no longer wait. A new attempt may do so once."""
         self._overtaken[name] = self._overtaken.get(name, 0) + 1
         if self._overtaken[name] >= _OVERTAKEN_MAX:
             self._report_problem(
@@ -170,13 +168,7 @@ class Mirror(Replication):
 
 
 class Mirrors:
-    """The mirrors of one keeper: of the peers that its newest order names.
-
-    Args:
-        slots: Takes the copies.
-        on_problem: See ``Mirror``.
-        niceness: See ``Mirror``.
-    """
+    """The mirrors of one keeper, for the peers that its newest order names."""
 
     def __init__(
         self, slots: NodeSlots, on_problem: Callable[[str], object], niceness: int = 0
@@ -187,7 +179,7 @@ class Mirrors:
         self._mirrors: dict[Peer, Mirror] = {}
 
     def follow(self, peers: Sequence[Peer]) -> None:
-        """Follow these and nobody else; who is followed already goes on."""
+        """Follow these peers only; mirrors that run already continue."""
         for peer in self._mirrors.keys() - set(peers):
             self._mirrors.pop(peer).stop()
         for peer in peers:
@@ -197,13 +189,13 @@ class Mirrors:
                 )
 
     def stop(self) -> None:
-        """Follow nobody; what was copied stays."""
+        """Follow nobody; the copies stay."""
         for peer in list(self._mirrors):
             self._mirrors.pop(peer).stop()
 
 
 def _holds(arena: Arena, source: Held) -> bool:
-    """Return whether a copy is there, which only differs in where it is."""
+    """Return whether a copy of ``source`` is there."""
     return any(_content(held) == _content(source) for held in arena.versions())
 
 

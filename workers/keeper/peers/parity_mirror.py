@@ -1,15 +1,13 @@
-"""Parities of a group of nodes in place of copies: k nodes, each 1/(k-1) of a part in memory.
+"""Parities of a group of nodes in place of copies: of k nodes, each keeps 1/(k-1) of a part.
 
-Every node of the group runs one of these. It waits until all ranks of the group have finished
-the same version, reads from each other node the blocks that its own parities are of, and keeps
-their parities; each byte of a part travels once, or twice for double parity. Ranks take no
-snapshot while a node of their group has not made its parities of the newest one.
+Every node of the group runs one of these. It waits until all ranks of the group have finished the
+same version, reads the blocks that its parities cover from the other nodes, and keeps the parities.
+Each byte travels once, or twice for double parity. Ranks take no snapshot while a node of their
+group has not made its parities of the newest one.
 
-A group has rows: the first ranks of its nodes are protected together, then the second ones. A
-node with fewer ranks has no part in the last rows.
-
-Where the ranks of a row are replicas, each has made its parity itself, and what is read from the
-other nodes is only the records of their parts.
+Row i of a group is the i-th rank of each node; a node with fewer ranks is not in the last rows. If
+the ranks of a row are replicas, each rank has made its parity itself, and only the records of the
+other parts travel.
 
 Counterpart: ``workers.parity.rebuild`` reads parts from what is left of a group.
 """
@@ -33,8 +31,7 @@ from workers.protocol import Held, Member, ParityGroup
 
 __all__ = ["ParityMirror", "parity_name"]
 
-#: Takes the place of a node in the names of copies: nobody copies these. See ``is_parity`` of
-#: ``workers.memory.retention``.
+#: In place of a node in the names of copies: nobody copies these (``is_parity``).
 _PREFIX: Final = "parity"
 
 
@@ -42,9 +39,9 @@ def parity_name(row: int, attempt: int, number: int = 0) -> str:
     """Return the name of the arena with a node's parities of a row.
 
     Args:
-        row: Of the group.
-        attempt: Of the group.
-        number: How many arenas of the row were too small for what it has grown to.
+        row: Row of the group.
+        attempt: Attempt of the group.
+        number: How many arenas of the row became too small before.
     """
     return f"{_PREFIX}/{row}{f'-{number}' if number else ''}.{attempt}"
 
@@ -58,19 +55,18 @@ class _Found:
     held: Held
 
 
-#: Of a node: by rank, then by step.
+#: The versions of a node by rank, then by step.
 _Versions = Mapping[int, Mapping[int, _Found]]
 
 
 class ParityMirror(Replication):
-    """Keeps this node's parities of a group in a thread of its own until ``stop``.
+    """Keeps this node's parities of a group in its own thread until ``stop``.
 
     Args:
         slots: Takes the parities, under ``parity_name``.
-        group: Whom to follow.
-        on_problem: Called from the thread with a line for each thing that is in the way, and twice
-            a minute again while it is.
-        niceness: Of the thread.
+        group: The group.
+        on_problem: See ``Replication``.
+        niceness: See ``Replication``.
     """
 
     def __init__(
@@ -89,22 +85,22 @@ class ParityMirror(Replication):
         super().__init__(what, list(self._peers.values()), on_problem, niceness)
         self._slots = slots
         self._group = group
-        #: The newest version that all ranks of the group and the nodes with its parities have.
+        #: The newest version that all ranks, and all nodes with parities of it, have.
         self._kept: tuple[int, int] | None = None
         #: What peers know to be protected, by place and arena.
         self._told: dict[tuple[int, str], Held] = {}
         self._start()
 
     def stop(self) -> None:
-        """Follow nobody any more, at once; what is held stays."""
+        """Stop at once; the parities stay."""
         self._stopping.set()
-        # It may be waiting for what the own ranks write.
+        # It may be waiting for this node's own ranks.
         self._slots.tell()
         super().stop()
 
     def _replicate(self) -> None:
         self._told.clear()
-        # A node without ranks keeps parities and has no part in them.
+        # A node without ranks keeps parities, but contributes nothing.
         news = {index: -1 for index, place in enumerate(self._group.places) if place.ranks}
         listed: dict[int, Mapping[str, Listed]] = {}
         steps = dict.fromkeys(news, 0)
@@ -113,7 +109,8 @@ class ParityMirror(Replication):
         while not self._stopping.is_set():
             newest = max(steps.values())
             for place, after in list(news.items()):
-                # Whoever has the newest version is asked all the same: not to is not to follow.
+                # A node with the newest version is asked too: one that is not asked is not
+                # followed.
                 waits = newest <= made or steps[place] < newest
                 timeout_s = POLL_S / len(news) if waits else 0.0
                 news[place], listed[place] = self._list(place, after, timeout_s)
@@ -138,7 +135,7 @@ class ParityMirror(Replication):
         }
 
     def _make(self, versions: Mapping[int, _Versions], step: int) -> bool:
-        """Return whether all rows' parities of a step are there now."""
+        """Return whether all rows' parities of a step are there."""
         for row in range(self._group.num_rows):
             found = {
                 index: versions[index][place.ranks[row]].get(step)
@@ -153,7 +150,7 @@ class ParityMirror(Replication):
         return True
 
     def _complete_row(self, row: int, step: int, found: Mapping[int, _Found]) -> bool:
-        """Put the members' records to the parity that this node's rank has made."""
+        """Add the members' records to the parity that this node's rank has made."""
         rank = self._group.places[self._group.place].ranks[row]
         arena, made = self._made(rank, step)
         own = self._slots.arena(found[self._group.place].arena)
@@ -183,7 +180,7 @@ class ParityMirror(Replication):
         """Return the parity that a rank of this node has made from its replica.
 
         Raises:
-            ArenaError: It has made none; it does so before it finishes its own part.
+            ArenaError: There is none. A rank makes it before it finishes its own part.
         """
         version = (self._group.attempt, step, -1 - rank)
         for name, arena in self._slots.arenas().items():
@@ -234,9 +231,9 @@ class ParityMirror(Replication):
         return True
 
     def _reserve(self, row: int, body_bytes: int) -> Arena:
-        """Return memory for parities of a row; where parts have grown, beside what there is.
+        """Return memory for parities of a row; larger parts get a new arena beside the old ones.
 
-        What that holds protects the versions before, until the attempt is over.
+        Those protect the older versions until the attempt is over.
         """
         names = (parity_name(row, self._group.attempt, number) for number in itertools.count())
         for name in names:
@@ -246,7 +243,7 @@ class ParityMirror(Replication):
         raise AssertionError("numbers do not end")
 
     def _tell(self, listed: Mapping[int, Mapping[str, Listed]], made: int) -> None:
-        """Tell the peers which of their newest versions need not be waited for any more."""
+        """Tell the peers which of their newest versions need no longer be waited for."""
         for place, client in self._peers.items():
             for name, each in listed[place].items():
                 newest = each.parts[-1] if each.parts else None
@@ -273,9 +270,9 @@ def _newest(versions: _Versions, ranks: Sequence[int]) -> int:
 
 
 def _kept(listed: Mapping[int, Mapping[str, Listed]], attempt: int) -> tuple[int, int] | None:
-    """Return what no rank writes over: they agree, and one may be ahead with its word.
+    """Return the version that no rank overwrites; one rank may name a newer one already.
 
-    What ranks of an older attempt left says what was kept then.
+    Ranks of an older attempt say what was kept then: ignored.
     """
     said = [each.kept for arenas in listed.values() for each in arenas.values()]
     return min((kept for kept in said if kept is not None and kept[0] == attempt), default=None)

@@ -1,4 +1,4 @@
-"""A thread that follows peers' keepers until it is stopped, whatever becomes of the peers."""
+"""A thread that replicates what peers' ranks write, and retries while a peer is unreachable."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from workers.keeper.slots import be_nice
 
 __all__ = ["POLL_S", "Replication"]
 
-#: How long peers may keep a listing back for want of news.
+#: How long a peer may hold back a listing without news.
 POLL_S: Final = 1.0
-#: Between two tries to reach a peer: the first, then twice as long each time, up to the last.
+#: Pause before the next try to reach a peer, doubled up to the maximum.
 _PAUSE_S_MIN: Final = 0.05
 _PAUSE_S_MAX: Final = 2.0
-#: It is problem once every try failed for so long: a connection may break.
+#: Failures are reported only after this long: a connection may break once.
 _PROBLEM_S: Final = 1.0
-#: What is in the way is said again so often: ``Problems.tell`` forgets after twice the time.
+#: Period of repeating a report: ``Problems.tell`` forgets after twice that.
 _REPEAT_S: Final = 30.0
 
 
 class Replication(ABC):
-    """What a mirror of any kind has in common; the thread begins with ``_start``.
+    """What the mirrors have in common. The thread starts with ``_start``.
 
     Args:
-        what: Is done for the peers, in a sentence that goes on with "fails".
-        clients: Of the peers.
-        on_problem: Called from the thread with a line for each thing that is in the way, and twice
-            a minute again while it is.
-        niceness: Of the thread.
+        what: What is done for the peers; a report appends "fails".
+        clients: Clients of the peers.
+        on_problem: Called from the thread with a line for each problem, every 30 s while it lasts.
+        niceness: Niceness of the thread.
     """
 
     def __init__(
@@ -51,13 +50,13 @@ class Replication(ABC):
         self._stopping = threading.Event()
         self._num_failures = 0
         self._failing_s = float("inf")
-        #: When problem was told last, by subject; "" is the peers themselves.
+        #: When a problem was reported last, by subject; "" is the peers themselves.
         self._reported: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     @abstractmethod
     def _replicate(self) -> None:
-        """Follow the peers over fresh connections until something fails or ``_stopping`` is set.
+        """Replicate over fresh connections until something fails or ``_stopping`` is set.
 
         Raises:
             StorageError: A peer is gone.
@@ -65,7 +64,7 @@ class Replication(ABC):
         """
 
     def stop(self) -> None:
-        """Follow nobody any more, at once; what is held stays."""
+        """Stop at once; the copies stay."""
         self._stopping.set()
         for client in self._clients:
             client.abort()
@@ -96,7 +95,7 @@ class Replication(ABC):
             client.close()
 
     def _is_well(self) -> None:
-        """Take note that all that was asked for could be had."""
+        """Note that the peers answer."""
         self._num_failures, self._failing_s = 0, float("inf")
         self._reported.pop("", None)
 

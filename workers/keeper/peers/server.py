@@ -1,9 +1,9 @@
-"""The keepers' data plane: byte ranges of slots over TCP, from one node's memory to another's.
+"""The keepers' data plane: serves byte ranges of slots to other nodes over TCP.
 
-A connection proves that it knows the keeper's secret and then asks, one thing after the other.
-Every chunk carries its crc32, and the server looks at the slot again before each: what was
-written over meanwhile is refused and never sent as if it were the version that was asked for. Who
-verifies all bytes by the version's own record asks for them unchecked, without crc32.
+A client proves that it knows the keeper's secret, then sends one request after the other.
+Every chunk carries its crc32, and the server checks the slot before each: a version that was
+overwritten meanwhile is refused, never sent. A client that verifies all bytes against the
+version's own record may ask for unchecked chunks, which carry no crc32.
 
     server  32 random bytes
     client  HMAC-SHA256 of them under the secret, 32 bytes
@@ -20,10 +20,9 @@ verifies all bytes by the version's own record asks for them unchecked, without 
             {"news": n, "arenas": {name: {"body_bytes": ..., "parts": [held, ...],
                                        "kept": [attempt, step] or null}}}
 
-Only what the node's own ranks wrote is listed, no copies. Whoever lists follows: as long as it
-goes on asking, the ranks of the listed arenas know that somebody copies them, and wait for it
-with their next snapshot; but for those that it says to do ``without``, and those whose newest
-version it has ``copied``.
+A listing holds what the node's own ranks wrote, no copies. A peer that lists is a follower: while
+it keeps asking, the ranks of the listed arenas wait for it with their next snapshot, except for
+arenas in ``without`` and arenas whose newest version is in ``copied``.
 """
 
 from __future__ import annotations
@@ -63,44 +62,44 @@ from workers.protocol import Held
 
 __all__ = ["CHUNK_BYTES", "LISTING_BYTES_MAX", "STALL_S", "PeerLiveness", "WireServer"]
 
-#: With 1 MiB a checksum finds the bytes in the cache still, but both ends are woken more often: a
-#: copy takes a tenth more processor time, and bytes without checksums a third more.
+#: A chunk of 1 MiB would still be cached for its checksum, but wakes both ends more often: a tenth
+#: more processor time, a third more for unchecked bytes.
 CHUNK_BYTES: Final = 4 << 20
-#: Where there is a limit, a chunk for everybody goes out in so long, but it is not less than so
-#: much: ranks wait for nobody to whom nothing went for 2 s, and who hears nothing for 5 s gives up.
+#: Under a rate limit all connections together send one chunk in this time, of at least the size
+#: below: ranks stop waiting for a peer after 2 s, a receiver gives up after 5 s.
 _CHUNK_S: Final = 0.05
 _CHUNK_BYTES_MIN: Final = 4 << 10
 _REQUEST_BYTES_MAX: Final = 64 << 10
 #: Three versions of some thousands of arenas.
 LISTING_BYTES_MAX: Final = 1 << 20
-#: A peer that neither sends nor takes for so long is given up; the caller has other sources.
+#: A peer that neither sends nor takes for this long is given up.
 STALL_S: Final = 5.0
-#: While a peer takes some of a chunk in so long, the ranks know that it is there.
+#: While a peer takes some bytes in this time, the ranks know that it is there.
 _SIGN_S: Final = 1.0
-#: Where a process may open no more files, it is tried again after this.
+#: Pause before the next ``accept`` when the process may open no more files.
 _ACCEPT_S: Final = 0.1
-#: A peer that lists is at rest no longer between two requests: ranks wait for it.
+#: A peer that lists may pause this long between two requests: ranks wait for it.
 _FOLLOW_STALL_S: Final = 2.0
-#: While there is no news, how often the server looks whether the peer is still there.
+#: Period of checking whether the peer is still there while there is no news.
 _LOOK_S: Final = 0.25
 _POLL_S_MAX: Final = 2.0
-#: For so long what a rank finished is kept back for the others of its node. They finish within 1 ms
-#: of each other, and a listing costs both ends 0.3 ms of processor time.
+#: News of one rank waits this long for the other ranks of its node. They finish within 1 ms of each
+#: other, and a listing costs 0.3 ms of processor time.
 _TOGETHER_S: Final = 0.003
 
-#: How often it is said that peers are still there, at most: far below what that is good for.
+#: The least period of telling ranks that peers are still there.
 _RENEW_S: Final = 0.2
 
 
 class WireServer:
-    """Serves the slots of ``slots`` on one interface until ``close``.
+    """Serves the arenas in ``slots`` on one interface until ``close``.
 
     Args:
-        slots: What there is.
-        host: Address of the interface to listen on: the data network's, not any.
-        secret: Of this keeper.
-        bytes_per_s: Most that goes out, over all connections; 0 is no limit.
-        niceness: Of the threads that send.
+        slots: The node's arenas.
+        host: Address to listen on: of the data network, not any.
+        secret: Secret of this keeper.
+        bytes_per_s: Limit over all connections; 0 is none.
+        niceness: Niceness of the sending threads.
     """
 
     def __init__(
@@ -122,13 +121,13 @@ class WireServer:
         self._listener = socket.create_server((host, 0), backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._open: set[socket.socket] = set()
-        #: What was listed last, by connection.
+        #: The last listing, by connection.
         self._listed: dict[socket.socket, dict[str, list[Held]]] = {}
         self._thread = threading.Thread(target=self._accept, name="wire", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Serve nobody any more; what is under way breaks off."""
+        """Stop serving; transfers break off."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -145,7 +144,7 @@ class WireServer:
             except OSError:
                 if self._closed:
                     return
-                # No descriptor is left, or no memory: whoever comes is served once there is.
+                # Out of descriptors or memory: try again later.
                 time.sleep(_ACCEPT_S)
                 continue
             self._open.add(connection)
@@ -154,7 +153,7 @@ class WireServer:
                     target=self._serve, args=(connection,), name="wire-peer", daemon=True
                 ).start()
             except RuntimeError:
-                # No thread is left. It asks again, or elsewhere.
+                # Out of threads: the peer asks again, or elsewhere.
                 self._open.discard(connection)
                 connection.close()
 
@@ -175,7 +174,8 @@ class WireServer:
                 while True:
                     if follows != self._liveness.follows(connection):
                         follows = self._liveness.follows(connection)
-                        # Others are idle between two loads and close themselves.
+                        # Other clients are idle between two loads, and close the connection
+                        # themselves.
                         receiving_s = _FOLLOW_STALL_S if follows else None
                         limit_waits(connection, sending_s=_SIGN_S, receiving_s=receiving_s)
                     request = receive_json(connection, size_bytes_max=_REQUEST_BYTES_MAX)
@@ -202,11 +202,11 @@ class WireServer:
             wait_s = min(_LOOK_S, max(end_s - time.monotonic(), 0.0))
             news = self._slots.wait_news(news, wait_s)
             versions = self._originals()
-            # The copies that are made here are news too, and nothing to the peer.
+            # Copies that are made here are news too, but not for the peer.
             if news != after and (after < 0 or versions != self._listed.get(connection)):
                 if after < 0 or _agree(versions):
                     break
-                # The other ranks are about to finish the same step: one listing for all.
+                # The other ranks are about to finish the same step: list them together.
                 end_s = min(end_s, time.monotonic() + _TOGETHER_S)
             if time.monotonic() >= end_s:
                 break
@@ -241,7 +241,7 @@ class WireServer:
             self._send(connection, CHUNK.pack(0, 0) + SIZE.pack(len(words)) + words)
 
     def _chunk_bytes(self) -> int:
-        """Return what is sent at once over each of the connections that there are now."""
+        """Return the chunk size for the number of connections there are now."""
         if not self._bytes_per_s:
             return CHUNK_BYTES
         shared_bytes = self._bytes_per_s * _CHUNK_S / max(len(self._open), 1)
@@ -268,7 +268,7 @@ class WireServer:
         value = 0 if is_unchecked else crc32(data)
         if arena.held(held.slot) != held:
             raise Refused(f"the snapshot after step {held.step} was overwritten")
-        # In one packet with what follows.
+        # In one packet with the data.
         self._send(connection, CHUNK.pack(len(data), value), socket.MSG_MORE)
         self._send(connection, data)
 
@@ -277,27 +277,24 @@ class WireServer:
 
 
 class PeerLiveness:
-    """Tells the ranks which arenas are followed, and what all who follow have got.
+    """Tells ranks which arenas are followed, and what all their followers have got.
 
-    Safe to call from several threads. A follower is whatever tells one from another.
-
-    Args:
-        slots: The arenas.
+    Thread-safe. A rank waits with its next snapshot for its followers.
     """
 
     def __init__(self, slots: NodeSlots) -> None:
         self._slots = slots
         self._lock = threading.Lock()
-        #: Of every follower, by arena, what it said to have got last.
+        #: What each follower said it has, by arena.
         self._got: dict[Hashable, dict[str, Held | None]] = {}
         self._renewed_s = 0.0
 
     def follows(self, follower: Hashable) -> bool:
-        """Return whether it follows anything."""
+        """Return whether the follower follows anything."""
         return follower in self._got
 
     def follow(self, follower: Hashable, names: Collection[str]) -> None:
-        """Have it follow these from now on and no others; () once it is gone."""
+        """Set the arenas of a follower; () once it is gone."""
         if self._got.get(follower, {}).keys() == set(names):
             self.renew()
             return
@@ -309,7 +306,7 @@ class PeerLiveness:
                 self._tell(name)
 
     def renew(self) -> None:
-        """Say that whoever follows still does; to be called whenever one gives a sign."""
+        """Note that the followers are still there; called at every sign of one."""
         now_s = time.monotonic()
         if not self._got or now_s - self._renewed_s < _RENEW_S:
             return
@@ -319,10 +316,9 @@ class PeerLiveness:
                 self._tell(name)
 
     def note_got(self, follower: Hashable, name: str, held: Held) -> None:
-        """Take note of what a follower has, or need not have.
+        """Note what a follower has, or need not have.
 
-        One that says so over a new connection, because the one that it followed by is gone, says
-        it once, and before it has asked for a listing there: it follows from now on.
+        A follower with a new connection may say so before it lists: it follows from then on.
         """
         with self._lock:
             self._got.setdefault(follower, {})[name] = held
@@ -333,7 +329,7 @@ class PeerLiveness:
         if arena is None:
             return
         got = [names[name] for names in self._got.values() if name in names]
-        # The arena may be let go of meanwhile.
+        # The arena may be freed meanwhile.
         with contextlib.suppress(ValueError):
             arena.set_followed(bool(got))
             newest = arena.newest()
