@@ -15,17 +15,17 @@ from typing import Any
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
 from ucp_core.storage import Store, join, open_store
 
-#: The settings of a run, as they were resolved when it was last opened.
+#: The run's settings, as they were resolved when it was last started or resumed.
 CONFIG = "config.yaml"
-#: The same for each time, by the number of the controller's life that opened it.
-OPENINGS = "openings"
-#: Written by the controller of each life: how to reach it.
+#: The same of each start and resume, under the number of the incarnation of the controller.
+SETTINGS = "settings"
+#: Written by each incarnation of the controller: how to reach it.
 CONTACT = "controller.json"
-#: What the journal amounts to up to some record, so that a controller need not fold it all.
-BOOKMARK = "bookmark.json"
-#: Where a run directory keeps its versions.
+#: The journal up to some record, folded, so that a restarted controller reads only the rest.
+COMPACTED = "compacted.json"
+#: The committed versions in storage.
 CHECKPOINTS = "checkpoints"
-#: Written last: its presence says that the run is over.
+#: Written last: once it is there the run is over.
 SUMMARY = "summary.json"
 #: Written by rank 0 when it completes the last step (``workers.train``).
 RESULT = "result.json"

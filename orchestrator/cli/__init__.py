@@ -1,1 +1,1 @@
-"""The commands of ``everstep``."""
+"""The commands of ``everstep``. Their exit codes are in ``exit_codes.TABLE``."""

@@ -1,17 +1,12 @@
-"""The ``everstep`` command.
-
-Exit codes: 0 success; 1 the run failed or the answer is "no"; 2 bad input (configuration,
-arguments, a run directory that holds no run); 3 no capacity or no cluster; 130 and 143 the command
-was ended by Ctrl-C or SIGTERM.
-"""
+"""The ``everstep`` command; ``exit_codes`` has the table of its exit codes."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial, wraps
 from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
@@ -19,13 +14,22 @@ from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 import typer
 from rich.console import Console
 
-from orchestrator.errors import CapacityError, OrchestratorError, RunFailedError
+from orchestrator.cli.exit_codes import (
+    TABLE,
+    ExitCode,
+    code_of_error,
+    code_of_outcome,
+    code_of_signal,
+)
+from orchestrator.driver import Interrupt, interrupts, raise_interrupt
+from orchestrator.errors import OrchestratorError
 from ucp_core.errors import UcpError
 from workers.errors import missing_extra
 
 app = typer.Typer(
     name="everstep",
     help="Elastic training for torch on Ray: runs that heal themselves.",
+    epilog=TABLE,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -35,37 +39,65 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for machines.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print JSON documents, one a line.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show the bound of every wait too.")]
 RunDirectory = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Path or fsspec URL.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Override settings.")
 ]
 
-_EXIT_CODES: dict[type[Exception], int] = {RunFailedError: 1, CapacityError: 3}
+#: How often ``status --watch`` looks.
+_WATCH_S = 1.0
 
 
 def main() -> NoReturn:
     """Run the command line; the process ends with the documented exit code."""
     app()
-    sys.exit(0)
+    sys.exit(ExitCode.OK)
 
 
 def _edge(command: Callable[P, R]) -> Callable[P, R]:
-    """Turn our errors into one line on stderr and the exit code that says whose fault it was."""
+    """Turn our errors into one line on stderr and an exit code; end cleanly on a signal."""
 
     @wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return command(*args, **kwargs)
+            with interrupts(raise_interrupt):
+                return command(*args, **kwargs)
         except (OrchestratorError, UcpError) as error:
             typer.echo(f"everstep: {error}", err=True)
-            raise typer.Exit(_EXIT_CODES.get(type(error), 2)) from error
+            raise typer.Exit(code_of_error(error)) from error
         except ModuleNotFoundError as error:
             if not (hint := missing_extra(error)):
                 raise
             typer.echo(f"everstep: {hint}", err=True)
-            raise typer.Exit(2) from error
+            raise typer.Exit(ExitCode.BAD_INPUT) from error
+        except Interrupt as interrupt:
+            raise typer.Exit(code_of_signal(interrupt.number)) from interrupt
 
     return wrapped
+
+
+def _version(*, wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"everstep {importlib.metadata.version('everstep')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=lambda wanted: _version(wanted=wanted),
+            is_eager=True,
+            help="Print the version.",
+        ),
+    ] = False,
+) -> None:
+    """Elastic training for torch on Ray: runs that heal themselves."""
 
 
 @app.command(epilog="Example: everstep run local/small train.steps=500 workers.max=3")
@@ -81,15 +113,19 @@ def run(
     *,
     address: Annotated[str | None, typer.Option(help="Ray cluster to train on.")] = None,
     local_nodes: Annotated[int | None, typer.Option(help="Simulated nodes to start here.")] = None,
-    detach: Annotated[bool, typer.Option(help="Return at once; the run goes on.")] = False,
+    detach: Annotated[bool, typer.Option(help="Return at once; the run continues.")] = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
-    """Train; or attach to the run in the directory that CONFIG names, or let it go on.
+    """Train; or attach to the run in the directory that CONFIG names, or resume it.
 
-    A run that was stopped, that failed or that lost its cluster goes on behind its last committed
-    step; settings on which no step depends may be others than before. Without --address and
-    RAY_ADDRESS a Ray cluster of simulated nodes is started on this machine. Ctrl-C leaves the run
-    going; `everstep stop` ends it.
+    A run that was stopped, that failed or that lost its cluster resumes after its last committed
+    step; settings that no step depends on may change.
+
+    With --address or RAY_ADDRESS the run belongs to that cluster: it continues whatever happens to
+    this command, and Ctrl-C only stops following it. Without, simulated nodes are started on this
+    machine. They end with this command: Ctrl-C, SIGTERM or a closed terminal stops the run at the
+    next step boundary, Ctrl-C again at once. --detach lets them live on until the run is over.
     """
     from orchestrator.config import load, run_preflight
 
@@ -100,30 +136,39 @@ def run(
         extra.append(f"cluster.local_nodes={local_nodes}")
     settings = load(config, extra, look=run_preflight)
     from orchestrator.detection import limits_from
-    from orchestrator.driver import RunView, launch_run, print_bounds
+    from orchestrator.driver import RunView, follow_run, launch_run, print_bounds
     from orchestrator.shell import bounds_document
 
     directory = settings.run.directory
     console = Console(stderr=as_json)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(f"run directory {directory}")
-    with _ending(f"no run was seen to begin; `everstep status {directory}` says if one did"):
-        launched = launch_run(settings, say=say)
-    print_bounds(
-        bounds_document(settings, limits_from(0.0, patience=settings.patience)),
-        settings.patience,
-        console,
-    )
+    try:
+        launched = launch_run(settings, detach=detach, say=say)
+    except Interrupt as interrupt:
+        _say_ended(interrupt, f"`everstep status {directory}` says whether a run was started")
+        raise
+    if verbose:
+        bounds_s = bounds_document(settings, limits_from(0.0, patience=settings.patience))
+        print_bounds(bounds_s, settings.patience, console)
     if detach:
-        _print({"run_directory": directory}, as_json=as_json)
+        say(
+            f"the run continues; look at it with `everstep status {directory}` or `everstep logs "
+            f"{directory} --follow`, stop it with `everstep stop {directory}`"
+        )
+        if as_json:
+            typer.echo(json.dumps({"run_directory": directory}))
         return
     view = RunView(console, title=settings.run.name, total_steps=settings.train.steps)
-    goes_on = f"the run goes on; the same command follows it, `everstep stop {directory}` ends it"
-    with _ending(goes_on), view:
-        summary = launched.follow(view.show)
-    if launched.cluster is not None:
-        launched.cluster.shutdown()
-    _finish(summary, as_json=as_json)
+    try:
+        followed = follow_run(launched, view)
+    except Interrupt as interrupt:
+        _say_ended(interrupt, launched.what_continues())
+        raise
+    _finish(followed.summary, as_json=as_json)
+    if followed.number is not None:
+        raise typer.Exit(code_of_signal(followed.number))
+    raise typer.Exit(code_of_outcome(followed.summary["outcome"]))
 
 
 @app.command(epilog="Example: everstep demo --json")
@@ -133,7 +178,7 @@ def demo(
     directory: Annotated[str, typer.Option(help="Where the two run directories go.")] = "runs/demo",
     as_json: Json = False,
 ) -> None:
-    """Train a small LM twice: undisturbed, and with a worker and a node killed under it."""
+    """Train a small LM twice: undisturbed, and with a worker and a node killed meanwhile."""
     import shutil
     from pathlib import Path
 
@@ -148,32 +193,108 @@ def demo(
     if as_json:
         typer.echo(json.dumps(asdict(result)))
     if not result.weights_equal:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
-@app.command(epilog="Example: everstep status runs/small --json")
+@app.command("list", epilog="Example: everstep list --address 10.0.0.1:6379")
 @_edge
-def status(run_dir: RunDirectory, *, as_json: Json = False) -> None:
-    """Say where a run is: phase, step, loss, workers, nodes, capacity asked for."""
-    from orchestrator.cli.status_view import print_status
-    from orchestrator.driver import read_status
+def list_(
+    *,
+    address: Annotated[
+        str | None, typer.Option(envvar="RAY_ADDRESS", help="Only this Ray cluster.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List every run on this machine or cluster, detached and orphaned ones too."""
+    from orchestrator.driver import list_runs, print_runs
 
-    document = read_status(run_dir)
+    runs = list_runs(address)
     if as_json:
-        typer.echo(json.dumps(document))
-        return
-    print_status(document, Console())
+        typer.echo(json.dumps({"runs": runs}))
+    else:
+        print_runs(runs, Console())
 
 
-@app.command(epilog="Example: everstep stop runs/small")
+@app.command(epilog="Example: everstep status runs/small --watch")
 @_edge
-def stop(run_dir: RunDirectory, *, as_json: Json = False) -> None:
-    """Stop a run at the next step boundary, with that step committed."""
-    from orchestrator.driver import contact, stop_run
+def status(
+    run_dir: RunDirectory,
+    *,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Print it every second until the run is over.")
+    ] = False,
+    verbose: Verbose = False,
+    as_json: JsonLines = False,
+) -> None:
+    """Show how a run is: phase, step, loss, workers, nodes, what is safe."""
+    from orchestrator.driver import print_status, read_status
 
+    console = Console()
+    while True:
+        document = read_status(run_dir)
+        if as_json:
+            typer.echo(json.dumps(document))
+        else:
+            if watch:
+                console.clear()
+            print_status(document, console, verbose=verbose)
+        if not watch or document["controller"] == "over":
+            return
+        time.sleep(_WATCH_S)
+
+
+@app.command(epilog="Example: everstep logs runs/small --follow")
+@_edge
+def logs(
+    run_dir: RunDirectory,
+    *,
+    rank: Annotated[int, typer.Option(min=-1, help="Whose lines; -1 for all ranks.")] = 0,
+    attempt: Annotated[
+        int | None, typer.Option(min=1, help="Of this attempt only; all if left out.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Wait for more until the run is over.")
+    ] = False,
+    as_json: JsonLines = False,
+) -> None:
+    """Print what the training script printed, rank 0 unless asked otherwise."""
+    from orchestrator.driver import read_logs
+
+    one_rank = rank if rank >= 0 else None
+    for line in read_logs(run_dir, rank=one_rank, attempt=attempt, follow=follow):
+        if as_json:
+            typer.echo(json.dumps(asdict(line)))
+        else:
+            typer.echo(line.text if rank >= 0 else f"[rank {line.rank}] {line.text}")
+
+
+@app.command(epilog="Example: everstep stop runs/small --wait")
+@_edge
+def stop(
+    run_dir: RunDirectory,
+    *,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when the run is over.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Kill its processes now; steps since the last save are lost."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Stop a run at the next step boundary, with that step committed."""
+    from orchestrator.driver import await_end, kill_run, safe_text, stop_run
+
+    if force:
+        kill_run(run_dir)
+        _print({"killed": run_dir, "note": safe_text(run_dir)}, as_json=as_json)
+        return
     say = partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True)
-    stop_run(run_dir, contact(run_dir), "everstep stop", say=say)
-    _print({"stopping": run_dir}, as_json=as_json)
+    stop_run(run_dir, "everstep stop", say=say)
+    if not wait:
+        _print({"stopping": run_dir}, as_json=as_json)
+        return
+    summary = await_end(run_dir)
+    _finish(summary, as_json=as_json)
+    raise typer.Exit(code_of_outcome(summary["outcome"]))
 
 
 @app.command(epilog="Example: everstep report runs/demo/disturbed --compare runs/demo/undisturbed")
@@ -232,26 +353,43 @@ def convert(  # noqa: PLR0913 - options of a command
     )
 
 
-@app.command(epilog="Example: everstep plan --recovery runs/small --lose 3f9c --lose worker:w0002")
+@app.command(epilog="Example: everstep plan runs/small --lose 3f9c --lose worker:w0002")
 @_edge
 def plan(
+    run_dir: Annotated[
+        str | None, typer.Argument(metavar="[RUN_DIR]", help="A run that is under way.")
+    ] = None,
     *,
-    recovery: Annotated[str, typer.Option(metavar="RUN_DIR", help="A run that goes on now.")],
+    recovery: Annotated[
+        str | None, typer.Option(metavar="RUN_DIR", help="The same as the argument.")
+    ] = None,
     lose: Annotated[
-        list[str], typer.Option(metavar="NODE", help="Node id or its beginning; worker:w0003.")
-    ],
+        list[str] | None,
+        typer.Option(metavar="NODE", help="Node id or its beginning; worker:w0003."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what would happen now if machines were lost: version, lost steps, sources, workers."""
-    from orchestrator.driver import plan_losses
+    """Say what would happen now if machines were lost: version, lost steps, sources, workers.
 
-    found = plan_losses(recovery, lose)
-    if as_json:
-        typer.echo(json.dumps(found.to_json()))
+    Without --lose, says it for the loss of each single node.
+    """
+    from orchestrator.driver import plan_each_node, plan_losses, print_node_plans, print_plan
+
+    where = run_dir or recovery
+    if where is None:
+        raise typer.BadParameter("name the run: everstep plan RUN_DIR")
+    if lose:
+        found = plan_losses(where, lose)
+        if as_json:
+            typer.echo(json.dumps(found.to_json()))
+        else:
+            print_plan(found, Console())
         return
-    from orchestrator.driver import print_plan
-
-    print_plan(found, Console())
+    each = plan_each_node(where)
+    if as_json:
+        typer.echo(json.dumps({"plans": [one.to_json() for one in each]}))
+    else:
+        print_node_plans(each, Console())
 
 
 @app.command(epilog="Example: everstep doctor run.yaml --address auto")
@@ -262,23 +400,23 @@ def doctor(
     ] = None,
     overrides: Overrides = None,
     *,
-    address: Annotated[str | None, typer.Option(help="Ray cluster to look at.")] = None,
+    address: Annotated[str | None, typer.Option(help="Ray cluster to check.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Look for what a run would fail of: versions, storage, network, memory, room for workers.
+    """Check a cluster before a run: versions, storage, network, memory, room for workers.
 
-    Looks at this machine, or at every node of the cluster that --address, CONFIG or RAY_ADDRESS
-    names. Exit code 1 if a run could not work.
+    Checks this machine, or every node of the cluster that --address, CONFIG or RAY_ADDRESS names.
+    Exit code 1 if a run would not work.
     """
     from orchestrator.config import load
-    from orchestrator.driver import address_of, advice_lines, examine, report
+    from orchestrator.driver import advice_lines, examine, report
 
     settings = load(config, list(overrides or [])) if config is not None else None
-    findings, nodes = examine(settings, address=address_of(settings, address))
+    findings, nodes = examine(settings, address=address)
     document = report(findings, nodes)
     typer.echo(json.dumps(document) if as_json else "\n".join(advice_lines(findings)))
     if not document["ok"]:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command(epilog="Example: everstep simulate --histories 1000 --seed 7")
@@ -295,30 +433,11 @@ def simulate(
     campaign = run_campaign(range(seed, seed + histories))
     _print(campaign.to_json(), as_json=as_json)
     if campaign.failures:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM came."""
-
-
-@contextmanager
-def _ending(what_then: str) -> Iterator[None]:
-    """Say what becomes of the run if Ctrl-C or SIGTERM ends the command within the block."""
-
-    def terminate(_number: int, _frame: object) -> NoReturn:
-        raise _Terminated
-
-    # Ray's own handler prints a stack; Python's would end us with nothing cleaned up.
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
-        typer.echo(f"everstep: ended by {number.name}: {what_then}", err=True)
-        raise typer.Exit(128 + number) from error
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+def _say_ended(interrupt: Interrupt, what_then: str) -> None:
+    typer.echo(f"everstep: ended by {interrupt.number.name}: {what_then}", err=True)
 
 
 def _print(document: dict[str, Any], *, as_json: bool) -> None:
@@ -330,6 +449,7 @@ def _print(document: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _finish(summary: dict[str, Any], *, as_json: bool) -> None:
+    """Print how a run ended."""
     if as_json:
         typer.echo(json.dumps(summary))
     else:
@@ -339,10 +459,9 @@ def _finish(summary: dict[str, Any], *, as_json: bool) -> None:
         _print(rounded, as_json=False)
     if summary["outcome"] == "stopped":
         typer.echo(
-            f"stopped after step {summary['steps']}: {summary['reason']}; the same command goes "
-            "on from there",
+            f"stopped after step {summary['steps']}: {summary['reason']}; the same command "
+            "resumes from there",
             err=True,
         )
-    if summary["outcome"] == "failed":
+    elif summary["outcome"] != "completed":
         typer.echo(f"\n{summary['reason']}", err=True)
-        raise typer.Exit(1)

@@ -163,7 +163,8 @@ class FinishRun:
     """The run is over: release everything and write the summary.
 
     Attributes:
-        outcome: "completed", "stopped" or "failed".
+        outcome: "completed", "stopped", "failed", or "no_capacity" if too few workers could be had
+            for too long.
         reason: One line; for "failed" the user's traceback comes first if a user error caused it.
     """
 

@@ -1,46 +1,89 @@
-"""The process that a user starts: launch, follow, doctor, convert, demo."""
+"""The process that a user starts: launch, follow, list, doctor, convert, demo."""
 
 from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.driver.console import RunView, print_bounds, print_plan, sources_text
+    from orchestrator.driver.console import (
+        RunView,
+        print_bounds,
+        print_node_plans,
+        print_plan,
+        print_runs,
+        print_status,
+    )
     from orchestrator.driver.convert import convert_command
     from orchestrator.driver.demo import run_demo
-    from orchestrator.driver.doctor import address_of, advice_lines, examine
-    from orchestrator.driver.findings import report
-    from orchestrator.driver.launch import launch_run, stop_run
-    from orchestrator.driver.status import contact, plan_losses, read_status, replay_run
+    from orchestrator.driver.doctor import advice_lines, examine, report
+    from orchestrator.driver.follow import follow_run
+    from orchestrator.driver.launch import (
+        await_end,
+        kill_run,
+        launch_run,
+        safe_text,
+        stop_run,
+    )
+    from orchestrator.driver.listing import list_runs
+    from orchestrator.driver.logs import read_logs
+    from orchestrator.driver.recovery_plan import plan_each_node, plan_losses
+    from orchestrator.driver.signals import Interrupt, interrupts, raise_interrupt
+    from orchestrator.driver.status import read_status, replay_run
+
+_NAMES = {
+    "orchestrator.driver.console": (
+        "RunView",
+        "print_bounds",
+        "print_node_plans",
+        "print_plan",
+        "print_runs",
+        "print_status",
+    ),
+    "orchestrator.driver.convert": ("convert_command",),
+    "orchestrator.driver.demo": ("run_demo",),
+    "orchestrator.driver.doctor": ("advice_lines", "examine", "report"),
+    "orchestrator.driver.follow": ("follow_run",),
+    "orchestrator.driver.signals": ("Interrupt", "interrupts", "raise_interrupt"),
+    "orchestrator.driver.launch": (
+        "await_end",
+        "kill_run",
+        "launch_run",
+        "safe_text",
+        "stop_run",
+    ),
+    "orchestrator.driver.listing": ("list_runs",),
+    "orchestrator.driver.logs": ("read_logs",),
+    "orchestrator.driver.recovery_plan": ("plan_each_node", "plan_losses"),
+    "orchestrator.driver.status": ("read_status", "replay_run"),
+}
 
 __all__ = [
+    "Interrupt",
     "RunView",
-    "address_of",
     "advice_lines",
-    "contact",
+    "await_end",
     "convert_command",
     "examine",
+    "follow_run",
+    "interrupts",
+    "kill_run",
     "launch_run",
+    "list_runs",
+    "plan_each_node",
     "plan_losses",
     "print_bounds",
+    "print_node_plans",
     "print_plan",
+    "print_runs",
+    "print_status",
+    "raise_interrupt",
+    "read_logs",
     "read_status",
     "replay_run",
     "report",
     "run_demo",
-    "sources_text",
+    "safe_text",
     "stop_run",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "orchestrator.driver.console": ("RunView", "print_bounds", "print_plan", "sources_text"),
-        "orchestrator.driver.convert": ("convert_command",),
-        "orchestrator.driver.demo": ("run_demo",),
-        "orchestrator.driver.doctor": ("address_of", "advice_lines", "examine"),
-        "orchestrator.driver.findings": ("report",),
-        "orchestrator.driver.launch": ("launch_run", "stop_run"),
-        "orchestrator.driver.status": ("contact", "plan_losses", "read_status", "replay_run"),
-    },
-)
+__getattr__ = lazy_door(__name__, _NAMES)

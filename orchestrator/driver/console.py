@@ -1,10 +1,15 @@
-"""What a person sees while a run goes on: a live line in a terminal, plain lines elsewhere."""
+"""Everything that a person reads about a run in the terminal.
+
+``RunView`` follows a run: a live line in a terminal, plain lines elsewhere. The functions print one
+document each: the status, a recovery plan, the bounds of waits, a list of runs.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import IO, Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -13,12 +18,19 @@ from rich.text import Text
 from orchestrator.policies import RecoveryPlan
 from ucp_core.numerics import format_bytes
 
-#: Without a terminal, one line is printed this often.
+#: Without a terminal, a line of progress is printed this often.
 PLAIN_LINE_S = 5.0
+#: Enough of a node's id to recognise it, and for ``everstep plan --lose``.
+_NODE_CHARS = 8
+
+
+def say(console: Console, text: str) -> None:
+    """Print ``text`` as it is: messages of peers and of the system contain brackets."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class RunView:
-    """Shows the status documents of one run as they come.
+    """Shows the status documents of one run as they come, and what its script prints.
 
     Args:
         console: Where to print.
@@ -54,13 +66,18 @@ class RunView:
         """End the live display; what was printed stays."""
         self._progress.stop()
 
+    @property
+    def file(self) -> IO[str]:
+        """Return the stream that it prints to."""
+        return self._console.file
+
     def show(self, status: dict[str, Any] | None) -> None:
         """Take in one status document; None says that the controller does not answer."""
         if status is None:
-            # One that has just started is slow to answer, and nothing is wrong with it.
+            # A controller that has just started is slow to answer, and nothing is wrong with it.
             if self._is_known:
-                goes_on = "; training goes on without it" if "attempt" in self._said else ""
-                self._say("controller", f"the controller does not answer{goes_on}")
+                continues = "; training continues without it" if "attempt" in self._said else ""
+                self._say("controller", f"the controller does not answer{continues}")
             return
         self._is_known = True
         if self._said.pop("controller", None):
@@ -68,8 +85,7 @@ class RunView:
         self._progress.update(self._task, completed=status["step"], facts=_facts(status))
         cause = status["cause"]
         if cause is not None:
-            guilty = f" ({', '.join(cause['guilty'])})" if cause["guilty"] else ""
-            self._say("cause", f"{cause['kind']}{guilty}: {cause['evidence']}", key=cause["at_s"])
+            self._say("cause", _cause_line(cause), key=cause["at_s"])
         if status["phase"] == "running":
             for line in status["passed_over"]:
                 self._say(f"passed over {line}", f"passed over {line}", key=status["attempt"])
@@ -81,9 +97,12 @@ class RunView:
 
     def say(self, text: str, *, style: str = "") -> None:
         """Print one line above the live display."""
-        # What peers and the system say has brackets of its own, which are no markup.
         line = Text.assemble((self._title, "dim"), "  ", (text, style))
         self._progress.console.print(line, soft_wrap=True)
+
+    def print(self, line: str) -> None:
+        """Print a line of the training script, as it is, above the live display."""
+        self._progress.console.print(Text(line), soft_wrap=True)
 
     def _say(self, topic: str, text: str, *, key: Any = True) -> None:
         """Print ``text`` once per ``key`` of its topic."""
@@ -94,12 +113,25 @@ class RunView:
 
 def _facts(status: dict[str, Any]) -> str:
     loss = f"loss {status['loss']:.4f}" if status["loss"] is not None else "loss -"
-    num_training = sum(worker["rank"] >= 0 for worker in status["workers"])
-    return f"{loss}  {num_training} workers  {status['phase']}"
+    return f"{loss}  {len(status['workers'])} workers  {status['phase']}"
 
 
-def sources_text(sources: Mapping[str, int]) -> str:
-    """Return from where how much was loaded, for people: ``3.2 MiB from local memory``."""
+def _cause_line(cause: Mapping[str, Any]) -> str:
+    guilty = f" ({', '.join(cause['guilty'])})" if cause["guilty"] else ""
+    evidence = f": {cause['evidence']}" if cause["evidence"] else ""
+    return f"{cause['kind']}{guilty}{evidence}"
+
+
+def _attempt_line(status: dict[str, Any]) -> str:
+    pids = [str(worker["pid"]) for worker in status["workers"]]
+    return (
+        f"attempt {status['attempt']} trains on {len(pids)} workers "
+        f"({status['layout']}), pids {' '.join(pids)}"
+        + (f"; loaded {_sources_text(status['loaded'])}" if status["loaded"] else "")
+    )
+
+
+def _sources_text(sources: Mapping[str, int]) -> str:
     return ", ".join(f"{format_bytes(size)} from {name}" for name, size in sources.items())
 
 
@@ -111,9 +143,11 @@ def print_plan(plan: RecoveryPlan, console: Console) -> None:
             f"resumes after step {plan.step} of attempt {plan.attempt}, from {plan.source}; "
             f"{plan.lost_steps} steps are redone"
         )
-        lines.append(f"loads {sources_text(plan.bytes_by_source)}")
+        lines.append(f"loads {_sources_text(plan.bytes_by_source)}")
     else:
-        lines.append(f"begins anew: nothing is held anywhere; {plan.lost_steps} steps are redone")
+        lines.append(
+            f"restarts from step 0: no state is left anywhere; {plan.lost_steps} steps are redone"
+        )
     lines += [
         f"  part of rank {part.rank}: {format_bytes(part.size_bytes)} from {part.source}"
         + (f" of node {part.node}" if part.node else "")
@@ -123,27 +157,191 @@ def print_plan(plan: RecoveryPlan, console: Console) -> None:
     lines.append(f"workers: {plan.workers_before} now, then {after}")
     if not plan.workers_after:
         lines.append("training waits for new capacity")
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    say(console, "\n".join(lines))
+
+
+def print_node_plans(plans: Sequence[RecoveryPlan], console: Console) -> None:
+    """Print what would happen if one node were lost, a line for each node."""
+    rows = [
+        (
+            plan.lost_nodes[0][:_NODE_CHARS],
+            f"step {plan.step}" if plan.step else "from step 0",
+            str(plan.lost_steps),
+            _sources_text(plan.bytes_by_source) or "-",
+            f"{plan.workers_before} -> {plan.workers_after or 'waits for capacity'}",
+        )
+        for plan in plans
+    ]
+    columns = ("lost node", "resumes after", "steps redone", "loads", "workers")
+    say(console, "\n".join(_table((columns, *rows))))
 
 
 def print_bounds(bounds_s: Mapping[str, float], patience: float, console: Console) -> None:
-    """Print how long what is waited for at most, as it is known before the first step."""
-    listing = ", ".join(f"{name} {seconds:g} s" for name, seconds in bounds_s.items())
-    console.print(
+    """Print the bound of every wait, as it is before the first step."""
+    say(
+        console,
         f"bounds of waits before the first step (recovery.patience={patience:g}; later ones "
-        f"follow from the steps): {listing}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        f"follow from the steps): {_bounds_text(bounds_s)}",
     )
 
 
-def _attempt_line(status: dict[str, Any]) -> str:
-    members = sorted(w["rank"] for w in status["workers"] if w["rank"] >= 0)
-    pids = [w["pid"] for w in sorted(status["workers"], key=lambda w: w["rank"]) if w["rank"] >= 0]
+def _bounds_text(bounds_s: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {bound_s:g} s" for name, bound_s in bounds_s.items())
+
+
+def print_runs(runs: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print a list of runs (``orchestrator.driver.listing.list_runs``)."""
+    if not runs:
+        say(console, "no runs; --address or RAY_ADDRESS names a cluster elsewhere")
+        return
+    columns = ("directory", "phase", "step", "workers", "since", "cluster", "note")
+    rows = [
+        (
+            run["directory"] or "-",
+            run["phase"],
+            _known(run["step"]),
+            _workers_text(run),
+            "-" if run["since"] is None else f"{datetime.fromtimestamp(run['since']):%b %d %H:%M}",  # noqa: DTZ006 - for people, in their time zone
+            run["address"],
+            run["note"],
+        )
+        for run in runs
+    ]
+    say(console, "\n".join(_table((columns, *rows))))
+
+
+def _workers_text(run: Mapping[str, Any]) -> str:
+    if run["workers"] is None:
+        return "-"
+    return f"{run['workers']}" + (f" + {run['standbys']} standby" if run["standbys"] else "")
+
+
+def print_status(status: Mapping[str, Any], console: Console, *, verbose: bool = False) -> None:
+    """Print a status document (``orchestrator.driver.status.read_status``)."""
+    say(console, _headline(status))
+    for columns, rows in (
+        (("rank", "worker", "node", "pid", "state", "at", "heartbeat"), _worker_rows(status)),
+        (("node", "state", "raylet pid", "keeper pid", "slots"), _node_rows(status)),
+    ):
+        if rows:
+            say(console, "\n".join(("", *_table((columns, *rows)))))
+    say(console, "\n".join(("", *_details(status))))
+    if verbose and status["bounds_s"]:
+        say(console, f"bounds of waits: {_bounds_text(status['bounds_s'])}")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield aligned lines. They are never cut: half a process id is that of another process."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(map(str.ljust, row, widths)).rstrip()
+
+
+def _headline(status: Mapping[str, Any]) -> str:
+    loss = "" if status["loss"] is None else f", loss {status['loss']:.4f}"
+    layout = f" on {status['layout']}" if status["layout"] else ""
+    is_down = status["controller"] == "down"
+    down = "; the controller is down: last known" if is_down else ""
     return (
-        f"attempt {status['attempt']} trains on {len(members)} workers "
-        f"({status['layout']}), pids {' '.join(map(str, pids))}"
-        + (f"; loaded {sources_text(status['loaded'])}" if status["loaded"] else "")
+        f"{status['phase']}: attempt {status['attempt']}{layout}, step {status['step']}{loss}{down}"
     )
+
+
+def _worker_rows(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(worker.get("rank", "standby")),
+            worker["worker"],
+            worker["node"][:_NODE_CHARS],
+            _known(worker["pid"]),
+            worker["state"],
+            _place(worker),
+            _ago(worker["last_heartbeat_s"]),
+        )
+        for worker in (*status["workers"], *status["standbys"])
+    ]
+
+
+def _place(worker: Mapping[str, Any]) -> str:
+    if "rank" not in worker or worker["step"] is None:
+        return "-"
+    return f"step {worker['step']}, {worker['phase']}"
+
+
+def _node_rows(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            node["node"][:_NODE_CHARS],
+            node["state"],
+            _known(node["raylet_pid"]),
+            _known(node["keeper_pid"]),
+            " ".join(map(str, node["slots"])) or "-",
+        )
+        for node in status["nodes"]
+    ]
+
+
+def _details(status: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each fact beside the tables."""
+    redundancy, cadence, cause = status["redundancy"], status["cadence"], status["cause"]
+    if status["pending_capacity"]:
+        yield f"asked for: room for {status['pending_capacity']} more workers"
+    if redundancy["step"]:
+        losses = redundancy["node_losses_survived"]
+        yield f"in memory: step {redundancy['step']}, survives the loss of {_nodes(losses)}"
+    yield f"in storage: {_stored(redundancy)}"
+    if redundancy["reason"]:
+        yield f"redundancy: {redundancy['reason']}"
+    yield f"saves: {_cadence(cadence)}"
+    yield f"intervals: {cadence['reason']}"
+    if status["loaded"]:
+        yield f"loaded: {_sources_text(status['loaded'])}"
+    for line in status["passed_over"]:
+        yield f"passed over: {line}"
+    for problem in (*redundancy["problems"], *cadence["problems"]):
+        yield f"problem: {problem}"
+    if cause is not None:
+        yield f"last change: {_cause_line(cause)}"
+    if status["reason"]:
+        yield f"ended: {status['reason']}"
+
+
+def _stored(redundancy: Mapping[str, Any]) -> str:
+    return f"step {redundancy['stored_step']}" if redundancy["stored_step"] else "nothing yet"
+
+
+def _cadence(cadence: Mapping[str, Any]) -> str:
+    planned, taken = cadence["snapshot_steps"], cadence["snapshot_taken_steps"]
+    is_slow = taken is not None and taken > planned
+    late = f" (in fact {_every(taken)}: the copies take longer)" if is_slow else ""
+    parts = [
+        f"{what} {_every(steps)}{note}"
+        for what, steps, note in (
+            ("a snapshot", planned, late),
+            ("a checkpoint", cadence["checkpoint_steps"], ""),
+        )
+        if steps
+    ]
+    share = cadence["cost_share"]
+    cost = (
+        ""
+        if share is None
+        else f"; {share:.2%} of step time, at most {cadence['cost_share_max']:.0%}"
+    )
+    return (", ".join(parts) or "nothing regularly") + cost
+
+
+def _every(steps: int) -> str:
+    return "each step" if steps == 1 else f"every {steps} steps"
+
+
+def _nodes(number: int) -> str:
+    return f"{number} node" if number == 1 else f"{number or 'no'} nodes"
+
+
+def _known(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _ago(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.1f} s ago"

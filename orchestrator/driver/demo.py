@@ -78,7 +78,7 @@ def _story(run: Launched, view: RunView) -> None:
             lambda status: (
                 status["phase"] == "running"
                 and status["step"] >= share * total
-                and (workers is None or _num_training(status) == workers)
+                and (workers is None or len(status["workers"]) == workers)
             ),
             timeout_s=ACT_S_MAX,
             on_status=view.show,
@@ -91,18 +91,14 @@ def _story(run: Launched, view: RunView) -> None:
     status = reach(0.4)
     if status is None:
         return
-    workers_before = _num_training(status)
-    node = kill_node_of(run, _num_training(status) - 1)
+    workers_before = len(status["workers"])
+    node = kill_node_of(run, len(status["workers"]) - 1)
     view.say(f"power off node {node[:8]} (raylet and all)", style="red")
     if reach(0.6) is None:
         return
     node = run.cluster.add_node()
     view.say(f"a node is back: {node[:8]}", style="green")
     reach(0.0, workers_before)
-
-
-def _num_training(status: dict[str, Any]) -> int:
-    return sum(worker["rank"] >= 0 for worker in status["workers"])
 
 
 def _print_result(result: DemoResult, directory: str, console: Console) -> None:

@@ -1,31 +1,44 @@
-"""The driver: create or find the run's controller, and follow the run until it is over.
+"""Create or find a run's controller.
 
-The driver owns nothing that the run needs. Killing it leaves the run going; starting it again
-on the same run directory attaches to the controller that is there. Where there is none, because
-the run was stopped, has failed, or lost its cluster, it goes on from its last committed step.
+The same command does three things. If a controller has the run in its care, it attaches to it. If
+the run was stopped, has failed or lost its cluster, it resumes from the last committed step.
+Otherwise it starts the run. On a cluster that exists by itself the run needs no driver; simulated
+nodes end with the driver that started them, unless they are detached.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
-import re
+import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from orchestrator.config import RunConfig, load
-from orchestrator.driver.continuing import require_continuable, require_same
-from orchestrator.driver.start_order import taking_turns
-from orchestrator.errors import CapacityError
-from orchestrator.run_directory import CONFIG, CONTACT, SUMMARY
-from orchestrator.shell import OPTIONS, Controller, HostedCluster, RunNames, connect_ray, next_life
+from orchestrator.config import RunConfig
+from orchestrator.driver.launch_order import one_launch
+from orchestrator.driver.logs import LogTail
+from orchestrator.driver.resume import require_resumable, require_same
+from orchestrator.driver.status import RunFiles
+from orchestrator.errors import CapacityError, OrchestratorError
+from orchestrator.run_directory import CONTACT, SUMMARY
+from orchestrator.shell import (
+    NAMESPACE_PREFIX,
+    OPTIONS,
+    Controller,
+    HostedCluster,
+    RunNames,
+    connect_ray,
+    local_clusters,
+    next_incarnation,
+    run_id,
+    why_silent,
+)
+from ucp_core.errors import UcpError
 from ucp_core.storage import join, open_store
 
 #: How often a followed run is looked at.
@@ -34,13 +47,11 @@ FOLLOW_S = 0.25
 CONTROLLER_START_S = 90.0
 #: One that is there answers within this; it took 1 to 50 ms.
 ANSWER_S = 3.0
-
-
-def run_id(directory: str) -> str:
-    """Return the id of the run in ``directory``: readable, and equal for equal directories."""
-    where = directory if "://" in directory else str(Path(directory).resolve())
-    name = re.sub(r"[^a-zA-Z0-9]+", "-", Path(directory).name).strip("-").lower()[:24]
-    return f"{name}-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
+#: A cluster is gone if its head accepts no connection for so long. Ray itself ends the process of a
+#: driver without a word after 60 s.
+GONE_S = 15.0
+#: How often the head is looked for.
+_LOOK_S = 2.0
 
 
 class Launched:
@@ -54,9 +65,18 @@ class Launched:
     def __init__(self, config: RunConfig, cluster: HostedCluster | None) -> None:
         self.config = config
         self.cluster = cluster
+        self._watch = ClusterWatch(
+            ray.get_runtime_context().gcs_address,
+            config.run.directory,
+            is_alive=lambda: cluster is None or cluster.is_alive,
+        )
+        self._files = RunFiles(config.run.directory)
         self.names = RunNames(run_id(config.run.directory))
         self._store, self._path = open_store(config.run.directory)
         self._await_last()
+        #: What rank 0 prints from now on.
+        self.logs = LogTail(config.run.directory, rank=0)
+        self.logs.skip()
         self._controller: Any = self._find_or_create()
         self.controller_pid(timeout_s=CONTROLLER_START_S)
 
@@ -97,7 +117,7 @@ class Launched:
             .remote(
                 run_id=self.names.run_id,
                 config=self.config.model_dump(mode="json"),
-                opening=next_life(self._store, self._path),
+                config_since=next_incarnation(self._store, self._path),
             )
         )
 
@@ -118,24 +138,80 @@ class Launched:
         with contextlib.suppress(RayError):
             ray.get(self._controller.note_fault.remote(kind, target), timeout=2.0)
 
+    def what_continues(self) -> str:
+        """Return what becomes of the run when this process leaves it, for people."""
+        directory = self.config.run.directory
+        if self.cluster is not None:
+            return f"the simulated nodes are stopped. {safe_text(directory)}"
+        return (
+            f"the run continues; the same command follows it, `everstep stop {directory}` stops it"
+        )
+
     def stop(self, reason: str) -> None:
         """Ask the run to stop at the next step boundary."""
         self._controller.stop.remote(reason)
 
     def summary(self) -> dict[str, Any] | None:
         """Return the run's summary, None before the run is over."""
-        path = join(self._path, SUMMARY)
-        if not self._store.exists(path):
-            return None
-        document: dict[str, Any] = json.loads(self._store.read(path))
-        return document
+        return self._files.summary()
 
     def follow(self, on_status: Callable[[dict[str, Any] | None], None]) -> dict[str, Any]:
-        """Call ``on_status`` until the run is over; return its summary."""
+        """Call ``on_status`` until the run is over; return its summary.
+
+        Raises:
+            CapacityError: The cluster is gone; says which step is safe in storage.
+        """
         while (summary := self.summary()) is None:
+            self._watch.require()
             on_status(self.status())
             time.sleep(FOLLOW_S)
         return summary
+
+
+class ClusterWatch:
+    """Notices that the cluster of a run is gone.
+
+    Args:
+        address: Of its head.
+        url: The run directory.
+        is_alive: Says whether its processes live, where this process started them.
+    """
+
+    def __init__(
+        self, address: str, url: str, *, is_alive: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._address = address
+        self._url = url
+        self._is_alive = is_alive
+        self._looked_s = self._heard_s = time.monotonic()
+
+    def require(self) -> None:
+        """Raise ``CapacityError`` with the step that is safe if the cluster is gone."""
+        now_s, is_alive = time.monotonic(), self._is_alive()
+        if is_alive and now_s - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = now_s
+        why = why_silent(self._address, timeout_s=_LOOK_S)
+        if not why:
+            self._heard_s = now_s
+        if is_alive and now_s - self._heard_s < GONE_S:
+            return
+        raise CapacityError(
+            f"the Ray cluster at {self._address} is gone{f': {why}' if why else ''}. "
+            f"{safe_text(self._url)}",
+            address=self._address,
+        )
+
+
+def safe_text(url: str) -> str:
+    """Return what is left of the run in ``url`` without its cluster, and how it resumes."""
+    try:
+        step = RunFiles(url).stored_step()
+    except (UcpError, OrchestratorError) as error:
+        return f"Which step is safe could not be read: {error}"
+    if not step:
+        return "No step is in storage yet; the same command starts the run again"
+    return f"Step {step} is safe in storage; the same command resumes from it"
 
 
 def open_cluster(config: RunConfig) -> HostedCluster | None:
@@ -163,50 +239,46 @@ def open_cluster(config: RunConfig) -> HostedCluster | None:
     return cluster
 
 
-def launch_run(config: RunConfig, *, say: Callable[[str], None] = lambda _: None) -> Launched:
-    """Start the run in ``config``, let it go on, or attach to it if it goes on already.
+def launch_run(
+    config: RunConfig, *, detach: bool = False, say: Callable[[str], None] = lambda _: None
+) -> Launched:
+    """Start the run in ``config``, resume it, or attach to it.
 
     Args:
         config: Of the run.
-        say: Is told what takes long.
+        detach: Let simulated nodes that are started for it outlive this process.
+        say: Called with a line for people before something that takes long.
 
     Raises:
-        ConfigError: All its steps are done, or it was begun with what cannot be changed now.
+        ConfigError: All its steps are done, or a setting changed that may not change now.
         CapacityError: No cluster answers.
     """
-    with taking_turns(config.run.directory, say=say) as require_turn:
-        return _launch(config, say, require_turn)
+    with one_launch(config.run.directory, say=say) as require_alone:
+        if _is_under_way(config):
+            require_same(config)
+            return Launched(config, None)
+        require_resumable(config)
+        if config.cluster.address is None:
+            say(f"starting {config.cluster.local_nodes} simulated nodes on this machine ...")
+        cluster = open_cluster(config)
+        try:
+            if cluster is not None:
+                cluster.serve_run(config.run.directory, detached=detach)
+            require_alone()
+            launched = Launched(config, cluster)
+            launched.await_contact()
+        except BaseException:
+            if cluster is not None:
+                cluster.shutdown()
+            raise
+        return launched
 
 
-def _launch(
-    config: RunConfig, say: Callable[[str], None], require_turn: Callable[[], None]
-) -> Launched:
-    if is_going_on(config):
-        require_same(config)
-        return Launched(config, None)
-    require_continuable(config)
-    if config.cluster.address is None:
-        say(f"starting {config.cluster.local_nodes} simulated nodes on this machine ...")
-    cluster = open_cluster(config)
-    try:
-        if cluster is not None:
-            # Before there is a controller: from then on the run does not need this process.
-            cluster.stop_when(join(config.run.directory, SUMMARY))
-        require_turn()
-        launched = Launched(config, cluster)
-        launched.await_contact()
-    except BaseException:
-        if cluster is not None:
-            cluster.shutdown()
-        raise
-    return launched
+def _is_under_way(config: RunConfig) -> bool:
+    """Return whether a controller has the run in its care; connect to its cluster if so.
 
-
-def is_going_on(config: RunConfig) -> bool:
-    """Return whether a controller has the run in its care; this process is connected to it then.
-
-    It may be on a cluster that another driver started on this machine, wherever ``config`` would
-    have the run now: two controllers in one directory would fence each other's workers.
+    That may be another cluster than ``config`` names. Two controllers in one directory would
+    fence each other's workers.
     """
     store, path = open_store(config.run.directory)
     if store.exists(join(path, SUMMARY)) or not store.exists(join(path, CONTACT)):
@@ -224,25 +296,26 @@ def is_going_on(config: RunConfig) -> bool:
     return True
 
 
-def stop_run(url: str, contact: dict[str, Any], reason: str, *, say: Callable[[str], None]) -> None:
-    """Ask the controller of the run in ``url`` to stop it; one that is ended takes no order.
+def stop_run(url: str, reason: str, *, say: Callable[[str], None]) -> None:
+    """Ask the controller of the run in ``url`` to stop it at the next step boundary.
 
     Args:
         url: The run directory.
-        contact: Its ``controller.json``.
         reason: For the record.
-        say: Is told what takes long.
+        say: Called with a line for people before something that takes long.
 
     Raises:
+        RunNotFoundError: There is no run, or it is over.
         CapacityError: No controller answers, nor does the one that Ray would start after it.
     """
+    run = RunFiles(url)
+    contact = run.live_contact()
     try:
         connect_ray(contact["ray_address"])
         controller: Any = ray.get_actor(RunNames("").controller, namespace=contact["namespace"])
         order: Any = controller.stop.remote(reason)
         if not ray.wait([order], timeout=ANSWER_S)[0]:
-            store, path = open_store(url)
-            ended_s = load(store.read(join(path, CONFIG)).decode()).controller_stopped_s
+            ended_s = run.config().controller_stopped_s
             say(
                 "the controller does not answer yet; if a signal has stopped it, it is ended "
                 f"after {ended_s:g} s and the next one is told. Waiting up to "
@@ -253,7 +326,67 @@ def stop_run(url: str, contact: dict[str, Any], reason: str, *, say: Callable[[s
             ray.get(order)
     except (ConnectionError, ValueError, RayError, TimeoutError) as error:
         raise CapacityError(
-            f"the controller does not answer at {contact['ray_address']}: {error}. Where its "
-            "cluster is gone nothing trains any more; `everstep run` goes on from what is stored",
+            f"the controller does not answer at {contact['ray_address']}: {error}. If its cluster "
+            f"is gone, nothing trains any more. {safe_text(url)}",
             address=contact["ray_address"],
         ) from error
+
+
+def await_end(url: str) -> dict[str, Any]:
+    """Wait until the run in ``url`` is over and its controller gone; return its summary.
+
+    Call it after ``stop_run``.
+
+    Raises:
+        CapacityError: Its cluster is gone.
+    """
+    run = RunFiles(url)
+    contact = run.contact()
+    watch = ClusterWatch(contact["ray_address"], url)
+    while (summary := run.summary()) is None:
+        watch.require()
+        time.sleep(FOLLOW_S)
+    deadline_s = time.monotonic() + CONTROLLER_START_S
+    with contextlib.suppress(ValueError, RayError):
+        while time.monotonic() < deadline_s:
+            ray.get_actor(RunNames("").controller, namespace=contact["namespace"])
+            time.sleep(FOLLOW_S)
+    return summary
+
+
+def kill_run(url: str) -> None:
+    """End all processes of the run in ``url`` at once; steps since the last checkpoint are lost.
+
+    Simulated nodes that were started for it end too.
+
+    Raises:
+        RunNotFoundError: There is no run, or it is over.
+        CapacityError: Its cluster does not answer.
+    """
+    contact = RunFiles(url).live_contact()
+    hosts = [entry for entry in local_clusters() if entry.address == contact["ray_address"]]
+    for entry in hosts:
+        os.killpg(entry.host_pid, signal.SIGKILL)
+    if hosts:
+        return
+    try:
+        connect_ray(contact["ray_address"])
+    except (ConnectionError, RayError) as error:
+        raise CapacityError(
+            f"no Ray cluster answers at {contact['ray_address']}: {error}. Nothing trains there",
+            address=contact["ray_address"],
+        ) from error
+    names = RunNames(contact["namespace"].removeprefix(NAMESPACE_PREFIX))
+    actors = [
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["namespace"] == names.namespace
+    ]
+    # The controller first: it would start new workers.
+    for name in sorted(actors, key=lambda name: name != names.controller):
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(name, namespace=names.namespace), no_restart=True)
+    for group in ray.util.placement_group_table().values():
+        if group["name"].startswith(names.slot_prefix):
+            with contextlib.suppress(ValueError):
+                ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))

@@ -1,4 +1,4 @@
-"""Ask a run how it is, from its directory alone: the live controller first, else the journal."""
+"""Read the status of a run from its directory: its controller answers, else its journal."""
 
 from __future__ import annotations
 
@@ -9,181 +9,189 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.config import RunConfig, load
-from orchestrator.core import RunRules, RunState, describe, fold, openings, verify
-from orchestrator.errors import CapacityError, RunNotFoundError
-from orchestrator.policies import (
-    MEMORY,
-    CadenceRules,
-    Holding,
-    LossFacts,
-    ParityHolding,
-    RecoveryPlan,
-    StoredVersion,
-    Version,
-    WorkerPlace,
-    plan_recovery,
-    quarantine,
-)
+from orchestrator.core import RunState, describe, fold, openings, verify
+from orchestrator.errors import RunNotFoundError
+from orchestrator.policies import CadenceRules, StoredVersion, quarantine
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, SUMMARY
 from orchestrator.shell import config_of, read_segments
 from ucp_core.lineage import Lineage
 from ucp_core.native import checkpoint_name, find_committed
-from ucp_core.storage import Store, join, open_store
-from workers.protocol import Held, HeldParity, Member, Source
+from ucp_core.storage import join, open_store
+from workers.protocol import Source
+
+__all__ = ["RunFiles", "read_status", "replay_run"]
 
 #: A living controller answered in 1 to 20 ms.
 ANSWER_S = 2.0
 
 
+class RunFiles:
+    """What the directory of a run says, and how to reach its controller.
+
+    Args:
+        url: The run directory, a path or an fsspec URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._store, self._path = open_store(url)
+
+    def contact(self) -> dict[str, Any]:
+        """Return how to reach the run's newest controller.
+
+        Raises:
+            RunNotFoundError: The directory holds no run.
+        """
+        document = self._document(CONTACT)
+        if document is None:
+            raise RunNotFoundError(
+                f"{self.url} holds no run: {CONTACT} is not there; name the folder that `everstep "
+                "run` printed as its run directory, or ask again if the run is still starting",
+                url=self.url,
+            )
+        return document
+
+    def live_contact(self) -> dict[str, Any]:
+        """Return the same for a run that is not over.
+
+        Raises:
+            RunNotFoundError: There is no run, or it is over.
+        """
+        found = self.contact()
+        if self.is_over():
+            raise RunNotFoundError(
+                f"the run in {self.url} is over; see `everstep report {self.url}`", url=self.url
+            )
+        return found
+
+    def is_over(self) -> bool:
+        """Return whether the run has written its summary."""
+        return self._store.exists(join(self._path, SUMMARY))
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the run's summary, None before the run is over."""
+        return self._document(SUMMARY)
+
+    def config(self) -> RunConfig:
+        """Return the settings that the run has now."""
+        return load(self._store.read(join(self._path, CONFIG)).decode())
+
+    def state(self) -> RunState:
+        """Return the state that the journal leads to."""
+        state, _ = fold(read_segments(self._store, self._path), self.config().rules())
+        return state
+
+    def ask(self, page: str) -> dict[str, Any] | None:
+        """Return a document of the controller's page; None if it does not answer."""
+        url = f"{self.contact()['url']}/{page}"
+        try:
+            with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:  # noqa: S310  http
+                return dict(json.load(answer))
+        except (urllib.error.URLError, TimeoutError, OSError):
+            return None
+
+    def stored(self, lineage: Lineage, bad: Sequence[Source]) -> StoredVersion:
+        """Return the newest committed version of a history from which the run could resume."""
+        excluded = frozenset(map(checkpoint_name, quarantine.in_storage(bad)))
+        root = join(self._path, CHECKPOINTS)
+        found = find_committed(self._store, root, lineage=lineage, exclude=excluded)
+        if found is None:
+            return StoredVersion()
+        files = found.checkpoint.manifest.files
+        sizes = tuple(files[name].num_bytes for name in sorted(files))
+        return StoredVersion(step=found.step, attempt=found.attempt, part_bytes=sizes)
+
+    def stored_step(self) -> int:
+        """Return the step from which the run would resume from storage, 0 if there is none."""
+        state = self.state()
+        return self.stored(state.lineage, state.bad).step
+
+    def last_loss(self) -> float | None:
+        """Return the loss of the last step; None also if that was not a number."""
+        path = join(self._path, "metrics/rank0.jsonl")
+        if not self._store.exists(path):
+            return None
+        for line in reversed(self._store.read(path).splitlines()):
+            try:
+                loss = json.loads(line)["loss"]
+                return None if loss is None else float(loss)
+            except (ValueError, KeyError):
+                continue  # the last line may be half written
+        return None
+
+    def replay(self) -> dict[str, Any]:
+        """Fold the journal again and check its decisions; see ``replay_run``."""
+        segments = read_segments(self._store, self._path)
+        if not segments:
+            raise RunNotFoundError(
+                f"{self.url} holds no run: it has no journal/ to replay; "
+                "name the folder that `everstep run` printed as its run directory",
+                url=self.url,
+            )
+        ends = [*openings(segments)[1:], len(segments)]
+        state, last = RunState(), None
+        for begin, end in zip(openings(segments), ends, strict=True):
+            rules = config_of(self._store, self._path, segments[:end]).rules()
+            state, last = verify(segments[begin:end], rules)
+        num_records = last["seq"] + 1 if last else 0
+        return {"records": num_records, "same_decisions": True, "phase": str(state.phase)}
+
+    def _document(self, name: str) -> dict[str, Any] | None:
+        path = join(self._path, name)
+        if not self._store.exists(path):
+            return None
+        document: dict[str, Any] = json.loads(self._store.read(path))
+        return document
+
+
 def read_status(url: str) -> dict[str, Any]:
     """Return the status of the run in ``url``, with ``controller`` "alive", "down" or "over".
 
-    While the controller is down the document is folded from the journal: what was true last. A
-    run that is over has no workers, nodes or capacity any more. Process ids that are not known are
-    null.
+    While the controller is down, the journal says what was true last. A run that is over has no
+    workers, nodes or pending capacity. Process ids that are not known are null.
     """
-    store, path = open_store(url)
-    contact = _contact(store, path, url)
-    over = store.exists(join(path, SUMMARY))
-    answer = None if over else _ask(contact, "status")
+    run = RunFiles(url)
+    run.contact()
+    over = run.is_over()
+    answer = None if over else run.ask("status")
     if answer is not None:
         return {**answer, "controller": "alive"}
-    state, _ = fold(read_segments(store, path), _rules(store, path))
+    config, state = run.config(), run.state()
     described = describe(state)
-    workers = [] if over else [*described["members"], *described["standbys"]]
-    nodes = [] if over else described["nodes"]
+
+    def known(what: str, **unknown: None) -> list[dict[str, Any]]:
+        return [] if over else [{**unknown, **row} for row in described[what]]
+
+    copied = ("phase", "attempt", "step", "layout", "cause", "reason")
     return {
-        "phase": described["phase"],
-        "attempt": described["attempt"],
-        "step": described["step"],
-        "loss": _last_loss(store, join(path, "metrics/rank0.jsonl")),
-        "layout": described["layout"],
-        "workers": [{"rank": -1, "last_heartbeat_s": None, **worker} for worker in workers],
-        "nodes": [{"raylet_pid": None, "keeper_pid": None, **node} for node in nodes],
+        **{name: described[name] for name in copied},
+        "directory": config.run.directory,
+        "loss": run.last_loss(),
+        "workers": known("members", phase=None, step=None, last_heartbeat_s=None),
+        "standbys": known("standbys", phase=None, step=None, last_heartbeat_s=None),
+        "nodes": known("nodes", raylet_pid=None, keeper_pid=None),
         "pending_capacity": 0 if over else len(described["pending_slots"]),
-        "redundancy": _stored_redundancy(store, path, state),
-        "cadence": _configured_cadence(store, path),
+        "redundancy": _stored_redundancy(run, state),
+        "cadence": _first_cadence(config),
         "bounds_s": {},
         "loaded": {},
         "passed_over": [],
-        "cause": described["cause"],
-        "reason": described["reason"],
         "controller": "over" if over else "down",
     }
 
 
-def plan_losses(url: str, lose: Sequence[str]) -> RecoveryPlan:
-    """Return what the run in ``url`` would do now if nodes or workers were lost.
+def replay_run(url: str) -> dict[str, Any]:
+    """Fold the journal of ``url`` again; raise ``JournalCorruptError`` where the actions differ.
 
-    Args:
-        url: Its run directory.
-        lose: See ``policies.whatif.plan_recovery``.
-
-    Raises:
-        RunNotFoundError: There is no run, or it is over.
-        CapacityError: Its controller does not answer, and only it knows what keepers hold.
-        ConfigError: Something in ``lose`` is not in the run.
+    Each resume of the run may have had other settings: its part of the journal is folded under
+    those.
     """
-    store, path = open_store(url)
-    contact = _contact(store, path, url)
-    if store.exists(join(path, SUMMARY)):
-        raise RunNotFoundError(
-            f"the run in {url} is over: there is nothing to recover; see `everstep report`", url=url
-        )
-    document = _losses(contact)
-    lineage = [(attempt, step) for attempt, step in document["lineage"]]
-    # Before memory: what is stored meanwhile is in memory, too, and nearer.
-    stored = _stored(store, path, lineage, [tuple(source) for source in document["bad"]])
-    document = _losses(contact)
-    rules = _rules(store, path)
-    facts = LossFacts(
-        step=document["step"],
-        num_members=document["num_members"],
-        slots=document["slots"],
-        leaving=frozenset(document["leaving"]),
-        workers=tuple(WorkerPlace(**worker) for worker in document["workers"]),
-        held=tuple(_version(version) for version in document["versions"]),
-        stored=stored,
-        min_workers=rules.min_workers,
-        max_workers=rules.max_workers,
-        layout=rules.layout,
-    )
-    return plan_recovery(facts, lose)
+    return RunFiles(url).replay()
 
 
-def _losses(contact: dict[str, Any]) -> dict[str, Any]:
-    """Return what a run would have left; raise ``CapacityError`` if its controller is silent."""
-    document = _ask(contact, "losses")
-    if document is None:
-        raise CapacityError(
-            f"the controller does not answer at {contact['url']}, and what is in memory is known "
-            "to nobody else. While the cluster lives it is back within seconds: ask again. If the "
-            "cluster is gone, so is that memory: run the configuration again, and the run goes on "
-            "from storage",
-            address=contact["url"],
-        )
-    return document
-
-
-def _version(document: dict[str, Any]) -> Version:
-    """Return a version in memory as the status page tells it."""
-    return Version(
-        step=document["step"],
-        attempt=document["attempt"],
-        source=MEMORY,
-        parts=tuple(
-            Holding(
-                node=part["node"],
-                host="",
-                port=0,
-                arena=part["arena"],
-                held=_held(document, rank=part["rank"], data_bytes=part["bytes"]),
-            )
-            for part in document["parts"]
-        ),
-        parities=tuple(
-            ParityHolding(node=one["node"], host="", port=0, parity=_parity(document, one))
-            for one in document["parities"]
-        ),
-    )
-
-
-def _parity(document: dict[str, Any], one: dict[str, Any]) -> HeldParity:
-    return HeldParity(
-        arena=one["arena"],
-        held=_held(document, rank=-1 - one["place"], data_bytes=0),
-        num_parities=one["num_parities"],
-        place=one["place"],
-        members=tuple(each and Member(**each) for each in one["members"]),
-    )
-
-
-def _held(document: dict[str, Any], *, rank: int, data_bytes: int) -> Held:
-    return Held(
-        slot=0,
-        sequence=0,
-        attempt=document["attempt"],
-        step=document["step"],
-        rank=rank,
-        world_size=document["world_size"],
-        data_bytes=data_bytes,
-        record_bytes=0,
-    )
-
-
-def _stored(store: Store, path: str, lineage: Lineage, bad: Sequence[Source]) -> StoredVersion:
-    excluded = frozenset(map(checkpoint_name, quarantine.in_storage(bad)))
-    found = find_committed(store, join(path, CHECKPOINTS), lineage=lineage, exclude=excluded)
-    if found is None:
-        return StoredVersion()
-    files = found.checkpoint.manifest.files
-    sizes = tuple(files[name].num_bytes for name in sorted(files))
-    return StoredVersion(step=found.step, attempt=found.attempt, part_bytes=sizes)
-
-
-def _stored_redundancy(store: Store, path: str, state: RunState) -> dict[str, Any]:
-    """Return what is known of redundancy while nobody can say what is in memory."""
-    step = _stored(store, path, state.lineage, state.bad).step
+def _stored_redundancy(run: RunFiles, state: RunState) -> dict[str, Any]:
+    """Return what is known of redundancy while no controller says what is in memory."""
+    step = run.stored(state.lineage, state.bad).step
     return {
         "kind": "storage" if step else "none",
         "step": 0,
@@ -196,39 +204,8 @@ def _stored_redundancy(store: Store, path: str, state: RunState) -> dict[str, An
     }
 
 
-def _ask(contact: dict[str, Any], page: str) -> dict[str, Any] | None:
-    """Return a document of the controller's page; None if it does not answer."""
-    try:
-        with urllib.request.urlopen(f"{contact['url']}/{page}", timeout=ANSWER_S) as answer:  # noqa: S310  http
-            return dict(json.load(answer))
-    except (urllib.error.URLError, TimeoutError, OSError):
-        return None
-
-
-def replay_run(url: str) -> dict[str, Any]:
-    """Fold the journal of ``url`` again; raise ``JournalCorruptError`` where the actions differ.
-
-    Each time that the run was opened its settings may have been others: those of then count.
-    """
-    store, path = open_store(url)
-    segments = read_segments(store, path)
-    if not segments:
-        raise RunNotFoundError(
-            f"{url} holds no run: it has no journal/ to replay; "
-            "name the folder that `everstep run` printed as its run directory",
-            url=url,
-        )
-    ends = [*openings(segments)[1:], len(segments)]
-    state, last = RunState(), None
-    for begin, end in zip(openings(segments), ends, strict=True):
-        state, last = verify(segments[begin:end], config_of(store, path, segments[:end]).rules())
-    num_records = last["seq"] + 1 if last else 0
-    return {"records": num_records, "same_decisions": True, "phase": str(state.phase)}
-
-
-def _configured_cadence(store: Store, path: str) -> dict[str, Any]:
-    """Return the intervals that attempts begin with, while nobody says which are kept."""
-    config = _config(store, path)
+def _first_cadence(config: RunConfig) -> dict[str, Any]:
+    """Return the intervals that attempts begin with: no controller says which are used now."""
     return {
         "snapshot_steps": config.snapshot.first_every,
         "snapshot_taken_steps": None,
@@ -241,51 +218,3 @@ def _configured_cadence(store: Store, path: str) -> dict[str, Any]:
         "problems": [],
         "reason": "what attempts begin with",
     }
-
-
-def _rules(store: Store, path: str) -> RunRules:
-    return _config(store, path).rules()
-
-
-def _config(store: Store, path: str) -> RunConfig:
-    return load(store.read(join(path, CONFIG)).decode())
-
-
-def contact(url: str) -> dict[str, Any]:
-    """Return how to reach the controller of the run in ``url``, which goes on.
-
-    Raises:
-        RunNotFoundError: There is no run, or it is over.
-    """
-    store, path = open_store(url)
-    found = _contact(store, path, url)
-    if store.exists(join(path, SUMMARY)):
-        raise RunNotFoundError(
-            f"the run in {url} is over: there is nothing to stop; see `everstep report`", url=url
-        )
-    return found
-
-
-def _contact(store: Store, path: str, url: str) -> dict[str, Any]:
-    if not store.exists(join(path, CONTACT)):
-        raise RunNotFoundError(
-            f"{url} holds no run: {CONTACT} is not there; name the folder that `everstep run` "
-            "printed as its run directory, or ask again if that is still starting",
-            url=url,
-        )
-    document: dict[str, Any] = json.loads(store.read(join(path, CONTACT)))
-    return document
-
-
-def _last_loss(store: Store, path: str) -> float | None:
-    """Return the loss of the last step; None also where that was no number."""
-    if not store.exists(path):
-        return None
-    lines = store.read(path).splitlines()
-    for line in reversed(lines):
-        try:
-            loss = json.loads(line)["loss"]
-            return None if loss is None else float(loss)
-        except (ValueError, KeyError):
-            continue  # the last line may be half written
-    return None

@@ -6,36 +6,41 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from orchestrator.shell.clock import monotonic_s, wall_time
-    from orchestrator.shell.connect import connect_ray
+    from orchestrator.shell.connect import connect_ray, why_silent
     from orchestrator.shell.controller import OPTIONS, Controller
-    from orchestrator.shell.local import HostedCluster
-    from orchestrator.shell.names import RunNames
+    from orchestrator.shell.local import HostedCluster, LocalEntry, local_clusters
+    from orchestrator.shell.names import NAMESPACE_PREFIX, RunNames, run_id
     from orchestrator.shell.serve import bounds_document
-    from orchestrator.shell.storage import config_of, next_life, read_segments
+    from orchestrator.shell.storage import config_of, next_incarnation, read_segments
 
 __all__ = [
+    "NAMESPACE_PREFIX",
     "OPTIONS",
     "Controller",
     "HostedCluster",
+    "LocalEntry",
     "RunNames",
     "bounds_document",
     "config_of",
     "connect_ray",
+    "local_clusters",
     "monotonic_s",
-    "next_life",
+    "next_incarnation",
     "read_segments",
+    "run_id",
     "wall_time",
+    "why_silent",
 ]
 
 __getattr__ = lazy_door(
     __name__,
     {
         "orchestrator.shell.clock": ("monotonic_s", "wall_time"),
-        "orchestrator.shell.connect": ("connect_ray",),
+        "orchestrator.shell.connect": ("connect_ray", "why_silent"),
         "orchestrator.shell.controller": ("Controller", "OPTIONS"),
-        "orchestrator.shell.local": ("HostedCluster",),
-        "orchestrator.shell.names": ("RunNames",),
+        "orchestrator.shell.local": ("HostedCluster", "LocalEntry", "local_clusters"),
+        "orchestrator.shell.names": ("NAMESPACE_PREFIX", "RunNames", "run_id"),
         "orchestrator.shell.serve": ("bounds_document",),
-        "orchestrator.shell.storage": ("config_of", "next_life", "read_segments"),
+        "orchestrator.shell.storage": ("config_of", "next_incarnation", "read_segments"),
     },
 )

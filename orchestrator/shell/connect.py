@@ -15,14 +15,16 @@ _OWN_NAMES = frozenset({"127.0.0.1", "localhost"})
 
 
 def connect_ray(address: str, *, namespace: str | None = None) -> None:
-    """Join the cluster at ``address``; nothing of its logs reaches our output.
+    """Join the cluster at ``address``; none of its logs reach our output.
 
     Raises ``ConnectionError`` or ``RayError`` if nothing answers there.
     """
-    _require_answer(address)
+    why = why_silent(address)
+    if why:  # Ray would look for a cluster for minutes
+        raise ConnectionError(why)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray 2.60 prints a raylet's words about dead workers to our stdout whatever log_to_driver
-    # says; --json must stay clean, and a run's incidents tell the same in our words.
+    # Ray 2.60 prints a raylet's lines about dead workers to our stdout whatever log_to_driver says.
+    # --json must stay clean, and a run's incidents say the same.
     ray_worker.print_to_stdstream = _drop
     ray.init(
         address=address,
@@ -32,21 +34,25 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
     )
 
 
-def _require_answer(address: str) -> None:
-    """Raise ``ConnectionError`` if nothing answers there: Ray would look for it for minutes."""
+def why_silent(address: str, *, timeout_s: float = ANSWER_S) -> str:
+    """Return why nothing accepts a connection at ``address``; "" if something does.
+
+    Addresses such as "auto" and "ray://host:port" are Ray's to understand: nothing is said of them.
+    """
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or "/" in host:
-        return  # others, as "auto" and "ray://host:port", are Ray's to understand
-    # A head may listen at its node's address only, which Ray takes for the machine's own names.
+        return ""
+    # A head may listen at its node's address only, which Ray uses for the machine's own names.
     own = [ray.util.get_node_ip_address()] if host in _OWN_NAMES else []
+    why = ""
     for name in (host.strip("[]"), *own):
         try:
-            socket.create_connection((name, int(port)), timeout=ANSWER_S).close()
+            socket.create_connection((name, int(port)), timeout=timeout_s).close()
         except OSError as error:
-            why = error
+            why = str(error)
         else:
-            return
-    raise ConnectionError(str(why))
+            return ""
+    return why
 
 
 def _drop(*_: object, **__: object) -> None:

@@ -45,11 +45,11 @@ class Controller:
     Args:
         run_id: The run's name in Ray.
         config: The resolved ``RunConfig`` as JSON.
-        opening: The life of the controller that opens the run under ``config``; Ray begins every
-            later one with the same arguments.
+        config_since: The incarnation that starts or resumes the run under ``config``. Ray gives the
+            same arguments to every later one.
     """
 
-    def __init__(self, *, run_id: str, config: dict[str, Any], opening: int) -> None:
+    def __init__(self, *, run_id: str, config: dict[str, Any], config_since: int) -> None:
         with contextlib.suppress(PermissionError):
             # Ray's workers run at niceness 15; decisions must not queue behind training.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
@@ -58,7 +58,9 @@ class Controller:
 
         self._loop = asyncio.new_event_loop()
         self._self = ray.get_runtime_context().current_actor
-        self._run = Run(run_id=run_id, config=config, opening=opening, controller=self._self)
+        self._run = Run(
+            run_id=run_id, config=config, config_since=config_since, controller=self._self
+        )
         threading.Thread(target=self._serve, name="run", daemon=True).start()
 
     # Nobody waits for an answer, and one of nothing costs a tenth of the call.

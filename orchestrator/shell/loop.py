@@ -44,7 +44,7 @@ from orchestrator.shell.memory import CadenceWatch, ProtectionWatch, Snapshots, 
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.observer import Observer
 from orchestrator.shell.serve import StatusPage, bounds_document, status_document
-from orchestrator.shell.storage import BookmarkFile, JournalFile, RunRecord, begin_life
+from orchestrator.shell.storage import CompactionFile, JournalFile, RunOutputs, begin_incarnation
 from ucp_core.storage import join, open_store
 from workers.protocol import Assignment, MemoryPart, NodeReport
 
@@ -66,31 +66,26 @@ class Run:
     Args:
         run_id: The run's name in Ray.
         config: The resolved configuration as JSON.
-        opening: The life of the controller that opens the run under this configuration.
+        config_since: The incarnation that starts or resumes the run under this configuration.
         controller: Ray handle of the actor around this, given to the keepers.
     """
 
     def __init__(
-        self, *, run_id: str, config: dict[str, Any], opening: int, controller: Any
+        self, *, run_id: str, config: dict[str, Any], config_since: int, controller: Any
     ) -> None:
         self._config = RunConfig.model_validate(config)
         self._controller = controller
         self._names = RunNames(run_id)
         self._rules = self._config.rules()
         self._store, self._path = open_store(self._config.run.directory)
-        life = begin_life(self._store, self._path, self._config, opening=opening)
-        self._life, self._state, self._seq, self._clock = (
-            life.number,
-            life.state,
-            life.seq,
-            life.clock,
-        )
-        self._is_reopened = 1 < life.number == opening
+        begun = begin_incarnation(self._store, self._path, self._config, config_since=config_since)
+        self._incarnation, self._is_resume = begun.number, begun.is_resume
+        self._state, self._seq, self._clock = begun.state, begun.seq, begun.clock
         self._journal = JournalFile(
-            self._store, self._path, life=life.number, before_bytes=life.journal_bytes
+            self._store, self._path, incarnation=begun.number, before_bytes=begun.journal_bytes
         )
-        self._bookmark = BookmarkFile(
-            self._store, self._path, rules=self._rules, marked_bytes=life.marked_bytes
+        self._compaction = CompactionFile(
+            self._store, self._path, rules=self._rules, compacted_bytes=begun.compacted_bytes
         )
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._rendezvous = Rendezvous()
@@ -99,12 +94,12 @@ class Run:
         self._measuring: asyncio.TimerHandle | None = None
         self._measured: tuple[tuple[tuple[str, int], ...], int] = ((), 0)
         self._background: set[asyncio.Task[Any]] = set()
-        self._post(life.first)
-        self._record = RunRecord(
+        self._post(begun.first)
+        self._record = RunOutputs(
             self._store,
             self._path,
-            life.stats,
-            num_written=life.num_incidents_written,
+            begun.stats,
+            num_written=begun.num_incidents_written,
             samples_per_step=self._config.train.global_batch,
         )
         self._build_parts()
@@ -179,9 +174,9 @@ class Run:
             losses=self._losses,
             registry=self._record.registry,
         )
-        if self._life > 1:
+        if self._incarnation > 1:
             await self._capacity.adopt()
-        if self._is_reopened:
+        if self._is_resume:
             # Where the last controller was ended for good, nobody took its workers back.
             await self._capacity.release_all()
             await asyncio.to_thread(self._crew.end_strays)
@@ -198,7 +193,7 @@ class Run:
 
     async def _furnish(self, page: StatusPage) -> None:
         """Load what the run can do without until it is in charge, one after the other."""
-        if self._life > 1:
+        if self._incarnation > 1:
             await asyncio.sleep(SURVEY_S)
         self._guard = begin_guard(self._config.controller_stopped_s)
         self._record.announce(await page.start())
@@ -266,17 +261,17 @@ class Run:
         for action in actions:
             self._perform(action)
         self._record.add(records)
-        if self._bookmark.is_due(self._journal.journal_bytes, is_quiet=self._is_quiet()):
-            self._spawn(self._bookmark.write(self._marked()))
+        if self._compaction.is_due(self._journal.journal_bytes, is_quiet=self._is_quiet()):
+            self._spawn(self._compaction.write(self._compacted()))
 
     def _is_quiet(self) -> bool:
         state = self._state
         is_settled = state.phase is Phase.RUNNING and state.surveying_until_s == math.inf
         return is_settled and self._inbox.empty()
 
-    def _marked(self) -> bytes:
-        """Return the bookmark of the journal's end, as a document."""
-        return self._bookmark.prepare(self._journal, self._state, self._record.stats)
+    def _compacted(self) -> bytes:
+        """Return the compacted journal up to its end, as a document."""
+        return self._compaction.prepare(self._journal, self._state, self._record.stats)
 
     def _perform(self, action: act.Action) -> None:
         self._performers[type(action)](action)
@@ -443,36 +438,34 @@ class Run:
         )
 
     def _status(self) -> dict[str, Any]:
-        document = status_document(
+        return status_document(
             described=describe(self._state),
-            redundancy=self._protection.redundancy(self._state),
-            cadence=self._cadence.document(self._state),
-            loaded=self._record.stats.loaded,
             reports=self._observer.reports,
             seen_at_s=self._observer.seen_at_s,
             nodes=self._nodes.views,
             at_s=self._clock.at_s(),
+            directory=self._config.run.directory,
+            redundancy=self._protection.redundancy(self._state),
+            cadence=self._cadence.document(self._state),
+            loaded=self._record.stats.loaded,
+            passed_over=list(self._record.stats.passed_over),
+            bounds_s=bounds_document(self._config, self._observer.limits),
         )
-        return {
-            **document,
-            "passed_over": list(self._record.stats.passed_over),
-            "bounds_s": bounds_document(self._config, self._observer.limits),
-        }
 
     async def _close(self, page: StatusPage) -> None:
-        # A life that began when the run was over has met nobody yet whom it ends.
+        # If the run was over when this incarnation began, it knows none of the processes yet.
         await self._nodes.met()
         for task in list(self._background):
             task.remove_done_callback(self._finished)
             task.cancel()
         self._crew.close()
         self._crew.kill_all()
-        if self._life > 1:
+        if self._incarnation > 1:
             await asyncio.to_thread(self._crew.end_strays)
         if self._config.snapshot.every_steps and self._outcome != "completed":
             await self._snapshots.flush(self._state.lineage)
         await self._nodes.end_keepers()
         await self._capacity.release_all()
-        await self._bookmark.write(self._marked())
+        await self._compaction.write(self._compacted())
         self._record.close()
         await page.stop()

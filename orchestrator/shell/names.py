@@ -1,15 +1,29 @@
-"""How the run's actors and placement groups are called in Ray, so that they can be found again."""
+"""The names of a run's actors and placement groups in Ray."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from dataclasses import dataclass
+from pathlib import Path
+
+#: The Ray namespaces of all runs start with it.
+NAMESPACE_PREFIX = "everstep-"
+
+
+def run_id(directory: str) -> str:
+    """Return the id of the run in ``directory``: readable, and equal for equal directories."""
+    where = directory if "://" in directory else str(Path(directory).resolve())
+    name = re.sub(r"[^a-zA-Z0-9]+", "-", Path(directory).name).strip("-").lower()[:24]
+    return f"{name}-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, slots=True)
 class RunNames:
-    """The Ray names of one run. Everything lives in a namespace of its own.
+    """The Ray names of one run.
 
-    Jobs get random namespaces from Ray, so every look-up must name this one.
+    Each run has a namespace of its own. Ray gives every job a random one, so each look-up must
+    name it.
     """
 
     run_id: str
@@ -17,7 +31,7 @@ class RunNames:
     @property
     def namespace(self) -> str:
         """Return the Ray namespace of the run's actors."""
-        return f"everstep-{self.run_id}"
+        return f"{NAMESPACE_PREFIX}{self.run_id}"
 
     @property
     def controller(self) -> str:
@@ -42,8 +56,13 @@ class RunNames:
         return f"everstep/{self.run_id}/slot-"
 
     def shared_directory(self, node: str) -> str:
-        """Return where the workers on ``node`` keep pages and rings.
+        """Return where the workers on ``node`` keep progress records and record rings.
 
-        Simulated nodes share one machine and so one /dev/shm: the node is in the path.
+        Simulated nodes share one /dev/shm, so the path names the node.
         """
-        return f"/dev/shm/everstep-{self.run_id}/{node[:16]}"  # noqa: S108  memory, not a temp file
+        return f"{self.shared_root}/{node[:16]}"
+
+    @property
+    def shared_root(self) -> str:
+        """Return the folder in shared memory that holds everything of the run on a machine."""
+        return f"/dev/shm/{self.namespace}"  # noqa: S108  memory, not a temp file

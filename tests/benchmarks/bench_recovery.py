@@ -60,7 +60,7 @@ class Bench:
             lambda s: (
                 s["phase"] == "running"
                 and sum(w["rank"] >= 0 for w in s["workers"]) == workers
-                and sum(w["rank"] < 0 and w["state"] == "ready" for w in s["workers"]) >= standbys
+                and sum(w["state"] == "ready" for w in s["standbys"]) >= standbys
             )
         )
         goal = status["step"] + 5

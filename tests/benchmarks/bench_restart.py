@@ -23,27 +23,27 @@ def time_restart(num_records: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         run = Journaled(config_at(Path(directory)))
         run.grow(num_records)
-        run.mark()
-        bookmark = Path(directory, "bookmark.json")
-        num_bytes = bookmark.stat().st_size
+        run.compact()
+        compacted = Path(directory, "compacted.json")
+        num_bytes = compacted.stat().st_size
         began_s = process_time()
-        run.mark()
+        run.compact()
         written_s = process_time()
         # As far behind as it may be: what a controller that is killed leaves.
-        run.is_marking = False
+        run.is_compacting = False
         run.grow(run.seq + 1500)
         grown_s = process_time()
         run.begin()
-        bookmarked_s = process_time()
-        bookmark.unlink()
+        from_compacted_s = process_time()
+        compacted.unlink()
         folded_s = process_time()
         run.begin()
         return {
             "records": run.seq,
             "incidents": len(run.stats.incidents),
-            "bookmark_kb": round(num_bytes / 1000),
-            "write_bookmark_s": round(written_s - began_s, 4),
-            "begin_with_bookmark_s": round(bookmarked_s - grown_s, 4),
+            "compacted_kb": round(num_bytes / 1000),
+            "compact_s": round(written_s - began_s, 4),
+            "begin_from_compacted_s": round(from_compacted_s - grown_s, 4),
             "begin_without_s": round(process_time() - folded_s, 4),
         }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.driver.start_order import taking_turns
+from orchestrator.driver.launch_order import one_launch
+from orchestrator.shell.local import is_over
 from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
 from tests.support.commands import ucp
 from tests.support.crash_scripts import SCRIPTS, Commit, Save, Script
@@ -434,11 +434,11 @@ def test_directories_longer_than_a_page_are_listed_and_deleted(bucket: str) -> N
 
 _BEGINNER = """
 import sys
-from orchestrator.driver.start_order import taking_turns
-with taking_turns(sys.argv[1], say=print) as require_turn:
+from orchestrator.driver.launch_order import one_launch
+with one_launch(sys.argv[1], say=print) as require_alone:
     print("begun", flush=True)
     sys.stdin.readline()
-    require_turn()
+    require_alone()
 """
 
 
@@ -455,40 +455,29 @@ def test_commands_begin_a_run_in_a_bucket_one_after_the_other(bucket: str) -> No
         assert first.stdout.readline() == "begun\n"
 
         def let_go(line: str) -> None:
-            assert line.startswith(f"another command is beginning the run in {directory}; waiting")
+            assert line.startswith(f"another command is launching the run in {directory}; waiting")
             waits.set()
             assert first.stdin is not None
             first.stdin.write("\n")
             first.stdin.flush()
 
         try:
-            with taking_turns(directory, say=let_go) as require_turn:
-                assert waits.is_set(), "both have their turn at once"
-                require_turn()
+            with one_launch(directory, say=let_go) as require_alone:
+                assert waits.is_set(), "both launch at once"
+                require_alone()
                 assert first.wait(120) == 0
         finally:
             first.kill()
 
 
-def test_a_cluster_ends_with_its_run_in_a_bucket(bucket: str) -> None:
+def test_a_detached_cluster_sees_that_its_run_in_a_bucket_is_over(bucket: str) -> None:
     """Its summary is no file of this machine: simulated nodes stayed for ever."""
     store, root = open_store(f"s3://{bucket}/run")
-    store.write_atomic(join(root, "summary.json"), b"of the life before", fsync=False)
-    url = f"s3://{bucket}/run/summary.json"
-    program = (
-        "import sys; from orchestrator.shell import local_cluster as l\n"
-        "before = l._written(sys.argv[1]); print('looked', flush=True)\n"
-        "l._stop_when(sys.argv[1], before)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, url], stdout=subprocess.PIPE, text=True
-    ) as host:
-        try:
-            assert host.stdout is not None
-            assert host.stdout.readline() == "looked\n"
-            assert host.poll() is None
-            store.delete(join(root, "summary.json"))
-            store.write_atomic(join(root, "summary.json"), b"of this one", fsync=False)
-            assert host.wait(120) == -signal.SIGTERM
-        finally:
-            host.kill()
+    old = b"of the run before"
+    store.write_atomic(join(root, "summary.json"), old, fsync=False)
+    assert not is_over(f"s3://{bucket}/run", old)
+
+    store.delete(join(root, "summary.json"))
+    assert not is_over(f"s3://{bucket}/run", old)
+    store.write_atomic(join(root, "summary.json"), b"of this one", fsync=False)
+    assert is_over(f"s3://{bucket}/run", old)

@@ -32,7 +32,7 @@ from orchestrator.core.state import (
     Worker,
     freeze,
 )
-from orchestrator.errors import BookmarkError
+from orchestrator.errors import CompactionError
 from orchestrator.policies import Fault, UserError
 from ucp_core.layout import ParallelLayout
 
@@ -99,12 +99,12 @@ DOCUMENT = encode(Bookmark(place=PLACE, folded=Folded()), BASIS)
 @given(cut=st.integers(0, len(DOCUMENT) - 2), byte=st.integers(0, 255))
 def test_a_damaged_bookmark_is_never_taken_for_a_whole_one(cut: int, byte: int) -> None:
     """It may be read from a disk that was full, or while it is being replaced."""
-    with pytest.raises(BookmarkError):
+    with pytest.raises(CompactionError):
         decode(DOCUMENT[:cut], BASIS)
     changed = DOCUMENT[:cut] + bytes([byte]) + DOCUMENT[cut + 1 :]
     try:
         found = decode(changed, BASIS)
-    except BookmarkError:
+    except CompactionError:
         return
     # Of the first line a blank may become another one.
     assert found.folded == Folded()
@@ -114,14 +114,14 @@ def test_a_damaged_bookmark_is_never_taken_for_a_whole_one(cut: int, byte: int) 
 def test_a_head_that_says_something_else_is_refused(change: dict[str, Any]) -> None:
     """Another version may mean something else by the same names."""
     head, body = DOCUMENT.split(b"\n", 1)
-    with pytest.raises(BookmarkError):
+    with pytest.raises(CompactionError):
         decode(json.dumps(json.loads(head) | change).encode() + b"\n" + body, BASIS)
 
 
 @pytest.mark.parametrize("basis", [Basis(program="q", rules="r"), Basis(program="p", rules="q")])
 def test_what_others_would_decide_otherwise_is_refused(basis: Basis) -> None:
     """A program that was mended, or a run that was opened again with fewer workers."""
-    with pytest.raises(BookmarkError, match="under another"):
+    with pytest.raises(CompactionError, match="under another"):
         decode(DOCUMENT, basis)
 
 
@@ -129,7 +129,7 @@ def test_what_others_would_decide_otherwise_is_refused(basis: Basis) -> None:
 def test_a_bookmark_of_another_journal_is_refused(line: bytes) -> None:
     """Someone may copy a journal over another one of the same size."""
     assert behind(PLACE, [LINE + b"more", b"later"]) == [b"more", b"later"]
-    with pytest.raises(BookmarkError, match="another line"):
+    with pytest.raises(CompactionError, match="another line"):
         behind(PLACE, [line, b"later"])
 
 

@@ -12,8 +12,8 @@ from orchestrator.config import RunConfig, load
 from orchestrator.core import Phase, step, turn_records
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.shell.storage.compaction import BookmarkFile
-from orchestrator.shell.storage.incarnation import Life, begin_life
+from orchestrator.shell.storage.compaction import CompactionFile
+from orchestrator.shell.storage.incarnation import Incarnation, begin_incarnation
 from orchestrator.shell.storage.journal import JournalFile
 from ucp_core.storage import open_store
 
@@ -29,37 +29,37 @@ def config_at(directory: Path, *overrides: str) -> RunConfig:
 
 @dataclass
 class Journaled:
-    """A life of a controller in a cluster where everything is answered at once.
+    """An incarnation of a controller in a cluster where everything is answered at once.
 
     Args:
         config: Of the run.
-        opening: The life that opens it.
+        config_since: The incarnation that begins under it.
         fault_every: Steps after which a worker crashes.
     """
 
     config: RunConfig
-    opening: int = 1
+    config_since: int = 1
     fault_every: int = 300
 
     def __post_init__(self) -> None:
         self.store, self.path = open_store(self.config.run.directory)
         self.rules = self.config.rules()
-        life = self.begin()
-        self.state, self.stats, self.seq = life.state, life.stats, life.seq
+        begun = self.begin()
+        self.state, self.stats, self.seq = begun.state, begun.stats, begun.seq
         self.journal = JournalFile(
-            self.store, self.path, life=life.number, before_bytes=life.journal_bytes
+            self.store, self.path, incarnation=begun.number, before_bytes=begun.journal_bytes
         )
-        self.bookmark = BookmarkFile(
-            self.store, self.path, rules=self.rules, marked_bytes=life.marked_bytes
+        self.compaction = CompactionFile(
+            self.store, self.path, rules=self.rules, compacted_bytes=begun.compacted_bytes
         )
-        self.at_s = life.first.at_s
-        self.life = life.number
-        self.is_marking = True
-        self._fold(life.first)
+        self.at_s = begun.first.at_s
+        self.number = begun.number
+        self.is_compacting = True
+        self._fold(begun.first)
 
-    def begin(self) -> Life:
-        """Begin the next life, as a controller does."""
-        return begin_life(self.store, self.path, self.config, opening=self.opening)
+    def begin(self) -> Incarnation:
+        """Begin the next incarnation, as a controller does."""
+        return begin_incarnation(self.store, self.path, self.config, config_since=self.config_since)
 
     def grow(self, num_records: int) -> None:
         """Train until the journal has so many records, with a crash from time to time."""
@@ -86,10 +86,10 @@ class Journaled:
             at_s=at_s, attempt=state.attempt.number, step=state.attempt.step + 8, step_s=step_s
         )
 
-    def mark(self) -> None:
-        """Write a bookmark now."""
-        document = self.bookmark.prepare(self.journal, self.state, self.stats)
-        asyncio.run(self.bookmark.write(document))
+    def compact(self) -> None:
+        """Compact the journal now."""
+        document = self.compaction.prepare(self.journal, self.state, self.stats)
+        asyncio.run(self.compaction.write(document))
 
     def _fold(self, event: ev.Event) -> None:
         inbox = deque([event])
@@ -106,8 +106,8 @@ class Journaled:
         self.journal.append(records)
         for record in records:
             self.stats.add(record)
-        if self.is_marking and self.bookmark.is_due(self.journal.journal_bytes, is_quiet=True):
-            self.mark()
+        if self.is_compacting and self.compaction.is_due(self.journal.journal_bytes, is_quiet=True):
+            self.compact()
         return actions
 
     def _answers(self, action: act.Action) -> list[ev.Event]:

@@ -36,9 +36,9 @@ def report(transition: Transition, fault: Cause, *, fenced_s: float) -> None:
 
 
 def finish(transition: Transition, outcome: str, reason: str) -> None:
-    """End the run for good: ``outcome`` is "completed", "stopped" or "failed"."""
+    """End the run for good; see ``FinishRun`` for the outcomes."""
     run = transition.run
-    run.phase = Phase.FAILED if outcome == "failed" else Phase.FINISHED
+    run.phase = Phase.FINISHED if outcome in ("completed", "stopped") else Phase.FAILED
     run.deadline_s = run.fleet.wake_s = run.surveying_until_s = inf
-    run.reason = reason
+    run.outcome, run.reason = outcome, reason
     transition.actions.append(FinishRun(outcome=outcome, reason=reason))

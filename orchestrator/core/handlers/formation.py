@@ -68,7 +68,7 @@ def waited_too_long(transition: Transition) -> None:
     if transition.now_s >= patience_end_s:
         finish(
             transition,
-            "failed",
+            "no_capacity",
             f"no capacity: {run.fleet.num_usable} of at least {transition.rules.min_workers} "
             f"workers could be had for {transition.rules.bounds.capacity_s:.0f} s",
         )

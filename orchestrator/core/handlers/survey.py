@@ -29,10 +29,7 @@ def controller_started(transition: Transition, event: ControllerStarted) -> None
     run = transition.run
     run.life = max(run.life, event.life)
     if run.phase in TERMINAL:
-        outcome = "failed" if run.phase is Phase.FAILED else "completed"
-        if run.phase is Phase.FINISHED and run.stop_reason:
-            outcome = "stopped"
-        transition.actions.append(FinishRun(outcome=outcome, reason=run.reason))
+        transition.actions.append(FinishRun(outcome=run.outcome, reason=run.reason))
     elif event.life > 1:
         ask(transition)
     elif run.deadline_s == inf:

@@ -15,7 +15,7 @@ from zlib import crc32
 
 from orchestrator.core.log.codec import codec
 from orchestrator.core.log.journal import Folded
-from orchestrator.errors import BookmarkError
+from orchestrator.errors import CompactionError
 
 #: Version of the document's format. Only this one is read.
 VERSION = 1
@@ -80,24 +80,24 @@ def decode(document: bytes, basis: Basis) -> Bookmark:
     """Return the bookmark of a document.
 
     Raises:
-        BookmarkError: It is damaged, or of another version, or was made on another basis.
+        CompactionError: It is damaged, or of another version, or was made on another basis.
     """
     head, _, rest = document.partition(b"\n")
     text = rest[:-1]
     try:
         said = json.loads(head)
         if said["v"] != VERSION:
-            raise BookmarkError(f"its version is {said['v']}, and not {VERSION}")
+            raise CompactionError(f"its version is {said['v']}, and not {VERSION}")
         if (said["bytes"], said["crc32"]) != (len(text), crc32(text)):
-            raise BookmarkError("it is not what was written: its checksum differs")
+            raise CompactionError("it is not what was written: its checksum differs")
         body: dict[str, Any] = json.loads(text)
         made_on = codec(Basis).decode(body.pop("basis"))
         for name in Basis.__slots__:
             if getattr(made_on, name) != getattr(basis, name):
-                raise BookmarkError(f"it was made under another {name}", found=made_on)
+                raise CompactionError(f"it was made under another {name}", found=made_on)
         found: Bookmark = codec(Bookmark).decode(body)
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise BookmarkError(f"it cannot be read: {type(error).__name__}: {error}") from error
+        raise CompactionError(f"it cannot be read: {type(error).__name__}: {error}") from error
     return found
 
 
@@ -109,9 +109,9 @@ def behind(place: Place, segments: Sequence[bytes]) -> list[bytes]:
         segments: From the line of ``place`` on; the first begins with that line.
 
     Raises:
-        BookmarkError: There is another line: the bookmark is of another journal.
+        CompactionError: There is another line: the bookmark is of another journal.
     """
     line = segments[0][: place.line_bytes]
     if (len(line), crc32(line)) != (place.line_bytes, place.line_crc32) or line[-1:] != b"\n":
-        raise BookmarkError(f"segment {place.segment} has another line there", found=line)
+        raise CompactionError(f"segment {place.segment} has another line there", found=line)
     return [segments[0][place.line_bytes :], *segments[1:]]

@@ -102,6 +102,8 @@ class MutableRunState(Part):
         pace_reason: Why these.
         state_bytes: Size of a snapshot, all ranks together; 0 before there was one.
         reason: Why the run is over; "" before.
+        outcome: How the run is over, as in ``FinishRun``; "" before.
+        reason: Why it is over; "" before.
     """
 
     phase: Phase = Phase.WAITING
@@ -134,6 +136,7 @@ class MutableRunState(Part):
     pace: Pace = field(default_factory=Pace)
     pace_reason: str = ""
     state_bytes: int = 0
+    outcome: str = ""
     reason: str = ""
 
 

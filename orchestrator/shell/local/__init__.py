@@ -1,7 +1,17 @@
-"""A simulated cluster on this machine, and faults made on purpose."""
+"""Clusters of simulated nodes on this machine."""
 
-from orchestrator.shell.local.cluster import HostedCluster
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from orchestrator.shell.local.cluster import HostedCluster, LocalEntry, is_over, local_clusters
 
 __all__ = [
     "HostedCluster",
+    "LocalEntry",
+    "is_over",
+    "local_clusters",
 ]
+
+__getattr__ = lazy_door(__name__, {"orchestrator.shell.local.cluster": __all__})

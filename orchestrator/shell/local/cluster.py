@@ -1,8 +1,9 @@
-"""A Ray cluster of simulated nodes on this machine, for trying things and for tests.
+"""A Ray cluster of simulated nodes on this machine.
 
-Every node is a real raylet with its own worker processes; killing one is killing a machine.
-``python -m orchestrator.shell.local.cluster`` hosts a cluster in a process of its own, so that
-it outlives the command that asked for it: killing the driver must not stop a run.
+Each node is a real raylet with its own worker processes: to kill one is to kill a machine.
+``python -m orchestrator.shell.local.cluster`` hosts a cluster in a process of its own. That host
+ends with the command that started it, however that command ends, unless the cluster was detached.
+It also ends when the run's directory is deleted.
 """
 
 from __future__ import annotations
@@ -19,52 +20,116 @@ import tempfile
 import threading
 import time
 import traceback
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from orchestrator.run_directory import SUMMARY
+from orchestrator.shell.names import RunNames, run_id
 from ucp_core.errors import StorageError
-from ucp_core.storage import open_store
+from ucp_core.storage import join, open_store
 from workers.process import tuned
 
-#: A simulated machine's death is noticed by Ray after about 3 s instead of 12 s to 62 s; the
-#: run does not wait for it, but a returned node must not meet its own ghost for long. A killed
-#: raylet refuses the check at once, so one that does not answer is only slow: it writes its log
-#: with the disk that tests and trainers fill, and was given up there with 3 s a check.
+#: Ray notices the death of a simulated node after about 3 s instead of 12 s to 62 s. The run does
+#: not wait for that, but a returned node must not meet the entry of the dead one for long. A killed
+#: raylet refuses the check at once; one that does not answer is only slow, so the timeout is long.
 SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 30_000,
     "health_check_failure_threshold": 3,
-    # What only Ray's dashboard shows, which is not started here: statistics of event loops, states
-    # of tasks, metrics. All processes share this machine, and an idle one takes an eighth less.
+    # Only Ray's dashboard shows these, and it is not started. Without them an idle process needs
+    # an eighth less processor time.
     "event_stats": False,
     "task_events_report_interval_ms": 0,
     "enable_metrics_collection": False,
 }
-#: A head is a machine of its own, and holds no trainers: what starts there does not queue behind
-#: them, which Ray's niceness of 15 for all workers would make it do on a machine that all share.
+#: The head holds no trainers. With Ray's usual niceness of 15 its processes would queue behind the
+#: trainers that share this machine.
 HEAD_ENVIRONMENT = {"RAY_worker_niceness": "0"}
-#: Small: the run moves nothing through Ray's object store.
+#: Small, because the run moves nothing through Ray's object store.
 OBJECT_STORE_BYTES = 80 * 2**20
 START_S_MAX = 240.0
-#: Ray gives a node 30 s to start, which on a machine with ten other things to do is too short.
+#: Ray gives a node 30 s to start, which is too short on a busy machine.
 STARTS_MAX = 3
-
-#: Set in a host that outlives its starter.
-_lives_on = threading.Event()
+#: How often the host looks after its starter and after the run.
+LOOK_S = 0.5
+#: Folders of hosts have this prefix and lie in the user's temporary directory: the registry.
+_PREFIX = "everstep-cluster-"
+_ENTRY = "cluster.json"
 
 _RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
 
 def _environment() -> dict[str, str]:
-    """Return what this process adds for the nodes that it starts, which their workers inherit."""
+    """Return the variables that the nodes of a cluster, and their workers, need."""
     return {**_RAY_ENVIRONMENT, **tuned(os.environ)}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalEntry:
+    """A local cluster as the registry knows it.
+
+    Attributes:
+        address: Of its head.
+        host_pid: Its host, which leads the process group of all its processes.
+        starter_pid: The command that started it.
+        run_directory: The run that it serves, "" before there is one.
+        is_detached: Whether it outlives its starter.
+        is_hosted: Whether its host still lives; without it nobody ends the cluster.
+    """
+
+    address: str
+    host_pid: int
+    starter_pid: int
+    run_directory: str = ""
+    is_detached: bool = False
+    is_hosted: bool = True
+
+
+def local_clusters() -> list[LocalEntry]:
+    """Return the local clusters of this user, oldest first; forget those of which nothing is left.
+
+    A host that was killed may have left its cluster behind: such an entry is not ``is_hosted``.
+    """
+    found: list[tuple[float, LocalEntry]] = []
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            if folder.stat().st_uid != os.getuid():
+                continue
+            entry = LocalEntry(**json.loads((folder / _ENTRY).read_text()))
+            began_s = folder.stat().st_ctime
+        except (OSError, ValueError, TypeError):
+            continue  # it is being started, or has just ended
+        if _group_lives(entry.host_pid):
+            is_hosted = _accepts(str(folder / "control"))
+            found.append((began_s, replace(entry, is_hosted=is_hosted)))
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    return [entry for _, entry in sorted(found, key=lambda pair: pair[0])]
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except OSError:
+        return False
+    return True
+
+
+def _accepts(socket_path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(socket_path)
+        except OSError:
+            return False
+    return True
+
+
 class LocalCluster:
-    """Simulated nodes in this process's care.
+    """Simulated nodes that this process starts and ends.
 
     Args:
         num_nodes: Nodes beside the head, which holds no workers.
@@ -109,12 +174,12 @@ class LocalCluster:
         return str(node.node_id)
 
     def kill_node(self, node: str) -> None:
-        """SIGKILL the raylet of ``node``: its workers end with it, nothing says goodbye."""
+        """SIGKILL the raylet of ``node``, with which its workers end."""
         processes = self._nodes.pop(node).all_processes
         for info in (entry for entries in processes.values() for entry in entries):
             info.process.kill()
         for info in (entry for entries in processes.values() for entry in entries):
-            # Unreaped, a dead raylet counts as alive and its workers train on.
+            # Before it is reaped, a dead raylet counts as alive and its workers train on.
             info.process.wait()
 
     def shutdown(self) -> None:
@@ -123,9 +188,9 @@ class LocalCluster:
 
 
 class HostedCluster:
-    """A local cluster in a process of its own, spoken to over a unix socket.
+    """A local cluster in a process of its own, reached over a unix socket.
 
-    It ends with this process, however that ends, until ``stop_when`` is called.
+    It ends with this process, however that ends, unless it is detached.
 
     Args:
         num_nodes: Nodes beside the head.
@@ -139,16 +204,21 @@ class HostedCluster:
             try:
                 address = self._wait_ready(deadline_s)
             except BaseException:
-                self._kill()
+                self.kill()
                 raise
             if address:
                 self.address = address
                 return
-            self._kill()
+            log = (self._folder / "log").read_text(errors="replace")[-2000:]
+            self.kill()
             if number == STARTS_MAX or time.monotonic() >= deadline_s:
-                log = (Path(self._directory) / "log").read_text(errors="replace")[-2000:]
                 message = f"the local Ray cluster did not start, tried {number} times:\n{log}"
                 raise RuntimeError(message)
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether its host still runs."""
+        return self._process.poll() is None
 
     def nodes(self) -> list[str]:
         """Return the Ray ids of the simulated nodes, oldest first."""
@@ -162,47 +232,49 @@ class HostedCluster:
         """Kill ``node`` as a power cut would."""
         self._ask("kill_node", node)
 
-    def stop_when(self, url: str) -> None:
-        """Let the cluster live on without this process, and end once ``url`` is written."""
-        self._ask("stop_when", url)
+    def serve_run(self, directory: str, *, detached: bool) -> None:
+        """Tie the cluster to the run in ``directory``: it ends when the directory is deleted.
+
+        A detached cluster outlives this process and ends when the run is over.
+        """
+        self._ask("serve_run_detached" if detached else "serve_run", directory)
 
     def shutdown(self) -> None:
         """Leave the cluster, stop it and its host."""
-        # A process that stays connected is ended by Ray a minute after its cluster.
+        # Ray ends a process that stays connected a minute after its cluster.
         ray.shutdown()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):
             self._ask("shutdown")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(30)
         # Also if the host has ended: one whose shutdown failed left Ray's daemons behind.
-        self._kill()
+        self.kill()
+
+    def kill(self) -> None:
+        """End the cluster at once, with all its processes."""
+        # Half a cluster takes no command; Ray's daemons are in the host's process group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        _remove_traces(self._folder)
 
     def _start(self, num_nodes: int, cpus_per_node: int) -> None:
-        self._directory = tempfile.mkdtemp(prefix="everstep-cluster-")
-        self._socket_path = str(Path(self._directory) / "control")
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         command = [sys.executable, "-m", "orchestrator.shell.local.cluster"]
-        command += [self._socket_path, str(num_nodes), str(cpus_per_node), str(os.getpid())]
-        with (Path(self._directory) / "log").open("wb") as log:
+        command += [str(self._folder), str(num_nodes), str(cpus_per_node), str(os.getpid())]
+        with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603  our own module
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C in a terminal is for the command alone
                 env={**os.environ, **_environment()},
             )
 
-    def _kill(self) -> None:
-        # Half a cluster takes no command; Ray's daemons are in the host's process group.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
     def _wait_ready(self, deadline_s: float) -> str:
         """Return the cluster's address once it is there, "" if it ended or took too long."""
-        while time.monotonic() < deadline_s:
-            if self._process.poll() is not None:
-                break
+        while time.monotonic() < deadline_s and self.is_alive:
             with contextlib.suppress(OSError):
                 return str(self._ask("address"))
             time.sleep(0.1)
@@ -210,7 +282,7 @@ class HostedCluster:
 
     def _ask(self, command: str, argument: str = "") -> Any:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(self._socket_path)
+            connection.connect(str(self._folder / "control"))
             connection.sendall(json.dumps([command, argument]).encode() + b"\n")
             with connection.makefile("rb") as stream:
                 answer = json.loads(stream.readline() or b'["error", "the cluster host went away"]')
@@ -219,58 +291,93 @@ class HostedCluster:
         return answer[1]
 
 
-def serve(socket_path: str, num_nodes: int, cpus_per_node: int) -> None:
-    """Host a cluster until it is told to shut down."""
-    cluster = LocalCluster(num_nodes=num_nodes, cpus_per_node=cpus_per_node)
-    try:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(socket_path)
-            listener.listen()
-            command = ""
-            while command != "shutdown":
-                connection, _ = listener.accept()
-                with connection, connection.makefile("rwb") as stream:
-                    command, argument = json.loads(stream.readline())
-                    stream.write(json.dumps(_perform(cluster, command, argument)).encode() + b"\n")
-    finally:
-        cluster.shutdown()
-        shutil.rmtree(Path(socket_path).parent, ignore_errors=True)
+class _Host:
+    """The process of a hosted cluster: takes commands, and ends when nobody needs the cluster.
+
+    Args:
+        folder: Holds its socket, its log and its entry in the registry.
+        starter_pid: The command that started it.
+    """
+
+    def __init__(self, folder: Path, starter_pid: int) -> None:
+        self._folder = folder
+        self._entry = LocalEntry(address="", host_pid=os.getpid(), starter_pid=starter_pid)
+        #: What was in the run's summary when the run was begun: an older one does not count.
+        self._old_summary: bytes | None = None
+        threading.Thread(target=self._end_when_unneeded, name="unneeded", daemon=True).start()
+
+    def serve(self, num_nodes: int, cpus_per_node: int) -> None:
+        """Host a cluster until it is told to shut down."""
+        self._cluster = LocalCluster(num_nodes=num_nodes, cpus_per_node=cpus_per_node)
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(self._folder / "control"))
+                self._register(address=self._cluster.address)
+                listener.listen()
+                command = ""
+                while command != "shutdown":
+                    connection, _ = listener.accept()
+                    with connection, connection.makefile("rwb") as stream:
+                        line = stream.readline()
+                        if line:
+                            command, argument = json.loads(line)
+                            answer = self._perform(command, argument)
+                            stream.write(json.dumps(answer).encode() + b"\n")
+        finally:
+            self._cluster.shutdown()
+            _remove_traces(self._folder)
+
+    def _perform(self, command: str, argument: str) -> list[Any]:
+        try:
+            match command:
+                case "address":
+                    return ["ok", self._cluster.address]
+                case "nodes":
+                    return ["ok", self._cluster.nodes()]
+                case "add_node":
+                    return ["ok", self._cluster.add_node()]
+                case "kill_node":
+                    self._cluster.kill_node(argument)
+                case "serve_run" | "serve_run_detached":
+                    self._old_summary = _content(join(argument, SUMMARY))
+                    self._register(run_directory=argument, is_detached=command != "serve_run")
+                case "shutdown":
+                    pass
+                case _:
+                    return ["error", f"unknown command {command!r}"]
+        except Exception as error:  # noqa: BLE001  the edge: it becomes the asker's error
+            return ["error", repr(error)]
+        return ["ok", None]
+
+    def _register(self, **changes: Any) -> None:
+        self._entry = replace(self._entry, **changes)
+        draft = self._folder / f"{_ENTRY}.new"
+        draft.write_text(json.dumps(asdict(self._entry)))
+        draft.replace(self._folder / _ENTRY)
+
+    def _end_when_unneeded(self) -> None:
+        while not self._is_unneeded():
+            time.sleep(LOOK_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _is_unneeded(self) -> bool:
+        entry = self._entry
+        if not entry.is_detached and os.getppid() != entry.starter_pid:
+            return True
+        if not entry.run_directory:
+            return False
+        if "://" not in entry.run_directory and not Path(entry.run_directory).is_dir():
+            return True
+        return entry.is_detached and is_over(entry.run_directory, self._old_summary)
 
 
-def _perform(cluster: LocalCluster, command: str, argument: str) -> list[Any]:
-    try:
-        match command:
-            case "address":
-                return ["ok", cluster.address]
-            case "nodes":
-                return ["ok", cluster.nodes()]
-            case "add_node":
-                return ["ok", cluster.add_node()]
-            case "kill_node":
-                cluster.kill_node(argument)
-                return ["ok", None]
-            case "stop_when":
-                _lives_on.set()
-                what = (argument, _written(argument))
-                threading.Thread(target=_stop_when, args=what, daemon=True).start()
-                return ["ok", None]
-            case "shutdown":
-                return ["ok", None]
-            case _:
-                return ["error", f"unknown command {command!r}"]
-    except Exception as error:  # noqa: BLE001  the edge: it becomes the asker's error
-        return ["error", repr(error)]
+def is_over(directory: str, old_summary: bytes | None) -> bool:
+    """Return whether the run has written another summary than ``old_summary``."""
+    return _content(join(directory, SUMMARY)) not in (None, old_summary)
 
 
-def _stop_when(url: str, before: bytes | None) -> None:
-    """End this process, and with it the cluster, once ``url`` is there and not as before."""
-    while _written(url) in (None, before):
-        time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _written(url: str) -> bytes | None:
-    """Return what a file has in it; None if there is none, or none that can be read now."""
+def _content(url: str) -> bytes | None:
+    """Return what is in a file; None if it is not there, or cannot be read now."""
     try:
         store, path = open_store(url)
         return store.read(path) if store.exists(path) else None
@@ -278,12 +385,13 @@ def _written(url: str) -> bytes | None:
         return None
 
 
-def _end_with(starter: int) -> None:
-    """End this process when its starter is gone that nobody has told to live without."""
-    while not _lives_on.wait(0.5):
-        if os.getppid() != starter:
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
+def _remove_traces(folder: Path) -> None:
+    """Delete what processes that were killed could not: shared memory of the run, the folder."""
+    with contextlib.suppress(OSError, ValueError):
+        directory = json.loads((folder / _ENTRY).read_text())["run_directory"]
+        if directory:
+            shutil.rmtree(RunNames(run_id(directory)).shared_root, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _raise_exit(_signal: int, _frame: Any) -> None:
@@ -292,14 +400,13 @@ def _raise_exit(_signal: int, _frame: Any) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _raise_exit)
-    threading.Thread(target=_end_with, args=(int(sys.argv[4]),), daemon=True).start()
     try:
-        serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+        _Host(Path(sys.argv[1]), int(sys.argv[4])).serve(int(sys.argv[2]), int(sys.argv[3]))
     except Exception:
-        # Here, because nothing is said after the end of our group.
+        # Now, because the end of our process group ends this process too.
         traceback.print_exc()
         raise
     finally:
         if os.getpgrp() == os.getpid():
-            # Nobody may be left to do it: daemons that Ray did not stop are in our group.
+            # Daemons that Ray did not stop are in our group, and nobody else ends them.
             os.killpg(0, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The document that ``everstep status --json`` prints, put together from what the shell knows."""
+"""The document that ``everstep status --json`` prints, as a living controller makes it."""
 
 from __future__ import annotations
 
@@ -14,43 +14,42 @@ from workers.protocol import WorkerReport
 def status_document(
     *,
     described: dict[str, Any],
-    redundancy: dict[str, Any],
-    cadence: dict[str, Any],
-    loaded: dict[str, int],
     reports: dict[str, WorkerReport],
     seen_at_s: dict[str, float],
     nodes: dict[str, NodeView],
     at_s: float,
+    **documents: Any,
 ) -> dict[str, Any]:
     """Return the status of a run.
 
     Args:
         described: ``core.state.describe``.
-        redundancy: ``shell.protection.ProtectionWatch.redundancy``.
-        cadence: ``shell.memory.CadenceWatch.document``.
-        loaded: Bytes that the newest attempt loaded, by kind of source.
         reports: Last report of every worker.
         seen_at_s: When each of those came, on the run's clock.
         nodes: What the node watcher knows.
         at_s: Now, on the run's clock.
+        documents: Further keys of the document.
     """
-    rows = described["members"] + [{"rank": -1, **row} for row in described["standbys"]]
-    workers = [_worker(row, reports, seen_at_s, at_s) for row in rows]
     members = [reports[row["worker"]] for row in described["members"] if row["worker"] in reports]
     current = [report for report in members if report.attempt == described["attempt"]]
     losses = [report.loss for report in current if math.isfinite(report.loss)]
     known = {row["node"]: row for row in described["nodes"]}
+
+    def workers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [_worker(row, reports, seen_at_s, at_s) for row in rows]
+
     return {
         "phase": described["phase"],
         "attempt": described["attempt"],
         "step": described["step"],
         "loss": losses[0] if losses else None,
         "layout": described["layout"],
-        "workers": workers,
+        "workers": workers(described["members"]),
+        "standbys": workers(described["standbys"]),
         "nodes": [
             {
                 "node": view.node,
-                # Not 0, which to `kill` is its own process group.
+                # Not 0, which `kill` takes for its own process group.
                 "raylet_pid": view.raylet_pid or None,
                 "keeper_pid": view.keeper_pid or None,
                 "state": view.state,
@@ -59,21 +58,19 @@ def status_document(
             for view in nodes.values()
         ],
         "pending_capacity": len(described["pending_slots"]),
-        "redundancy": redundancy,
-        "cadence": cadence,
-        "loaded": loaded,
         "cause": described["cause"],
         "reason": described["reason"],
         "at_s": round(at_s, 3),
+        **documents,
     }
 
 
 def bounds_document(config: RunConfig, limits: Limits) -> dict[str, float]:
-    """Return the bound of every wait in seconds, from the shortest on.
+    """Return the bound of every wait in seconds, shortest first.
 
     Args:
-        config: Says those of the controller, of its guard and of the collectives.
-        limits: Those by which hangs are found, as they follow from the steps so far.
+        config: Of the run: the bounds of the controller, of its guard and of the collectives.
+        limits: The bounds that find hangs, as they follow from the steps so far.
     """
     bounds_s = {
         **as_seconds(limits),
@@ -91,17 +88,14 @@ def _worker(
     seen_at_s: dict[str, float],
     at_s: float,
 ) -> dict[str, Any]:
+    """Return a row of ``described`` with what the worker itself reported last."""
     report = reports.get(row["worker"])
-    heartbeat_s = None
-    if report is not None:
-        heartbeat_s = round(report.beat_age_s + at_s - seen_at_s[row["worker"]], 3)
+    if report is None:
+        return {**row, "phase": None, "step": None, "last_heartbeat_s": None}
+    heartbeat_s = round(report.beat_age_s + at_s - seen_at_s[row["worker"]], 3)
     return {
-        "rank": row["rank"],
-        "worker": row["worker"],
-        "node": row["node"],
-        "pid": row["pid"],
-        "state": row["state"],
-        "phase": str(report.phase) if report is not None else None,
-        "step": report.step if report is not None else None,
+        **row,
+        "phase": str(report.phase),
+        "step": report.step,
         "last_heartbeat_s": heartbeat_s,
     }

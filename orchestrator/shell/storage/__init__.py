@@ -5,27 +5,35 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.shell.storage.compaction import BookmarkFile
-    from orchestrator.shell.storage.incarnation import begin_life, config_of, next_life
+    from orchestrator.shell.storage.compaction import CompactionFile
+    from orchestrator.shell.storage.incarnation import (
+        begin_incarnation,
+        config_of,
+        next_incarnation,
+    )
     from orchestrator.shell.storage.journal import JournalFile, read_segments
-    from orchestrator.shell.storage.record import RunRecord
+    from orchestrator.shell.storage.outputs import RunOutputs
 
 __all__ = [
-    "BookmarkFile",
+    "CompactionFile",
     "JournalFile",
-    "RunRecord",
-    "begin_life",
+    "RunOutputs",
+    "begin_incarnation",
     "config_of",
-    "next_life",
+    "next_incarnation",
     "read_segments",
 ]
 
 __getattr__ = lazy_door(
     __name__,
     {
-        "orchestrator.shell.storage.compaction": ("BookmarkFile",),
-        "orchestrator.shell.storage.incarnation": ("begin_life", "config_of", "next_life"),
+        "orchestrator.shell.storage.compaction": ("CompactionFile",),
+        "orchestrator.shell.storage.incarnation": (
+            "begin_incarnation",
+            "config_of",
+            "next_incarnation",
+        ),
         "orchestrator.shell.storage.journal": ("JournalFile", "read_segments"),
-        "orchestrator.shell.storage.record": ("RunRecord",),
+        "orchestrator.shell.storage.outputs": ("RunOutputs",),
     },
 )

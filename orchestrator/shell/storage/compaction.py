@@ -1,7 +1,7 @@
-"""The bookmark of a run's journal on storage: one file, replaced from time to time.
+"""The compacted journal on storage: one file, replaced from time to time.
 
-With it a restarted controller reads the end of the journal and not all of it. Nothing is lost
-with it: whoever cannot use it folds the whole journal.
+With it a restarted controller reads only the end of the journal. It only saves time: if it cannot
+be used, the whole journal is folded.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from orchestrator.core import (
     encode,
     fold_on,
 )
-from orchestrator.errors import BookmarkError, JournalCorruptError
+from orchestrator.errors import CompactionError, JournalCorruptError
 from orchestrator.policies import policies
-from orchestrator.run_directory import BOOKMARK
+from orchestrator.run_directory import COMPACTED
 from orchestrator.shell.storage.journal import (
     JournalFile,
     read_from,
@@ -40,119 +40,125 @@ from ucp_core.storage import Store, join
 
 log = logging.getLogger(__name__)
 
-#: The journal grows by so much, or by the bookmark's own size if that is more, before it gets
-#: another one. These are about 1500 records, which are folded in 40 ms.
+#: The journal grows by so much, or by the size of the compacted one if that is more, before it is
+#: compacted again. These are about 1500 records, which are folded in 40 ms.
 SPACING_BYTES = 256 << 10
-#: A run that never comes to rest gets one after so many times as much, whatever is going on.
+#: A run in which always something is going on waits until the journal has grown by this multiple.
 PATIENCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a journal amounts to, as it was found when a life began.
+    """What a journal amounts to when an incarnation begins.
 
     Attributes:
         folded: All of it.
         num_incidents_written: Incidents, from the first on, that are known to be written.
-        marked_bytes: Size of the part that a bookmark spared; 0 if none was of use.
+        compacted_bytes: Size of the part that did not have to be folded.
     """
 
     folded: Folded
     num_incidents_written: int = 0
-    marked_bytes: int = 0
+    compacted_bytes: int = 0
 
 
 def read_journal(store: Store, run_path: str, rules: RunRules) -> Reading:
-    """Fold the journal of a run, from its bookmark on if there is one of use.
+    """Fold the journal of a run, from the compacted one on if that can be used.
 
     Args:
         store: Where the run directory is.
         run_path: Its path there.
-        rules: Of the run since it was last opened.
+        rules: Of the run since it was last started or resumed.
 
     Raises:
         JournalCorruptError: The journal cannot be folded.
     """
     try:
-        return _from_bookmark(store, run_path, rules)
-    except (BookmarkError, JournalCorruptError, StorageError) as error:
-        # What is wrong with the journal itself, the whole of it will say.
+        return _from_compacted(store, run_path, rules)
+    except (CompactionError, JournalCorruptError, StorageError) as error:
+        # If the journal itself is damaged, folding all of it says so.
         num_bytes = sum(segment_sizes(store, run_path))
         if num_bytes >= SPACING_BYTES:
             extra = {"reason": str(error), "journal_bytes": num_bytes}
-            log.warning("bookmark_not_used", extra=extra)
+            log.warning("compacted_journal_not_used", extra=extra)
     return Reading(folded=fold_on(Folded(), read_segments(store, run_path), rules))
 
 
-def _from_bookmark(store: Store, run_path: str, rules: RunRules) -> Reading:
-    path = join(run_path, BOOKMARK)
+def _from_compacted(store: Store, run_path: str, rules: RunRules) -> Reading:
+    path = join(run_path, COMPACTED)
     if not store.exists(path):
-        raise BookmarkError("there is none")
+        raise CompactionError("there is none")
     found = decode(store.read(path), basis_of(rules))
     place, folded = found.place, found.folded
     sizes = segment_sizes(store, run_path)
     before_bytes = sum(sizes[: place.segment - 1])
     if place.segment > len(sizes) or place.before_bytes != before_bytes:
-        raise BookmarkError(f"segments up to {place.segment} are not as large as they were")
+        raise CompactionError(f"the sizes of the segments up to {place.segment} have changed")
     offset_bytes = place.end_bytes - place.line_bytes
     if sizes[place.segment - 1] < place.end_bytes:
-        raise BookmarkError(f"segment {place.segment} is shorter than it was")
+        raise CompactionError(f"segment {place.segment} is shorter than it was")
     segments = read_from(store, run_path, number=place.segment, offset_bytes=offset_bytes)
     num_written = folded.stats.num_settled
     return Reading(
         folded=fold_on(folded, behind(place, segments), rules, first=place.segment),
         num_incidents_written=num_written,
-        marked_bytes=place.journal_bytes,
+        compacted_bytes=place.journal_bytes,
     )
 
 
 def basis_of(rules: RunRules) -> Basis:
-    """Return what this program makes of a journal under ``rules`` depends on."""
+    """Return everything but the journal that its fold under ``rules`` depends on."""
     return Basis(program=_program(), rules=repr(rules))
 
 
 @cache
 def _program() -> str:
-    """Return a digest of the modules that decide: another version of one may decide otherwise."""
+    """Return a digest of the modules that decide: another version may decide otherwise."""
     digest = sha256()
-    for package in (core, policies):
-        for folder in package.__path__:
-            for path in sorted(Path(folder).glob("*.py")):
-                digest.update(path.name.encode() + path.read_bytes())
+    for path in deciding_files():
+        digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
 
-class BookmarkFile:
-    """Writes the bookmark when the journal has grown enough and nothing is going on.
+def deciding_files() -> list[Path]:
+    """Return the files of the modules that decide, in a fixed order."""
+    folders = [Path(folder) for package in (core, policies) for folder in package.__path__]
+    return [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+
+
+class CompactionFile:
+    """Compacts the journal when it has grown enough and nothing is going on.
 
     Args:
         store: Where the run directory is.
         run_path: Its path there.
         rules: Of the run.
-        marked_bytes: Size of the journal up to the bookmark that is there, 0 without one.
+        compacted_bytes: Size of the part of the journal that is compacted already.
     """
 
-    def __init__(self, store: Store, run_path: str, *, rules: RunRules, marked_bytes: int) -> None:
+    def __init__(
+        self, store: Store, run_path: str, *, rules: RunRules, compacted_bytes: int
+    ) -> None:
         self._store = store
-        self._path = join(run_path, BOOKMARK)
-        # Now: files that are changed under a running controller are not what runs.
+        self._path = join(run_path, COMPACTED)
+        # Now, because files that change under a running controller are not what runs.
         self._basis = basis_of(rules)
-        self._marked_bytes = marked_bytes
+        self._compacted_bytes = compacted_bytes
         self._spacing_bytes = SPACING_BYTES
         self._is_writing = False
 
     def is_due(self, journal_bytes: int, *, is_quiet: bool) -> bool:
-        """Return whether to write one now.
+        """Return whether to compact now.
 
         Args:
             journal_bytes: Size of the journal.
             is_quiet: Whether nothing waits for the controller.
         """
         spacing_bytes = self._spacing_bytes * (1 if is_quiet else PATIENCE)
-        return not self._is_writing and journal_bytes - self._marked_bytes >= spacing_bytes
+        return not self._is_writing and journal_bytes - self._compacted_bytes >= spacing_bytes
 
     def prepare(self, journal: JournalFile, state: RunState, stats: RunStats) -> bytes:
-        """Return the document to ``write``: of what ``journal`` amounts to now."""
+        """Return the document to ``write``: the whole of ``journal``, folded."""
         place, last = journal.place, journal.last
         folded = Folded(
             state=state,
@@ -162,17 +168,17 @@ class BookmarkFile:
             wall_time=last["wall_time"],
         )
         document = encode(Bookmark(place=place, folded=folded), self._basis)
-        self._marked_bytes = place.journal_bytes
+        self._compacted_bytes = place.journal_bytes
         self._spacing_bytes = max(SPACING_BYTES, len(document))
         self._is_writing = True
         return document
 
     async def write(self, document: bytes) -> None:
-        """Replace the bookmark; a failure is only logged."""
+        """Replace the compacted journal; a failure is only logged."""
         try:
             # In a thread: storage may be slow, and nothing waits for this.
             await asyncio.to_thread(self._store.write_atomic, self._path, document, fsync=False)
         except StorageError as error:
-            log.warning("bookmark_not_written", extra={"error": str(error)})
+            log.warning("compacted_journal_not_written", extra={"error": str(error)})
         finally:
             self._is_writing = False

@@ -1,4 +1,4 @@
-"""The journal on storage: one segment per life of the controller, one JSON object a line."""
+"""The journal on storage: a segment per incarnation of the controller, a JSON object per line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrator.core import Place
 from ucp_core.storage import Store, join
 
 DIRECTORY = "journal"
-#: A segment is looked into by so much at a time.
+#: A segment is scanned by so much at a time.
 CHUNK_BYTES = 64 << 10
 
 
@@ -28,7 +28,7 @@ def segment_sizes(store: Store, run_path: str) -> list[int]:
 
 
 def read_from(store: Store, run_path: str, *, number: int, offset_bytes: int) -> list[bytes]:
-    """Return what is behind an offset in segment ``number``, from 1, and all later segments."""
+    """Return segment ``number`` (from 1) from an offset on, and all later segments."""
     directory = join(run_path, DIRECTORY)
     first, *others = _segments(store.list(directory))[number - 1 :]
     path = join(directory, first)
@@ -38,7 +38,7 @@ def read_from(store: Store, run_path: str, *, number: int, offset_bytes: int) ->
 
 
 def read_chunks(store: Store, run_path: str, *, number: int) -> Iterator[bytes]:
-    """Yield segment ``number``, from 1, piece by piece."""
+    """Yield segment ``number`` (from 1) chunk by chunk."""
     directory = join(run_path, DIRECTORY)
     path = join(directory, _segments(store.list(directory))[number - 1])
     size = store.size(path)
@@ -51,30 +51,30 @@ def _segments(names: Iterable[str]) -> list[str]:
 
 
 class JournalFile:
-    """Appends to the segment of this life; earlier segments are never written again.
+    """Appends to the segment of this incarnation; earlier segments never change.
 
     A line is handed to the operating system before its actions run, so it survives the
-    controller's process. It is not synced to the disk: the loss of the controller's machine
-    and of its page cache costs the last events, which the survey of living workers replaces.
+    controller's process. It is not synced to the disk. If the machine dies with its page cache,
+    the last events are lost, and the survey of living workers replaces them.
 
     Args:
         store: Where the run directory is.
         run_path: Its path there.
-        life: Which life of the controller this is, from 1.
-        before_bytes: Size of all segments of earlier lives.
+        incarnation: Number of the incarnation, from 1.
+        before_bytes: Size of all earlier segments.
     """
 
-    def __init__(self, store: Store, run_path: str, *, life: int, before_bytes: int) -> None:
+    def __init__(self, store: Store, run_path: str, *, incarnation: int, before_bytes: int) -> None:
         self._store = store
-        self._path = join(run_path, DIRECTORY, f"{life:06d}.jsonl")
-        self._life = life
+        self._path = join(run_path, DIRECTORY, f"{incarnation:06d}.jsonl")
+        self._incarnation = incarnation
         self._before_bytes = before_bytes
         self._size_bytes = 0
         self._last_line = b""
         self._last: Mapping[str, Any] = {}
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write ``records``, at least one, behind what is there."""
+        """Append ``records``, at least one."""
         lines = [json.dumps(record, separators=(",", ":")).encode() + b"\n" for record in records]
         data = b"".join(lines)
         self._store.append(self._path, data)
@@ -83,7 +83,7 @@ class JournalFile:
 
     @property
     def last(self) -> Mapping[str, Any]:
-        """Return the last record; there must be one of this life."""
+        """Return the last record; this incarnation must have one."""
         return self._last
 
     @property
@@ -93,9 +93,9 @@ class JournalFile:
 
     @property
     def place(self) -> Place:
-        """Return where the last record ends; there must be one of this life."""
+        """Return where the last record ends; this incarnation must have one."""
         return Place(
-            segment=self._life,
+            segment=self._incarnation,
             before_bytes=self._before_bytes,
             end_bytes=self._size_bytes,
             line_bytes=len(self._last_line),

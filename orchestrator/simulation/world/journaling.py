@@ -28,7 +28,7 @@ from orchestrator.core import (
     verify,
 )
 from orchestrator.core import compaction as bookmark
-from orchestrator.errors import BookmarkError
+from orchestrator.errors import CompactionError
 from orchestrator.simulation.checkers import require
 
 #: Chance that a bookmark is written behind an event, and that it is damaged when it is needed.
@@ -112,7 +112,7 @@ class SimJournal:
         try:
             found = decode(self._document(number, state), self._basis)
             behind = bookmark.behind(found.place, self._segments(number))
-        except BookmarkError:
+        except CompactionError:
             return fold_on(Folded(), self._segments(), self._rules)
         return fold_on(found.folded, behind, self._rules)
 

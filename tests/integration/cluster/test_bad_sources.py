@@ -12,8 +12,8 @@ import pytest
 
 from orchestrator.config import RunConfig
 from orchestrator.driver.faults import member, wait_for
-from orchestrator.driver.launch import Launched, run_id
-from orchestrator.shell import RunNames
+from orchestrator.driver.launch import Launched
+from orchestrator.shell import RunNames, run_id
 from tests.support.history import read_history
 from tests.support.snapshots import eventually
 from workers.memory import Arena, descriptor_socket, open_arena

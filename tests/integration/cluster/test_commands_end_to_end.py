@@ -16,8 +16,7 @@ import pytest
 import yaml
 
 from orchestrator.config import RunConfig
-from orchestrator.driver.launch import run_id
-from orchestrator.shell import RunNames
+from orchestrator.shell import RunNames, run_id
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -102,7 +101,7 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     manifest = f"checkpoints/step-{summary['steps']:08d}/manifest.json"
     assert Path(directory, manifest).exists()
     assert other.returncode == 2
-    assert "train.steps: 7 here, 100000 there" in other.stderr
+    assert "train.steps: 7 here, 100000 in the run" in other.stderr
     _wait(lambda: not shared.exists(), "a run that is over is in nobody's memory")
     _assert_goes_on(path, directory, summary)
 
@@ -138,7 +137,7 @@ def _assert_goes_on(path: str, directory: str, stopped: dict[str, Any]) -> None:
     over = _everstep("run", path, f"train.steps={total}", "--json")
 
     assert changed.returncode == 2
-    assert "train.seed: 5 here, 0 there" in changed.stderr
+    assert "train.seed: 5 here, 0 in the run" in changed.stderr
     assert again.returncode == 0, again.stderr
     summary = json.loads(again.stdout)
     assert (summary["outcome"], summary["steps"]) == ("completed", total)

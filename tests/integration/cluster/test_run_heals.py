@@ -54,7 +54,7 @@ def _num_training(status: dict[str, Any]) -> int:
 
 
 def _has_standby(status: dict[str, Any], node: str) -> bool:
-    waiting = [w for w in status["workers"] if w["rank"] < 0 and w["state"] == "ready"]
+    waiting = [w for w in status["standbys"] if w["state"] == "ready"]
     return status["phase"] == "running" and any(w["node"] == node for w in waiting)
 
 

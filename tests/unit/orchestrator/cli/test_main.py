@@ -8,8 +8,16 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from orchestrator.cli.main import _ending, _finish, app
+from orchestrator.cli.exit_codes import code_of_outcome
+from orchestrator.cli.main import _edge, _finish, app
+from orchestrator.errors import (
+    CapacityError,
+    ConfigError,
+    JournalCorruptError,
+    RunNotFoundError,
+)
 from tests.support.run_directories import write_run
+from ucp_core.errors import ChecksumMismatchError, StorageError
 
 
 def test_a_result_is_printed_as_text_and_as_json(tmp_path: Path) -> None:
@@ -43,7 +51,7 @@ def test_a_run_that_was_stopped_says_how_it_goes_on_and_names_nothing_unknown(
 
     assert text.out == "outcome: stopped\nsteps: 203\ngoodput: 0.781424\n"
     assert (
-        text.err == "stopped after step 203: everstep stop; the same command goes on from there\n"
+        text.err == "stopped after step 203: everstep stop; the same command resumes from there\n"
     )
     assert json.loads(machine.out) == summary
 
@@ -72,7 +80,7 @@ def test_all_problems_of_a_configuration_reach_the_user(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_run_is_said_to_be_none(tmp_path: Path) -> None:
     """Every command that takes a run directory is given a wrong one some day."""
-    for command in ("status", "report", "replay", "stop"):
+    for command in ("status", "report", "replay", "stop", "logs", "plan"):
         result = CliRunner().invoke(app, [command, str(tmp_path)])
 
         assert result.exit_code == 2, command
@@ -89,22 +97,70 @@ def test_a_campaign_of_no_histories_is_no_success() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_who_ends_a_command_is_told_what_becomes_of_the_run(
-    number: signal.Signals, code: int, capsys: pytest.CaptureFixture[str]
+def test_a_signal_ends_every_command_with_the_documented_code(
+    number: signal.Signals, code: int
 ) -> None:
-    """Without a word nobody knows whether something goes on in the background."""
-    before = signal.getsignal(signal.SIGTERM)
+    """A script that waits for a command must not take Ctrl-C for a failure of the run."""
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
     # A shell that has put the tests into the background may have them ignore it.
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     try:
-        with pytest.raises(typer.Exit) as caught, _ending("the run goes on"):
-            signal.raise_signal(number)
+        with pytest.raises(typer.Exit) as caught:
+            _edge(lambda: signal.raise_signal(number))()
     finally:
         signal.signal(signal.SIGINT, interrupt)
 
     assert caught.value.exit_code == code
-    assert capsys.readouterr().err == f"everstep: ended by {number.name}: the run goes on\n"
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert {one: signal.getsignal(one) for one in before} == before
+
+
+def test_the_exit_codes_are_in_the_help_once_for_all_commands() -> None:
+    """A script's author looks there; what each command says on its own differs some day."""
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).stdout
+
+    for line in ("0  success", "2  wrong usage", "3  no cluster", "4  the storage refused"):
+        assert line in text
+
+
+def test_the_version_is_printed() -> None:
+    """The first question to anyone who reports a problem."""
+    assert CliRunner().invoke(app, ["--version"]).stdout == "everstep 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"), [("completed", 0), ("stopped", 0), ("failed", 1), ("no_capacity", 3)]
+)
+def test_a_supervisor_learns_from_the_exit_code_whether_a_restart_helps(
+    outcome: str, code: int
+) -> None:
+    """A run without machines is worth a restart; one with a bug in its script is not."""
+    assert code_of_outcome(outcome) == code
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x"), 2),
+        (RunNotFoundError("x"), 2),
+        (CapacityError("x"), 3),
+        (JournalCorruptError("x"), 4),
+        (StorageError("x"), 4),
+        (ChecksumMismatchError("x"), 4),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_damage_and_refusal_are_no_bad_input(error: Exception, code: int) -> None:
+    """A damaged journal sent its owner to look for a mistake in the configuration."""
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(typer.Exit) as caught:
+        _edge(fail)()
+
+    assert caught.value.exit_code == code

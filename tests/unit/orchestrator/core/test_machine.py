@@ -17,7 +17,7 @@ from orchestrator.core import (
     step,
 )
 from orchestrator.core import events as ev
-from orchestrator.core.actions import StartWorker, YieldAttempt
+from orchestrator.core.actions import FinishRun, StartWorker, YieldAttempt
 from orchestrator.core.handlers.survey import Adopted
 from orchestrator.core.state import freeze, thaw
 from workers.protocol import Source
@@ -337,6 +337,18 @@ def test_a_start_that_fails_for_ever_ends_the_run_with_the_last_words() -> None:
         state = _fold(state, died, ev.Ticked(at_s=at_s), granted, rules=rules)
     assert state.phase is Phase.FAILED
     assert "no module torch" in state.reason
+
+
+def test_a_run_without_machines_ends_with_an_outcome_of_its_own() -> None:
+    """A supervisor waits for machines and starts it again; a run that failed is for its author."""
+    begun = _fold(RunState(), ev.ControllerStarted(at_s=0.0, life=1))
+    over, actions = step(begun, ev.Ticked(at_s=RULES.bounds.capacity_s), rules=RULES)
+    again, repeated = step(over, ev.ControllerStarted(at_s=1e6, life=2), rules=RULES)
+
+    assert over.phase is again.phase is Phase.FAILED
+    (finished,) = [action for action in actions if isinstance(action, FinishRun)]
+    assert finished.outcome == "no_capacity"
+    assert repeated == (finished,)
 
 
 def test_a_completed_run_is_described_with_its_last_step() -> None:

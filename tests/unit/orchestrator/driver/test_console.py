@@ -48,7 +48,7 @@ def test_a_plan_without_a_version_or_workers_does_not_sound_like_one() -> None:
     """Zero is a number like others, unless it is said what it means."""
     text = _printed(replace(PLAN, step=0, source="", parts=(), bytes_by_source={}, workers_after=0))
 
-    assert "begins anew" in text
+    assert "restarts from step 0" in text
     assert "waits for new capacity" in text
 
 
@@ -107,7 +107,7 @@ def test_a_controller_that_was_never_heard_is_not_said_to_have_gone() -> None:
         view.show(status)
         assert "back in charge" not in output.getvalue()
         view.show(None)
-        assert "training goes on" not in output.getvalue()
+        assert "training continues" not in output.getvalue()
         view.show(status)
 
     assert "the controller does not answer" in output.getvalue()

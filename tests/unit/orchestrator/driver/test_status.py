@@ -54,7 +54,7 @@ def test_what_is_not_known_of_a_process_is_no_number(tmp_path: Path) -> None:
     document = read_status(str(tmp_path))
 
     assert document["controller"] == "down"
-    pids = [worker["pid"] for worker in document["workers"]]
+    pids = [worker["pid"] for worker in (*document["workers"], *document["standbys"])]
     assert pids == [worker.pid for worker in run.state.fleet.workers.values()]
     assert [node["raylet_pid"] for node in document["nodes"]] == [None] * NUM_WORKERS
     assert [node["keeper_pid"] for node in document["nodes"]] == [None] * NUM_WORKERS
@@ -64,9 +64,6 @@ def test_a_node_whose_keeper_has_not_said_who_it_is_has_no_process_yet() -> None
     """The controller that answers knows no more than its keepers have told."""
     document = status_document(
         described=describe(RunState()),
-        redundancy={},
-        cadence={},
-        loaded={},
         reports={},
         seen_at_s={},
         nodes={"a": NodeView(node="a", raylet_address=("127.0.0.1", 1))},
@@ -119,9 +116,6 @@ def test_a_living_controller_tells_no_loss_that_json_cannot_hold(loss: float) ->
     row = {"rank": 0, "worker": "w0001", "node": "n", "pid": 1, "state": "training"}
     document = status_document(
         described={**describe(RunState()), "attempt": 1, "members": [row]},
-        redundancy={},
-        cadence={},
-        loaded={},
         reports={"w0001": report},
         seen_at_s={"w0001": 0.0},
         nodes={},

@@ -8,69 +8,72 @@ from zlib import crc32
 
 import pytest
 
+import orchestrator
 from orchestrator.core.events import RunReopened
-from orchestrator.shell.storage import compaction as bookmark_file
-from orchestrator.shell.storage.compaction import SPACING_BYTES, BookmarkFile
-from orchestrator.shell.storage.incarnation import Life
+from orchestrator.shell.storage import compaction as compaction_file
+from orchestrator.shell.storage.compaction import SPACING_BYTES, CompactionFile
+from orchestrator.shell.storage.incarnation import Incarnation
 from tests.support.journals import Journaled, config_at
 from ucp_core.storage import open_store
+
+ORCHESTRATOR = Path(orchestrator.__file__).parent
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Journaled:
-    """A run with a crash or two and a bookmark in the middle of its second life's segment."""
+    """A run with a crash or two and a compacted journal that ends in its second segment."""
     run = Journaled(config_at(tmp_path), fault_every=20)
-    run.is_marking = False
+    run.is_compacting = False
     run.grow(60)
     run = Journaled(run.config, fault_every=20)
-    run.is_marking = False
+    run.is_compacting = False
     run.grow(120)
-    run.mark()
+    run.compact()
     run.grow(200)
     return run
 
 
-def _same(one: Life, other: Life) -> bool:
+def _same(one: Incarnation, other: Incarnation) -> bool:
     """Compare all but the clocks; equal tables may have another order, by which the run goes."""
     names = ("number", "seq", "state", "stats", "journal_bytes")
     return all(repr(getattr(one, name)) == repr(getattr(other, name)) for name in names)
 
 
-def _whole(run: Journaled) -> Life:
-    Path(run.path, "bookmark.json").unlink()
+def _whole(run: Journaled) -> Incarnation:
+    Path(run.path, "compacted.json").unlink()
     return run.begin()
 
 
-def test_a_life_that_begins_from_a_bookmark_is_as_one_that_reads_everything(
+def test_an_incarnation_begins_alike_from_the_compacted_and_from_the_whole_journal(
     run: Journaled,
 ) -> None:
     """State, numbers and place in the journal: a controller has nothing else."""
     life = run.begin()
     whole = _whole(run)
 
-    assert life.marked_bytes > 0 == whole.marked_bytes
+    assert life.compacted_bytes > 0 == whole.compacted_bytes
     assert _same(life, whole)
     assert repr((life.state, life.stats)) == repr((run.state, run.stats))
     assert len(life.stats.incidents) > life.num_incidents_written > 0
 
 
 def test_later_lives_and_torn_lines_are_behind_it(run: Journaled) -> None:
-    """A controller may die while it appends, and again before it has written a bookmark."""
+    """A controller may die while it appends, and again before it has compacted the journal."""
     segment = Path(run.path, "journal", "000002.jsonl")
     segment.write_bytes(segment.read_bytes() + b'{"v":1,"se')
     later = Journaled(run.config)
-    later.is_marking = False
+    later.is_compacting = False
     later.grow(240)
     life = later.begin()
 
-    assert life.marked_bytes > 0
+    assert life.compacted_bytes > 0
     assert repr(life.state) == repr(later.state)
     assert _same(life, _whole(later))
 
 
 def _edit(change: Callable[[Any], None]) -> Callable[[Path], None]:
     def edit(directory: Path) -> None:
-        path = directory / "bookmark.json"
+        path = directory / "compacted.json"
         body = json.loads(path.read_bytes().split(b"\n")[1])
         change(body)
         text = json.dumps(body).encode()
@@ -80,14 +83,14 @@ def _edit(change: Callable[[Any], None]) -> Callable[[Path], None]:
     return edit
 
 
-def _cut_bookmark(directory: Path) -> None:
-    path = directory / "bookmark.json"
+def _cut_compacted(directory: Path) -> None:
+    path = directory / "compacted.json"
     path.write_bytes(path.read_bytes()[:-200])
 
 
 def _make_it_a_directory(directory: Path) -> None:
-    (directory / "bookmark.json").unlink()
-    (directory / "bookmark.json").mkdir()
+    (directory / "compacted.json").unlink()
+    (directory / "compacted.json").mkdir()
 
 
 def _drop_newest_segment(directory: Path) -> None:
@@ -111,8 +114,8 @@ def _change_its_line(directory: Path) -> None:
 
 
 HARM = {
-    "bookmark cut": _cut_bookmark,
-    "bookmark unreadable": _make_it_a_directory,
+    "compacted journal cut": _cut_compacted,
+    "compacted journal unreadable": _make_it_a_directory,
     "newest segment gone": _drop_newest_segment,
     "segment cut": _cut_journal,
     "older segment longer": _lengthen_older_segment,
@@ -134,45 +137,45 @@ def test_what_cannot_be_relied_on_is_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A wrong state would start workers twice; folding everything only takes longer."""
-    monkeypatch.setattr(bookmark_file, "SPACING_BYTES", 1)
+    monkeypatch.setattr(compaction_file, "SPACING_BYTES", 1)
     harm(Path(run.path))
     with caplog.at_level(logging.WARNING):
         life = run.begin()
 
-    assert life.marked_bytes == 0
-    assert [record.message for record in caplog.records] == ["bookmark_not_used"]
+    assert life.compacted_bytes == 0
+    assert [record.message for record in caplog.records] == ["compacted_journal_not_used"]
     monkeypatch.undo()
-    if Path(run.path, "bookmark.json").is_dir():
-        Path(run.path, "bookmark.json").rmdir()
+    if Path(run.path, "compacted.json").is_dir():
+        Path(run.path, "compacted.json").rmdir()
     else:
-        Path(run.path, "bookmark.json").unlink()
+        Path(run.path, "compacted.json").unlink()
     assert _same(life, run.begin())
 
 
 def test_settings_of_now_fold_what_was_decided_since_then(run: Journaled) -> None:
     """A run that is opened again with other settings keeps its numbers and no decision."""
     config = config_at(Path(run.path), "workers.max=2")
-    again = Journaled(config, opening=3)
-    again.is_marking = False
+    again = Journaled(config, config_since=3)
+    again.is_compacting = False
     again.grow(300)
     life = again.begin()
 
-    assert life.marked_bytes == 0, "the bookmark of the settings of then was used"
+    assert life.compacted_bytes == 0, "the journal compacted under the settings of then was used"
     assert repr((life.state, life.stats)) == repr((again.state, again.stats))
-    again.mark()
-    assert again.begin().marked_bytes == life.journal_bytes
+    again.compact()
+    assert again.begin().compacted_bytes == life.journal_bytes
     assert [each.kind for each in life.stats.incidents].count("resume") == 1
 
 
-def test_a_run_is_opened_again_from_its_bookmark(run: Journaled) -> None:
+def test_a_run_resumes_from_its_compacted_journal(run: Journaled) -> None:
     """Its numbers of attempts, workers and slots go on, and its old settings say what they are."""
-    run.mark()
-    run.opening = 3
+    run.compact()
+    run.config_since = 3
     life = run.begin()
     first = life.first
     assert isinstance(first, RunReopened)
-    assert life.marked_bytes == 0, "what was marked under the settings of then spares it nothing"
-    Path(run.path, "bookmark.json").unlink()
+    assert life.compacted_bytes == 0, "what was marked under the settings of then spares it nothing"
+    Path(run.path, "compacted.json").unlink()
     whole = run.begin().first
     assert isinstance(whole, RunReopened)
 
@@ -180,32 +183,32 @@ def test_a_run_is_opened_again_from_its_bookmark(run: Journaled) -> None:
     assert (first.next_worker, first.why) == (whole.next_worker, whole.why)
 
 
-def test_there_is_one_bookmark_and_none_in_the_journal(run: Journaled) -> None:
+def test_there_is_one_compacted_journal_and_the_journal_is_whole(run: Journaled) -> None:
     """A week of them would be larger than the journal, and readers of it take all that is there."""
-    run.mark()
+    run.compact()
 
-    assert [path.name for path in Path(run.path).glob("*bookmark*")] == ["bookmark.json"]
+    assert [path.name for path in Path(run.path).glob("*compact*")] == ["compacted.json"]
     names = sorted(path.name for path in Path(run.path, "journal").iterdir())
     assert names == ["000001.jsonl", "000002.jsonl"]
 
 
-def test_a_bookmark_that_cannot_be_written_costs_nothing(
+def test_a_compacted_journal_that_cannot_be_written_costs_nothing(
     run: Journaled, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It only spares time, so a run must not end for it."""
     _make_it_a_directory(Path(run.path))
     with caplog.at_level(logging.WARNING):
-        run.mark()
+        run.compact()
 
-    assert [record.message for record in caplog.records] == ["bookmark_not_written"]
+    assert [record.message for record in caplog.records] == ["compacted_journal_not_written"]
 
 
 def test_it_is_written_when_the_journal_has_grown_and_nothing_is_going_on(tmp_path: Path) -> None:
     """Each one costs milliseconds, in which nobody would see to a fault."""
     run = Journaled(config_at(tmp_path))
-    run.is_marking = False
+    run.is_compacting = False
     run.grow(30)
-    file = BookmarkFile(*open_store(run.path), rules=run.rules, marked_bytes=1000)
+    file = CompactionFile(*open_store(run.path), rules=run.rules, compacted_bytes=1000)
 
     assert not file.is_due(1000 + SPACING_BYTES - 1, is_quiet=True)
     assert file.is_due(1000 + SPACING_BYTES, is_quiet=True)
@@ -217,3 +220,14 @@ def test_it_is_written_when_the_journal_has_grown_and_nothing_is_going_on(tmp_pa
     asyncio.run(file.write(document))
     assert file.is_due(grown, is_quiet=True)
     assert not file.is_due(grown - 1, is_quiet=True)
+
+
+def test_a_change_of_any_module_that_decides_makes_the_compacted_journal_useless() -> None:
+    """Modules moved into folders of their own, and a changed one was not noticed any more."""
+    modules = {
+        path.relative_to(ORCHESTRATOR)
+        for room in ("core", "policies")
+        for path in (ORCHESTRATOR / room).rglob("*.py")
+    }
+
+    assert {path.relative_to(ORCHESTRATOR) for path in compaction_file.deciding_files()} == modules

@@ -10,49 +10,51 @@ from tests.support.journals import Journaled, config_at
 
 
 def _tear(run: Journaled, number: int) -> None:
-    """Let a life have died in the middle of its first line."""
+    """Let an incarnation have died in the middle of its first line."""
     Path(run.path, "journal").mkdir(exist_ok=True)
     Path(run.path, "journal", f"{number:06d}.jsonl").write_bytes(b'{"v":1,"se')
 
 
-def test_a_run_whose_first_life_left_half_a_line_begins_with_the_next(tmp_path: Path) -> None:
+def test_a_run_whose_first_line_was_cut_starts_with_the_next(
+    tmp_path: Path,
+) -> None:
     """Its actions come after its line, so it has done nothing: there is a run to begin."""
     config = config_at(tmp_path)
     run = Journaled(config)
     _tear(run, 1)
 
     again = Journaled(config)
-    assert again.life == 2
+    assert again.number == 2
     again.grow(60)
 
     assert again.state.attempt.step > 0
     assert replay_run(run.path)["same_decisions"]
 
 
-def test_a_reopening_of_which_half_a_line_is_left_is_made_up_for(tmp_path: Path) -> None:
+def test_a_resume_of_which_half_a_line_is_left_is_done_again(tmp_path: Path) -> None:
     """The journal before it is of a run that is over, and would only be found over once more."""
     run = Journaled(config_at(tmp_path))
     run.grow(60)
     reopened = config_at(tmp_path, "workers.max=3")
-    run.config, run.opening = reopened, 2
+    run.config, run.config_since = reopened, 2
     run.begin()
     _tear(run, 2)
-    life = run.begin()
+    begun = run.begin()
 
-    assert isinstance(life.first, RunReopened)
-    assert life.first.lineage == run.state.lineage
-    again = Journaled(reopened, opening=2)
+    assert isinstance(begun.first, RunReopened)
+    assert begun.first.lineage == run.state.lineage
+    again = Journaled(reopened, config_since=2)
     again.grow(120)
-    assert isinstance(again.begin().first, ControllerStarted), "it is not opened twice"
+    assert isinstance(again.begin().first, ControllerStarted), "it is not resumed twice"
     assert replay_run(run.path)["same_decisions"]
 
 
-def test_a_bug_report_is_the_journal_and_the_settings_of_each_opening(tmp_path: Path) -> None:
+def test_a_bug_report_is_the_journal_and_the_settings_of_each_resume(tmp_path: Path) -> None:
     """As CONTRIBUTING says: the rest of a run directory may be large, or nobody else's business."""
     run = Journaled(config_at(tmp_path / "run"))
     run.grow(60)
-    Journaled(config_at(tmp_path / "run", "workers.max=3"), opening=2).grow(120)
-    for name in ("journal", "openings"):
+    Journaled(config_at(tmp_path / "run", "workers.max=3"), config_since=2).grow(120)
+    for name in ("journal", "settings"):
         shutil.copytree(Path(run.path, name), tmp_path / "report" / name)
 
     answer = replay_run(str(tmp_path / "report"))

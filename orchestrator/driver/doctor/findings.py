@@ -1,7 +1,7 @@
-"""What is wrong with a cluster before money is spent on it: facts about nodes in, findings out.
+"""Judge a cluster before money is spent on it: facts about nodes in, findings out. Pure.
 
-Everything here is looked at because a run would fail of it, or heal badly, hours later and with a
-less telling message. Pure; ``orchestrator.driver.doctor`` collects the facts.
+Each check finds something that would fail a run, or slow its recoveries, hours later and with a
+less clear message.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from typing import Any
 from orchestrator.config import RunConfig
 from workers.process import TUNABLE, VARIABLE
 
-__all__ = ["Finding", "Level", "NodeFacts", "diagnose"]
+__all__ = ["Finding", "Level", "NodeFacts", "advice_lines", "diagnose", "report"]
 
-#: Pages and rings of a worker take less than a MiB; below this something else fills it up.
+#: Progress records and record rings of a worker take less than a MiB; with less than this free,
+#: something else fills it up.
 SHARED_MEMORY_BYTES_MIN = 64 << 20
-#: Ray alone holds some hundred connections on a node; its own advice is 65536.
+#: Ray alone holds some hundred connections on a node; Ray advises 65536.
 OPEN_FILES_MIN = 4096
-#: Incidents tell times of several machines beside each other.
+#: Incidents compare the times of several machines.
 CLOCK_S_MAX = 1.0
 
 
 class Level(StrEnum):
-    """How bad a finding is: a run would work, would work badly, or would not work."""
+    """How bad a finding is: the run works, works badly, or does not work."""
 
     OK = "ok"
     WARN = "warn"
@@ -34,13 +35,13 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        level: Of the finding.
-        about: What was looked at, in one or two words.
+        level: How bad it is.
+        about: What was checked, in one or two words.
         message: What was found; names the nodes.
-        advice: What to do; "" if nothing is to be done.
+        advice: What to do; "" if there is nothing to do.
     """
 
     level: Level
@@ -55,16 +56,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What one machine says of itself.
+    """The facts about one machine.
 
     Attributes:
-        node: Its host name and the beginning of Ray's id; "this machine" where there is no Ray.
-        versions: Of Python and of the packages that the machines must agree on, by name.
+        node: Its host name and the beginning of Ray's id; "this machine" without Ray.
+        versions: Of Python and of the packages that must be equal on all machines, by name.
         clock_ahead_s: How far its clock is ahead of ours.
         shared_memory_bytes: Free in /dev/shm.
-        open_files: How many one process may have.
-        resources: What Ray has to give there now, by its names.
-        copies_past_caches: Whether large copies of Ray's processes there go past the caches.
+        open_files: How many a process may open.
+        resources: What Ray can still give there, by Ray's names.
+        copies_past_caches: Whether large copies in Ray's processes bypass the processor's caches.
         storage_problem: Why it cannot use the run directory; "" if it can, or none was named.
         unreachable: Nodes to which it could open no connection.
     """
@@ -83,12 +84,12 @@ class NodeFacts:
 def diagnose(
     nodes: Sequence[NodeFacts], *, here: NodeFacts, config: RunConfig | None
 ) -> list[Finding]:
-    """Return what is right and wrong with ``nodes`` for a run.
+    """Return the result of every check of ``nodes``.
 
     Args:
-        nodes: Those of the cluster that answered; only ``here`` where there is no cluster.
-        here: The machine that asks: what its packages are, the others' have to be.
-        config: Of the run; None looks at what every run needs.
+        nodes: The nodes of the cluster that answered; only ``here`` without a cluster.
+        here: The machine that asks; the nodes must have its versions.
+        config: Of the run; None checks what every run needs.
     """
     findings = [
         _versions(nodes, here),
@@ -115,36 +116,38 @@ def diagnose(
 
 
 def _between(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """Return what is right and wrong between the nodes of a cluster."""
+    """Return the results of the checks that compare or connect nodes."""
     return [
         _each(
             nodes,
             "storage",
             lambda facts: facts.storage_problem,
             level=Level.FAIL,
-            good="what one node writes to the run directory, the others read",
-            advice="name a run.directory on storage that all nodes share, as s3:// or NFS",
+            good="every node reads what another wrote to the run directory",
+            advice="set run.directory to storage that all nodes share, such as s3:// or NFS",
         ),
         _each(
             nodes,
             "network",
-            lambda facts: f"none to {', '.join(facts.unreachable)}" if facts.unreachable else "",
+            lambda facts: (
+                f"cannot connect to {', '.join(facts.unreachable)}" if facts.unreachable else ""
+            ),
             level=Level.FAIL,
-            good=f"each of {len(nodes)} nodes opens connections to every other",
+            good=f"each of {len(nodes)} nodes can connect to every other",
             advice="open all TCP ports between the nodes: collectives and copies need them",
         ),
         _each(
             nodes,
             "clocks",
             lambda f: f"{f.clock_ahead_s:+.1f} s" if abs(f.clock_ahead_s) > CLOCK_S_MAX else "",
-            good=f"they agree within {CLOCK_S_MAX:g} s",
-            advice="let NTP set them: times of incidents compare machines",
+            good=f"all agree within {CLOCK_S_MAX:g} s",
+            advice="set them by NTP: incidents compare times of several machines",
         ),
         _each(
             nodes,
             "copies",
-            lambda facts: "" if facts.copies_past_caches else "blocks go through the caches",
-            good="large ones go past the caches",
+            lambda facts: "" if facts.copies_past_caches else "large copies go through the caches",
+            good="large copies bypass the processor's caches",
             advice=f"start Ray with {VARIABLE}={TUNABLE}: training waits less for snapshots",
         ),
     ]
@@ -159,7 +162,7 @@ def _each(
     advice: str,
     level: Level = Level.WARN,
 ) -> Finding:
-    """Return one finding that names every node with a problem, and which."""
+    """Return one finding that names each node with a problem, and the problem."""
     found = [f"{facts.node}: {why}" for facts in nodes if (why := problem(facts))]
     if not found:
         return Finding(level=Level.OK, about=about, message=good)
@@ -191,7 +194,7 @@ def _little_shared_memory(facts: NodeFacts) -> str:
 
 
 def _capacity(nodes: Sequence[NodeFacts], config: RunConfig) -> list[Finding]:
-    """Say how many workers fit now; Ray places each by itself, so nodes are counted one by one."""
+    """Return how many workers fit now, counted node by node as Ray places them."""
     needed = config.worker_resources()
     room = sum(
         min(int(facts.resources.get(name, 0.0) / amount) for name, amount in needed.items())
@@ -217,3 +220,13 @@ def report(findings: Sequence[Finding], nodes: Sequence[NodeFacts]) -> dict[str,
         "findings": [finding.to_json() for finding in findings],
         "nodes": [asdict(facts) for facts in nodes],
     }
+
+
+def advice_lines(findings: Sequence[Finding]) -> list[str]:
+    """Return a line for each finding, followed by one that says what to do."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.level:<5} {finding.about}: {finding.message}")
+        if finding.advice:
+            lines.append(f"      -> {finding.advice}")
+    return lines

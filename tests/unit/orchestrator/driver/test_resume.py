@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config import RunConfig, load
-from orchestrator.driver.continuing import require_continuable, require_same
+from orchestrator.driver.resume import require_resumable, require_same
 from orchestrator.errors import ConfigError
 
 
@@ -27,8 +27,8 @@ def directory(tmp_path: Path) -> Path:
     ["train.steps=40", "workers.max=4", "train.lr=0.001", "data.validation_samples=8"],
 )
 def test_what_no_step_depends_on_may_change(directory: Path, override: str) -> None:
-    """Other machines, another length: that is why a run is stopped and goes on."""
-    require_continuable(_config(directory, override))
+    """Other machines, another length: that is why a run is stopped and resumed."""
+    require_resumable(_config(directory, override))
 
 
 @pytest.mark.parametrize(
@@ -38,15 +38,15 @@ def test_what_no_step_depends_on_may_change(directory: Path, override: str) -> N
 def test_what_the_history_depends_on_is_refused_by_name(directory: Path, override: str) -> None:
     """Samples would be seen twice and others never, and no metric would show it."""
     key, _, value = override.partition("=")
-    with pytest.raises(ConfigError, match=f"{key}: {value} here, .* there"):
-        require_continuable(_config(directory, override))
+    with pytest.raises(ConfigError, match=f"{key}: {value} here, .* in the run"):
+        require_resumable(_config(directory, override))
 
 
 def test_a_run_that_committed_nothing_takes_every_setting(tmp_path: Path) -> None:
     """Who mistyped the data path must not have to clean up by hand."""
-    require_continuable(_config(tmp_path))
+    require_resumable(_config(tmp_path))
     (tmp_path / "config.yaml").write_text(_config(tmp_path).to_yaml())
-    require_continuable(_config(tmp_path, "train.seed=1"))
+    require_resumable(_config(tmp_path, "train.seed=1"))
 
 
 def test_a_run_with_all_its_steps_is_over(directory: Path) -> None:
@@ -54,13 +54,15 @@ def test_a_run_with_all_its_steps_is_over(directory: Path) -> None:
     (directory / "summary.json").write_text(json.dumps({"steps": 20}))
 
     with pytest.raises(ConfigError, match="all 20 steps are done; raise it"):
-        require_continuable(_config(directory))
-    require_continuable(_config(directory, "train.steps=21"))
+        require_resumable(_config(directory))
+    require_resumable(_config(directory, "train.steps=21"))
 
 
-def test_a_run_that_goes_on_cannot_be_given_other_settings(directory: Path) -> None:
+def test_a_run_that_is_under_way_cannot_be_given_other_settings(directory: Path) -> None:
     """They would be taken for granted and never come into force."""
     require_same(_config(directory, "cluster.local_nodes=3"))
 
-    with pytest.raises(ConfigError, match=r"everstep stop .*\n  train.steps: 30 here, 20 there"):
+    with pytest.raises(
+        ConfigError, match=r"everstep stop .*\n  train.steps: 30 here, 20 in the run"
+    ):
         require_same(_config(directory, "train.steps=30"))

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.driver.start_order import NumberedTurns, taking_turns
+from orchestrator.driver.launch_order import NumberedLaunches, one_launch
 from orchestrator.errors import CapacityError
 from ucp_core.storage import MemoryStore, Store
 
 _HOLDER = """
 import signal, sys
-from orchestrator.driver.start_order import taking_turns
-with taking_turns(sys.argv[1], say=print):
+from orchestrator.driver.launch_order import one_launch
+with one_launch(sys.argv[1], say=print):
     print("begun", flush=True)
     signal.pause()
 """
@@ -26,7 +26,7 @@ with taking_turns(sys.argv[1], say=print):
 
 @contextmanager
 def holder(directory: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a command that has its turn until it is killed, as it is at the end of the block."""
+    """Run a command that launches until it is killed, as it is at the end of the block."""
     with subprocess.Popen(
         [sys.executable, "-c", _HOLDER, directory], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -49,13 +49,13 @@ def test_of_two_commands_that_begin_a_run_one_waits_for_the_other(tmp_path: Path
             # Also one that is killed is waited for no longer.
             other.kill()
 
-        with taking_turns(directory, say=say):
+        with one_launch(directory, say=say):
             assert said == [
-                f"another command is beginning the run in {directory}; waiting for it ..."
-            ], "both have their turn at once"
+                f"another command is launching the run in {directory}; waiting for it ..."
+            ], "both launch at once"
             assert other.wait(120) == -signal.SIGKILL
 
-    with taking_turns(directory, say=said.append):
+    with one_launch(directory, say=said.append):
         pass
     assert len(said) == 1, "nobody holds it any more"
 
@@ -69,22 +69,22 @@ class World:
         self.others_write = False
         self.waited_s = 0.0
 
-    def take(self, name: str = "turns") -> AbstractContextManager[object]:
-        turns = NumberedTurns(
+    def take(self, name: str = "launches") -> AbstractContextManager[object]:
+        launches = NumberedLaunches(
             self.store, name, dead_s=60.0, now_s=lambda: self.at_s, pause=self.pause
         )
-        return turns.taking(lambda: None)
+        return launches.next(lambda: None)
 
     def pause(self, seconds: float) -> None:
         self.at_s += seconds
         self.waited_s += seconds
         if self.others_write and self.waited_s < 1000:
-            self.store.write_atomic("turns/000001.json", f"{self.at_s}".encode(), fsync=False)
+            self.store.write_atomic("launches/000001.json", f"{self.at_s}".encode(), fsync=False)
         elif self.others_write:
-            self.store.write_atomic("turns/000001.json", b'{"is_over": true}', fsync=False)
+            self.store.write_atomic("launches/000001.json", b'{"is_over": true}', fsync=False)
 
 
-def test_a_turn_that_is_over_holds_nobody_up_and_its_number_never_comes_again() -> None:
+def test_a_launch_that_is_over_holds_nobody_up_and_its_number_never_comes_again() -> None:
     """A file that came twice would let two that have waited for it both take it."""
     world = World()
 
@@ -93,13 +93,13 @@ def test_a_turn_that_is_over_holds_nobody_up_and_its_number_never_comes_again() 
             pass
 
     assert world.waited_s == 0
-    assert world.store.list("turns") == ("000001.json", "000002.json", "000003.json")
+    assert world.store.list("launches") == ("000001.json", "000002.json", "000003.json")
 
 
 def test_a_command_that_died_holds_up_for_a_minute_and_not_for_ever() -> None:
-    """Nobody ends its turn, and what it wrote stays."""
+    """Nobody ends its launch, and its file stays."""
     world = World()
-    world.store.write_atomic("turns/000001.json", b'{"is_over": false}', fsync=False)
+    world.store.write_atomic("launches/000001.json", b'{"is_over": false}', fsync=False)
 
     with world.take():
         assert 60 <= world.waited_s < 70
@@ -108,20 +108,20 @@ def test_a_command_that_died_holds_up_for_a_minute_and_not_for_ever() -> None:
 def test_a_command_that_lives_is_waited_for_however_long_it_takes() -> None:
     """A cluster that takes minutes to start is no dead command."""
     world = World()
-    world.store.write_atomic("turns/000001.json", b'{"is_over": false}', fsync=False)
+    world.store.write_atomic("launches/000001.json", b'{"is_over": false}', fsync=False)
     world.others_write = True
 
     with world.take():
         assert 1000 <= world.waited_s < 1010
 
 
-def test_who_was_taken_for_dead_learns_that_the_turn_was_lost() -> None:
+def test_a_command_that_was_taken_for_dead_learns_that_another_took_over() -> None:
     """A laptop that slept wakes up where it was: about to begin a run that has begun."""
-    turns = NumberedTurns(MemoryStore(), "turns")
+    launches = NumberedLaunches(MemoryStore(), "launches")
 
-    with turns.taking(lambda: None) as require:
+    with launches.next(lambda: None) as require:
         require()
-        turns._store.write_atomic("turns/000002.json", b"", fsync=False)
+        launches._store.write_atomic("launches/000002.json", b"", fsync=False)
         with pytest.raises(CapacityError, match=r"another command took over .* for 60 s; run it"):
             require()
 
@@ -142,13 +142,13 @@ class Meeting(MemoryStore):
         return names
 
 
-def test_of_two_that_find_the_turn_free_at_once_one_has_it() -> None:
+def test_of_two_that_find_no_launch_at_once_one_begins() -> None:
     """To look and then to write lets both begin."""
     store, inside, other_waits = Meeting(), threading.Lock(), threading.Event()
 
     def command() -> bool:
-        turns = NumberedTurns(store, "turns", pause=lambda _: None)
-        with turns.taking(other_waits.set):
+        launches = NumberedLaunches(store, "launches", pause=lambda _: None)
+        with launches.next(other_waits.set):
             is_alone = inside.acquire(blocking=False)
             if is_alone:
                 other_waits.wait()

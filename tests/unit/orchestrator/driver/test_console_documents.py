@@ -1,4 +1,4 @@
-"""What people read of a run that goes on, in a terminal that may be narrow."""
+"""What people read about a run, in a terminal that may be narrow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from orchestrator.cli.status_view import print_status
+from orchestrator.driver import print_status
 
 NODE = "f6a909039539fb880232d2aefe062783cc607b650ff1be024369a081"
 
@@ -24,8 +24,8 @@ def _status(**changes: Any) -> dict[str, Any]:
         "layout": "dp_shard=4",
         "workers": [
             {**worker, "rank": 0, "step": 96, "phase": "backward", "last_heartbeat_s": 0.893},
-            {**standby, "rank": -1, "step": None, "phase": None, "last_heartbeat_s": None},
         ],
+        "standbys": [{**standby, "step": None, "phase": None, "last_heartbeat_s": None}],
         "nodes": [
             {
                 "node": NODE,
@@ -62,9 +62,9 @@ def _status(**changes: Any) -> dict[str, Any]:
     }
 
 
-def _lines(status: dict[str, Any]) -> list[str]:
+def _lines(status: dict[str, Any], *, verbose: bool = False) -> list[str]:
     output = io.StringIO()
-    print_status(status, Console(file=output, width=60))
+    print_status(status, Console(file=output, width=60), verbose=verbose)
     return [" ".join(line.split()) for line in output.getvalue().splitlines()]
 
 
@@ -74,7 +74,7 @@ def test_who_is_where_can_be_read_and_copied_in_a_narrow_terminal() -> None:
 
     assert lines[0] == "running: attempt 2 on dp_shard=4, step 95, loss 2.2657"
     assert "0 w0002 f6a90903 23457 training step 96, backward 0.9 s ago" in lines
-    assert "- w0005 f6a90903 - starting - -" in lines
+    assert "standby w0005 f6a90903 - starting - -" in lines
     assert "f6a90903 alive 23231 - 2 3" in lines
 
 
@@ -93,21 +93,28 @@ def test_what_is_safe_and_what_is_wrong_has_a_line_each() -> None:
         "passed over: step-00000004: manifest.json is cut short",
         "problem: storage has been silent for 12 s",
         "last change: crash (w0001): its process died",
-        "bounds of waits: beat 0.1 s, hang 5.221 s",
     ]
+
+
+def test_the_bounds_of_waits_are_shown_on_request() -> None:
+    """They fill three lines that few people read."""
+    bounds = "bounds of waits: beat 0.1 s, hang 5.221 s"
+
+    assert bounds not in _lines(_status())
+    assert _lines(_status(), verbose=True)[-1] == bounds
 
 
 @pytest.mark.parametrize(
     ("due", "taken", "line"),
     [
-        (1, 5, "a snapshot each step (in fact every 5 steps: sooner none is complete and copied)"),
+        (1, 5, "a snapshot each step (in fact every 5 steps: the copies take longer)"),
         (2, 2, "a snapshot every 2 steps, a checkpoint"),
         (2, None, "a snapshot every 2 steps, a checkpoint"),
         (0, 0, "saves: a checkpoint"),
     ],
 )
 def test_a_link_that_stretches_the_interval_is_told(due: int, taken: int | None, line: str) -> None:
-    """Who reads "each step" while four of five are skipped expects to lose less than he may."""
+    """A user who reads "each step" while four of five are skipped expects to lose less."""
     status = _status()
     status["cadence"] |= {"snapshot_steps": due, "snapshot_taken_steps": taken}
     assert line in " ".join(_lines(status))
@@ -121,6 +128,7 @@ def test_a_run_without_controller_says_so_and_what_is_not_there_has_no_line() ->
             controller="down",
             loss=None,
             workers=[],
+            standbys=[],
             nodes=[],
             pending_capacity=0,
             redundancy=nothing,
@@ -132,7 +140,7 @@ def test_a_run_without_controller_says_so_and_what_is_not_there_has_no_line() ->
     )
 
     assert lines == [
-        "running: attempt 2 on dp_shard=4, step 95; the controller is down: this was true last",
+        "running: attempt 2 on dp_shard=4, step 95; the controller is down: last known",
         "",
         "in storage: nothing yet",
         "saves: a snapshot each step, a checkpoint every 10 steps; 0.71% of step time, at most 2%",

@@ -1,4 +1,4 @@
-"""What a run writes about itself beside the journal: contact, incidents, summary, metrics."""
+"""What a run writes beside its journal: contact, incidents, summary, metrics."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from orchestrator.shell.serve import RunMetrics
 from ucp_core.storage import Store, join
 
 
-class RunRecord:
-    """Folds the journal into numbers as it grows, and writes them down when they are final.
+class RunOutputs:
+    """Folds the journal into numbers as it grows, and writes them when they are final.
 
     Args:
         store: Where the run directory is.
         run_path: Its path there.
-        stats: The numbers of earlier lives of the controller, which are added to.
-        num_written: Incidents, from the first on, that are written.
+        stats: The numbers of earlier incarnations of the controller.
+        num_written: Number of incidents that are written already, from the first on.
         samples_per_step: The global batch.
 
     Attributes:
         stats: The numbers so far.
         registry: Of the metrics.
-        metrics: What Prometheus is shown.
+        metrics: For Prometheus.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RunRecord:
         self._num_written = num_written
 
     def announce(self, status_url: str) -> None:
-        """Write down how to reach this controller."""
+        """Write how to reach this controller."""
         self._write(
             CONTACT,
             {
@@ -63,7 +63,7 @@ class RunRecord:
         )
 
     def add(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Take in what was journaled; write the incidents that are over."""
+        """Take in journaled records; write the incidents that are over."""
         for record in records:
             self.stats.add(record)
         self.metrics.show(self.stats)

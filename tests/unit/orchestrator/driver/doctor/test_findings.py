@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.main import app
 from orchestrator.config import RunConfig, load
-from orchestrator.driver.findings import Finding, Level, NodeFacts, diagnose
+from orchestrator.driver.doctor import Finding, Level, NodeFacts, diagnose
 
 HERE = NodeFacts(
     node="here",
@@ -45,11 +45,16 @@ def test_nothing_is_wrong_with_a_good_cluster() -> None:
         ("versions", Level.FAIL, {"versions": {"python": "3.10"}}, "ray is missing (here 2.60.0)"),
         ("versions", Level.FAIL, {"versions": {"python": "3.10"}}, "python 3.10 (here 3.11)"),
         ("storage", Level.FAIL, {"storage_problem": "sees nothing"}, "b: sees nothing"),
-        ("network", Level.FAIL, {"unreachable": ("a",)}, "b: none to a"),
+        ("network", Level.FAIL, {"unreachable": ("a",)}, "b: cannot connect to a"),
         ("shared memory", Level.WARN, {"shared_memory_bytes": 5 << 20}, "b: 5 MiB are free"),
         ("open files", Level.WARN, {"open_files": 1024}, "b: 1024 a process"),
         ("clocks", Level.WARN, {"clock_ahead_s": -3.0}, "b: -3.0 s"),
-        ("copies", Level.WARN, {"copies_past_caches": False}, "b: blocks go through the caches"),
+        (
+            "copies",
+            Level.WARN,
+            {"copies_past_caches": False},
+            "b: large copies go through the caches",
+        ),
     ],
 )
 def test_a_node_with_a_problem_is_named_and_no_other(

@@ -1,8 +1,8 @@
-"""What may be changed when a run goes on in its directory, and what the next step depends on.
+"""Which settings may change when a run resumes in its directory.
 
-The history of a run is one: which samples a step has follows from the seed and the global batch,
-and the state that is committed is that of one model. Another cluster, other sizes of the fleet,
-another length or learning rate are the user's to choose anew each time.
+A run has one history. Its seed and global batch decide which samples a step has, and its
+committed state belongs to one model, so these stay. The cluster, the number of workers, the length
+and the learning rate may change each time.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from ucp_core.storage import join, open_store
 
 #: Sections and keys that a history with committed steps depends on.
 _FIXED = ("model", "data", "train.seed", "train.global_batch")
-#: What is in those sections and changes no step.
+#: Keys in those sections that change no step.
 _FREE = frozenset({"data.cache_directory", "data.validation_samples"})
-#: Where a run is driven from does not matter to one that goes on.
+#: Keys that do not matter to a command that only attaches to the run.
 _ELSEWHERE = frozenset({"cluster.address", "cluster.local_nodes", "run.directory"})
 
 
 def require_same(config: RunConfig) -> None:
-    """Raise ``ConfigError`` if the run that goes on has other settings than ``config``."""
+    """Raise ``ConfigError`` if the run that is under way has other settings than ``config``."""
     changed = [line for path, line in _changes(_last(config), config) if path not in _ELSEWHERE]
     if changed:
         _refuse(
-            f"the run in {config.run.directory} goes on with other settings; end it by "
-            f"`everstep stop {config.run.directory}` and run it again, or leave out what is new:",
+            f"the run in {config.run.directory} is under way with other settings; stop it with "
+            f"`everstep stop {config.run.directory}` and run it again, or drop these changes:",
             changed,
         )
 
 
-def require_continuable(config: RunConfig) -> None:
+def require_resumable(config: RunConfig) -> None:
     """Raise ``ConfigError`` if there is nothing left to train, or a change breaks the history.
 
-    A directory without a run, or with one that committed nothing, takes every configuration.
+    A directory without a run, or with a run that committed nothing, takes every configuration.
     """
     store, path = open_store(config.run.directory)
     if not store.exists(join(path, CONFIG)):
@@ -55,8 +55,8 @@ def require_continuable(config: RunConfig) -> None:
     broken = [line for path, line in _changes(_last(config), config) if _is_fixed(path)]
     if broken:
         _refuse(
-            f"the run in {config.run.directory} cannot go on from its last step like this; put "
-            "it back, or name another run.directory:",
+            f"the run in {config.run.directory} cannot resume from its last step with these "
+            "changes; undo them, or name another run.directory:",
             broken,
         )
 
@@ -76,7 +76,7 @@ def _changes(then: RunConfig, now: RunConfig) -> list[tuple[str, str]]:
     """Return ``(section.key, line for people)`` of every setting that differs."""
     before, after = (_flat(config.model_dump(mode="json")) for config in (then, now))
     return [
-        (path, f"{path}: {value!r} here, {before[path]!r} there")
+        (path, f"{path}: {value!r} here, {before[path]!r} in the run")
         for path, value in after.items()
         if value != before[path]
     ]

@@ -1,6 +1,6 @@
-"""Asks every node of a cluster about itself, for ``everstep doctor``.
+"""Ask every node of a cluster about itself, for ``everstep doctor``.
 
-A process on each node looks around and is gone again; in the run directory nothing stays behind.
+A short-lived process on each node collects the facts. Nothing stays behind in the run directory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import resource
 import shutil
 import socket
 import uuid
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.config import RunConfig, run_preflight
-from orchestrator.driver.findings import Finding, Level, NodeFacts, diagnose
+from orchestrator.driver.doctor.findings import Finding, Level, NodeFacts, diagnose
 from orchestrator.errors import CapacityError
 from orchestrator.shell import connect_ray, wall_time
 from ucp_core.errors import UcpError
@@ -31,9 +30,9 @@ from workers.process import copies_past_caches
 
 __all__ = ["examine"]
 
-#: Python alone must agree in its first two numbers: Ray refuses any other.
+#: Their versions must be equal on all machines. Of Python's, the first two numbers must.
 _PACKAGES = ("everstep", "ray", "torch")
-#: A node that starts no process within this would not start a worker in time either.
+#: A node that starts no process within this would start no worker in time either.
 ANSWER_S_MAX = 60.0
 _CONNECT_S_MAX = 3.0
 
@@ -41,15 +40,19 @@ _CONNECT_S_MAX = 3.0
 def examine(
     config: RunConfig | None, *, address: str | None
 ) -> tuple[list[Finding], list[NodeFacts]]:
-    """Return what was found, and what each machine said.
+    """Return what was found, and the facts about each machine.
 
     Args:
-        config: Of the run; what is wrong with it is found too.
-        address: Of a Ray cluster; None looks at this machine only.
+        config: Of the run, which is checked too; None if there is none.
+        address: Of a Ray cluster. Without it, ``config`` or ``RAY_ADDRESS`` names one; without
+            those, only this machine is checked.
 
     Raises:
-        CapacityError: No cluster answers at ``address``.
+        CapacityError: No cluster answers there.
     """
+    if address is None and config is not None:
+        address = config.cluster.address
+    address = address or os.environ.get("RAY_ADDRESS")
     here = replace(facts_of("this machine"), resources=_own_resources(config))
     findings = _settings(config) if config is not None else []
     nodes: list[NodeFacts] = [here]
@@ -81,7 +84,7 @@ def examine(
 def _settings(config: RunConfig) -> list[Finding]:
     problems = run_preflight(config)
     if not problems:
-        message = "run directory, data, files and memory are as they must be"
+        message = "run directory, data, files and memory are fine"
         return [Finding(level=Level.OK, about="settings", message=message)]
     return [
         Finding(level=Level.FAIL, about=problem.path, message=problem.message)
@@ -90,7 +93,7 @@ def _settings(config: RunConfig) -> list[Finding]:
 
 
 def facts_of(node: str) -> NodeFacts:
-    """Return what this machine says of itself; its clock is told as it is."""
+    """Return the facts about this machine, as if its clock were right."""
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in _PACKAGES:
         try:
@@ -109,7 +112,7 @@ def facts_of(node: str) -> NodeFacts:
 
 
 def _own_resources(config: RunConfig | None) -> dict[str, float]:
-    """Return what simulated nodes would have: room for all workers, as they are made for them."""
+    """Return what simulated nodes would have: they are made to hold all workers."""
     if config is None:
         return {}
     needed = config.worker_resources()
@@ -121,14 +124,14 @@ class Examiner:
 
     def __init__(self, node: str) -> None:
         self._node = node
-        self._socket = socket.create_server(("0.0.0.0", 0))  # noqa: S104 - others shall reach it
+        self._socket = socket.create_server(("0.0.0.0", 0))  # noqa: S104 - for the other nodes
 
     def address(self) -> tuple[str, int]:
         """Return where this process can be reached by the other nodes."""
         return ray.util.get_node_ip_address(), self._socket.getsockname()[1]
 
     def facts(self) -> tuple[NodeFacts, float]:
-        """Return what the machine says of itself, and its clock."""
+        """Return the facts about the machine, and its clock."""
         return facts_of(self._node), wall_time()
 
     def unreachable(self, others: dict[str, tuple[str, int]]) -> tuple[str, ...]:
@@ -136,11 +139,11 @@ class Examiner:
         return tuple(name for name, place in others.items() if not _reaches(place))
 
     def storage_problem(self, run_url: str, probe: str, answer: str) -> str:
-        """Read what the driver wrote and write an answer; return why not, or ""."""
+        """Read the driver's file and write an answer; return why that failed, or ""."""
         try:
             store, path = open_store(run_url)
             if not store.exists(join(path, probe)):
-                return f"sees nothing of what was written to {run_url} from here"
+                return f"does not see a file that this machine wrote to {run_url}"
             store.write_atomic(join(path, answer), b"everstep", fsync=False)
         except (UcpError, OSError) as error:
             return str(error)
@@ -205,7 +208,7 @@ def _storage_problems(examiners: dict[str, Any], run_url: str) -> dict[str, str]
         )
         for node, why in problems.items():
             if not why and not store.exists(join(path, answers[node])):
-                problems[node] = f"what it writes to {run_url} is not seen from here"
+                problems[node] = f"this machine does not see a file that it wrote to {run_url}"
     except (UcpError, OSError) as error:
         return dict.fromkeys(examiners, f"{run_url} cannot be written from here: {error}")
     finally:
@@ -235,20 +238,3 @@ def _beyond(offset_s: float, slack_s: float) -> float:
 
 def _amounts(resources: dict[str, Any]) -> dict[str, float]:
     return {name: float(amount) for name, amount in resources.items() if ":" not in name}
-
-
-def advice_lines(findings: Sequence[Finding]) -> list[str]:
-    """Return one line for people for each finding, and one for what to do."""
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.level:<5} {finding.about}: {finding.message}")
-        if finding.advice:
-            lines.append(f"      -> {finding.advice}")
-    return lines
-
-
-def address_of(config: RunConfig | None, address: str | None) -> str | None:
-    """Return which cluster is meant: the option's, the configuration's or the environment's."""
-    if address is None and config is not None:
-        address = config.cluster.address
-    return address or os.environ.get("RAY_ADDRESS")

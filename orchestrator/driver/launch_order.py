@@ -1,15 +1,16 @@
-"""Commands that begin a run in one directory do so one after the other.
+"""Lets one command at a time launch the run of a directory.
 
-Two at once would find no controller, begin one each on a cluster of its own, and both would train
-into the directory. The kernel keeps the turn in a directory of a file system, and ends it with
-the command. Where there are no such locks, as in an object store, turns are numbered files:
+Two commands at once would find no controller, launch one each on a cluster of its own, and both
+would train into the directory. On a file system the kernel locks the directory, and unlocks it
+when the command ends. An object store has no locks, so there each launch has a numbered file:
 
-- turn n + 1 may be taken when turn n is over, and is whose file is there first: the store puts
-  only one of two at the same path (``write_atomic``, ``exclusive``);
-- who has a turn rewrites its file as a sign of life, and a last time when it is over;
-- a file that nobody has rewritten for long is of a command that has died. Who waits measures that
-  on its own clock: those of two machines are not compared;
-- no file is removed, so no number comes twice, and who was taken for dead sees a higher one.
+- launch n + 1 may begin when launch n is over. It belongs to the command that writes its file
+  first: the store accepts only one write to the same path (``write_atomic``, ``exclusive``).
+- The command rewrites its file every few seconds, and a last time when its launch is over.
+- A file that nobody rewrites for a minute belongs to a dead command. The waiting command measures
+  that on its own clock, because the clocks of two machines cannot be compared.
+- No file is removed, so no number comes twice. A command that was taken for dead sees a higher
+  number and gives up.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from orchestrator.shell import monotonic_s
 from ucp_core.errors import StorageError
 from ucp_core.storage import LocalStore, Store, join, open_store
 
-__all__ = ["NumberedTurns", "taking_turns"]
+__all__ = ["NumberedLaunches", "one_launch"]
 
-#: In the run directory.
-_TURNS = "turns"
-#: How often a sign of life is given, and looked for.
+#: Folder in the run directory.
+_LAUNCHES = "launches"
+#: How often a command rewrites its file, and looks at that of another.
 _SIGN_S = 2.0
-#: Longer than one sign can take: a store that fails for a moment is asked for half a minute.
+#: Longer than one write can take: a store that fails for a moment is retried for half a minute.
 _DEAD_S = 60.0
 
 
 @contextlib.contextmanager
-def taking_turns(directory: str, *, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """Let commands begin the run in ``directory`` one after the other.
+def one_launch(directory: str, *, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+    """Wait until no other command launches the run in ``directory``, and keep others waiting.
 
     Args:
         directory: Of the run, a path or an fsspec URL.
-        say: Is told that another command is waited for.
+        say: Called with a line for people if another command is waited for.
 
     Yields:
-        What raises ``CapacityError`` if the turn was lost meanwhile: to be called before the act
-        that nobody else may do at the same time.
+        A function that raises ``CapacityError`` if another command took over meanwhile. Call it
+        before the act that no two commands may do at once.
     """
     store, path = open_store(directory)
     if isinstance(store, LocalStore):
@@ -61,19 +62,19 @@ def taking_turns(directory: str, *, say: Callable[[str], None]) -> Iterator[Call
                 return
         finally:
             os.close(place)
-    turns = NumberedTurns(store, join(path, _TURNS))
-    with turns.taking(
-        lambda: say(f"{_waiting(directory)} (a minute if that one has died)")
+    launches = NumberedLaunches(store, join(path, _LAUNCHES))
+    with launches.next(
+        lambda: say(f"{_waiting(directory)} (a minute if that command has died)")
     ) as require:
         yield require
 
 
 def _waiting(directory: str) -> str:
-    return f"another command is beginning the run in {directory}; waiting for it ..."
+    return f"another command is launching the run in {directory}; waiting for it ..."
 
 
 def _is_locked(place: int, on_wait: Callable[[], None]) -> bool:
-    """Lock what is open; return whether it has locks, which some file systems of networks lack."""
+    """Lock an open directory; return whether its file system has locks."""
     try:
         fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -84,13 +85,13 @@ def _is_locked(place: int, on_wait: Callable[[], None]) -> bool:
     return True
 
 
-class NumberedTurns:
-    """Turns as files of a store.
+class NumberedLaunches:
+    """Launches as numbered files of a store.
 
     Args:
-        store: Where.
+        store: Holds the files.
         directory: Of the files.
-        dead_s: Who has given no sign of life for so long has died.
+        dead_s: A command that has not rewritten its file for so long has died.
         now_s: A clock that never goes back.
         pause: Waits.
     """
@@ -109,12 +110,12 @@ class NumberedTurns:
         self._dead_s = dead_s
         self._now_s = now_s
         self._pause = pause
-        #: Of this object alone, so that a repeated request finds what it has written itself.
+        #: Unique, so that a retried write recognises its own file.
         self._holder = f"{socket.gethostname()}:{os.getpid()}:{os.urandom(6).hex()}"
 
     @contextlib.contextmanager
-    def taking(self, on_wait: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Hold a turn as long as the block runs; see ``taking_turns``."""
+    def next(self, on_wait: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Hold the next launch as long as the block runs; see ``one_launch``."""
         number = self._take(on_wait)
         over = threading.Event()
         signs = threading.Thread(target=self._sign, args=(number, over), daemon=True)
@@ -126,7 +127,7 @@ class NumberedTurns:
             signs.join()
 
     def _take(self, on_wait: Callable[[], None]) -> int:
-        """Return the number of the turn that is ours now."""
+        """Wait for the next launch; return its number."""
         seen, seen_s, waits = (0, b""), self._now_s(), False
         while True:
             newest = self._newest()
@@ -146,21 +147,21 @@ class NumberedTurns:
             self._pause(_SIGN_S)
 
     def _sign(self, number: int, over: threading.Event) -> None:
-        """Give signs of life until the turn is over, and say that it is."""
+        """Rewrite the file until the launch is over, and a last time then."""
         num_signs, is_over = 0, False
         while not is_over:
             is_over = over.wait(_SIGN_S)
             num_signs += 1
             document = self._document(num_signs, is_over=is_over)
-            # Without signs the turn is lost at worst, and that is noticed.
+            # At worst another command takes over, which ``_require`` notices.
             with contextlib.suppress(StorageError):
                 self._store.write_atomic(self._path(number), document, fsync=False)
 
     def _require(self, number: int) -> None:
         if self._newest() != number:
             raise CapacityError(
-                f"{self._directory}: another command took over to begin this run, because this "
-                f"one gave no sign of life for {self._dead_s:g} s; run it again to join that run",
+                f"{self._directory}: another command took over this launch, because this one "
+                f"could not write there for {self._dead_s:g} s; run it again to join that run",
                 path=self._directory,
             )
 

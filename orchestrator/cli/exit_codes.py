@@ -1,0 +1,58 @@
+"""The exit codes of ``everstep``: one table for the code, the help and the user."""
+
+from __future__ import annotations
+
+import signal
+from enum import IntEnum
+
+from orchestrator.errors import CapacityError, ConfigError, RunNotFoundError
+
+__all__ = ["TABLE", "ExitCode", "code_of_error", "code_of_outcome", "code_of_signal"]
+
+
+class ExitCode(IntEnum):
+    """How a command ended; 128 + n: signal n ended it."""
+
+    OK = 0
+    FAILED = 1
+    BAD_INPUT = 2
+    NO_CAPACITY = 3
+    DAMAGED = 4
+
+
+_MEANINGS = {
+    ExitCode.OK: "success; also a run that `everstep stop` stopped",
+    ExitCode.FAILED: "the run failed, or the answer is no (doctor, demo, replay, simulate)",
+    ExitCode.BAD_INPUT: "wrong usage or configuration, or a directory that holds no run",
+    ExitCode.NO_CAPACITY: "no cluster, a lost cluster, or too few workers for too long",
+    ExitCode.DAMAGED: "the storage refused, or a journal or checkpoint is damaged",
+}
+
+#: For ``everstep --help``.
+TABLE = "Exit codes:\n\n" + "\n\n".join(
+    [
+        *(f"{code:d}  {meaning}" for code, meaning in _MEANINGS.items()),
+        "129, 130, 143  a closed terminal, Ctrl-C or SIGTERM ended the command",
+    ]
+)
+
+
+def code_of_error(error: Exception) -> ExitCode:
+    """Return the code for one of our errors."""
+    if isinstance(error, CapacityError):
+        return ExitCode.NO_CAPACITY
+    if isinstance(error, ConfigError | RunNotFoundError):
+        return ExitCode.BAD_INPUT
+    return ExitCode.DAMAGED
+
+
+def code_of_outcome(outcome: str) -> ExitCode:
+    """Return the code for the ``outcome`` of a run's summary."""
+    if outcome == "no_capacity":
+        return ExitCode.NO_CAPACITY
+    return ExitCode.FAILED if outcome == "failed" else ExitCode.OK
+
+
+def code_of_signal(number: signal.Signals) -> int:
+    """Return the code for a command that a signal ended."""
+    return 128 + number

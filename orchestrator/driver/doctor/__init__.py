@@ -1,0 +1,41 @@
+"""Checks a cluster before a run: ``asking`` asks each node, ``findings`` judges the answers."""
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from orchestrator.driver.doctor.asking import examine
+    from orchestrator.driver.doctor.findings import (
+        Finding,
+        Level,
+        NodeFacts,
+        advice_lines,
+        diagnose,
+        report,
+    )
+
+__all__ = [
+    "Finding",
+    "Level",
+    "NodeFacts",
+    "advice_lines",
+    "diagnose",
+    "examine",
+    "report",
+]
+
+__getattr__ = lazy_door(
+    __name__,
+    {
+        "orchestrator.driver.doctor.asking": ("examine",),
+        "orchestrator.driver.doctor.findings": (
+            "Finding",
+            "Level",
+            "NodeFacts",
+            "advice_lines",
+            "diagnose",
+            "report",
+        ),
+    },
+)

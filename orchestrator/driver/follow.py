@@ -1,0 +1,102 @@
+"""Follow a run in the terminal until it is over, or until the user wants to end that."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.driver.console import RunView
+from orchestrator.driver.launch import Launched
+from orchestrator.driver.signals import (
+    Interrupt,
+    discard,
+    discard_closed_terminal,
+    interrupts,
+)
+from ucp_core.errors import UcpError
+
+__all__ = ["Followed", "follow_run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """How a run ended that was followed to its end.
+
+    Attributes:
+        summary: Of the run.
+        number: The signal that stopped it, None without one.
+    """
+
+    summary: dict[str, Any]
+    number: signal.Signals | None
+
+
+def follow_run(run: Launched, view: RunView) -> Followed:
+    """Show the run until it is over.
+
+    If this process started the cluster, the first signal (see ``interrupts``) stops the run at the
+    next step boundary and the second one at once; the cluster ends in both cases. Otherwise the
+    first signal leaves the run alone and ends only this command. A terminal or pipe that nobody
+    reads any more counts as SIGHUP.
+
+    Raises:
+        CapacityError: The cluster is gone.
+        Interrupt: A signal ended it before the run was over.
+    """
+    follower = _Follower(run, view)
+    try:
+        with interrupts(follower.on_signal), view:
+            summary = run.follow(follower.show)
+            follower.print_logs(last=True)
+    finally:
+        if run.cluster is not None:
+            (run.cluster.kill if follower.is_urgent else run.cluster.shutdown)()
+    return Followed(summary=summary, number=follower.first)
+
+
+class _Follower:
+    """Shows status documents and rank 0's lines, and keeps the signals that came meanwhile."""
+
+    def __init__(self, run: Launched, view: RunView) -> None:
+        self._run = run
+        self._view = view
+        self._is_asked = False
+        self.first: signal.Signals | None = None
+        self.is_urgent = False
+
+    def on_signal(self, number: signal.Signals) -> None:
+        """Take a signal; the first one is acted upon between two status documents."""
+        if number is signal.SIGHUP:
+            discard_closed_terminal()
+        if self.first is not None:
+            self.is_urgent = True
+            raise Interrupt(number)
+        self.first = number
+
+    def show(self, status: dict[str, Any] | None) -> None:
+        """Show one status document; stop the run, or leave it, if a signal asked for it."""
+        if self.first is not None and self._run.cluster is None:
+            raise Interrupt(self.first)
+        try:
+            if self.first is not None and not self._is_asked:
+                self._is_asked = True
+                self._run.stop(f"{self.first.name} ended the command that runs it")
+                self._view.say("stopping after this step; Ctrl-C again stops at once")
+            self.print_logs()
+            self._view.show(status)
+        except (OSError, SystemExit):
+            # Nobody reads the output any more. Rich raises SystemExit for a pipe without a reader.
+            discard(self._view.file)
+            self.first = self.first or signal.SIGHUP
+
+    def print_logs(self, *, last: bool = False) -> None:
+        """Print what rank 0 printed since the last call; with ``last``, all that there is."""
+        # What cannot be read now is read later, or by `everstep logs`.
+        with contextlib.suppress(UcpError):
+            for line in self._run.logs.new_lines(now=last):
+                self._view.print(line.text)
+            if last:
+                for line in self._run.logs.rest():
+                    self._view.print(line.text)

@@ -1,0 +1,115 @@
+"""List every run on this machine, or on one cluster (``everstep list``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray._private.services import find_gcs_addresses
+from ray.exceptions import RayError
+
+from orchestrator.errors import CapacityError
+from orchestrator.shell import (
+    NAMESPACE_PREFIX,
+    LocalEntry,
+    RunNames,
+    connect_ray,
+    local_clusters,
+    wall_time,
+    why_silent,
+)
+
+__all__ = ["list_runs"]
+
+#: A controller answers in 1 to 50 ms; one that Ray is starting again takes a second or two.
+ANSWER_S = 5.0
+
+
+def list_runs(address: str | None) -> list[dict[str, Any]]:
+    """Return a document for each run: directory, phase, step, workers, since when, and where.
+
+    Without an address, looks at every Ray cluster that has a process on this machine. A cluster of
+    simulated nodes is listed even if no run is on it, so that none stays hidden.
+
+    Raises:
+        CapacityError: No cluster answers at ``address``.
+    """
+    entries = {entry.address: entry for entry in local_clusters()}
+    if address is not None:
+        return list(_runs_at(address, entries.get(address)))
+    addresses = sorted({*entries, *find_gcs_addresses()})
+    found: list[dict[str, Any]] = []
+    for one in addresses:
+        try:
+            found += _runs_at(one, entries.get(one))
+        except CapacityError as error:
+            found.append(_row(one, entries.get(one), note=str(error)))
+    return found
+
+
+def _runs_at(address: str, entry: LocalEntry | None) -> Iterator[dict[str, Any]]:
+    if entry is not None and (why := why_silent(address)):
+        # Without its head it trains nothing, but its processes are there.
+        yield _row(address, entry, note=f"{_note(entry)}; its head is gone: {why}")
+        return
+    try:
+        connect_ray(address)
+    except (ConnectionError, RayError, RuntimeError) as error:  # of another version of Ray
+        raise CapacityError(f"no Ray cluster answers at {address}: {error}") from error
+    try:
+        controllers = [
+            (actor["name"], actor["namespace"])
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+            if actor["name"] == RunNames("").controller
+            and actor["namespace"].startswith(NAMESPACE_PREFIX)
+        ]
+        for name, namespace in sorted(controllers, key=lambda pair: pair[1]):
+            yield _run(address, entry, name, namespace)
+        if entry is not None and not controllers:
+            yield _row(address, entry, note=_note(entry))
+    finally:
+        ray.shutdown()
+
+
+def _run(address: str, entry: LocalEntry | None, name: str, namespace: str) -> dict[str, Any]:
+    run_id = namespace.removeprefix(NAMESPACE_PREFIX)
+    try:
+        controller: Any = ray.get_actor(name, namespace=namespace)
+        status = ray.get(controller.status.remote(), timeout=ANSWER_S)
+    except (ValueError, RayError, TimeoutError):
+        note = f"the controller of {run_id} does not answer"
+        return {**_row(address, entry, note=note), "phase": "controller down"}
+    return {
+        **_row(address, entry, note=_note(entry)),
+        "directory": status["directory"],
+        "phase": status["phase"],
+        "step": status["step"],
+        "workers": len(status["workers"]),
+        "standbys": len(status["standbys"]),
+        "since": round(wall_time() - status["at_s"], 3),
+    }
+
+
+def _row(address: str, entry: LocalEntry | None, *, note: str) -> dict[str, Any]:
+    return {
+        "directory": entry.run_directory or None if entry is not None else None,
+        "phase": "no run",
+        "step": None,
+        "workers": None,
+        "standbys": None,
+        "since": None,
+        "address": address,
+        "note": note,
+    }
+
+
+def _note(entry: LocalEntry | None) -> str:
+    """Return who ends the cluster, for people."""
+    if entry is None:
+        return ""
+    if not entry.is_hosted:
+        return f"orphaned simulated nodes; end them with `kill -KILL -- -{entry.host_pid}`"
+    if entry.is_detached:
+        return "detached simulated nodes, which end with the run"
+    return f"simulated nodes of process {entry.starter_pid}"

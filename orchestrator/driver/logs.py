@@ -1,0 +1,148 @@
+"""Read what the training script printed: ``RUN_DIR/logs/attempt-0001/rank0.log``.
+
+In an object store a log is several objects, ``rank0-0001.log`` and so on, in the order of their
+numbers.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from orchestrator.driver.status import RunFiles
+from orchestrator.errors import RunNotFoundError
+from ucp_core.storage import LocalStore, join, open_store
+
+__all__ = ["LogLine", "LogTail", "read_logs"]
+
+_LOGS = "logs"
+_ATTEMPT = re.compile(r"attempt-(\d+)")
+_FILE = re.compile(r"rank(\d+)(?:-(\d+))?\.log")
+#: How often new lines are looked for: a listing of an object store costs money.
+_LOCAL_S, _REMOTE_S = 0.25, 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line that a rank printed in an attempt."""
+
+    attempt: int
+    rank: int
+    text: str
+
+
+class LogTail:
+    """Reads the logs of a run as they grow.
+
+    Args:
+        url: The run directory.
+        rank: Only this rank; None for all.
+        attempt: Only this attempt; None for all.
+    """
+
+    def __init__(self, url: str, *, rank: int | None = None, attempt: int | None = None) -> None:
+        self._store, path = open_store(url)
+        self._root = join(path, _LOGS)
+        self._rank = rank
+        self._attempt = attempt
+        #: The attempts before this one have written all that they will.
+        self._first_attempt = attempt or 0
+        self._read_bytes: dict[str, int] = {}
+        self._unfinished: dict[tuple[int, int], bytes] = {}
+        self._looked_s = float("-inf")
+
+    @property
+    def interval_s(self) -> float:
+        """Return how often ``new_lines`` looks into the store."""
+        return _LOCAL_S if isinstance(self._store, LocalStore) else _REMOTE_S
+
+    def skip(self) -> None:
+        """Pass over the lines that are there already."""
+        for _, path, size_bytes in self._files():
+            self._read_bytes[path] = size_bytes
+
+    def new_lines(self, *, now: bool = False) -> Iterator[LogLine]:
+        """Yield the lines that were completed since the last call, attempt by attempt.
+
+        Looks at most every ``interval_s``, unless ``now`` is set.
+        """
+        now_s = time.monotonic()
+        if not now and now_s - self._looked_s < self.interval_s:
+            return
+        self._looked_s = now_s
+        for (attempt, rank), path, size_bytes in self._files():
+            begin = self._read_bytes.get(path, 0)
+            if size_bytes <= begin:
+                continue
+            self._read_bytes[path] = size_bytes
+            data = self._unfinished.pop((attempt, rank), b"")
+            data += self._store.read_range(path, begin, size_bytes - begin)
+            *lines, rest = data.split(b"\n")
+            if rest:
+                self._unfinished[attempt, rank] = rest
+            for line in lines:
+                yield LogLine(attempt, rank, _text(line))
+
+    def rest(self) -> Iterator[LogLine]:
+        """Yield the lines without an end, as a process leaves them that dies while it prints."""
+        for (attempt, rank), data in sorted(self._unfinished.items()):
+            yield LogLine(attempt, rank, _text(data))
+
+    def _files(self) -> Iterator[tuple[tuple[int, int], str, int]]:
+        """Yield ``(attempt, rank)``, the path and the size of each file, oldest attempt first."""
+        attempts: list[tuple[int, str]] = []
+        for name in self._store.list(self._root):
+            found = _ATTEMPT.fullmatch(name)
+            number = int(found[1]) if found else 0
+            if number >= self._first_attempt and self._attempt in (None, number):
+                attempts.append((number, name))
+        for number, name in sorted(attempts):
+            sizes = self._store.sizes(join(self._root, name))
+            files = [(found, file) for file in sizes if (found := _FILE.fullmatch(file))]
+            for found, file in sorted(files, key=lambda pair: (int(pair[0][1]), pair[1])):
+                if self._rank in (None, int(found[1])):
+                    yield (number, int(found[1])), join(self._root, name, file), sizes[file]
+            # A rank of the attempt before may still be printing.
+            self._first_attempt = number - 1
+
+
+def read_logs(
+    url: str, *, rank: int | None, attempt: int | None, follow: bool
+) -> Iterator[LogLine]:
+    """Yield the lines of a run's logs.
+
+    Args:
+        url: The run directory.
+        rank: Only this rank; None for all.
+        attempt: Only this attempt; None for all.
+        follow: Wait for more until the run is over.
+
+    Raises:
+        RunNotFoundError: There is no run, or it printed nothing that fits.
+    """
+    run = RunFiles(url)
+    run.contact()
+    tail = LogTail(url, rank=rank, attempt=attempt)
+    has_any = False
+    while True:
+        is_over = run.is_over()  # before the logs are read: what is printed later is read below
+        for line in tail.new_lines(now=True):
+            has_any = True
+            yield line
+        if is_over or not follow:
+            break
+        time.sleep(tail.interval_s)
+    for line in tail.rest():
+        has_any = True
+        yield line
+    if not has_any:
+        who = "the script" if rank is None else f"rank {rank}"
+        when = "" if attempt is None else f" in attempt {attempt}"
+        raise RunNotFoundError(f"{who} has printed nothing{when}: see {url}/{_LOGS}", url=url)
+
+
+def _text(line: bytes) -> str:
+    # Of a progress bar that redraws its line, the last state counts.
+    return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]

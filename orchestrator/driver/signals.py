@@ -1,0 +1,68 @@
+"""The signals that ask a command to end, and output that nobody reads any more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from typing import IO, Any, NoReturn
+
+__all__ = ["Interrupt", "discard", "discard_closed_terminal", "interrupts", "raise_interrupt"]
+
+#: Ctrl-C, a supervisor or ``kill``, a terminal that was closed.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupt(KeyboardInterrupt):
+    """A signal asked the command to end.
+
+    Attributes:
+        number: The signal.
+    """
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__()
+        self.number = number
+
+
+def raise_interrupt(number: signal.Signals) -> NoReturn:
+    """Raise ``Interrupt``: a handler that ends the block at once."""
+    raise Interrupt(number)
+
+
+@contextlib.contextmanager
+def interrupts(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Call ``handle`` for each signal that asks the command to end, as long as the block runs.
+
+    A signal that the command was started to ignore, as by ``nohup``, stays ignored.
+    """
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    # Ray's own handler of SIGTERM prints a stack; Python's default would clean up nothing.
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda received, _frame: handle(signal.Signals(received)))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def discard(stream: IO[Any]) -> None:
+    """Send what is still written to ``stream`` nowhere: its reader or its terminal is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def discard_closed_terminal() -> None:
+    """Discard the output of this process that goes to a terminal which was closed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            number = stream.fileno()
+            if stat.S_ISCHR(os.fstat(number).st_mode) and not os.isatty(number):
+                discard(stream)

@@ -1,0 +1,208 @@
+"""How long a run on simulated nodes lives: as long as its command, unless it is detached."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config import RunConfig
+from orchestrator.shell import LocalEntry, local_clusters
+
+pytestmark = pytest.mark.timeout(600)
+
+EVERSTEP = (sys.executable, "-c", "from orchestrator.cli.main import main; main()")
+ACT_S_MAX = 240.0
+
+
+class Command:
+    """``everstep run`` of a small run on one simulated node, in a process of its own."""
+
+    def __init__(self, config: RunConfig, tmp_path: Path) -> None:
+        self.directory = config.run.directory
+        self.path = tmp_path / "run.yaml"
+        self.path.write_text(config.to_yaml())
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, *options: str, **streams: Any) -> subprocess.Popen[str]:
+        """Start it; return when a few steps are done."""
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+        command = [*EVERSTEP, "run", str(self.path), *options]
+        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        self.process = subprocess.Popen(command, text=True, env=environment, **streams)
+        wait(lambda: self.step() >= 2, "it trains", self.process)
+        return self.process
+
+    def step(self) -> int:
+        """Return the last step that rank 0 has written down."""
+        try:
+            lines = Path(self.directory, "metrics/rank0.jsonl").read_text().splitlines()
+            return int(json.loads(lines[-1])["step"])
+        except (OSError, IndexError, ValueError):
+            return 0
+
+    def clusters(self) -> list[LocalEntry]:
+        """Return the clusters that serve the run."""
+        return [entry for entry in local_clusters() if entry.run_directory == self.directory]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run's summary."""
+        document: dict[str, Any] = json.loads(Path(self.directory, "summary.json").read_text())
+        return document
+
+
+def wait(
+    condition: Callable[[], bool], what: str, process: subprocess.Popen[str] | None = None
+) -> None:
+    deadline_s = time.monotonic() + ACT_S_MAX
+    while not condition():
+        assert time.monotonic() < deadline_s, f"never: {what}"
+        assert process is None or process.poll() is None or condition(), (
+            f"ended before: {what}: {process.communicate()}"
+        )
+        time.sleep(0.1)
+
+
+def everstep(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*EVERSTEP, *arguments], capture_output=True, text=True, timeout=ACT_S_MAX, check=False
+    )
+
+
+@pytest.fixture
+def command(make_config: Callable[..., RunConfig], tmp_path: Path) -> Iterator[Command]:
+    config = make_config(
+        train__steps=100_000,
+        workers__max=1,
+        workers__standby_per_node=0,
+        cluster__local_nodes=1,
+        snapshot__every_steps=0,
+    )
+    made = Command(config, tmp_path)
+    yield made
+    if made.process is not None:
+        made.process.kill()
+        made.process.communicate()
+    for entry in made.clusters():
+        with suppress(ProcessLookupError):
+            os.killpg(entry.host_pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_signal_stops_the_run_at_a_step_and_takes_its_cluster(
+    command: Command, number: signal.Signals, code: int
+) -> None:
+    """It lived on hidden, trained for ever, and nothing listed it."""
+    process = command.start("--json")
+    assert len(command.clusters()) == 1
+
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=ACT_S_MAX)
+
+    assert process.returncode == code, errors
+    assert json.loads(output)["outcome"] == "stopped"
+    steps = command.summary()["steps"]
+    assert Path(command.directory, f"checkpoints/step-{steps:08d}/manifest.json").exists()
+    assert "the same command resumes from there" in errors
+    assert command.clusters() == []
+
+
+def test_ctrl_c_again_ends_it_at_once(command: Command) -> None:
+    """A run that does not get to a step boundary must not hold its terminal."""
+    process = command.start()
+    (cluster,) = command.clusters()
+    (worker,) = json.loads(everstep("status", command.directory, "--json").stdout)["workers"]
+    # A step that never ends.
+    os.kill(worker["pid"], signal.SIGSTOP)
+
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+
+    assert process.returncode == 130, errors
+    assert "is safe in storage" in errors or "No step is in storage" in errors
+    assert command.clusters() == []
+    assert not Path(f"/proc/{cluster.host_pid}").exists()
+
+
+def test_output_that_nobody_reads_stops_the_run(command: Command) -> None:
+    """As with `everstep run ... | head`: a person has seen enough, or the terminal is gone."""
+    read, write = os.pipe()
+    process = command.start(stdout=write)
+    os.close(write)
+
+    os.close(read)
+    _, errors = process.communicate(timeout=ACT_S_MAX)
+
+    assert process.returncode == 129, errors
+    assert command.summary()["outcome"] == "stopped"
+    assert command.clusters() == []
+
+
+def test_the_cluster_of_a_killed_command_ends(command: Command) -> None:
+    """Nobody is left to end it."""
+    process = command.start()
+
+    process.kill()
+
+    wait(lambda: command.clusters() == [], "the cluster ends with its command")
+
+
+def test_a_detached_run_is_listed_and_stopped(command: Command) -> None:
+    """What nobody sees nobody stops."""
+    process = command.start("--detach")
+    output, _ = process.communicate(timeout=ACT_S_MAX)
+    (cluster,) = command.clusters()
+
+    listed = json.loads(everstep("list", "--json").stdout)["runs"]
+    there = json.loads(everstep("list", "--address", cluster.address, "--json").stdout)["runs"]
+    stopped = everstep("stop", command.directory, "--wait", "--json")
+
+    assert process.returncode == 0
+    assert f"everstep stop {command.directory}" in output
+    (run,) = [run for run in listed if run["directory"] == command.directory]
+    assert run["phase"] == "running"
+    assert run["workers"] == 1
+    assert "detached" in run["note"]
+    assert [run["directory"] for run in there] == [command.directory]
+    assert stopped.returncode == 0, stopped.stderr
+    assert json.loads(stopped.stdout)["outcome"] == "stopped"
+    wait(lambda: command.clusters() == [], "a detached cluster ends with its run")
+
+
+def test_a_deleted_run_directory_ends_the_cluster(command: Command) -> None:
+    """Who deletes a run does not want it trained."""
+    process = command.start("--detach")
+    process.communicate(timeout=ACT_S_MAX)
+
+    Path(command.directory).rename(f"{command.directory}.deleted")
+
+    wait(lambda: command.clusters() == [], "the cluster ends with the directory")
+
+
+def test_a_command_whose_cluster_is_gone_says_which_step_is_safe(command: Command) -> None:
+    """It looped for ever and said that training goes on."""
+    process = command.start()
+    wait(lambda: any(Path(command.directory, "checkpoints").glob("*/manifest.json")), "a save")
+    (cluster,) = command.clusters()
+
+    os.killpg(cluster.host_pid, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+
+    assert process.returncode == 3, errors
+    assert f"the Ray cluster at {cluster.address} is gone" in errors
+    assert "is safe in storage; the same command resumes from it" in errors
