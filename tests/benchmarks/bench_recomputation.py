@@ -129,7 +129,7 @@ class Saving:
     ) -> None:
         parts = [(entry.box, entry.tensor.element_size()) for entry in entries]
         shares = [
-            [entries[number].part(box) for number, box in share] for share in cut(parts, replicas)
+            [entries[number].rows(box) for number, box in share] for share in cut(parts, replicas)
         ]
         self._own, self._guarded = shares[0], ((replicas - 1, shares[-1]),)
         saved = [*self._own, *shares[-1]]

@@ -60,7 +60,7 @@ def shares(megabytes: int, replicas: int) -> list[list[StateEntry]]:
         for number in range(NUM_TENSORS)
     ]
     parts = [(entry.box, entry.tensor.element_size()) for entry in entries]
-    return [[entries[number].part(box) for number, box in share] for share in cut(parts, replicas)]
+    return [[entries[number].rows(box) for number, box in share] for share in cut(parts, replicas)]
 
 
 class Replicas:

@@ -120,7 +120,7 @@ def train(
         settings=settings(job),
         store=store,
         directory=directory,
-        page=ProgressRecord.create(place.progress_path, worker=f"w{place.rank:04d}"),
+        progress=ProgressRecord.create(place.progress_path, worker=f"w{place.rank:04d}"),
         ring_path=str(place.ring_path),
         yield_requested=lambda _: False,
         fenced=lambda _: False,

@@ -21,8 +21,7 @@ from workers.records import ProgressRecord
 from workers.settings import CheckpointSettings, Settings
 from workers.state import HostBuffer, StateEntry
 from workers.train import WorkerContext
-from workers.train.boundary.restore import UnloadableSignal, restore_state
-from workers.train.boundary.sharing import GroupTransport
+from workers.train.boundary.restore import GroupTransport, UnloadableSignal, restore_state
 
 NUM_RANKS = 4
 ROWS, COLUMNS, LAYERS = 512, 1024, 12
@@ -87,7 +86,7 @@ def _context(place: Place, store: LocalStore) -> WorkerContext:
         settings=Settings(checkpoint=CheckpointSettings(threads=1)),
         store=store,
         directory=str(place.directory),
-        page=ProgressRecord.create(progress_path(place.directory, worker), worker=worker),
+        progress=ProgressRecord.create(progress_path(place.directory, worker), worker=worker),
         ring_path="",
         yield_requested=lambda _: False,
         fenced=lambda _: False,

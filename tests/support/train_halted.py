@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from everstep import Session, run
-from workers.snapshot import final as farewell
-from workers.snapshot import writing
-from workers.train.boundary import boundary
+from workers.snapshot import final, writing
+from workers.train.boundary import between_steps
 
 BEHIND_STEP, UPDATE, CHANGED = "behind-step", "update", "changed"
 #: The last step that is completed if it halts behind a step; the one that is not, in an update.
@@ -23,8 +22,8 @@ _NUM_SAMPLES = 64
 #: Of what a rank leaves behind.
 _BOUNDS = (
     (writing, "FINAL_S_MAX"),
-    (boundary, "FINAL_S_MAX"),
-    (farewell, "_EXPECTED_S_MAX"),
+    (between_steps, "FINAL_S_MAX"),
+    (final, "_EXPECTED_S_MAX"),
 )
 
 

@@ -232,7 +232,7 @@ class _Worker:
             settings=order.settings,
             store=store,
             directory=directory,
-            page=self._page,
+            progress=self._page,
             ring_path=self._ring,
             fenced=self._fenced.__contains__,
             yield_requested=self._yielding.__contains__,

@@ -1,4 +1,4 @@
-"""The mesh of an attempt, the model spread over it, and its state as local tensors."""
+"""The mesh of an attempt and the model sharded over it."""
 
 from typing import TYPE_CHECKING
 
@@ -6,36 +6,36 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.parallel.fsdp import (
-        Piece,
+        LocalShard,
         drop_gathered,
         fsdp_modules,
+        local_shards,
         materialize,
-        pieces,
-        spread,
+        shard_model,
     )
     from workers.parallel.mesh import Mesh, build_mesh
 
 __all__ = [
+    "LocalShard",
     "Mesh",
-    "Piece",
     "build_mesh",
     "drop_gathered",
     "fsdp_modules",
+    "local_shards",
     "materialize",
-    "pieces",
-    "spread",
+    "shard_model",
 ]
 
 __getattr__ = lazy_door(
     __name__,
     {
         "workers.parallel.fsdp": (
-            "Piece",
+            "LocalShard",
             "drop_gathered",
             "fsdp_modules",
             "materialize",
-            "pieces",
-            "spread",
+            "local_shards",
+            "shard_model",
         ),
         "workers.parallel.mesh": ("Mesh", "build_mesh"),
     },

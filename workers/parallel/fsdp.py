@@ -1,7 +1,7 @@
-"""Spread a model over the mesh with FSDP2, from the meta device.
+"""Shard a model over the mesh with FSDP2, from the meta device.
 
-``spread`` wraps, ``materialize`` gives memory. Nothing is communicated before the first
-forward pass: whoever fills the parameters fills local pieces.
+``shard_model`` wraps the model, ``materialize`` allocates memory, and the caller fills the local
+shards. Nothing communicates before the first forward pass.
 """
 
 from __future__ import annotations
@@ -18,24 +18,31 @@ from ucp_core.geometry import Box
 from workers.errors import TaskError
 from workers.parallel.mesh import Mesh
 
-__all__ = ["Piece", "drop_gathered", "fsdp_modules", "materialize", "pieces", "spread"]
+__all__ = [
+    "LocalShard",
+    "drop_gathered",
+    "fsdp_modules",
+    "local_shards",
+    "materialize",
+    "shard_model",
+]
 
-#: Models of up to this many bytes of float32 parameters are gathered as one.
+#: Models of at most this many bytes of float32 parameters are one FSDP unit.
 SMALL_BYTES_MAX: Final = 64 << 20
-#: Top-level members of these kinds are taken for a row of blocks, gathered one by one.
+#: The modules in a top-level container of these types become one FSDP unit each.
 _BLOCK_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """This rank's part of one parameter.
+class LocalShard:
+    """This rank's shard of one parameter.
 
     Attributes:
         fqn: Name of the parameter in the model.
         shape: Its full shape.
-        box: Which elements this rank has; may be empty.
-        parameter: The parameter in the model; its gradient appears there.
-        local: The elements themselves, the memory that the model uses.
+        box: The elements of this rank; may be empty.
+        parameter: The parameter in the model, which gets the gradient.
+        local: The elements, in the memory that the model uses.
     """
 
     fqn: str
@@ -48,22 +55,25 @@ class Piece:
     def gradient(self) -> Tensor | None:
         """Return the local gradient, of the shape of ``local``; None before the first."""
         gradient: Any = self.parameter.grad
-        # Not ``to_local``, which goes through autograd: 20 us for each parameter and step.
+        # ``to_local`` goes through autograd: 20 us per parameter and step.
         return gradient._local_tensor if gradient is not None else None  # noqa: SLF001
 
 
-def spread(model: nn.Module, mesh: Mesh, *, precision: str, reshard_after_forward: bool) -> bool:
-    """Shard ``model``, still on the meta device, over the mesh; every rank calls it alike.
+def shard_model(
+    model: nn.Module, mesh: Mesh, *, precision: str, reshard_after_forward: bool
+) -> bool:
+    """Shard ``model``, on the meta device, over the mesh. Every rank calls it with the same model.
 
-    A small model is gathered as one and kept: dropping the gathered copy would save no memory
-    worth a collective, and collectives of few bytes cost by the call.
+    A small model is one unit and stays gathered: small collectives cost by the call, and dropping
+    the gathered copy would save little memory.
 
     Args:
-        model: What to shard; members of its top-level lists of modules are gathered one by one.
-        mesh: Over which ranks.
+        model: The model; each module in its top-level containers becomes one unit.
+        mesh: The ranks to shard over.
         precision: "fp32", or "bf16" to compute in bfloat16; parameters and gradient sums stay
             float32.
-        reshard_after_forward: Whether gathered blocks are dropped after their forward pass.
+        reshard_after_forward: Whether a unit's gathered parameters are dropped after its forward
+            pass.
 
     Returns:
         Whether the model stays gathered until the last backward pass of a step.
@@ -82,36 +92,36 @@ def spread(model: nn.Module, mesh: Mesh, *, precision: str, reshard_after_forwar
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
         )
-    # What the root has for itself is needed again right at the start of the backward pass.
+    # The backward pass starts with the root's own parameters.
     fully_shard(model, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
     for module in fsdp_modules(model):
-        # Gradients are sums over tokens; the training step divides by their number.
+        # Gradients are sums over tokens; the training step divides by the number of tokens.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return is_small or not reshard_after_forward
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give the parameters of a spread model memory, and keep shared ones shared.
+    """Allocate the parameters of a sharded model; shared parameters stay shared.
 
-    Parameters and buffers come up uninitialised; ``workers.train.session`` fills both.
+    Parameters and buffers are uninitialised; ``workers.train.session`` fills both.
     """
     shared = _shared(model)
     model.to_empty(device=device)
     for owners in shared:
         first = getattr(*owners[0])
         for module, name in owners[1:]:
-            # to_empty makes a parameter of its own for every place (torch 2.13).
+            # to_empty makes a separate parameter for every place (torch 2.13).
             setattr(module, name, first)
 
 
-def pieces(model: nn.Module) -> list[Piece]:
-    """Return this rank's part of every parameter, sorted by name; a shared one comes once.
+def local_shards(model: nn.Module) -> list[LocalShard]:
+    """Return this rank's shard of every parameter, sorted by name; a shared one occurs once.
 
     Raises:
-        TaskError: A parameter is not float32, or lies in several pieces.
+        TaskError: A parameter is not float32.
     """
-    found: list[Piece] = []
+    found: list[LocalShard] = []
     for fqn, parameter in sorted(model.named_parameters()):
         if parameter.dtype != torch.float32:
             raise TaskError(
@@ -121,28 +131,28 @@ def pieces(model: nn.Module) -> list[Piece]:
             )
         sharded: Any = parameter
         chunks = sharded.__create_chunk_list__()
-        assert len(chunks) <= 1, f"{fqn} lies in {len(chunks)} pieces under FSDP2"
+        assert len(chunks) <= 1, f"{fqn} has {len(chunks)} chunks on one rank under FSDP2"
         local = sharded.to_local().detach()
         shape = tuple(parameter.shape)
         start = tuple(chunks[0].offsets) if chunks else (0,) * len(shape)
         size = tuple(local.shape)
         box = Box(start, tuple(a + n for a, n in zip(start, size, strict=True)))
-        found.append(Piece(fqn=fqn, shape=shape, box=box, parameter=parameter, local=local))
+        found.append(LocalShard(fqn=fqn, shape=shape, box=box, parameter=parameter, local=local))
     return found
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Yield the modules that FSDP2 gathers and reduces as one."""
+    """Yield the FSDP units, each of which is gathered and reduced as one."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             yield module
 
 
 def drop_gathered(model: nn.Module) -> None:
-    """Have the next pass gather the parameters anew; for when they have another value.
+    """Have the next pass gather the parameters again, because their values changed.
 
-    Most are not gathered by then. They are where a script has called the model and made no
-    backward pass, and that pass would take what they were.
+    Few units are gathered at that point: those of a model that the script called without a
+    backward pass. The next pass would use their old values.
     """
     for module in fsdp_modules(model):
         module.reshard()

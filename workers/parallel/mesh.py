@@ -15,13 +15,13 @@ __all__ = ["Mesh", "build_mesh"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """The mesh over which the model is spread, and this rank's place in it.
+    """The mesh that the model is sharded over, and this rank's place in it.
 
     Attributes:
-        sharding: What FSDP2 is given: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``.
+        sharding: The mesh for FSDP2: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``.
         layout: Degrees of all axes.
-        data_rank: Which data-parallel rank this is, ``0 <= data_rank < layout.dp``.
-        replica: This rank's place on ``dp_replicate``.
+        data_rank: This data-parallel rank, ``0 <= data_rank < layout.dp``.
+        replica: This rank's coordinate on ``dp_replicate``.
     """
 
     sharding: DeviceMesh
@@ -31,15 +31,15 @@ class Mesh:
 
     @property
     def replicas(self) -> ProcessGroup | None:
-        """Return the ranks that hold the same state as this one, or None if it is alone."""
+        """Return the group of ranks that hold the same state; None if only this rank holds it."""
         return self.sharding.get_group(0) if self.layout.dp_replicate > 1 else None
 
 
 def build_mesh(layout: ParallelLayout, *, device_type: str, attempt: int, rank: int) -> Mesh:
-    """Return the mesh of ``layout``; every rank of the attempt calls it once its groups stand.
+    """Return the mesh of ``layout``. Every rank calls it after the process groups are formed.
 
-    Axis names carry the attempt: a mesh equals another of the same shape and names whatever
-    process groups it has (torch 2.13), so caches keyed by meshes would hand out dead groups.
+    Axis names contain the attempt. Meshes of the same shape and names are equal whatever their
+    process groups (torch 2.13), so caches keyed by meshes would return groups of older attempts.
 
     Raises:
         StateError: The layout uses an axis that this worker cannot build.

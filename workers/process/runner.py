@@ -18,7 +18,7 @@ from ucp_core.storage import open_store
 from workers.collectives import collectives
 from workers.keeper import progress_path, ring_path
 from workers.process.output import OutputLog, log_of
-from workers.process.warm_up import rehearse
+from workers.process.warm_up import warm_up
 from workers.protocol import (
     Assignment,
     Completed,
@@ -62,13 +62,13 @@ class AttemptRunner:
         self._paces: dict[int, Pace] = {}
         self._costs: dict[int, Callable[[], SaveCosts]] = {}
         self._lock = threading.Lock()
-        self._page = ProgressRecord.create(progress_path(directory, worker), worker=worker)
+        self._progress = ProgressRecord.create(progress_path(directory, worker), worker=worker)
         self._context = WorkerContext(
             worker=worker,
             settings=Settings.from_json(settings),
             store=store,
             directory=path,
-            page=self._page,
+            progress=self._progress,
             ring_path=str(ring_path(directory, worker)),
             fenced=self.is_fenced,
             yield_requested=self._yielding.__contains__,
@@ -88,7 +88,7 @@ class AttemptRunner:
         On a GPU there is no rehearsal: which one it will be is known with the first slot.
         """
         if on_cpu:
-            rehearse(self._context.settings, self._ring_path)
+            warm_up(self._context.settings, self._ring_path)
         # What is imported stays: collections after an attempt then look at the attempt only.
         gc.collect()
         gc.freeze()
@@ -98,7 +98,7 @@ class AttemptRunner:
         # Takes effect because CUDA was not used in this process yet: torch is imported, no more.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
         self.attempt = assignment.attempt
-        self._page.assign(assignment.attempt, assignment.rank)
+        self._progress.assign(assignment.attempt, assignment.rank)
         context = self._context
         output = OutputLog(
             context.store, context.directory, attempt=assignment.attempt, rank=assignment.rank
@@ -122,8 +122,8 @@ class AttemptRunner:
             # Nobody waits for storage while the run recovers.
             output.close(wait_s=0.0)
         self.attempt = 0
-        self._page.assign(0, -1)
-        self._page.enter(WorkerPhase.IDLE)
+        self._progress.assign(0, -1)
+        self._progress.enter(WorkerPhase.IDLE)
         return outcome
 
     def formed(self, attempt: int) -> Formed | None:

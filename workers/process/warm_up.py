@@ -20,10 +20,10 @@ from workers.settings import ModelSettings, Settings
 from workers.train import WorkerContext, run_attempt
 
 #: No attempt of a run has this number.
-REHEARSAL = 0
+WARM_UP_ATTEMPT = 0
 
 
-class _NoPage:
+class _NoProgress:
     """A rehearsal is nobody's progress."""
 
     def assign(self, attempt: int, rank: int) -> None:
@@ -45,7 +45,7 @@ class _NoPage:
         """Store nothing."""
 
 
-def rehearse(settings: Settings, ring_path: Path) -> None:
+def warm_up(settings: Settings, ring_path: Path) -> None:
     """Train one step of a tiny model in this process and leave nothing but warm caches.
 
     Raises ``WorkerError`` if it fails: a worker that cannot train alone cannot train at all.
@@ -56,21 +56,21 @@ def rehearse(settings: Settings, ring_path: Path) -> None:
     small = replace(settings, model=ModelSettings(preset="tiny"), train=train, script="")
     server = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     assignment = Assignment(
-        attempt=REHEARSAL,
+        attempt=WARM_UP_ATTEMPT,
         rank=0,
         layout=ParallelLayout(),
         store_host="127.0.0.1",
         store_port=server.port,
         resume_step=0,
         resume_attempt=0,
-        lineage=((REHEARSAL, 0),),
+        lineage=((WARM_UP_ATTEMPT, 0),),
     )
     context = WorkerContext(
         worker="rehearsal",
         settings=small,
         store=MemoryStore(),
         directory="rehearsal",
-        page=_NoPage(),
+        progress=_NoProgress(),
         ring_path=str(ring_path),
         yield_requested=lambda _: False,
         fenced=lambda _: False,

@@ -9,19 +9,19 @@ if TYPE_CHECKING:
     from workers.state.entries import (
         HostBuffer,
         StateEntry,
-        SteadyState,
+        TrainingState,
         local_parameters,
         set_scalars,
     )
     from workers.state.optimizers import refuse_unfit
-    from workers.state.replica_shares import Sharing, replicas_of
+    from workers.state.replica_shares import ReplicaShare, replicas_of
 
 __all__ = [
     "HostBuffer",
     "PersistentBuffers",
-    "Sharing",
+    "ReplicaShare",
     "StateEntry",
-    "SteadyState",
+    "TrainingState",
     "local_parameters",
     "refuse_unfit",
     "replicas_of",
@@ -35,11 +35,11 @@ __getattr__ = lazy_door(
         "workers.state.entries": (
             "HostBuffer",
             "StateEntry",
-            "SteadyState",
+            "TrainingState",
             "local_parameters",
             "set_scalars",
         ),
         "workers.state.optimizers": ("refuse_unfit",),
-        "workers.state.replica_shares": ("Sharing", "replicas_of"),
+        "workers.state.replica_shares": ("ReplicaShare", "replicas_of"),
     },
 )

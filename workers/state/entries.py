@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from ucp_core.geometry import Box
 from ucp_core.native import LocalTensor
 from workers.errors import StateError
-from workers.parallel import Piece
-from workers.state.replica_shares import Sharing, cut
+from workers.parallel import LocalShard
+from workers.state.replica_shares import ReplicaShare, cut
 
 __all__ = [
     "HostBuffer",
     "StateEntry",
-    "SteadyState",
+    "TrainingState",
     "local_parameters",
     "set_scalars",
     "state_of",
@@ -53,7 +53,7 @@ class StateEntry:
     box: Box
     tensor: Tensor
 
-    def part(self, box: Box) -> StateEntry:
+    def rows(self, box: Box) -> StateEntry:
         """Return those rows of the entry that ``box`` has, in the same memory."""
         if box == self.box:
             return self
@@ -75,17 +75,17 @@ class StateEntry:
         )
 
 
-def local_parameters(pieces: Sequence[Piece]) -> dict[str, nn.Parameter]:
-    """Return a plain parameter for every piece, over the same memory, for the optimizer.
+def local_parameters(shards: Sequence[LocalShard]) -> dict[str, nn.Parameter]:
+    """Return a plain parameter for every shard, over the same memory, for the optimizer.
 
     Optimizers that see plain tensors skip DTensor's dispatch, which costs more than the update
     of a small parameter, and keep no mesh alive.
     """
-    return {piece.fqn: nn.Parameter(piece.local) for piece in pieces}
+    return {shard.fqn: nn.Parameter(shard.local) for shard in shards}
 
 
 def state_of(
-    pieces: Sequence[Piece],
+    shards: Sequence[LocalShard],
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> list[StateEntry]:
@@ -96,28 +96,28 @@ def state_of(
             parameter, or of a type that is not saved.
     """
     entries: list[StateEntry] = []
-    for piece in pieces:
-        parameter = parameters[piece.fqn]
-        slots = {"weight": piece.local}
+    for shard in shards:
+        parameter = parameters[shard.fqn]
+        slots = {"weight": shard.local}
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
                 if value.dtype not in _DTYPES:
                     raise StateError(
-                        f"the optimizer's {name} of {piece.fqn} is {value.dtype}; saved are "
+                        f"the optimizer's {name} of {shard.fqn} is {value.dtype}; saved are "
                         f"{', '.join(map(str, _DTYPES))}: this optimizer cannot be resumed",
-                        fqn=piece.fqn,
+                        fqn=shard.fqn,
                         slot=name,
                     )
                 slots[name] = value
             elif not _is_scalar(value):
                 raise StateError(
-                    f"the optimizer's {name} of {piece.fqn} is neither a number nor a tensor of "
+                    f"the optimizer's {name} of {shard.fqn} is neither a number nor a tensor of "
                     f"shape {tuple(parameter.shape)}; this optimizer cannot be resumed",
-                    fqn=piece.fqn,
+                    fqn=shard.fqn,
                     slot=name,
                 )
         entries += [
-            StateEntry(fqn=piece.fqn, slot=slot, shape=piece.shape, box=piece.box, tensor=value)
+            StateEntry(fqn=shard.fqn, slot=slot, shape=shard.shape, box=shard.box, tensor=value)
             for slot, value in sorted(slots.items())
         ]
     return entries
@@ -128,7 +128,7 @@ def set_scalars(
     optimizer: torch.optim.Optimizer,
     values: Mapping[str, Any],
 ) -> None:
-    """Put back what ``SteadyState.scalars`` returned, into numbers that the optimizer has.
+    """Put back what ``TrainingState.scalars`` returned, into numbers that the optimizer has.
 
     It keeps nothing of a parameter that is frozen or not its own: there nothing is put.
     """
@@ -145,14 +145,14 @@ def set_scalars(
                 state[name] = type(held)(number)
 
 
-class SteadyState:
+class TrainingState:
     """The state as it is from step to step: values change, the tensors that hold them do not.
 
     Looking all of it up takes as long as copying a few megabytes, so it is done once; before
     each use it is made sure that the optimizer still holds the same tensors.
 
     Args:
-        pieces: This rank's part of every parameter.
+        shards: This rank's part of every parameter.
         parameters: What the optimizer updates, by name.
         optimizer: The optimizer.
         sharing: Who else holds the same parts.
@@ -160,12 +160,12 @@ class SteadyState:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        shards: Sequence[LocalShard],
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        sharing: Sharing,
+        sharing: ReplicaShare,
     ) -> None:
-        self._pieces, self._parameters, self._optimizer = pieces, parameters, optimizer
+        self._shards, self._parameters, self._optimizer = shards, parameters, optimizer
         self._sharing = sharing
         self._entries: list[StateEntry] | None = None
         self._saved: list[StateEntry] = []
@@ -181,7 +181,7 @@ class SteadyState:
             StateError: The optimizer keeps what cannot be saved in parts.
         """
         if self._entries is None or not all(map(self._is_as_before, self._held)):
-            self._entries = state_of(self._pieces, self._parameters, self._optimizer)
+            self._entries = state_of(self._shards, self._parameters, self._optimizer)
             self._addresses = []
             self._held = [self._look_up(fqn) for fqn in self._parameters]
         return self._entries
@@ -200,7 +200,7 @@ class SteadyState:
         if addresses != self._addresses:
             parts = [(entry.box, entry.tensor.element_size()) for entry in entries]
             shares = [
-                [entries[number].part(box) for number, box in share]
+                [entries[number].rows(box) for number, box in share]
                 for share in cut(parts, self._sharing.num_shares)
             ]
             self._saved = shares[self._sharing.share]

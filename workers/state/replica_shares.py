@@ -16,11 +16,11 @@ from math import prod
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
 
-__all__ = ["Sharing", "cut", "replicas_of"]
+__all__ = ["ReplicaShare", "cut", "replicas_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
+class ReplicaShare:
     """A rank's place among the ranks that hold the same boxes as it does.
 
     Attributes:
@@ -34,7 +34,7 @@ class Sharing:
     guarded: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, layout: ParallelLayout, rank: int, guards: Sequence[int] = ()) -> Sharing:
+    def of(cls, layout: ParallelLayout, rank: int, guards: Sequence[int] = ()) -> ReplicaShare:
         """Return the place of ``rank`` in ``layout``.
 
         Args:

@@ -83,7 +83,7 @@ class WorkerContext:
     settings: Settings
     store: Store
     directory: str
-    page: Progress
+    progress: Progress
     ring_path: str
     yield_requested: Callable[[int], bool]
     fenced: Callable[[int], bool]

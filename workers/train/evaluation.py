@@ -1,4 +1,4 @@
-"""Looks at a model without changing it: mean loss over samples, digest over weights."""
+"""Measure a model without changing it: mean loss over samples, digest of the weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.train.agreement import on_host
-from workers.train.executor import Parts, Schedule
+from workers.train.executor import Quota, ShardedModel, on_host
 
 __all__ = ["mean_over_samples", "weights_digest"]
 
@@ -22,19 +21,19 @@ __all__ = ["mean_over_samples", "weights_digest"]
 def mean_over_samples(
     loss_of: Callable[[NDArray[Any]], tuple[Tensor, int]],
     *,
-    schedule: Schedule,
+    quota: Quota,
     num_micro_batches: int,
     samples_each: int,
     device: torch.device,
 ) -> float:
     """Return the mean loss per token over ``num_micro_batches``, the same on every worker.
 
-    Every micro-batch has a place of its own in the sum, so it does not depend on the number of
-    workers beyond what the forward passes do.
+    Each micro-batch has its own element in the all-reduce, so the sum has one order for any number
+    of workers.
     """
     sums = torch.zeros(2, num_micro_batches, dtype=torch.float64, device=device)
     with torch.no_grad():
-        for one in schedule.passes:
+        for one in quota.passes:
             start = one.micro_batch * samples_each
             loss, tokens = loss_of(np.arange(start, start + samples_each))
             if one.counts:
@@ -45,25 +44,25 @@ def mean_over_samples(
     return math.fsum(found[:num_micro_batches]) / math.fsum(found[num_micro_batches:])
 
 
-def weights_digest(parts: Parts) -> str:
+def weights_digest(sharded: ShardedModel) -> str:
     """Return a SHA-256 over all float32 weights in the order of their names, hexadecimal.
 
     The same for every layout. Every rank calls it; one full parameter is in memory at a time.
     """
-    group = parts.mesh.sharding.get_group(parts.mesh.sharding.ndim - 1)
+    group = sharded.mesh.sharding.get_group(sharded.mesh.sharding.ndim - 1)
     num_shards = dist.get_world_size(group)
     digest = hashlib.sha256()
-    for piece in sorted(parts.pieces, key=lambda piece: piece.fqn):
-        num_elements = math.prod(piece.shape)
-        # Shards are equal but for the last ones, which are shorter: padding lies at the end.
-        rows = -(-piece.shape[0] // num_shards)
-        shard = torch.zeros(
-            rows * (num_elements // piece.shape[0]), dtype=torch.float32, device=parts.device
+    for shard in sorted(sharded.shards, key=lambda shard: shard.fqn):
+        num_elements = math.prod(shard.shape)
+        # All shards have as many rows; only the last ones are shorter, so padding is at the end.
+        rows = -(-shard.shape[0] // num_shards)
+        padded = torch.zeros(
+            rows * (num_elements // shard.shape[0]), dtype=torch.float32, device=sharded.device
         )
-        shard[: piece.local.numel()] = piece.local.reshape(-1)
-        whole = torch.empty(num_shards * len(shard), dtype=torch.float32, device=parts.device)
-        dist.all_gather_single(whole, shard, group=group)
+        padded[: shard.local.numel()] = shard.local.reshape(-1)
+        whole = torch.empty(num_shards * len(padded), dtype=torch.float32, device=sharded.device)
+        dist.all_gather_single(whole, padded, group=group)
         weights: Any = whole[:num_elements].cpu().numpy()
-        digest.update(piece.fqn.encode())
+        digest.update(shard.fqn.encode())
         digest.update(memoryview(weights))
     return digest.hexdigest()

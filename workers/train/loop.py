@@ -72,14 +72,14 @@ def run_attempt(
         context: The worker around it.
         task: What to train; None for the settings' script, or the built-in training.
     """
-    context.page.enter(WorkerPhase.FORMING)
+    context.progress.enter(WorkerPhase.FORMING)
     if _Process.hand_over is not None:
         _Process.hand_over.end()
         _Process.hand_over = None
     try:
         return _Attempt(assignment, context).run(task)
     finally:
-        context.page.enter(WorkerPhase.LEAVING)
+        context.progress.enter(WorkerPhase.LEAVING)
         collectives.leave()
 
 

@@ -20,30 +20,30 @@ from torch import Tensor, nn
 from workers.collectives import collectives
 from workers.data import DataOrder
 from workers.errors import DataError, TaskError
-from workers.parallel import Mesh, Piece, drop_gathered, materialize, pieces, spread
+from workers.parallel import LocalShard, Mesh, drop_gathered, local_shards, materialize, shard_model
 from workers.protocol import Assignment, Formed, WorkerPhase
 from workers.settings import Settings
 from workers.snapshot import SnapshotMemory
 from workers.state import (
     HostBuffer,
     PersistentBuffers,
-    Sharing,
+    ReplicaShare,
     StateEntry,
-    SteadyState,
+    TrainingState,
     local_parameters,
     refuse_unfit,
     set_scalars,
 )
-from workers.train.agreement import on_host
-from workers.train.boundary import Boundary, Restored, Storing, restore_state
+from workers.train.boundary import Boundary, Restored, StorageWriter, restore_state
 from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
 from workers.train.executor import (
-    Parts,
+    Quota,
     Reduction,
-    Schedule,
+    ShardedModel,
     Step,
-    schedule,
+    on_host,
+    quota,
     use_all_to_all,
     use_tree,
 )
@@ -86,20 +86,20 @@ class Session:
         self._build: Callable[[], nn.Module] | None = None
         self._initialise: Initialise | None = None
         self._model: nn.Module | None = None
-        self._pieces: Sequence[Piece] = ()
+        self._shards: Sequence[LocalShard] = ()
         self._keeps_gathered = False
-        self._parts: Parts | None = None
+        self._sharded: ShardedModel | None = None
         self._reduction = Reduction()
         self._restored: dict[str, Any] = {}
         self._loss = self._validation_loss = math.nan
         self._timeout_s = self.settings.parallel.collective_timeout_s
-        self._storing = Storing(
+        self._storage = StorageWriter(
             store=context.store,
             directory=context.directory,
             assignment=assignment,
             settings=context.settings.checkpoint,
             fenced=lambda: context.fenced(assignment.attempt),
-            moved=context.page.moved,
+            moved=context.progress.moved,
         )
         self._boundary = Boundary(
             assignment,
@@ -107,7 +107,7 @@ class Session:
             device=self.device,
             buffer=buffer,
             memory=memory,
-            storing=self._storing,
+            storage=self._storage,
         )
 
     def model(self, build: Callable[[], nn.Module], initialise: Initialise | None = None) -> Any:
@@ -121,21 +121,21 @@ class Session:
                 then the whole model has to fit into memory for a moment.
 
         Raises:
-            TaskError: The model cannot be trained in parts.
+            TaskError: The model cannot be sharded.
         """
         if self._model is not None:
             raise TaskError("session.model was called twice in one attempt; call it once")
         with torch.device("meta"):
             model = build()
         _check(model)
-        self._keeps_gathered = spread(
+        self._keeps_gathered = shard_model(
             model,
             self._mesh,
             precision=self.settings.train.precision,
             reshard_after_forward=self.settings.parallel.reshard_after_forward,
         )
         materialize(model, self.device)
-        self._pieces = pieces(model)
+        self._shards = local_shards(model)
         if self.settings.train.deterministic:
             use_tree(model, self._reduction)
         elif self.device.type == "cpu":
@@ -150,34 +150,34 @@ class Session:
 
         Args:
             make: Builds a torch optimizer over the parameters it is given by name. They are
-                this worker's parts; an optimizer must treat every element alike, as SGD and
+                this worker's shards; an optimizer must treat every element alike, as SGD and
                 Adam do.
 
         Raises:
             TaskError: There is no model yet.
-            StateError: The optimizer cannot work on parts, or keeps what cannot be saved so.
+            StateError: The optimizer cannot work on shards, or keeps what cannot be saved so.
         """
         if self._model is None:
             raise TaskError("call session.model before session.optimizer")
-        self._context.page.enter(WorkerPhase.LOADING)
-        parameters = local_parameters(self._pieces)
+        self._context.progress.enter(WorkerPhase.LOADING)
+        parameters = local_parameters(self._shards)
         optimizer = make(parameters)
         refuse_unfit(optimizer, self._mesh.layout)
-        self._parts = Parts(
+        self._sharded = ShardedModel(
             model=self._model,
             optimizer=optimizer,
-            pieces=self._pieces,
+            shards=self._shards,
             parameters=parameters,
             reduction=self._reduction,
             mesh=self._mesh,
             device=self.device,
             keeps_gathered=self._keeps_gathered,
-            state=SteadyState(self._pieces, parameters, optimizer, self._sharing()),
+            state=TrainingState(self._shards, parameters, optimizer, self._sharing()),
         )
         began_s = time.monotonic()
-        restored = self._load(self._parts)
+        restored = self._load(self._sharded)
         collectives.set_timeout(self._timeout_s)
-        self._context.page.resumed(self.step)
+        self._context.progress.resumed(self.step)
         self._context.on_formed(
             Formed(
                 attempt=self._assignment.attempt,
@@ -202,17 +202,17 @@ class Session:
             TaskError: A step was left without ``apply``, or the model keeps state in its
                 buffers.
         """
-        parts = self._ready()
+        sharded = self._ready()
         train = self.settings.train
         order = DataOrder(
             seed=self.settings.data.seed, num_samples=num_samples, global_batch=train.global_batch
         )
         cursor = self._agree_on_data(order, data_digest)
-        plan = self._schedule(train.num_micro_batches)
+        plan = self._quota(train.num_micro_batches)
         begun_s = time.perf_counter()
         first_step = self.step + 1
         took_steps = self.step < train.steps
-        buffers = PersistentBuffers(parts.model)
+        buffers = PersistentBuffers(sharded.model)
 
         def applied(step: Step) -> None:
             nonlocal begun_s
@@ -223,18 +223,18 @@ class Session:
                 self._allow_for(step_s)
             reached = {"order_position": step.order_range[1], "loss": step.loss}
             # What is waited for once in an attempt tells nothing of the step behind it.
-            begun_s += self._boundary.completed(step, step_s, parts, {**cursor, **reached})
-            self._context.page.enter(WorkerPhase.SCRIPT)
+            begun_s += self._boundary.completed(step, step_s, sharded, {**cursor, **reached})
+            self._context.progress.enter(WorkerPhase.SCRIPT)
 
         while self.step < train.steps:
             step = Step(
                 self.step + 1,
                 order=order,
-                schedule=plan,
+                quota=plan,
                 train=train,
-                parts=parts,
-                page=self._context.page,
-                around=self._boundary,
+                sharded=sharded,
+                progress=self._context.progress,
+                boundary=self._boundary,
                 on_applied=applied,
             )
             yield step
@@ -261,30 +261,30 @@ class Session:
         """
         if num_samples < 1:
             raise TaskError(f"evaluate: num_samples={num_samples} must be at least 1")
-        parts, page = self._ready(), self._context.page
-        page.enter(WorkerPhase.SCRIPT)
+        sharded, progress = self._ready(), self._context.progress
+        progress.enter(WorkerPhase.SCRIPT)
         num_done = 0
 
         def told(samples: NDArray[Any]) -> tuple[Tensor, int]:
             nonlocal num_done
             num_done += 1
-            page.micro_batch(num_done)
+            progress.micro_batch(num_done)
             return loss_of(samples)
 
         samples_each = min(self.settings.train.micro_batch, num_samples)
         num_micro_batches = num_samples // samples_each
-        parts.model.eval()
+        sharded.model.eval()
         loss = mean_over_samples(
             told,
-            schedule=self._schedule(num_micro_batches),
+            quota=self._quota(num_micro_batches),
             num_micro_batches=num_micro_batches,
             samples_each=samples_each,
             device=self.device,
         )
-        parts.model.train()
+        sharded.model.train()
         self._validation_loss = loss
         if self.rank == 0:
-            self._storing.append(VALIDATION, self._boundary.line(self.step, loss=loss))
+            self._storage.append(VALIDATION, self._boundary.line(self.step, loss=loss))
         return loss
 
     def finish(self) -> None:
@@ -294,13 +294,13 @@ class Session:
             TaskError: The script ended before the last step.
         """
         steps = self.settings.train.steps
-        if self._parts is None or self.step < steps:
+        if self._sharded is None or self.step < steps:
             raise TaskError(
                 f"the script ended after step {self.step} of train.steps={steps}; iterate "
                 "session.steps() to its end"
             )
         self._boundary.finish(
-            self.step, loss=self._loss, validation_loss=self._validation_loss, parts=self._parts
+            self.step, loss=self._loss, validation_loss=self._validation_loss, sharded=self._sharded
         )
 
     def take_final(self) -> None:
@@ -309,9 +309,9 @@ class Session:
 
     def close(self) -> bool:
         """Let go of the model and end writing; return whether all memory is free again."""
-        self._model = self._build = self._initialise = self._parts = None
-        self._pieces = ()
-        is_closed, is_written = self._boundary.close(), self._storing.close()
+        self._model = self._build = self._initialise = self._sharded = None
+        self._shards = ()
+        is_closed, is_written = self._boundary.close(), self._storage.close()
         if is_closed and not is_written:
             # Nobody takes snapshots there any more: it goes once the write is over.
             self._boundary.leave_memory()
@@ -324,29 +324,29 @@ class Session:
             self._timeout_s = timeout_s
             collectives.set_timeout(timeout_s)
 
-    def _ready(self) -> Parts:
-        if self._parts is None:
+    def _ready(self) -> ShardedModel:
+        if self._sharded is None:
             raise TaskError("call session.model and session.optimizer first")
-        return self._parts
+        return self._sharded
 
-    def _sharing(self) -> Sharing:
+    def _sharing(self) -> ReplicaShare:
         assignment = self._assignment
-        return Sharing.of(assignment.layout, assignment.rank, assignment.saved_too)
+        return ReplicaShare.of(assignment.layout, assignment.rank, assignment.saved_too)
 
-    def _schedule(self, num_micro_batches: int) -> Schedule:
-        return schedule(
+    def _quota(self, num_micro_batches: int) -> Quota:
+        return quota(
             num_micro_batches,
             self._mesh.layout.dp,
             self._mesh.data_rank,
             fixed_tree=self.settings.train.deterministic,
         )
 
-    def _load(self, parts: Parts) -> Restored:
+    def _load(self, sharded: ShardedModel) -> Restored:
         """Put state into place; return what was loaded, and where from."""
 
         def to_fill() -> Sequence[StateEntry]:
-            parts.prime()
-            return parts.state.entries()
+            sharded.prime()
+            return sharded.state.entries()
 
         restored = restore_state(
             self._assignment,
@@ -358,23 +358,23 @@ class Session:
         )
         self.step, self._restored = restored.step, restored.extra
         if restored.step:
-            for fqn in restored.bare & parts.parameters.keys():
+            for fqn in restored.without_state & sharded.parameters.keys():
                 # Made up by ``prime``; without it the optimizer has what it had.
-                parts.optimizer.state.pop(parts.parameters[fqn], None)
-            set_scalars(parts.parameters, parts.optimizer, restored.extra["optimizer"])
+                sharded.optimizer.state.pop(sharded.parameters[fqn], None)
+            set_scalars(sharded.parameters, sharded.optimizer, restored.extra["optimizer"])
             self._loss = restored.extra.get("loss", math.nan)
-            self._boundary.begin(self.step, parts, restored.extra)
+            self._boundary.begin(self.step, sharded, restored.extra)
         else:
-            parts.optimizer.state.clear()
-        self._fill(parts)
-        drop_gathered(parts.model)
+            sharded.optimizer.state.clear()
+        self._fill(sharded)
+        drop_gathered(sharded.model)
         return restored
 
-    def _fill(self, parts: Parts) -> None:
-        """Give the parts that no checkpoint holds their value: buffers, and at step 0 weights."""
+    def _fill(self, sharded: ShardedModel) -> None:
+        """Fill what no checkpoint holds: buffers, and at step 0 the weights."""
         assert self._build is not None
         is_new = self.step == 0
-        buffers = dict(parts.model.named_buffers())
+        buffers = dict(sharded.model.named_buffers())
         values: dict[str, Tensor] = {}
         if buffers or (is_new and self._initialise is None):
             # Kept apart, so that a script's own random numbers do not shift.
@@ -385,13 +385,13 @@ class Session:
         with torch.no_grad():
             for name, buffer in buffers.items():
                 buffer.copy_(values[name])
-            for piece in parts.pieces if is_new else ():
+            for shard in sharded.shards if is_new else ():
                 if self._initialise is not None:
-                    value = self._initialise(piece.fqn, piece.shape)
+                    value = self._initialise(shard.fqn, shard.shape)
                 else:
-                    value = values[piece.fqn]
-                bounds = zip(piece.box.start, piece.box.stop, strict=True)
-                piece.local.copy_(value[tuple(slice(start, stop) for start, stop in bounds)])
+                    value = values[shard.fqn]
+                bounds = zip(shard.box.start, shard.box.stop, strict=True)
+                shard.local.copy_(value[tuple(slice(start, stop) for start, stop in bounds)])
 
     def _agree_on_data(self, order: DataOrder, digest: str) -> dict[str, Any]:
         """Return what a checkpoint says about the data; raise if workers have different ones."""

@@ -162,13 +162,13 @@ def _attempt(
     attempt = _last_attempt(store, join(path, CHECKPOINTS), found) + 1
     rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="everstep-") as scratch:
-        page = ProgressRecord.create(Path(scratch) / "page", worker="alone")
+        progress = ProgressRecord.create(Path(scratch) / "page", worker="alone")
         context = WorkerContext(
             worker="alone",
             settings=settings,
             store=store,
             directory=path,
-            page=page,
+            progress=progress,
             ring_path=str(Path(scratch) / "ring"),
             yield_requested=lambda _attempt: False,
             fenced=lambda _attempt: False,
@@ -187,7 +187,7 @@ def _attempt(
         try:
             return run_attempt(assignment, context, train)
         finally:
-            page.close()
+            progress.close()
 
 
 def _last_attempt(store: Store, checkpoints: str, found: Found | None) -> int:

@@ -6,10 +6,12 @@ them said in the step's all-reduce of numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
-__all__ = ["NO_STEP", "SKIPPED_MAX", "Cadence", "Due", "Signals"]
+from workers.train.executor import Signals
+
+__all__ = ["NO_STEP", "SKIPPED_MAX", "Cadence", "Due"]
 
 NO_STEP: Final = -1
 #: So many snapshots in a row are skipped because a rank is behind: at first, and at most. A peer
@@ -17,42 +19,6 @@ NO_STEP: Final = -1
 #: each that was taken in spite of it: else it would never finish a copy before the next.
 _SKIPPED_FIRST: Final = 8
 SKIPPED_MAX: Final = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signals:
-    """What a rank says in a step; and, once all have, what any of them said.
-
-    Attributes:
-        leaves: It was asked to leave.
-        leaves_durably: The state that it leaves with must be in storage.
-        no_memory: It has no memory to take a snapshot in.
-        behind: Its last snapshot is under way, or a peer has not copied it yet.
-        storage_busy: A snapshot of it waits to be stored.
-        snapshot_steps: Steps between two snapshots from now on, said by one rank; 0 for no change.
-        storage_steps: Steps between two versions in storage, likewise.
-    """
-
-    leaves: bool = False
-    leaves_durably: bool = False
-    no_memory: bool = False
-    behind: bool = False
-    storage_busy: bool = False
-    snapshot_steps: int = 0
-    storage_steps: int = 0
-
-    def numbers(self) -> list[int]:
-        """Return numbers whose sums over all ranks ``from_sums`` takes."""
-        return [int(getattr(self, field.name)) for field in fields(self)]
-
-    @classmethod
-    def from_sums(cls, sums: Any) -> Signals:
-        """Return what any rank said."""
-        values: dict[str, Any] = {
-            field.name: value > 0 if field.default is False else int(value)
-            for field, value in zip(fields(cls), sums, strict=True)
-        }
-        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 
 from workers.snapshot import Captured, SnapshotWriter
-from workers.train.agreement import on_host
+from workers.train.executor import on_host
 
-__all__ = ["Protecting"]
+__all__ = ["ProtectionWait"]
 
 #: Memory for the small preset took 5 to 60 ms and its copy 10 to 50 ms, on a busy machine.
 _WAIT_S_MIN: Final = 1.0
 
 
-class Protecting:
+class ProtectionWait:
     """One such wait, of all ranks: first ``get_ready``; then, once that is taken, ``wait_copied``.
 
     Args:

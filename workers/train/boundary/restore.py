@@ -1,11 +1,11 @@
-"""Load the state that an attempt resumes from, or find out why that is not possible.
+"""Load the state that an attempt resumes from, or report why it cannot be loaded.
 
-The controller has chosen a version and said where it is: in the memory of keepers, or in
-storage. All ranks load it or none does. A holder of a part that is bad gives way to the next
-holder of the same part; where none is left, the attempt ends on every rank, and whoever found
-something bad says what it was. The controller then chooses from what is left. Nothing is deleted.
+The controller chose a version and its place: the keepers' memory, or storage. All ranks load it,
+or none does. If a source is bad, the next source of the same data is used. If none is left, every
+rank leaves the attempt, and each reports what it found bad. The controller then chooses from the
+other versions. Nothing is deleted.
 
-Replicas read disjoint shares from storage and exchange them, where that is faster than reading.
+From distant storage, replicas read disjoint shares and exchange them.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from workers.collectives import GroupError
 from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources
 from workers.protocol import Assignment, FoundBad, stored_source
 from workers.state import HostBuffer, StateEntry
-from workers.train.agreement import all_agree
-from workers.train.boundary.sharing import GroupTransport
 from workers.train.boundary.store import CHECKPOINTS
 from workers.train.context import WorkerContext
+from workers.train.executor import all_agree
 
 __all__ = [
     "LIVE_STATE",
     "STORAGE",
+    "GroupTransport",
     "Restored",
     "UnloadableSignal",
-    "bare",
     "misfits",
     "restore_state",
+    "without_optimizer_state",
 ]
 
-#: Kinds of sources, beside those of ``workers.keeper.sources``.
+#: A kind of source, beside those of ``workers.keeper``.
 STORAGE: Final = "storage"
-#: Marks, among the small named values, a version that ranks left with as their attempt ended early.
+#: Marks a final snapshot among the small named values of a version.
 LIVE_STATE: Final = "live_state"
-#: Slot of what a parameter is; every other is the optimizer's.
+#: The slot of a parameter itself; all others are the optimizer's.
 WEIGHT: Final = "weight"
-#: A model of another width differs in every tensor.
+#: A model of another width differs in every tensor: name only the first.
 MISFITS_TOLD: Final = 3
-#: As which its bytes are counted, by where they are.
+#: The kind of source that a final snapshot counts as, by place.
 _LIVE_KINDS: Final = {LOCAL_MEMORY: "live state", PEER_MEMORY: "live state of peers"}
 
 log = logging.getLogger(__name__)
 
 
 class UnloadableSignal(BaseException):
-    """A rank could not load the version, so all ranks leave; ``found`` is what this one found."""
+    """A rank could not load the version, so all ranks leave; ``found`` is this rank's report."""
 
     def __init__(self, found: FoundBad) -> None:
         super().__init__("; ".join(found.reasons) or "another rank could not load the version")
@@ -75,18 +75,18 @@ class Restored:
     """What was loaded.
 
     Attributes:
-        step: Training goes on after this step; 0 if there was nothing to load.
+        step: Training continues after this step; 0 if there was nothing to load.
         extra: The small named values of the checkpoint.
-        sources: ``(kind of source, bytes)`` of what was loaded.
-        found: What this rank found bad, and took from another holder.
-        bare: Parameters of which the optimizer kept nothing: frozen, or in no loss so far.
+        sources: ``(kind of source, bytes)`` that were loaded.
+        found: Bad sources that this rank found, and replaced by others.
+        without_state: Parameters without optimizer state: frozen, or in no loss so far.
     """
 
     step: int
     extra: dict[str, Any]
     sources: tuple[tuple[str, int], ...] = ()
     found: FoundBad = field(default_factory=FoundBad)
-    bare: frozenset[str] = frozenset()
+    without_state: frozenset[str] = frozenset()
 
 
 def restore_state(
@@ -103,19 +103,19 @@ def restore_state(
     Every rank of the attempt calls it. Blocks for the slowest.
 
     Args:
-        assignment: Says which version, and where it is.
-        entries: Called once there is something to load; returns what to fill.
-        context: The worker: where its run directory and its keeper are.
-        buffer: Host memory for what is on a device.
-        device: Where collectives take their tensors.
-        replicas: The ranks that hold the same state as this one, if there are others.
+        assignment: The version and its place.
+        entries: Called only if there is something to load; returns the tensors to fill.
+        context: The worker, with its run directory and keeper.
+        buffer: Host memory for tensors on a device.
+        device: The device for tensors of collectives.
+        replicas: The ranks that hold the same state as this one; None if there are no others.
 
     Raises:
-        UnloadableSignal: On every rank, if one could not load it.
+        UnloadableSignal: On every rank, if one could not load the version.
     """
     if not assignment.resume_step:
         return Restored(step=0, extra={})
-    target = _Target(entries(), buffer, context.settings.checkpoint.threads, context.page.moved)
+    target = _Target(entries(), buffer, context.settings.checkpoint.threads, context.progress.moved)
     if assignment.memory:
         return _from_memory(assignment, target, context, device)
     return _from_storage(assignment, target, context, device, replicas)
@@ -148,7 +148,7 @@ def _from_memory(
         extra=extra,
         sources=tuple(sorted(taken)),
         found=found,
-        bare=target.bare,
+        without_state=target.without_state,
     )
 
 
@@ -161,7 +161,7 @@ def _from_storage(
 ) -> Restored:
     store = context.store
     transport = None
-    # What is on this machine, or mounted, comes faster from there than from a neighbour.
+    # A local or mounted file system is faster than a peer.
     if replicas is not None and store.request_bytes > LocalStore.request_bytes:
         transport = GroupTransport(replicas, device)
     extra: dict[str, Any] = {}
@@ -172,7 +172,7 @@ def _from_storage(
     except UcpError as error:
         found = _found(assignment, error)
     if transport is not None:
-        # Nobody may wait for the share of a rank that has nothing to load from.
+        # No rank may wait for the share of a rank that could not open the checkpoint.
         _leave_unless_all(checkpoint is not None, found, device)
     if checkpoint is not None:
         try:
@@ -185,7 +185,12 @@ def _from_storage(
             found = replace(found, misfits=lines, reasons=found.reasons or lines)
     _leave_unless_all(not found.reasons, found, device)
     sources = ((STORAGE, size_bytes),)
-    return Restored(step=assignment.resume_step, extra=extra, sources=sources, bare=target.bare)
+    return Restored(
+        step=assignment.resume_step,
+        extra=extra,
+        sources=sources,
+        without_state=target.without_state,
+    )
 
 
 def _opened(store: Store, checkpoints: str, assignment: Assignment) -> Checkpoint:
@@ -201,11 +206,11 @@ def _opened(store: Store, checkpoints: str, assignment: Assignment) -> Checkpoin
 
 
 def _found(assignment: Assignment, error: UcpError) -> FoundBad:
-    """Return what an error says of the version in storage: what is missing is as bad as damage."""
+    """Return what an error says of the version in storage. Missing data counts as damaged."""
     source = (stored_source(assignment.resume_step, assignment.resume_attempt),)
     reasons = (f"{checkpoint_name(assignment.resume_step)}: {_said(error)}",)
     if "peer" in error.facts:
-        # That rank says what it is; on the way from there nothing in storage is damaged.
+        # A peer failed, and reports why itself.
         return FoundBad(reasons=reasons)
     if isinstance(error, CheckpointCorruptError) or error.facts.get("missing"):
         return FoundBad(damaged=source, reasons=reasons)
@@ -217,13 +222,13 @@ def _leave_unless_all(
     found: FoundBad,
     device: torch.device,
 ) -> None:
-    """Return if every rank has loaded, so far; else leave, each with what it found."""
+    """Return if every rank has loaded so far; else leave with what this rank found."""
     try:
         agreed = all_agree(loaded, device)
     except (GroupError, dist.DistError):
         if loaded:
             raise
-        # The others heard of it, left, and were fenced before this one heard of them.
+        # The others learned of the failure, left, and were fenced before this rank voted.
         agreed = False
     if not agreed:
         log.warning("not_loaded", extra={"reasons": found.reasons})
@@ -234,12 +239,12 @@ def _said(error: UcpError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def bare(held: Iterable[TensorKey]) -> frozenset[str]:
-    """Return the parameters of which a version holds the weight, and nothing of the optimizer's.
+def without_optimizer_state(held: Iterable[TensorKey]) -> frozenset[str]:
+    """Return the parameters of a version that have a weight and no optimizer state.
 
-    A frozen parameter is such a one, or one that was in no loss: an optimizer keeps nothing of
-    what has no gradient. Where it kept nothing of any, another optimizer made the version, and
-    what this one needs is missing.
+    An optimizer keeps no state for parameters without gradients: frozen ones, and those in no
+    loss. If no parameter has optimizer state, another optimizer made the version; then return
+    none, so that the missing state is reported.
     """
     weights: set[str] = set()
     kept: set[str] = set()
@@ -254,15 +259,15 @@ def misfits(
     *,
     same_weights: bool,
 ) -> tuple[str, ...]:
-    """Return a line for each way in which a version is not of the state that is needed.
+    """Return how a version differs from the state to fill, one line per tensor.
 
-    What is damaged fits: the manifest says what there was. At most ``MISFITS_TOLD`` lines, and
-    one that counts the others.
+    Damaged data is no misfit: only the manifest is compared. Returns at most ``MISFITS_TOLD``
+    lines, and one that counts the others.
 
     Args:
-        need: What is to be loaded.
-        held: What the version holds.
-        same_weights: Whether the version may hold no other weights.
+        need: The tensors to fill.
+        held: The tensors of the version.
+        same_weights: Whether weights that the model lacks are a misfit.
     """
     lines: list[str] = []
     keys: set[TensorKey] = set()
@@ -289,11 +294,11 @@ class _Target:
     Args:
         need: Its tensors.
         buffer: Host memory for those on a device.
-        threads: Readers.
+        threads: Threads that read.
         moved: Called with the size of each read.
 
     Attributes:
-        bare: Parameters without anything of the optimizer's in what was loaded last.
+        without_state: Parameters without optimizer state in the version loaded last.
     """
 
     def __init__(
@@ -312,10 +317,10 @@ class _Target:
         ]
         self._threads = threads
         self._moved = moved
-        self.bare: frozenset[str] = frozenset()
+        self.without_state: frozenset[str] = frozenset()
 
     def fill(self, checkpoint: Checkpoint, transport: GroupTransport | None = None) -> int:
-        """Load; return how many bytes were needed."""
+        """Load; return the number of bytes."""
         need = self._needed(checkpoint)
         if transport is None:
             loaded = load(checkpoint, need, threads=self._threads, progress=self._moved)
@@ -326,15 +331,44 @@ class _Target:
         return loaded.size_bytes
 
     def misfits(self, checkpoint: Checkpoint, *, same_weights: bool) -> tuple[str, ...]:
-        """Return how the state differs from what the checkpoint is of."""
+        """Return how the checkpoint differs from the state."""
         held = checkpoint.state_map.entries
         return misfits(self._needed(checkpoint), held, same_weights=same_weights)
 
     def _needed(self, checkpoint: Checkpoint) -> list[LocalTensor]:
-        self.bare = bare(checkpoint.state_map.entries)
-        return [one for one in self._tensors if one.slot == WEIGHT or one.fqn not in self.bare]
+        self.without_state = without_optimizer_state(checkpoint.state_map.entries)
+        return [
+            one for one in self._tensors if one.slot == WEIGHT or one.fqn not in self.without_state
+        ]
 
     def fill_from(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Load; return the small named values."""
         self.fill(checkpoint)
         return checkpoint.extra
+
+
+class GroupTransport:
+    """Lets replicas load a checkpoint together: the transport of ``load_together``.
+
+    Args:
+        group: The ranks that need the same tensors; each of them must load.
+        device: The device for tensors of the group's collectives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def all_gather(self, mine: memoryview, held: Sequence[memoryview]) -> None:
+        """Fill ``held[r]`` with the ``mine`` of rank ``r``; raise if a rank is lost."""
+        sent = torch.frombuffer(mine, dtype=torch.uint8)
+        received = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in held]
+        if self._device.type == "cpu":
+            dist.all_gather(received, sent, group=self._group)
+            return
+        staged = torch.empty((self.size, len(mine)), dtype=torch.uint8, device=self._device)
+        dist.all_gather_single(staged, sent.to(self._device), group=self._group)
+        for row, buffer in zip(staged, received, strict=True):
+            buffer.copy_(row)

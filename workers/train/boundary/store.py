@@ -32,7 +32,7 @@ from workers.protocol import Assignment
 from workers.settings import CHECKPOINTS, CheckpointSettings
 from workers.snapshot import source_of
 
-__all__ = ["CHECKPOINTS", "SavedState", "Storing", "append_json"]
+__all__ = ["CHECKPOINTS", "SavedState", "StorageWriter", "append_json"]
 
 #: How often a wait looks whether the attempt was fenced.
 _LOOK_S: Final = 0.02
@@ -52,7 +52,7 @@ class SavedState:
     param_groups: Sequence[Mapping[str, Any]]
 
 
-class Storing:
+class StorageWriter:
     """Writes for one rank of one attempt. The training thread calls it and closes it.
 
     Args:
@@ -94,14 +94,14 @@ class Storing:
         """Add a JSON line to a file of the run directory, behind what was asked for before."""
         self._tasks.put(lambda: self._append(join(self._directory, path), line))
 
-    def wait_told(self, timeout_s: float) -> None:
+    def wait_appended(self, timeout_s: float) -> None:
         """Return when what was to be added so far is written, or after ``timeout_s``."""
         if not self._is_mute():
             told = threading.Event()
             self._tasks.put(told.set)
             told.wait(timeout_s)
 
-    def tell_late(self, until_s: float) -> None:
+    def append_late(self, until_s: float) -> None:
         """Add lines until then, though the attempt be fenced: those of steps that may yet count.
 
         Call it before the rank says that it has left; also what was held back is written.

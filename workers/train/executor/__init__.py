@@ -1,21 +1,25 @@
-"""One optimizer step: micro-batches, reduction, gradient norm, learning rate."""
+"""One optimizer step: micro-batches, reduction, gradient norm, learning rate, signals."""
 
 from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from workers.train.executor.parts import Parts
-    from workers.train.executor.quotas import Schedule, schedule
+    from workers.train.executor.quotas import Quota, quota
     from workers.train.executor.reduction import Reduction, use_all_to_all, use_tree
+    from workers.train.executor.sharded_model import ShardedModel
+    from workers.train.executor.signals import Signals, all_agree, on_host
     from workers.train.executor.step import Step
 
 __all__ = [
-    "Parts",
+    "Quota",
     "Reduction",
-    "Schedule",
+    "ShardedModel",
+    "Signals",
     "Step",
-    "schedule",
+    "all_agree",
+    "on_host",
+    "quota",
     "use_all_to_all",
     "use_tree",
 ]
@@ -23,9 +27,10 @@ __all__ = [
 __getattr__ = lazy_door(
     __name__,
     {
-        "workers.train.executor.parts": ("Parts",),
-        "workers.train.executor.quotas": ("Schedule", "schedule"),
+        "workers.train.executor.quotas": ("Quota", "quota"),
         "workers.train.executor.reduction": ("Reduction", "use_all_to_all", "use_tree"),
+        "workers.train.executor.sharded_model": ("ShardedModel",),
+        "workers.train.executor.signals": ("Signals", "all_agree", "on_host"),
         "workers.train.executor.step": ("Step",),
     },
 )

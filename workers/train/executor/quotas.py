@@ -1,23 +1,23 @@
-"""Who computes which micro-batches of a step, and in which order gradients are added.
+"""Which rank computes which micro-batches of a step, and in which order gradients are added.
 
-Pure arithmetic. A step has ``num_micro_batches`` whatever the number of workers; every
-data-parallel rank gets a contiguous block of them, of uneven length where it must be, empty
-where there are more ranks than micro-batches.
+Pure arithmetic. A step has ``num_micro_batches`` for any number of workers. Each data-parallel
+rank gets a contiguous block of them. Blocks may differ in length; one is empty if there are more
+ranks than micro-batches.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Pass", "Schedule", "blocks", "schedule"]
+__all__ = ["Pass", "Quota", "blocks", "quota"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One forward and backward pass, which every rank makes at the same time.
+    """One forward and backward pass. All ranks run their passes at the same time.
 
     Attributes:
-        micro_batch: What this rank computes. Where it has none left it repeats one with weight
+        micro_batch: The micro-batch to compute. A rank with none left repeats one with weight
             zero, because its peers wait for it in the collectives of the pass.
         counts: Whether the result counts.
         syncs: Whether gradients are reduced after the pass; the same on every rank.
@@ -29,14 +29,14 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """The passes of a step.
+class Quota:
+    """One rank's passes of a step.
 
     Attributes:
-        passes: This rank's passes in order; equally many on every rank.
-        nodes: Per reduction, what each rank hands in: a node ``(level, index)`` of the binary
-            tree over micro-batches, which is the sum of micro-batches
-            ``index << level <= m < (index + 1) << level``; None where it hands in nothing.
+        passes: The passes in order; every rank has as many.
+        nodes: Per reduction, what each rank contributes: a node ``(level, index)`` of the binary
+            tree over micro-batches, the sum of the micro-batches
+            ``index << level <= m < (index + 1) << level``; None for nothing.
     """
 
     passes: tuple[Pass, ...]
@@ -52,17 +52,16 @@ def blocks(num_micro_batches: int, num_ranks: int) -> tuple[tuple[int, int], ...
     )
 
 
-def schedule(num_micro_batches: int, num_ranks: int, rank: int, *, fixed_tree: bool) -> Schedule:
-    """Return the passes of ``rank``.
+def quota(num_micro_batches: int, num_ranks: int, rank: int, *, fixed_tree: bool) -> Quota:
+    """Return the quota of ``rank``.
 
     Args:
-        num_micro_batches: Over all ranks.
+        num_micro_batches: Micro-batches of the step over all ranks.
         num_ranks: Data-parallel ranks.
-        rank: Which one.
-        fixed_tree: Whether sums must be the nodes of one binary tree. If not, every rank adds up
-            all it has and gradients are reduced once, after the last pass. If so, they are
-            reduced after every pass, but for two that are siblings in the tree: a rank adds
-            those up by itself, provided that all ranks have siblings at that point.
+        rank: The data-parallel rank.
+        fixed_tree: Whether sums must be nodes of one binary tree. If not, each rank adds up its
+            gradients, and they are reduced once, after the last pass. If so, they are reduced
+            after every pass, or after two passes if all ranks have siblings of the tree there.
     """
     parts = blocks(num_micro_batches, num_ranks)
     num_passes = max(stop - start for start, stop in parts)
@@ -77,7 +76,7 @@ def schedule(num_micro_batches: int, num_ranks: int, rank: int, *, fixed_tree: b
         )
         for number in range(num_passes)
     )
-    return Schedule(passes=passes, nodes=_nodes(parts, syncs) if fixed_tree else ())
+    return Quota(passes=passes, nodes=_nodes(parts, syncs) if fixed_tree else ())
 
 
 def _last_only(num_passes: int) -> frozenset[int]:
@@ -85,7 +84,7 @@ def _last_only(num_passes: int) -> frozenset[int]:
 
 
 def _tree_syncs(parts: tuple[tuple[int, int], ...], num_passes: int) -> frozenset[int]:
-    """Return after which passes to reduce."""
+    """Return the passes to reduce after."""
     syncs: set[int] = set()
     number = 0
     while number < num_passes:
@@ -98,7 +97,7 @@ def _tree_syncs(parts: tuple[tuple[int, int], ...], num_passes: int) -> frozense
 
 
 def _siblings_or_none(micro_batch: int, stop: int) -> bool:
-    """Return whether a rank at ``micro_batch`` has it and its right sibling, or nothing at all."""
+    """Return whether a rank has ``micro_batch`` and its right sibling, or nothing."""
     return micro_batch >= stop or (micro_batch % 2 == 0 and micro_batch + 1 < stop)
 
 

@@ -34,7 +34,7 @@ from workers.protocol import (
 )
 from workers.snapshot import replica_parity
 from workers.snapshot.slot_layout import Captured
-from workers.state import Sharing, StateEntry
+from workers.state import ReplicaShare, StateEntry
 from workers.state.replica_shares import cut
 
 SECRET = b"s"
@@ -48,9 +48,9 @@ def _shares(num_replicas: int, rank: int, seed: int, *, turned: bool) -> list[li
         # As a weight that was transposed: torch has to look at it, memory cannot be read along.
         entries = [replace(each, tensor=each.tensor.t().contiguous().t()) for each in entries]
     parts = [(entry.box, entry.tensor.element_size()) for entry in entries]
-    sharing = Sharing.of(ParallelLayout(dp_replicate=num_replicas), rank)
+    sharing = ReplicaShare.of(ParallelLayout(dp_replicate=num_replicas), rank)
     return [
-        [entries[number].part(box) for number, box in share]
+        [entries[number].rows(box) for number, box in share]
         for share in cut(parts, sharing.num_shares)
     ]
 

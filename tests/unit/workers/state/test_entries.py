@@ -9,8 +9,8 @@ from torch import nn
 
 from ucp_core.geometry import Box
 from workers.errors import StateError
-from workers.parallel import Piece
-from workers.state import HostBuffer, Sharing, SteadyState, local_parameters, set_scalars
+from workers.parallel import LocalShard
+from workers.state import HostBuffer, ReplicaShare, TrainingState, local_parameters, set_scalars
 from workers.state.entries import state_of
 from workers.train.executor.norm import row_squares, sum_of_squares
 
@@ -23,17 +23,17 @@ class Sharded(nn.Parameter):
         return self.data
 
 
-def piece(fqn: str, whole: torch.Tensor, start: int, stop: int) -> Piece:
+def shard(fqn: str, whole: torch.Tensor, start: int, stop: int) -> LocalShard:
     local = whole[start:stop].clone()
     parameter = nn.Parameter(local)
     gradient = Sharded(local * 2, requires_grad=False)
     parameter.grad = gradient
     box = Box((start, *(0 for _ in whole.shape[1:])), (stop, *whole.shape[1:]))
-    return Piece(fqn=fqn, shape=tuple(whole.shape), box=box, parameter=parameter, local=local)
+    return LocalShard(fqn=fqn, shape=tuple(whole.shape), box=box, parameter=parameter, local=local)
 
 
-def trained(pieces: list[Piece]) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
-    parameters = local_parameters(pieces)
+def trained(shards: list[LocalShard]) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    parameters = local_parameters(shards)
     optimizer = torch.optim.AdamW(parameters.values(), lr=0.1)
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
@@ -42,9 +42,9 @@ def trained(pieces: list[Piece]) -> tuple[dict[str, nn.Parameter], torch.optim.O
 
 
 def scalars(
-    held: list[Piece], parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    held: list[LocalShard], parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    steady = SteadyState(held, parameters, optimizer, Sharing())
+    steady = TrainingState(held, parameters, optimizer, ReplicaShare())
     steady.entries()
     return steady.scalars()
 
@@ -54,7 +54,7 @@ WEIGHTS = {"a.weight": torch.randn(6, 4), "b.weight": torch.randn(5)}
 
 def test_the_optimizer_updates_the_memory_of_the_model() -> None:
     """It holds parameters of its own; a copy would train beside the model."""
-    held = [piece("a.weight", WEIGHTS["a.weight"], 2, 5)]
+    held = [shard("a.weight", WEIGHTS["a.weight"], 2, 5)]
 
     trained(held)
 
@@ -63,7 +63,7 @@ def test_the_optimizer_updates_the_memory_of_the_model() -> None:
 
 def test_a_capture_is_a_copy_of_weights_and_moments() -> None:
     """The next step changes them while the background still writes."""
-    held = [piece(name, whole, 1, 4) for name, whole in WEIGHTS.items()]
+    held = [shard(name, whole, 1, 4) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
     captured = HostBuffer().capture(state_of(held, parameters, optimizer))
     before = {(one.fqn, one.slot): bytes(one.data) for one in captured}
@@ -80,15 +80,15 @@ def test_a_capture_is_a_copy_of_weights_and_moments() -> None:
 @pytest.mark.parametrize("num_shares", [2, 3])
 def test_replicas_capture_shares_that_make_up_the_whole(num_shares: int) -> None:
     """A view of the wrong rows has a record that proves, and bytes of other elements."""
-    held = [piece(name, whole, 1, 5) for name, whole in WEIGHTS.items()]
+    held = [shard(name, whole, 1, 5) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
     filled = {
         (entry.fqn, entry.slot): torch.full_like(entry.tensor, torch.nan)
         for entry in state_of(held, parameters, optimizer)
     }
     for share in range(num_shares):
-        sharing = Sharing(num_shares=num_shares, share=share)
-        steady = SteadyState(held, parameters, optimizer, sharing)
+        sharing = ReplicaShare(num_shares=num_shares, share=share)
+        steady = TrainingState(held, parameters, optimizer, sharing)
         for one in HostBuffer().capture(steady.saved()):
             low, high = one.box.start[0] - 1, one.box.stop[0] - 1
             rows = filled[one.fqn, one.slot][low:high]
@@ -101,9 +101,9 @@ def test_replicas_capture_shares_that_make_up_the_whole(num_shares: int) -> None
 
 def test_a_share_is_taken_from_where_the_tensor_is_now() -> None:
     """``tensor.data = other`` keeps the tensor; a view of it shows the memory that it had."""
-    held = [piece(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
+    held = [shard(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
-    steady = SteadyState(held, parameters, optimizer, Sharing(num_shares=2, share=1))
+    steady = TrainingState(held, parameters, optimizer, ReplicaShare(num_shares=2, share=1))
     saved = steady.saved()
     optimizer.step()
     assert steady.saved() is saved
@@ -116,7 +116,7 @@ def test_a_share_is_taken_from_where_the_tensor_is_now() -> None:
 
 def test_scalars_return_to_every_parameter() -> None:
     """One number stands for all as long as they agree, and no longer."""
-    held = [piece(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
+    held = [shard(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
     assert scalars(held, parameters, optimizer) == {"step": 1.0}
     optimizer.state[parameters["b.weight"]]["step"].fill_(7.0)
@@ -131,7 +131,7 @@ def test_scalars_return_to_every_parameter() -> None:
 
 def test_a_parameter_that_the_optimizer_has_nothing_of_gets_no_scalars() -> None:
     """A frozen one has no step count; a made-up one is a state that Adam cannot go on from."""
-    held = [piece(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
+    held = [shard(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
     del optimizer.state[parameters["b.weight"]]
     told = scalars(held, parameters, optimizer)
@@ -146,9 +146,9 @@ def test_a_parameter_that_the_optimizer_has_nothing_of_gets_no_scalars() -> None
 
 def test_a_tensor_that_the_optimizer_replaced_is_looked_up_again() -> None:
     """The state is looked up once; a copy of what was there before would pass every checksum."""
-    held = [piece(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
+    held = [shard(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
-    steady = SteadyState(held, parameters, optimizer, Sharing())
+    steady = TrainingState(held, parameters, optimizer, ReplicaShare())
     entries = steady.entries()
     optimizer.step()
     assert steady.entries() is entries
@@ -163,17 +163,17 @@ def test_a_tensor_that_the_optimizer_replaced_is_looked_up_again() -> None:
 
 def test_groups_name_their_parameters() -> None:
     """A checkpoint outlives the objects; an ``id`` means nothing to who loads it."""
-    held = [piece(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
+    held = [shard(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
     optimizer.param_groups[0]["lr"] = 0.25
-    (group,) = SteadyState(held, parameters, optimizer, Sharing()).param_groups()
+    (group,) = TrainingState(held, parameters, optimizer, ReplicaShare()).param_groups()
 
     assert (group["lr"], group["params"]) == (0.25, ["a.weight", "b.weight"])
 
 
 def test_an_optimizer_that_cannot_be_sharded_is_refused() -> None:
     """Its state would be lost in silence, and the run would go on with another."""
-    held = [piece("a.weight", WEIGHTS["a.weight"], 0, 6)]
+    held = [shard("a.weight", WEIGHTS["a.weight"], 0, 6)]
     parameters, optimizer = trained(held)
     optimizer.state[parameters["a.weight"]]["rows"] = torch.zeros(6)
 
@@ -183,7 +183,7 @@ def test_an_optimizer_that_cannot_be_sharded_is_refused() -> None:
 
 def test_an_optimizer_whose_tensors_are_of_a_type_that_is_not_saved_is_refused() -> None:
     """They have the shape of their parameter: the first save would fail without naming them."""
-    held = [piece("a.weight", WEIGHTS["a.weight"], 1, 4)]
+    held = [shard("a.weight", WEIGHTS["a.weight"], 1, 4)]
     parameters, optimizer = trained(held)
     optimizer.state[parameters["a.weight"]]["exp_avg"] = torch.zeros(3, 4, dtype=torch.float16)
 
@@ -198,12 +198,12 @@ def test_row_squares_add_up_alike_however_rows_are_cut(cuts: tuple[int, int, int
     device = torch.device("cpu")
 
     parts = [
-        row_squares([piece("w", whole, start, stop)], device)
+        row_squares([shard("w", whole, start, stop)], device)
         for start, stop in itertools.pairwise(cuts)
     ]
 
-    together = row_squares([piece("w", whole, 0, 6)], device)
+    together = row_squares([shard("w", whole, 0, 6)], device)
     assert torch.equal(parts[0] + parts[1], together)
     assert together.sum().item() == pytest.approx(
-        sum_of_squares([piece("w", whole, 0, 6)]).item(), rel=1e-6
+        sum_of_squares([shard("w", whole, 0, 6)]).item(), rel=1e-6
     )

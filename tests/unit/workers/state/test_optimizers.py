@@ -15,7 +15,7 @@ from everstep import Session, Settings, run
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
 from workers.errors import StateError, TaskError
-from workers.parallel import Piece
+from workers.parallel import LocalShard
 from workers.settings import TrainSettings
 from workers.state import local_parameters, refuse_unfit
 from workers.state.entries import state_of
@@ -34,20 +34,20 @@ class OwnMuon(torch.optim.Muon):
 
 def over(
     kind: type[Any], weight: torch.Tensor = WEIGHT
-) -> tuple[Piece, dict[str, nn.Parameter], Any]:
+) -> tuple[LocalShard, dict[str, nn.Parameter], Any]:
     """Return a model of one matrix, and ``kind`` over it after one step."""
     local = weight.clone()
     box = Box((0, 0), tuple(local.shape))
     parameter = nn.Parameter(local)
-    piece = Piece(
+    shard = LocalShard(
         fqn="w", shape=tuple(local.shape), box=box, parameter=parameter, local=parameter.data
     )
-    own = local_parameters([piece])
+    own = local_parameters([shard])
     optimizer = kind(own.values(), lr=0.1)
     for one in own.values():
         one.grad = weight.cos()
     optimizer.step(lambda: 1.0)
-    return piece, own, optimizer
+    return shard, own, optimizer
 
 
 @pytest.mark.parametrize("layout", [ALONE, COPIES, SHARDS], ids=str)
@@ -66,10 +66,10 @@ def test_what_cannot_be_used_here_at_all_is_refused_by_name(
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
 def test_what_these_keep_could_not_be_saved_even_alone(kind: type[Any]) -> None:
     """Otherwise there were no reason to refuse them where nothing is in parts."""
-    piece, parameters, optimizer = over(kind)
+    shard, parameters, optimizer = over(kind)
 
     with pytest.raises(StateError, match="cannot be resumed"):
-        state_of([piece], parameters, optimizer)
+        state_of([shard], parameters, optimizer)
 
 
 @pytest.mark.parametrize("layout", [SHARDS, MIXED], ids=str)
@@ -78,8 +78,8 @@ def test_muon_is_refused_where_matrices_are_in_parts(
     kind: type[Any], layout: ParallelLayout
 ) -> None:
     """Its momentum has the shape of the weight, so nothing else would ever complain."""
-    piece, parameters, optimizer = over(kind)
-    assert {entry.slot for entry in state_of([piece], parameters, optimizer)} > {"weight"}
+    shard, parameters, optimizer = over(kind)
+    assert {entry.slot for entry in state_of([shard], parameters, optimizer)} > {"weight"}
 
     with pytest.raises(StateError, match=rf"{kind.__name__} .*dp_shard=2.*dp_replicate"):
         refuse_unfit(optimizer, layout)

@@ -59,7 +59,7 @@ class Attempts:
             ),
             store=store,
             directory=path,
-            page=self._page,
+            progress=self._page,
             ring_path=str(self._directory / "ring"),
             yield_requested=lambda _attempt: False,
             fenced=lambda _attempt: False,

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.train.boundary.cadence import NO_STEP, SKIPPED_MAX, Cadence, Due, Signals
+from workers.train.boundary.cadence import NO_STEP, SKIPPED_MAX, Cadence, Due
+from workers.train.executor import Signals
 
 
 def cadence(*, snapshot_every: int = 1, storage_every: int = 3, last_step: int = 100) -> Cadence:

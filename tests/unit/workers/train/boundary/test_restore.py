@@ -11,7 +11,7 @@ from ucp_core.errors import (
 from ucp_core.geometry import TensorKey
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Assignment, stored_source
-from workers.train.boundary.restore import _found, bare
+from workers.train.boundary.restore import _found, without_optimizer_state
 
 RESUMED = stored_source(7, 2)
 ASSIGNMENT = Assignment(
@@ -55,9 +55,9 @@ def test_a_parameter_that_the_optimizer_kept_nothing_of_is_loaded_without() -> N
     moments = [TensorKey("used", "exp_avg"), TensorKey("used", "exp_avg_sq")]
     weights = [TensorKey("frozen", "weight"), TensorKey("used", "weight")]
 
-    assert bare([*moments, *weights]) == {"frozen"}
+    assert without_optimizer_state([*moments, *weights]) == {"frozen"}
 
 
 def test_a_version_of_an_optimizer_that_kept_nothing_at_all_is_no_frozen_model() -> None:
     """Plain SGD made it: another optimizer that goes on from it has to hear what is missing."""
-    assert bare([TensorKey("a", "weight"), TensorKey("b", "weight")]) == frozenset()
+    assert without_optimizer_state(TensorKey(name, "weight") for name in "ab") == frozenset()

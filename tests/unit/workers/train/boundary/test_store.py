@@ -16,7 +16,7 @@ from ucp_core.storage import Buffer, MemoryStore
 from workers.collectives import AbortedError, CollectiveError
 from workers.protocol import Assignment
 from workers.settings import CheckpointSettings
-from workers.train.boundary.store import CHECKPOINTS, SavedState, Storing
+from workers.train.boundary.store import CHECKPOINTS, SavedState, StorageWriter
 
 
 def storing(
@@ -27,7 +27,7 @@ def storing(
     num_workers: int = 1,
     keep: int = 0,
     moved: Callable[[int], None] = lambda _: None,
-) -> Storing:
+) -> StorageWriter:
     assignment = Assignment(
         attempt=1,
         rank=rank,
@@ -38,7 +38,7 @@ def storing(
         resume_attempt=0,
         lineage=((1, 0),),
     )
-    return Storing(
+    return StorageWriter(
         store=store,
         directory="run",
         assignment=assignment,
@@ -115,7 +115,7 @@ def test_lines_that_did_not_fit_are_written_once_they_do() -> None:
     for step in (1, 2, 3, 4):
         store.is_full = step in (2, 3)
         writer.append("metrics/rank0.jsonl", {"step": step})
-        writer.wait_told(20)
+        writer.wait_appended(20)
     writer.wait_idle()
     assert writer.close()
 
@@ -155,17 +155,17 @@ def test_lines_that_the_fence_held_back_are_told_late_in_order_and_states_are_no
     store, fenced = MemoryStore(), threading.Event()
     background = storing(store, fenced)
     background.append("metrics/rank0.jsonl", {"step": 1})
-    background.wait_told(20)
+    background.wait_appended(20)
     fenced.set()
     background.append("metrics/rank0.jsonl", {"step": 2})
     background.save(state(2))
-    background.tell_late(time.monotonic() + 20)
+    background.append_late(time.monotonic() + 20)
     background.append("metrics/rank0.jsonl", {"step": 3})
-    background.wait_told(20)
+    background.wait_appended(20)
 
     told = store.read("run/metrics/rank0.jsonl").decode().splitlines()
     assert [json.loads(line)["step"] for line in told] == [1, 2, 3]
-    background.tell_late(time.monotonic())
+    background.append_late(time.monotonic())
     background.append("metrics/rank0.jsonl", {"step": 4})
     assert background.close()
     assert store.read("run/metrics/rank0.jsonl").decode().splitlines() == told
@@ -244,7 +244,7 @@ def test_what_cannot_be_collected_does_not_stop_the_training() -> None:
     for step in (1, 2, 3):
         background.save(state(step))
         background.wait_committed(step, timeout_s=10)
-    background.wait_told(10)
+    background.wait_appended(10)
     background.wait_idle()
     assert committed_step(store) == 3
     assert background.close()

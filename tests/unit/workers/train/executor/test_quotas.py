@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.train.executor.quotas import blocks, schedule
+from workers.train.executor.quotas import blocks, quota
 
 SIZES = st.tuples(st.integers(1, 40), st.integers(1, 12))
 
@@ -14,7 +14,7 @@ def test_every_micro_batch_counts_exactly_once(sizes: tuple[int, int]) -> None:
     num_micro_batches, num_ranks = sizes
     for fixed_tree in (False, True):
         plans = [
-            schedule(num_micro_batches, num_ranks, rank, fixed_tree=fixed_tree)
+            quota(num_micro_batches, num_ranks, rank, fixed_tree=fixed_tree)
             for rank in range(num_ranks)
         ]
         counted = [one.micro_batch for plan in plans for one in plan.passes if one.counts]
@@ -28,7 +28,7 @@ def test_ranks_make_the_same_collectives(sizes: tuple[int, int], fixed_tree: boo
     """A rank with one pass or one reduction less would leave its peers waiting for ever."""
     num_micro_batches, num_ranks = sizes
     plans = [
-        schedule(num_micro_batches, num_ranks, rank, fixed_tree=fixed_tree)
+        quota(num_micro_batches, num_ranks, rank, fixed_tree=fixed_tree)
         for rank in range(num_ranks)
     ]
 
@@ -43,7 +43,7 @@ def test_ranks_make_the_same_collectives(sizes: tuple[int, int], fixed_tree: boo
 def test_reductions_hand_in_every_leaf_of_the_tree_once(sizes: tuple[int, int]) -> None:
     """A pair that is not two siblings would be another tree for another number of ranks."""
     num_micro_batches, num_ranks = sizes
-    plan = schedule(num_micro_batches, num_ranks, 0, fixed_tree=True)
+    plan = quota(num_micro_batches, num_ranks, 0, fixed_tree=True)
 
     nodes = [node for reduction in plan.nodes for node in reduction if node is not None]
     leaves = [leaf for level, at in nodes for leaf in range(at << level, (at + 1) << level)]
@@ -53,10 +53,10 @@ def test_reductions_hand_in_every_leaf_of_the_tree_once(sizes: tuple[int, int]) 
 
 def test_two_siblings_on_one_rank_are_reduced_at_once() -> None:
     """Eight micro-batches on four ranks then need one reduction, as without the fixed tree."""
-    assert len(schedule(8, 4, 0, fixed_tree=True).nodes) == 1
-    assert len(schedule(8, 2, 0, fixed_tree=True).nodes) == 2
-    assert len(schedule(8, 3, 0, fixed_tree=True).nodes) == 3
-    assert len(schedule(8, 3, 0, fixed_tree=False).nodes) == 0
+    assert len(quota(8, 4, 0, fixed_tree=True).nodes) == 1
+    assert len(quota(8, 2, 0, fixed_tree=True).nodes) == 2
+    assert len(quota(8, 3, 0, fixed_tree=True).nodes) == 3
+    assert len(quota(8, 3, 0, fixed_tree=False).nodes) == 0
 
 
 def test_blocks_are_contiguous_and_differ_by_at_most_one() -> None:

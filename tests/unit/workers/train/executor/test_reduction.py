@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.train.executor.quotas import schedule
+from workers.train.executor.quotas import quota
 from workers.train.executor.reduction import SumTree
 
 
@@ -16,7 +16,7 @@ def leaves(num_leaves: int) -> torch.Tensor:
 def tree_sum(values: torch.Tensor, num_ranks: int) -> torch.Tensor:
     """Sum as the ranks would: siblings that meet on a rank first, then in order of arrival."""
     tree = SumTree()
-    for reduction in schedule(len(values), num_ranks, 0, fixed_tree=True).nodes:
+    for reduction in quota(len(values), num_ranks, 0, fixed_tree=True).nodes:
         for node in reduction:
             if node is not None:
                 level, index = node

@@ -22,9 +22,9 @@ from workers.records import ProgressRecord
 from workers.settings import Settings
 from workers.state import HostBuffer
 from workers.train import WorkerContext
-from workers.train.boundary.boundary import Boundary
+from workers.train.boundary.between_steps import Boundary
 from workers.train.boundary.cadence import Due
-from workers.train.boundary.store import Storing
+from workers.train.boundary.store import StorageWriter
 
 
 class _Reads(TorchFunctionMode):
@@ -49,7 +49,7 @@ def boundary(node: Node, tmp_path: Path) -> Iterator[Boundary]:
         settings=Settings(),
         store=MemoryStore(),
         directory="run",
-        page=ProgressRecord.create(tmp_path / "page", worker="w0001"),
+        progress=ProgressRecord.create(tmp_path / "page", worker="w0001"),
         ring_path=str(tmp_path / "ring"),
         yield_requested=lambda _: False,
         fenced=lambda _: False,
@@ -65,7 +65,7 @@ def boundary(node: Node, tmp_path: Path) -> Iterator[Boundary]:
         resume_attempt=0,
         lineage=((1, 0),),
     )
-    storing = Storing(
+    storage = StorageWriter(
         store=context.store,
         directory="run",
         assignment=assignment,
@@ -79,11 +79,11 @@ def boundary(node: Node, tmp_path: Path) -> Iterator[Boundary]:
         device=torch.device("cpu"),
         buffer=HostBuffer(),
         memory=SnapshotMemory(node.directory, "w0001"),
-        storing=storing,
+        storage=storage,
     )
     yield made
     assert made.close()
-    assert storing.close()
+    assert storage.close()
 
 
 def test_no_slot_is_written_over_before_a_rank_knows_that_all_have_the_version_before(

@@ -30,15 +30,14 @@ from workers.snapshot import (
     on_passes,
 )
 from workers.state import HostBuffer
-from workers.train.agreement import all_agree
-from workers.train.boundary.cadence import Cadence, Due, Signals
+from workers.train.boundary.cadence import Cadence, Due
 from workers.train.boundary.costs import SaveMeter
-from workers.train.boundary.protection import Protecting
+from workers.train.boundary.protection import ProtectionWait
 from workers.train.boundary.restore import LIVE_STATE
-from workers.train.boundary.store import SavedState, Storing
+from workers.train.boundary.store import SavedState, StorageWriter
 from workers.train.context import WorkerContext
 from workers.train.evaluation import weights_digest
-from workers.train.executor import Parts, Step
+from workers.train.executor import ShardedModel, Signals, Step, all_agree
 
 __all__ = ["Boundary", "YieldSignal"]
 
@@ -67,7 +66,7 @@ class Boundary:
         device: Where collectives take their tensors.
         buffer: Host memory for copies of the state.
         memory: Memory at the keeper; None if there is none.
-        storing: Where reports and states go.
+        storage: Where reports and states go.
     """
 
     def __init__(
@@ -78,13 +77,13 @@ class Boundary:
         device: torch.device,
         buffer: HostBuffer,
         memory: SnapshotMemory | None,
-        storing: Storing,
+        storage: StorageWriter,
     ) -> None:
         self._assignment = assignment
         self._context = context
         self._device = device
         self._buffer = buffer
-        self._storing = storing
+        self._storage = storage
         settings = context.settings
         self._cadence = Cadence(
             snapshot_every=max(1, settings.snapshot.first_every),
@@ -112,10 +111,10 @@ class Boundary:
         self._meter = meter
         context.on_costs(assignment.attempt, lambda: meter.costs(cadence.intervals))
 
-    def begin(self, step: int, parts: Parts, extra: Mapping[str, Any]) -> None:
+    def begin(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
         """Get ready for snapshots of a state that was loaded: its sizes are known already."""
         if self._writer is not None:
-            self._writer.prepare(_captured(step, parts, extra))
+            self._writer.prepare(_captured(step, sharded, extra))
 
     def signals(self) -> Signals:
         """Return what this rank has to say in the step under way."""
@@ -165,7 +164,9 @@ class Boundary:
         }
         return {"step": step, "attempt": self._assignment.attempt, **told}
 
-    def completed(self, step: Step, step_s: float, parts: Parts, extra: Mapping[str, Any]) -> float:
+    def completed(
+        self, step: Step, step_s: float, sharded: ShardedModel, extra: Mapping[str, Any]
+    ) -> float:
         """Report a step and save it if it is due; return for how long protection was waited for.
 
         Raises:
@@ -173,31 +174,31 @@ class Boundary:
             UcpError: The state before this one could not be written.
         """
         begun_s = time.monotonic()
-        self._live = _Live(step, step_s, parts, extra, _versions(parts))
-        self._context.page.completed(step.number, step_s, step.loss)
+        self._live = _Live(step, step_s, sharded, extra, _versions(sharded))
+        self._context.progress.completed(step.number, step_s, step.loss)
         self._state, agreed = None, step.agreed
         self._fallback.agree(is_behind=agreed.behind, is_without_memory=agreed.no_memory)
         wait = self._wait_of(step, step_s)
         if wait is not None:
-            self._state = _captured(step.number, parts, extra)
+            self._state = _captured(step.number, sharded, extra)
             is_ready = wait.get_ready(self._state)
             # Whoever is ready has completed its snapshot before, and all ranks are.
             agreed = replace(agreed, no_memory=not is_ready, behind=False)
         due = self._due = self._cadence.due(step.number, agreed)
         taking_s = time.monotonic()
         if due.snapshot or due.storage:
-            self._context.page.enter(WorkerPhase.SAVING)
-            self._state = self._state or _captured(step.number, parts, extra)
+            self._context.progress.enter(WorkerPhase.SAVING)
+            self._state = self._state or _captured(step.number, sharded, extra)
         is_taken = due.snapshot and self._take(self._state)
         snapshot_s = time.monotonic() - taking_s if due.snapshot else 0.0
         if self._assignment.rank == 0:
             how = "taken" if is_taken else "skipped" if due.snapshot or due.skipped else "none"
             times = {"snapshot_s": snapshot_s, "waited_s": self._waited_s}
-            self._storing.append(METRICS, self._step_line(step, step_s, snapshot=how, **times))
+            self._storage.append(METRICS, self._step_line(step, step_s, snapshot=how, **times))
             self._told_step = step.number
         if is_taken and self._writer is not None:
             self._writer.complete(pin=due.pin)
-            self._follow(self._writer, parts)
+            self._follow(self._writer, sharded)
             self._meter.snapshot(taking_s, snapshot_s, is_pinned=due.pin)
         elif self._writer is not None:
             self._writer.look_after()
@@ -205,7 +206,7 @@ class Boundary:
             self._store()
         if is_taken and wait is not None:
             wait.wait_copied(step.number)
-        self._prepare_anew(step.number, parts, extra)
+        self._prepare_anew(step.number, sharded, extra)
         self._waited_s = wait.waited_s if wait is not None else 0.0
         self._meter.step(step_s, time.monotonic() - begun_s - self._waited_s)
         return self._waited_s
@@ -217,9 +218,9 @@ class Boundary:
             AbortedError: The attempt was fenced.
             CollectiveError: A peer did not write its part.
         """
-        self._context.page.enter(WorkerPhase.SAVING)
+        self._context.progress.enter(WorkerPhase.SAVING)
         timeout_s = self._context.settings.parallel.patient_timeout_s
-        self._storing.wait_committed(step, timeout_s=timeout_s)
+        self._storage.wait_committed(step, timeout_s=timeout_s)
 
     def leave(self, step: int) -> NoReturn:
         """Leave after ``step``, as all ranks agreed to, once its state is safe.
@@ -233,7 +234,7 @@ class Boundary:
             CollectiveError: A peer did not write its part.
         """
         if not self._due.storage:
-            self._context.page.enter(WorkerPhase.SAVING)
+            self._context.progress.enter(WorkerPhase.SAVING)
             is_mine = self._writer is not None and self._writer.wait(step)
             if all_agree(is_mine, self._device):
                 raise YieldSignal(step)
@@ -257,7 +258,7 @@ class Boundary:
         try:
             live.check()
             self._tell_late(live)
-            state = _captured(number, live.parts, {**live.extra, LIVE_STATE: True})
+            state = _captured(number, live.sharded, {**live.extra, LIVE_STATE: True})
             is_taken = writer.take_final(state, self._fallback)
         except Exception as error:  # noqa: BLE001  a device that failed, for one
             is_taken = False
@@ -267,11 +268,11 @@ class Boundary:
     def _tell_late(self, live: _Live) -> None:
         """Have the lines of all steps so far written: a version that counts has them."""
         if self._assignment.rank == 0:
-            self._storing.tell_late(time.monotonic() + FINAL_S_MAX)
+            self._storage.append_late(time.monotonic() + FINAL_S_MAX)
             if self._told_step < live.step.number:
                 times = {"snapshot_s": 0.0, "waited_s": self._waited_s}
                 line = self._step_line(live.step, live.step_s, snapshot="none", **times)
-                self._storing.append(METRICS, line)
+                self._storage.append(METRICS, line)
 
     def close(self) -> bool:
         """End taking snapshots; return whether their memory is let go of."""
@@ -285,9 +286,11 @@ class Boundary:
         if self._writer is not None:
             self._writer.leave()
 
-    def finish(self, step: int, *, loss: float, validation_loss: float, parts: Parts) -> None:
+    def finish(
+        self, step: int, *, loss: float, validation_loss: float, sharded: ShardedModel
+    ) -> None:
         """Write down how the run ended. Every rank calls it."""
-        digest = weights_digest(parts)
+        digest = weights_digest(sharded)
         if self._assignment.rank == 0:
             result = self.line(
                 step, weights_digest=digest, final_loss=loss, validation_loss=validation_loss
@@ -316,13 +319,13 @@ class Boundary:
             wall_time=time.time(),  # noqa: TID251  for people, and to match machines' logs
         )
 
-    def _wait_of(self, step: Step, step_s: float) -> Protecting | None:
+    def _wait_of(self, step: Step, step_s: float) -> ProtectionWait | None:
         """Return the wait that all ranks come to after this step; None if it is another's."""
         snapshot = self._context.settings.snapshot
         if not snapshot.every_steps or not self._cadence.waits(step.number, step.agreed):
             return None
-        self._context.page.enter(WorkerPhase.SAVING)
-        return Protecting(
+        self._context.progress.enter(WorkerPhase.SAVING)
+        return ProtectionWait(
             self._writer,
             step_s=step_s,
             node=self._context.node,
@@ -330,14 +333,14 @@ class Boundary:
             device=self._device,
         )
 
-    def _prepare_anew(self, step: int, parts: Parts, extra: Mapping[str, Any]) -> None:
+    def _prepare_anew(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
         """Get memory for a state that there is none for, in the background."""
         writer = self._writer
         if writer is None or writer.is_broken:
             return
-        entries = self._state.entries if self._state is not None else parts.state.saved()
-        if not writer.is_ready_for(entries, parts.state.guarded()):
-            writer.prepare(self._state or _captured(step, parts, extra))
+        entries = self._state.entries if self._state is not None else sharded.state.saved()
+        if not writer.is_ready_for(entries, sharded.state.guarded()):
+            writer.prepare(self._state or _captured(step, sharded, extra))
 
     def _take(self, state: Captured | None) -> bool:
         """Copy the state into memory; return whether that was possible here."""
@@ -353,10 +356,10 @@ class Boundary:
             self._fallback.take(state.step)
         return is_taken
 
-    def _follow(self, writer: SnapshotWriter, parts: Parts) -> None:
+    def _follow(self, writer: SnapshotWriter, sharded: ShardedModel) -> None:
         """Have snapshots leave with the passes of the model, once one has left a device."""
         if self._unfollow is None and writer.leaves_device:
-            blocks = cast("Iterable[nn.Module]", fsdp_modules(parts.model))
+            blocks = cast("Iterable[nn.Module]", fsdp_modules(sharded.model))
             self._unfollow = on_passes(blocks, writer.passed)
 
     def _store(self) -> None:
@@ -365,11 +368,11 @@ class Boundary:
         assert state is not None, "what is due was looked up"
         begun_s = time.monotonic()
         # One save in flight: the buffer is free again once the last one is written.
-        self._storing.wait_idle()
+        self._storage.wait_idle()
         if self._writer is None:
             self._look_at_storing()
         held = self._writer.held() if self._writer is not None and self._due.snapshot else None
-        self._storing.save(
+        self._storage.save(
             SavedState(
                 step=state.step,
                 tensors=held if held is not None else self._buffer.capture(state.entries),
@@ -381,12 +384,12 @@ class Boundary:
 
     def _look_at_storing(self) -> None:
         """Measure how long this rank itself writes a checkpoint, where nobody else does."""
-        is_busy = not self._storing.is_idle
+        is_busy = not self._storage.is_idle
         self._meter.look(time.monotonic(), is_snapshot_busy=False, is_checkpoint_busy=is_busy)
 
     def _wait_told(self) -> None:
         if self._assignment.rank == 0:
-            self._storing.wait_told(_TOLD_S)
+            self._storage.wait_appended(_TOLD_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +398,7 @@ class _Live:
 
     step: Step
     step_s: float
-    parts: Parts
+    sharded: ShardedModel
     extra: Mapping[str, Any]
     versions: list[int]
 
@@ -408,33 +411,33 @@ class _Live:
         Raises:
             TaskError: One has changed. A snapshot may have some of that, or nothing.
         """
-        now = _versions(self.parts)
+        now = _versions(self.sharded)
         if now == self.versions:
             return
-        for piece, before, after in zip(self.parts.pieces, self.versions, now, strict=True):
+        for shard, before, after in zip(self.sharded.shards, self.versions, now, strict=True):
             if before != after:
                 raise TaskError(
-                    f"parameter {piece.fqn} was changed after step.apply() of step "
+                    f"parameter {shard.fqn} was changed after step.apply() of step "
                     f"{self.step.number}, and not by the next one: that is in no checkpoint of the "
                     "step, and would be lost when the run resumes. Change weights in a hook of the "
                     "optimizer (optimizer.register_step_post_hook), which step.apply() runs",
-                    fqn=piece.fqn,
+                    fqn=shard.fqn,
                     step=self.step.number,
                 )
 
 
-def _versions(parts: Parts) -> list[int]:
+def _versions(sharded: ShardedModel) -> list[int]:
     """Return of each parameter how often it was written to: by an optimizer, or as the model's."""
-    parameters = parts.parameters
+    parameters = sharded.parameters
     return [
-        piece.parameter._version + parameters[piece.fqn]._version  # noqa: SLF001
-        for piece in parts.pieces
+        shard.parameter._version + parameters[shard.fqn]._version  # noqa: SLF001
+        for shard in sharded.shards
     ]
 
 
-def _captured(step: int, parts: Parts, extra: Mapping[str, Any]) -> Captured:
+def _captured(step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> Captured:
     """Return the state as it is now; its tensors go on changing."""
-    state = parts.state
+    state = sharded.state
     return Captured(
         step=step,
         entries=state.saved(),

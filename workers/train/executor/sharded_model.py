@@ -1,4 +1,4 @@
-"""What a step works on: the model as spread over the mesh, its optimizer, its pieces."""
+"""What a step works on: the sharded model with its optimizer."""
 
 from __future__ import annotations
 
@@ -8,44 +8,43 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from workers.parallel import Mesh, Piece
-from workers.state import SteadyState
+from workers.parallel import LocalShard, Mesh
+from workers.state import TrainingState
 from workers.train.executor.reduction import Reduction
 
-__all__ = ["Parts"]
+__all__ = ["ShardedModel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Parts:
-    """This rank's part of what is trained.
+class ShardedModel:
+    """A sharded model with its optimizer, as this rank holds them.
 
     Attributes:
         model: The whole model, sharded.
-        optimizer: Over ``parameters``.
-        pieces: This rank's part of every parameter.
-        parameters: The same memory as plain parameters by name, which the optimizer updates.
-        reduction: What the tree of the deterministic mode is told.
-        mesh: Over which ranks the model is spread.
-        device: Where it lies.
-        keeps_gathered: Whether gathered parameters are dropped only after the last pass of a
-            step.
+        optimizer: The optimizer over ``parameters``.
+        shards: This rank's shard of every parameter.
+        parameters: The shards as plain parameters by name, in the same memory.
+        reduction: State of the deterministic reduction.
+        mesh: The ranks that the model is sharded over.
+        device: The device that it is on.
+        keeps_gathered: Whether parameters stay gathered until the last pass of a step.
         state: The tensors of the training state.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    pieces: Sequence[Piece]
+    shards: Sequence[LocalShard]
     parameters: Mapping[str, nn.Parameter]
     reduction: Reduction
     mesh: Mesh
     device: torch.device
     keeps_gathered: bool
-    state: SteadyState
+    state: TrainingState
 
     def prime(self) -> None:
-        """Have the optimizer make its state, all zero, so that there is memory to load into.
+        """Make the optimizer allocate its state, all zero, as memory to load into.
 
-        Weights are updated on the way: load or initialise them afterwards.
+        This changes the weights: load or initialise them afterwards.
         """
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)

@@ -1,0 +1,70 @@
+"""What the ranks of an attempt tell each other: signals within a step, and votes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.collectives import collectives
+
+__all__ = ["Signals", "all_agree", "on_host"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signals:
+    """What one rank signals in a step; after the step's all-reduce, what any rank signalled.
+
+    Attributes:
+        leaves: It was asked to leave.
+        leaves_durably: The state that it leaves with must be in storage.
+        no_memory: It has no memory for a snapshot.
+        behind: Its last snapshot is not complete, or a peer has not copied it yet.
+        storage_busy: One of its snapshots waits to be stored.
+        snapshot_steps: Steps between two snapshots from now on, set by one rank; 0 for no change.
+        storage_steps: Steps between two versions in storage from now on, likewise.
+    """
+
+    leaves: bool = False
+    leaves_durably: bool = False
+    no_memory: bool = False
+    behind: bool = False
+    storage_busy: bool = False
+    snapshot_steps: int = 0
+    storage_steps: int = 0
+
+    def numbers(self) -> list[int]:
+        """Return the numbers to sum over all ranks, for ``from_sums``."""
+        return [int(getattr(self, field.name)) for field in fields(self)]
+
+    @classmethod
+    def from_sums(cls, sums: Any) -> Signals:
+        """Return what any rank signalled."""
+        values: dict[str, Any] = {
+            field.name: value > 0 if field.default is False else int(value)
+            for field, value in zip(fields(cls), sums, strict=True)
+        }
+        return cls(**values)
+
+
+def on_host(numbers: Tensor) -> list[float]:
+    """Return the result of a collective, read from its device.
+
+    Raises:
+        AbortedError: The collective ran on a device and was aborted.
+    """
+    found: list[float] = numbers.tolist()
+    # On the host, waiting for the collective has raised already.
+    if numbers.is_cuda:
+        collectives.check()
+    return found
+
+
+def all_agree(agreed: bool, device: torch.device) -> bool:  # noqa: FBT001  the vote itself
+    """Return whether every rank votes True. Every rank calls it; blocks for the slowest."""
+    vote = torch.tensor([int(agreed)], device=device)
+    dist.all_reduce(vote, op=dist.ReduceOp.MIN)
+    return bool(on_host(vote)[0])
