@@ -1,7 +1,7 @@
-"""Read what a run left behind: journal, metrics, incidents, summary.
+"""Read a run directory: journal, metrics, incidents, summary.
 
-Works while the run still goes on: a file that is not there yet is empty, and a last line that is
-only half written is left out. The counterpart that writes is ``orchestrator.shell``.
+It may be read while the run is under way: a missing file counts as empty, and a last line that is
+half written is skipped. ``orchestrator.shell`` writes these files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SUMMARY = "summary.json"
 #: Written by rank 0 when it completes the last step (``workers.train``).
 RESULT = "result.json"
 
-#: Phases of a recovery in order: name, the instant at which it ends.
+#: Phases of a recovery in order: name, and the instant at which it ends.
 PHASES = (
     ("detect", "t_detect_s"),
     ("fence", "t_fence_s"),
@@ -40,7 +40,7 @@ PHASES = (
     ("first step", "t_first_step_s"),
 )
 
-#: Kinds of incident that are nobody's fault (``orchestrator.core.actions.ReportIncident``).
+#: Kinds of incident that are planned (``orchestrator.core.actions.ReportIncident``).
 PLANNED = frozenset({"growth", "drain", "stop", "controller_restart", "resume"})
 
 
@@ -51,11 +51,11 @@ class StepRecord:
     Attributes:
         step: Optimizer step, from 1.
         attempt: The attempt that took it.
-        loss: Mean over the tokens of the global batch; nan where that was no number.
-        grad_norm: Before clipping; likewise.
-        learning_rate: Used in this step.
-        tokens: Tokens that carry loss, in this step.
-        samples: Samples in this step.
+        loss: Mean over the tokens of the global batch; nan if it was not a number.
+        grad_norm: Before clipping; nan likewise.
+        learning_rate: Of this step.
+        tokens: Tokens that carry loss.
+        samples: Of this step.
         step_s: Duration.
         num_workers: Workers that took it.
         layout: Their layout, for people.
@@ -75,23 +75,22 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """One loss of service and its repair.
+    """One interruption of training and its repair.
 
-    Instants are on the journal's clock (``at_s``); None where the run did not get that far, or
-    does not know (``t_fault_s`` is known only for faults that we injected).
+    Instants are on the journal's clock (``at_s``). They are None if the run did not get that far or
+    does not know: ``t_fault_s`` is known only for injected faults.
 
     Attributes:
         number: Counts from 1.
-        kind: What happened, as ``crash``, ``node_loss``, ``hang``; ``growth`` and ``drain`` are
-            planned.
-        guilty: Who, proven; empty if it was undecided, or planned.
-        evidence: One line: what proved it.
-        instants: Instant by field name, ``t_fault_s`` to ``t_first_step_s``.
+        kind: Such as ``crash``, ``node_loss``, ``hang``; ``growth`` and ``drain`` are planned.
+        guilty: The workers that were proven to have caused it; empty if undecided or planned.
+        evidence: The proof, in one line.
+        instants: By field name, ``t_fault_s`` to ``t_first_step_s``.
         lost_steps: Completed steps that had to be redone.
         layout_before: For people.
         layout_after: For people.
         sources: Bytes loaded, by source.
-        skipped: A line for each source that could not be loaded from.
+        skipped: A line for each source that could not be loaded.
     """
 
     number: int
@@ -107,15 +106,15 @@ class Incident:
 
     @property
     def who(self) -> str:
-        """Return the guilty for people; nobody is looked for where a change was planned."""
-        # What could not be loaded is nobody's fault either.
+        """Return the faulty workers for people, "undecided" if nothing was proven."""
+        # Damaged data is nobody's fault either.
         is_blameless = self.kind in PLANNED or self.kind == "unloadable"
         nobody = "\N{EN DASH}" if is_blameless else "undecided"
         return ", ".join(self.guilty) or nobody
 
     @property
     def begin_s(self) -> float | None:
-        """Return the instant of the fault if it is known, else of its detection."""
+        """Return the instant of the fault; of its detection if the fault's is not known."""
         fault_s = self.instants.get("t_fault_s")
         return fault_s if fault_s is not None else self.instants.get("t_detect_s")
 
@@ -132,16 +131,16 @@ class Incident:
 
     @property
     def recovery_s(self) -> float | None:
-        """Return the time from ``begin_s`` to the first new step; None if there was none yet."""
+        """Return the time from ``begin_s`` to the first new step, None before that."""
         if self.begin_s is None or self.end_s is None:
             return None
         return max(0.0, self.end_s - self.begin_s)
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Return the duration of each phase that was reached, in order, detection first.
+        """Return the duration of each phase that was reached, in order.
 
-        In a planned change nobody is fenced: until the last member is out they finish a step.
+        A planned change fences nobody: its members finish a step ("yield").
         """
         durations: dict[str, float] = {}
         before_s = self.instants.get("t_fault_s")
@@ -158,15 +157,15 @@ class Incident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Everything a run left behind.
+    """The content of a run directory.
 
     Attributes:
-        url: Where the run directory is.
-        config_text: The resolved configuration, as YAML text.
-        journal: One mapping per record of the journal, oldest first.
-        steps: One per step in order; a step that was redone is there once, as it was last taken.
+        url: Of the run directory.
+        config_text: The resolved configuration as YAML.
+        journal: One mapping per record, oldest first.
+        steps: In order; a step that was redone is there once, as it was taken last.
         incidents: By number.
-        summary: ``summary.json``; empty while the run goes on.
+        summary: ``summary.json``; empty before the run is over.
     """
 
     url: str
@@ -249,9 +248,9 @@ def _steps(text: str) -> tuple[StepRecord, ...]:
         if document is not None and "step" in document:
             record = _step(document)
             if record.attempt < attempt:
-                continue  # a process of an attempt that was over woke up and wrote
+                continue  # a process of a fenced attempt woke up and wrote
             if record.attempt > attempt:
-                # It begins behind the commit: what was done above that is lost, redone or not.
+                # It begins after the commit; the steps beyond it are lost.
                 by_step = {step: found for step, found in by_step.items() if step < record.step}
             attempt = record.attempt
             by_step[record.step] = record
@@ -301,7 +300,7 @@ def _incident(number: int, document: Mapping[str, Any]) -> Incident:
 
 
 def _number(document: Mapping[str, Any], name: str) -> float:
-    """Return a value that is null where it was no number: JSON has no nan."""
+    """Return a number that is null if it was nan, which JSON does not have."""
     value = document.get(name)
     return nan if value is None else float(value)
 
@@ -311,7 +310,7 @@ def _float(value: Any) -> float | None:
 
 
 def layout_text(layout: Any) -> str:
-    """Return a layout, written as text or as degrees by axis, as text for people."""
+    """Return a layout for people; it is stored as text or as degrees by axis."""
     if isinstance(layout, Mapping):
         used = [f"{axis}={degree}" for axis, degree in layout.items() if degree != 1]
         return " x ".join(used) or "1 worker"

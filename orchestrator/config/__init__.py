@@ -1,4 +1,4 @@
-"""The configuration of a run: schema, sources, and what is wrong with it."""
+"""The configuration of a run: its schema, its sources, its checks."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,6 @@
-"""What can be known to fail before anything is started: storage, data, memory.
+"""Find what would fail before anything is started: storage, data, files, memory.
 
-``orchestrator.config.schema`` checks the text; here the world is looked at, and all that both
-find is
-told at once.
+``orchestrator.config.schema`` checks the text and reports its problems together with these.
 """
 
 from __future__ import annotations
@@ -32,14 +30,13 @@ STATE_BYTES = 4 + 4 + 4 + 4
 
 
 def run_preflight(config: RunConfig, doubtful: Collection[str] = ()) -> list[Problem]:
-    """Return what would fail: nothing is started, and nothing is left behind.
+    """Return what would fail; nothing is started, and nothing is left behind.
 
-    Writes and deletes one small file in the run directory, or above it if it is not there.
+    Writes and deletes a small file in the run directory, or in its nearest existing parent.
 
     Args:
-        config: What is well formed of a configuration.
-        doubtful: Keys that do not have the user's value there; what depends on them is not
-            looked at.
+        config: The well-formed part of a configuration.
+        doubtful: Keys whose value there is not the user's; nothing that depends on them is checked.
     """
     found: list[Problem] = []
     if "run.directory" not in doubtful:
@@ -53,11 +50,11 @@ def run_preflight(config: RunConfig, doubtful: Collection[str] = ()) -> list[Pro
 
 
 def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
-    """Return what training needs on each of ``num_workers``, at least.
+    """Return the least memory in bytes that training needs on each of ``num_workers``.
 
-    Counted: parameters, gradients and optimizer state of the shard; the parameters that are
-    gathered at one time; the activations that the backward pass reads, and the logits.
-    Not counted: the process, the allocator's losses, buffers of collectives.
+    Counts the parameters, gradients and optimizer state of the shard, the parameters that are
+    gathered at one time, the activations that the backward pass reads, and the logits. Leaves out
+    the process itself, fragmentation, and the buffers of collectives.
     """
     choice = choose(num_workers, LayoutRules(dp_replicate=config.parallel.dp_replicate))
     assert choice is not None, f"{num_workers} workers make no layout"
@@ -67,7 +64,7 @@ def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
     block = _block_parameters(shape)
     gathered = parameters
     if config.parallel.reshard_after_forward:
-        # The embeddings stay; of the blocks one is computed and one is fetched ahead.
+        # The embeddings stay gathered; one block is computed and one is prefetched.
         gathered = parameters - block * max(shape.num_layers - 2, 0)
     tokens = config.train.micro_batch * config.data.sequence_length
     shard_bytes = math.ceil(parameters * STATE_BYTES / choice.layout.dp_shard)
@@ -84,7 +81,7 @@ def _block_parameters(shape: ModelShape) -> int:
 
 
 def _activations_per_token(shape: ModelShape) -> int:
-    """Return the values that one token leaves for the backward pass (no recomputation).
+    """Return the number of values that one token keeps for the backward pass.
 
     Per block: the inputs of both norms and of the four attention and three feed-forward
     products, and the attention's output; then the logits and their softmax.
@@ -111,10 +108,10 @@ def _storage_problems(config: RunConfig) -> list[Problem]:
 
 
 def _there(store: Store, path: str) -> str:
-    """Return the directory, or the one above it that is there, in which it would be made.
+    """Return the directory, or its nearest existing parent.
 
-    It is not made here: to remove it again could take it from another command, which begins a run
-    in it and has locked it.
+    The directory is not created here: removing it again could take it from another command that is
+    launching a run in it.
     """
     while isinstance(store, LocalStore) and not store.exists(path):
         path = str(Path(path).parent)
@@ -150,7 +147,7 @@ def _file_problems(config: RunConfig) -> list[Problem]:
 
 
 def _script_problems(script: Path) -> list[Problem]:
-    """Return what a worker would raise before it runs the first line."""
+    """Return what a worker would raise before the first line of the script."""
     try:
         with warnings.catch_warnings(action="ignore"):
             compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
@@ -162,9 +159,9 @@ def _script_problems(script: Path) -> list[Problem]:
 
 
 def _memory_problems(config: RunConfig) -> list[Problem]:
-    """Refuse ``workers.min`` at which the model does not fit: it would fail when it matters.
+    """Refuse a ``workers.min`` with which the model does not fit in memory.
 
-    With a script of the user's the model is not known, and nothing is said.
+    The model of a user's script is not known, so nothing is checked then.
     """
     if config.run.script or _room_bytes(config, 1) is None:
         return []
@@ -195,7 +192,7 @@ def _way_out(config: RunConfig, first: int) -> str:
 
 
 def _room_bytes(config: RunConfig, num_workers: int) -> float | None:
-    """Return the memory of each of ``num_workers``; None if it is not known."""
+    """Return the memory in bytes of each of ``num_workers``; None if it is not known."""
     if config.cluster.memory_gib_per_worker is not None:
         return config.cluster.memory_gib_per_worker * GIB
     if config.cluster.address is None and not config.cluster.gpus_per_worker:

@@ -1,9 +1,8 @@
 """The configuration of a run: what each key means, its default, and what is wrong with it.
 
-The only module of the project that reads YAML or environment variables; below it values are
-passed. ``load`` reports every problem at once, each with its place.
-``orchestrator.config.preflight``
-checks what needs more than the text: data, storage, memory.
+This is the only module that reads YAML or environment variables; the rest of the project is passed
+values. ``load`` reports every problem at once, each with its place. What needs more than the text,
+such as data, storage and memory, is checked by ``orchestrator.config.preflight``.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ from workers.settings import (
 
 __all__ = ["Problem", "RunConfig", "demo_config", "load"]
 
-#: Finds what is wrong with a configuration by looking at the world. It is given those keys too
-#: that do not have the user's value, because that is missing or wrong: nothing is said of them.
+#: Checks a configuration against the world: files, storage, memory. The second argument lists keys
+#: whose value is missing or wrong. They are reported elsewhere, so it must ignore them.
 Look: TypeAlias = Callable[["RunConfig", Collection[str]], Sequence[Problem]]
 
-#: Detection's own default: a step may take this many times the observed p99 of all steps.
+#: By default a step may take this many times the observed p99 of all steps.
 PATIENCE = 3.0
-#: With that patience. Nobody misses a controller before something happens, and who looks into one
-#: may stop it for a moment; only one that a signal has stopped counts, never one that is slow.
+#: With that patience. A controller that a signal has stopped is ended after this. Training does not
+#: need it meanwhile, and a debugger may stop it for a moment; a slow one is never ended.
 _CONTROLLER_STOPPED_S = 10.0
 
 
@@ -71,9 +70,9 @@ class RunSection(_Section):
 
     Attributes:
         directory: Run directory, a path or an fsspec URL that every node can reach.
-        name: For people; the last part of ``directory`` if it is left out.
-        script: A training script that calls ``everstep.run``; left out, the built-in
-            language model is trained.
+        name: For people. Default: the last part of ``directory``.
+        script: A training script that calls ``everstep.run``. Without one the built-in language
+            model is trained.
         arguments: Of that script, each as one text: ``["--width", "512"]``.
     """
 
@@ -87,16 +86,15 @@ class ClusterSection(_Section):
     """Where the workers run.
 
     Attributes:
-        address: A Ray cluster, as ``auto`` or ``10.0.0.1:6379``. Left out: ``RAY_ADDRESS`` if
+        address: A Ray cluster, such as ``auto`` or ``10.0.0.1:6379``. Default: ``RAY_ADDRESS`` if
             that is set, else simulated nodes on this machine.
         local_nodes: Number of simulated nodes.
         cpus_per_worker: CPUs that Ray reserves for one worker.
-        gpus_per_worker: GPUs of one worker: 0 trains on the CPU.
+        gpus_per_worker: GPUs of one worker; 0 trains on the CPU.
         memory_gib_per_worker: Memory of a worker's device, to refuse models that cannot fit.
-            Left out: on simulated nodes this machine's memory, elsewhere it is not checked.
-        rack_label: Ray's label of nodes whose value says which of them fail together, as a rack
-            or a zone; nodes then protect the snapshots of others than those. Left out: each
-            node fails alone.
+            Default: this machine's memory for simulated nodes; elsewhere it is not checked.
+        rack_label: A Ray label of the nodes. Nodes with the same value fail together, as in a rack
+            or a zone, and do not protect each other's snapshots. Default: each node fails alone.
     """
 
     address: str | None = Field(default=None, min_length=1)
@@ -111,9 +109,9 @@ class WorkersSection(_Section):
     """How many workers train.
 
     Attributes:
-        max: As many are asked for, always.
+        max: The run always asks for so many.
         min: With fewer the run waits for capacity.
-        standby_per_node: Warm processes a node keeps to replace a dead worker at once.
+        standby_per_node: Warm processes that a node keeps to replace a dead worker at once.
     """
 
     max: int = Field(ge=1)
@@ -122,12 +120,12 @@ class WorkersSection(_Section):
 
 
 class ParallelSection(_Section):
-    """How the model is spread over the workers. ``dp_shard`` follows from their number.
+    """How the model is sharded over the workers. ``dp_shard`` follows from their number.
 
     Attributes:
         dp_replicate: Full copies of the model; workers come in multiples of it.
-        reshard_after_forward: As ``workers.settings.ParallelSettings``.
-        collective_timeout_s: As there.
+        reshard_after_forward: See ``workers.settings.ParallelSettings``.
+        collective_timeout_s: See there.
     """
 
     dp_replicate: int = Field(default=1, ge=1)
@@ -136,17 +134,17 @@ class ParallelSection(_Section):
 
 
 class RecoverySection(_Section):
-    """When the run waits on, and when it gives up.
+    """How long the run waits, and when it gives up.
 
     Attributes:
-        patience: The one knob of all waits: a step may take this many times the observed p99
-            before it is looked into, and every other bound scales with it. Larger is slower
-            to react and surer not to react in vain.
-        capacity_wait_s: Fewer than ``workers.min`` for this long fails the run.
+        patience: The one knob of all waits. A step may take this many times the observed p99
+            before it is examined, and every other bound scales with it. A larger value reacts
+            later and raises fewer false alarms.
+        capacity_wait_s: With fewer than ``workers.min`` for this long the run fails.
         infrastructure_failures_max: Crashes, hangs and lost nodes within an hour.
         preemptions_max: Nodes taken with notice within an hour.
-        user_errors_max: Exceptions of single ranks within an hour. A bug of the script is
-            recognised sooner: it repeats.
+        user_errors_max: Exceptions of single ranks within an hour. A bug in the script is
+            recognised sooner, because it repeats.
         stuck_attempts_max: Attempts in a row without a new committed step.
     """
 
@@ -183,7 +181,7 @@ class RunConfig(_Section):
 
     @property
     def controller_stopped_s(self) -> float:
-        """Return for how long the controller may be stopped by a signal before it is ended."""
+        """Return how long a signal may stop the controller before it is ended."""
         return _CONTROLLER_STOPPED_S * self.patience / PATIENCE
 
     def worker_resources(self) -> dict[str, float]:
@@ -194,12 +192,12 @@ class RunConfig(_Section):
         return resources
 
     def cpus_per_local_node(self) -> int:
-        """Return the CPUs of each simulated node: all workers just fit, none twice."""
+        """Return the CPUs of each simulated node, just enough for all workers."""
         workers_per_node = math.ceil(self.workers.max / self.cluster.local_nodes)
         return math.ceil(workers_per_node * self.cluster.cpus_per_worker)
 
     def settings(self) -> Settings:
-        """Return what the workers are told."""
+        """Return the settings of the workers."""
         parallel = ParallelSettings(
             reshard_after_forward=self.parallel.reshard_after_forward,
             collective_timeout_s=self.parallel.collective_timeout_s,
@@ -220,7 +218,7 @@ class RunConfig(_Section):
         return self.settings().to_json()
 
     def rules(self) -> RunRules:
-        """Return what the machine compares the run with."""
+        """Return the rules that the controller decides by."""
         recovery = self.recovery
         return RunRules(
             run=self.run.name,
@@ -258,13 +256,13 @@ def load(
 ) -> RunConfig:
     """Return the configuration in a YAML file, or in YAML text, under ``overrides``.
 
-    Relative paths in it are made absolute: workers run in other directories.
+    Relative paths become absolute, because workers run in other directories.
 
     Args:
         path_or_text: A path, an fsspec URL, the name of an example such as ``local/small``, or
             text of more than one line.
         overrides: ``section.key=value`` in order; values are read as YAML.
-        look: Finds what needs more than the text, as ``orchestrator.config.run_preflight``.
+        look: Checks more than the text, such as ``orchestrator.config.run_preflight``.
 
     Raises:
         ConfigError: With every problem at once, each with its place and what would be right.
@@ -281,7 +279,7 @@ def load(
 def demo_config(directory: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of ``everstep demo`` for ``directory``, under ``overrides``.
 
-    It brings its own nodes, so ``RAY_ADDRESS`` is not looked at.
+    It brings its own nodes, so ``RAY_ADDRESS`` is ignored.
     """
     text = files("orchestrator.driver").joinpath("demo.yaml").read_text(encoding="utf-8")
     source = parse(text, name="demo.yaml")
@@ -324,7 +322,7 @@ def _examples() -> dict[str, Path]:
 
 
 def _apply_environment(source: Source) -> None:
-    """Let ``RAY_ADDRESS`` say where, unless the file or the command line has said it."""
+    """Use ``RAY_ADDRESS`` unless the file or the command line names a cluster."""
     address = os.environ.get("RAY_ADDRESS", "")
     cluster = source.document.setdefault("cluster", {})
     asked_here = source.places.get(("cluster", "local_nodes")) == "command line"
@@ -336,13 +334,13 @@ def _apply_environment(source: Source) -> None:
 def _validate(source: Source, look: Look | None = None) -> RunConfig | None:
     """Return the configuration, or None with every problem added to ``source``."""
     if any(not problem.path for problem in source.problems):
-        return None  # of a text that is no mapping, nothing can be said to be missing
+        return None  # a text that is no mapping has no keys to check
     config = None
     try:
         config = RunConfig.model_validate(source.document)
     except ValidationError as error:
         for detail in error.errors():
-            # An interval is found wrong as a number and as a word.
+            # A wrong interval is reported twice: as a number and as a word.
             if detail["loc"][-1] != "str":
                 source.problems.append(_field_problem(source, detail))
     part, broken = _well_formed_part(source)
@@ -401,9 +399,9 @@ def _known_keys(path: KeyPath) -> list[str]:
 
 
 def _cross_problems(source: Source, config: RunConfig, broken: Collection[str]) -> list[Problem]:
-    """Return what is wrong with values and between keys, judging all that is well formed.
+    """Return what is wrong with values and between keys, for all well-formed keys.
 
-    A key that is not takes its default, and nothing is said about it here.
+    The others have their defaults, and are reported elsewhere.
     """
     found: list[tuple[str, str]] = [
         (path, message)
@@ -422,7 +420,7 @@ def _cross_problems(source: Source, config: RunConfig, broken: Collection[str]) 
 
 
 def _well_formed_part(source: Source) -> tuple[RunConfig, set[str]]:
-    """Return the configuration without the keys that are not well formed, and those keys."""
+    """Return the configuration without the malformed keys, and those keys."""
     document: dict[str, Any] = {"run": {"directory": "x"}, "workers": {"max": 1}}
     broken: set[str] = set()
     for name in RunConfig.model_fields:
@@ -434,7 +432,7 @@ def _well_formed_part(source: Source) -> tuple[RunConfig, set[str]]:
         except ValidationError as error:
             bad = {str(detail["loc"][1]) for detail in error.errors() if len(detail["loc"]) > 1}
             broken |= {f"{name}.{key}" for key in bad}
-            # What bounds the broken key bounds nothing now: workers.min against an unknown max.
+            # Without a valid workers.max nothing bounds workers.min.
             broken |= {"workers.min"} if "workers.max" in broken else set()
             kept = section if isinstance(section, dict) else {}
             section = {
@@ -446,7 +444,7 @@ def _well_formed_part(source: Source) -> tuple[RunConfig, set[str]]:
 
 
 def _defaulted(source: Source, broken: Collection[str]) -> set[str]:
-    """Return the keys of which the well-formed part has not what the user wrote, or has to."""
+    """Return the keys whose value in the well-formed part is not the user's."""
     found: set[str] = set()
     for name, field in RunConfig.model_fields.items():
         known = {f"{name}.{key}" for key in _known_keys((name,))}
@@ -459,7 +457,7 @@ def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:
     least, most = config.workers.min, config.workers.max
     copies = config.parallel.dp_replicate
     if copies > 1 and config.train.deterministic:
-        # The fixed tree of sums is over shards; across copies it is not built yet.
+        # The fixed tree of sums covers shards, not copies.
         message = (
             f"{copies} copies are not summed in a fixed order: write 1, or "
             "train.deterministic: false"
@@ -480,9 +478,9 @@ def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _common_multiple(checkpoint: CheckpointSettings, snapshot: SnapshotSettings) -> int:
-    """Return what the steps that either tier commits are multiples of."""
-    # An interval that is chosen as it goes may come to any number, and where there is memory an
-    # attempt that ends early leaves its last step there, whichever that is.
+    """Return a divisor of every step that is committed, in memory or in storage."""
+    # An interval that the run chooses may be any number, and with snapshots an attempt that ends
+    # early leaves its last step in memory, whichever that is.
     is_any = bool(snapshot.every_steps) or not isinstance(checkpoint.every_steps, int)
     return 1 if is_any else int(checkpoint.every_steps)
 

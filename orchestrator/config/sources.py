@@ -1,7 +1,7 @@
 """Where a configuration comes from: YAML text and ``section.key=value`` overrides.
 
-Keeps for every path the place it was written at, so that a problem can name the line to edit.
-Only ``orchestrator.config.schema`` uses this module.
+It keeps the place of every key, so that a problem can name the line to edit. Only
+``orchestrator.config.schema`` uses this module.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Problem:
     """One thing that is wrong with a configuration.
 
     Attributes:
-        path: Which key, as ``train.learning_rate``; "" for the document as a whole.
+        path: The key, such as ``train.lr``; "" for the whole document.
         message: What is wrong and what would be right.
-        where: ``file.yaml:12`` or ``command line``; "" if the key is not written anywhere.
+        where: ``file.yaml:12`` or ``command line``; "" if the key is written nowhere.
     """
 
     path: str
@@ -38,7 +38,7 @@ class Problem:
 
 @dataclass(slots=True, kw_only=True)
 class Source:
-    """A parsed document with the place of each key, and what was wrong with its form."""
+    """A parsed document, the place of each key, and the problems of its form."""
 
     name: str
     document: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Source:
     problems: list[Problem] = field(default_factory=list)
 
     def place(self, path: KeyPath) -> str:
-        """Return where ``path``, or what is nearest above it, was written; "" if nowhere."""
+        """Return where ``path`` or its nearest parent was written; "" if nowhere."""
         while path:
             if path in self.places:
                 return self.places[path]
@@ -64,7 +64,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return the hint that follows an unknown ``word``: the nearest known one, or all of them."""
+    """Return a hint for an unknown ``word``: the nearest known word, or all of them."""
     near = get_close_matches(word, known, n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]}?"
@@ -72,9 +72,9 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 
 def parse(text: str, *, name: str) -> Source:
-    """Return the mapping in YAML ``text``; what is not well formed becomes problems, never raises.
+    """Return the mapping in YAML ``text``, with its problems; it never raises.
 
-    A key that is written twice is a problem: YAML would silently keep the last one.
+    A key that is written twice is a problem, because YAML would silently keep the last one.
     """
     source = Source(name=name)
     loader = yaml.SafeLoader(text)
@@ -96,7 +96,7 @@ def parse(text: str, *, name: str) -> Source:
 
 
 def override(source: Source, assignments: Sequence[str]) -> None:
-    """Put ``section.key=value`` assignments over the document, in order; the last one wins."""
+    """Apply ``section.key=value`` assignments in order; the last one wins."""
     for assignment in assignments:
         path_text, equals, value_text = assignment.partition("=")
         path = tuple(part.strip() for part in path_text.split("."))
@@ -113,7 +113,7 @@ def override(source: Source, assignments: Sequence[str]) -> None:
 
 
 def _parsed(text: str) -> Any:
-    """Return what a value on the command line means: as in YAML, but there are no comments."""
+    """Return a value of the command line, read as YAML without comments."""
     plain = text.strip()
     if "#" in plain and plain[0] not in "'\"[{":
         return plain

@@ -1,4 +1,4 @@
-"""The two clocks of the shell; nobody else reads one."""
+"""The clocks of the shell; no other module reads one."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import time
 
 
 def monotonic_s() -> float:
-    """Return seconds on a clock that never goes back; only differences mean something."""
+    """Return seconds on a clock that never goes back; only differences count."""
     return time.monotonic()
 
 
 def wall_time() -> float:
-    """Return seconds since the Unix epoch, for people and for matching logs of several machines."""
-    return time.time()  # noqa: TID251  the one place that reads it
+    """Return seconds since the Unix epoch, for people and to match logs of several machines."""
+    return time.time()  # noqa: TID251  the only place that reads it
 
 
 class RunClock:
     """Seconds since the run began, continued over restarts of the controller.
 
-    A restarted controller starts from the last journaled ``at_s``, so that deadlines in the
-    state keep their meaning; the time it was down is added from the wall clock.
+    A restarted controller continues from the last journaled ``at_s``, so that deadlines in the
+    state stay valid. The wall clock says how long it was down.
     """
 
     def __init__(self, *, last_at_s: float = 0.0, last_wall_time: float | None = None) -> None:

@@ -1,6 +1,6 @@
-"""The controller's small HTTP page: ``/status`` for tools, ``/metrics`` for Prometheus.
+"""The controller's HTTP page: ``/status`` for tools, ``/metrics`` for Prometheus.
 
-``/losses`` is what ``everstep plan --recovery`` asks for.
+``everstep plan`` asks for ``/losses``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class StatusPage:
-    """Serves documents about the run, read-only, on a free port of ``host``.
+    """Serves read-only documents about the run on a free port.
 
     Args:
         host: Address to listen on.
-        status: Called per request of ``/status``; returns a JSON document.
-        losses: The same for ``/losses``; may take as long as keepers take to answer.
+        status: Returns the JSON document of ``/status``.
+        losses: Returns that of ``/losses``; may wait for answers of keepers.
         registry: The metrics to expose.
     """
 
@@ -40,8 +40,8 @@ class StatusPage:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
-        """Begin to serve; return the page's URL."""
-        # In a thread: it takes a tenth of a second or more, and the run's loop has work to do.
+        """Start to serve; return the page's URL."""
+        # In a thread: the import takes 0.1 s or more, and the run's loop must not wait.
         await asyncio.to_thread(_preload)
         from aiohttp import web
 
