@@ -1,4 +1,4 @@
-"""``everstep demo``: one training twice, left alone and with machines dying under it."""
+"""``everstep demo``: the same training twice, undisturbed and with faults."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from orchestrator.report import write_report
 from orchestrator.run_directory import read_run
 from ucp_core.numerics import format_bytes
 
-#: One act of the story must be over within this.
+#: Each recovery must be over within this.
 ACT_S_MAX = 90.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """What the demo found; ``everstep demo --json`` prints it."""
+    """The result of the demo; ``everstep demo --json`` prints it."""
 
     undisturbed: dict[str, Any]
     disturbed: dict[str, Any]
@@ -34,10 +34,10 @@ class DemoResult:
 
 
 def run_demo(undisturbed: RunConfig, disturbed: RunConfig, *, console: Console) -> DemoResult:
-    """Train both on one set of simulated nodes; print the story and write the report."""
+    """Train both on the same simulated nodes, print what happens and write the report."""
     console.print("Starting simulated nodes on this machine ...", highlight=False)
     cluster = open_cluster(undisturbed)
-    assert cluster is not None, "the demo always brings its own nodes"
+    assert cluster is not None, "the demo has its own nodes"
     try:
         calm = _train(Launched(undisturbed, cluster), "undisturbed", console, _nothing)
         rough = _train(Launched(disturbed, cluster), "disturbed", console, _story)
@@ -64,11 +64,11 @@ def _train(run: Launched, title: str, console: Console, act: Act) -> dict[str, A
 
 
 def _nothing(_run: Launched, _view: RunView) -> None:
-    """Let it train."""
+    """Let it train undisturbed."""
 
 
 def _story(run: Launched, view: RunView) -> None:
-    """Kill a worker, kill a node, bring a node back; each once the run has recovered."""
+    """Kill a worker, kill a node, add a node; each when the run has recovered."""
     assert run.cluster is not None
     total = run.config.train.steps
 
@@ -122,7 +122,7 @@ def _print_result(result: DemoResult, directory: str, console: Console) -> None:
             _seconds(incident.recovery_s),
             "\n".join(f"{format_bytes(size)} {name}" for name, size in incident.sources.items())
             or "-",
-            # What changed stands below what was: a line of 80 columns has no room beside it.
+            # One below the other, because 80 columns have no room for both.
             "\n".join(dict.fromkeys((incident.layout_before, incident.layout_after))),
         )
     console.print(table)

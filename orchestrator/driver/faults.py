@@ -1,6 +1,6 @@
-"""Faults on purpose: what the demo, the chaos tests and the benchmarks do to a run.
+"""Injected faults, for the demo, the chaos tests and the benchmarks.
 
-Only for simulated nodes on this machine: processes are signalled by pid.
+Only for simulated nodes on this machine, because processes are signalled by pid.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from orchestrator.driver.launch import Launched
 from orchestrator.errors import CapacityError
 
-#: How often a condition is looked at.
+#: How often a condition is checked.
 LOOK_S = 0.05
-#: A controller that has died is started again within it; one that is starved answers before.
+#: A dead controller is restarted within this; one that gets little processor time answers sooner.
 ANSWER_S_MAX = 60.0
 
 
@@ -29,7 +29,7 @@ def member(status: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def signal_rank(run: Launched, rank: int, number: signal.Signals) -> dict[str, Any]:
-    """Send ``number`` to the process of ``rank``; return the worker that was hit."""
+    """Send ``number`` to the process of ``rank``; return its worker."""
     victim = member(_status_with(run, rank), rank)
     run.note_fault(number.name, victim["worker"])
     os.kill(victim["pid"], number)
@@ -37,7 +37,7 @@ def signal_rank(run: Launched, rank: int, number: signal.Signals) -> dict[str, A
 
 
 def kill_node_of(run: Launched, rank: int) -> str:
-    """Kill the simulated node on which ``rank`` runs, raylet and all; return its id."""
+    """Kill the simulated node of ``rank`` with its raylet; return the node's id."""
     assert run.cluster is not None, "only simulated nodes can be killed"
     node = str(member(_status_with(run, rank), rank)["node"])
     run.note_fault("node_kill", node)
@@ -46,17 +46,17 @@ def kill_node_of(run: Launched, rank: int) -> str:
 
 
 def kill_keeper_of(run: Launched, rank: int) -> str:
-    """Kill the keeper process of the node on which ``rank`` runs; return the node's id."""
+    """Kill the keeper on the node of ``rank``; return the node's id."""
     status = _status_with(run, rank, lambda s: _keeper_of(s, rank)[1] is not None)
     node, pid = _keeper_of(status, rank)
-    assert pid is not None, "it was waited for"
+    assert pid is not None, "the condition waits for it"
     run.note_fault("keeper_kill", node)
     os.kill(pid, signal.SIGKILL)
     return node
 
 
 def _keeper_of(status: dict[str, Any], rank: int) -> tuple[str, int | None]:
-    """Return the node of ``rank`` and its keeper's pid, None while that is being started."""
+    """Return the node of ``rank`` and its keeper's pid, None while the keeper is starting."""
     node = str(member(status, rank)["node"])
     pids = (view["keeper_pid"] for view in status["nodes"] if view["node"] == node)
     return node, next(pids, None)
@@ -65,9 +65,9 @@ def _keeper_of(status: dict[str, Any], rank: int) -> tuple[str, int | None]:
 def _status_with(
     run: Launched, rank: int, condition: Callable[[dict[str, Any]], bool] = lambda _: True
 ) -> dict[str, Any]:
-    """Return a status with ``rank`` in it that meets ``condition``.
+    """Return a status that has ``rank`` and meets ``condition``.
 
-    What happened before may still be under repair: what the run says of steps is a second old.
+    An earlier fault may still be under repair, because steps are reported a second late.
     """
 
     def has_rank(status: dict[str, Any]) -> bool:
@@ -86,7 +86,7 @@ def wait_for(
     timeout_s: float,
     on_status: Callable[[dict[str, Any] | None], None] = lambda _: None,
 ) -> dict[str, Any] | None:
-    """Return the first status that meets ``condition``; None if the run ended before.
+    """Return the first status that meets ``condition``; None if the run ended first.
 
     Raises ``CapacityError`` after ``timeout_s``.
     """

@@ -120,7 +120,7 @@ def _own_resources(config: RunConfig | None) -> dict[str, float]:
 
 
 class Examiner:
-    """A process on one node. Only for ``_ask_nodes``."""
+    """A process on one node, for ``_ask_nodes``."""
 
     def __init__(self, node: str) -> None:
         self._node = node
@@ -159,7 +159,7 @@ def _reaches(place: tuple[str, int]) -> bool:
 
 
 def _ask_nodes(run_url: str) -> tuple[list[NodeFacts], list[str]]:
-    """Return what the nodes say that may hold workers, and the names of those that say nothing."""
+    """Return the facts of all nodes that may hold workers, and the names of the silent ones."""
     available = available_resources_per_node()
     rows = [row for row in ray.nodes() if row["Alive"] and row["Resources"].get("CPU", 0)]
     names = {row["NodeID"]: f"{row['NodeManagerHostname']} ({row['NodeID'][:8]})" for row in rows}
@@ -174,7 +174,7 @@ def _ask_nodes(run_url: str) -> tuple[list[NodeFacts], list[str]]:
     places = _answers({node: each.address.remote() for node, each in examiners.items()})
     asked_s = wall_time()
     told = _answers({node: examiners[node].facts.remote() for node in places})
-    # The answers lie between asking and now; nobody knows where.
+    # Each clock was read at an unknown instant between asking and now.
     slack_s = (wall_time() - asked_s) / 2
     others = {names[node]: place for node, place in places.items()}
     cut_off = _answers({node: examiners[node].unreachable.remote(others) for node in told})
@@ -232,7 +232,7 @@ def _answers(calls: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beyond(offset_s: float, slack_s: float) -> float:
-    """Return how much of an offset is more than the time that asking took explains."""
+    """Return the part of an offset that the duration of asking does not explain."""
     return max(0.0, abs(offset_s) - slack_s) * (1 if offset_s > 0 else -1)
 
 
