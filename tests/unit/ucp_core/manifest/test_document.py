@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ucp_core.numerics import crc32
 from ucp_core.storage import LocalStore, MemoryStore
 
 DIRECTORY = f"{ROOT}/step-00000007"
+ROOT_FOLDER = Path(__file__).parents[4]
 WTE = TensorKey("wte", "weight")
 
 
@@ -319,6 +321,21 @@ def test_json_that_readers_disagree_on_is_refused(body: bytes) -> None:
     """Of two members of one name some take the first; NaN is no JSON at all."""
     with pytest.raises(CheckpointCorruptError, match=r"is not JSON: .*(twice|no number)"):
         from_bytes(_sealed(body))
+
+
+def test_the_example_of_the_specification_is_a_manifest() -> None:
+    """Who writes a second reader begins with it: its checksums are those of the real bytes."""
+    page = (ROOT_FOLDER / "ucp_core/SPEC.md").read_text(encoding="utf-8")
+    text = page.partition("<!-- example -->\n```\n")[2].partition("```")[0]
+
+    manifest = from_bytes(text.replace("\n", "").encode() + b"\n")
+
+    assert to_bytes(manifest).decode() == text.replace("\n", "") + "\n"
+    manifest.state_map.prove_coverage()
+    norm, proj = struct.pack("<2f", 1, 1), struct.pack("<4f", *range(4))
+    assert manifest.files["a0001-r00000.bin"].crc32 == crc32(
+        struct.pack("<4f", *[0.5] * 4) + norm + proj
+    )
 
 
 def test_a_sealed_manifest_of_millions_of_entries_is_refused() -> None:
