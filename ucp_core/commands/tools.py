@@ -341,7 +341,7 @@ def extract_command(  # noqa: PLR0913 - options of a command
     as_json: Json = False,
 ) -> None:
     """Show a tensor or a box of it, and write it to a file if one is given."""
-    from ucp_core.inspection import extract, find, parse_box, plain
+    from ucp_core.inspection import extract, find, json_value, parse_box
 
     memory_bytes = memory_size(memory)
     opened = open_any(source, rules=rules, rename=rename, tag=tag)
@@ -357,7 +357,7 @@ def extract_command(  # noqa: PLR0913 - options of a command
         "box": [list(bounds) for bounds in zip(*wanted, strict=True)],
         "num_elements": wanted.num_elements,
         "crc32": f"{crc32:08x}",
-        "first": plain(first),
+        "first": json_value(first),
     }
     facts |= {"out": out} if out else {}
     if as_json:

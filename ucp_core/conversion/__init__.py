@@ -8,14 +8,14 @@ written, and a ``journal`` notes what is done.
 
 from typing import TYPE_CHECKING
 
+from ucp_core.conversion.job import differing_replicas
+from ucp_core.conversion.run import ConvertResult, convert, memory_left
+from ucp_core.conversion.work_items import Job, Result
+from ucp_core.conversion.workers import Batch, do_batch
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from ucp_core.conversion.forecasting import Forecast, forecast
-    from ucp_core.conversion.job import differing_replicas
-    from ucp_core.conversion.run import ConvertResult, convert, memory_left
-    from ucp_core.conversion.work_items import Job, Result
-    from ucp_core.conversion.workers import Batch, do_batch
 
 __all__ = [
     "Batch",
@@ -30,13 +30,5 @@ __all__ = [
     "memory_left",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "ucp_core.conversion.job": ("differing_replicas",),
-        "ucp_core.conversion.run": ("ConvertResult", "convert", "memory_left"),
-        "ucp_core.conversion.forecasting": ("Forecast", "forecast"),
-        "ucp_core.conversion.work_items": ("Job", "Result"),
-        "ucp_core.conversion.workers": ("Batch", "do_batch"),
-    },
-)
+# It needs the rules, which are YAML.
+__getattr__ = lazy_door(__name__, {"ucp_core.conversion.forecasting": ("Forecast", "forecast")})

@@ -1,15 +1,12 @@
-"""Looks at checkpoints of any format and changes nothing.
-
-``diff`` compares two (``elements``: their numbers beside each other), ``extract`` looks at one
-tensor, ``verification`` reads every byte of one (``foreign``: of a format that is not ours).
-"""
+"""Compares (``diff``), verifies (``verify``) and extracts from checkpoints of any format."""
 
 from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from ucp_core.inspection.comparison import DiffReport, TensorDiff, Tolerance, diff, plain
+    from ucp_core.inspection.comparison import DiffReport, TensorDiff, diff, json_value
+    from ucp_core.inspection.elements import Tolerance
     from ucp_core.inspection.extraction import extract, find, parse_box
     from ucp_core.inspection.verification import unchecked_bytes, verify
 
@@ -20,8 +17,8 @@ __all__ = [
     "diff",
     "extract",
     "find",
+    "json_value",
     "parse_box",
-    "plain",
     "unchecked_bytes",
     "verify",
 ]
@@ -32,10 +29,10 @@ __getattr__ = lazy_door(
         "ucp_core.inspection.comparison": (
             "DiffReport",
             "TensorDiff",
-            "Tolerance",
             "diff",
-            "plain",
+            "json_value",
         ),
+        "ucp_core.inspection.elements": ("Tolerance",),
         "ucp_core.inspection.extraction": ("extract", "find", "parse_box"),
         "ucp_core.inspection.verification": ("unchecked_bytes", "verify"),
     },

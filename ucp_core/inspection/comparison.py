@@ -1,7 +1,6 @@
-"""Compares any two checkpoints tensor by tensor, in memory that does not grow.
+"""Compares two checkpoints of any formats and layouts, tensor by tensor, in bounded memory.
 
-Whatever formats and layouts they have: both are read as boxes of whole tensors. What equal
-checksums of equal bytes prove equal is not read at all.
+Both are read as boxes of whole tensors. Tensors whose checksums prove them equal are not read.
 """
 
 from __future__ import annotations
@@ -17,7 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ucp_core.errors import UcpError
 from ucp_core.geometry import DTYPE_BYTES, Box, Extent, TensorEntry, TensorKey, slabs, span
 from ucp_core.inspection.elements import Difference, Tolerance, common_dtype, compare
-from ucp_core.native import MEMORY_BYTES_MIN, SlabReader, TensorBox, aligned, check_memory, reading
+from ucp_core.native import (
+    MEMORY_BYTES_MIN,
+    Slab,
+    SlabReader,
+    TensorBox,
+    aligned,
+    check_memory,
+    reading,
+)
 from ucp_core.numerics import combine
 
 if TYPE_CHECKING:
@@ -25,26 +32,24 @@ if TYPE_CHECKING:
 
     from ucp_core.native import Checkpoint
 
-__all__ = ["DiffReport", "TensorDiff", "Tolerance", "ValueDiff", "diff"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDiff:
-    """A tensor that is not the same in both.
+    """A tensor that differs.
 
     Attributes:
         fqn: Its name.
         slot: Its slot.
         kind: ``only in a``, ``only in b``, ``shape``, ``dtype`` or ``values``.
-        dtypes: In either; None where it is missing.
-        shapes: In either; None where it is missing.
-        num_elements: Of the tensor; 0 unless the values were compared.
+        dtypes: In a and b; None where it is missing.
+        shapes: In a and b; None where it is missing.
+        num_elements: Of the tensor; 0 unless values were compared, as with all that follows.
         num_different: Elements that differ.
-        num_nan: Of those, elements of which one or both are not a number.
+        num_nan: Of those, elements that are not a number on either side.
         max_abs: Largest difference of the others.
-        max_ulp: The same in numbers of the dtype that lie between the two; floats only.
+        max_ulp: The same, counted in numbers of the dtype between the two; floats only.
         first_index: Of the first element that differs.
-        first_values: That element in either.
+        first_values: That element in a and b.
     """
 
     fqn: str
@@ -63,13 +68,13 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDiff:
-    """A small value that is not the same in both.
+    """A small value that differs.
 
     Attributes:
-        path: Where: ``param_groups[0].lr``, ``extra.scaler.scale``, ``ties.lm_head.weight``.
-        in_a: The value there; None where there is none.
-        in_b: The same.
-        only_in: ``a`` or ``b`` where the other has none; empty otherwise.
+        path: Such as ``param_groups[0].lr`` or ``extra.scaler.scale``.
+        in_a: The value in a; None if it is missing.
+        in_b: The value in b; None if it is missing.
+        only_in: ``a`` or ``b`` if the other has none; else empty.
     """
 
     path: str
@@ -80,14 +85,14 @@ class ValueDiff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport:
-    """What two checkpoints do not have in common.
+    """How two checkpoints differ.
 
     Attributes:
-        tensors: Tensors that are not the same, by name.
-        values: Small values that are not the same.
-        num_equal: Tensors that are the same.
-        num_proven: Of those, how many checksums proved equal without reading.
-        compared_bytes: Of the first checkpoint, read and compared.
+        tensors: Tensors that differ, by name.
+        values: Small values that differ.
+        num_equal: Tensors that are equal.
+        num_proven: Of those, tensors that checksums proved equal.
+        compared_bytes: Of a, read and compared.
         seconds: How long it took.
     """
 
@@ -104,24 +109,25 @@ class DiffReport:
         return not self.tensors and not self.values
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same as plain values; numbers that JSON has not are texts."""
-        document: dict[str, Any] = plain(asdict(self))
+        """Return the report as JSON values."""
+        document: dict[str, Any] = json_value(asdict(self))
         return {"equal": self.equal} | document
 
 
 class _Pair(NamedTuple):
-    """One tensor as either checkpoint has it, by its name in the first."""
+    """A tensor that has the same shape on both sides, by its name in a."""
 
     key: TensorKey
-    a: TensorEntry | None
-    b: TensorEntry | None
+    a: TensorEntry
+    b: TensorEntry
 
 
-class _Cut(NamedTuple):
-    """A box of the tensor of a pair."""
+class _PairBox(NamedTuple):
+    """A box of a pair, which is named by its number."""
 
     pair: int
-    box: Box
+    a: TensorBox
+    b: TensorBox
 
 
 def diff(  # noqa: PLR0913 - options that have nothing to do with each other
@@ -137,24 +143,22 @@ def diff(  # noqa: PLR0913 - options that have nothing to do with each other
     memory_bytes: int = 256 << 20,
     progress: Callable[[int, int], None] | None = None,
 ) -> DiffReport:
-    """Return what differs between two checkpoints of any formats.
+    """Return how two checkpoints of any formats differ.
 
-    Small values (groups, extra, ties, roles, step) are compared too, unless ``names`` or
-    ``slots`` ask for some tensors only.
+    Small values (groups, extra, ties, roles, step) are compared unless ``names`` or ``slots``
+    select tensors.
 
     Args:
         a: The first.
         b: The second.
-        tolerance: What does not count; None: every bit does.
-        names: Only tensors whose fqn has a match of this regular expression.
+        tolerance: Differences to ignore; None: every bit counts.
+        names: Only tensors in whose fqn this regular expression matches.
         slots: Only these slots.
-        cast: Compare floats of two dtypes after casting to the coarser one, instead of calling
-            the dtype a difference.
-        read_all: Read also what the checksums of both say is equal; they tell what was written,
-            not what can be read.
+        cast: Compare floats of two dtypes as the coarser one; else the dtype is a difference.
+        read_all: Read also tensors that checksums prove equal: that shows that they can be read.
         threads: Readers at most.
         memory_bytes: Bound of the buffers.
-        progress: Called with the bytes done and the bytes to be compared.
+        progress: Called with the bytes done and the bytes to compare.
 
     Raises:
         UcpError: The expression or the bound of memory is wrong.
@@ -163,18 +167,25 @@ def diff(  # noqa: PLR0913 - options that have nothing to do with each other
     """
     begun = perf_counter()
     check_memory(memory_bytes)
-    pairs = list(_pairs(a, b, _pattern(names), slots))
-    found = {pair.key: form for pair in pairs if (form := _form(pair, cast=cast)) is not None}
-    alike = [pair for pair in pairs if pair.key not in found]
-    left = [pair for pair in alike if read_all or not _proven(pair)]
+    found: dict[TensorKey, TensorDiff] = {}
+    pairs: list[_Pair] = []
+    for key in _keys(a, b, _pattern(names), slots):
+        one, two = _entry(a, key), _entry(b, key)
+        kind = _kind(one, two, cast=cast)
+        if one is None or two is None or kind:
+            found[key] = _described(key, one, two, kind)
+        else:
+            pairs.append(_Pair(key, one, two))
+    left = [pair for pair in pairs if read_all or not _proven(pair)]
+    num_proven, num_tensors = len(pairs) - len(left), len(pairs) + len(found)
     comparison = _Comparison(a, b, left, tolerance or Tolerance(), memory_bytes, threads)
     with reading(a), reading(b):
         found |= comparison.run(progress)
     return DiffReport(
         tensors=tuple(found[key] for key in sorted(found)),
         values=() if names or slots is not None else tuple(_values(a, b)),
-        num_equal=len(pairs) - len(found),
-        num_proven=len(alike) - len(left),
+        num_equal=num_tensors - len(found),
+        num_proven=num_proven,
         compared_bytes=comparison.total_bytes,
         seconds=perf_counter() - begun,
     )
@@ -187,17 +198,19 @@ def _pattern(names: str | None) -> re.Pattern[str] | None:
         raise UcpError(f"{names!r} is not a regular expression: {error}", names=names) from error
 
 
-def _pairs(
+def _keys(
     a: Checkpoint, b: Checkpoint, names: re.Pattern[str] | None, slots: Collection[str] | None
-) -> Iterator[_Pair]:
-    """Yield all tensors; where one side has a tied name, the other may have a tensor of its own."""
-    for key in sorted({*a.state_map.entries, *b.state_map.entries}):
-        if (names and not names.search(key.fqn)) or (slots is not None and key.slot not in slots):
-            continue
-        yield _Pair(key, _entry(a, key), _entry(b, key))
+) -> list[TensorKey]:
+    """Return the tensors of both that are selected."""
+    return [
+        key
+        for key in sorted({*a.state_map.entries, *b.state_map.entries})
+        if (not names or names.search(key.fqn)) and (slots is None or key.slot in slots)
+    ]
 
 
 def _entry(checkpoint: Checkpoint, key: TensorKey) -> TensorEntry | None:
+    """Return a tensor; a tied name may be a tensor of its own in the other checkpoint."""
     entries = checkpoint.state_map.entries
     owner = checkpoint.manifest.ties.get(key.fqn)
     if key in entries or owner is None or key.slot != "weight":
@@ -205,37 +218,41 @@ def _entry(checkpoint: Checkpoint, key: TensorKey) -> TensorEntry | None:
     return entries.get(TensorKey(owner, key.slot))
 
 
-def _form(pair: _Pair, *, cast: bool) -> TensorDiff | None:
-    """Return what differs before any element is looked at."""
-    kind = ""
-    if pair.a is None or pair.b is None:
-        kind = "only in b" if pair.a is None else "only in a"
-    elif pair.a.shape != pair.b.shape:
-        kind = "shape"
-    elif pair.a.dtype != pair.b.dtype and not (cast and common_dtype(pair.a.dtype, pair.b.dtype)):
-        kind = "dtype"
-    return _described(pair, kind) if kind else None
+def _kind(a: TensorEntry | None, b: TensorEntry | None, *, cast: bool) -> str:
+    """Return what differs before any element is compared, or nothing."""
+    if a is None or b is None:
+        return "only in b" if a is None else "only in a"
+    if a.shape != b.shape:
+        return "shape"
+    if a.dtype != b.dtype and not (cast and common_dtype(a.dtype, b.dtype)):
+        return "dtype"
+    return ""
 
 
-def _described(pair: _Pair, kind: str, found: Difference | None = None) -> TensorDiff:
-    shape = pair.a.shape if pair.a else ()
+def _described(
+    key: TensorKey,
+    a: TensorEntry | None,
+    b: TensorEntry | None,
+    kind: str,
+    found: Difference | None = None,
+) -> TensorDiff:
     facts: dict[str, Any] = {}
-    if found is not None:
+    if found is not None and a is not None:
         facts = {
-            "num_elements": prod(shape),
+            "num_elements": prod(a.shape),
             "num_different": found.num_different,
             "num_nan": found.num_nan,
             "max_abs": found.max_abs,
             "max_ulp": found.max_ulp,
-            "first_index": _index(found.first, shape),
+            "first_index": _index(found.first, a.shape),
             "first_values": found.values,
         }
     return TensorDiff(
-        fqn=pair.key.fqn,
-        slot=pair.key.slot,
+        fqn=key.fqn,
+        slot=key.slot,
         kind=kind,
-        dtypes=(pair.a.dtype if pair.a else None, pair.b.dtype if pair.b else None),
-        shapes=(pair.a.shape if pair.a else None, pair.b.shape if pair.b else None),
+        dtypes=(a.dtype if a else None, b.dtype if b else None),
+        shapes=(a.shape if a else None, b.shape if b else None),
         **facts,
     )
 
@@ -249,9 +266,7 @@ def _index(position: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _proven(pair: _Pair) -> bool:
-    """Return whether checksums prove both equal: of the same bytes in the same order."""
-    assert pair.a is not None, "both are there"
-    assert pair.b is not None, "both are there"
+    """Return whether checksums of the same bytes in the same order prove both equal."""
     if pair.a.dtype != pair.b.dtype:
         return False
     value = _whole_crc32(pair.a)
@@ -259,7 +274,7 @@ def _proven(pair: _Pair) -> bool:
 
 
 def _whole_crc32(entry: TensorEntry) -> int | None:
-    """Return the crc32 of all bytes of a tensor, if those of its fragments combine to it."""
+    """Return the crc32 of a tensor's bytes, if the checksums of its fragments combine to it."""
     if entry.copies > 1:
         return None
     whole = Box.full(entry.shape)
@@ -279,7 +294,7 @@ def _whole_crc32(entry: TensorEntry) -> int | None:
 
 
 class _Comparison:
-    """Reads both checkpoints group by group and joins what is found."""
+    """Reads both checkpoints group by group and joins the differences."""
 
     def __init__(
         self,
@@ -293,91 +308,70 @@ class _Comparison:
         self._pairs = pairs
         self._tolerance = tolerance
         self._threads = max(1, min(threads, memory_bytes // MEMORY_BYTES_MIN))
-        # Two buffers and the scratch of reading each for every thread.
+        # Each thread has two buffers, and for each the scratch of reading.
         self._slab_bytes = memory_bytes // self._threads // 4
         self._readers: SimpleQueue[tuple[SlabReader, SlabReader]] = SimpleQueue()
         seen: tuple[set[tuple[str, Extent]], ...] = set(), set()
         for _ in range(self._threads):
             one = SlabReader(a, self._slab_bytes, seen[0])
             self._readers.put((one, SlabReader(b, self._slab_bytes, seen[1])))
-        self.total_bytes = sum(pair.a.num_bytes for pair in pairs if pair.a)
+        self.total_bytes = sum(pair.a.num_bytes for pair in pairs)
 
     def run(self, progress: Callable[[int, int], None] | None) -> dict[TensorKey, TensorDiff]:
         """Return the pairs whose values differ."""
         found: dict[int, Difference] = {}
         done_bytes = 0
-        groups = list(_groups(self._cuts(), self._bytes, self._slab_bytes))
+        groups = list(_groups(self._boxes(), self._slab_bytes))
         with ThreadPoolExecutor(self._threads, thread_name_prefix="ucp-diff") as pool:
             for group, differences in zip(groups, pool.map(self._group, groups), strict=True):
-                for (number, _), difference in zip(group, differences, strict=True):
+                for box, difference in zip(group, differences, strict=True):
                     if difference is not None:
-                        known = found.get(number)
-                        found[number] = known.joined(difference) if known else difference
-                done_bytes += sum(self._bytes(piece)[0] for piece in group)
+                        known = found.get(box.pair)
+                        found[box.pair] = known.joined(difference) if known else difference
+                done_bytes += sum(box.a.num_bytes for box in group)
                 if progress is not None:
                     progress(done_bytes, self.total_bytes)
         return {
-            self._pairs[number].key: _described(self._pairs[number], "values", difference)
+            self._pairs[number].key: _described(*self._pairs[number], "values", difference)
             for number, difference in found.items()
         }
 
-    def _cuts(self) -> Iterator[_Cut]:
+    def _boxes(self) -> Iterator[_PairBox]:
         for number, (_, a, b) in enumerate(self._pairs):
-            assert a is not None, "both are there"
-            assert b is not None, "both are there"
             bound = max(1, self._slab_bytes // max(DTYPE_BYTES[a.dtype], DTYPE_BYTES[b.dtype]))
             for box in slabs(Box.full(a.shape), bound):
-                yield _Cut(number, box)
+                yield _PairBox(number, TensorBox(a, box), TensorBox(b, box))
 
-    def _pieces(self, one: _Cut) -> tuple[TensorBox, TensorBox]:
-        _, a, b = self._pairs[one.pair]
-        assert a is not None, "both are there"
-        assert b is not None, "both are there"
-        return TensorBox(a, one.box), TensorBox(b, one.box)
-
-    def _bytes(self, one: _Cut) -> tuple[int, int]:
-        a, b = self._pieces(one)
-        return a.num_bytes, b.num_bytes
-
-    def _group(self, group: Sequence[_Cut]) -> list[Difference | None]:
+    def _group(self, group: Sequence[_PairBox]) -> list[Difference | None]:
         readers = self._readers.get()
         try:
-            pairs = [self._pieces(one) for one in group]
-            slabs = zip(
-                readers[0].read([a for a, _ in pairs]),
-                readers[1].read([b for _, b in pairs]),
-                strict=True,
-            )
-            return [
-                self._compared(one.box, a.data, b.data, a.piece, b.piece)
-                for one, (a, b) in zip(group, slabs, strict=True)
-            ]
+            one = readers[0].read([box.a for box in group])
+            two = readers[1].read([box.b for box in group])
+            return [self._compared(a, b) for a, b in zip(one, two, strict=True)]
         finally:
             self._readers.put(readers)
 
-    def _compared(
-        self, box: Box, one: memoryview, two: memoryview, a: TensorBox, b: TensorBox
-    ) -> Difference | None:
-        found = compare(one, two, (a.entry.dtype, b.entry.dtype), self._tolerance)
+    def _compared(self, a: Slab, b: Slab) -> Difference | None:
+        entry = a.piece.entry
+        dtypes = (entry.dtype, b.piece.entry.dtype)
+        found = compare(a.data, b.data, dtypes, self._tolerance)
         if found is None:
             return None
-        # Boxes are runs of the whole tensor's memory.
-        first, _ = span(box, Box.full(a.entry.shape))
+        # A box is a run of the whole tensor's memory.
+        first, _ = span(a.piece.box, Box.full(entry.shape))
         return found._replace(first=first + found.first)
 
 
-def _groups(
-    cuts: Iterable[_Cut], bytes_of: Callable[[_Cut], tuple[int, int]], bound: int
-) -> Iterator[list[_Cut]]:
-    """Yield runs of boxes that fit the buffers of both sides."""
-    group: list[_Cut] = []
+def _groups(boxes: Iterable[_PairBox], bound: int) -> Iterator[list[_PairBox]]:
+    """Yield runs of boxes that fit into the buffers of both sides."""
+    group: list[_PairBox] = []
     used = [0, 0]
-    for one in cuts:
-        sizes = [aligned(num_bytes) for num_bytes in bytes_of(one)]
+    for box in boxes:
+        sizes = [aligned(box.a.num_bytes), aligned(box.b.num_bytes)]
         if group and any(u + s > bound for u, s in zip(used, sizes, strict=True)):
             yield group
             group, used = [], [0, 0]
-        group.append(one)
+        group.append(box)
         used = [u + s for u, s in zip(used, sizes, strict=True)]
     if group:
         yield group
@@ -391,7 +385,7 @@ def _values(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDiff]:
 
 
 def _groups_of(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Return the groups; the order of the names in one means nothing."""
+    """Return the groups; the order of names in a group does not count."""
     return [
         {**group, "params": dict.fromkeys(group.get("params", ()), True)}
         for group in checkpoint.param_groups
@@ -399,10 +393,10 @@ def _groups_of(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _differing(path: str, one: Any, two: Any) -> Iterator[ValueDiff]:
-    """Yield the leaves of two trees that are not the same."""
+    """Yield the leaves of two trees that differ."""
     in_one, in_two = _members(one), _members(two)
     if in_one is None or in_two is None:
-        # Truth values equal 0 and 1, and NaN not itself.
+        # In Python True equals 1, and NaN does not equal itself.
         if repr(one) != repr(two) and (
             one != two or isinstance(one, bool) != isinstance(two, bool)
         ):
@@ -424,12 +418,12 @@ def _members(value: Any) -> Mapping[Any, Any] | None:
     return dict(enumerate(value)) if isinstance(value, list | tuple) else None
 
 
-def plain(value: Any) -> Any:
-    """Return ``value`` as JSON has it."""
+def json_value(value: Any) -> Any:
+    """Return ``value`` as JSON has it; numbers that JSON does not have become texts."""
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [json_value(item) for item in value]
     if isinstance(value, complex) or (isinstance(value, float) and value - value != 0):
         return str(value)
     return value
