@@ -1,7 +1,6 @@
-"""What is done with the state after a step: pure, and the same on every rank.
+"""What to do with the state after a step: pure, and the same on every rank.
 
-Ranks decide alike because they decide from the same: the step, the settings, and what all of
-them said in the step's all-reduce of numbers.
+All ranks decide from the same input: the step, the settings, and the signals of all ranks.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ from workers.train.executor import Signals
 __all__ = ["NO_STEP", "SKIPPED_MAX", "Cadence", "Due"]
 
 NO_STEP: Final = -1
-#: So many snapshots in a row are skipped because a rank is behind: at first, and at most. A peer
-#: that is slow for a moment is waited for, and one that needs longer is given twice the time after
-#: each that was taken in spite of it: else it would never finish a copy before the next.
+#: How many snapshots in a row are skipped because a rank is behind: at first, and at most. Each
+#: snapshot that is taken in spite of a slow peer doubles the number: a peer that needs longer must
+#: be able to finish a copy before the next one.
 _SKIPPED_FIRST: Final = 8
 SKIPPED_MAX: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """What is done with the state after one step.
+    """What to do with the state after one step.
 
     Attributes:
-        snapshot: It is copied into memory.
-        barrier: Before that every rank completes the snapshot before.
-        pin: The keeper is to store that snapshot.
-        storage: The ranks themselves write it to storage.
-        skipped: It would have been copied, but a rank was behind.
-        kept_step: The newest snapshot that every rank and all peers have, to be left alone until
-            there is a newer one; ``NO_STEP`` if there is none.
+        snapshot: Copy it into memory.
+        barrier: Before that, wait until every rank completed the previous snapshot.
+        pin: Have the keeper store that snapshot.
+        storage: The ranks write it to storage themselves.
+        skipped: A snapshot was due, but a rank was behind.
+        kept_step: The newest snapshot that every rank and all peers have; it is not overwritten
+            before there is a newer one. ``NO_STEP`` if there is none.
     """
 
     snapshot: bool = False
@@ -44,12 +43,12 @@ class Due:
 
 
 class Cadence:
-    """Decides what is due, step after step of one attempt.
+    """Decides what is due after each step of one attempt.
 
     Args:
         snapshot_every: Steps between two snapshots, at least 1.
         storage_every: Steps between two versions in storage, at least 1.
-        last_step: Of the run.
+        last_step: Last step of the run.
     """
 
     def __init__(self, *, snapshot_every: int, storage_every: int, last_step: int) -> None:
@@ -62,9 +61,9 @@ class Cadence:
         self._num_skipped, self._patience = 0, _SKIPPED_FIRST
 
     def waits(self, step: int, agreed: Signals) -> bool:
-        """Return whether ``step`` is one after which all ranks wait for memory, and for copies.
+        """Return whether all ranks wait for memory and copies after ``step``.
 
-        The first one that is due for a snapshot; never where the state is stored in any case.
+        They do after the first step with a snapshot due, unless the state is stored anyway.
         """
         waits = self._is_first and not agreed.leaves and step != self._last_step
         waits = waits and step % self._snapshot_every == 0
@@ -77,13 +76,12 @@ class Cadence:
         return self._snapshot_every, self._storage_every
 
     def due(self, step: int, agreed: Signals) -> Due:
-        """Return what to do after ``step``; every step is asked about once, in order.
+        """Return what to do after ``step``. Call it once for every step, in order.
 
-        Intervals that a rank has said hold for this step already.
-        What is due for storage stays due until it can be done. A state that must not be lost is
-        taken though somebody is behind, and written to storage by the ranks themselves if their
-        memory may go with them. So is one after too many that were skipped: what peers have is
-        kept then, and a lost process costs no more than those.
+        New intervals apply from this step on. A state that is due for storage stays due until it
+        can be stored. A snapshot is taken although a rank is behind if the state must not be lost,
+        or if too many were skipped; the newest snapshot that all peers have is then kept. The
+        ranks write the state to storage themselves if their memory may be lost with them.
         """
         is_durable = step == self._last_step or (agreed.leaves and agreed.leaves_durably)
         is_forced = is_durable or agreed.leaves
@@ -115,7 +113,7 @@ class Cadence:
         )
 
     def _note(self, step: int, *, takes: bool, is_behind: bool) -> None:
-        """Take note of a snapshot that was due."""
+        """Count a snapshot that was due."""
         if not takes:
             self._num_skipped += 1
             return

@@ -1,4 +1,4 @@
-"""What steps and saves cost on one rank, measured as it goes: for the choice of intervals. Pure."""
+"""What steps and saves cost on one rank, measured during training to choose intervals. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from workers.protocol import Pace, SaveCosts
 
 __all__ = ["SaveMeter"]
 
-#: Medians are of so many, so that a step that was descheduled counts for nothing.
+#: Medians are over this many, so that one descheduled step has no effect.
 _NUM_KEPT: Final = 32
 
 
 class _Tier:
-    """Saves of one tier: what they took from training, and how long they were under way."""
+    """Saves of one tier: how long training waited for them, and how long they took."""
 
     def __init__(self) -> None:
         self.stalls_s: deque[float] = deque(maxlen=_NUM_KEPT)
@@ -34,7 +34,7 @@ class _Tier:
 
 
 class SaveMeter:
-    """Takes in what happens between steps; ``costs`` says what it comes to."""
+    """Collects what happens between steps; ``costs`` returns the medians."""
 
     def __init__(self) -> None:
         self._steps_s: deque[float] = deque(maxlen=_NUM_KEPT)
@@ -42,28 +42,28 @@ class SaveMeter:
         self._boundary_s = 0.0
 
     def step(self, step_s: float, boundary_s: float) -> None:
-        """Take in a step, which began with the saves before it, and what those behind it took."""
+        """Add a step, which includes the saves before it, and the time of the saves after it."""
         self._steps_s.append(max(step_s - self._boundary_s, 0.0))
         self._boundary_s = boundary_s
 
     def snapshot(self, at_s: float, stall_s: float, *, is_pinned: bool) -> None:
-        """Take in a snapshot that begins at ``at_s``; with ``is_pinned`` it is stored, too."""
+        """Add a snapshot that starts at ``at_s``; with ``is_pinned`` the keeper stores it, too."""
         self._snapshot.begin(at_s, stall_s)
         if is_pinned:
-            # Others store it: nobody waits for that.
+            # Training does not wait for the keeper.
             self._checkpoint.begin(at_s, 0.0)
 
     def checkpoint(self, at_s: float, stall_s: float) -> None:
-        """Take in a checkpoint that this rank writes itself."""
+        """Add a checkpoint that this rank writes itself."""
         self._checkpoint.begin(at_s, stall_s)
 
     def look(self, at_s: float, *, is_snapshot_busy: bool, is_checkpoint_busy: bool) -> None:
-        """Take in, between two steps, what is under way still."""
+        """Note, between two steps, which saves are not complete."""
         self._snapshot.look(at_s, is_busy=is_snapshot_busy)
         self._checkpoint.look(at_s, is_busy=is_checkpoint_busy)
 
     def costs(self, intervals: tuple[int, int]) -> SaveCosts:
-        """Return what it was of late, under these steps between snapshots and checkpoints."""
+        """Return recent costs; ``intervals`` are the steps between snapshots and checkpoints."""
         return SaveCosts(
             step_s=_middle(self._steps_s),
             snapshot_stall_s=_middle(self._snapshot.stalls_s),
