@@ -144,7 +144,8 @@ def run(
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(f"run directory {directory}")
     try:
-        launched = launch_run(settings, detach=detach, say=say)
+        with interrupts(raise_interrupt):
+            launched = launch_run(settings, detach=detach, say=say)
     except Interrupt as interrupt:
         _say_ended(interrupt, f"`everstep status {directory}` says whether a run was started")
         raise

@@ -39,13 +39,25 @@ def interrupts(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
 
     A signal that the command was started to ignore, as by ``nohup``, stays ignored.
     """
+    last = signal.SIGINT
+
+    def on_signal(number: int, _frame: object) -> None:
+        nonlocal last
+        last = signal.Signals(number)
+        handle(last)
+
     before = {number: signal.getsignal(number) for number in _ENDING}
     # Ray's own handler of SIGTERM prints a stack; Python's default would clean up nothing.
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(number, lambda received, _frame: handle(signal.Signals(received)))
+            signal.signal(number, on_signal)
     try:
         yield
+    except KeyboardInterrupt as error:
+        if isinstance(error, Interrupt):
+            raise
+        # Ray 2.60 replaces whatever a handler raises while `ray.get` waits.
+        raise Interrupt(last) from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)

@@ -240,15 +240,17 @@ class HostedCluster:
         self._ask("serve_run_detached" if detached else "serve_run", directory)
 
     def shutdown(self) -> None:
-        """Leave the cluster, stop it and its host."""
-        # Ray ends a process that stays connected a minute after its cluster.
-        ray.shutdown()
-        with contextlib.suppress(OSError, RuntimeError):
-            self._ask("shutdown")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(30)
-        # Also if the host has ended: one whose shutdown failed left Ray's daemons behind.
-        self.kill()
+        """Leave the cluster, stop it and its host; at once if a signal ends the wait for that."""
+        try:
+            # Ray ends a process that stays connected a minute after its cluster.
+            ray.shutdown()
+            with contextlib.suppress(OSError, RuntimeError):
+                self._ask("shutdown")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(30)
+        finally:
+            # Also if the host has ended: one whose shutdown failed left Ray's daemons behind.
+            self.kill()
 
     def kill(self) -> None:
         """End the cluster at once, with all its processes."""

@@ -164,3 +164,18 @@ def test_damage_and_refusal_are_no_bad_input(error: Exception, code: int) -> Non
         _edge(fail)()
 
     assert caught.value.exit_code == code
+
+
+def test_a_signal_that_ray_hides_keeps_its_number() -> None:
+    """Ray raises a bare KeyboardInterrupt for any signal that ends `ray.get`."""
+
+    def wait_in_ray() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None
+
+    with pytest.raises(typer.Exit) as caught:
+        _edge(wait_in_ray)()
+
+    assert caught.value.exit_code == 143
