@@ -65,8 +65,9 @@ class Launched:
     def __init__(self, config: RunConfig, cluster: HostedCluster | None) -> None:
         self.config = config
         self.cluster = cluster
+        self._address = ray.get_runtime_context().gcs_address
         self._watch = ClusterWatch(
-            ray.get_runtime_context().gcs_address,
+            self._address,
             config.run.directory,
             is_alive=lambda: cluster is None or cluster.is_alive,
         )
@@ -84,9 +85,7 @@ class Launched:
         """Wait until the controller of a run that is over is gone: its summary comes before."""
         deadline_s = time.monotonic() + CONTROLLER_START_S
         while self.summary() is not None and time.monotonic() < deadline_s:
-            try:
-                ray.get_actor(self.names.controller, namespace=self.names.namespace)
-            except ValueError:
+            if not self._has_controller():
                 return
             time.sleep(FOLLOW_S)
 
@@ -159,13 +158,32 @@ class Launched:
         """Call ``on_status`` until the run is over; return its summary.
 
         Raises:
-            CapacityError: The cluster is gone; says which step is safe in storage.
+            CapacityError: The cluster or the run is gone; says which step is safe in storage.
         """
         while (summary := self.summary()) is None:
             self._watch.require()
-            on_status(self.status())
+            status = self.status()
+            if status is None and not self._has_controller() and self.summary() is None:
+                directory = self.config.run.directory
+                raise CapacityError(
+                    f"the run in {directory} was ended by force. {safe_text(directory)}",
+                    path=directory,
+                )
+            on_status(status)
             time.sleep(FOLLOW_S)
         return summary
+
+    def _has_controller(self) -> bool:
+        """Return whether Ray knows the controller, alive or restarting."""
+        if why_silent(self._address, timeout_s=_LOOK_S):
+            return True  # nobody can say, and Ray would ask for a minute
+        try:
+            ray.get_actor(self.names.controller, namespace=self.names.namespace)
+        except ValueError:
+            return False
+        except RayError:
+            pass
+        return True
 
 
 class ClusterWatch:
@@ -363,8 +381,9 @@ def kill_run(url: str) -> None:
         RunNotFoundError: There is no run, or it is over.
         CapacityError: Its cluster does not answer.
     """
-    contact = RunFiles(url).live_contact()
-    hosts = [entry for entry in local_clusters() if entry.address == contact["ray_address"]]
+    run = RunFiles(url)
+    contact, directory = run.live_contact(), run.config().run.directory
+    hosts = [entry for entry in local_clusters() if entry.run_directory == directory]
     for entry in hosts:
         os.killpg(entry.host_pid, signal.SIGKILL)
     if hosts:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from orchestrator.config import RunConfig
-from orchestrator.shell import LocalEntry, local_clusters
+from orchestrator.shell import LocalEntry, RunNames, local_clusters, run_id
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -206,3 +207,37 @@ def test_a_command_whose_cluster_is_gone_says_which_step_is_safe(command: Comman
     assert process.returncode == 3, errors
     assert f"the Ray cluster at {cluster.address} is gone" in errors
     assert "is safe in storage; the same command resumes from it" in errors
+
+
+def test_a_run_that_is_ended_by_force_leaves_nobody_behind(nodes: Any, command: Command) -> None:
+    """On a cluster that lives on, its workers would keep what others wait for."""
+    process = command.start("--address", nodes.address)
+    namespace = RunNames(run_id(command.directory)).namespace
+
+    forced = everstep("stop", command.directory, "--force")
+    _, errors = process.communicate(timeout=60)
+
+    assert forced.returncode == 0, forced.stderr
+    assert process.returncode == 3, errors
+    assert f"the run in {command.directory} was ended by force" in errors
+    actors = [
+        actor
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["namespace"] == namespace
+    ]
+    assert actors == []
+    wait(lambda: _free_cpus() == 4, "its room is free again")
+
+
+def _free_cpus() -> float:
+    return float(ray.available_resources().get("CPU", 0.0))
+
+
+def test_a_detached_run_is_ended_by_force_with_its_cluster(command: Command) -> None:
+    """The last resort for a run that does not stop."""
+    command.start("--detach").communicate(timeout=ACT_S_MAX)
+
+    forced = everstep("stop", command.directory, "--force")
+
+    assert forced.returncode == 0, forced.stderr
+    assert command.clusters() == []
