@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from orchestrator.driver.cluster import safe_text
     from orchestrator.driver.console import (
         RunView,
         print_bounds,
@@ -17,18 +18,13 @@ if TYPE_CHECKING:
     from orchestrator.driver.demo import run_demo
     from orchestrator.driver.doctor import advice_lines, examine, report
     from orchestrator.driver.follow import follow_run
-    from orchestrator.driver.launch import (
-        await_end,
-        kill_run,
-        launch_run,
-        safe_text,
-        stop_run,
-    )
+    from orchestrator.driver.launch import launch_run
     from orchestrator.driver.listing import list_runs
     from orchestrator.driver.logs import read_logs
     from orchestrator.driver.recovery_plan import plan_each_node, plan_losses
     from orchestrator.driver.signals import Interrupt, interrupts, raise_interrupt
     from orchestrator.driver.status import read_status, replay_run
+    from orchestrator.driver.stop import await_end, kill_run, stop_run
 
 _NAMES = {
     "orchestrator.driver.console": (
@@ -39,22 +35,18 @@ _NAMES = {
         "print_runs",
         "print_status",
     ),
+    "orchestrator.driver.cluster": ("safe_text",),
     "orchestrator.driver.convert": ("convert_command",),
     "orchestrator.driver.demo": ("run_demo",),
     "orchestrator.driver.doctor": ("advice_lines", "examine", "report"),
     "orchestrator.driver.follow": ("follow_run",),
     "orchestrator.driver.signals": ("Interrupt", "interrupts", "raise_interrupt"),
-    "orchestrator.driver.launch": (
-        "await_end",
-        "kill_run",
-        "launch_run",
-        "safe_text",
-        "stop_run",
-    ),
+    "orchestrator.driver.launch": ("launch_run",),
     "orchestrator.driver.listing": ("list_runs",),
     "orchestrator.driver.logs": ("read_logs",),
     "orchestrator.driver.recovery_plan": ("plan_each_node", "plan_losses"),
     "orchestrator.driver.status": ("read_status", "replay_run"),
+    "orchestrator.driver.stop": ("await_end", "kill_run", "stop_run"),
 }
 
 __all__ = [

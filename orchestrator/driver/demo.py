@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator.config import RunConfig
+from orchestrator.driver.cluster import open_cluster
 from orchestrator.driver.console import RunView
 from orchestrator.driver.faults import kill_node_of, signal_rank, wait_for
-from orchestrator.driver.launch import Launched, open_cluster
+from orchestrator.driver.launch import Launched
 from orchestrator.report import write_report
 from orchestrator.run_directory import read_run
 from ucp_core.numerics import format_bytes

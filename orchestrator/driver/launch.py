@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,38 +18,28 @@ import ray
 from ray.exceptions import RayError
 
 from orchestrator.config import RunConfig
+from orchestrator.driver.cluster import ClusterWatch, has_controller, open_cluster, safe_text
 from orchestrator.driver.launch_order import one_launch
 from orchestrator.driver.logs import LogTail
 from orchestrator.driver.resume import require_resumable, require_same
 from orchestrator.driver.status import RunFiles
-from orchestrator.errors import CapacityError, OrchestratorError
+from orchestrator.errors import CapacityError
 from orchestrator.run_directory import CONTACT, SUMMARY
 from orchestrator.shell import (
-    NAMESPACE_PREFIX,
     OPTIONS,
     Controller,
     HostedCluster,
     RunNames,
     connect_ray,
-    local_clusters,
     next_incarnation,
     run_id,
-    why_silent,
 )
-from ucp_core.errors import UcpError
 from ucp_core.storage import join, open_store
 
 #: How often a followed run is looked at.
 FOLLOW_S = 0.25
 #: A new controller must answer within this; it took 1 to 8 s on a busy 2-core machine.
 CONTROLLER_START_S = 90.0
-#: One that is there answers within this; it took 1 to 50 ms.
-ANSWER_S = 3.0
-#: A cluster is gone if its head accepts no connection for so long. Ray itself ends the process of a
-#: driver without a word after 60 s.
-GONE_S = 15.0
-#: How often the head is looked for.
-_LOOK_S = 2.0
 
 
 class Launched:
@@ -85,7 +73,7 @@ class Launched:
         """Wait until the controller of a run that is over is gone: its summary comes before."""
         deadline_s = time.monotonic() + CONTROLLER_START_S
         while self.summary() is not None and time.monotonic() < deadline_s:
-            if not self._has_controller():
+            if not has_controller(self._address, self.names.namespace):
                 return
             time.sleep(FOLLOW_S)
 
@@ -163,7 +151,11 @@ class Launched:
         while (summary := self.summary()) is None:
             self._watch.require()
             status = self.status()
-            if status is None and not self._has_controller() and self.summary() is None:
+            if (
+                status is None
+                and not has_controller(self._address, self.names.namespace)
+                and self.summary() is None
+            ):
                 directory = self.config.run.directory
                 raise CapacityError(
                     f"the run in {directory} was ended by force. {safe_text(directory)}",
@@ -172,89 +164,6 @@ class Launched:
             on_status(status)
             time.sleep(FOLLOW_S)
         return summary
-
-    def _has_controller(self) -> bool:
-        """Return whether Ray knows the controller, alive or restarting."""
-        if why_silent(self._address, timeout_s=_LOOK_S):
-            return True  # nobody can say, and Ray would ask for a minute
-        try:
-            ray.get_actor(self.names.controller, namespace=self.names.namespace)
-        except ValueError:
-            return False
-        except RayError:
-            pass
-        return True
-
-
-class ClusterWatch:
-    """Notices that the cluster of a run is gone.
-
-    Args:
-        address: Of its head.
-        url: The run directory.
-        is_alive: Says whether its processes live, where this process started them.
-    """
-
-    def __init__(
-        self, address: str, url: str, *, is_alive: Callable[[], bool] = lambda: True
-    ) -> None:
-        self._address = address
-        self._url = url
-        self._is_alive = is_alive
-        self._looked_s = self._heard_s = time.monotonic()
-
-    def require(self) -> None:
-        """Raise ``CapacityError`` with the step that is safe if the cluster is gone."""
-        now_s, is_alive = time.monotonic(), self._is_alive()
-        if is_alive and now_s - self._looked_s < _LOOK_S:
-            return
-        self._looked_s = now_s
-        why = why_silent(self._address, timeout_s=_LOOK_S)
-        if not why:
-            self._heard_s = now_s
-        if is_alive and now_s - self._heard_s < GONE_S:
-            return
-        raise CapacityError(
-            f"the Ray cluster at {self._address} is gone{f': {why}' if why else ''}. "
-            f"{safe_text(self._url)}",
-            address=self._address,
-        )
-
-
-def safe_text(url: str) -> str:
-    """Return what is left of the run in ``url`` without its cluster, and how it resumes."""
-    try:
-        step = RunFiles(url).stored_step()
-    except (UcpError, OrchestratorError) as error:
-        return f"Which step is safe could not be read: {error}"
-    if not step:
-        return "No step is in storage yet; the same command starts the run again"
-    return f"Step {step} is safe in storage; the same command resumes from it"
-
-
-def open_cluster(config: RunConfig) -> HostedCluster | None:
-    """Connect to the cluster that the run asks for; start simulated nodes if it asks for those.
-
-    ``cluster.address``, else ``RAY_ADDRESS`` (set inside ``ray job submit``), else nodes on
-    this machine. Raises ``CapacityError`` if nothing answers.
-    """
-    cluster = None
-    address = config.cluster.address
-    if address is None:
-        cluster = HostedCluster(
-            num_nodes=config.cluster.local_nodes, cpus_per_node=config.cpus_per_local_node()
-        )
-        address = cluster.address
-        os.environ["RAY_AUTH_MODE"] = "disabled"
-    try:
-        connect_ray(address, namespace=RunNames(run_id(config.run.directory)).namespace)
-    except (ConnectionError, RayError, OSError) as error:
-        raise CapacityError(
-            f"no Ray cluster answers at {address}: {error}. Start one with `ray start --head`, "
-            "or leave cluster.address out to use simulated nodes on this machine.",
-            address=address,
-        ) from error
-    return cluster
 
 
 def launch_run(
@@ -305,107 +214,9 @@ def _is_under_way(config: RunConfig) -> bool:
     names = RunNames(run_id(config.run.directory))
     try:
         connect_ray(address, namespace=names.namespace)
-        ray.get_actor(names.controller, namespace=names.namespace)
     except (ConnectionError, RayError, OSError):
         return False
-    except ValueError:
-        ray.shutdown()
-        return False
-    return True
-
-
-def stop_run(url: str, reason: str, *, say: Callable[[str], None]) -> None:
-    """Ask the controller of the run in ``url`` to stop it at the next step boundary.
-
-    Args:
-        url: The run directory.
-        reason: For the record.
-        say: Called with a line for people before something that takes long.
-
-    Raises:
-        RunNotFoundError: There is no run, or it is over.
-        CapacityError: No controller answers, nor does the one that Ray would start after it.
-    """
-    run = RunFiles(url)
-    contact = run.live_contact()
-    try:
-        connect_ray(contact["ray_address"])
-        controller: Any = ray.get_actor(RunNames("").controller, namespace=contact["namespace"])
-        order: Any = controller.stop.remote(reason)
-        if not ray.wait([order], timeout=ANSWER_S)[0]:
-            ended_s = run.config().controller_stopped_s
-            say(
-                "the controller does not answer yet; if a signal has stopped it, it is ended "
-                f"after {ended_s:g} s and the next one is told. Waiting up to "
-                f"{ended_s + CONTROLLER_START_S:g} s ..."
-            )
-            ray.get(order, timeout=ended_s + CONTROLLER_START_S)
-        else:
-            ray.get(order)
-    except (ConnectionError, ValueError, RayError, TimeoutError) as error:
-        raise CapacityError(
-            f"the controller does not answer at {contact['ray_address']}: {error}. If its cluster "
-            f"is gone, nothing trains any more. {safe_text(url)}",
-            address=contact["ray_address"],
-        ) from error
-
-
-def await_end(url: str) -> dict[str, Any]:
-    """Wait until the run in ``url`` is over and its controller gone; return its summary.
-
-    Call it after ``stop_run``.
-
-    Raises:
-        CapacityError: Its cluster is gone.
-    """
-    run = RunFiles(url)
-    contact = run.contact()
-    watch = ClusterWatch(contact["ray_address"], url)
-    while (summary := run.summary()) is None:
-        watch.require()
-        time.sleep(FOLLOW_S)
-    deadline_s = time.monotonic() + CONTROLLER_START_S
-    with contextlib.suppress(ValueError, RayError):
-        while time.monotonic() < deadline_s:
-            ray.get_actor(RunNames("").controller, namespace=contact["namespace"])
-            time.sleep(FOLLOW_S)
-    return summary
-
-
-def kill_run(url: str) -> None:
-    """End all processes of the run in ``url`` at once; steps since the last checkpoint are lost.
-
-    Simulated nodes that were started for it end too.
-
-    Raises:
-        RunNotFoundError: There is no run, or it is over.
-        CapacityError: Its cluster does not answer.
-    """
-    run = RunFiles(url)
-    contact, directory = run.live_contact(), run.config().run.directory
-    hosts = [entry for entry in local_clusters() if entry.run_directory == directory]
-    for entry in hosts:
-        os.killpg(entry.host_pid, signal.SIGKILL)
-    if hosts:
-        return
-    try:
-        connect_ray(contact["ray_address"])
-    except (ConnectionError, RayError) as error:
-        raise CapacityError(
-            f"no Ray cluster answers at {contact['ray_address']}: {error}. Nothing trains there",
-            address=contact["ray_address"],
-        ) from error
-    names = RunNames(contact["namespace"].removeprefix(NAMESPACE_PREFIX))
-    actors = [
-        actor["name"]
-        for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["namespace"] == names.namespace
-    ]
-    # The controller first: it would start new workers.
-    for name in sorted(actors, key=lambda name: name != names.controller):
-        with contextlib.suppress(ValueError):
-            ray.kill(ray.get_actor(name, namespace=names.namespace), no_restart=True)
-    for group in ray.util.placement_group_table().values():
-        if group["name"].startswith(names.slot_prefix):
-            with contextlib.suppress(ValueError):
-                ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
+    if has_controller(address, names.namespace):
+        return True
+    ray.shutdown()
+    return False

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import RunConfig, demo_config
+from orchestrator.driver.cluster import open_cluster
 from orchestrator.driver.faults import kill_node_of, signal_rank, wait_for
-from orchestrator.driver.launch import Launched, open_cluster
+from orchestrator.driver.launch import Launched
 from tests.benchmarks.common import percentile, spread
 
 ACT_S_MAX = 120.0

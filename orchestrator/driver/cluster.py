@@ -1,0 +1,111 @@
+"""The Ray cluster of a run: connect to it, and notice that it is gone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import ray
+from ray.exceptions import RayError
+
+from orchestrator.config import RunConfig
+from orchestrator.driver.status import RunFiles
+from orchestrator.errors import CapacityError, OrchestratorError
+from orchestrator.shell import HostedCluster, RunNames, connect_ray, run_id, why_silent
+from ucp_core.errors import UcpError
+
+__all__ = ["ClusterWatch", "has_controller", "open_cluster", "safe_text"]
+
+#: A cluster is gone if its head accepts no connection for so long. Ray itself ends the process of a
+#: driver without a word after 60 s.
+GONE_S = 15.0
+#: How often the head is looked for.
+_LOOK_S = 2.0
+
+
+class ClusterWatch:
+    """Notices that the cluster of a run is gone.
+
+    Args:
+        address: Of its head.
+        url: The run directory.
+        is_alive: Says whether its processes live, where this process started them.
+    """
+
+    def __init__(
+        self, address: str, url: str, *, is_alive: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._address = address
+        self._url = url
+        self._is_alive = is_alive
+        self._looked_s = self._heard_s = time.monotonic()
+
+    def require(self) -> None:
+        """Raise ``CapacityError`` with the step that is safe if the cluster is gone."""
+        now_s, is_alive = time.monotonic(), self._is_alive()
+        if is_alive and now_s - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = now_s
+        why = why_silent(self._address, timeout_s=_LOOK_S)
+        if not why:
+            self._heard_s = now_s
+        if is_alive and now_s - self._heard_s < GONE_S:
+            return
+        raise CapacityError(
+            f"the Ray cluster at {self._address} is gone{f': {why}' if why else ''}. "
+            f"{safe_text(self._url)}",
+            address=self._address,
+        )
+
+
+def safe_text(url: str) -> str:
+    """Return what is left of the run in ``url`` without its cluster, and how it resumes."""
+    try:
+        step = RunFiles(url).stored_step()
+    except (UcpError, OrchestratorError) as error:
+        return f"Which step is safe could not be read: {error}"
+    if not step:
+        return "No step is in storage yet; the same command starts the run again"
+    return f"Step {step} is safe in storage; the same command resumes from it"
+
+
+def has_controller(address: str, namespace: str) -> bool:
+    """Return whether Ray knows a run's controller, alive or restarting.
+
+    This process must be connected to the cluster at ``address``.
+    """
+    if why_silent(address, timeout_s=_LOOK_S):
+        return True  # nobody can say, and Ray would ask for a minute
+    try:
+        ray.get_actor(RunNames("").controller, namespace=namespace)
+    except ValueError:
+        return False
+    except RayError:
+        pass
+    return True
+
+
+def open_cluster(config: RunConfig) -> HostedCluster | None:
+    """Connect to the cluster that the run asks for; start simulated nodes if it asks for those.
+
+    ``cluster.address``, else ``RAY_ADDRESS`` (set inside ``ray job submit``), else nodes on
+    this machine. Raises ``CapacityError`` if nothing answers.
+    """
+    cluster = None
+    address = config.cluster.address
+    if address is None:
+        cluster = HostedCluster(
+            num_nodes=config.cluster.local_nodes, cpus_per_node=config.cpus_per_local_node()
+        )
+        address = cluster.address
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+    try:
+        connect_ray(address, namespace=RunNames(run_id(config.run.directory)).namespace)
+    except (ConnectionError, RayError, OSError) as error:
+        raise CapacityError(
+            f"no Ray cluster answers at {address}: {error}. Start one with `ray start --head`, "
+            "or leave cluster.address out to use simulated nodes on this machine.",
+            address=address,
+        ) from error
+    return cluster

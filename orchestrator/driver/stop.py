@@ -1,0 +1,126 @@
+"""Stop a run: at the next step boundary, or by force."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from orchestrator.driver.cluster import ClusterWatch, has_controller, safe_text
+from orchestrator.driver.status import RunFiles
+from orchestrator.errors import CapacityError
+from orchestrator.shell import NAMESPACE_PREFIX, RunNames, connect_ray, local_clusters, why_silent
+
+__all__ = ["await_end", "kill_run", "stop_run"]
+
+#: A controller that is there answers within this; it took 1 to 50 ms.
+ANSWER_S = 3.0
+#: Ray starts a dead controller again within this; it took 1 to 8 s on a busy 2-core machine.
+RESTART_S = 90.0
+#: How often the end of a run is looked for.
+_LOOK_S = 0.25
+
+
+def stop_run(url: str, reason: str, *, say: Callable[[str], None]) -> None:
+    """Ask the controller of the run in ``url`` to stop it at the next step boundary.
+
+    Args:
+        url: The run directory.
+        reason: For the record.
+        say: Called with a line for people before something that takes long.
+
+    Raises:
+        RunNotFoundError: There is no run, or it is over.
+        CapacityError: No controller answers, nor does the one that Ray would start after it.
+    """
+    run = RunFiles(url)
+    contact = run.live_contact()
+    try:
+        connect_ray(contact["ray_address"])
+        controller: Any = ray.get_actor(RunNames("").controller, namespace=contact["namespace"])
+        order: Any = controller.stop.remote(reason)
+        if not ray.wait([order], timeout=ANSWER_S)[0]:
+            ended_s = run.config().controller_stopped_s
+            say(
+                "the controller does not answer yet; if a signal has stopped it, it is ended "
+                f"after {ended_s:g} s and the next one is told. Waiting up to "
+                f"{ended_s + RESTART_S:g} s ..."
+            )
+            ray.get(order, timeout=ended_s + RESTART_S)
+        else:
+            ray.get(order)
+    except (ConnectionError, ValueError, RayError, TimeoutError) as error:
+        raise CapacityError(
+            f"the controller does not answer at {contact['ray_address']}: {error}. If its cluster "
+            f"is gone, nothing trains any more. {safe_text(url)}",
+            address=contact["ray_address"],
+        ) from error
+
+
+def await_end(url: str) -> dict[str, Any]:
+    """Wait until the run in ``url`` is over and its controller gone; return its summary.
+
+    Call it after ``stop_run``.
+
+    Raises:
+        CapacityError: Its cluster is gone.
+    """
+    run = RunFiles(url)
+    contact = run.contact()
+    watch = ClusterWatch(contact["ray_address"], url)
+    while (summary := run.summary()) is None:
+        watch.require()
+        time.sleep(_LOOK_S)
+    deadline_s = time.monotonic() + RESTART_S
+    address = contact["ray_address"]
+    # Detached simulated nodes end with the run.
+    while time.monotonic() < deadline_s and not why_silent(address, timeout_s=ANSWER_S):
+        if not has_controller(address, contact["namespace"]):
+            break
+        time.sleep(_LOOK_S)
+    return summary
+
+
+def kill_run(url: str) -> None:
+    """End all processes of the run in ``url`` at once; steps since the last checkpoint are lost.
+
+    Simulated nodes that were started for it end too.
+
+    Raises:
+        RunNotFoundError: There is no run, or it is over.
+        CapacityError: Its cluster does not answer.
+    """
+    run = RunFiles(url)
+    contact, directory = run.live_contact(), run.config().run.directory
+    hosts = [entry for entry in local_clusters() if entry.run_directory == directory]
+    for entry in hosts:
+        os.killpg(entry.host_pid, signal.SIGKILL)
+    if hosts:
+        return
+    try:
+        connect_ray(contact["ray_address"])
+    except (ConnectionError, RayError) as error:
+        raise CapacityError(
+            f"no Ray cluster answers at {contact['ray_address']}: {error}. Nothing trains there",
+            address=contact["ray_address"],
+        ) from error
+    names = RunNames(contact["namespace"].removeprefix(NAMESPACE_PREFIX))
+    actors = [
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["namespace"] == names.namespace
+    ]
+    # The controller first: it would start new workers.
+    for name in sorted(actors, key=lambda name: name != names.controller):
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(name, namespace=names.namespace), no_restart=True)
+    for group in ray.util.placement_group_table().values():
+        if group["name"].startswith(names.slot_prefix):
+            with contextlib.suppress(ValueError):
+                ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
