@@ -7,7 +7,7 @@ from rich.console import Console
 from orchestrator.config import load
 from orchestrator.core import Bounds
 from orchestrator.detection import Limits, limits_from
-from orchestrator.driver import RunView, print_bounds, print_plan
+from orchestrator.driver import RunView, print_bounds, print_node_plans, print_plan
 from orchestrator.policies import RecoveryPlan
 from orchestrator.policies.whatif import PartSource
 from orchestrator.shell import bounds_document
@@ -42,6 +42,19 @@ def test_a_plan_says_what_is_lost_where_it_comes_from_and_who_goes_on() -> None:
     assert "loads 4.8 MiB from local memory" in text
     assert "part of rank 0: 4.8 MiB from local memory of node aa" in text
     assert "workers: 2 now, then 1 (1 worker)" in text
+
+
+def test_the_loss_of_each_node_is_a_line() -> None:
+    """Half of a table that is too wide names the wrong machine."""
+    output = io.StringIO()
+    waiting = replace(PLAN, lost_nodes=("cc",), step=0, bytes_by_source={}, workers_after=0)
+    print_node_plans([PLAN, waiting], Console(file=output, width=40))
+
+    lines = [" ".join(line.split()) for line in output.getvalue().splitlines()]
+    assert lines[1:] == [
+        "bb step 8 1 4.8 MiB from local memory 2 -> 1",
+        "cc from step 0 1 - 2 -> waits for capacity",
+    ]
 
 
 def test_a_plan_without_a_version_or_workers_does_not_sound_like_one() -> None:
@@ -134,3 +147,12 @@ def test_every_wait_is_told_at_the_start_the_shortest_first() -> None:
     assert "recovery.patience=6" in output.getvalue()
     assert "hang 6 s" in output.getvalue()
     assert "fence 4 s" in output.getvalue()
+
+
+def test_a_line_of_the_script_is_printed_as_it_is() -> None:
+    """A user looks for the words that the script printed, brackets and all."""
+    output = io.StringIO()
+    with RunView(Console(file=output, width=20), title="a run", total_steps=5) as view:
+        view.print("[red] loss 3.25 after [step 7] of 100")
+
+    assert output.getvalue() == "[red] loss 3.25 after [step 7] of 100\n"

@@ -3,17 +3,20 @@
 import asyncio
 import json
 import math
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner
 
+from orchestrator.cli.main import app
 from orchestrator.core import Phase, RunState, describe
 from orchestrator.core import events as ev
-from orchestrator.driver import plan_losses, read_status
+from orchestrator.driver import plan_each_node, plan_losses, read_status
 from orchestrator.policies import RecoveryPlan
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, SUMMARY
 from orchestrator.shell.capacity.nodes import NodeView
@@ -33,6 +36,8 @@ from workers.protocol import (
     held_source,
     stored_source,
 )
+
+T = TypeVar("T")
 
 #: Where nothing listens: the port is reserved.
 _NOBODY = {"url": "http://127.0.0.1:1", "ray_address": "127.0.0.1:1", "namespace": "x", "pid": 1}
@@ -194,6 +199,32 @@ def test_what_could_not_be_loaded_is_named_while_the_controller_is_down(tmp_path
     assert problem.startswith("step 20 of attempt 1 in storage could not be loaded")
 
 
+def test_without_a_loss_to_plan_each_node_is_planned_for(tmp_path: Path) -> None:
+    """Who asks what may be lost does not know yet which machine it will be."""
+    run = _run_in(tmp_path)
+    nodes = [node.name for node in run.state.fleet.nodes.values()]
+
+    async def losses() -> dict[str, Any]:
+        return loss_document([], run.state)
+
+    plans = asyncio.run(_answered(tmp_path, losses, plan_each_node))
+
+    assert [plan.lost_nodes for plan in plans] == [(node,) for node in nodes]
+    assert {plan.workers_after for plan in plans} == {NUM_WORKERS - 1}
+
+
+def test_watching_ends_with_the_run(tmp_path: Path) -> None:
+    """It is left alone in a terminal, and must not watch a run that is over for ever."""
+    _run_in(tmp_path)
+    threading.Timer(1.5, (tmp_path / SUMMARY).write_text, ["{}"]).start()
+
+    lines = CliRunner().invoke(app, ["status", str(tmp_path), "--watch", "--json"]).stdout
+
+    seen = [json.loads(line)["controller"] for line in lines.splitlines()]
+    assert len(seen) >= 2
+    assert seen == ["down"] * (len(seen) - 1) + ["over"]
+
+
 def _find_damaged(run: Journaled, *sources: Source) -> None:
     """Let a member leave because of what was damaged; the next attempt had it from elsewhere."""
     run._fold(
@@ -215,10 +246,17 @@ async def _plan(
     directory: Path, losses: Callable[[], Awaitable[dict[str, Any]]], *lose: str
 ) -> RecoveryPlan:
     """Return what the run in ``directory`` would do, if its controller told ``losses``."""
+    return await _answered(directory, losses, lambda url: plan_losses(url, lose))
+
+
+async def _answered(
+    directory: Path, losses: Callable[[], Awaitable[dict[str, Any]]], ask: Callable[[str], T]
+) -> T:
+    """Call ``ask`` with the run in ``directory`` while its controller tells ``losses``."""
     page = StatusPage(host="127.0.0.1", status=dict, losses=losses, registry=CollectorRegistry())
     contact = {**_NOBODY, "url": await page.start()}
     (directory / CONTACT).write_text(json.dumps(contact))
     try:
-        return await asyncio.to_thread(plan_losses, str(directory), lose)
+        return await asyncio.to_thread(ask, str(directory))
     finally:
         await page.stop()
