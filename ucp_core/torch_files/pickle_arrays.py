@@ -1,6 +1,6 @@
-"""Arrays of numpy in foreign pickles, told without numpy: its import takes 0.1 s. Pure.
+"""Arrays of numpy in foreign pickles, read without numpy, whose import takes 0.1 s. Pure.
 
-States of random generators are such arrays, and losses and steps such scalars.
+The states of random generators are such arrays; losses and steps are such scalars.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class NumpyArray:
     """An array of numbers or booleans as its pickle has it.
 
     Attributes:
-        shape: Of the array; that of a scalar is empty.
+        shape: The shape of the array; empty for a scalar.
         data: Its elements, without gaps.
-        dtype: By numpy's name without the byte order, as ``f4``.
+        dtype: numpy's name without the byte order, such as ``f4``.
         byte_order: ``<``, ``>``, or ``=`` or ``|`` for this machine's.
-        is_fortran: The first dim is the one whose elements follow one another.
+        is_fortran: Whether neighbours along the first dim are side by side.
 
     Raises:
-        TypeError: It is of no kind of numbers.
-        ValueError: It does not have as many bytes as its shape says.
+        TypeError: Its dtype is no kind of number.
+        ValueError: Its shape needs another number of bytes.
     """
 
     shape: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""What the classes of foreign pickles become here, by name. Nothing is ever imported for a name.
+"""Our stand-ins for the classes of foreign pickles, by name. Nothing is imported for a name.
 
-``DEFAULT`` holds exactly the classes that occur in the files of torch, DeepSpeed, Megatron and
-their dependencies. Everything in it is a function of ours that makes plain data, checks the kinds
-of its arguments and never makes more than it was given.
+``DEFAULT`` lists the classes that occur in the files of torch, DeepSpeed, Megatron and their
+dependencies. Each value is a function of ours that checks the types of its arguments and returns
+plain data, never more than it was given.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 Allow: TypeAlias = "frozenset[str] | Mapping[str, Callable[..., Any]]"
 
-#: Elements of a tuple that is used as a key, with those of tuples in it: hashing follows a tuple
-#: wherever it leads, and one that contains itself twice at every level never ends.
+#: Elements of a tuple that is a key, nested ones included. Hashing follows nested tuples; a tuple
+#: that contains another twice at each of 64 levels would be hashed for ever.
 _KEY_ELEMENTS_MAX = 64
 _NAME_CHARACTERS_MAX = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A name that a pickle mentions: a class, a function, a dtype.
+    """A name in a pickle: of a class, a function or a dtype.
 
     Attributes:
-        name: With its module.
-        make: What a call of it becomes.
+        name: The name with its module.
+        make: Returns what a call of it becomes.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Global:
 
 
 class Buildable:
-    """Stands for objects that are made first and given their state later."""
+    """Base of the stand-ins for objects that are made first and get their state later."""
 
     __slots__ = ()
 
@@ -60,9 +60,9 @@ class Opaque(Buildable):
     """An object of an allowed foreign class: what its pickle says, nothing else.
 
     Attributes:
-        name: Of the class, with its module.
-        args: It was made with them.
-        state: It was set to; usually a dict of its attributes.
+        name: Name of the class, with its module.
+        args: Arguments of the call that made it.
+        state: Its state; usually a dict of its attributes.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Opaque(Buildable):
 
 
 class Array:
-    """A numpy array of which the content comes later."""
+    """A numpy array whose content comes later."""
 
     def with_state(self, state: Any) -> Any:
         """Return the array: ``(version, shape, dtype, is_fortran, bytes)``."""
@@ -84,7 +84,7 @@ class Array:
 
 
 class Resolver:
-    """Finds what a name becomes."""
+    """Looks up the stand-ins of names."""
 
     def __init__(self, allow: Allow, where: str) -> None:
         self._allow = allow
@@ -92,7 +92,7 @@ class Resolver:
         self._known: dict[tuple[str, str], Global] = {}
 
     def find(self, module: str, name: str) -> Global:
-        """Return what stands for a name.
+        """Return the stand-in of a name.
 
         Raises:
             ForeignClassError: The name is not known.
@@ -244,7 +244,7 @@ def _path(*parts: Any) -> str:
 
 
 def _attribute(owner: Any, name: Any) -> Opaque:
-    # Members of an enumeration and nested classes; only their names are joined.
+    # For members of an enumeration and nested classes: only the names are joined.
     return Opaque(f"{_kind(owner, Global).name}.{_kind(name, str)}")
 
 
@@ -304,7 +304,7 @@ def _int(value: Any = 0) -> int:
     return int(_kind(value, int, bool))
 
 
-#: Modules that older pickles name otherwise.
+#: Modules under the names that older or newer pickles have for them.
 _RENAMED = {
     "__builtin__": "builtins",
     "copy_reg": "copyreg",
@@ -358,7 +358,7 @@ _REFUSED = {
 }
 
 _DCP = "torch.distributed.checkpoint"
-#: Classes of which only the data is taken. A trailing dot: everything below.
+#: Classes whose data is kept as ``Opaque``. A trailing dot means everything below.
 _OPAQUE = frozenset(
     (
         "argparse.Namespace",

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 #: The largest pickle that is read. The metadata of a million fragments has about 250 MB.
 PICKLE_BYTES_MAX = 1 << 30
 _PROTOCOL_MAX = 5
-#: Bits of the largest integer: torch's own, a generator's state, has 19,968.
+#: Size of the largest integer; the state of a generator has 19,968 bits.
 _LONG_BYTES_MAX = 4096
 _DEPTH_MAX = 1 << 20
 _COPIED_MIN = 1 << 16
@@ -114,7 +114,7 @@ def collector_paused() -> Iterator[None]:
 
 
 class _Machine:
-    """The stack machine; one method an opcode, for all but the most frequent."""
+    """The stack machine. Each opcode has a method, except for the most frequent ones."""
 
     __slots__ = (
         "copied",
@@ -136,7 +136,7 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
-        # What is in a pickle once can be mentioned often, and calls copy it.
+        # A pickle can refer to one value often, and each call copies it.
         self.copied = 0
         self.copied_max = _COPIED_MIN + 2 * len(data)
         self.resolver = resolver
@@ -149,7 +149,8 @@ class _Machine:
             while True:
                 code = data[pos]
                 pos += 1
-                # Half of all opcodes are these five; a call for each took a third of the time.
+                # These five are half of all opcodes; method calls for them took a third of the
+                # time.
                 if code == _LONG_BINGET:
                     stack.append(memo[_UINT32(data, pos)[0]])
                     pos += 4
@@ -210,7 +211,7 @@ class _Machine:
         return text
 
     def _items(self) -> list[Any]:
-        """Take what is above the last mark off the stack."""
+        """Remove and return the values above the last mark."""
         mark = self.marks.pop()
         items = self.stack[mark:]
         del self.stack[mark:]
@@ -281,7 +282,7 @@ class _Machine:
         self.pos += 8
 
     def op_short_text(self) -> None:
-        # A slice that is cut short is short of what follows too, which is an error.
+        # If the slice is too short, the next opcode is missing, which is an error.
         low = self.pos + 1
         self.pos = high = low + self.data[low - 1]
         self.stack.append(str(self.data[low:high], "utf-8", "surrogatepass"))
@@ -345,7 +346,7 @@ class _Machine:
         stack.pop()
         count = len(memo)
         memo[count], memo[count + 1] = pair, (pair,)
-        # Without a look at ``copied``: a copy of a pair is no longer than these opcodes.
+        # ``copied`` need not count it: a pair is no larger than these opcodes.
         stack[-1] = memo[count + 2] = _expect(stack[-1], Global).make(pair)
 
     def op_tuple3(self) -> None:
@@ -375,7 +376,7 @@ class _Machine:
         _filled(self.stack[-1], [key, value])
 
     def op_setitems(self) -> None:
-        # Without a list of its own: every object with attributes comes here.
+        # This makes no list of its own, because every object with attributes comes here.
         stack, mark = self.stack, self.marks.pop()
         if not mark or (len(stack) - mark) % 2:
             msg = "a key has no value, or no dict to be in"
@@ -443,10 +444,10 @@ class _Machine:
         elif type(target) is Global:
             msg = "a class is changed"
             raise TypeError(msg)
-        # Else a container or tensor with attributes of its own (``_metadata`` of a state_dict).
+        # Attributes of a container or tensor (``_metadata`` of a state_dict) are dropped.
 
     def _replace(self, old: Array, new: Any) -> None:
-        """Put ``new`` where the memo has ``old``, which was put there a few opcodes ago."""
+        """Replace ``old`` in the memo, where a recent opcode put it."""
         for _, key in zip(range(64), reversed(self.memo), strict=False):
             if self.memo[key] is old:
                 self.memo[key] = new
@@ -479,10 +480,9 @@ def _filled(target: Any, items: list[Any]) -> dict[Any, Any]:
     return mapping
 
 
-#: What nearly always follows, and is done in one go: half of all opcodes in the metadata of DCP.
-#: Behind a class and an empty tuple: NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MARK, a new object and the
-#: dict of its attributes; behind two numbers and TUPLE2: MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE, a
-#: shape.
+#: Sequences that are read in one step, half of all opcodes in DCP's metadata. After a class and an
+#: empty tuple: NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MARK, a new object and the dict of its attributes.
+#: After two numbers and TUPLE2: MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE, a shape.
 _NEW_OBJECT = b"\x81\x94}\x94("
 _CALL_WITH = b"\x94\x85\x94R\x94"
 _STOP, _MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _BININT2 = b".\x94hjKM"

@@ -1,4 +1,4 @@
-"""Tensors of a torch file as places: what the rebuild functions of a pickle become here. Pure."""
+"""Where the tensors of a torch file are: stand-ins for torch's rebuild functions. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ucp_core.geometry import DTYPE_BYTES, Extent, is_packed
 _NDIM_MAX = 64
 _INT_MAX = 1 << 60
 _SEQUENCES = (tuple, list)
-#: Layers and ranks repeat: most tensors are of few shapes.
+#: Layers and ranks repeat, so there are few different shapes.
 _is_packed = lru_cache(maxsize=64)(is_packed)
 
-#: torch dtypes by safetensors' names; None: it has none.
+#: safetensors' name of each torch dtype; None if it has none.
 TORCH_DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -52,12 +52,12 @@ class TensorRef(NamedTuple):
     """A tensor in a torch file.
 
     Attributes:
-        dtype: By safetensors' names.
-        shape: Extents.
+        dtype: safetensors' name.
+        shape: Its shape.
         strides: Elements between neighbours along each dim.
-        file: As it was given to ``read_torch_file``.
-        offset_bytes: Of the first element, in the file.
-        extent: The whole storage it lies in, and its crc32; None where torch wrote none.
+        file: The name given to ``read_torch_file``.
+        offset_bytes: Position of the first element in the file.
+        extent: Its whole storage with the crc32; None if torch wrote no checksum.
     """
 
     dtype: str
@@ -90,13 +90,13 @@ class StorageRef:
     """A storage: a record of the file.
 
     Attributes:
-        where: The file, for messages.
+        where: Path of the file, for messages.
         key: Its name in the pickle.
-        file: As tensors shall name it.
-        offset_bytes: In the file.
+        file: The file name that its tensors get.
+        offset_bytes: Position in the file.
         num_bytes: Its size.
-        crc32: torch's checksum; None where it wrote none.
-        dtype: torch's name; None where the storage is untyped.
+        crc32: torch's checksum; None if torch wrote none.
+        dtype: torch's name; None for an untyped storage.
     """
 
     where: str
@@ -124,7 +124,7 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def extents_of(value: Any) -> tuple[int, ...]:
-    """Return a shape, offsets or strides as a tuple, once they are known to be that."""
+    """Return a shape, offsets or strides as a tuple, after checks."""
     if type(value) not in _SEQUENCES or len(value) > _NDIM_MAX:
         msg = "a shape or strides are not a short tuple"
         raise TypeError(msg)
@@ -138,7 +138,7 @@ def extents_of(value: Any) -> tuple[int, ...]:
 def rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorRef:
     """Stand for ``torch._utils._rebuild_tensor`` and ``_rebuild_tensor_v2``.
 
-    ``rest`` is whether it wants a gradient, hooks, and what a view adds.
+    ``rest``: requires_grad, hooks, and the flags of a view.
     """
     return _tensor(storage, None, offset, shape, strides, rest[2:3])
 
@@ -195,7 +195,7 @@ def known_dtype(name: str, where: str) -> str:
     """Return safetensors' name of a torch dtype.
 
     Raises:
-        ForeignClassError: There is none: the tensor is quantised, or of an exotic dtype.
+        ForeignClassError: safetensors has no such dtype: the tensor is quantised, for example.
     """
     found = TORCH_DTYPES.get(name)
     if found is None:
@@ -227,7 +227,7 @@ _REBUILD = (rebuild_tensor, rebuild_tensor_v3, rebuild_parameter)
 
 
 class Storage:
-    """Stands for a storage class, which a persistent id names and nothing calls."""
+    """Stands for a storage class: persistent ids name it, and calls of it are refused."""
 
     def __init__(self, dtype: str | None) -> None:
         self.dtype = dtype

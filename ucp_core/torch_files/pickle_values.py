@@ -1,4 +1,4 @@
-"""What a pickle held, as JSON values: small things that are kept beside the tensors. Pure."""
+"""Converts values of a pickle to JSON: the small ones that are kept beside tensors. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-#: Bytes of texts and binary values, a text that occurs again counted again.
+#: Bytes of texts and binary values; a text that repeats counts each time.
 _TEXT_BYTES_MAX = 64 << 20
 _DEPTH_MAX = 100
 
@@ -91,7 +91,7 @@ class _Converter:
             made = self._tensor(value)
             return self.convert(made, depth) if isinstance(made, float) else made
         if type(value) is NumpyArray:
-            # Lists that are empty are values too: an array without elements may have many.
+            # Empty lists count too: an array without elements may have many.
             self._count(prod(max(extent, 1) for extent in value.shape))
             return self.convert(value.tolist(), depth + 1)
         raise ForeignClassError(f"a {type(value).__name__} cannot be kept as JSON")

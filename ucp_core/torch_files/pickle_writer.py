@@ -1,7 +1,7 @@
 """The pickle stream of a torch file, for a tree of plain values and tensors.
 
-Written opcode by opcode (protocol 2, which torch itself uses), because neither torch nor the
-classes that occur may have to be importable here: a class is only ever named. Counterpart:
+It is written opcode by opcode (protocol 2, which torch itself uses), so that neither torch nor the
+classes must be importable: a class is only named. Counterpart:
 ``ucp_core.torch_files.pickle_reader``.
 """
 
@@ -53,7 +53,7 @@ class TensorData:
     Attributes:
         dtype: By safetensors' names.
         shape: Its shape; it is written C-contiguous.
-        chunks: Gives its bytes in order, from the beginning at every call.
+        chunks: Returns its bytes in order, from the beginning at every call.
     """
 
     dtype: str
@@ -75,7 +75,7 @@ class TensorData:
 
     @classmethod
     def of_bytes(cls, dtype: str, shape: tuple[int, ...], data: bytes) -> TensorData:
-        """Return a small tensor whose bytes are at hand."""
+        """Return a small tensor with the given bytes."""
         return cls(dtype, shape, lambda: (data,))
 
 
@@ -84,8 +84,8 @@ class Instance(NamedTuple):
 
     Attributes:
         name: ``module.Class``.
-        args: Of the call that makes it (``state`` is None), or of its ``__new__``.
-        state: Its attributes, or what its ``__setstate__`` takes; None where the call makes it
+        args: Arguments of the call that makes it (``state`` is None), or of its ``__new__``.
+        state: Its attributes, or the argument of its ``__setstate__``; None if the call makes it
             whole, as for an enum.
     """
 
@@ -263,12 +263,12 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     stride = 1
     for extent in reversed(shape):
         strides.insert(0, stride)
-        # torch gives the dims around an empty one the strides of extent 1.
+        # torch computes strides as if empty dims had extent 1.
         stride *= max(extent, 1)
     return tuple(strides)
 
 
-#: Every class that a tensor or a container needs; the caller's come on top.
+#: Every class that tensors and containers need; callers add their own.
 CORE_NAMES = frozenset(
     {
         "_codecs.encode",

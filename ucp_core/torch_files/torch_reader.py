@@ -1,9 +1,9 @@
 """Reads what ``torch.save`` wrote, without torch and without reading any tensor.
 
-A ``.pt`` file is a zip of uncompressed records: ``NAME/data.pkl``, a pickle that refers to the
-storages, and ``NAME/data/KEY`` for each of them. Two reads suffice: the directory at the end, and
-the small records. Tensors become ``TensorRef``: where their bytes are. Sources: APPNOTE.TXT 6.3
-(zip), and the files that torch 1.6 to 2.13 wrote.
+A ``.pt`` file is a zip of uncompressed records: ``NAME/data.pkl``, a pickle that refers to
+storages, and ``NAME/data/KEY`` for each storage. Two reads suffice: the directory at the end, and
+the small records. A tensor becomes a ``TensorRef``, which says where its bytes are. Sources:
+APPNOTE.TXT 6.3 (zip), and the files that torch 1.6 to 2.13 wrote.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 #: The small records at either end of a zip that holds one tensor.
 EDGE_BYTES = 2048
-#: Of files of one size; more of them are parsed each time.
+#: Templates per file size; further files are parsed each time.
 _TEMPLATES_MAX = 8
 #: ``('storage', class, key, device, number of elements)``.
 _STORAGE_FIELDS = 5
@@ -50,7 +50,7 @@ class TorchFile:
 
     Attributes:
         tree: Its value; tensors are ``TensorRef``, foreign objects ``Opaque``.
-        extents: The storages that tensors of the tree lie in, with torch's checksums, in order.
+        extents: The storages of the tree's tensors with torch's checksums, in order.
     """
 
     tree: Any
@@ -72,7 +72,7 @@ def read_torch_file(
         store: Where the file is.
         directory: In it.
         file: Name in the directory.
-        offset_bytes: Where the zip begins: above 0 where files are packed into one (DCP).
+        offset_bytes: Where the zip begins; DCP packs many into one file.
         num_bytes: Its size; None: to the end of the file.
         allow: More classes, as for ``read_pickle``.
 
@@ -237,18 +237,18 @@ def _is_of(value: Any, kind: type[Any]) -> bool:
 
 
 class _Template(NamedTuple):
-    """A file of one tensor, as far as others are like it.
+    """What files of one tensor can have in common.
 
     Attributes:
         small_bytes: Where its small records begin.
-        small: They.
+        small: The small records.
         directory_bytes: Where its directory begins.
-        directory: It, from there to the end, without the checksums of other records.
-        crcs: Where those are in it.
-        crc: Where that of the storage is.
+        directory: The directory to the end of the file, without the checksums of other records.
+        crcs: Positions of these checksums in the directory.
+        crc: Position of the storage's checksum.
         start: Where the storage begins.
-        num_bytes: Its size.
-        ref: The tensor, counted from the start of the storage.
+        num_bytes: Size of the storage.
+        ref: The tensor; its offset counts from the storage.
     """
 
     small_bytes: int
@@ -265,8 +265,8 @@ class _Template(NamedTuple):
 class TensorFiles:
     """Reads many torch files that hold one tensor each, as torch DCP packs them.
 
-    Layers and ranks repeat: a file that differs from a known one only in its tensor's bytes and
-    their checksums is not parsed again.
+    Layers and ranks repeat. A file that differs from a known one only in the tensor's bytes and
+    checksum is not parsed again.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """Writes a file that ``torch.load`` reads, without torch and without its tensors in memory.
 
 The tree may hold plain values, ``Size``, tensors (``TensorData``, streamed), and objects of the
-allowed foreign classes (``Instance``, ``Named``), which are named in the file and never imported.
+allowed foreign classes (``Instance``, ``Named``). The file names these classes; nothing imports
+them.
 Counterpart: ``ucp_core.torch_files.torch_reader``.
 """
 
@@ -55,7 +56,7 @@ def write_torch_file(
 
 
 def torch_file_chunks(tree: Any, *, allow: frozenset[str] = frozenset()) -> Iterator[Buffer]:
-    """Return the bytes of the file as a stream; what is wrong with the tree is raised at once."""
+    """Return the bytes of the file as a stream; errors in the tree are raised at once."""
     data, storages = pickle_tree(tree, allow=CORE_NAMES | allow)
     return _chunks(data, storages)
 

@@ -116,7 +116,7 @@ def read_records(
 def read_contents(
     read: Read, records: Mapping[str, Record], names: Sequence[str], *, where: str
 ) -> list[bytes]:
-    """Return the data of some records, verified; neighbours come in one read.
+    """Return the data of some records after a checksum test; neighbours take one read.
 
     Raises:
         ChecksumMismatchError: Damaged.
@@ -218,7 +218,7 @@ def _entry(directory: bytes, at: int, where: str) -> tuple[_Entry, int]:
 
 
 def _zip64(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Take the 8-byte values from the extra field; only those that did not fit are there."""
+    """Read the 8-byte values from the extra field, which has only those that did not fit."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
@@ -238,8 +238,8 @@ def _zip64(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int,
 def _data_start(entry: _Entry, stop: int) -> int | None:
     """Return where the data begin, if that follows from torch's way of padding.
 
-    The local header has padding of unknown size; the rule is checked by what must follow the
-    data: a descriptor of a known size, then the next record.
+    The local header has padding of unknown size. The rule is checked: a descriptor of a known size
+    and the next record must follow the data.
     """
     start = entry.header + _LOCAL.size + len(entry.name.encode()) + 4
     if entry.num_bytes >= _BIG or entry.header >= _BIG:
@@ -253,7 +253,7 @@ def _data_start(entry: _Entry, stop: int) -> int | None:
 
 
 def _read_start(entry: _Entry, read: Read, stop: int, where: str) -> int:
-    """Return where the data begin by the local header itself."""
+    """Return where the data begin, as the local header says."""
     data = read(entry.header, _LOCAL.size) if entry.header + _LOCAL.size <= stop else b""
     if len(data) < _LOCAL.size or _LOCAL.unpack(data)[0] != _LOCAL_MAGIC:
         _fail(where, f"record {entry.name[:80]} does not begin where the directory says")

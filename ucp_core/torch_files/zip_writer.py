@@ -1,7 +1,7 @@
-"""The bytes of a zip file as torch writes it: records stored, aligned, given as a stream.
+"""Streams a zip file as torch writes it: records are aligned and not compressed.
 
-A record's crc32 is known only behind its data, so it stands in a data descriptor and in the
-central directory, which is where torch puts it too. Counterpart: ``zip_reader``.
+A record's crc32 is known only after its data. So it is in a data descriptor and in the central
+directory, where torch puts it too. Counterpart: ``zip_reader``.
 """
 
 from __future__ import annotations
