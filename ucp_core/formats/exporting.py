@@ -77,11 +77,11 @@ def export(
     """Write ``checkpoint`` as ``format``; only its writer is imported.
 
     Args:
-        checkpoint: The source, of whatever format.
-        store: Where to.
+        checkpoint: The source, of any format.
+        store: The storage to write to.
         directory: Must not hold a checkpoint.
         format: One of ``FORMATS``.
-        memory_bytes: Bound of the buffers.
+        memory_bytes: Limit for the buffers.
         progress: Called with the bytes done and the bytes of all that is written.
         **options: Of that format's writer, which documents them.
 

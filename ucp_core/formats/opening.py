@@ -50,7 +50,7 @@ def open_source(
     """Open a checkpoint of any known format; its headers and pickles are read, no tensor is.
 
     Args:
-        store: Where.
+        store: The storage.
         directory: The checkpoint, or the folder that holds it under a tag.
         rules: How tensors are cut over ranks, for sources that do not say so themselves, and
             which tensors are tied.

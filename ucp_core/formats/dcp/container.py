@@ -1,9 +1,9 @@
 """The container of torch DCP, which Megatron-core's ``torch_dist`` uses too.
 
-A directory with ``.metadata``, a pickle that says which box of which key is where, and data files
-in which every item is a complete torch file at an offset of its own. Keys mean nothing here; what
-they mean is the business of ``dcp`` and ``megatron_core``. Source: the classes of
-``torch.distributed.checkpoint.metadata`` and ``.filesystem`` of torch 2.0 to 2.13.
+A directory has ``.metadata``, a pickle that says which box of which key is where, and data files,
+in which every item is a complete torch file at an offset of its own. ``dcp`` and ``megatron_core``
+interpret the keys. Source: the classes of ``torch.distributed.checkpoint.metadata`` and
+``.filesystem`` of torch 2.0 to 2.13.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from ucp_core.storage import Store
 
-#: Ends of the names of files that some save wrote.
+#: Suffixes of the files of a save.
 _LEFT = (".distcp", ".metadata.tmp")
-#: Items whose ends are read in one go.
+#: Items whose ends are read at once.
 _BATCH_BLOBS = 512
-#: Bytes between two reads up to which one is cheaper.
+#: Two ranges that are no further apart are read as one.
 _GAP_BYTES = 4096
 
 
@@ -68,8 +68,8 @@ class Container:
     """What the metadata say.
 
     Attributes:
-        store: Where.
-        directory: In it.
+        store: The storage.
+        directory: The folder in the storage.
         tensors: By key.
         blobs: Items that are no tensors, by key; one for each rank that wrote it.
         paths: Where a key was in the nested state, as far as that was written down.
@@ -97,7 +97,7 @@ class Container:
         return join(self.directory, self.metadata_names[0])
 
     def leftovers(self) -> list[str]:
-        """Return the data files that no metadata name: another save left them."""
+        """Return the data files that the metadata do not name: another save left them."""
         named = {chunk.blob.file for item in self.tensors.values() for chunk in item.chunks}
         named |= {blob.file for blobs in self.blobs.values() for blob in blobs}
         return sorted(n for n in self.sizes if n.endswith(_LEFT) and n not in named)
@@ -105,8 +105,8 @@ class Container:
     def values(self, keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Yield the value of each key, of the first rank that wrote it.
 
-        A flattened optimizer has thousands of them, a dozen for each parameter and nearly all
-        alike: they are read together, and those that are equal byte for byte parsed once.
+        A flattened optimizer has thousands of them, a dozen for each parameter, and nearly all are
+        alike. They are read together, and equal ones are parsed once.
         """
         wanted = {key: self.blobs[key][0] for key in keys}
         by_file: dict[str, list[Blob]] = defaultdict(list)
@@ -128,7 +128,7 @@ class Container:
             yield key, known[data]
 
     def value(self, blob: Blob, key: str) -> Any:
-        """Return what an item holds that is no tensor."""
+        """Return the value of an item that is no tensor."""
         path = join(self.directory, blob.file)
         data = self.store.read_range(path, blob.offset_bytes, blob.num_bytes)
         return self._parsed(data, blob, key)
@@ -153,7 +153,7 @@ class Container:
         """Return the entries of tensors under new names, and the checksums of their files.
 
         Raises:
-            CheckpointCorruptError: An item is not what the metadata say: another save wrote it.
+            CheckpointCorruptError: An item contradicts the metadata: another save wrote it.
         """
         with collector_paused():
             return self._entries(keys)
@@ -229,7 +229,7 @@ def fragment_of(ref: TensorRef, box: Box, *, replica: bool = False, copy: int = 
 
 
 class _Windows:
-    """The two ends of many items of one file, read at once."""
+    """Reads the two ends of many items of a file at once."""
 
     def __init__(self, store: Store, path: str, blobs: Sequence[Blob]) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""Reads the metadata of a torch DCP directory, of one save or of each rank; checks its files."""
+"""Reads the metadata of a torch DCP directory, and checks its files against them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -
     """Read the metadata of a DCP directory, of one save or of each rank.
 
     Args:
-        store: Where.
-        directory: In it.
-        parts: Folders in the directory that are one checkpoint together.
+        store: The storage.
+        directory: The folder in the storage.
+        parts: Folders in the directory that together are one checkpoint.
 
     Raises:
-        CheckpointCorruptError: Damaged, or its data files are missing, truncated, or not of the
-            save that wrote it.
+        CheckpointCorruptError: It is damaged, or data files are missing, truncated, or of another
+            save.
         ForeignClassError: It holds a class that no version of DCP writes.
     """
     container = Container(store, directory)
@@ -75,7 +75,7 @@ def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -
 
 
 def _add(container: Container, metadata: Any, prefix: str, path: str) -> None:
-    """Add what one metadata file says."""
+    """Add the content of one metadata file."""
     state = expect(metadata, Metadata).state
     places: dict[tuple[str, tuple[int, ...] | None], Blob] = {}
     for index, info in mapping(state["storage_data"]).items():
@@ -141,7 +141,7 @@ def _add_tensor(
             raise ValueError(msg)
         blob = places.get((key, place.offsets))
         if box.is_empty:
-            # A rank without a row still writes an item, perhaps the last one of its file.
+            # A rank without rows still writes an item, which can be the last one of its file.
             container.empty += [] if blob is None else [(key, blob)]
             continue
         if blob is None:
@@ -152,7 +152,7 @@ def _add_tensor(
 
 @lru_cache(maxsize=1024)
 def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
-    """Return a box, of which many tensors have the same."""
+    """Return a box; many tensors share the same."""
     return Box(offsets, tuple(a + b for a, b in zip(offsets, sizes, strict=True)))
 
 
@@ -181,12 +181,12 @@ def _blob(info: StorageInfo, key: str, prefix: str, path: str) -> Blob:
 
 @lru_cache(maxsize=64)
 def _is_inside(path: str) -> bool:
-    """Return whether a path, of which many chunks have the same, stays in the directory."""
+    """Return whether a path stays in the directory; many chunks share the same path."""
     return not ({"", ".", ".."} & set(path.split("/")) or any(c in path for c in "\\@\0"))
 
 
 def _check_sizes(container: Container) -> None:
-    """Compare every data file's size with where the metadata say that its last item ends."""
+    """Compare the size of each data file with the end of its last item in the metadata."""
     plain = {blob.file for blob in container.plain}
     stops: dict[str, tuple[int, str]] = {}
     for key, blob in _all_blobs(container):

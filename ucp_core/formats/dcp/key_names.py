@@ -1,8 +1,8 @@
-"""What the keys of a torch DCP checkpoint mean: parameter, optimizer state, group, other. Pure.
+"""Sorts the keys of a torch DCP checkpoint: parameters, optimizer state, groups, others. Pure.
 
 Programs save ``{"model": ..., "optim": ...}`` under names of their own (torchtitan, Accelerate,
-Lightning, the tutorial's ``app``), so nothing is taken for granted: the parameters that the
-optimizer's keys name say which other keys are the model's.
+Lightning, the tutorial's ``app``). The parameters in the optimizer's keys tell which other keys are
+the model's.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _OPTIMIZER = re.compile(
     r"(?:[_.]\d+)?)\.(?P<part>state|param_groups)\.(?P<rest>.+)"
 )
 _GROUP = re.compile(r"(\d+)\.([^.]+)")
-#: Where the optimizer fits two of them (an average of the weights is kept too), the first wins.
+#: If the optimizer fits two of them (an average of the weights is saved too), the first wins.
 _PREFIXES = ("model.", "", "module.", "state_dict.", "app.model.", "model.module.")
 
 
 @dataclass(slots=True)
 class Names:
-    """The keys by what they mean.
+    """The keys by their meaning.
 
     Attributes:
         weights: Key to fqn: tensors of the model.
         states: Key to fqn and slot: tensors and values of the optimizer.
         groups: Key to root, group (its index, or the fqn it is of) and name of a hyper-parameter.
         others: All other keys.
-        numbers: The fqn of a parameter's number, where the optimizer had numbers only.
+        numbers: The fqn by number, if the optimizer has only numbers.
     """
 
     weights: dict[str, str] = field(default_factory=dict)
@@ -54,9 +54,9 @@ def classify(
     """Sort the keys of a checkpoint.
 
     Args:
-        shapes: Of the tensors, by key.
-        values: Keys of what is no tensor.
-        paths: Where a key was in the nested state, as far as it is known.
+        shapes: Shapes of the tensors by key.
+        values: Keys of values that are no tensors.
+        paths: Place of a key in the nested state, if known.
     """
     names = Names()
     optimizer: dict[str, re.Match[str]] = {}
@@ -88,7 +88,7 @@ def classify(
 
 
 def _suffixes(keys: Iterable[str]) -> dict[str, list[str]]:
-    """Return the keys by each of their ends that begins at a dot."""
+    """Return the keys by each of their suffixes that begins at a dot."""
     found: dict[str, list[str]] = defaultdict(list)
     for key in keys:
         rest = key
@@ -101,7 +101,7 @@ def _suffixes(keys: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _split(rest: str, suffixes: Collection[str]) -> tuple[str, str]:
-    """Cut ``fqn.slot`` where the fqn is that of a tensor; else before the last dot."""
+    """Split ``fqn.slot`` after the fqn of a known tensor, otherwise before the last dot."""
     head, _, tail = rest.rpartition(".")
     cut = head
     while cut:
@@ -124,7 +124,7 @@ def _state_name(
 def _group_name(
     rest: str, root: str, path: tuple[Any, ...] | None, values: Collection[str]
 ) -> tuple[int | str, str]:
-    """Return the group's index and the name, or texts where the group is that of one fqn."""
+    """Return the group's index and the name; two strings if the group belongs to one fqn."""
     if path is not None and "param_groups" in path:
         at = path.index("param_groups")
         if len(path) > at + 2 and type(path[at + 1]) is int:
@@ -141,7 +141,7 @@ def _prefix(
     suffixes: Mapping[str, Sequence[str]],
     paths: Mapping[str, tuple[Any, ...]],
 ) -> str:
-    """Return what stands before the fqn in the keys of the model."""
+    """Return the prefix of fqns in the keys of the model."""
     votes: Counter[str] = Counter()
     for fqn in fqns:
         votes.update(key[: len(key) - len(fqn)] for key in suffixes.get(fqn, ()))
@@ -149,10 +149,10 @@ def _prefix(
         for key in tensors:
             path = paths.get(key, (key,))
             votes["".join(f"{part}." for part in path[:-1])] += 1
-        # No optimizer tells the model: its usual name does, however many tensors others have.
+        # Without an optimizer the usual name decides, even if others have more tensors.
         usual = [prefix for prefix in _PREFIXES if prefix]
         named = [prefix for prefix in usual if prefix in votes]
-        # Several models may be in a dict of that name; each alone is not the model.
+        # A dict of that name may hold several models, none of which is the whole.
         named += [prefix for prefix in usual if any(vote.startswith(prefix) for vote in votes)]
         if named:
             return named[0]
@@ -164,7 +164,7 @@ def _prefix(
 
 
 def _is_model(key: str, prefix: str, paths: Mapping[str, tuple[Any, ...]]) -> bool:
-    # Without a prefix the model's keys lie at the top, and other states in dicts of their own.
+    # Without a prefix the model's keys are at the top level, and other states in dicts.
     return bool(prefix) or len(paths.get(key, (key,))) == 1
 
 
@@ -174,19 +174,19 @@ def number_names(
     weights: Mapping[str, Sequence[int]],
     where: str,
 ) -> dict[int, str]:
-    """Return the fqn of each parameter that an optimizer knows by number only.
+    """Return the fqn of each parameter that an optimizer knows only by number.
 
-    It numbers parameters group by group, and in each in the order of the model. Which group has
-    which has to be proven by shapes.
+    It numbers parameters group by group, each group in the model's order. Shapes must prove which
+    group has which parameters.
 
     Args:
         groups: Numbers by group.
-        shapes: Of a parameter's state, where it has one that is not a single number.
-        weights: Shapes by fqn, in order of the model.
-        where: For errors.
+        shapes: Shape of each parameter's state, if it is not a single number.
+        weights: Shapes by fqn, in the model's order.
+        where: The file, for errors.
 
     Raises:
-        CheckpointCorruptError: It is not certain.
+        CheckpointCorruptError: The shapes do not decide.
     """
     wanted = [
         [tuple(shapes[number]) if number in shapes else None for number in group]

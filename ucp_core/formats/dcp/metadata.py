@@ -1,4 +1,4 @@
-"""The classes of torch DCP's metadata: what is taken of them, and nothing else.
+"""Stand-ins for the classes of torch DCP's metadata, with the attributes that are needed.
 
 Source: ``torch.distributed.checkpoint.metadata`` and ``.filesystem`` of torch 2.0 to 2.13.
 """
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class Metadata(Buildable):
-    """All of the file."""
+    """The whole file."""
 
     __slots__ = ("state",)
 
     def build(self, state: Any) -> None:
-        """Take what counts of a pickled object's state."""
+        """Take the needed attributes from the pickled state."""
         self.state = mapping(state)
 
 
@@ -29,7 +29,7 @@ class TensorMetadata(Buildable):
     __slots__ = ("chunks", "dtype", "shape")
 
     def build(self, state: Any) -> None:
-        """Take what counts of a pickled object's state."""
+        """Take the needed attributes from the pickled state."""
         fields = mapping(state)
         self.shape = extents_of(fields["size"])
         self.chunks = expect(fields["chunks"], list)
@@ -37,12 +37,12 @@ class TensorMetadata(Buildable):
 
 
 class Properties(Buildable):
-    """What is taken of a tensor's properties: the dtype."""
+    """A tensor's properties, of which only the dtype is needed."""
 
     __slots__ = ("dtype",)
 
     def build(self, state: Any) -> None:
-        """Take what counts of a pickled object's state."""
+        """Take the needed attributes from the pickled state."""
         dtype = state["dtype"] if isinstance(state, dict) else state[0]
         self.dtype: str = expect(dtype, Global).name.removeprefix("torch.")
 
@@ -53,29 +53,29 @@ class ChunkMetadata(Buildable):
     __slots__ = ("offsets", "sizes")
 
     def build(self, state: Any) -> None:
-        """Take what counts of a pickled object's state."""
+        """Take the needed attributes from the pickled state."""
         fields = mapping(state)
         self.offsets = extents_of(fields["offsets"])
         self.sizes = extents_of(fields["sizes"])
 
 
 class BytesMetadata(Buildable):
-    """A value that is no tensor; nothing is said of it."""
+    """A value that is no tensor; it has no attributes."""
 
     __slots__ = ()
 
     def build(self, state: Any) -> None:
-        """Take what counts of a pickled object's state."""
+        """Take the needed attributes from the pickled state."""
         del state
 
 
 class Index(Buildable):
-    """Which chunk of which key an entry of the storage is of."""
+    """The key and the chunk of an entry in the storage."""
 
     __slots__ = ("key", "offset")
 
     def build(self, state: Any) -> None:
-        """Take what counts of a pickled object's state."""
+        """Take the needed attributes from the pickled state."""
         fields = mapping(state)
         self.key = expect(fields["fqn"], str)
         offset = fields.get("offset")
@@ -83,12 +83,12 @@ class Index(Buildable):
 
 
 class StorageInfo(Buildable):
-    """Where a chunk lies."""
+    """Where a chunk is."""
 
     __slots__ = ("length", "offset", "path", "transforms")
 
     def build(self, state: Any) -> None:
-        """Take what counts of a pickled object's state."""
+        """Take the needed attributes from the pickled state."""
         fields = mapping(state)
         self.path = expect(fields["relative_path"], str)
         self.offset, self.length = extents_of((fields["offset"], fields["length"]))
@@ -96,7 +96,7 @@ class StorageInfo(Buildable):
 
 
 def expect(value: Any, kind: type[Any]) -> Any:
-    """Return the value if it is of exactly this kind.
+    """Return the value if it is exactly of this type.
 
     Raises:
         TypeError: It is not.

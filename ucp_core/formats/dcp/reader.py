@@ -1,10 +1,9 @@
-"""Reader of torch DCP: FSDP, FSDP2, with tensor parallel, HSDP, single processes.
+"""Reads checkpoints of torch DCP: FSDP, FSDP2, HSDP, tensor parallelism, single processes.
 
-A chunk is a fragment; nothing is copied and no rank reads what is another's. Torch writes the
-metadata last, over the old one and over the old data, in place. So after a crash in the middle
-old metadata may describe new data. That is noticed where sizes, shapes, dtypes or torch's own
-checksums differ; a save of the same layout that was cut short between two files leaves no trace,
-save that every checksum fits.
+A chunk becomes a fragment; nothing is copied. Torch overwrites data and metadata in place, the
+metadata last. After a crash in between, old metadata may describe new data. The reader notices this
+if sizes, shapes, dtypes or torch's checksums differ. It cannot notice a save of the same layout
+that ended between two files.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ if TYPE_CHECKING:
 def read(
     store: Store, directory: str, *, rules: Rules | None = None, tag: str | None = None
 ) -> Checkpoint:
-    """Open a checkpoint of torch DCP; metadata and small items are read, no tensor is.
+    """Open a checkpoint of torch DCP; only metadata and small items are read.
 
     Args:
-        store: Where.
-        directory: Of the checkpoint.
+        store: The storage.
+        directory: The folder of the checkpoint.
         rules: Not needed: the metadata say which box every file holds.
-        tag: A folder in ``directory``, where that holds several checkpoints.
+        tag: A folder in ``directory``, if that holds several checkpoints.
 
     Raises:
         CheckpointNotFoundError: Nothing was committed there.

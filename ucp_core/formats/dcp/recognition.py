@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 NAME = "dcp"
 METADATA_NAME = ".metadata"
-#: Written by every rank where ranks do not talk (``use_collectives=False``).
+#: Each rank writes its own with ``use_collectives=False``.
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 #: Accelerate and the Trainer of transformers keep model and optimizer in folders of their own.
 _PARTS = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")
@@ -27,7 +27,7 @@ def recognise(store: Store, directory: str) -> bool:
 
 
 def metadata_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the metadata files among ``names``: the one of a save, or one of every rank."""
+    """Return the metadata files among ``names``: one file, or one for each rank."""
     found = tuple(names)
     if METADATA_NAME in found:
         return (METADATA_NAME,)

@@ -1,8 +1,8 @@
-"""Data files of torch DCP in which tensors lie as safetensors and not as torch files.
+"""Reads data files of torch DCP that hold safetensors instead of torch files.
 
 ``FileSystemWriter(serialization_format=SAFETENSORS)`` writes a rank's values that are no tensors,
-then one safetensors file with all its tensors. The metadata give every tensor the offset where
-that begins, which no other form does; the header says where each one is.
+then one safetensors file with all its tensors. The metadata give every tensor the offset of this
+file, as in no other form; the header says where each tensor is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHARD = re.compile(r"shard-(\d{1,9})-model-\d+-of-\d+\.safetensors")
 
 
 def find_safetensors(container: Container) -> None:
-    """Put right where tensors are in files that are safetensors, as far as there are any.
+    """Correct the places of tensors in files that are safetensors.
 
     Raises:
         CheckpointCorruptError: The header of one is damaged, or does not fit the metadata.
@@ -57,7 +57,7 @@ def find_safetensors(container: Container) -> None:
 def sharded_container(store: Store, directory: str, names: Iterable[str]) -> Container | None:
     """Return what ``HuggingFaceStorageWriter(save_distributed=True)`` wrote, or None.
 
-    There are no metadata: every rank's file says where in the whole its boxes begin.
+    There are no metadata: each rank's file says where its boxes begin in the whole.
     """
     shards = {name: int(m[1]) for name in names for m in [_SHARD.fullmatch(name)] if m}
     if not shards:
@@ -103,7 +103,7 @@ def _add_shard(
 
 
 def _put(container: Container, item: StoredTensor, box: Box, ref: TensorRef, place: int) -> None:
-    """Make a chunk that is not a torch file; ``place`` may be behind the last one."""
+    """Set a chunk that is not a torch file; ``place`` may be one past the last."""
     blob = Blob(ref.file, ref.offset_bytes, ref.num_bytes)
     replica = any(chunk.box == box for chunk in item.chunks[:place])
     item.chunks[place : place + 1] = [Chunk(box, blob, replica)]
@@ -128,8 +128,8 @@ def _refs(
     """Return where the tensors of one file are, by key.
 
     Args:
-        store: Where.
-        directory: In it.
+        store: The storage.
+        directory: The folder in the storage.
         file: In the directory.
         offset_bytes: Where the safetensors begin in it.
         wanted: The box and dtype that the metadata say, by key.
@@ -157,7 +157,7 @@ def _refs(
 
 
 def _header(store: Store, path: str, offset_bytes: int) -> tuple[Header, int]:
-    """Return the header at ``offset_bytes`` of a file, and where the data behind it begin."""
+    """Return the header at ``offset_bytes`` of a file, and where its data begin."""
     size = store.size(path) - offset_bytes
     first = store.read_range(path, offset_bytes, min(LENGTH_BYTES, max(0, size)))
     length = header_bytes(first, size, path)

@@ -1,4 +1,4 @@
-"""A DCP container as training state: entries, groups, small values, and what became of each key."""
+"""Makes training state of a DCP container: entries, groups, small values, fate of each key."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from ucp_core.formats.dcp.container import Container
 
-#: Fragments have no checksums of their own, so that these blocks have none either.
+#: Size of blocks; foreign fragments have no checksums for them.
 BLOCK_BYTES = 1 << 20
-#: A generator's state has 5 KB; more is data of the model.
+#: A generator's state has 5 KB; anything larger is data of the model.
 _SMALL_BYTES = 64 << 10
 _STEPS = ("step", "global_step", "global_steps", "iteration", "steps", "num_steps", "steps_run")
 _RANDOM = re.compile(r".*(?:rng|random|generator).*", re.IGNORECASE)
@@ -35,18 +35,18 @@ _BUFFERS = (
     "freqs_cis",
     "_extra_state",
 )
-#: The last part of a flat parameter's key, since torch 1.13 and before.
+#: Last part of a flat parameter's key, since torch 1.13 and before that.
 _FLAT = ("_flat_param", "flat_param")
 _INTEGERS = frozenset(("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64"))
 
 
 @dataclass(slots=True)
 class State:
-    """What a manifest of the checkpoint says; see ``ucp_core.manifest.document.Manifest``.
+    """The parts of the checkpoint's manifest.
 
     Attributes:
         scalars: Numbers that only pickles hold.
-        layout: How many files and chunks there are, for people.
+        layout: Counts of files and chunks, for people.
     """
 
     entries: dict[TensorKey, TensorEntry] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def state_of(container: Container) -> State:
     Raises:
         CheckpointCorruptError: An item contradicts the metadata, or a name is there twice.
         ForeignClassError: A hyper-parameter is of an unknown class.
-        UnsupportedVersionError: The weights are there as FSDP1 flattens them.
+        UnsupportedVersionError: FSDP1 flattened the weights.
     """
     shapes = {key: item.shape for key, item in container.tensors.items()}
     _refuse_flat(container)
@@ -118,10 +118,10 @@ def state_of(container: Container) -> State:
 
 
 def _refuse_flat(container: Container) -> None:
-    """Refuse FSDP1's ``LOCAL_STATE_DICT``: shapes, order and padding of what it flattened are lost.
+    """Refuse FSDP1's ``LOCAL_STATE_DICT``, which lost the shapes, order and padding.
 
-    With ``use_orig_params`` the parameters have keys too, under which each rank gives the elements
-    that it holds, as a plain tensor; DCP takes those for copies and keeps one rank's.
+    With ``use_orig_params`` each rank also saves its elements of a parameter as a plain tensor
+    under the parameter's key. DCP takes these for copies and keeps one rank's.
     """
     flat = [key for key in container.tensors if key.rpartition(".")[2] in _FLAT]
     if not flat:
@@ -169,7 +169,7 @@ def _ref(entry: TensorEntry) -> TensorRef:
 
 
 def _name_numbers(container: Container, names: Names) -> None:
-    """Give parameters names that the optimizer's state knows by number only."""
+    """Name the parameters that the optimizer's state knows only by number."""
     fqns = {fqn for fqn, _ in names.states.values()}
     if not fqns or not all(fqn.isdecimal() for fqn in fqns):
         return
@@ -187,7 +187,7 @@ def _name_numbers(container: Container, names: Names) -> None:
 
 
 def _numbers_by_group(container: Container, names: Names) -> list[list[int]]:
-    """Return the numbers of each group's parameters; nothing where no group tells them."""
+    """Return the numbers of each group's parameters; empty if the groups lack them."""
     keys = {
         key: group
         for key, (_, group, name) in names.groups.items()
@@ -202,13 +202,13 @@ def _numbers_by_group(container: Container, names: Names) -> list[list[int]]:
 
 
 def _in_model_order(container: Container, names: Names) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what can be trained by fqn, in the order that the model has it.
+    """Return the shapes of trainable tensors by fqn, in the model's order.
 
-    Ranks that hold the same tensors share the work of writing them, so the order of what was
-    written is not the model's. That of the nested state is.
+    Ranks share the work of writing, so the files do not have the model's order. The nested state
+    does.
 
     Raises:
-        CheckpointCorruptError: Nothing tells the order.
+        CheckpointCorruptError: The order is unknown.
     """
     told = [key for key in container.paths if key in names.weights]
     rest = [key for key in names.weights if key not in container.paths]
@@ -224,7 +224,7 @@ def _in_model_order(container: Container, names: Names) -> dict[str, tuple[int, 
 
 
 def _is_statistic(fqn: str, known: Collection[str]) -> bool:
-    """Return whether it is one of the three buffers of torch's batch normalisation."""
+    """Return whether this is one of the three buffers of torch's batch normalisation."""
     layer, _, name = fqn.rpartition(".")
     prefix = f"{layer}." if layer else ""
     return name in _STATISTICS and all(f"{prefix}{other}" in known for other in _STATISTICS)
@@ -244,7 +244,7 @@ def _add_values(state: State, container: Container, names: Names) -> None:
 
 
 def _add_groups(state: State, container: Container, names: Names) -> None:
-    """Put the optimizer's groups together from one key for each hyper-parameter."""
+    """Assemble the optimizer's groups, which have a key for each hyper-parameter."""
     groups: dict[tuple[str, int | str], dict[str, Any]] = defaultdict(dict)
     values = dict(container.values(key for key in names.groups if key in container.blobs))
     for key, (root, group, name) in names.groups.items():
@@ -256,7 +256,7 @@ def _add_groups(state: State, container: Container, names: Names) -> None:
             params = [names.numbers.get(p, p) for p in fields.get("params", ())]
             state.param_groups.append({**fields, "params": [str(p) for p in params]})
             continue
-        # Flattened: the same values again and again, for each parameter of a group.
+        # Flattened: each parameter of a group repeats the same values.
         identity = json.dumps([root, fields], sort_keys=True)
         merged.setdefault(identity, {**fields, "params": []})["params"].append(group)
     state.param_groups += merged.values()
@@ -281,7 +281,7 @@ def _add_others(state: State, container: Container, names: Names, small: Iterabl
 
 
 def _put(state: State, container: Container, key: str, value: Any) -> None:
-    """Put a value into ``extra`` where it was in the nested state."""
+    """Put a value into ``extra`` at its place in the nested state."""
     path = list(container.paths.get(key, (key,)))
     target: Any = state.extra
     for part in path[:-1]:
@@ -297,7 +297,7 @@ def _put(state: State, container: Container, key: str, value: Any) -> None:
 
 
 def _with_lists(value: Any) -> Any:
-    """Return a nested value whose lists came item by item, under numbers, as lists again."""
+    """Return a nested value, with dicts that are numbered lists as lists again."""
     if not isinstance(value, dict):
         return value
     inner = {key: _with_lists(item) for key, item in value.items()}
@@ -307,7 +307,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def _add_roles(state: State, names: Names) -> None:
-    """Tell which tensors of the model the optimizer does not train."""
+    """Set the roles of the tensors that the optimizer does not train."""
     trained = {fqn for fqn, _ in names.states.values()}
     trained |= {fqn for group in state.param_groups for fqn in group["params"]}
     if not trained:
@@ -339,7 +339,7 @@ def _add_items(state: State, container: Container, names: Names) -> None:
 
 
 def _step(state: State, container: Container) -> int:
-    """Return the step of the save: what the program's own counter says, or the optimizer's."""
+    """Return the step of the save: the program's own counter, or the optimizer's."""
     places = [state.extra, *(v for v in state.extra.values() if isinstance(v, dict))]
     for name in _STEPS:
         for place in places:
@@ -355,7 +355,7 @@ def _step(state: State, container: Container) -> int:
 
 
 def ties_of(state: State) -> dict[str, str]:
-    """Return the tensors that are others under a second name: alias to owner.
+    """Return the tensors that are a second name of another one: alias to owner.
 
     DCP saves tied parameters once under each name, and their optimizer state under one. Evidence
     is torch's own checksum of every chunk; tensors below two dims and of zeros prove nothing.

@@ -1,7 +1,7 @@
 """Writes any checkpoint as a directory of torch's distributed checkpoint (DCP).
 
-Layout of torch 2.13: ``__0_N.distcp`` files of ``torch.save`` blobs side by side, one for each
-chunk of a tensor and each small value, and ``.metadata``, a pickle that says where each is. It is
+Layout of torch 2.13: ``__0_N.distcp`` files hold ``torch.save`` blobs side by side, one for each
+chunk of a tensor and for each small value. ``.metadata``, a pickle that says where each blob is, is
 written last and commits. Nothing here imports torch.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ucp_core.native import Checkpoint, Slab
     from ucp_core.storage import Buffer
 
-#: A loader reads whole chunks, however little it needs of one, and opens each at some 0.3 ms.
+#: A loader reads whole chunks, even if it needs little of one, and takes 0.3 ms to open each.
 CHUNK_BYTES = 64 << 20
 #: Where the next file begins.
 FILE_BYTES = 5_000_000_000
@@ -54,7 +54,7 @@ _DTYPES = {
     "F64": "float64",
     "C64": "complex64",
 }
-#: A tensor of bytes, as the state of a generator, is read as a small value; others are tensors.
+#: Tensors of bytes, such as a generator's state, are small values; others are tensors.
 _SMALL = frozenset({"U8"})
 _CLASSES = (
     "BytesStorageMetadata",
@@ -75,7 +75,7 @@ _ALLOWED = frozenset(
     }
 )
 
-#: Keys by which a nested state dict leads to a value.
+#: Keys that lead to a value in a nested state dict.
 _Path: TypeAlias = tuple[str | int, ...]
 
 
@@ -98,10 +98,10 @@ def write(  # noqa: PLR0913 - the options of a format
     Every value of ``extra`` is at the top, under its name, as DCP itself flattens it.
 
     Args:
-        checkpoint: The source, of whatever format.
-        store: Where to.
+        checkpoint: The source, of any format.
+        store: The storage to write to.
         directory: Must not hold such a checkpoint.
-        memory_bytes: Bound of the buffers.
+        memory_bytes: Limit for the buffers.
         progress: Called with the bytes done and the bytes of the whole state.
         model: Key of the model's state dict; empty: its names are at the top.
         optimizer: Key of the optimizer's state dict.
@@ -223,7 +223,7 @@ def _hyper(name: str, value: Any) -> Any:
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor under way: its chunks and where the blob of each lies."""
+    """A tensor being written: its chunks and the places of their blobs."""
 
     entry: TensorEntry
     boxes: list[Box] = field(default_factory=list)
@@ -266,7 +266,7 @@ class _DcpFiles:
         """Write the small values and all tensors, in as many files as that takes.
 
         Args:
-            written: The path of every file is added to it before that is begun.
+            written: Gets the path of every file before the file is begun.
             fsync: Whether every file must survive a loss of power.
         """
         ahead = next(self._slabs, None)
@@ -279,11 +279,11 @@ class _DcpFiles:
             ahead = rest[0] if rest else None
 
     def close(self) -> None:
-        """Stop reading the source, which is held until then."""
+        """Stop reading the source."""
         self._slabs.close()
 
     def _chunks(self, ahead: Slab | None, rest: list[Slab]) -> Iterator[Buffer]:
-        """Yield one file; the slab that did not fit any more is left in ``rest``."""
+        """Yield one file; put the slab that no longer fits into ``rest``."""
         if len(self.names) == 1:
             yield from self._small()
         while ahead is not None:
@@ -301,7 +301,7 @@ class _DcpFiles:
                 return
 
     def _small(self) -> Iterator[Buffer]:
-        """Yield small values, and a chunk of nothing for each empty tensor, as DCP has it."""
+        """Yield small values, and an empty chunk for each empty tensor, as DCP does."""
         for key, value in self._contents.values.items():
             self._values[key] = yield from self._blob(value)
         for key, value in self._contents.small.items():
@@ -327,7 +327,7 @@ class _DcpFiles:
         return Instance(_STORAGE_INFO, state=state)
 
     def metadata(self) -> Instance:
-        """Return the document; only when all files are written."""
+        """Return the metadata; call this after all files are written."""
         described: dict[str, Instance] = {}
         places: dict[Instance, Instance] = {}
         named = [(self._contents.keys[key], tensor) for key, tensor in self._tensors.items()]
@@ -358,7 +358,7 @@ class _DcpFiles:
 
 
 class _Attributes(dict[str, Any]):
-    """Attributes of an object that is the key of a dict."""
+    """Attributes of an object that is a key of a dict."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 

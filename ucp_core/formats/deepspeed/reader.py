@@ -68,7 +68,7 @@ def read(
     """Open a checkpoint; which one of several is said by ``tag``, or by the file ``latest``.
 
     Args:
-        store: Where.
+        store: The storage.
         directory: The folder of the checkpoint, or the one that holds its tags.
         rules: How tensors are cut over tensor parallel ranks; counts before what the checkpoint
             says.
@@ -79,7 +79,7 @@ def read(
         CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
         PatternError: How a tensor is cut is not known, or does not fit its shards.
         UnsupportedVersionError: It declares what cannot be converted.
-        ForeignClassError: A pickle holds a class that is not known.
+        ForeignClassError: A pickle holds an unknown class.
         StorageError: A file cannot be read.
     """
     folder = locate(store, directory, tag)

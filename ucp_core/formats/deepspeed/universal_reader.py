@@ -53,8 +53,8 @@ class _Folder:
     """What was read of a universal folder.
 
     Attributes:
-        store: Where.
-        directory: In it.
+        store: The storage.
+        directory: The folder in the storage.
         files: Names of the files of each parameter, without the suffix.
         opened: Torch files by name in the directory.
         entries: Whole tensors.
@@ -99,7 +99,7 @@ def read_universal(
     """Open a universal folder.
 
     Args:
-        store: Where.
+        store: The storage.
         folder: The folder.
         layouts_of: How tensors that are only in the model files are spread over ranks.
 

@@ -65,10 +65,10 @@ def write(  # noqa: PLR0913 - the signature of every writer
     DeepSpeed loads it with ``{"checkpoint": {"load_universal": true}}`` in its configuration.
 
     Args:
-        checkpoint: The source, of whatever format, with the target's names.
-        store: Where to.
+        checkpoint: The source, of any format, with the target's names.
+        store: The storage to write to.
         directory: What ``load_checkpoint`` is given; must be empty or not be there.
-        memory_bytes: Bound of the buffers.
+        memory_bytes: Limit for the buffers.
         progress: Called with the bytes of tensors that were written and that will be.
         rules: How tensors are spread over tensor-parallel ranks, for targets that have them.
         dtype: A key of ``DTYPES``: of the run's loss scaler. None: what the source was trained in.

@@ -108,10 +108,10 @@ def write(
     """Write ``directory/TAG`` and, last, ``directory/latest``, which commits it.
 
     Args:
-        checkpoint: The source, of whatever format, with the target's names.
-        store: Where to.
+        checkpoint: The source, of any format, with the target's names.
+        store: The storage to write to.
         directory: What ``load_checkpoint`` is given; must be empty or not be there.
-        memory_bytes: Bound of the buffers.
+        memory_bytes: Limit for the buffers.
         progress: Called with the bytes of tensors that were written and that will be.
         rules: How tensors are spread over tensor-parallel ranks; needed where ``tp`` is not 1.
         fsync: Whether every file must survive a loss of power before the commit.

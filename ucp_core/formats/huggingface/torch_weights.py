@@ -30,15 +30,15 @@ def state_map(
     """Return the tensors of some files, and their ties.
 
     Args:
-        store: Where.
-        directory: In it.
+        store: The storage.
+        directory: The folder in the storage.
         names: The files.
         listed: File by tensor, as an index has them; empty: there is none.
         block_bytes: Of the state map.
 
     Raises:
         CheckpointCorruptError: A file is damaged or no state dict, or the index contradicts it.
-        ForeignClassError: A pickle holds a class that is not known.
+        ForeignClassError: A pickle holds an unknown class.
         StorageError: A file cannot be read.
     """
     files = Files(store, directory)

@@ -62,10 +62,10 @@ def write(  # noqa: PLR0913 - the options of a format
     """Write the weights, frozen parameters and buffers to ``directory``.
 
     Args:
-        checkpoint: The source, of whatever format.
-        store: Where to.
+        checkpoint: The source, of any format.
+        store: The storage to write to.
         directory: Must not hold safetensors files.
-        memory_bytes: Bound of the buffers.
+        memory_bytes: Limit for the buffers.
         progress: Called with the bytes read and the bytes of all weights.
         dtype: A key of ``DTYPES``: every float tensor of 2 bytes or more is cast to it, to
             nearest. None: each keeps its own.

@@ -88,7 +88,7 @@ def check_copies(
     """Check that no two ranks have the same moments of what each has another part of.
 
     Args:
-        store: Where.
+        store: The storage.
         path: The folder.
         moments: By rank: slots, and where they are.
         shared: Whether several ranks have the same of a slot.

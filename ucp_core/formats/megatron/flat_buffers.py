@@ -76,8 +76,8 @@ def find(
     """Return where each parameter begins in a buffer, which the trained ones fill.
 
     Args:
-        store: Where.
-        directory: Of the checkpoint.
+        store: The storage.
+        directory: The folder of the checkpoint.
         flat: The masters.
         params: Names and the model's weights, in the model's order.
 

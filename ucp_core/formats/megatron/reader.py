@@ -65,7 +65,7 @@ def read(
     """Open a checkpoint; pickles are read, of tensors a few elements at most.
 
     Args:
-        store: Where.
+        store: The storage.
         directory: The folder of an iteration, or the one that holds the latest.
         rules: How tensors are cut; they count before those of Megatron's own names.
         tag: Name of the iteration's folder, as ``iter_0001000``.
@@ -75,7 +75,7 @@ def read(
         CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
         PatternError: How a tensor is cut, or which state is whose, cannot be told.
         UnsupportedVersionError: Its experts cannot be put together, or it is too old.
-        ForeignClassError: A pickle holds a class that is not known.
+        ForeignClassError: A pickle holds an unknown class.
         StorageError: A file cannot be read.
     """
     path = _located(store, directory, tag)

@@ -49,7 +49,7 @@ def read(
     """Open a ``torch_dist`` checkpoint; metadata and small items are read, no tensor is.
 
     Args:
-        store: Where.
+        store: The storage.
         directory: Of one iteration, or of all, with Megatron's file that names the latest.
         rules: Of them only where the padding of a vocabulary begins (``unpadded``): the metadata
             say which box every file holds.

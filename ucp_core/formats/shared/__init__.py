@@ -1,10 +1,10 @@
-"""What the readers of formats with a file per rank share: DeepSpeed and both of Megatron.
+"""What several formats share, most of them with a file for each rank.
 
-``torch_files`` opens the files of all ranks, ``shards`` makes whole tensors of their pieces,
-``groups`` one list of the optimizer's groups, ``values`` small values of pickles; ``evidence`` and
-``optimizer_order`` find out which parameter a master or a numbered slot is of; ``grouped_experts``
-knows the order of Megatron's experts that are one parameter, ``copies`` a file that was copied over
-another rank's.
+``torch_files`` opens the files of all ranks. ``shards`` makes whole tensors of their shards,
+``groups`` one list of the optimizer's groups. ``values`` converts small values of pickles, and
+``inline`` serves numbers as files. ``evidence`` and ``optimizer_order`` find the parameter that a
+master or a numbered slot belongs to. ``grouped_experts`` knows the order of Megatron's experts that
+are one parameter. ``copies`` finds a file that was copied over another rank's.
 """
 
 from ucp_core.formats.shared import grouped_experts

@@ -1,8 +1,7 @@
-"""Refuses a file of a rank that is another rank's under a wrong name.
+"""Refuses a copy of one rank's file under the name of another rank.
 
-Ranks hold different parts of the model, so two of them with the same state are one file twice,
-unless all of that is a few numbers over and over: zeros of padding, or parameters that were
-initialised to ones.
+Ranks hold different parts of the model. Equal state on two ranks means that one file is there
+twice, unless the state is a few repeated numbers: zeros of padding, or weights that begin as ones.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ if TYPE_CHECKING:
     from ucp_core.storage import Store
     from ucp_core.torch_files import TensorRef
 
-#: What is looked at of a tensor, at its start, in the middle and at its end.
+#: Size of a sample; one is read at the start, in the middle and at the end of a tensor.
 _SAMPLE_BYTES = 64 << 10
-#: So many different numbers at most may be the same on two ranks without being a copy: what layers
-#: begin with, and padding. Better one copy unnoticed than a sound checkpoint refused.
+#: Two ranks may share this many different numbers, as initial weights and padding do. A sound
+#: checkpoint must not be refused, even if a copy goes unnoticed.
 _NUMBERS_MAX = 16
 
 _Prints: TypeAlias = tuple[tuple[object, ...], ...]
@@ -33,17 +32,17 @@ def refuse_equal(
 ) -> None:
     """Check that no two ranks hold the same.
 
-    Torch's own checksums are compared; nothing is read unless they are equal. Files without them
-    are not compared.
+    This compares torch's own checksums, and reads elements only where these are equal. Files
+    without checksums are not compared.
 
     Args:
-        store: Where.
-        directory: Of the files.
-        held: By rank, what no two of them have in common.
-        what: It is, for errors.
+        store: The storage.
+        directory: The folder of the files.
+        held: By rank, the tensors that no two ranks may share.
+        what: What they are, for errors.
 
     Raises:
-        CheckpointCorruptError: Two are equal, and more than a few numbers over and over.
+        CheckpointCorruptError: Two ranks hold the same, and more than a few repeated numbers.
     """
     seen: dict[_Prints, str] = {}
     for found in held:
@@ -71,7 +70,7 @@ def _print(ref: TensorRef) -> tuple[object, ...]:
 
 
 def _is_plain(store: Store, directory: str, ref: TensorRef) -> bool:
-    """Return whether what is looked at of a flat tensor is a few numbers over and over."""
+    """Return whether samples of a flat tensor are a few repeated numbers."""
     itemsize = DTYPE_BYTES[ref.dtype]
     path, size = join(directory, ref.file), _SAMPLE_BYTES // itemsize
     lows = sorted({0, max(ref.num_elements - size, 0) // 2, max(ref.num_elements - size, 0)})

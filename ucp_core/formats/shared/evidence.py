@@ -1,6 +1,6 @@
-"""Proof that a float32 master is of a parameter: rounded to the model's dtype, it is its weight.
+"""Proves which parameter a float32 master belongs to: it rounds to the parameter's weight.
 
-A few elements of both are read. Formats without names for masters are read by it.
+It reads a few elements of both. Formats without names for masters need it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ucp_core.torch_files import TensorRef
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-#: Elements that are compared at either end: two parameters that agree in so many are alike.
+#: Elements to compare at either end; parameters that agree in these count as equal.
 _SAMPLE = 32
 _HALVES = ("F16", "BF16")
 
@@ -24,7 +24,7 @@ _HALVES = ("F16", "BF16")
 def is_master_of(
     store: Store, directory: str, masters: TensorRef, start: int, weight: TensorRef
 ) -> bool:
-    """Return whether elements from ``start`` on of flat masters are those of ``weight``."""
+    """Return whether the flat masters from element ``start`` on round to ``weight``."""
     count = weight.num_elements
     if start + count > masters.num_elements:
         return False
@@ -48,9 +48,9 @@ def match_masters(
     params: Sequence[tuple[str, TensorRef]],
     taken: set[str],
 ) -> list[str | None]:
-    """Return the name of each master's parameter, or None; ``taken`` gets those that are found.
+    """Return the name of each master's parameter, or None; add the names to ``taken``.
 
-    Where several fit, their weights are equal, and the first in the model's order is meant.
+    If several fit, their weights are equal, and the first in the model's order is taken.
     """
     names: list[str | None] = []
     for master in masters:
@@ -69,9 +69,10 @@ def interchangeable(
     params: Sequence[tuple[str, TensorRef]],
     groups: Sequence[Sequence[str]],
 ) -> tuple[str, str] | None:
-    """Return two parameters with equal weights of which one's masters could be the other's.
+    """Return two parameters with equal weights whose masters could be confused.
 
-    In one group the model's order tells them apart; in two, or where one has no masters, nothing.
+    Within a group their order decides. Nothing decides between two groups, or if one of the
+    parameters has no masters.
     """
     group_of = {name: index for index, group in enumerate(groups) for name in group}
     met: dict[tuple[object, ...], str] = {}
@@ -113,7 +114,7 @@ def rounded(data: bytes, source: str, target: str) -> bytes:
         from ucp_core.numerics import cast
 
         return bytes(cast(memoryview(data), source, target))
-    # Nearly all there are; numpy would take 0.1 s to import.
+    # The usual dtypes; the import of numpy would take 0.1 s.
     count = len(data) // DTYPE_BYTES[source]
     if target == "F16":
         return b"".join(map(_half, struct.unpack(f"<{count}f", data)))
@@ -124,7 +125,7 @@ def _half(value: float) -> bytes:
     try:
         return struct.pack("<e", value)
     except OverflowError:
-        # A master above the range of float16 becomes infinite, as it does in torch.
+        # A master above the range of float16 becomes infinite, as in torch.
         return struct.pack("<e", copysign(inf, value))
 
 
@@ -132,5 +133,5 @@ def _bf16(bits: int) -> int:
     upper = bits >> 16
     if bits & 0x7FFFFFFF > 0x7F800000:  # noqa: PLR2004 - not a number, which stays one
         return upper | 0x40
-    # Half of the last place, less one where that place is even: a tie goes up only if it is odd.
+    # Add half of the last place, less one if that place is even: ties round to even.
     return (bits + 0x7FFF + (upper & 1)) >> 16

@@ -1,8 +1,8 @@
 """Experts of a rank that are one parameter (Megatron's ``GroupedMLP``). Pure.
 
-The model's tensor has each expert as ``[out, in]``, gate above up. The parameter, and so a flat
-buffer that holds it, has them the other way round: ``[experts, in, out]``, gate beside up. Here the
-last three dims of the boxes that a rank holds of the model's tensor are experts, out and in.
+The model's tensor holds each expert as ``[out, in]``, gate above up. The parameter, and a flat
+buffer with it, is transposed: ``[experts, in, out]``, gate beside up. The boxes here are those that
+a rank holds of the model's tensor; their last three dims are experts, out and in.
 
 Source: ``GroupedMLP.sharded_state_dict`` in ``megatron/core/transformer/moe/experts.py``, 0.5 to
 0.16.
@@ -27,8 +27,8 @@ class Segment(NamedTuple):
     """Elements of a box of the model's tensor, and where they are in the parameter.
 
     Attributes:
-        box: In the model's tensor.
-        position: Of the first element, in the flattened parameter.
+        box: Box in the model's tensor.
+        position: First element in the flattened parameter.
         strides: Elements of the parameter between neighbours along each dim of the box.
     """
 
@@ -41,10 +41,10 @@ class Sample(NamedTuple):
     """Elements that are side by side in the parameter.
 
     Attributes:
-        piece: Number of the box that they are in.
-        position: Of the first, in the flattened parameter.
-        size: How many.
-        start: Of the first, in the flattened box; the next are ``step`` apart.
+        piece: Number of their box.
+        position: First element in the flattened parameter.
+        size: Number of elements.
+        start: First element in the flattened box; the next are ``step`` apart.
         step: Elements of the box between neighbours.
     """
 
@@ -56,7 +56,7 @@ class Sample(NamedTuple):
 
 
 def may_be_grouped(key: str, boxes: Sequence[Box]) -> bool:
-    """Return whether a rank's boxes of a tensor can be of such a parameter."""
+    """Return whether a rank's boxes of a tensor can come from such a parameter."""
     if _KEY.fullmatch(key) is None or len(boxes[0].start) < _DIMS:
         return False
     return len({(box.shape[-3], box.shape[-1]) for box in boxes}) == 1
@@ -68,12 +68,12 @@ def strides(rows: int, width: int) -> tuple[int, int, int]:
 
 
 def segments(boxes: Sequence[Box], start: int, stop: int) -> Iterator[Segment]:
-    """Yield what flat positions ``[start, stop)`` of the parameter are.
+    """Yield the segments at flat positions ``[start, stop)`` of the parameter.
 
     Args:
         boxes: All that the rank holds of the tensor, in order.
         start: First position.
-        stop: Behind the last one.
+        stop: One past the last position.
     """
     experts, _, width = boxes[0].shape[-_DIMS:]
     edges = list(accumulate((box.shape[-2] for box in boxes), initial=0))

@@ -1,4 +1,4 @@
-"""The optimizer's groups, of which every pipeline stage knows only its own parameters. Pure."""
+"""Merges the optimizer's groups: each pipeline stage knows only its own parameters. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Groups:
     def add(self, groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> None:
         """Add hyper-parameters and names of one rank's groups, in order.
 
-        A stage may lack a group, so groups of other ranks are the same if their hyper-parameters
-        are; each is met once at most by every rank.
+        A stage may lack a group, so groups of two ranks are the same if their hyper-parameters are
+        equal. Each rank has a group at most once.
         """
         met: set[int] = set()
         for index, (values, names) in enumerate(groups):
@@ -37,5 +37,5 @@ class Groups:
             self._groups[chosen]["params"] = list(dict.fromkeys([*params, *names]))
 
     def result(self) -> list[dict[str, Any]]:
-        """Return the groups as a manifest has them."""
+        """Return the groups in the form of a manifest."""
         return self._groups

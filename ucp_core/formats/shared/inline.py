@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from ucp_core.storage import ReadRange, Store
 
-#: The file of values that need no other name.
+#: The usual name of this file.
 INLINE_NAME = "@inline"
 
 
 def overlay(store: Store, files: Mapping[str, bytes]) -> Store:
     """Return a store that reads ``files``, named ``@...``, from memory in any directory.
 
-    Everything else is done by ``store``, writing too.
+    ``store`` does everything else, including writes.
     """
     assert all(name.startswith("@") for name in files), sorted(files)
     return cast("Store", _Overlay(store, files))

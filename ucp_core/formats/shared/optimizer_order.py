@@ -1,7 +1,7 @@
-"""Which of a torch optimizer's numbered parameters is which of the model's.
+"""Finds the model's parameter for each number of a torch optimizer.
 
-Pure. A torch optimizer numbers its parameters group by group and does not save their names. In a
-group they are in the model's order; which group has which is proven by their shapes, or refused.
+Pure. A torch optimizer numbers its parameters group by group. Within a group they have the model's
+order. Their shapes must prove which group has which parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
-#: What to do about it where the optimizer could keep names, and where it could not.
+#: What the user can do if the optimizer can keep names, and if it cannot.
 NAME_THEM = (
     "make the optimizer of the trained ones of model.named_parameters(), whose names it keeps "
     "(torch 2.6 or later), or save with one that is distributed (ZeRO stage 1)"
@@ -30,7 +30,7 @@ DISTRIBUTE_IT = "save with an optimizer that is distributed (ZeRO stage 1)"
 def largest_shape(state: Mapping[str, Any]) -> Shape | None:
     """Return the shape of the largest slot of a parameter's state; None if it has none.
 
-    Of slots of one element, numbers have no dim, and others those of the parameter.
+    Among slots of one element, one with dims has the shape of its parameter.
     """
     refs = [v for slot, v in state.items() if isinstance(v, TensorRef) and slot != "step"]
     best = max(refs, key=lambda ref: (ref.num_elements, len(ref.shape)), default=None)
@@ -43,12 +43,12 @@ def check_numbers(
     """Check that no parameter is numbered twice, and that each has a master if any has.
 
     Args:
-        groups: Of the optimizer.
-        masters: By group, its masters, where there are any.
-        file: For errors.
+        groups: The optimizer's groups.
+        masters: Masters by group, if there are any.
+        file: The file, for errors.
 
     Raises:
-        CheckpointCorruptError: The file was put together of two, or changed.
+        CheckpointCorruptError: The file was changed, or combines two files.
     """
     numbers = Counter(number for group in groups for number in group["params"])
     twice = [number for number, times in numbers.items() if times > 1]
@@ -76,19 +76,19 @@ def assign(
 ) -> dict[int, list[str]]:
     """Return the names of every group's parameters, in order.
 
-    With one group of as many parameters as the model has, they are in the model's order, unless
-    their shapes are in another. Else all parameters of a shape must be in one group: then their
-    order there is the model's, unless shapes prove that this group has an order of its own. Or the
-    shapes of each group must be found in that order at one place only: then the others are frozen.
+    One group with as many parameters as the model has the model's order, unless its shapes have
+    another order. Otherwise all parameters of a shape must be in one group. They then have the
+    model's order, unless shapes prove another order of this group. Or the shapes of each group, in
+    order, must fit the model in one way only; the other parameters are frozen.
 
     Args:
-        wanted: By group, the shape of each parameter as its state tells it, or None.
+        wanted: By group, the shape of each parameter's state, or None.
         params: Names and shapes in the model's order.
-        file: For errors.
-        remedy: What to do where it cannot be told, for errors.
+        file: The file, for errors.
+        remedy: What the user can do, for errors.
 
     Raises:
-        PatternError: It cannot be told.
+        PatternError: The shapes do not decide.
         CheckpointCorruptError: A state is larger than the parameter at its place.
     """
     count = sum(len(group) for group in wanted)
@@ -115,7 +115,7 @@ def assign(
 def _by_order(
     wanted: Sequence[Sequence[Shape | None]], params: Sequence[tuple[str, Shape]]
 ) -> dict[int, list[str]] | None:
-    """Return names where the shapes of every group, in order, have only one place in the model."""
+    """Return the names if the shapes of every group fit the model's order in one way only."""
     shapes = [shape for _, shape in params]
     taken: set[int] = set()
     for group in wanted:
@@ -129,7 +129,7 @@ def _by_order(
 
 
 def _places(group: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
-    """Return the first places where shapes of a group follow one another; None if they do not."""
+    """Return the first places in the model where a group's shapes follow; None if they do not."""
     places = []
     at = 0
     for other in group:
@@ -143,7 +143,7 @@ def _places(group: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int]
 
 
 def _is_moved(group: Sequence[Shape | None], params: Sequence[tuple[str, Shape]]) -> bool:
-    """Return whether a group has exactly the model's shapes, but in another order."""
+    """Return whether a group has the model's shapes in another order."""
     shapes = [shape for _, shape in params]
     return list(group) != shapes and Counter(group) == Counter(shapes)
 
@@ -185,7 +185,7 @@ def _check_order(
     file: str,
     remedy: str,
 ) -> None:
-    """Raise if a group is not in the model's order, and has several parameters of one shape."""
+    """Raise if a group has another order than the model, and repeats a shape."""
     place = {name: number for number, (name, _) in enumerate(params)}
     for index, names in found.items():
         shape, times = Counter(wanted[index]).most_common(1)[0] if names else (None, 0)
@@ -199,7 +199,7 @@ def _check_order(
 
 
 def unclear(file: str, why: str, remedy: str = DISTRIBUTE_IT) -> PatternError:
-    """Return the error that parameters and state cannot be matched."""
+    """Return the error for state that cannot be matched to parameters."""
     return PatternError(
         f"{file}: the optimizer does not say which state belongs to which parameter, and that "
         f"cannot be told: {why}; {remedy}",

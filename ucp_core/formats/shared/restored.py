@@ -1,4 +1,4 @@
-"""Small values of a checkpoint as what they were before they became JSON."""
+"""Converts small values of a checkpoint back from JSON."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def restored(value: Any, dtypes: Collection[str] = frozenset(DTYPE_BYTES)) -> Any:
-    """Return a value of ``extra`` with tensors and bytes as such, which JSON has in base64.
+    """Return a value of ``extra`` with tensors and bytes instead of their base64.
 
     Args:
         value: The value.
-        dtypes: Tensors of others stay as they are.
+        dtypes: Dtypes to convert; tensors of other dtypes stay JSON.
     """
     if isinstance(value, list):
         return [restored(item, dtypes) for item in value]

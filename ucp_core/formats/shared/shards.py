@@ -1,8 +1,8 @@
-"""Collects what the files of a model-parallel checkpoint hold, and makes whole tensors of it.
+"""Makes whole tensors of the shards in the files of a model-parallel checkpoint.
 
-Pure. A tensor is first cut over ranks of model parallelism into shards; ZeRO flattens each shard
-and cuts it again into runs. Readers add runs; ``Shards.entries`` asks for a pattern of each tensor
-and proves that the runs make up all of it.
+Pure. Model parallelism cuts a tensor into shards. ZeRO flattens each shard and cuts it into runs.
+Readers add runs. ``Shards.entries`` asks for the pattern of each tensor and proves that the runs
+cover it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Rank(NamedTuple):
-    """A rank of model parallelism: its pipeline stage, and its number within the stage."""
+    """A model-parallel rank: its pipeline stage, and its number within the stage."""
 
     stage: int
     tp: int
@@ -41,14 +41,13 @@ class FlatRun(NamedTuple):
 
 @dataclass(slots=True)
 class Shard:
-    """What one rank of model parallelism holds of one tensor.
+    """The shard of one tensor on one model-parallel rank.
 
     Attributes:
-        dtype: Of the bytes in the files.
-        shape: Of the shard.
-        runs: Where its elements are, once flattened.
-        strides: Of a shard whose runs are whole rows, but not C-contiguous: bytes between
-            neighbours.
+        dtype: Dtype in the files.
+        shape: Shape of the shard.
+        runs: Where the elements of the flattened shard are.
+        strides: Bytes between neighbours, if the runs are whole rows that are not C-contiguous.
     """
 
     dtype: str
@@ -58,12 +57,12 @@ class Shard:
 
 
 class Layouts(Protocol):
-    """Knows how a tensor is spread over the ranks of tensor parallelism."""
+    """Knows how tensors are sharded over tensor-parallel ranks."""
 
     def pattern(
         self, key: TensorKey, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Pattern, int | None]:
-        """Return the pattern, and the true extent of dim 0 where what lies behind is padding.
+        """Return the pattern, and the true extent of dim 0 if padding follows.
 
         Raises:
             PatternError: It is not known.
@@ -75,8 +74,8 @@ class Shards:
     """Shards by tensor and rank.
 
     Attributes:
-        tp_degree: Ranks in a stage.
-        patterns: Of what ``entries`` returned, where there are several ranks: as JSON.
+        tp_degree: Tensor-parallel ranks in a stage.
+        patterns: Patterns of the tensors of ``entries`` as JSON, if there are several ranks.
     """
 
     tp_degree: int
@@ -86,7 +85,7 @@ class Shards:
     def add_run(
         self, key: TensorKey, rank: Rank, dtype: str, shape: tuple[int, ...], run: FlatRun | None
     ) -> None:
-        """Add elements of a flattened shard; None where a rank has no element of it.
+        """Add a run of a flattened shard; None if a rank has no element of it.
 
         Raises:
             CheckpointCorruptError: Another file gives the shard another dtype or shape.
@@ -139,12 +138,12 @@ class Shards:
         self._found[key][rank].strides = ref.byte_strides
 
     def replace_ref(self, key: TensorKey, rank: Rank, ref: TensorRef) -> None:
-        """Add a whole shard in place of the one that is known."""
+        """Replace a shard."""
         self.drop(key, rank)
         self.add_ref(key, rank, ref)
 
     def drop(self, key: TensorKey, rank: Rank) -> None:
-        """Forget a shard, because a better one follows."""
+        """Drop a shard, because a better one follows."""
         self._found[key].pop(rank, None)
 
     def add_empty(self, fqn: str, tp: int, shape: tuple[int, ...]) -> None:
@@ -171,11 +170,11 @@ class Shards:
         return next((shard.shape for shard in self._found.get(key, {}).values()), None)
 
     def slots_of(self, fqn: str) -> set[str]:
-        """Return the slots of which any rank holds something."""
+        """Return the slots that any rank holds."""
         return {key.slot for key in self._found if key.fqn == fqn}
 
     def first_runs(self, key: TensorKey) -> list[tuple[str, FlatRun]]:
-        """Return dtype and first run of every tensor parallel rank's shard, in one stage."""
+        """Return dtype and first run of each tensor-parallel rank's shard in one stage."""
         ranks = self._found.get(key, {})
         stage = min((rank.stage for rank in ranks), default=0)
         return [
@@ -188,8 +187,7 @@ class Shards:
         """Return the whole tensors.
 
         Raises:
-            PatternError: How tensors are spread is not known or does not fit; names all of them
-                that are not known.
+            PatternError: A pattern is unknown or does not fit; names all tensors without one.
             UncoveredRegionError: Elements are missing, or held twice.
             CheckpointCorruptError: A rank has no shard.
         """
@@ -219,13 +217,13 @@ class Shards:
 
 @dataclass(slots=True)
 class _Placed:
-    """A placement, and the fragments of runs that were asked for: layers and slots are alike.
+    """A placement with the fragments of its runs; layers and slots share them.
 
     Attributes:
-        placement: Of all tensors of one pattern and one shape.
+        placement: The placement of all tensors of one pattern and shape.
         told: The pattern as JSON.
-        known: By rank and run: fragments as of a file that begins with the run, of elements of
-            one byte.
+        known: Fragments by rank and run, as if elements had one byte and the file began with the
+            run.
     """
 
     placement: Placement
@@ -244,7 +242,7 @@ class _Placed:
 
 
 def _told(pattern: Pattern, placed: _Placed, entry: TensorEntry) -> Any:
-    """Return the pattern as JSON; what was stripped of a plain cut is part of it."""
+    """Return the pattern as JSON, with the true extent if padding was stripped."""
     is_stripped = entry.shape != placed.placement.shape
     if is_stripped and pattern == Cut(0):
         return plain(Cut(0, unpadded=entry.shape[0]))
@@ -254,7 +252,7 @@ def _told(pattern: Pattern, placed: _Placed, entry: TensorEntry) -> Any:
 def _by_stage(
     key: TensorKey, ranks: dict[Rank, Shard], tp_degree: int
 ) -> dict[int, tuple[Shard, ...]]:
-    """Return the shards of every stage that has the tensor, by rank; all stages must agree."""
+    """Return the tensor's shards by stage and rank; all stages must agree."""
     found: dict[int, tuple[Shard, ...]] = {}
     for stage in sorted({rank.stage for rank in ranks}):
         missing = [tp for tp in range(tp_degree) if Rank(stage, tp) not in ranks]
@@ -347,7 +345,7 @@ def _strided(
 
 
 def _all_unknown(errors: Sequence[PatternError]) -> PatternError:
-    """Return one error for all tensors of which the spreading is not known."""
+    """Return one error for all tensors whose pattern is unknown."""
     names = [str(error.facts["unknown"]) for error in errors]
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")  # noqa: PLR2004
     return PatternError(f"{errors[0]} (tensors: {shown})", unknown=tuple(names))

@@ -1,4 +1,4 @@
-"""The torch files of one folder, opened: many at once, because each is asked for separately."""
+"""Opens the torch files of one folder in parallel, because each needs requests of its own."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from ucp_core.geometry import Extent
     from ucp_core.storage import Store
 
-#: Unpickling holds the interpreter, so more threads help only where requests take long.
+#: Unpickling holds the interpreter lock, so threads help only while requests wait.
 THREADS_MAX = 16
 
 
 @dataclass(slots=True)
 class Files:
-    """Torch files of one folder, opened.
+    """The open torch files of one folder.
 
     Attributes:
         store: Where the folder is.
-        directory: In it.
+        directory: The folder in the storage.
         trees: Values by file.
         extents: Checksums of storages by file.
     """
@@ -41,8 +41,8 @@ class Files:
         """Read the pickles of more files, in parallel; no tensor is read.
 
         Args:
-            names: Of the files.
-            kinds: What they may hold.
+            names: Names of the files.
+            kinds: Types of value that they may hold.
 
         Raises:
             CheckpointCorruptError: A file is damaged or holds something else.

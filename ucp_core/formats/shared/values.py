@@ -1,4 +1,4 @@
-"""Values of foreign pickles as JSON, small tensors read; and numbers as tensors without a file."""
+"""Converts values of foreign pickles to JSON, and numbers to tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FORMATS = {
 }
 #: Dtypes of which Python has the numbers.
 NUMBER_DTYPES = frozenset(_FORMATS)
-#: What Python raises where a structure is not what was expected.
+#: What Python raises if a structure is not the expected one.
 _NONSENSE = (
     AttributeError,
     IndexError,
@@ -43,7 +43,7 @@ _NONSENSE = (
     ValueError,
     struct.error,
 )
-#: Above it a step count would be rounded in float32, in which torch keeps it.
+#: The largest step count that is exact in float32.
 _EXACT_MAX = 1 << 24
 #: SPEC.md, section 2: integers are below it.
 _INTEGER_MAX = 1 << 60
@@ -51,10 +51,9 @@ _INTEGER_MAX = 1 << 60
 
 @contextmanager
 def refusing_nonsense(where: str, framework: str) -> Iterator[None]:
-    """Turn what surprises a reader deep in a foreign file's structure into an error of ours.
+    """Turn Python's errors about a foreign file's structure into one of ours.
 
-    A pickle's structure is only its writer's word, and checks of every level of it would be most
-    of a reader.
+    A pickle can have any structure, and checks at every level would be most of a reader.
     """
     try:
         yield
@@ -66,7 +65,7 @@ def refusing_nonsense(where: str, framework: str) -> Iterator[None]:
 
 
 def number(store: Store, directory: str, ref: TensorRef) -> float | int | bool | None:
-    """Return the only element of a tensor; None where Python has no such number (bfloat16)."""
+    """Return the only element of a tensor; None if Python has no such number (bfloat16)."""
     code = _FORMATS.get(ref.dtype)
     if code is None or ref.num_elements != 1:
         return None
@@ -103,7 +102,7 @@ def json_value(value: Any, store: Store, directory: str) -> Any:
 
 
 class Scalars:
-    """Tensors of one element each, of which the bytes are in a torch file or in memory."""
+    """Tensors of one element, whose bytes are in a torch file or in memory."""
 
     def __init__(self) -> None:
         self.entries: dict[TensorKey, TensorEntry] = {}
@@ -132,12 +131,12 @@ class Scalars:
         self.entries[key] = TensorEntry(key=key, dtype=dtype, shape=shape, fragments=(fragment,))
 
     def overlay(self, store: Store) -> Store:
-        """Return a store in which the values that are in memory can be read."""
+        """Return a store that also reads the values in memory."""
         return overlay(store, {INLINE_NAME: bytes(self._data)}) if self._data else store
 
 
 def _packed(key: TensorKey, value: float) -> tuple[str, bytes]:
-    """Return dtype and bytes: torch's optimizers keep a step in float32, if it is exact there."""
+    """Return dtype and bytes; a step is float32, as in torch's optimizers, if that is exact."""
     is_step = key.slot == "step"
     if isinstance(value, bool):
         return "BOOL", struct.pack("<?", value)

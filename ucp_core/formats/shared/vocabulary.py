@@ -1,9 +1,9 @@
-"""How many rows of Megatron's embeddings are tokens, and how many were added behind them. Pure.
+"""Finds how many rows of Megatron's embeddings are tokens, and how many are padding. Pure.
 
 The embedding and the output layer have ``padded_vocab_size`` rows: the tokenizer's size, rounded up
 to a multiple of ``make_vocab_size_divisible_by`` times the tensor parallel ranks. Another number of
-ranks pads otherwise, so the rows behind the tokens are no state. The size itself is in the
-arguments only if it was given there, as ``vocab_size``; else it stays with the tokenizer.
+ranks pads differently, so the rows after the tokens are no state. The arguments have the size only
+if the user gave it, as ``vocab_size``; otherwise only the tokenizer knows it.
 
 Sources: ``build_tokenizer`` and ``NullTokenizer`` of Megatron-LM, core 0.5 to 0.19.
 """
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 _NAMES = re.compile(
     r"(.*\.)?(word_embeddings|word_embeddings_for_head|output_layer|lm_head)\.(weight|bias)"
 )
-#: These count the token at the end of documents besides the given size, up to core 0.17.
+#: Up to core 0.17 these add the end-of-document token to the given size.
 _NULL, _NULL_MULTIMODAL = "NullTokenizer", "NullMultimodalTokenizer"
-#: An argument that Megatron has since the first of them does not.
+#: An argument of the Megatron versions whose ``NullTokenizer`` does not.
 _SINCE_EXACT = "null_tokenizer_eod_id"
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the arguments of a run say of its vocabulary.
+    """What the arguments of a run say about its vocabulary.
 
     Attributes:
-        num_rows: Of the embedding as it was saved; None: not known, so nothing is.
-        num_tokens: Rows that are tokens; None: not known.
-        why_unknown: For people.
+        num_rows: Rows of the saved embedding; None: unknown, and so is everything else.
+        num_tokens: Rows that are tokens; None: unknown.
+        why_unknown: The reason, for people.
     """
 
     num_rows: int | None = None
@@ -46,12 +46,12 @@ class Vocabulary:
     why_unknown: str = ""
 
     def extent(self, fqn: str, num_rows: int) -> int | None:
-        """Return how many of a tensor's rows are tokens; None: all, or it is not known."""
+        """Return how many of a tensor's rows are tokens; None: all, or unknown."""
         is_padded = self.num_rows == num_rows and _NAMES.fullmatch(fqn) is not None
         return self.num_tokens if is_padded else None
 
     def item(self, entries: Mapping[TensorKey, TensorEntry]) -> dict[str, Item]:
-        """Return what became of the padding, by the item's name; nothing where there is none."""
+        """Return the item that tells what became of the padding; empty if there is none."""
         rows = {
             key.fqn: entry.shape[0]
             for key, entry in sorted(entries.items())
@@ -75,7 +75,7 @@ class Vocabulary:
 
 
 def vocabulary_of(arguments: Mapping[str, Any]) -> Vocabulary:
-    """Return what Megatron's arguments say; a size that does not make the rows is not believed."""
+    """Return what Megatron's arguments say; a size that does not fit the rows is ignored."""
     rows, size = _number(arguments, "padded_vocab_size"), _number(arguments, "vocab_size")
     if rows is None:
         return Vocabulary()

@@ -76,7 +76,7 @@ def open_native(store: Store, directory: str, names: Names, *, with_optim: bool 
 
     Raises:
         CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
-        ForeignClassError: A pickle holds a class that is not known.
+        ForeignClassError: A pickle holds an unknown class.
         StorageError: A file cannot be read.
     """
     files = Files(store, directory)
