@@ -1,4 +1,4 @@
-"""Any checkpoint in any format that can be written: the writers by name, and their options."""
+"""Exports any checkpoint: the writers by format, and their options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Format(NamedTuple):
-    """Where a format's writer is, and which options it takes."""
+    """Where a format's writer is, and its options."""
 
     module: str
     function: str
@@ -54,9 +54,9 @@ _WRITERS = {
         frozenset({"dtype", "rules", "tag"}),
     ),
 }
-#: Formats that have no place for anything but weights.
+#: Formats that hold only weights.
 _WEIGHTS_ONLY = frozenset({"huggingface"})
-#: Formats of which every tensor is one of the model or its optimizer.
+#: Formats that hold only tensors of the model and its optimizer.
 _MODEL_ONLY = frozenset({"deepspeed", "deepspeed-universal"})
 #: Whether every file must survive a loss of power before the commit.
 _COMMON = frozenset({"fsync"})
@@ -83,10 +83,10 @@ def export(
         format: One of ``FORMATS``.
         memory_bytes: Limit for the buffers.
         progress: Called with the bytes done and the bytes of all that is written.
-        **options: Of that format's writer, which documents them.
+        **options: Options of that format's writer.
 
     Raises:
-        UcpError: No such format, or it has no such option; or what its writer raises.
+        UcpError: The format or the option is unknown, or the writer fails.
     """
     writer = _WRITERS.get(format)
     if writer is None:
@@ -104,7 +104,7 @@ def export(
 
 
 def refuse_inside(checkpoint: Checkpoint, store: Store, directory: str) -> None:
-    """Refuse a destination that is the source's folder or lies in it.
+    """Refuse a destination that is the source's folder or is inside it.
 
     Raises:
         UcpError: It is or does.
@@ -139,7 +139,7 @@ def warnings_of(checkpoint: Checkpoint, *, format: str) -> list[str]:  # noqa: A
 
 
 def exported(checkpoint: Checkpoint, *, format: str) -> list[TensorEntry]:  # noqa: A002 - as above
-    """Return the tensors of the checkpoint that the format has a place for."""
+    """Return the tensors of the checkpoint that the format can hold."""
     roles = checkpoint.manifest.roles
     return [
         entry
@@ -150,7 +150,7 @@ def exported(checkpoint: Checkpoint, *, format: str) -> list[TensorEntry]:  # no
 
 
 def left_behind(checkpoint: Checkpoint, *, format: str) -> list[str]:  # noqa: A002 - as above
-    """Return what of the checkpoint the format has no place for, for people."""
+    """Return what the format cannot hold of the checkpoint, for people."""
     roles = checkpoint.manifest.roles
     if format in _MODEL_ONLY:
         return [f"tensor {fqn}" for fqn in sorted(roles) if roles[fqn] == "extra"]

@@ -1,8 +1,8 @@
-"""Checkpoints of other frameworks, opened as any other: recognised, described, never copied.
+"""Opens checkpoints of any format without copying them.
 
 A format is a package with two modules: ``recognition`` with ``NAME`` and
-``recognise(store, directory) -> bool``, which imports next to nothing, and ``reader`` with
-``read(store, directory, *, rules, tag) -> Checkpoint``, imported only for what is of its format.
+``recognise(store, directory) -> bool``, which imports almost nothing, and ``reader`` with
+``read(store, directory, *, rules, tag) -> Checkpoint``, imported only for its own format.
 """
 
 from __future__ import annotations
@@ -47,21 +47,20 @@ def open_source(
     rename: Mapping[str, str] | None = None,
     tag: str | None = None,
 ) -> Checkpoint:
-    """Open a checkpoint of any known format; its headers and pickles are read, no tensor is.
+    """Open a checkpoint of any known format; only headers and pickles are read.
 
     Args:
         store: The storage.
         directory: The checkpoint, or the folder that holds it under a tag.
-        rules: How tensors are cut over ranks, for sources that do not say so themselves, and
-            which tensors are tied.
+        rules: How tensors are sharded, for sources that do not say so, and which are tied.
         rename: New fqn by the source's fqn; applies to every slot, group, tie and role.
-        tag: Which of several checkpoints in ``directory``, where the format has such names.
+        tag: Chooses one of several checkpoints in ``directory``, if the format has tags.
 
     Raises:
-        CheckpointNotFoundError: Nothing that any reader knows is there.
+        CheckpointNotFoundError: There is no checkpoint of a known format.
         CheckpointCorruptError: It contradicts itself, or a file is missing or damaged.
-        PatternError: How a tensor was cut is not known, or does not fit its shards.
-        ForeignClassError: A pickle holds a class that is not known; nothing of it ran.
+        PatternError: A tensor's pattern is unknown, or does not fit its shards.
+        ForeignClassError: A pickle holds an unknown class; nothing was executed.
         UnsupportedVersionError: The source says that it cannot be converted.
         StorageError: A file cannot be read.
     """
@@ -113,7 +112,7 @@ def _open(store: Store, directory: str, rules: Rules | None, tag: str | None) ->
 
 
 def _recognised(store: Store, directory: str) -> tuple[str, str] | None:
-    """Return the package and the ``NAME`` of the format of what other frameworks wrote."""
+    """Return the package and the ``NAME`` of another framework's format."""
     for package in _FORMATS:
         module: Any = import_module(f"{__package__}.{package}.recognition")
         if module.recognise(store, directory):

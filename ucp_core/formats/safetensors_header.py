@@ -1,4 +1,4 @@
-"""The header of a safetensors file: parse it as if an enemy had written it, and print it.
+"""Parses and prints the header of a safetensors file; input is never trusted.
 
 Pure. Layout by https://github.com/huggingface/safetensors: 8 bytes of length, a JSON object that
 names dtype, shape and ``data_offsets`` of every tensor, then the data without gaps.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 LENGTH_BYTES = 8
-#: The limit of the reference implementation; its reason holds here: a header is read into memory.
+#: The limit of the reference implementation: a header is read into memory.
 HEADER_BYTES_MAX = 100_000_000
 #: torch and numpy stop at 64.
 _NDIM_MAX = 64
@@ -36,21 +36,21 @@ class TensorRange(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A parsed header: the tensors in order of their bytes, and free texts."""
+    """A parsed header: the tensors in the order of their bytes, and the metadata."""
 
     tensors: tuple[TensorRange, ...]
     metadata: Mapping[str, str]
 
 
 class _DuplicateNameError(Exception):
-    """JSON may name a member twice; one of the two would be lost."""
+    """JSON names a member twice; the parser would drop one of the two."""
 
 
 def header_bytes(first: bytes, file_bytes: int, where: str) -> int:
     """Return the length of the JSON that follows the ``LENGTH_BYTES`` in ``first``.
 
     Raises:
-        CheckpointCorruptError: The file is too short for it, or it is beyond the limit.
+        CheckpointCorruptError: The file is too short for it, or it exceeds the limit.
     """
     if len(first) < LENGTH_BYTES:
         _refuse(where, None, f"has {file_bytes} bytes, too few for a safetensors file")
@@ -65,15 +65,15 @@ def header_bytes(first: bytes, file_bytes: int, where: str) -> int:
 
 
 def parse_header(text: bytes, data_bytes: int, where: str) -> Header:
-    """Return what a header says, proven: every tensor in the file, no byte twice, no gap.
+    """Return the header after checks: tensors fill the file without overlap or gap.
 
     Args:
         text: The JSON.
-        data_bytes: Bytes of the file behind it.
+        data_bytes: Bytes of the file after the JSON.
         where: Path of the file, for messages.
 
     Raises:
-        CheckpointCorruptError: Names the file, and the tensor if there is one.
+        CheckpointCorruptError: Names the file, and the tensor if one is wrong.
     """
     document = _document(text, where)
     metadata = document.pop("__metadata__", {})
@@ -172,8 +172,8 @@ def print_header(
     """Return the length and the JSON that begin a file.
 
     Args:
-        tensors: Name, dtype and shape in the order in which the data will follow.
-        metadata: Free texts; ``{"format": "pt"}`` is what transformers asks for.
+        tensors: Name, dtype and shape in the order of the data.
+        metadata: Any texts; transformers expects ``{"format": "pt"}``.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset_bytes = 0

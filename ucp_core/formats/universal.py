@@ -1,4 +1,4 @@
-"""Where every byte of a universal checkpoint goes: known before the first one moves. Pure."""
+"""Plans the files of a universal checkpoint: where every byte will be. Pure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
     from ucp_core.geometry import StateMap
 
-#: The size that the Hugging Face tools cut at.
+#: The default size of the Hugging Face tools.
 FILE_BYTES_MAX = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
 _SAFE_SLOT = re.compile(r"[A-Za-z0-9_]+")
 
 
 class TargetTensor(NamedTuple):
-    """One tensor of a file: what it is in the source, and where its bytes go."""
+    """One tensor of a file: its entry in the source, and its offset in the file."""
 
     entry: TensorEntry
     offset_bytes: int
 
 
 class TargetFile(NamedTuple):
-    """One safetensors file: its header, the tensors that follow it without gaps, its size."""
+    """One safetensors file: its header, the tensors after it without gaps, its size."""
 
     name: str
     header: bytes
@@ -53,7 +53,7 @@ def target_files(state_map: StateMap) -> tuple[TargetFile, ...]:
 
 
 def small_files(files: Sequence[TargetFile], extra: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the JSON files of a universal checkpoint by name: the index, and the extra values."""
+    """Return the JSON files of a universal checkpoint by name: index and extra values."""
     weights = [
         (tensor.entry, file.name)
         for file in files
@@ -90,7 +90,7 @@ def _target_file(name: str, entries: Sequence[TensorEntry]) -> TargetFile:
 
 
 def _groups(entries: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
-    """Cut a family into files: by name, none above the size unless one tensor is."""
+    """Cut a family into files by name, of at most the maximum size unless a tensor is larger."""
     groups: list[list[TensorEntry]] = [[]]
     num_bytes = 0
     for entry in entries:
@@ -100,13 +100,13 @@ def _groups(entries: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
         groups[-1].append(entry)
         num_bytes += entry.num_bytes
     for group in groups:
-        # safetensors wants every tensor aligned and no gaps between them.
+        # safetensors requires aligned tensors without gaps.
         group.sort(key=lambda entry: (-DTYPE_BYTES[entry.dtype], entry.key.fqn))
     return groups
 
 
 def _family(slot: str) -> str:
-    """Return how the files of a slot begin; ``model`` is what other tools look for."""
+    """Return the prefix of a slot's files; other tools look for ``model``."""
     if slot == "weight":
         return "model"
     if slot == "model" or not _SAFE_SLOT.fullmatch(slot):
@@ -115,7 +115,7 @@ def _family(slot: str) -> str:
 
 
 def _file_name(name: str) -> str:
-    """Return ``name`` as part of a file name: anything but letters, digits and ``_-`` escaped."""
+    """Return ``name`` for a file name, with all but letters, digits and ``_-`` escaped."""
     if not name:
         return "%"
     return quote(name, safe="").replace(".", "%2E").replace("~", "%7E")

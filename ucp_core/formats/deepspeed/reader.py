@@ -1,7 +1,7 @@
 """Reads DeepSpeed's checkpoints, native and universal, without DeepSpeed and without torch.
 
-ZeRO stages 0 to 3, tensor, pipeline, sequence and expert parallelism; masters in float32 where
-there are any. Nothing is copied: pickles are read, tensors are described where they lie.
+ZeRO stages 0 to 3, tensor, pipeline, sequence and expert parallelism, with the float32 masters if
+there are any. Only pickles are read; tensors stay where they are.
 """
 
 from __future__ import annotations
@@ -58,27 +58,26 @@ if TYPE_CHECKING:
     from ucp_core.storage import Store
 
 _ZERO3 = 3
-#: Elements that are compared of masters that look alike.
+#: Elements to compare of masters.
 _SAMPLE = 256
 
 
 def read(
     store: Store, directory: str, *, rules: Rules | None = None, tag: str | None = None
 ) -> Checkpoint:
-    """Open a checkpoint; which one of several is said by ``tag``, or by the file ``latest``.
+    """Open a checkpoint; ``tag`` or the file ``latest`` chooses one of several.
 
     Args:
         store: The storage.
         directory: The folder of the checkpoint, or the one that holds its tags.
-        rules: How tensors are cut over tensor parallel ranks; counts before what the checkpoint
-            says.
+        rules: How tensors are sharded over tensor-parallel ranks; they override the checkpoint.
         tag: Name of the folder of the checkpoint in ``directory``.
 
     Raises:
         CheckpointNotFoundError: There is none, or nothing chooses one of several.
         CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
-        PatternError: How a tensor is cut is not known, or does not fit its shards.
-        UnsupportedVersionError: It declares what cannot be converted.
+        PatternError: A tensor's pattern is unknown, or does not fit its shards.
+        UnsupportedVersionError: It declares something that cannot be converted.
         ForeignClassError: A pickle holds an unknown class.
         StorageError: A file cannot be read.
     """
@@ -166,9 +165,9 @@ def _hyper(group: Mapping[str, Any], store: Store, directory: str) -> dict[str, 
 def _shapes_by_mappings(
     native: Native, mp: int, states: Sequence[RankState]
 ) -> list[dict[str, tuple[int, ...]]]:
-    """Return shapes by group where only the mappings name the parameters.
+    """Return shapes by group if only the mappings name the parameters.
 
-    So it is in bfloat16 without ZeRO, and with experts before DeepSpeed 0.19.
+    This is so in bfloat16 without ZeRO, and with experts before DeepSpeed 0.19.
     """
     where = native.model[0, mp]
     held = weights_of(native, mp)
@@ -201,7 +200,7 @@ def _size(states: Sequence[RankState], index: int, name: str) -> int:
 
 
 def _check_steps(native: Native, states: Mapping[tuple[int, int], RankState]) -> None:
-    """Raise if the optimizer's step differs between files: ZeRO's have no other trace of time."""
+    """Raise if the optimizer's step differs between ZeRO's files."""
 
     def step_of(state: RankState) -> float | None:
         for part in state.partitions[:1]:
@@ -246,7 +245,7 @@ def _layouts(native: Native, modules: Modules, rules: Rules | None) -> TensorPar
 def _same_masters(native: Native, modules: Modules, name: str) -> bool:
     """Return whether the masters of all tensor parallel ranks begin alike.
 
-    Copies in bfloat16 can be equal where masters are not: one and a hundredth is one there.
+    Weights in bfloat16 can be equal although their masters differ: 1.001 is 1 there.
     """
     return len(_beginnings(native, modules, TensorKey(name, WEIGHT))) <= 1
 
@@ -254,7 +253,7 @@ def _same_masters(native: Native, modules: Modules, name: str) -> bool:
 def _same_gradients(native: Native, modules: Modules, name: str) -> bool:
     """Return whether all tensor parallel ranks begin with the same moments, not all zero.
 
-    Shards that were cut can be equal while no gradient has changed them, but not after.
+    Different shards can be equal before the first gradient, but not after it.
     """
     slots = modules.shards.slots_of(name) - {WEIGHT, "step"}
     found = [_beginnings(native, modules, TensorKey(name, slot)) for slot in slots]
@@ -262,7 +261,7 @@ def _same_gradients(native: Native, modules: Modules, name: str) -> bool:
 
 
 def _beginnings(native: Native, modules: Modules, key: TensorKey) -> set[bytes]:
-    """Return the different first bytes that tensor parallel ranks have of a tensor."""
+    """Return the distinct first bytes of a tensor over tensor-parallel ranks."""
     found = set()
     for dtype, run in modules.shards.first_runs(key):
         size_bytes = min(run.stop - run.start, _SAMPLE) * DTYPE_BYTES[dtype]
@@ -272,7 +271,7 @@ def _beginnings(native: Native, modules: Modules, key: TensorKey) -> set[bytes]:
 
 
 def _info(native: Native) -> Info:
-    """Return what all stages say together; each knows its own layers."""
+    """Return the merged information of all stages; each knows its own layers."""
     merged: dict[str, Any] = {}
     for (dp, mp), name in sorted(native.model.items()):
         info = native.files.trees[name].get("universal_checkpoint_info")
@@ -301,7 +300,7 @@ def _told(item: Any) -> Any:
 
 
 def _refuse_repeated(native: Native, shards: Shards, layouts: TensorParallelLayouts) -> None:
-    """Raise if several stages hold a name that is not said to be the same tensor in each."""
+    """Raise if several stages hold a name that is not declared to be one tensor."""
     if native.pp == 1:
         return
     for fqn, stages in shards.stages().items():

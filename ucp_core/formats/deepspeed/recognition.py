@@ -1,4 +1,4 @@
-"""Which files of a DeepSpeed folder mean what, and which folder is the checkpoint.
+"""Recognises DeepSpeed's checkpoints and their files by name.
 
 Sources: ``runtime/engine.py`` (``_get_ckpt_name`` and its like) and ``runtime/pipe/module.py`` of
 DeepSpeed 0.14 to 0.19.
@@ -36,7 +36,7 @@ _ANY = (_MODEL, _MODEL_ZERO3, _OPTIM, _LAYER, _EXPERT, _EXPERT_OPTIM)
 _TAG = re.compile(r"[^/\\\x00-\x1f]+")
 _LATEST_BYTES_MAX = 4096
 _SUFFIXES = (".pt", ".py", ".txt", ".json", ".bin", ".safetensors", ".distcp", ".metadata", ".md")
-#: A folder with more in it is no folder of a few tags, and each look into one is a request.
+#: Each look into a folder is a request, and a folder of tags has few entries.
 _FOLDERS_MAX = 64
 
 
@@ -48,10 +48,10 @@ class Names:
         model: By model-parallel rank; ZeRO stage 0, 1 and 2.
         model_zero3: By ``(dp, mp)``.
         optim: By prefix (``bf16_``, ``fp16_`` or none), then by ``(dp, mp)``.
-        layers: Of pipelines, by ``(layer, tp)``; tp is None where the name has none.
+        layers: Of pipelines, by ``(layer, tp)``; tp is None if the name has none.
         experts: By ``(moe layer, expert, mp)``; the layer is -1 in old names.
         expert_optim: Without ZeRO, by ``(ep, mp)``.
-        others: What is none of these.
+        others: All other files.
     """
 
     model: dict[int, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Folder:
 
 
 def sort_names(names: Iterable[str]) -> Names:
-    """Return what each file of a checkpoint's folder is."""
+    """Sort the files of a checkpoint's folder."""
     found = Names()
     for name in names:
         if match := _MODEL.fullmatch(name):
@@ -110,7 +110,7 @@ def recognise(store: Store, directory: str) -> bool:
 
 
 def locate(store: Store, directory: str, tag: str | None) -> Folder:
-    """Return the checkpoint that ``directory`` is, or that it says is its latest.
+    """Return the checkpoint in ``directory``, or the latest one below it.
 
     Raises:
         CheckpointNotFoundError: There is none, or there are several and nothing chooses one.
@@ -174,7 +174,7 @@ def _latest(store: Store, path: str) -> str:
 
 
 def _checked_tag(tag: str, where: str) -> str:
-    """Return a tag, which may be of several folders, but may not lead out of where it is."""
+    """Return a tag after checks: it may name nested folders, but not leave the directory."""
     parts = tag.split("/")
     if not all(map(_TAG.fullmatch, parts)) or not {".", ".."}.isdisjoint(parts):
         raise CheckpointCorruptError(
@@ -184,7 +184,7 @@ def _checked_tag(tag: str, where: str) -> str:
 
 
 def _folders(names: Iterable[str]) -> list[str]:
-    """Return what can be a folder of a checkpoint: listings do not tell files from folders."""
+    """Return the names that can be folders: listings do not distinguish files and folders."""
     return [name for name in names if not name.endswith(_SUFFIXES)][:_FOLDERS_MAX]
 
 

@@ -1,9 +1,9 @@
 """Reads the folder that DeepSpeed's ``ds_to_universal`` makes: a folder of files per parameter.
 
-``zero/NAME/fp32.pt`` and one file per slot hold ``{param: tensor, ...}``; made from stage 3
-without tensor parallelism they hold a bare flat tensor, whose shape is in the model files that lie
-beside. These also have frozen parameters and buffers as they were, which the converter upcasts and,
-under tensor parallelism, cuts short; so they come from there.
+``zero/NAME/fp32.pt`` and one file per slot hold ``{param: tensor, ...}``. If they were made from
+stage 3 without tensor parallelism, they hold a flat tensor, whose shape is in the model files
+beside. Frozen parameters and buffers are taken from the model files, because the converter upcasts
+them and, under tensor parallelism, drops parts of them.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class _Folder:
         files: Names of the files of each parameter, without the suffix.
         opened: Torch files by name in the directory.
         entries: Whole tensors.
-        patterns: Of those that were put together of shards, as JSON.
+        patterns: Patterns of the tensors that were assembled of shards, as JSON.
         scalars: Tensors of one element.
         extras: ``extra`` and ``items``.
-        native: The model files that lie beside, if any.
+        native: The model files beside, if any.
     """
 
     store: Store
@@ -101,11 +101,11 @@ def read_universal(
     Args:
         store: The storage.
         folder: The folder.
-        layouts_of: How tensors that are only in the model files are spread over ranks.
+        layouts_of: How tensors that are only in the model files are sharded.
 
     Raises:
         CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
-        PatternError: How a frozen parameter or a buffer is cut is not known.
+        PatternError: The pattern of a frozen parameter or a buffer is unknown.
     """
     found = _open(store, folder.directory)
     modules = Modules(Shards(1), set(), masters=True)
@@ -143,7 +143,7 @@ def _open(store: Store, directory: str) -> _Folder:
         extras.items[name] = Item("drop", "no part of a universal checkpoint")
     found = _Folder(store, directory, files, dict(zip(wanted, opened, strict=True)), extras)
     if beside.model:
-        # A folder for the loaders of every stage has both kinds, and the tensors in this one.
+        # A folder for the loaders of every stage has both kinds; this kind has the tensors.
         beside.model_zero3.clear()
     if beside.model or beside.model_zero3:
         found.native = open_native(store, directory, beside, with_optim=False)
@@ -199,7 +199,7 @@ def _add_params(found: _Folder, modules: Modules, layouts: TensorParallelLayouts
 
 
 def _slots(files: tuple[str, ...]) -> frozenset[str]:
-    """Return the optimizer's slots among the files of a parameter; groups may have other ones."""
+    """Return the optimizer's slots among a parameter's files; groups may have different ones."""
     return frozenset(files) - {_MASTER, _STEP}
 
 
@@ -242,7 +242,7 @@ def _add_slot(found: _Folder, name: str, slot: str, local: tuple[int, ...] | Non
 
 
 def _put_parts_together(found: _Folder, name: str, layouts: TensorParallelLayouts) -> None:
-    """Correct a fused projection of which the converter joined the ranks' shards end to end."""
+    """Correct a fused projection whose shards the converter joined end to end."""
     for key in [TensorKey(name, slot) for slot in ("weight", *found.files[name])]:
         entry = found.entries.get(key)
         told = layouts.concatenated(name, entry.shape) if entry is not None else None
@@ -273,9 +273,10 @@ def _put_parts_together(found: _Folder, name: str, layouts: TensorParallelLayout
 def _shape(
     found: _Folder, file: str, ref: TensorRef, tree: Any, local: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """Return the shape of a whole tensor; a bare one is flat, and the model files know its shape.
+    """Return the shape of a whole tensor; for a flat one, that in the model files.
 
-    Under tensor parallelism these know the shapes of shards, so only the number of dims counts.
+    Under tensor parallelism the model files have the shapes of shards, so only the number of dims
+    is compared.
     """
     native = found.native
     if local is None or native is None:
@@ -299,7 +300,7 @@ def _shape(
 
 
 def _groups(found: _Folder) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, and add its step where only the optimizer's file has it."""
+    """Return the optimizer's groups, and add its step if only the optimizer's file has it."""
     file = f"{ZERO}/{_OPTIMIZER}"
     if file not in found.opened:
         return []
@@ -329,7 +330,7 @@ def _groups(found: _Folder) -> list[dict[str, Any]]:
 
 
 def _check_steps(found: _Folder, names: list[list[str]]) -> None:
-    """Raise if parameters of one group, which step together, are of different steps."""
+    """Raise if parameters of one group are of different steps."""
     store = found.scalars.overlay(found.store)
 
     def step_of(name: str) -> float | None:
@@ -357,7 +358,7 @@ def _check_steps(found: _Folder, names: list[list[str]]) -> None:
 
 
 def _add_step(found: _Folder, inner: Mapping[str, Any]) -> None:
-    """Give every trained parameter the step that stage 3 keeps once for all."""
+    """Give every trained parameter the step that stage 3 saves only once."""
     state = inner.get("state")
     first: Any = next(iter(state.values()), {}) if isinstance(state, dict) else {}
     value = first.get(_STEP) if isinstance(first, dict) else None
@@ -372,7 +373,7 @@ def _add_step(found: _Folder, inner: Mapping[str, Any]) -> None:
 def _names_by_group(
     found: _Folder, groups: list[Mapping[str, Any]], zero3: Mapping[str, Any] | None
 ) -> list[list[str]]:
-    """Return the parameters of every group; those of stage 3 follow from sub-groups."""
+    """Return the parameters of every group; stage 3 tells them by sub-groups."""
     shapes = found.groups()
     if len(shapes) == len(groups):
         return [list(group) for group in shapes]

@@ -1,15 +1,15 @@
 """Writes DeepSpeed's universal folder in a form that it loads at every ZeRO stage.
 
-DeepSpeed's own tool writes one form for the stages 1 and 2 and another for stage 3, and neither
-loads in the other. This folder is both at once: tensors with their shapes, a step for every
-parameter, an optimizer state for either loader, metadata under either name.
+DeepSpeed's own tool writes one form for stages 1 and 2 and another for stage 3, and each loads only
+its own. This folder serves both: tensors have their shapes, every parameter has a step, and each
+loader finds an optimizer state and metadata under the names that it expects.
 
-What DeepSpeed's universal load does not restore, no folder can give: frozen parameters, buffers,
-and at stage 3 hyper-parameters that differ between groups (those that differ are left out there,
-so that the target keeps its own) and any slot but ``exp_avg`` and ``exp_avg_sq``. At stage 3 it
-also gives all groups and sub-groups one step counter, which then counts several times a step: with
-more than one of them the losses differ from the second step on (measured, 0.19.8). The native form
-(``ucp_core.formats.deepspeed.writer``) has none of these limits.
+DeepSpeed's universal load restores neither frozen parameters nor buffers. At stage 3 it restores
+only the slots ``exp_avg`` and ``exp_avg_sq``, and no hyper-parameters that differ between groups:
+these are omitted, so that the target keeps its own. At stage 3 all groups and sub-groups also share
+one step counter, which counts several times a step: with more than one group the losses differ from
+the second step on (measured with 0.19.8). The native form (``ucp_core.formats.deepspeed.writer``)
+has none of these limits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ucp_core.native import Checkpoint
     from ucp_core.storage import Store
 
-#: Slots that DeepSpeed keeps as one number, and the only one of them that its folder has.
+#: Slots that DeepSpeed keeps as one number; its folder has only the step.
 _STEP = "step"
 _SUBPARAM = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
 
@@ -67,11 +67,11 @@ def write(  # noqa: PLR0913 - the signature of every writer
     Args:
         checkpoint: The source, of any format, with the target's names.
         store: The storage to write to.
-        directory: What ``load_checkpoint`` is given; must be empty or not be there.
+        directory: The argument of ``load_checkpoint``; must be empty or missing.
         memory_bytes: Limit for the buffers.
-        progress: Called with the bytes of tensors that were written and that will be.
-        rules: How tensors are spread over tensor-parallel ranks, for targets that have them.
-        dtype: A key of ``DTYPES``: of the run's loss scaler. None: what the source was trained in.
+        progress: Called with the bytes of tensors written so far and in total.
+        rules: How tensors are sharded over tensor-parallel ranks, for targets that have them.
+        dtype: A key of ``DTYPES``, for the run's loss scaler. None: the source's dtype.
         tag: Name of the folder; default: DeepSpeed's, ``global_step``, the step, ``_universal``.
         fsync: Whether every file must survive a loss of power before the commit.
 
@@ -98,11 +98,11 @@ def write(  # noqa: PLR0913 - the signature of every writer
     trees = Trees(model, FlatReader(checkpoint, memory_bytes), dtype=precision, dp=1)
 
     def files() -> Iterator[tuple[str, Any]]:
-        # In an order in which no part of it looks like a whole: metadata that names every
-        # parameter first, and of each parameter the values last.
+        # This order never makes a part look complete: metadata that names every parameter comes
+        # first, and each parameter's values come last.
         yield "zero/optimizer_state.pt", _optimizer_state(trees)
         yield "mp_rank_00_model_states.pt", _model_states(trees, with_tensors=True)
-        # Stage 3 looks for this name, and takes the same small values from it.
+        # Stage 3 looks for this name, and reads the same small values.
         yield "zero_pp_rank_0_mp_rank_00_model_states.pt", _model_states(trees, with_tensors=False)
         for group in model.groups:
             for name in group.names:
@@ -156,7 +156,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def _tags(model: Model, name: str, rules: Rules | None) -> dict[str, Any]:
-    """Return how DeepSpeed is to spread a parameter over tensor-parallel ranks."""
+    """Return how DeepSpeed must shard a parameter over tensor-parallel ranks."""
     pattern = rules.match(name) if rules is not None else Cut(0)
     shape = model.weight(name).shape
     if isinstance(pattern, Cut) and pattern.ratio is not None and shape:
@@ -175,7 +175,7 @@ def _tags(model: Model, name: str, rules: Rules | None) -> dict[str, Any]:
 
 
 def _by_parts(cut: Cut, shape: tuple[int, ...]) -> Cut:
-    """Return a cut of fused parts by their extents instead of their ratio, where it divides."""
+    """Return a cut of fused parts by extents instead of ratios, if these divide."""
     ratio = cut.ratio or ()
     unit, rest = divmod(shape[cut.dim], sum(ratio))
     return cut if rest else replace(cut, ratio=None, parts=tuple(unit * part for part in ratio))
@@ -198,7 +198,7 @@ def _cut_tags(name: str, cut: Cut, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _optimizer_state(trees: Trees) -> dict[str, Any]:
-    """Return what both loaders want to know of the optimizer."""
+    """Return the optimizer state that both loaders expect."""
     groups = trees.model.groups
     param_groups = [hyper_parameters(group, [index]) for index, group in enumerate(groups)]
     first = next((group.scalars[_STEP] for group in groups if _STEP in group.scalars), None)
@@ -215,7 +215,7 @@ def _optimizer_state(trees: Trees) -> dict[str, Any]:
         "param_groups": param_groups,
         "optimizer_state_dict": {
             "state": {0: {} if first is None else {_STEP: number(*first)}},
-            # Stage 3 gives those of group 0 to all groups.
+            # Stage 3 gives group 0's values to all groups.
             "param_groups": [common | {"params": [0]}],
         },
     }
@@ -226,7 +226,7 @@ def _optimizer_state(trees: Trees) -> dict[str, Any]:
 
 def _model_states(trees: Trees, *, with_tensors: bool) -> dict[str, Any]:
     model = trees.model
-    # Names as in stage 3, whose parameters have no elements there.
+    # Names as in stage 3, where parameters have no elements.
     module: OrderedDict[str, TensorData] = trees.placeholders()
     if with_tensors:
         module.update(trees.untrained())

@@ -1,8 +1,8 @@
-"""Writes a native checkpoint of DeepSpeed for a chosen stage, dp and tp, which it loads as its own.
+"""Writes a native checkpoint of DeepSpeed for a chosen stage, dp and tp.
 
-``load_checkpoint`` needs no option and every rank reads only its own files; so this is exact in
-all that DeepSpeed's universal load loses: frozen parameters, buffers, hyper-parameters by group.
-The universal folder: ``ucp_core.formats.deepspeed.universal_writer``.
+``load_checkpoint`` needs no option, and each rank reads only its own files. So it restores what
+DeepSpeed's universal load loses: frozen parameters, buffers, hyper-parameters by group. The
+universal folder: ``ucp_core.formats.deepspeed.universal_writer``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 #: Names of dtypes as DeepSpeed's configuration has them.
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-#: Stages of ZeRO that cut the momentum of Muon otherwise than everything else.
+#: Stages of ZeRO that shard Muon's momentum in another way than the masters.
 _WHOLE_MOMENTUM = (1, 2)
 _STAGES = (0, 1, 2, 3)
 #: Sections of a configuration that are about precision and layout.
@@ -47,13 +47,13 @@ class Target:
     """The run that is to load the checkpoint.
 
     Attributes:
-        stage: ZeRO's, 0 to 3.
-        dp: Data-parallel ranks (times sequence-parallel ones).
+        stage: ZeRO's stage, 0 to 3.
+        dp: Data-parallel ranks (times sequence-parallel ranks).
         tp: Tensor-parallel ranks.
-        dtype: Of the model: a key of ``DTYPES``. None: what the source was trained in.
-        sub_group_size: Of stage 3's configuration; its default here is DeepSpeed's.
-        stages: Of a ``PipelineModule``: the first layer of every pipeline stage. Empty: none.
-        tied_layers: Every layer at which one of its tied modules stands, by key.
+        dtype: The model's dtype, a key of ``DTYPES``. None: the source's.
+        sub_group_size: Stage 3's setting; the default is DeepSpeed's.
+        stages: The first layer of every stage of a ``PipelineModule``. Empty: no pipeline.
+        tied_layers: By key of a tied module, all its layers.
         tag: Name of the folder; default: DeepSpeed's, ``global_step`` and the step.
     """
 
@@ -70,7 +70,7 @@ class Target:
         """Check the numbers.
 
         Raises:
-            UcpError: Names the one that cannot be.
+            UcpError: Names the wrong one.
         """
         if self.stage not in _STAGES:
             raise UcpError(f"stage={self.stage!r}: ZeRO has the stages 0 to 3")
@@ -110,10 +110,10 @@ def write(
     Args:
         checkpoint: The source, of any format, with the target's names.
         store: The storage to write to.
-        directory: What ``load_checkpoint`` is given; must be empty or not be there.
+        directory: The argument of ``load_checkpoint``; must be empty or missing.
         memory_bytes: Limit for the buffers.
-        progress: Called with the bytes of tensors that were written and that will be.
-        rules: How tensors are spread over tensor-parallel ranks; needed where ``tp`` is not 1.
+        progress: Called with the bytes of tensors written so far and in total.
+        rules: How tensors are sharded over tensor-parallel ranks; needed if ``tp`` is not 1.
         fsync: Whether every file must survive a loss of power before the commit.
         **target: The attributes of ``Target``.
 
@@ -176,7 +176,7 @@ def _check_groups(model: Model, wanted: Target) -> None:
 def _placements(
     model: Model, target: Target, rules: Rules | None
 ) -> Mapping[str, Placement] | None:
-    """Return how every tensor is spread over tensor-parallel ranks; None if there is one rank."""
+    """Return how every tensor is sharded over tensor-parallel ranks; None if there is one."""
     tp = target.tp
     if tp == 1:
         return None
@@ -196,10 +196,10 @@ def _placements(
 
 
 def _refuse_empty_shards(model: Model, placements: Mapping[str, Placement]) -> None:
-    """Raise if a tensor-parallel rank is to train a parameter of which it has no element.
+    """Raise if a tensor-parallel rank would have no element of a trained parameter.
 
-    ZeRO of DeepSpeed 0.19.8 (``is_optimized_parameter``) takes it for frozen on that rank alone;
-    older versions keep it in the optimizer's groups and lose its shape. No file suits both.
+    DeepSpeed 0.19.8 (``is_optimized_parameter``) treats it as frozen on that rank; older versions
+    keep it in the optimizer's groups and lose its shape. No file suits both.
     """
     for name in model.parameters:
         for rank, shard in enumerate(placements[name].shards):
@@ -249,7 +249,7 @@ def _model_states(trees: Trees, target: Target) -> dict[str, Any]:
     model, stage = trees.model, target.stage
     module = trees.module()
     tree: dict[str, Any] = {
-        # Those of a pipeline are in files by layer.
+        # The tensors of a pipeline are in files of layers.
         "module": None if target.stages else module,
         "buffer_names": list(model.buffers),
     }
@@ -257,13 +257,13 @@ def _model_states(trees: Trees, target: Target) -> dict[str, Any]:
     tree["param_shapes"] = tree["shared_params"] = None
     tree["frozen_param_shapes"] = tree["frozen_param_fragments"] = None
     if model.groups:
-        # DeepSpeed leaves them out at stage 0, where nothing else tells whose numbers are whose.
+        # DeepSpeed omits them at stage 0, where nothing else names the numbered parameters.
         tree["param_shapes"] = trees.groups_of_shapes(group.names for group in model.groups)
     if stage > 0:
         tree["shared_params"] = dict(model.ties)
     if stage == 2 or model.frozen:  # noqa: PLR2004 - ZeRO's
-        # The same tensors as in the module, so they are stored once. DeepSpeed leaves them out
-        # at stages 0 and 1, and its zero_to_fp32 then loses them.
+        # These are the module's tensors, so they are stored once. DeepSpeed omits them at stages 0
+        # and 1, and its zero_to_fp32 then loses them.
         frozen = OrderedDict((name, module[name]) for name in model.frozen)
         tree["frozen_param_fragments"] = frozen
         tree["frozen_param_shapes"] = OrderedDict((n, Size(t.shape)) for n, t in frozen.items())
@@ -303,7 +303,7 @@ def _common(model: Model, target: Target) -> dict[str, Any]:
 
 
 def common_state(model: Model, *, dp: int, tp: int = 1, pp: int = 1) -> dict[str, Any]:
-    """Return what every model_states file has beside tensors."""
+    """Return the values of every model_states file besides tensors."""
     return {
         **model.kept,
         "skipped_steps": 0,
@@ -317,7 +317,7 @@ def common_state(model: Model, *, dp: int, tp: int = 1, pp: int = 1) -> dict[str
 
 
 def _config(model: Model, target: Target) -> dict[str, Any]:
-    """Return the source's configuration with what the target has otherwise."""
+    """Return the source's configuration with the target's changes."""
     config = {key: value for key, value in model.config.items() if key not in _LAYOUT_KEYS}
     zero = config.get("zero_optimization")
     config["zero_optimization"] = (zero if isinstance(zero, dict) else {}) | {"stage": target.stage}

@@ -1,8 +1,8 @@
 """Reads a Hugging Face folder of safetensors, or one such file; weights only, nothing is copied.
 
-The format has no checksum. Which files count follows transformers: those of the index if there
-is one, else ``model.safetensors``, else the only family of files there is; without any,
-``pytorch_model.bin`` or the files of its index.
+The format has no checksums. As in transformers, the model is in the files of the index, or in
+``model.safetensors``, or in the only family of files; without these in ``pytorch_model.bin`` or the
+files of its index.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 
     from ucp_core.language import Rules
 
-#: What ``extra`` keeps the folder's small documents under, and the writer puts beside the weights.
+#: Name in ``extra`` of the folder's small documents; the writer puts them beside the weights.
 EXTRA_NAME = "huggingface"
 
 _FILE_NAME = re.compile(r"[^/\\\x00-\x1f]+")
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
-#: One request brings the header of most files.
+#: Most headers fit into this first request.
 _FIRST_BYTES = 64 << 10
 _INDEX_BYTES_MAX = 100_000_000
 #: A model's configuration is a few KiB, its tokenizer some MiB.
 _DOCUMENT_BYTES_MAX = 64 << 10
 _THREADS = 8
-#: Where torch's consolidation leaves the files that it made the folder's of.
+#: Where torch's consolidation keeps its source files.
 _CONSOLIDATED = "sharded"
 _PICKLES = (".pt", ".pth", ".bin", ".pkl")
 _PICKLE_NOTE = "a pickle beside the weights; what it holds of training state is not read"
@@ -112,7 +112,7 @@ def read(
         items |= _scalars_put_right(store, directory, entries)
         held = StateMap(entries=entries, block_bytes=BLOCK_BYTES)
     else:
-        # No file of safetensors needs the reader of pickles.
+        # Safetensors need no reader of pickles.
         from ucp_core.formats.huggingface import torch_weights
 
         _refuse_missing(directory, files, sizes)
@@ -134,7 +134,7 @@ def read(
 
 
 def _refuse_unfinished(store: Store, directory: str) -> None:
-    """Refuse a universal checkpoint without its manifest: of its moments nothing would be left."""
+    """Refuse a universal checkpoint without its manifest: its moments would be lost."""
     if store.exists(join(directory, UNFINISHED_NAME)):
         raise CheckpointCorruptError(
             f"{directory} is an unfinished conversion: run ucp convert again, it goes on where it "
@@ -173,7 +173,7 @@ def _files(
 
 
 def _family(directory: str, names: Sequence[str]) -> list[str]:
-    """Return the files of a folder without an index, if they can belong to one model only."""
+    """Return the files of a folder without an index, if they can only be one model."""
     if not names:
         raise CheckpointNotFoundError(f"{directory} has no {SUFFIX} file", path=directory)
     if len(names) == 1 and not _NUMBERED.fullmatch(names[0]):
@@ -256,7 +256,7 @@ def _refuse_missing(directory: str, files: Sequence[str], sizes: Mapping[str, in
 def _shards(
     store: Store, directory: str, files: Sequence[str], sizes: Mapping[str, int]
 ) -> list[_File]:
-    """Read all headers; at once where there are many, because each costs a round trip."""
+    """Read all headers, several at once, because each costs a round trip."""
     _refuse_missing(directory, files, sizes)
 
     def shard(file: str) -> _File:
@@ -317,10 +317,10 @@ def _entry(shard: _File, tensor: TensorRange) -> TensorEntry:
 def _scalars_put_right(
     store: Store, directory: str, entries: dict[TensorKey, TensorEntry]
 ) -> dict[str, Item]:
-    """Take 0-d tensors from the files that torch consolidated, where these are still there.
+    """Take 0-d tensors from the files that torch consolidated, if these still exist.
 
-    ``HuggingFaceStorageWriter(enable_consolidation=True)`` of torch 2.13 writes all of them as
-    zero, and keeps what it has read in ``sharded``.
+    ``HuggingFaceStorageWriter(enable_consolidation=True)`` of torch 2.13 writes zeros for them, and
+    keeps its source files in ``sharded``.
     """
     scalars = {key for key, entry in entries.items() if not entry.shape}
     if not scalars:
@@ -350,7 +350,7 @@ def _bytes(store: Store, directory: str, entry: TensorEntry) -> bytes:
 def _ties(
     entries: Mapping[TensorKey, TensorEntry], metadata: Mapping[str, str], config: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return aliases that were left out because they are tied.
+    """Return aliases that were not saved because they are tied.
 
     ``safetensors.torch.save_model`` notes them in the file, transformers in the configuration.
     """
@@ -368,7 +368,7 @@ def _ties(
 def _documents(
     store: Store, directory: str, sizes: Mapping[str, int], files: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Item]]:
-    """Return the small JSON documents of the folder, and what becomes of every other file."""
+    """Return the small JSON documents of the folder, and an item for every other file."""
     documents: dict[str, Any] = {}
     items: dict[str, Item] = {}
     for name, size_bytes in sorted(sizes.items()):
@@ -381,7 +381,7 @@ def _documents(
             try:
                 document = _json(store.read(join(directory, name)), name)
             except CheckpointCorruptError as error:
-                # Logs of a training run hold NaN; the weights are none the worse for it.
+                # Logs of a training run can hold NaN, which does not affect the weights.
                 items[name] = Item("drop", str(error))
                 continue
             if isinstance(document, dict):

@@ -14,7 +14,7 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 TORCH_NAME = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
-#: Of files that may be a state dict by themselves.
+#: Suffixes of files that may be a state dict by themselves.
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 _MANIFEST_NAME = "manifest.json"
 

@@ -1,7 +1,7 @@
-"""Weights in torch's own files: ``pytorch_model.bin`` of transformers, or one state dict.
+"""Reads weights in torch's own files: ``pytorch_model.bin`` of transformers, or a state dict.
 
-DeepSpeed's ``save_16bit_model`` and ``zero_to_fp32.py`` write them so. They are read as pickles,
-with no code of theirs run; tensors that share their bytes are tied.
+DeepSpeed's ``save_16bit_model`` and ``zero_to_fp32.py`` write such files. No code in the pickles is
+executed; tensors that share their bytes are tied.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def state_map(
         store: The storage.
         directory: The folder in the storage.
         names: The files.
-        listed: File by tensor, as an index has them; empty: there is none.
-        block_bytes: Of the state map.
+        listed: File by tensor, from the index; empty: there is no index.
+        block_bytes: Block size of the state map.
 
     Raises:
         CheckpointCorruptError: A file is damaged or no state dict, or the index contradicts it.

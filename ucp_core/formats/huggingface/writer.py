@@ -1,6 +1,6 @@
 """Writes the weights of any checkpoint as safetensors that the Hugging Face tools load.
 
-Slots of the optimizer stay behind; the index (of one file: the file) is written last and commits.
+The optimizer's slots are not written. The index, or the only file, is written last and commits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ucp_core.native import Checkpoint
     from ucp_core.storage import Buffer
 
-#: The size that the Hugging Face tools cut at.
+#: The default size of the Hugging Face tools.
 SHARD_BYTES = 5_000_000_000
-#: Names of dtypes as people write them.
+#: Usual names of dtypes.
 DTYPES = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"}
 DTYPES |= {"bf16": "BF16", "bfloat16": "BF16"}
 
@@ -36,7 +36,7 @@ _CAST_ELEMENTS = 1 << 16
 
 
 class _Output(NamedTuple):
-    """A tensor to write: under which name, from which entry, as which dtype."""
+    """A tensor to write: its name, its entry, its dtype."""
 
     name: str
     entry: TensorEntry
@@ -92,7 +92,7 @@ def write(  # noqa: PLR0913 - the options of a format
     checkpoint.state_map.prove_coverage()
     documents = _documents(checkpoint, outputs)
     shards = _shards(outputs, shard_bytes)
-    # Half a model would be taken for a whole one by a tool that looks for no index.
+    # A tool that ignores the index would take half a model for a whole one.
     with undone(store, directory) as written:
         for name, document in documents.items():
             path = join(directory, name)
@@ -148,7 +148,7 @@ def _shards(outputs: Sequence[_Output], shard_bytes: int) -> list[list[_Output]]
         shards[-1].append(output)
         num_bytes += output.num_bytes
     for shard in shards:
-        # So that every tensor is aligned to its element, without gaps.
+        # This aligns every tensor to its elements, without gaps.
         shard.sort(key=lambda output: (-DTYPE_BYTES[output.dtype], output.name))
     return shards
 
@@ -168,9 +168,9 @@ def _index(shards: Sequence[Sequence[_Output]]) -> dict[str, Any]:
 
 
 def _documents(checkpoint: Checkpoint, outputs: Sequence[_Output]) -> dict[str, Any]:
-    """Return the documents that the checkpoint brought along from such a folder.
+    """Return the documents that the checkpoint has from such a folder.
 
-    The configuration's dtype becomes that of the weights: transformers casts to it on loading.
+    The configuration gets the dtype of the weights, to which transformers casts on loading.
     """
     documents = checkpoint.extra.get(EXTRA_NAME, {})
     if not isinstance(documents, dict):

@@ -1,9 +1,8 @@
-"""Whether the files of all ranks are of one save, and each of the rank whose folder it is in. Pure.
+"""Checks that all files belong to one save, and each to the rank of its folder. Pure.
 
-A file does not say which model-parallel rank it is of. But its ``args`` have the number of the
-process that wrote it: Megatron numbers processes by stage, in it by expert parallel rank, in it by
-tensor parallel rank, and the first of those that hold the same writes. Tools that convert
-checkpoints write all files in one process.
+A file does not name its model-parallel rank. But its ``args`` have the number of the process that
+wrote it. Megatron numbers processes by stage, then by expert-parallel rank, then by tensor-parallel
+rank; the first of several equal ranks writes. Conversion tools write all files in one process.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from ucp_core.storage import Store
 
 _SAME = ("iteration", "checkpoint_version")
-#: Arguments that make the shapes of what all ranks have.
+#: Arguments that decide shapes, which all ranks share.
 _SAME_ARGUMENTS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -39,7 +38,7 @@ _SAME_ARGUMENTS = (
 
 
 def arguments_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``args`` of a file; empty where it has none."""
+    """Return the ``args`` of a file; empty if it has none."""
     arguments = tree.get("args")
     values = arguments.state if isinstance(arguments, Opaque) else None
     return values if isinstance(values, dict) else {}
@@ -53,7 +52,7 @@ def check_agreement(path: str, ranks: Sequence[RankFile]) -> None:
         ranks: In any order.
 
     Raises:
-        CheckpointCorruptError: They are of several saves, or in other ranks' folders.
+        CheckpointCorruptError: They belong to several saves, or to other ranks.
     """
     first = ranks[0]
     for saved in ranks:
@@ -85,13 +84,13 @@ def check_copies(
     moments: Iterable[Sequence[tuple[TensorKey, TensorRef]]],
     shared: Callable[[TensorKey], bool],
 ) -> None:
-    """Check that no two ranks have the same moments of what each has another part of.
+    """Check that no two ranks have the same moments of different shards.
 
     Args:
         store: The storage.
         path: The folder.
-        moments: By rank: slots, and where they are.
-        shared: Whether several ranks have the same of a slot.
+        moments: Slots by rank, and where they are.
+        shared: Whether several ranks hold the same shard of a slot.
 
     Raises:
         CheckpointCorruptError: One rank's file was copied over another's.
@@ -108,7 +107,7 @@ def _shapes_told(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_writers(path: str, ranks: Sequence[RankFile]) -> None:
-    """Check that processes of larger numbers wrote the files of later ranks."""
+    """Check that the numbers of the writing processes ascend with the ranks."""
     writers = [arguments_of(saved.tree).get("rank") for saved in ranks]
     numbers = [writer for writer in writers if isinstance(writer, int)]
     if len(numbers) < len(writers) or len(set(numbers)) == 1:
@@ -132,6 +131,6 @@ def _check_writers(path: str, ranks: Sequence[RankFile]) -> None:
 def _first_misplaced(
     written: Sequence[tuple[RankFile, int]], order: Callable[[RankFile], tuple[int, ...]]
 ) -> tuple[tuple[RankFile, int], tuple[RankFile, int]] | None:
-    """Return the first two neighbours of which the later one's process is not the later one."""
+    """Return the first two neighbours whose processes are not in order."""
     ordered = sorted(written, key=lambda item: order(item[0]))
     return next(((a, b) for a, b in pairwise(ordered) if a[1] >= b[1]), None)

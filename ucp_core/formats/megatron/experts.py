@@ -1,11 +1,10 @@
-"""Experts: what the arguments say of them, their names and places in the whole model. Pure.
+"""Experts: their names and places in the whole model, by the arguments. Pure.
 
-Every expert parallel rank numbers its own from 0 on, and repeats all that is no expert. Where there
-are several, Megatron chains two optimizers: the second is that of the experts.
-Experts are a module each (``SequentialMLP``, ``SwitchMLP``), a parameter each of one module
-(``TEGroupedMLP``), or all that a rank has are one parameter (``GroupedMLP``), which says nothing of
-how many there are in it: the arguments do, and its shape must be what they make it. It gets the
-name that ``torch_dist`` gives it, under which it has all experts of all ranks.
+Every expert-parallel rank numbers its experts from 0, and repeats everything else. With several
+such ranks Megatron chains two optimizers, the second for the experts. Experts are a module each
+(``SequentialMLP``, ``SwitchMLP``), a parameter each of one module (``TEGroupedMLP``), or all
+experts of a rank are one parameter (``GroupedMLP``). Only the arguments tell how many it holds, and
+its shape must agree. It gets its name in ``torch_dist``, where it holds the experts of all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _GATED = ("swiglu", "gated_linear_unit", "quick_geglu")
 
 
 def is_expert(name: str) -> bool:
-    """Return whether a parameter is one of experts."""
+    """Return whether a parameter belongs to an expert."""
     return any(part in name for part in _EXPERTS)
 
 
@@ -41,13 +40,13 @@ def is_gated(arguments: Mapping[str, Any]) -> bool:
 
 
 class Experts(NamedTuple):
-    """What the arguments say of experts.
+    """What the arguments say about experts.
 
     Attributes:
         arguments: Megatron's ``args``.
         ranks: Expert parallel ranks, 1 or more.
-        total: Experts of a layer; None where nothing is said of them.
-        tp: Tensor parallel ranks, over which experts are cut like the rest of the model.
+        total: Experts of a layer; None if unknown.
+        tp: Tensor-parallel ranks, which also shard the experts.
     """
 
     arguments: Mapping[str, Any]
@@ -57,15 +56,15 @@ class Experts(NamedTuple):
 
     @property
     def num_local(self) -> int:
-        """Return how many each rank has."""
+        """Return the number of experts on each rank."""
         return (self.total or 0) // self.ranks
 
     def global_name(self, name: str, rank: int, file: str) -> str:
-        """Return the name in the whole model of what an expert parallel rank has.
+        """Return the name in the whole model of an expert-parallel rank's parameter.
 
         Raises:
             CheckpointCorruptError: The rank has more experts than it should.
-            UnsupportedVersionError: How its experts are put together is not known.
+            UnsupportedVersionError: The form of its experts is unknown.
         """
         if not is_expert(name):
             return name
@@ -93,7 +92,7 @@ class Experts(NamedTuple):
         return f"{match[1]}{rank * self.num_local + number}{match[3]}"
 
     def part(self, key: TensorKey, rank: int, ref: TensorRef) -> tuple[TensorRef, int]:
-        """Return what one parameter of all experts of a rank is of the model's tensor.
+        """Return a rank's parameter of all its experts as a part of the model's tensor.
 
         Args:
             key: The model's tensor: ``[experts, out, in]``.
@@ -106,7 +105,7 @@ class Experts(NamedTuple):
 
         Raises:
             UnsupportedVersionError: The arguments do not say how many experts it has.
-            CheckpointCorruptError: Its shape is not what the arguments make it.
+            CheckpointCorruptError: Its shape contradicts the arguments.
         """
         hidden, ffn, gates = self._sizes(key, ref)
         match = _FUSED_NAME.fullmatch(key.fqn)
@@ -136,7 +135,7 @@ class Experts(NamedTuple):
         sizes: dict[str, Any] = {
             "num_experts": self.total,
             "hidden_size": self.arguments.get("hidden_size"),
-            # Not told apart before megatron-core 0.10.
+            # Both were one argument before megatron-core 0.10.
             "moe_ffn_hidden_size": self.arguments.get("moe_ffn_hidden_size")
             or self.arguments.get("ffn_hidden_size"),
         }

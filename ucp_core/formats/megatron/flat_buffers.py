@@ -1,9 +1,9 @@
 """Finds the parameters in the flat buffers of Megatron's distributed optimizer.
 
-``distrib_optim.pt`` holds buffers without names or offsets. Megatron fills them with the
-parameters in reverse order, each at the next multiple of 64 in its bucket, and leaves out what is
-behind the last parameter of a bucket; where buckets end is saved nowhere. But a master, rounded to
-the model's dtype, is the model's weight: a few elements of each prove where it is.
+``distrib_optim.pt`` holds buffers without names or offsets. Megatron fills them with the parameters
+in reverse order, each at the next multiple of 64 in its bucket, and omits the padding after the
+last parameter of a bucket. The ends of buckets are not saved. But a master, rounded to the model's
+dtype, is the model's weight: a few elements of each prove where it is.
 Sources: ``distrib_optimizer.py`` (``get_parameter_state_dp_zero``) and
 ``param_and_grad_buffer.py`` of megatron-core 0.5 to 0.16.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ucp_core.storage import Store
 
-#: Parameters begin at multiples of it, counted from their bucket.
+#: Parameters begin at multiples of this, counted from their bucket.
 _ALIGNMENT = 64
 _FLAT = "param"
 _NUMBERS = ("numel_unpadded",)
@@ -35,11 +35,11 @@ def buffers(
     Args:
         tree: What the file holds.
         where: The file, for errors.
-        place: Which optimizer, and of how many that are chained.
+        place: Number of the optimizer, and how many are chained.
 
     Raises:
-        PatternError: It is of another form.
-        CheckpointCorruptError: It is of no form of Megatron's.
+        PatternError: It has another form.
+        CheckpointCorruptError: It has no form of Megatron's.
     """
     states = tree if isinstance(tree, list) else [tree]
     index, count = place
@@ -73,7 +73,7 @@ def buffers(
 def find(
     store: Store, directory: str, flat: TensorRef, params: Sequence[tuple[str, TensorRef]]
 ) -> dict[str, int]:
-    """Return where each parameter begins in a buffer, which the trained ones fill.
+    """Return where each trained parameter begins in a buffer; together they fill it.
 
     Args:
         store: The storage.
@@ -82,8 +82,8 @@ def find(
         params: Names and the model's weights, in the model's order.
 
     Raises:
-        PatternError: The masters are not the model's weights where they should be, or which of
-            them are trained cannot be told.
+        PatternError: Masters do not round to the model's weights, or the trained parameters cannot
+            be determined.
     """
     found: dict[str, int] = {}
     frozen: list[str] = []

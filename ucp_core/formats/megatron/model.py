@@ -1,4 +1,4 @@
-"""The model and the optimizer in Megatron's files of one model-parallel rank each."""
+"""Reads model and optimizer from the files of Megatron's model-parallel ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 WEIGHT = "weight"
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
 _CHUNK = re.compile(r"model(\d*)")
-#: Where the last stage keeps its copy of the embedding.
+#: Names of the last stage's copy of the embedding.
 _HEADS = {
     "word_embeddings_for_head.weight": "language_model.embedding.word_embeddings.weight",
     "language_model.word_embeddings_for_head.weight": (
@@ -47,16 +47,16 @@ _HEADS = {
     ),
     "output_layer.weight": "embedding.word_embeddings.weight",
 }
-#: Since then the rows of a fused projection are grouped by head.
+#: Since this version the rows of a fused projection are grouped by head.
 _GROUPED_VERSION = 2.0
 _MASTERS = "fp32_from_fp16_params"
 _REMEDY = "save in torch_dist format"
 
 
 class RankFile(NamedTuple):
-    """The files of one model-parallel rank; ``distributed`` is None where the model's has all.
+    """The files of one model-parallel rank; ``distributed`` is None if one file has all.
 
-    Of several expert parallel ranks ``expert`` is the number.
+    ``expert`` is the expert-parallel rank.
     """
 
     rank: Rank
@@ -68,13 +68,13 @@ class RankFile(NamedTuple):
 
 @dataclass(slots=True)
 class ModelPart:
-    """Consecutive layers of one rank: its part of the model, or one of several.
+    """Consecutive layers of one rank: its part of the model, or a chunk of it.
 
     Attributes:
-        rank: Whose.
-        number: Of the chunk; above 0 in interleaved pipelines.
-        params: Name in the whole model, and where it is.
-        expert: The expert parallel rank.
+        rank: Its rank.
+        number: Number of the chunk; above 0 in interleaved pipelines.
+        params: Names in the whole model, and where the parameters are.
+        expert: The expert-parallel rank.
     """
 
     rank: Rank
@@ -88,13 +88,13 @@ class Model:
     """The whole model.
 
     Attributes:
-        experts: What Megatron's ``args`` say of them.
-        chunks: Of all ranks.
+        experts: What Megatron's ``args`` say about experts.
+        chunks: The chunks of all ranks.
         ties: Owner by alias.
         frozen: Names that no optimizer has.
-        items: What was left out.
-        mastered: Whose weights the optimizer has: rank, expert parallel rank and name.
-        moments: By rank and expert parallel rank, the slots that are no weights.
+        items: What was dropped.
+        mastered: Rank, expert-parallel rank and name of the weights that the optimizer has.
+        moments: Slots other than weights, by rank and expert-parallel rank.
     """
 
     experts: Experts
@@ -109,11 +109,11 @@ class Model:
 
     @property
     def has_expert_ranks(self) -> bool:
-        """Return whether experts are spread over ranks of their own."""
+        """Return whether there are expert-parallel ranks."""
         return any(chunk.expert for chunk in self.chunks)
 
     def number_layers(self) -> None:
-        """Give layers their numbers in the whole model: every chunk counts from 0 on."""
+        """Give layers their numbers in the whole model: every chunk counts from 0."""
         counts: dict[tuple[int, int], int] = {}
         for chunk in self.chunks:
             numbers = [int(m[2]) for name, _ in chunk.params if (m := _LAYER.fullmatch(name))]
@@ -138,7 +138,7 @@ class Model:
             ]
 
     def _owner(self, name: str, rank: Rank, stages: int) -> str:
-        """Return the embedding's name for the copy that the last of several stages has."""
+        """Return the name of the embedding for its copy on the last of several stages."""
         owner = _HEADS.get(name)
         untied = self.experts.arguments.get("untie_embeddings_and_output_weights")
         if owner is None or stages == 1 or rank.stage == 0 or untied:
@@ -147,7 +147,7 @@ class Model:
         return owner
 
     def add(self, shards: Shards) -> None:
-        """Add the weights without a master; what every expert parallel rank has, once."""
+        """Add the weights without a master; those that expert-parallel ranks repeat, once."""
         for chunk in self.chunks:
             for name, ref in chunk.params:
                 is_first = chunk.expert == 0 or is_expert(name)
@@ -157,7 +157,7 @@ class Model:
     def put(
         self, shards: Shards, key: TensorKey, place: RankFile | ModelPart, ref: TensorRef
     ) -> None:
-        """Add what one rank has of a tensor."""
+        """Add one rank's shard of a tensor."""
         if key.slot != WEIGHT:
             self.moments[place.rank, place.expert].append((key, ref))
         if is_fused(key.fqn):
@@ -185,7 +185,7 @@ def model_of(saved: RankFile, experts: Experts) -> list[ModelPart]:
         experts: What the arguments say of them.
 
     Raises:
-        CheckpointCorruptError: It holds no model, or one without tensors.
+        CheckpointCorruptError: It holds no tensors of a model.
         UnsupportedVersionError: Its experts cannot be numbered.
     """
     keys = sorted(
@@ -220,7 +220,7 @@ def _flattened(tree: Any, prefix: str) -> Iterator[tuple[str, TensorRef]]:
 
 
 class _Part(NamedTuple):
-    """One of the optimizers of a rank, which Megatron chains: that of experts is the second."""
+    """One of the chained optimizers of a rank; the second is that of the experts."""
 
     tree: Any
     place: tuple[int, int]
@@ -232,7 +232,7 @@ class _Part(NamedTuple):
 
 
 def _parts(saved: RankFile, model: Model) -> list[_Part]:
-    """Return the optimizers of a rank that no other rank repeats."""
+    """Return the optimizers of a rank that other ranks do not repeat."""
     trees, chunks = saved.tree.get("optimizer"), model.chunks_of(saved)
     if trees is None:
         return []
@@ -267,8 +267,8 @@ def add_optimizer(
     """Add masters and slots of one rank.
 
     Raises:
-        PatternError: Which state belongs to which parameter cannot be told.
-        UnsupportedVersionError: Several optimizers.
+        PatternError: State cannot be matched to parameters.
+        UnsupportedVersionError: There are several optimizers.
     """
     for part in _parts(saved, model):
         tree = part.tree
@@ -303,7 +303,7 @@ def _by_masters(
     params: Sequence[tuple[str, TensorRef]],
     masters: Sequence[Sequence[TensorRef]],
 ) -> list[list[str]]:
-    """Return the names of each group's parameters, whose weights its masters round to."""
+    """Return the names of each group's parameters: the masters round to their weights."""
     taken: set[str] = set()
     found: list[list[str]] = []
     for index, group in enumerate(masters):
@@ -417,7 +417,7 @@ def _add_distributed(
 def _names_by_decay(
     model: Model, params: Sequence[tuple[str, TensorRef]], hyper: Sequence[Mapping[str, Any]]
 ) -> list[list[str]]:
-    """Return the names of each group as Megatron makes them: biases and vectors do not decay."""
+    """Return the names of each group by Megatron's rule: biases and vectors do not decay."""
     if len(hyper) == 1:
         return [[name for name, _ in params]]
     decays = [group.get("wd_mult") for group in hyper]
@@ -439,7 +439,7 @@ class _MegatronLayouts:
     def pattern(
         self, key: TensorKey, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Pattern, int | None]:
-        """Return the pattern of a tensor by the rules of its name, and its rows without padding."""
+        """Return the pattern of a tensor by its name, and its rows without padding."""
         if not any(shapes):
             return (Unique() if self.degree == 1 else Replicated("first")), None
         found = self.rules.match(key.fqn, key.slot)
@@ -464,10 +464,10 @@ def pattern_rules(
     degree: int,
     tree: Mapping[str, Any],
 ) -> Layouts:
-    """Return what tells the patterns: the user's rules, then those of Megatron's names.
+    """Return the source of patterns: the user's rules, then those of Megatron's names.
 
     Raises:
-        UnsupportedVersionError: Too old: rows of fused projections have another order.
+        UnsupportedVersionError: In so old a version fused projections have another order.
     """
     version = tree.get("checkpoint_version", 0)
     if degree > 1 and rules is None and not (version and version >= _GROUPED_VERSION):

@@ -1,8 +1,8 @@
-"""Reads Megatron-LM's checkpoints of before ``torch_dist``: a folder per model-parallel rank.
+"""Reads Megatron-LM's checkpoints from before ``torch_dist``: a folder per model-parallel rank.
 
-``iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt`` has the model and, unless it is distributed,
-the optimizer; else ``distrib_optim.pt`` beside it has that. How tensors are cut is in Megatron's
-code, so it comes from the rules of its family unless the user gives others.
+``iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt`` has the model and the optimizer. A distributed
+optimizer is in ``distrib_optim.pt`` beside it. Only Megatron's code says how tensors are sharded,
+so the rules of its family apply unless the user gives others.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ _MODEL_KEY = re.compile(r"model\d*")
 def read(
     store: Store, directory: str, *, rules: Rules | None = None, tag: str | None = None
 ) -> Checkpoint:
-    """Open a checkpoint; pickles are read, of tensors a few elements at most.
+    """Open a checkpoint; pickles are read, and a few elements of tensors at most.
 
     Args:
         store: The storage.
         directory: The folder of an iteration, or the one that holds the latest.
-        rules: How tensors are cut; they count before those of Megatron's own names.
-        tag: Name of the iteration's folder, as ``iter_0001000``.
+        rules: How tensors are sharded; they override the rules for Megatron's own names.
+        tag: Name of the iteration's folder, such as ``iter_0001000``.
 
     Raises:
         CheckpointNotFoundError: There is none.
         CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
-        PatternError: How a tensor is cut, or which state is whose, cannot be told.
-        UnsupportedVersionError: Its experts cannot be put together, or it is too old.
+        PatternError: The pattern of a tensor, or the parameter of a state, is unknown.
+        UnsupportedVersionError: Its experts cannot be combined, or it is too old.
         ForeignClassError: A pickle holds an unknown class.
         StorageError: A file cannot be read.
     """
@@ -149,7 +149,7 @@ def _located(store: Store, directory: str, tag: str | None) -> str:
 
 
 def _opened(store: Store, path: str) -> tuple[Files, list[RankFile], Mapping[str, Any]]:
-    """Open the files of all ranks; those that are too many are refused."""
+    """Open the files of all ranks; refuse further ones."""
     folders = [name for name in store.list(path) if RANK.fullmatch(name)]
     files = Files(store, path)
     files.open(f"{name}/{MODEL_FILE}" for name in folders)
@@ -180,7 +180,7 @@ def _opened(store: Store, path: str) -> tuple[Files, list[RankFile], Mapping[str
         )
     distributed = {n for n in wanted if _DISTRIBUTED_FILE in store.list(join(path, n))}
     for name, (_, expert) in sorted(wanted.items()) if distributed else ():
-        # Of what expert parallel ranks repeat, the first one gathers the state.
+        # The first expert-parallel rank gathers the state of what all of them repeat.
         is_needed = expert == 0 or has_experts(files.trees[f"{name}/{MODEL_FILE}"])
         if is_needed and name not in distributed:
             raise CheckpointCorruptError(
@@ -206,10 +206,10 @@ def _expert_ranks(arguments: Mapping[str, Any]) -> int:
 
 
 def _experts(path: str, arguments: Mapping[str, Any], tp: int) -> Experts:
-    """Return what the arguments say of experts.
+    """Return what the arguments say about experts.
 
     Raises:
-        UnsupportedVersionError: They are cut otherwise than the rest of the model.
+        UnsupportedVersionError: They are sharded in another way than the rest of the model.
         CheckpointCorruptError: The arguments do not say how many there are.
     """
     ranks, total = _expert_ranks(arguments), arguments.get("num_experts")

@@ -1,4 +1,4 @@
-"""Recognises Megatron-LM's checkpoints of before ``torch_dist`` by the names of their files."""
+"""Recognises Megatron-LM's checkpoints from before ``torch_dist`` by the names of their files."""
 
 from __future__ import annotations
 

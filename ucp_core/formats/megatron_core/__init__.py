@@ -1,5 +1,6 @@
 """Megatron-core's ``torch_dist`` checkpoints: ``reader``.
 
-``key_names`` says what its keys mean, ``flat_buffers`` tells the buffers of the distributed
-optimizer apart, by what ``buffer_weights`` sees in them. The container is that of torch DCP.
+``key_names`` interprets the keys. ``flat_buffers`` finds parameters in the buffers of the
+distributed optimizer, with the comparisons of ``buffer_weights``. The container is that of torch
+DCP.
 """

@@ -1,6 +1,6 @@
-"""What a rank holds of a parameter, and whether a flat buffer has it, by the weights.
+"""Compares a rank's part of a parameter with the weights in a flat buffer.
 
-A buffer's fp32 weights, rounded, are the model's: a few elements at either end of each piece tell.
+A buffer's fp32 weights round to the model's. A few elements at either end of each chunk prove it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from ucp_core.formats.dcp import Container
     from ucp_core.geometry import Box
 
-#: Elements compared at either end of a piece.
+#: Elements to compare at either end of a chunk.
 _SAMPLE = 64
 
 
 class HeldChunk(NamedTuple):
-    """A chunk of the model's tensor that one rank holds: where its weights are."""
+    """A chunk of the model's tensor on one rank, and where its weights are."""
 
     key: str
     dtype: str
@@ -31,7 +31,7 @@ class HeldChunk(NamedTuple):
 
 
 class Param(NamedTuple):
-    """What one rank holds of a parameter: its pieces, one after the other along dim 0."""
+    """One rank's part of a parameter: its chunks, one after the other along dim 0."""
 
     key: str
     pieces: tuple[HeldChunk, ...]
@@ -49,7 +49,7 @@ class Param(NamedTuple):
 
     @property
     def may_be_grouped(self) -> bool:
-        """Return whether it may be several experts in one, in an order of its own."""
+        """Return whether it may be several experts in one, in another order."""
         return grouped_experts.may_be_grouped(self.key, self.boxes)
 
 
@@ -77,7 +77,7 @@ class Buffer:
 
 
 def holds(container: Container, buffer: Buffer, start: int, param: Param) -> bool:
-    """Return whether the buffer has the parameter's weights, in one order or the other."""
+    """Return whether the buffer has the parameter's weights, in either order."""
     if start + param.num_elements > buffer.num_elements:
         return False
     return holds_plain(container, buffer, start, param) or (
@@ -86,7 +86,7 @@ def holds(container: Container, buffer: Buffer, start: int, param: Param) -> boo
 
 
 def holds_plain(container: Container, buffer: Buffer, start: int, param: Param) -> bool:
-    """Return whether the buffer has the weights at both ends of each piece, one after another."""
+    """Return whether the buffer has the weights at both ends of each chunk, in order."""
     low = start
     for piece in param.pieces:
         count = piece.fragment.box.num_elements
@@ -99,7 +99,7 @@ def holds_plain(container: Container, buffer: Buffer, start: int, param: Param) 
 
 
 def holds_grouped(container: Container, buffer: Buffer, start: int, param: Param) -> bool:
-    """Return whether the buffer has the weights as one parameter of several experts has them."""
+    """Return whether the buffer has the weights in the order of grouped experts."""
     return all(
         _is_alike(container, buffer, start + position, param.pieces[index], (first, count, step))
         for index, position, count, first, step in grouped_experts.samples(param.boxes, _SAMPLE)

@@ -1,11 +1,10 @@
-"""The flat buffers of Megatron's distributed optimizer (``dp_reshardable``), told apart.
+"""Finds parameters in the flat buffers of Megatron's distributed optimizer.
 
-A buffer holds the parameters of one model-parallel rank one after the other, and the checkpoint
-does not say which. Megatron lays them out in the reverse order of the model's modules, each at a
-multiple of 64 elements; the metadata list the model's keys in that order. So the layout can be
-worked out, and it can be proven: the buffer's fp32 weights, rounded, are the model's weights. What
-does not fit in length and in values is refused, never guessed. Buffers must be filled; parameters
-that are in none were not trained.
+In the form ``dp_reshardable`` a buffer holds the parameters of one model-parallel rank, and the
+checkpoint does not name them. Megatron lays them out in the reverse order of the model's modules,
+each at a multiple of 64 elements. The metadata list the model's keys in that order. So the layout
+can be computed, and proven: the buffer's fp32 weights round to the model's weights. A buffer that
+does not fit in length and values is refused. Parameters in no buffer were not trained.
 
 Source: ``_compute_per_buffer_param_layout`` in ``megatron/core/optimizer/distrib_optimizer.py``.
 """
@@ -45,18 +44,18 @@ if TYPE_CHECKING:
     from ucp_core.formats.dcp import Container
 
 _FILE_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
-#: Elements at whose multiples parameters begin.
+#: Parameters begin at multiples of this many elements.
 _ALIGNMENT = 64
-#: Experts have an optimizer of their own where their ranks are others than those of the rest.
+#: Experts have an optimizer of their own if their ranks differ from those of the rest.
 _EXPERTS = ".experts."
 _CHAIN = re.compile(r"chained_(\d+)\.")
-#: The last stage has a copy of the embedding if there is no output layer of its own.
+#: The last stage has a copy of the embedding if the output layer is tied to it.
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 
 
 class _Placed(NamedTuple):
-    """A parameter in a buffer: which bucket of it, from which element on, in which order."""
+    """A parameter in a buffer: its bucket, its first element, its order."""
 
     param: Param
     bucket: BucketKey
@@ -69,7 +68,7 @@ def decoded(
     buckets: Mapping[BucketKey, str],
     models: Sequence[str],
 ) -> tuple[list[TensorEntry], dict[str, tuple[Extent, ...]]]:
-    """Return the entries that flat buffers hold, by the model's keys, and their checksums.
+    """Return the entries in flat buffers by the model's keys, and their checksums.
 
     Args:
         container: The checkpoint.
@@ -78,7 +77,7 @@ def decoded(
 
     Raises:
         UnsupportedVersionError: The buffers do not fit the model's weights; names the first.
-        CheckpointCorruptError: An item is not what the metadata say.
+        CheckpointCorruptError: An item contradicts the metadata.
     """
     named = {key: TensorKey(key, "weight") for key in models}
     model = {key.fqn: entry for key, entry in container.entries(named)[0].items()}
@@ -117,9 +116,9 @@ def _check_kinds(
 def _by_chain(
     buffers: Mapping[BucketKey, Buffer], model: Mapping[str, TensorEntry]
 ) -> list[tuple[dict[BucketKey, Buffer], dict[str, TensorEntry]]]:
-    """Return the buffers of each kind of optimizer, and the weights that may be in them.
+    """Return the buffers of each chained optimizer, and the weights that may be in them.
 
-    Of several optimizers the last is that of the experts; a stage without has one, unnumbered.
+    The last of several optimizers is that of the experts; a stage without experts has one.
     """
     numbers = {
         bucket: int(match[1]) if (match := _CHAIN.match(bucket.group)) else 0 for bucket in buffers
@@ -141,10 +140,10 @@ def _by_group(
     buffers: Mapping[BucketKey, Buffer],
     model: Mapping[str, TensorEntry],
 ) -> dict[str, list[Param]]:
-    """Return the parameters of each model-parallel rank, in order of its modules.
+    """Return the parameters of each model-parallel rank, in the order of its modules.
 
-    A rank's files hold its buffers and its share of the model; what is the same on every rank of
-    a stage is in the files of one of them only.
+    A rank's files hold its buffers and its shards of the model. Only one rank's files hold what all
+    ranks of a stage share.
     """
     groups = _groups(container, buffers)
     owned: dict[_Name, dict[str, list[HeldChunk]]] = {}
@@ -193,7 +192,7 @@ def _add_copies(
     stages: Mapping[str, set[str]],
     places: Mapping[str, Sequence[HeldChunk]],
 ) -> None:
-    """Add to other stages, behind all that they have, what only the embedding's has written."""
+    """Append the embedding's tied weight to the stages that did not write it."""
     owners = sorted(places, key=_number)
     for stage in {tuple(sorted(stage, key=_number)) for stage in stages.values()}:
         if len(stage) == len(owners) and not set(stage) & set(owners):
@@ -207,7 +206,7 @@ def _number(group: str) -> int:
 
 
 class _Name(NamedTuple):
-    """What is a parameter of its own: a tensor, or a layer of a stack, or an expert of that."""
+    """A parameter: a tensor, a layer of a stack, or an expert of that layer."""
 
     key: str
     layer: int | None
@@ -222,7 +221,7 @@ def _name(entry: TensorEntry, box: Box, *, is_stack: bool) -> _Name:
 
 
 def _in_order(model: Mapping[str, TensorEntry]) -> list[tuple[_Name, Fragment]]:
-    """Return the chunks in order of the modules: layer after layer where keys are stacks.
+    """Return the chunks in the order of the modules, layer after layer.
 
     Experts that are modules of their own follow one another.
     """
@@ -251,7 +250,7 @@ def _in_order(model: Mapping[str, TensorEntry]) -> list[tuple[_Name, Fragment]]:
 
 
 def _stages(groups: set[str], together: Sequence[set[str]]) -> dict[str, set[str]]:
-    """Return the ranks of each rank's pipeline stage: those that share tensors."""
+    """Return the ranks of each rank's pipeline stage: they share tensors."""
     stages = {group: {group} for group in groups}
     for members in together:
         merged = set().union(*(stages[group] for group in members))
@@ -274,7 +273,7 @@ def _laid_out(
     buffers: Mapping[BucketKey, Buffer],
     params: Sequence[Param],
 ) -> list[_Placed]:
-    """Return where each parameter of a rank is: in reverse order, checked by length and values."""
+    """Return where each parameter of a rank is, checked by length and values."""
     masters = sorted(bucket for bucket in buffers if bucket.slot == "weight")
     if not masters:
         raise _refused(container, group, "there are no fp32 weights in the buffers")
@@ -298,7 +297,7 @@ def _laid_out(
 def _ordered(
     container: Container, buffers: Mapping[BucketKey, Buffer], placed: Sequence[_Placed]
 ) -> list[_Placed]:
-    """Return what was placed with the order of its elements, which is one for all experts."""
+    """Return the placed parameters with the order of elements, one for all experts."""
     apart = [one for one in placed if one.param.may_be_grouped]
     ways = [
         way
@@ -319,7 +318,7 @@ def _tried(
     params: Sequence[Param],
     choose: Callable[[Container, Buffer, int, Sequence[Param]], int | None],
 ) -> tuple[list[_Placed] | None, list[Param]]:
-    """Return where the parameters are as ``choose`` finds them, or None, and those not found."""
+    """Return the places that ``choose`` finds, or None, and the parameters not found."""
     left = list(params)
     skipped: list[Param] = []
     placed: list[_Placed] = []
@@ -340,7 +339,7 @@ def _is_only_way(
     placed: Sequence[_Placed],
     left: Sequence[Param],
 ) -> bool:
-    """Return whether no parameter that was not placed could be where another one was."""
+    """Return whether no unplaced parameter could take the place of another."""
     return not any(
         holds(container, buffers[one.bucket], one.start, other) for other in left for one in placed
     )
@@ -351,10 +350,10 @@ def _starts(
     masters: Sequence[BucketKey],
     placed: Sequence[_Placed],
 ) -> Iterator[tuple[BucketKey, int]]:
-    """Yield where a parameter begins; the caller adds it to ``placed`` before the next one."""
+    """Yield where a parameter begins; the caller adds it to ``placed`` before it continues."""
     for bucket in masters:
         start = 0
-        # What follows the last parameter is padding up to the next bucket.
+        # Padding up to the next bucket follows the last parameter.
         while start < buffers[bucket].num_elements:
             yield bucket, start
             position = start + placed[-1].param.num_elements
@@ -362,17 +361,17 @@ def _starts(
 
 
 def _next(container: Container, buffer: Buffer, start: int, left: Sequence[Param]) -> int | None:
-    """Return 0 if the next parameter in order of the modules begins at ``start``."""
+    """Return 0 if the next parameter in the order of modules begins at ``start``."""
     return 0 if left and holds(container, buffer, start, left[0]) else None
 
 
 def _later(container: Container, buffer: Buffer, start: int, left: Sequence[Param]) -> int | None:
-    """Return the next in order that begins at ``start``: those before it are not in a buffer."""
+    """Return the next parameter that begins at ``start``; skipped ones are in no buffer."""
     return next((i for i, p in enumerate(left) if holds(container, buffer, start, p)), None)
 
 
 def _only(container: Container, buffer: Buffer, start: int, left: Sequence[Param]) -> int | None:
-    """Return the parameter that begins at ``start`` if there is only one: order does not count.
+    """Return the only parameter that begins at ``start``, in any order.
 
     Ranks that share the saving may write the keys in another order.
     """
@@ -385,7 +384,7 @@ def _add_fragments(
     placed: _Placed,
     buffers: Mapping[BucketKey, Buffer],
 ) -> None:
-    """Add what one parameter has in each slot of its buffer."""
+    """Add one parameter's fragments in each slot of its buffer."""
     for bucket, buffer in buffers.items():
         if (bucket.buffer, bucket.bucket) != (placed.bucket.buffer, placed.bucket.bucket):
             continue

@@ -1,4 +1,4 @@
-"""What the keys of a Megatron-core checkpoint mean, and where one tensor is many layers. Pure."""
+"""Interprets the keys of a Megatron-core checkpoint, and unstacks layers. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _BUCKET = re.compile(
     r"\.(?P<slot>[^.]+)"
 )
 _OPTIMIZER = re.compile(_CHAIN + r"optimizer\..+")
-#: Layers of one kind are one tensor, of which dim 0 counts layers; else a number follows.
+#: Layers of one kind are one tensor, whose dim 0 counts layers; otherwise a number follows.
 _STACKED = re.compile(r"(?P<head>(?:.+\.)?layers)\.(?!\d+\.)(?P<rest>.+)")
 _OBJECT = re.compile(r"(?P<key>.+)/shard_[\d.]+_[\d.]+")
 #: The optimizer's fp32 copy of a parameter, under the names of its kinds.
 MASTER_SLOTS = frozenset(("param", "fp32_param", "master_param"))
-#: Modules without Transformer Engine are saved under the names of those with it.
+#: Modules without Transformer Engine are saved under the names of its modules.
 _LOCAL_NAMES = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -50,7 +50,7 @@ def slot_of(key: str) -> tuple[str, str] | None:
 
 
 def bucket_of(key: str) -> BucketKey | None:
-    """Return what buffer a tensor is, or None."""
+    """Return the buffer that a tensor is, or None."""
     match = _BUCKET.fullmatch(key)
     if match is None:
         return None
@@ -61,12 +61,12 @@ def bucket_of(key: str) -> BucketKey | None:
 
 
 def is_optimizer(key: str) -> bool:
-    """Return whether a key is the optimizer's."""
+    """Return whether a key belongs to the optimizer."""
     return _OPTIMIZER.fullmatch(key) is not None
 
 
 def object_of(key: str) -> str:
-    """Return the key of a sharded object without its place among the shards."""
+    """Return the key of a sharded object without the number of the shard."""
     match = _OBJECT.fullmatch(key)
     return match["key"] if match else key
 
@@ -84,7 +84,7 @@ def layer_name(key: str, layer: int | None, *, is_local: bool) -> str:
 
 
 def stack_of(key: str, shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
-    """Return the name of the stack of layers that a tensor is, or None if it is one tensor.
+    """Return the name of a tensor that is a stack of layers, or None.
 
     Every layer of a stack was saved as a box of its own.
     """
@@ -123,7 +123,7 @@ def unstacked(entry: TensorEntry, *, is_local: bool) -> Iterator[TensorEntry]:
 def split_optimizer(
     states: Sequence[Any],
 ) -> tuple[list[dict[str, Any]], list[float], dict[str, Any]]:
-    """Return the different groups in the states of optimizers, their steps, and what is left.
+    """Return the distinct groups in optimizers' states, their steps, and the rest.
 
     Args:
         states: JSON values; every model-parallel rank may have saved the same groups again.
@@ -156,14 +156,14 @@ def split_optimizer(
 def assigned(
     groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the groups with their parameters, and the parameters that fit not exactly one.
+    """Return the groups with their parameters, and the parameters that do not fit one group.
 
-    Megatron saves groups without names. It makes them by expert or not, decayed or not, learning
-    rate of their own or not; and decays all but biases and vectors unless told otherwise.
+    Megatron saves groups without names. It groups parameters by expert, weight decay and learning
+    rate, and by default decays all but biases and vectors.
     """
     named: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
     decoupled = any(group.get("is_decoupled_lr") for group in groups)
-    # Without expert-parallel ranks experts are in the groups of all others.
+    # Without expert-parallel ranks experts share the groups of all other parameters.
     apart = any(group.get("is_expert_parallel") for group in groups)
     unsure: list[str] = []
     for fqn, shape in shapes.items():

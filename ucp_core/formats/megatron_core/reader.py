@@ -1,10 +1,10 @@
-"""Reader of Megatron-core's ``torch_dist``: the container of torch DCP with keys of its own.
+"""Reads Megatron-core's ``torch_dist``: the container of torch DCP with its own keys.
 
-Layers that are alike are one tensor in the files and one each here. The distributed optimizer
-comes as one tensor per parameter (``fully_reshardable``) or as flat buffers of each
-model-parallel rank (``dp_reshardable``), which say nothing of what is in them; see
-``flat_buffers``. Source: ``megatron/core/dist_checkpointing`` and
-``megatron/core/optimizer/distrib_optimizer.py`` of Megatron-core 0.16 and 0.19.
+Equal layers are one tensor in the files, and one tensor each here. The distributed optimizer has
+one tensor per parameter (``fully_reshardable``), or flat buffers of each model-parallel rank
+without names (``dp_reshardable``); see ``flat_buffers``. Source:
+``megatron/core/dist_checkpointing`` and ``megatron/core/optimizer/distrib_optimizer.py`` of
+Megatron-core 0.16 and 0.19.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ _GATHERED = ".param_state"
 def read(
     store: Store, directory: str, *, rules: Rules | None = None, tag: str | None = None
 ) -> Checkpoint:
-    """Open a ``torch_dist`` checkpoint; metadata and small items are read, no tensor is.
+    """Open a ``torch_dist`` checkpoint; only metadata and small items are read.
 
     Args:
         store: The storage.
-        directory: Of one iteration, or of all, with Megatron's file that names the latest.
-        rules: Of them only where the padding of a vocabulary begins (``unpadded``): the metadata
-            say which box every file holds.
+        directory: The folder of an iteration, or of all with Megatron's file that names the latest.
+        rules: Only ``unpadded`` counts, where the padding of a vocabulary begins: the metadata say
+            the rest.
         tag: The folder of an iteration.
 
     Raises:
         CheckpointNotFoundError: There is none.
         CheckpointCorruptError: Files are missing, truncated, damaged, or of different saves.
-        PatternError: A rule says that padding begins behind the end of a tensor.
+        PatternError: A rule says that padding begins after the end of a tensor.
         UncoveredRegionError: The chunks of a tensor leave a hole or overlap.
-        UnsupportedVersionError: The optimizer's state cannot be told apart; says what is missing.
+        UnsupportedVersionError: The optimizer's state cannot be read; says what is missing.
         ForeignClassError: The metadata hold an unknown class or kind of tensor.
     """
     where = located(store, directory, tag)
@@ -114,7 +114,7 @@ def _config(store: Store, where: str) -> dict[str, Any]:
 
 
 def _common(container: Container) -> dict[str, Any]:
-    """Return what all ranks had in common: iteration, arguments, groups, schedule."""
+    """Return the common state of all ranks: iteration, arguments, groups, schedule."""
     if _COMMON_KEY in container.blobs:
         ((_, found),) = container.values([_COMMON_KEY])
     else:
@@ -167,7 +167,7 @@ class _Reader:
         return self.result
 
     def _refuse_gathered(self) -> None:
-        """Refuse state that is no tensor of the checkpoint: without it a run would start anew."""
+        """Refuse state that is no tensor: without it a run would restart its optimizer."""
         for key in self.objects:
             if key_names.is_optimizer(key) and key.endswith(_GATHERED):
                 raise UnsupportedVersionError(
@@ -178,7 +178,7 @@ class _Reader:
                 )
 
     def _add_extra_states(self) -> None:
-        """Look at the modules' own states: without Transformer Engine they are all None."""
+        """Keep the modules' extra states, which are None without Transformer Engine."""
         keys = [key for key in self.objects if key.endswith("._extra_state")]
         found: dict[str, Any] = {}
         for shard in [shard for key in keys for shard in self.objects.pop(key)]:
@@ -231,7 +231,7 @@ class _Reader:
             self.result.items["optimizer.state"] = Item("reshard", note)
 
     def _refuse_flattened(self, keys: dict[str, TensorKey]) -> None:
-        """Refuse masters of another shape: each rank flattened its share of a fragment."""
+        """Refuse masters of another shape: each rank flattened its shard."""
         for key, (fqn, slot) in keys.items():
             model = self.container.tensors.get(fqn)
             shape = self.container.tensors[key].shape
@@ -266,7 +266,7 @@ class _Reader:
         self.result.items["model"] = Item("drop", note)
 
     def _strip_padding(self) -> None:
-        """Leave out the rows behind a vocabulary's tokens, in every slot."""
+        """Drop the rows after a vocabulary's tokens, in every slot."""
         arguments = self.common.get("args")
         values = arguments.state if isinstance(arguments, Opaque) else arguments
         vocabulary = vocabulary_of(values if isinstance(values, dict) else {})
@@ -314,7 +314,7 @@ class _Reader:
         if unsure:
             note += f", which leaves out {len(unsure)} parameters: {', '.join(unsure[:3])}"
         self.result.items["optimizer.param_groups"] = Item("replicate", note)
-        # Who is in no group for sure has the step of all groups, if they agree.
+        # Parameters in no certain group have the step of all groups, if these agree.
         agreed = named[:1] if len({group.get("step") for group in named}) == 1 else []
         for group, fqns in [(g, g["params"]) for g in named] + [(g, unsure) for g in agreed]:
             step = group.get("step", steps[0] if steps else None)

@@ -1,7 +1,7 @@
-"""What a DeepSpeed checkpoint holds besides tensors: every key has a policy, none is passed over.
+"""Keeps what a DeepSpeed checkpoint holds besides tensors: every key has a policy.
 
-``reshard`` and ``replicate``: it is kept, in tensors or in ``extra``. ``reseed``: only the first
-rank's is kept, and a run in another layout must make its own. ``drop``: not kept, with the reason.
+``reshard`` and ``replicate``: kept, as tensors or in ``extra``. ``reseed``: only the first rank's
+value is kept, and a run in another layout must make its own. ``drop``: not kept, with the reason.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Extras:
 
     Attributes:
         extra: Small values by name.
-        items: Policies by the name of the key.
+        items: Policies by key.
     """
 
     def __init__(self, store: Store, directory: str) -> None:
@@ -69,7 +69,7 @@ class Extras:
         self._directory = directory
 
     def add_model(self, tree: Mapping[str, Any], *, num_ranks: int) -> None:
-        """Add the keys of the first rank's model file; ``num_ranks`` have one of their own."""
+        """Add the keys of the first rank's model file; each of ``num_ranks`` has such a file."""
         counters = {key: tree[key] for key in _COUNTERS if isinstance(tree.get(key), int)}
         self.extra["counters"] = counters
         for key, value in tree.items():

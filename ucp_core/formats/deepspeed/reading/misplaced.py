@@ -1,11 +1,10 @@
 """Refuses a file of a rank that lies under another rank's name.
 
-DeepSpeed writes no rank into such a file: only its name and its content tell it from another one.
-A copy is found by equal content, since data-parallel ranks hold different parts. Under stage 3 two
-swapped files are each sound, but the last rank has padding behind its part of a parameter that the
-ranks do not divide. The moments of padding are zeros, because no gradient came there. If the last
-rank has other moments there and another rank has zeros, the two were swapped. Only the first rank
-writes down the ties.
+DeepSpeed writes no rank into such a file. Equal content shows a copy, since data-parallel ranks
+hold different parts. Under stage 3 two swapped files are each sound, but the last rank has padding
+behind its part of a parameter that the ranks do not divide. The moments of padding are zeros,
+because no gradient came there. If the last rank has other moments there and another rank has zeros,
+the two were swapped. Only the first rank writes down the ties.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from ucp_core.storage import Store
     from ucp_core.torch_files import TensorRef
 
-#: Parameters that are compared, of which the last rank has less than the others.
+#: Parameters to compare, of which the last rank has less than the others.
 _COMPARED_MAX = 8
 
 

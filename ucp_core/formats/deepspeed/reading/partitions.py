@@ -1,4 +1,4 @@
-"""What ZeRO's files hold: for every group, a rank's range of the flat buffer and its slots.
+"""Reads ZeRO's files: for every group, a rank's part of the flat buffer and its slots.
 
 Sources: ``state_dict`` of ``runtime/zero/stage_1_and_2.py``, ``runtime/bf16_optimizer.py`` and
 ``runtime/zero/stage3.py`` of DeepSpeed 0.14 to 0.19.
@@ -26,16 +26,17 @@ class Partition(NamedTuple):
     """A rank's part of one flat group (stage 1, 2) or sub-group (stage 3).
 
     Attributes:
-        file: Where it is.
-        weight: The masters, flat.
-        slots: The optimizer's tensors, flat like the masters; padding may be at their end.
-        scalars: Its numbers and 0-d tensors: ``step``.
+        file: The file.
+        weight: The flat masters.
+        slots: The optimizer's tensors, flat like the masters; they may end with padding.
+        scalars: The optimizer's numbers and 0-d tensors, such as ``step``.
         mapping: ``(start, number of elements)`` in this partition by name; None in old versions.
-        num_ranks: Ranks that the group was cut over; 0 where it is not said.
-        group: Number of its group of the optimizer.
-        num_held: Elements without the padding behind the last parameter; None in old versions.
-        momentum: Muon's, and whether it can be flat like the masters. It is else of all parameters
-            that the partition has a part of, each whole, one after the other.
+        num_ranks: Ranks that share the group; 0 if unknown.
+        group: Number of the optimizer's group.
+        num_held: Elements without the padding after the last parameter; None in old versions.
+        momentum: Muon's momentum, and whether it can be flat like the masters. Otherwise it is that
+            of whole parameters, one after the other, for each one of which the partition has a
+            part.
     """
 
     file: str
@@ -50,17 +51,17 @@ class Partition(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Return the size with padding, where any tensor has it."""
+        """Return the size, with padding if any tensor has it."""
         return max(ref.shape[0] for ref in (self.weight, *self.slots.values()))
 
 
 class RankState(NamedTuple):
-    """The whole of one of ZeRO's files.
+    """The content of one of ZeRO's files.
 
     Attributes:
-        partitions: In order.
-        groups: Hyper-parameters by group, with ``params``; empty where the file has none.
-        rest: What else the file holds.
+        partitions: Its partitions in order.
+        groups: Hyper-parameters by group, with ``params``; empty if the file has none.
+        rest: Everything else in the file.
     """
 
     partitions: Sequence[Partition]
@@ -69,11 +70,11 @@ class RankState(NamedTuple):
 
 
 def read_rank(tree: Mapping[str, Any], file: str, *, is_zero3: bool) -> RankState:
-    """Return what one of ZeRO's files holds.
+    """Return the content of one of ZeRO's files.
 
     Raises:
         CheckpointCorruptError: It is not what DeepSpeed writes.
-        UnsupportedVersionError: It holds optimizer state that cannot be cut in another way.
+        UnsupportedVersionError: It holds optimizer state that cannot be resharded.
     """
     state = tree.get(_STATE)
     if not isinstance(state, dict):
@@ -129,10 +130,11 @@ def _zero12(state: dict[str, Any], file: str) -> RankState:
 def _without_momentum(
     state: Mapping[str, Any], weight: TensorRef, padding: int | None
 ) -> tuple[Mapping[str, Any], tuple[TensorRef, bool] | None]:
-    """Return the state without Muon's momentum, and that, if it is a flat tensor of any size.
+    """Split off Muon's momentum, if it is a flat tensor of any size.
 
-    DeepSpeed (0.19.8) orthogonalises whole parameters, so a rank keeps the momentum of all that it
-    has a part of; with the optimizer offloaded, only of its own elements.
+    DeepSpeed (0.19.8) orthogonalises whole parameters, so a rank keeps the whole momentum of each
+    parameter that it has a part of. With the optimizer offloaded, it keeps only that of its own
+    elements.
     """
     value = state.get(MOMENTUM)
     if not isinstance(value, TensorRef) or len(value.shape) != 1 or value.byte_strides is not None:
@@ -142,7 +144,7 @@ def _without_momentum(
 
 
 def _num_held(state: Mapping[str, Any], size: int, padding: int | None) -> int | None:
-    """Return the masters without padding at the end; only BF16_Optimizer saves it with them."""
+    """Return the number of masters without padding; only BF16_Optimizer saves padding."""
     if padding is None:
         return None
     return size if "zero_stage" in state else size - padding
@@ -151,7 +153,7 @@ def _num_held(state: Mapping[str, Any], size: int, padding: int | None) -> int |
 def _states(
     state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Return the state of each group's only tensor; a group may never have been stepped."""
+    """Return the state of each group's only tensor, which may have no state yet."""
     return [state.get(group["params"][0], {}) if group["params"] else {} for group in groups]
 
 

@@ -1,9 +1,9 @@
-"""Which tensors each stage of a pipeline without ZeRO trained.
+"""Finds the tensors that each stage of a pipeline without ZeRO trained.
 
-The files of layers do not say their stage. ``param_shapes`` name the parameters of every stage
-where the checkpoint has them. Otherwise the stages hold consecutive layers, and the number of
-parameters in their optimizers tells the borders. That is refused where tied modules or frozen
-parameters make the numbers differ: nothing in the files says which they are.
+The files of layers do not name their stage. If the checkpoint has ``param_shapes``, these name the
+parameters of every stage. Otherwise stages hold consecutive layers, and the number of parameters in
+their optimizers decides where each stage ends. Tied modules and frozen parameters change these
+numbers, and no file names them: such a checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read_layer_files(native: Native) -> LayerFiles:
 
     Raises:
         PatternError: The files do not decide it.
-        CheckpointCorruptError: A file holds what no DeepSpeed writes.
+        CheckpointCorruptError: A file holds something that DeepSpeed does not write.
     """
     found = LayerFiles()
     layers = {layer: held for layer in _numbers(native) if (held := _params(native, layer, 0))}
@@ -121,7 +121,7 @@ def _has_state(tree: Mapping[str, Any]) -> bool:
 def _stages_by_name(
     layers: Layers, named: Sequence[Sequence[Mapping[str, tuple[int, ...]]]], found: LayerFiles
 ) -> list[list[tuple[int, str]]]:
-    """Return the layers and names of each stage; add the names of tied modules to ``found``."""
+    """Return layers and names by stage; add the names of tied modules to ``found``."""
     shapes = {n: s for stage in named for group in stage for n, s in group.items()}
     for name, shape in shapes.items():
         match = _TIED_NAME.fullmatch(name)
@@ -140,7 +140,7 @@ def _stages_by_name(
 def _stages_by_count(
     native: Native, layers: Layers, optimizers: Sequence[Mapping[str, Any]]
 ) -> list[list[int]]:
-    """Return the consecutive layers of each stage, whose parameters its optimizer numbers.
+    """Return the consecutive layers of each stage, by the size of its optimizer.
 
     Raises:
         PatternError: No borders between layers fit all stages, or stages share a state.
@@ -178,7 +178,7 @@ def _stages_by_count(
 
 
 def _count(tree: Mapping[str, Any]) -> int:
-    """Return how many parameters an optimizer has; elements where its masters are flat."""
+    """Return how many parameters an optimizer has; elements if its masters are flat."""
     if FLAT in tree:
         return sum(ref.num_elements for ref in tree[FLAT])
     return sum(len(group["params"]) for group in tree.get(INNER, tree)["param_groups"])

@@ -1,7 +1,7 @@
-"""How DeepSpeed's tensors are spread over tensor parallel ranks, and where that is written.
+"""Finds how DeepSpeed's tensors are sharded over tensor-parallel ranks.
 
-In this order: the user's rules; the checkpoint's ``universal_checkpoint_info`` (its affine maps
-first); evidence. What none of them tells is an error: a guess would be silently wrong.
+It asks in this order: the user's rules; the checkpoint's ``universal_checkpoint_info``, affine maps
+first; evidence in the shards. Anything else is an error, because a guess could be silently wrong.
 Source: ``checkpoint/ds_to_universal.py`` (``merge_tp_slices``) of DeepSpeed 0.19.8.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 #: Versions of ``universal_checkpoint_info`` whose meaning is known.
 INFO_VERSION_MAX = 0.4
-#: From this version on, fused parameters come with the widths of their pieces.
+#: Since this version fused parameters come with the widths of their parts.
 _WIDTHS_VERSION = 0.4
 
 _VOCABULARY = "vocabulary_parameter_patterns"
@@ -65,7 +65,7 @@ _FUSED_QKV = re.compile(r"(?:.*\.)?(?:self_)?attention\.query_key_value\.(?:weig
 
 
 class Names:
-    """Finds which of many patterns match a name; most of DeepSpeed's are one whole name each."""
+    """Finds the pattern that matches a name; most of DeepSpeed's patterns are whole names."""
 
     def __init__(self, patterns: Iterable[str], where: str) -> None:
         self._exact: dict[str, str] = {}
@@ -86,7 +86,7 @@ class Names:
         """Return the pattern that matches from the start of ``name``, as DeepSpeed matches.
 
         Raises:
-            CheckpointCorruptError: Two do.
+            CheckpointCorruptError: Two patterns match.
         """
         found = [regex.pattern for regex in self._regexes if regex.match(name)]
         if name in self._exact:
@@ -111,7 +111,7 @@ class Info:
     """The checkpoint's ``universal_checkpoint_info``.
 
     Attributes:
-        tells: Whether it says anything of tensor parallelism.
+        tells: Whether it says anything about tensor parallelism.
         original_vocab_size: Rows of the vocabulary without padding, or None.
     """
 
@@ -150,7 +150,7 @@ class Info:
         return name.startswith("tied_modules.") or self.has(_PIPELINE, name)
 
     def vocabulary_extent(self, name: str) -> int | None:
-        """Return the rows without padding, or None where the parameter is no vocabulary."""
+        """Return the rows without padding, or None if the parameter is no vocabulary."""
         return self.original_vocab_size if self.has(_VOCABULARY, name) else None
 
 
@@ -159,7 +159,7 @@ def _named(value: Any) -> dict[str, Any]:
 
 
 def _parts(items: Iterable[Any], where: str) -> dict[str, Parts]:
-    """Return the fused parameters by pattern; they are dicts, or objects of a class."""
+    """Return the fused parameters by pattern, from dicts or from objects."""
     found: dict[str, Parts] = {}
     for item in items:
         value = item if isinstance(item, dict) else getattr(item, "state", None)
@@ -174,18 +174,18 @@ def _parts(items: Iterable[Any], where: str) -> dict[str, Parts]:
 
 @dataclass(slots=True)
 class TensorParallelLayouts:
-    """Tells the pattern of a tensor.
+    """Finds the pattern of a tensor.
 
     Attributes:
-        degree: Tensor parallel ranks.
+        degree: Tensor-parallel ranks.
         info: What the checkpoint says.
-        rules: What the user says; counts before everything else.
+        rules: The user's rules; they override everything else.
         arguments: Megatron's ``args``, if the checkpoint holds them.
-        equal: Whether all tensor parallel ranks saved the same bytes of a tensor, as far as the
-            checksums of the model files show it; and training went on after they were initialised.
-        moved: Whether, besides, all of them have the same gradients behind them.
-        buffers: Names of buffers: the lists of parameters do not speak of them.
-        chosen: By name, how the pattern was found where it was neither told nor trivial.
+        equal: Whether all tensor-parallel ranks saved the same bytes of a tensor after training, by
+            the checksums of the model files.
+        moved: Whether all of them also had the same gradients.
+        buffers: Names of buffers; the lists of parameters omit them.
+        chosen: By name, how the pattern was found, if it was neither given nor trivial.
     """
 
     degree: int
@@ -200,11 +200,11 @@ class TensorParallelLayouts:
     def pattern(
         self, key: TensorKey, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Pattern, int | None]:
-        """Return the pattern, and the true extent of dim 0 where what lies behind is padding.
+        """Return the pattern, and the true extent of dim 0 if padding follows.
 
         Raises:
             PatternError: It is not known; ``facts["unknown"]`` names the tensor.
-            UnsupportedVersionError: The checkpoint says that it cannot be taken apart.
+            UnsupportedVersionError: The checkpoint declares that it cannot be resharded.
         """
         if not any(shapes):
             return (Unique() if self.degree == 1 else Replicated("first")), None
@@ -236,7 +236,7 @@ class TensorParallelLayouts:
     def _unlisted(
         self, key: TensorKey, shapes: Sequence[tuple[int, ...]], extent: int | None
     ) -> tuple[Pattern, int | None]:
-        """Return what no rule and no list says: to DeepSpeed's converter it is a cut of dim 0."""
+        """Return the pattern without a rule or a list: DeepSpeed's converter cuts dim 0."""
         if not self.info.tells or key.fqn in self.buffers:
             return self._derived(key.fqn, shapes), None
         if _FUSED_QKV.fullmatch(key.fqn):
@@ -251,7 +251,7 @@ class TensorParallelLayouts:
         return Cut(0), extent
 
     def _refuse_doubling(self, key: TensorKey, pattern: Pattern, who: str) -> None:
-        """Raise if equal copies would be put one after the other."""
+        """Raise if equal copies would be concatenated."""
         is_cut = not isinstance(pattern, Replicated | Average | Unique)
         if is_cut and key.slot == "weight" and self.equal(key.fqn):
             raise PatternError(
@@ -293,7 +293,7 @@ class TensorParallelLayouts:
             widths = tuple(tuple(map(int, row)) for row in self.info.widths[regex])
             fused = tuple(map(int, sizes)) if isinstance(sizes, list | tuple) else len(widths)
             return Cut(parts.dim, parts=fused, part_widths=widths)
-        # Before version 0.4 a number stood for so many equal parts, a tuple for their sizes, and
+        # Before version 0.4 a number meant this many equal parts, a tuple meant their sizes, and
         # every part was cut evenly.
         whole = sum(shape[parts.dim] for shape in shapes)
         if not isinstance(sizes, list | tuple):
@@ -309,9 +309,9 @@ class TensorParallelLayouts:
     def _query_key_value(self, fqn: str, shapes: Sequence[tuple[int, ...]]) -> Pattern:
         """Return the pattern of Megatron-DeepSpeed's fused projection.
 
-        Up to December 2024 a rank held (q, k, v) of its first head group, then of the next; then
-        plain concatenation is right. Since commit 676a482c it holds all q, then all k, then all v,
-        without a word in the patterns; ``args`` has an option of that commit.
+        Up to December 2024 a rank held (q, k, v) of its first head group, then of the next, so that
+        plain concatenation is right. Since commit 676a482c it holds all q, then all k, then all v.
+        The patterns do not say so, but ``args`` has an option of that commit.
         """
         arguments = self.arguments
         if arguments is None:
@@ -329,13 +329,13 @@ class TensorParallelLayouts:
         return Cut(0)
 
     def concatenated(self, fqn: str, shape: tuple[int, ...]) -> tuple[Pattern, int] | None:
-        """Return how a tensor is made of the ranks' shards that DeepSpeed's converter joined.
+        """Return how DeepSpeed's converter should have joined the ranks' shards.
 
-        It joins Megatron-DeepSpeed's fused projections end to end whatever their layout. None:
-        that was right, or there is no evidence that it was not.
+        It joins Megatron-DeepSpeed's fused projections end to end, whatever their layout. None:
+        this was right, or nothing shows that it was wrong.
 
         Returns:
-            The pattern, and the number of shards, which lie in the tensor one after the other.
+            The pattern, and the number of shards, which follow one another in the tensor.
         """
         arguments = self.arguments or {}
         is_cut = self.degree > 1 and bool(shape) and shape[0] % self.degree == 0
@@ -347,7 +347,7 @@ class TensorParallelLayouts:
         return self._query_key_value(fqn, shards), self.degree
 
     def _derived(self, fqn: str, shapes: Sequence[tuple[int, ...]]) -> Pattern:
-        """Return what the shards themselves prove."""
+        """Return the pattern that the shards themselves prove."""
         if len(set(shapes)) > 1:
             dims = [d for d in range(len(shapes[0])) if len({s[d] for s in shapes}) > 1]
             if len(dims) == 1 and len({len(s) for s in shapes}) == 1:
@@ -367,7 +367,7 @@ class TensorParallelLayouts:
 def _check_alike(
     key: TensorKey, rule: Pattern, listed: Pattern, shapes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Raise if a rule of the user means something else than the checkpoint says."""
+    """Raise if a rule of the user contradicts the checkpoint."""
     one = place(rule, shapes, name=f"{key} by the rules")
     other = place(listed, shapes, name=f"{key} by the checkpoint")
     alike = (one.relation, one.shape) == (other.relation, other.shape)

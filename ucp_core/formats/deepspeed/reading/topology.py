@@ -1,7 +1,7 @@
-"""Opens the files of a native DeepSpeed checkpoint: all that belong to it, and only those.
+"""Opens the files that belong to a native DeepSpeed checkpoint, and no others.
 
-The file of the first model-parallel rank says how many ranks there were. What is missing then is
-an error; what is too much is left from another run, and is named as dropped.
+The file of the first model-parallel rank says how many ranks there were. A missing file is an
+error. Files of further ranks are left from another run; they are reported as dropped.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _LEFTOVER = "left from another run: the checkpoint says that there was no such r
 
 @dataclass(slots=True)
 class Native:
-    """A native checkpoint of which every file is open.
+    """A native checkpoint with all files open.
 
     Attributes:
         files: The files.
-        stage: Of ZeRO; 0 where the optimizer is not cut.
-        dp: Ranks over which ZeRO cut; sequence parallel ones count.
+        stage: ZeRO's stage; 0 if the optimizer is not sharded.
+        dp: Ranks over which ZeRO shards, sequence-parallel ones included.
         tp: Tensor parallel ranks.
         pp: Pipeline stages.
         model: Names of the model files by ``(dp, mp)``; up to stage 2 only dp 0 has one.
         optim: Names of ZeRO's files by ``(dp, mp)``.
-        layers: Of a pipeline, by ``(layer, tp)``.
-        experts: By ``(moe layer, expert, mp)``.
-        expert_optim: By ``(ep, mp)``.
-        items: Files that do not count, and why.
+        layers: Names of a pipeline's layer files by ``(layer, tp)``.
+        experts: Names by ``(moe layer, expert, mp)``.
+        expert_optim: Names by ``(ep, mp)``.
+        items: Files that are ignored, and why.
     """
 
     files: Files
@@ -72,7 +72,7 @@ class Native:
 
 
 def open_native(store: Store, directory: str, names: Names, *, with_optim: bool = True) -> Native:
-    """Open all files of the checkpoint; of a universal one, only the model files.
+    """Open all files of the checkpoint, or only the model files of a universal one.
 
     Raises:
         CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
@@ -183,11 +183,11 @@ def _degrees(first: Mapping[str, Any], names: Names, where: str) -> tuple[int, i
     if isinstance(degrees, dict):
         tp, pp = _count(degrees, "tp_degree", where), _count(degrees, "pp_degree", where)
         if mp == pp == 1:
-            # DeepSpeed's own ranks for sequence parallelism answer for tensor parallel ones too,
-            # and are counted in dp_world_size already: nothing is cut over them but by ZeRO.
+            # These are DeepSpeed's sequence-parallel ranks, which dp_world_size counts already:
+            # only ZeRO shards over them.
             tp = 1
     elif first.get("module", ()) is None:
-        # Only layer files tell, in DeepSpeed before 0.19, how a stage is cut.
+        # Before DeepSpeed 0.19 only layer files tell how a stage is sharded.
         tp = max((-1 if tp is None else tp for _, tp in names.layers), default=0) + 1 or 1
         pp = mp // tp
     else:
@@ -207,7 +207,7 @@ def _refuse_more_ranks(
     model: Mapping[tuple[int, int], str],
     first: Mapping[str, Any],
 ) -> None:
-    """Raise if there are model files of more ranks than the first file says, from the same save."""
+    """Raise if the same save has model files of more ranks than its first file says."""
     for rank in sorted(set(found) - set(model)):
         try:
             other = read_torch_file(files.store, files.directory, found[rank]).tree
@@ -249,10 +249,10 @@ def _optim_files(
 def _has_zero_files(first: Mapping[str, Any], names: Names) -> bool:
     optimizer = first.get("optimizer")
     if isinstance(optimizer, dict):
-        # BF16_Optimizer without ZeRO cuts its masters all the same, and saves them as ZeRO does.
+        # BF16_Optimizer without ZeRO also shards its masters, and saves them as ZeRO does.
         return "single_partition_of_fp32_groups" in optimizer
     if "param_shapes" not in first:
-        # Models with experts were saved without, before DeepSpeed 0.19.
+        # Before DeepSpeed 0.19 models with experts were saved without param_shapes.
         return bool(names.optim)
     return first["param_shapes"] is not None
 
@@ -279,7 +279,7 @@ def _prefix(names: Names, first: Mapping[str, Any], directory: str) -> str:
 def _layer_files(
     names: Names, tp: int, items: dict[str, Item], directory: str
 ) -> dict[tuple[int, int], str]:
-    """Return the layer files of a pipeline by ``(layer, tp)``; with one rank they may name none."""
+    """Return the layer files of a pipeline by ``(layer, tp)``; names of tp 1 may lack tp."""
     by_axis: dict[bool, dict[tuple[int, int], str]] = {True: {}, False: {}}
     for (layer, rank), name in names.layers.items():
         by_axis[rank is not None][layer, rank or 0] = name

@@ -1,8 +1,8 @@
-"""The weights that a DeepSpeed checkpoint holds as the model has them: frozen ones and buffers.
+"""Reads the weights in the model's dtype: frozen parameters and buffers.
 
-Trained parameters are there too, in the model's dtype; they are left out where ZeRO's files have
-their float32 masters. Ties come from ``shared_params``, which only the first rank fills, and from
-tensors that share their bytes in a file.
+Trained parameters are skipped if ZeRO's files have their float32 masters. Ties come from
+``shared_params``, which only the first rank fills, and from tensors that share their bytes in a
+file.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Modules:
 
     Attributes:
         shards: Gets the weights.
-        trained: Names that have masters; their model copies are left out.
-        masters: Whether there are masters at all; without, what is no buffer is trained.
+        trained: Names that have masters; their copies in the model files are skipped.
+        masters: Whether there are masters at all; without them all but buffers is trained.
         ties: Owner by alias.
         roles: ``frozen`` or ``buffer`` by name.
-        items: What was left out.
-        refs: Every tensor by name and tensor parallel rank: evidence of what is replicated.
+        items: What was dropped.
+        refs: Every tensor by name and tensor-parallel rank, to prove replication.
         order: Names of the first rank's parameters, in the model's order.
-        dtypes: Of the model's copies of trained parameters.
-        pipeline: Whose the tensors of layer files are, where no masters tell it.
+        dtypes: Dtypes of the model's copies of trained parameters.
+        pipeline: The parameters of each stage, if there are no masters.
     """
 
     shards: Shards
@@ -80,8 +80,8 @@ def add_modules(native: Native, modules: Modules, *, complete: bool = True) -> N
 
     Args:
         native: The files.
-        modules: Gets what they hold.
-        complete: Whether files of pipeline layers and experts must be there.
+        modules: Gets their content.
+        complete: Whether files of pipeline layers and experts must exist.
 
     Raises:
         CheckpointCorruptError: The files contradict one another, or one is missing.
@@ -90,7 +90,7 @@ def add_modules(native: Native, modules: Modules, *, complete: bool = True) -> N
         tree = native.files.trees[file]
         module = tree.get("module")
         if dp == 0 and isinstance(module, dict):
-            # Stage 3 has a stand-in for every parameter, however many elements that has.
+            # Stage 3 has an empty tensor in place of every parameter.
             stand_ins = modules.trained | set(tree.get("frozen_param_shapes") or ())
             stand_ins = stand_ins if native.stage == _ZERO3 else set()
             _add_module(modules, native.rank(mp), tree, native.first, module, stand_ins)
@@ -112,9 +112,9 @@ def add_modules(native: Native, modules: Modules, *, complete: bool = True) -> N
 
 
 def _add_empty_shards(modules: Modules) -> None:
-    """Add trained shards without elements, which ZeRO's files pass over on the rank that has one.
+    """Add trained shards without elements, which ZeRO's files omit.
 
-    AutoTP leaves ranks without a part of a dim that is shorter than there are ranks.
+    With AutoTP a rank can have no part of a dim that is shorter than the number of ranks.
     """
     for name in modules.trained & set(modules.refs):
         for tp, ref in modules.refs[name].items():
@@ -131,7 +131,7 @@ def buffer_names(native: Native) -> frozenset[str]:
 
 
 def weights_of(native: Native, mp: int) -> dict[str, Any]:
-    """Return what a model-parallel rank's files hold of the model, by name, experts too."""
+    """Return the tensors in a model-parallel rank's files by name, with experts."""
     held: dict[str, Any] = dict(native.files.trees[native.model[0, mp]].get("module") or {})
     for (layer, tp), file in native.layers.items():
         if tp == native.rank(mp).tp:
@@ -144,10 +144,10 @@ def weights_of(native: Native, mp: int) -> dict[str, Any]:
 
 
 def tied_weight(native: Native, mp: int, name: str, num_elements: int) -> TensorRef | None:
-    """Return the weight of a pipeline's tied module in a layer file that has one of its size.
+    """Return the weight of a pipeline's tied module: the one of its size in layer files.
 
-    No file says at which layers a tied module stands. None: there is no such weight, or several
-    of different shape.
+    No file names the layers of a tied module. None: no weight has this size, or several shapes have
+    it.
     """
     module, _, local = name.removeprefix(_TIED).partition(".")
     if not name.startswith(_TIED) or not module:
@@ -178,7 +178,7 @@ def _add_module(
         is_empty = ref.shape == (0,) and name in stand_ins
         owner = _owner(modules, name, ref, shared, seen)
         if owner is not None and _is_excluded(modules, tree, module, owner):
-            # ``named_parameters`` has a tied one once, so that its other name was left in.
+            # ``named_parameters`` lists a tied one once, so its other name was saved.
             if not ref.num_elements:
                 why = f"saved with exclude_frozen_parameters, as {owner} was, with which it is tied"
                 modules.items[f"module.{name}"] = Item("drop", why)
@@ -197,9 +197,9 @@ def _add_module(
 def _is_excluded(
     modules: Modules, tree: Mapping[str, Any], module: Mapping[str, Any], owner: str
 ) -> bool:
-    """Return whether a parameter was left out because it is frozen, as LoRA's base model can be.
+    """Return whether a frozen parameter was not saved, as LoRA's base model can be.
 
-    From stage 2 on DeepSpeed tells the shapes of frozen parameters unless it leaves them out.
+    From stage 2 on DeepSpeed saves the shapes of frozen parameters unless it excludes them.
     """
     named = owner in module or owner in modules.trained or owner in modules.ties
     return modules.masters and not named and tree.get("frozen_param_shapes") is None
@@ -214,10 +214,10 @@ def _tensors(module: Mapping[str, Any], items: dict[str, Item]) -> Iterator[tupl
 
 
 def _beside_tensors(module: Mapping[str, Any], items: dict[str, Item]) -> Iterator[str]:
-    """Yield the tensors that modules made up for the state, as those of bitsandbytes do.
+    """Yield the tensors that modules add to the state dict, as bitsandbytes does.
 
-    DeepSpeed lists them nowhere. ``fc.weight.absmax`` is below ``fc.weight``, which is a tensor and
-    so no module: it is neither a parameter, and not to be trained ever, nor a registered buffer.
+    DeepSpeed does not list them. ``fc.weight.absmax`` is below ``fc.weight``, which is a tensor and
+    no module. So it is neither a parameter nor a registered buffer.
     """
     for name, value in module.items():
         parts = str(name).split(".")
@@ -235,7 +235,7 @@ def _owner(
     shared: Mapping[str, str],
     seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str],
 ) -> str | None:
-    """Return the name under which a tied tensor is kept, or None if ``name`` is that name."""
+    """Return the owner of a tied tensor, or None if ``name`` is the owner."""
     if name in modules.trained:
         if ref.num_bytes:
             seen[ref.offset_bytes, ref.shape, ref.strides] = name
@@ -246,7 +246,7 @@ def _owner(
     if owner != name:
         return owner
     if not ref.num_bytes:
-        # Nothing of it is in the file to be shared, but a rank that was read before may have it.
+        # It has no bytes to share, but another rank may have shown the tie.
         return modules.ties.get(name)
     first = seen.setdefault((ref.offset_bytes, ref.shape, ref.strides), name)
     return None if first == name else first
@@ -268,7 +268,7 @@ def _add_weight(
 
 
 def _add_frozen_fragments(native: Native, modules: Modules) -> None:
-    """Add the frozen parameters of stage 3, of which every rank has a piece."""
+    """Add the frozen parameters of stage 3; each rank has a part."""
     if native.stage != _ZERO3:
         return
     held: dict[int, dict[int, list[TensorRef]]] = {}
@@ -306,7 +306,7 @@ def _add_frozen_fragments(native: Native, modules: Modules) -> None:
 
 
 def _add_layers(native: Native, modules: Modules) -> None:
-    """Add what layer files of a pipeline hold besides trained parameters."""
+    """Add the tensors of a pipeline's layer files that are not trained."""
     if native.first.get("module", ()) is not None:
         for file in native.layers.values():
             modules.items[file] = Item("drop", "left from another run: this one has no pipeline")
@@ -336,10 +336,10 @@ def _add_layers(native: Native, modules: Modules) -> None:
 
 
 def _tied_name(modules: Modules, name: str, ref: TensorRef) -> str | None:
-    """Return the trained tied parameter that a layer file's tensor is a copy of.
+    """Return the trained tied parameter whose copy a layer file's tensor is.
 
-    Layer files do not say it. A layer of which nothing else was trained, with a name and a shape
-    of a tied module: it is that one.
+    Layer files do not name it. It is the tied module with the same name and shape, if nothing else
+    of the layer was trained.
     """
     found = [fqn for fqn in modules.trained if fqn.startswith(_TIED) and fqn.endswith(f".{name}")]
     fitting = [fqn for fqn in found if modules.shards.shape_of(TensorKey(fqn, WEIGHT)) == ref.shape]
@@ -358,7 +358,7 @@ def _check_shape(native: Native, modules: Modules, file: str, fqn: str, ref: Ten
 
 
 def _add_experts(native: Native, modules: Modules) -> None:
-    """Add experts from their files, where no masters of them are elsewhere."""
+    """Add experts from their files, unless they have masters."""
     if not native.experts and any(EXPERT.fullmatch(name) for name in modules.trained):
         raise CheckpointCorruptError(
             f"{native.files.directory} lacks the files of all experts (layer_0_expert_0_...): the "
@@ -398,7 +398,7 @@ def _add_experts(native: Native, modules: Modules) -> None:
 
 
 def resolve_ties(ties: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
-    """Return the ties whose owner exists; the others' tensors are not in the checkpoint.
+    """Return the ties between tensors of the checkpoint.
 
     Raises:
         CheckpointCorruptError: An owner does not exist.

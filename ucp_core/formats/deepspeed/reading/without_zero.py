@@ -1,4 +1,4 @@
-"""The optimizer of a DeepSpeed checkpoint without ZeRO: one file has all of it, by number.
+"""Reads the optimizer of a DeepSpeed checkpoint without ZeRO, which numbers its parameters.
 
 Names and shapes in the files decide which parameter a number means, in this order:
 ``param_shapes``; ``param_names``, which torch's optimizers keep from 2.6 on if they were made of
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 #: What torch's optimizers call the names of a group.
 _NAMES = "param_names"
-#: Of a group's keys, those that say which parameters it has.
+#: The keys of a group that say which parameters it has.
 _NUMBERED = ("params", _NAMES)
 _EP_GROUP = "ep_size_"
 

@@ -1,7 +1,7 @@
-"""Says which elements of which shard every file of ZeRO holds: stages 1 and 2, and stage 3.
+"""Finds which elements of which shard each of ZeRO's files holds, for stages 1 to 3.
 
 Pure. Stages 1 and 2 concatenate the shards of a group, pad, and cut the buffer over the ranks;
-stage 3 cuts each shard by itself into ``ceil(size / ranks)`` elements and concatenates the pieces.
+stage 3 cuts each shard into parts of ``ceil(size / ranks)`` elements and concatenates the parts.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from ucp_core.formats.shared import Scalars
     from ucp_core.torch_files import TensorRef
 
-#: DeepSpeed's own layer of experts numbers them on each expert parallel rank from 0 on.
+#: DeepSpeed's layer of experts numbers them from 0 on each expert-parallel rank.
 EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 
 
-#: Sequence parallel ranks that are tried to explain parts that are missing.
+#: Numbers of sequence-parallel ranks to try as the cause of missing parts.
 _LOST_MAX = 64
 
 
 @dataclass(slots=True)
 class Stage:
-    """One model-parallel rank: the files of its data-parallel ranks, opened.
+    """One model-parallel rank: the open files of its data-parallel ranks.
 
     Attributes:
-        rank: Stage and tensor parallel rank.
-        states: By data-parallel rank.
-        shapes: By group of the optimizer: shape of its parameters, in flatten order.
-        where: The file that the shapes are from, for errors.
-        data_before_expert: Expert parallel ranks are not neighbours but apart.
+        rank: Stage and tensor-parallel rank.
+        states: Content of the files by data-parallel rank.
+        shapes: Shapes of the parameters by group, in the order of flattening.
+        where: The file with the shapes, for errors.
+        data_before_expert: Whether expert-parallel ranks are not neighbours.
     """
 
     rank: Rank
@@ -72,7 +72,7 @@ def add_zero12(stage: Stage, shards: Shards, scalars: Scalars) -> None:
 def _check_total(
     stage: Stage, index: int, parts: Sequence[Partition], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise if masters are there that no parameter is named for: they would be left out."""
+    """Raise if there are masters without a named parameter."""
     held = [part.num_held for part in parts]
     if any(number is None for number in held):
         return
@@ -104,10 +104,10 @@ def _families(
     shapes: Mapping[str, tuple[int, ...]],
     dp: int,
 ) -> Iterator[tuple[list[int], dict[str, str]]]:
-    """Yield data-parallel ranks that share a flat buffer, and other names for its parameters.
+    """Yield the data-parallel ranks that share a flat buffer, and new names of its parameters.
 
-    A group of experts is cut over the ranks that hold the same experts only. Ranks with other
-    experts use the same names for them, so these get their numbers in the whole layer.
+    A group of experts is cut over the ranks that hold the same experts. Every rank numbers its
+    experts from 0, so the new names have the numbers in the whole layer.
     """
     for part in parts:
         if part.num_ranks != parts[0].num_ranks:
@@ -160,7 +160,7 @@ def _add_group(
     shapes: Mapping[str, tuple[int, ...]],
     rename: Mapping[str, str],
 ) -> None:
-    """Add one flat buffer, whose ranges ``parts`` hold in order."""
+    """Add one flat buffer, which ``parts`` hold in order."""
     done: dict[str, int] = defaultdict(int)
     size = max(part.num_elements for part in parts)
     for name, shape in shapes.items():
@@ -206,7 +206,7 @@ def _add_momentum(
     start: int,
     span: tuple[int, int],
 ) -> None:
-    """Add Muon's momentum of some elements of a shard, which lies from ``start`` on."""
+    """Add Muon's momentum of some elements of a shard, from ``start`` on."""
     assert part.momentum is not None, f"{part.file} has no momentum"
     ref, _ = part.momentum
     run = FlatRun(part.file, ref.offset_bytes + start * DTYPE_BYTES[ref.dtype], *span)
@@ -218,10 +218,10 @@ def _momentum_starts(
     mapping: Mapping[str, tuple[int, int]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, int] | None:
-    """Return where each parameter begins in Muon's momentum; None where that is like the masters.
+    """Return where each parameter begins in Muon's momentum; None if as in the masters.
 
     Raises:
-        UnsupportedVersionError: It is neither, or could be both.
+        UnsupportedVersionError: Its size fits neither form, or both.
     """
     if part.momentum is None:
         return None
@@ -249,7 +249,7 @@ def _momentum_starts(
 def _computed(
     shapes: Mapping[str, tuple[int, ...]], low: int, high: int
 ) -> dict[str, tuple[int, int]]:
-    """Return the mapping of a partition ``[low, high)`` where old versions did not save it."""
+    """Return the mapping of a partition ``[low, high)``, which old versions did not save."""
     found = {}
     begin = 0
     for name, shape in shapes.items():
@@ -276,7 +276,7 @@ def _add(
     begin: int,
     end: int,
 ) -> None:
-    """Add elements ``[begin, end)`` of a shard, which lie from ``start`` on in a partition."""
+    """Add elements ``[begin, end)`` of a shard, from ``start`` on in a partition."""
     for slot, ref in _flat(part):
         if start + end - begin > ref.shape[0]:
             raise CheckpointCorruptError(
@@ -323,10 +323,10 @@ def add_zero3(stage: Stage, shards: Shards, scalars: Scalars) -> None:
 def _subgroups(
     stage: Stage, state: RankState
 ) -> Iterator[tuple[Partition, Iterator[tuple[str, tuple[int, ...]]], bool]]:
-    """Yield a rank's sub-groups, the parameters that are left for each, and if no other has them.
+    """Yield a rank's sub-groups, the parameters left for each, and if these are its last.
 
-    DeepSpeed names the parameters by sub-group. Only so is it known whose those are that have no
-    element, as none of them fills a place.
+    DeepSpeed names the parameters by sub-group. Nothing else tells the sub-group of parameters
+    without elements.
 
     Raises:
         CheckpointCorruptError: There are parameters, but no sub-group.
@@ -354,7 +354,7 @@ def _add_empty(
     part: Partition,
     left: Iterator[tuple[str, tuple[int, ...]]],
 ) -> Iterator[str]:
-    """Add the parameters behind a sub-group's last element, which must be empty; yield names."""
+    """Add the empty parameters after a sub-group's last element; yield their names."""
     for name, shape in left:
         if prod(shape):
             raise CheckpointCorruptError(
@@ -370,8 +370,8 @@ def _add_empty(
 def _refuse_lost_ranks(stage: Stage) -> None:
     """Raise if the parameters were cut over more ranks than there are files.
 
-    With ``mesh_param`` DeepSpeed (0.19.8) cuts parameters over sequence parallel ranks
-    too, but names the files by the data-parallel rank: ranks overwrite each other's.
+    With ``mesh_param`` DeepSpeed (0.19.8) also shards parameters over sequence-parallel ranks, but
+    names the files by the data-parallel rank: ranks overwrite each other's files.
     """
     sizes = [prod(shape) for shapes in stage.shapes for shape in shapes.values()]
     held = sum(part.weight.shape[0] for part in stage.states[0].partitions)
@@ -400,7 +400,7 @@ def _add_subgroup(
     dp: int,
     dp_rank: int,
 ) -> Iterator[str]:
-    """Add a sub-group: the next parameters whose pieces fill it; yield their names."""
+    """Add a sub-group: the next parameters, whose parts fill it; yield their names."""
     start, size = 0, part.weight.shape[0]
     while start < size:
         name, shape = next(left, ("", ()))
@@ -427,10 +427,10 @@ def _add_subgroup(
 
 
 def param_shapes(tree: Mapping[str, Any], where: str) -> list[dict[str, tuple[int, ...]]] | None:
-    """Return shapes by group and name; None where the file has none.
+    """Return shapes by group and name; None if the file has none.
 
     Raises:
-        CheckpointCorruptError: They are not what DeepSpeed writes, or a name is there twice.
+        CheckpointCorruptError: DeepSpeed does not write them so, or a name is there twice.
     """
     value = tree.get("param_shapes")
     if value is None:

@@ -1,6 +1,6 @@
-"""What a DeepSpeed checkpoint is made of, taken from any checkpoint and checked.
+"""Takes the content of a DeepSpeed checkpoint from any checkpoint, and checks it.
 
-Read by the writers of both forms, before they write anything.
+The writers of both forms use it before they write anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ucp_core.native import Checkpoint
 
-#: What DeepSpeed itself keeps at the top of a model_states file.
+#: The keys that DeepSpeed itself writes at the top of a model_states file.
 RESERVED = frozenset(
     {
         "module",
@@ -73,18 +73,16 @@ class Model:
 
     Attributes:
         entries: Every tensor of the checkpoint.
-        groups: The optimizer's; none if the checkpoint has no optimizer.
-        trained: Parameters that no group and no role names, where there is no optimizer.
-        frozen: Parameters that are not trained, those without an element among them.
+        groups: The optimizer's groups; empty without an optimizer.
+        trained: Without an optimizer, the parameters that no role names.
+        frozen: Parameters that are not trained, and those without elements.
         buffers: Buffers.
         ties: Alias to owner.
-        counters: ``global_steps`` and whatever else is known of ``skipped_steps`` and
-            ``global_samples``.
+        counters: ``global_steps``, and ``skipped_steps`` and ``global_samples`` if known.
         kept: States of ``lr_scheduler``, ``data_sampler`` and ``random_ltd``, or None.
         scaler: The loss scaler's class and state, or None.
-        clip_grad: The bound of the gradient's norm, or None where it is not known.
-        precision: ``fp32``, ``bf16`` or ``fp16``: in which the source's model was trained, as far
-            as it says so.
+        clip_grad: The limit of the gradient's norm, or None if unknown.
+        precision: The dtype that the source was trained in: ``fp32``, ``bf16`` or ``fp16``.
         config: The source's configuration of DeepSpeed, or empty.
         client_state: Everything else, by name.
     """
@@ -118,11 +116,11 @@ class Model:
 
 
 def describe(checkpoint: Checkpoint) -> Model:
-    """Return the state of ``checkpoint``, checked to be one that DeepSpeed can hold.
+    """Return the state of ``checkpoint``, after checks that DeepSpeed can hold it.
 
-    Tensors of the role ``extra``, which are no part of the model, are left out.
-    A parameter without a slot that others of its group have gets zeros there, which is what
-    DeepSpeed itself holds for a parameter that never had a gradient.
+    Tensors of the role ``extra`` are no part of the model and are skipped. If a parameter lacks a
+    slot of its group, the slot is zeros, as DeepSpeed has it for a parameter that never had a
+    gradient.
 
     Raises:
         UcpError: A parameter is in two groups or in none, or a slot is of a shape that flat
@@ -132,7 +130,7 @@ def describe(checkpoint: Checkpoint) -> Model:
     state_map, manifest = checkpoint.state_map, checkpoint.manifest
     state_map.prove_coverage()
     roles = manifest.roles
-    # The module that loads it would refuse a name that it does not have.
+    # The loading module would refuse an unknown name.
     entries = {k: e for k, e in state_map.entries.items() if roles.get(k.fqn) != "extra"}
     weights = [key.fqn for key in sorted(entries) if key.slot == _WEIGHT]
     shapes = {name: entries[TensorKey(name, _WEIGHT)].shape for name in weights}
@@ -147,7 +145,7 @@ def describe(checkpoint: Checkpoint) -> Model:
             "DeepSpeed would not restore it",
             fqn=rest[0],
         )
-    # No optimizer trains integers: where there is none to tell, these are buffers.
+    # No optimizer trains integers, so without one these are buffers.
     counts = {name for name in rest if entries[TensorKey(name, _WEIGHT)].dtype not in FLOATS}
     empty = {name for name in grouped if 0 in shapes[name]}
     scalar_slots = _scalar_slots(entries, shapes)
@@ -216,7 +214,7 @@ def _check_once(named: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, 
 def _scalar_slots(
     entries: Mapping[TensorKey, TensorEntry], shapes: Mapping[str, tuple[int, ...]]
 ) -> frozenset[str]:
-    """Return the slots that are one number, though some parameter has more elements."""
+    """Return the slots that are one number although some parameter has more elements."""
     shaped: dict[str, bool] = {"step": False}
     wide: set[str] = set()
     for key, entry in entries.items():

@@ -1,6 +1,6 @@
 """Puts the files of a DeepSpeed checkpoint into a store: all of them and then ``latest``, or none.
 
-Nothing is written over, and what a failure leaves behind is removed.
+Nothing is overwritten, and a failure leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TAG = re.compile(r"[^/\\\x00-\x1f]+")
 
 
 class Output:
-    """One checkpoint to be: ``directory/TAG`` and the file in ``directory`` that names it."""
+    """A checkpoint to write: ``directory/TAG`` and the file in ``directory`` that names it."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class Output:
         """Write every file that ``files`` gives, and ``latest`` last.
 
         Args:
-            files: Gives names below the tag and their trees; asked once more for the sizes if
-                progress is wanted.
+            files: Yields names below the tag with their trees; called a second time if progress
+                needs the sizes.
             latest: Name of the file that commits.
 
         Raises:
-            UcpError: The destination is in use; or whatever reading or writing raised. Nothing
-                of this checkpoint is left then.
+            UcpError: The destination is in use, or reading or writing failed. Nothing of this
+                checkpoint is left then.
         """
         taken = self._store.list(self._directory)
         if taken:
@@ -66,7 +66,7 @@ class Output:
             self._total_bytes = sum(_num_bytes(tree) for _, tree in files())
         folder = join(self._directory, self._tag)
         with undone(self._store, self._directory) as written:
-            # A folder without its latest is still loaded where a user names its tag.
+            # A user can load a folder without ``latest`` by its tag.
             written.append(folder)
             for name, tree in files():
                 counted = self._counted(tree, {}) if self._progress is not None else tree
@@ -78,7 +78,7 @@ class Output:
             self._store.write_atomic(written[-1], self._tag.encode(), fsync=True)
 
     def _counted(self, tree: Any, known: dict[int, TensorData]) -> Any:
-        """Return the tree with tensors that report what was written of them."""
+        """Return the tree with tensors that report their progress."""
         if isinstance(tree, TensorData):
             if id(tree) not in known:
                 known[id(tree)] = TensorData(tree.dtype, tree.shape, lambda: self._chunks(tree))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Stages 1 and 2 pad a group to a multiple of this times the ranks, so that every rank's range
-#: begins at four bytes in 16 bit.
+#: Stages 1 and 2 pad a group to a multiple of this times the ranks: in 16 bit, every rank's range
+#: begins at a multiple of four bytes.
 _ALIGNMENT = 2
 
 #: The ``tensor`` of a span of zeros.
@@ -20,12 +20,12 @@ PADDING = -1
 
 
 class Span(NamedTuple):
-    """Elements ``start <= i < stop`` of one flattened tensor, or so many zeros.
+    """Elements ``start <= i < stop`` of one flattened tensor, or this many zeros.
 
     Attributes:
         tensor: Index of the tensor in its group, or ``PADDING``.
         start: First element.
-        stop: Behind the last one.
+        stop: One past the last element.
     """
 
     tensor: int
@@ -82,7 +82,7 @@ def group_partition(numels: Sequence[int], dp: int, rank: int) -> Partition:
 
 
 def tensor_partition(numels: Sequence[int], dp: int, rank: int) -> Partition:
-    """Return what ``rank`` holds of a sub-group in stage 3, where every tensor is cut by itself.
+    """Return what ``rank`` holds of a sub-group in stage 3, which cuts each tensor.
 
     A tensor of n elements gives every rank ``ceil(n / dp)``, the last of them padded.
     """

@@ -1,7 +1,7 @@
-"""How the tensors of a DeepSpeed ``PipelineModule`` are spread over stages and layer files.
+"""Spreads the tensors of a DeepSpeed ``PipelineModule`` over stages and layer files.
 
-Pure arithmetic on names: ``3.mlp.weight`` is of layer 3, ``tied_modules.embed.weight`` of every
-layer at which the tied module ``embed`` stands. A layer file is of the whole run, not of a stage.
+Pure arithmetic on names: ``3.mlp.weight`` belongs to layer 3, ``tied_modules.embed.weight`` to
+every layer of the tied module ``embed``. A layer file belongs to the whole run, not to a stage.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Pipeline:
 
     Args:
         starts: First layer of every stage, ascending, the first one 0.
-        tied_layers: Every layer at which a tied module stands, ascending, by its key.
+        tied_layers: By key of a tied module, its layers, ascending.
 
     Raises:
-        UcpError: They cannot be such.
+        UcpError: They are impossible.
     """
 
     def __init__(self, starts: Sequence[int], tied_layers: Mapping[str, Sequence[int]]) -> None:
@@ -75,7 +75,7 @@ class Pipeline:
         return tuple(name for name in names if len(self.place(name)[0]) > 1)
 
     def layers(self, names: Iterable[str]) -> dict[int, dict[str, str]]:
-        """Return what is in every layer's file: its names there, and the model's."""
+        """Return the content of every layer's file: the model's name by the name in the file."""
         files: dict[int, dict[str, str]] = {}
         for name in names:
             layers, local = self.place(name)
@@ -90,7 +90,7 @@ def _part(model: Model, names: set[str]) -> Model:
     ]
     return replace(
         model,
-        # A stage has no group of which it has no parameter.
+        # A stage lacks the groups that have no parameter there.
         groups=tuple(group for group in groups if group.names),
         frozen=tuple(name for name in model.frozen if name in names),
         buffers=tuple(name for name in model.buffers if name in names),

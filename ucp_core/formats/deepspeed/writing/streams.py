@@ -1,6 +1,6 @@
 """Streams of a checkpoint's elements in any order: whole tensors, flat ranges, one rank's shards.
 
-What a stream needs of memory is two buffers of ``SLAB_BYTES_MAX``, whatever it is made of.
+A stream needs two buffers of ``SLAB_BYTES_MAX``, whatever its ranges are.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 #: Reads and writes of this size are as fast as larger ones; casts of more only cost memory.
 SLAB_BYTES_MAX = 8 << 20
-#: A slab, the scratch for it, what is gathered and what casting makes of it.
+#: A slab, its scratch buffer, the gathered elements and the result of casting.
 _BUFFERS = 8
 
 
 class RankShard(NamedTuple):
-    """One rank's part of a tensor: what a model-parallel rank calls the parameter.
+    """One model-parallel rank's shard of a tensor.
 
     Attributes:
         entry: The whole tensor.
-        shape: Of the part.
-        pieces: Which box of it is where in the whole; what none names is zero.
+        shape: Shape of the shard.
+        pieces: Which box of the shard is where in the whole; the rest is zero.
     """
 
     entry: TensorEntry
@@ -48,7 +48,7 @@ class RankShard(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Elements ``start <= i < stop`` of a flattened shard, or zeros where ``shard`` is None."""
+    """Elements ``start <= i < stop`` of a flattened shard, or zeros if ``shard`` is None."""
 
     shard: RankShard | None
     start: int
@@ -56,7 +56,7 @@ class Range(NamedTuple):
 
 
 class _Box(NamedTuple):
-    """A box of a shard whose elements come next: its shape, and pieces with their places in it."""
+    """The next box of a shard: its shape, and pieces with their places in it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class FlatReader:
 
     Args:
         checkpoint: The source.
-        memory_bytes: Bound of the memory that one stream takes.
+        memory_bytes: Limit for the memory of one stream.
     """
 
     def __init__(self, checkpoint: Checkpoint, memory_bytes: int) -> None:
@@ -136,7 +136,7 @@ def _runs(ranges: Iterable[Range], dtype: str, slab_bytes: int) -> Iterator[_Box
 
 
 def _pieces(shard: RankShard, box: Box) -> tuple[tuple[TensorBox, Box], ...]:
-    """Return what of the whole tensor is in ``box`` of the shard, and where in the box."""
+    """Return the boxes of the whole tensor in ``box`` of the shard, with their places."""
     if shard.pieces is None:
         return ((TensorBox(shard.entry, box), box.relative_to(box)),)
     found: list[tuple[TensorBox, Box]] = []

@@ -1,4 +1,4 @@
-"""What stands in each file of a DeepSpeed checkpoint, as trees for ``torch_writer``.
+"""Makes the content of each file of a DeepSpeed checkpoint, as trees for ``torch_writer``.
 
 One ``Trees`` for one model-parallel rank. Keys and shapes are those of DeepSpeed 0.19.8
 (``engine._common_checkpoint_state``, ``stage_1_and_2.state_dict``, ``stage3._rigid_state_dict``).
@@ -47,7 +47,7 @@ DEEPSPEED_NAMES = frozenset(
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler."
 _ONE_DTYPES = {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i", "I16": "<h", "I8": "<b"}
 
-#: What DeepSpeed starts with when fp16 is switched on without more (``fp16`` of its config).
+#: DeepSpeed's defaults for fp16 (``fp16`` of its config).
 _NEW_SCALER = {
     "cur_scale": 65536.0,
     "cur_iter": 0,
@@ -69,10 +69,10 @@ class Trees:
 
     Args:
         model: The state.
-        reader: Reads it.
-        dtype: Of the model's weights in the target.
+        reader: Reads the state.
+        dtype: Dtype of the model's weights in the target.
         dp: Data-parallel ranks of the target.
-        placements: How tensors are spread over tensor-parallel ranks; None: not at all.
+        placements: How tensors are sharded over tensor-parallel ranks; None: not at all.
         rank: This tensor-parallel rank.
     """
 
@@ -94,7 +94,7 @@ class Trees:
         self._rank = rank
 
     def shard(self, entry: TensorEntry) -> RankShard:
-        """Return this rank's part of a tensor; a slot is spread like its parameter."""
+        """Return this rank's shard of a tensor; a slot is sharded like its parameter."""
         if self._placements is None:
             return RankShard(entry, entry.shape)
         placement = self._placements[entry.key.fqn]
@@ -110,11 +110,11 @@ class Trees:
         return self.stream(shard.shape, dtype or entry.dtype, everything(shard))
 
     def stream(self, shape: tuple[int, ...], dtype: str, ranges: Sequence[Range]) -> TensorData:
-        """Return a tensor that is made of ranges of others."""
+        """Return a tensor made of ranges of other tensors."""
         return TensorData(dtype, shape, lambda: self._reader.stream(ranges, dtype))
 
     def model_dtype(self, entry: TensorEntry) -> str:
-        """Return what a frozen parameter is in the target: floats take the model's dtype."""
+        """Return a frozen parameter's dtype in the target: floats get the model's dtype."""
         return self._dtype if entry.dtype in FLOATS else entry.dtype
 
     def groups_of_shapes(self, groups: Iterable[Sequence[str]]) -> list[Any]:
@@ -144,7 +144,7 @@ class Trees:
         return tensors
 
     def placeholders(self) -> OrderedDict[str, TensorData]:
-        """Return the module of stage 3: parameters without elements, buffers as they are."""
+        """Return the module of stage 3: empty parameters, unchanged buffers."""
         model = self.model
         empty = TensorData.of_bytes(self._dtype, (0,), b"")
         tensors: OrderedDict[str, TensorData] = OrderedDict()
@@ -226,7 +226,7 @@ class Trees:
         return found
 
     def plain_optimizer(self) -> dict[str, Any] | None:
-        """Return the optimizer's own ``state_dict``, as stage 0 in fp32 keeps it."""
+        """Return the optimizer's own ``state_dict``, as stage 0 in fp32 saves it."""
         if not self.model.groups:
             return None
         state: dict[int, Any] = {}
@@ -275,7 +275,7 @@ class Trees:
 
 
 def scaler_state(model: Model, dtype: str) -> dict[str, Any]:
-    """Return the attributes of the loss scaler: the source's in fp16, none elsewhere."""
+    """Return the attributes of the loss scaler: the source's in fp16, otherwise none."""
     if dtype != "F16":
         return {"cur_scale": 1.0, "dynamic": False}
     state = dict(_NEW_SCALER)
@@ -290,7 +290,7 @@ def scaler_state(model: Model, dtype: str) -> dict[str, Any]:
 
 
 def hyper_parameters(group: Group, params: list[int]) -> dict[str, Any]:
-    """Return a group of the optimizer; optimizers want betas as a tuple, JSON has none."""
+    """Return a group of the optimizer with betas as a tuple, which JSON lacks."""
     hyper = {
         key: tuple(value) if key == "betas" and isinstance(value, list) else value
         for key, value in group.hyper.items()
@@ -303,14 +303,14 @@ def _scalars(group: Group) -> dict[str, Any]:
 
 
 def number(dtype: str, data: bytes) -> TensorData | int:
-    """Return a 0-d value: an integer as such, which is how optimizers without tensors count."""
+    """Return a 0-d value; an integer stays one, as optimizers without tensors count."""
     if dtype in _ONE_DTYPES and dtype.startswith("I"):
         return int(struct.unpack(_ONE_DTYPES[dtype], data)[0])
     return TensorData.of_bytes(dtype, (), data)
 
 
 def _addresses(names: Sequence[str], spans: Sequence[Span]) -> OrderedDict[str, Instance]:
-    """Return ``param_slice_mappings``: where in the rank's range each parameter lies."""
+    """Return ``param_slice_mappings``: where each parameter is in the rank's range."""
     addresses: OrderedDict[str, Instance] = OrderedDict()
     start = 0
     for span in spans:

@@ -1,6 +1,6 @@
-"""``universal_checkpoint_info``: how a written checkpoint's tensors are spread over its ranks.
+"""Makes ``universal_checkpoint_info``: how a written checkpoint's tensors are sharded.
 
-Without it DeepSpeed's own converter, told to go on, puts shards together wrongly and says nothing.
+Without it DeepSpeed's own converter can silently combine shards in a wrong way.
 Counterpart: ``ucp_core.formats.deepspeed.reading.tensor_parallel``.
 """
 
@@ -29,8 +29,8 @@ def universal_info(
 
     Args:
         names: Parameters and buffers.
-        placements: How each is spread over tensor-parallel ranks; None: there is one.
-        tied: Those that several pipeline stages hold.
+        placements: How each is sharded over tensor-parallel ranks; None: there is one rank.
+        tied: Names that several pipeline stages hold.
     """
     replicated: list[str] = []
     averaged: list[str] = []
@@ -76,7 +76,7 @@ def _is_row(placement: Placement) -> bool:
 
 
 def _vocabulary(padded: Mapping[str, Placement]) -> dict[str, Any]:
-    """Return the keys for padded vocabularies; the form has one size for all of them."""
+    """Return the keys for padded vocabularies, which can state only one size."""
     if not padded:
         return {"vocabulary_parameter_patterns": []}
     first = next(iter(padded.values()))
