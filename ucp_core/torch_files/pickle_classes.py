@@ -103,7 +103,7 @@ class Resolver:
             pass
         full = f"{_RENAMED.get(module, module)}.{name}"
         if len(full) > _NAME_CHARACTERS_MAX:
-            msg = "a class has an endless name"
+            msg = "the name of a class is too long"
             raise ValueError(msg)
         known = self._known[module, name] = Global(full, self._maker(full))
         return known

@@ -171,7 +171,7 @@ class _Machine:
                 else:
                     handler = table[code]
                     if handler is None:
-                        msg = f"opcode {code:#04x} is used by none of the known writers"
+                        msg = f"opcode {code:#04x} is one that no known writer uses"
                         raise ValueError(msg)
                     self.pos = pos
                     handler(self)

@@ -130,7 +130,7 @@ def extents_of(value: Any) -> tuple[int, ...]:
         raise TypeError(msg)
     for extent in value:
         if type(extent) is not int or not 0 <= extent < _INT_MAX:
-            msg = "a shape or strides are no sizes"
+            msg = "a shape or strides are not sizes"
             raise ValueError(msg)
     return tuple(value)
 

@@ -183,7 +183,7 @@ class Container:
             raise CheckpointCorruptError(
                 f"{key}: box {chunk.box} in {join(self.directory, chunk.blob.file)} is "
                 f"{ref.dtype}{list(ref.shape)}, {self.metadata_names[0]} says {item.dtype}"
-                f"{list(chunk.box.shape)}: another save wrote over this one; use another one",
+                f"{list(chunk.box.shape)}: another save overwrote this one; use another one",
                 key=key,
                 path=join(self.directory, chunk.blob.file),
             )

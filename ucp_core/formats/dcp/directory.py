@@ -209,7 +209,7 @@ def _check_sizes(container: Container) -> None:
                     path=path,
                 ) from error
         if size != stop:
-            what = "it is truncated" if size < stop else "another save wrote over this one"
+            what = "it is truncated" if size < stop else "another save overwrote this one"
             raise CheckpointCorruptError(
                 f"{path} has {size} bytes, but {key} ends at byte {stop} and is the last item in "
                 f"{container.metadata_names[0]}: {what}; use another checkpoint",

@@ -57,9 +57,8 @@ def read(
         )
     if not container.tensors:
         raise UnsupportedVersionError(
-            f"{container.where} names no tensor: either none was saved, or whole states were, each "
-            "as one pickle; save with flatten_state_dict=True, as DefaultSavePlanner does by "
-            "itself",
+            f"{container.where} names no tensor: none was saved, or whole states were saved as one "
+            "pickle each; save with flatten_state_dict=True, the default of DefaultSavePlanner",
             path=container.where,
         )
     state = state_of(container)

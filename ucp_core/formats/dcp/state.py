@@ -329,7 +329,7 @@ def _add_items(state: State, container: Container, names: Names) -> None:
             "replicate", f"{len(state.param_groups)} groups"
         )
     for name in container.leftovers():
-        note = "not named in the metadata: left behind by another save"
+        note = "not named in the metadata: left by another save"
         state.items[name] = Item("drop", note)
     state.layout = {
         "files": len({f.file for e in state.entries.values() for f in e.fragments}),

@@ -428,8 +428,8 @@ def _checkpoint(
     if lost:
         found.extras.items["buffers"] = Item(
             "drop",
-            f"{', '.join(lost[:3])} and all else that only files of layers hold: DeepSpeed's "
-            "converter leaves them out; convert the native checkpoint",
+            f"{', '.join(lost[:3])} and others that only layer files hold: DeepSpeed's "
+            "converter drops them; convert the native checkpoint",
         )
     if native is not None:
         extents |= native.files.extents

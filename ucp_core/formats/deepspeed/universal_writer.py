@@ -87,7 +87,7 @@ def write(  # noqa: PLR0913 - the signature of every writer
     model = describe(checkpoint)
     if not model.groups:
         raise UcpError(
-            "the source has no groups of an optimizer, as where it has weights only, and "
+            "the source has no optimizer groups (it may have only weights), and "
             "DeepSpeed's universal load needs them: give the native form at stage 0 "
             "(--format deepspeed --stage 0), and load it with load_optimizer_states=False"
         )
@@ -166,7 +166,7 @@ def _tags(model: Model, name: str, rules: Rules | None) -> dict[str, Any]:
             return _cut_tags(name, pattern, shape)
         case Cut() | Grid() | Affine():
             raise UcpError(
-                f"{name}: the universal folder can only say even cuts along one dim; write the "
+                f"{name}: the universal folder can only express even cuts along one dim; write the "
                 "native form for uneven ones",
                 fqn=name,
             )

@@ -82,7 +82,7 @@ class Target:
                 raise UcpError(f"{name}={value!r} must be at least 1")
         if self.stage == 0 and self.dtype not in {None, "fp32"}:
             raise UcpError(
-                f"stage 0 in {self.dtype} keeps its state in a form that is not written: give "
+                f"stage 0 in {self.dtype} keeps its state in a form that cannot be written: give "
                 "stage 1, or fp32"
             )
         if self.stages and self.stage > 1:
@@ -162,7 +162,7 @@ def _check_groups(model: Model, wanted: Target) -> None:
     """Raise unless the stage can hold the optimizer's groups."""
     if not model.groups and wanted.stage > 0:
         raise UcpError(
-            "the source has no groups of an optimizer, as where it has weights only, and "
+            "the source has no optimizer groups (it may have only weights), and "
             f"DeepSpeed needs them at stage {wanted.stage}: give stage 0 (--stage 0), and load it "
             "with load_optimizer_states=False"
         )

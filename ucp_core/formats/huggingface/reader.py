@@ -243,7 +243,7 @@ def _no_constant(name: str) -> NoReturn:
 def _finite(text: str) -> float:
     value = float(text)
     if not isfinite(value):
-        raise ValueError(f"{text} is beyond every float")
+        raise ValueError(f"{text} is larger than any float")
     return value
 
 

@@ -51,13 +51,13 @@ def state_map(
         for fqn, ref in files.trees[name].items():
             if not isinstance(fqn, str) or not isinstance(ref, TensorRef):
                 raise CheckpointCorruptError(
-                    f"{path}: {fqn!r} is no tensor, so it is no plain dict of weights by name; if "
-                    "it is one file of a checkpoint, give the folder of that",
+                    f"{path}: {fqn!r} is no tensor, so the file is no dict of weights by name; if "
+                    "it belongs to a checkpoint, give the folder of that",
                     path=path,
                 )
             if listed.get(fqn, name) != name or TensorKey(fqn, "weight") in entries:
                 raise CheckpointCorruptError(
-                    f"{path} holds {fqn}, which is also in {listed.get(fqn, 'another file')}: "
+                    f"{path} holds {fqn}, which {listed.get(fqn, 'another file')} holds too: "
                     "files of two models are mixed",
                     path=path,
                     fqn=fqn,

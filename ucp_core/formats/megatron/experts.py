@@ -74,8 +74,8 @@ class Experts(NamedTuple):
         match = _SINGLE.fullmatch(name) or _GROUPED.fullmatch(name)
         if is_fused(name) or (match is None and self.ranks > 1):
             raise UnsupportedVersionError(
-                f"{file}: {name} is of experts in a form that is not known, so they cannot be put "
-                "together over ranks; save in torch_dist format",
+                f"{file}: {name} belongs to experts in an unknown form, which cannot be "
+                "combined over ranks; save in torch_dist format",
                 file=file,
                 fqn=name,
             )

@@ -256,6 +256,6 @@ def _extras(
         name = "lr_scheduler" if key in ("opt_param_scheduler", "lr_scheduler") else str(key)
         extra[name] = kept
         is_rng = "rng" in name and num_ranks > 1
-        note = f"each of {num_ranks} ranks had its own; in extra is that of the first"
+        note = f"each of {num_ranks} ranks had its own; extra has that of the first"
         items[str(key)] = Item("reseed", note) if is_rng else Item("replicate", "in extra")
     return extra, items

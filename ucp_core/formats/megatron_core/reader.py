@@ -189,11 +189,11 @@ class _Reader:
                     found[shard] = self.container.as_json(value)
             except ForeignClassError as error:
                 self.is_local = False
-                note = f"scaling of fp8 is made anew: what the module kept is too much: {error}"
+                note = f"fp8 scaling is recomputed: the module's state cannot be kept: {error}"
                 self.result.items[shard] = Item("drop", note)
         if found:
             self.result.extra["_extra_state"] = found
-            note = "kept in extra; scaling of fp8 is made anew where it does not fit"
+            note = "kept in extra; fp8 scaling is recomputed if it does not fit"
             self.result.items["_extra_state"] = Item("replicate", note)
         elif keys and self.is_local:
             self.result.items["_extra_state"] = Item("drop", f"{len(keys)} modules have none")
@@ -260,7 +260,7 @@ class _Reader:
         for entry in entries:
             for layer in key_names.unstacked(entry, is_local=self.is_local):
                 self.result.entries[layer.key] = layer
-        note = "flat buffers, told apart by the weights in them"
+        note = "flat buffers, matched by the weights in them"
         self.result.items["optimizer.distributed"] = Item("reshard", note)
         note = "copies of the weights that the optimizer has in fp32"
         self.result.items["model"] = Item("drop", note)
@@ -302,7 +302,9 @@ class _Reader:
         groups, steps, rest = key_names.split_optimizer(states)
         if rest:
             self.result.extra["optimizer"] = rest
-            self.result.items["optimizer"] = Item("replicate", "what is not its groups, in extra")
+            self.result.items["optimizer"] = Item(
+                "replicate", "everything but its groups, in extra"
+            )
         if not groups:
             return
         weights = {k.fqn: e.shape for k, e in self.result.entries.items() if k.slot == "weight"}
@@ -310,7 +312,7 @@ class _Reader:
         shapes = {fqn: shape for fqn, shape in weights.items() if fqn in trained}
         named, unsure = key_names.assigned(groups, shapes)
         self.result.param_groups = named
-        note = f"{len(named)} groups; who is in which follows from Megatron's own rule"
+        note = f"{len(named)} groups; their parameters follow from Megatron's own rule"
         if unsure:
             note += f", which leaves out {len(unsure)} parameters: {', '.join(unsure[:3])}"
         self.result.items["optimizer.param_groups"] = Item("replicate", note)
@@ -344,7 +346,7 @@ class _Reader:
             else:
                 self.result.items[key] = Item("replicate", "kept in extra")
         for name in self.container.leftovers():
-            note = "not named in the metadata: left behind by another save"
+            note = "not named in the metadata: left by another save"
             self.result.items[name] = Item("drop", note)
 
     def _add_roles(self, models: list[str]) -> None:

@@ -55,14 +55,14 @@ def check_numbers(
     if twice:
         raise CheckpointCorruptError(
             f"{file}: the optimizer has parameter {twice[0]} more than once: the file was changed, "
-            "or put together of two; use another checkpoint",
+            "or combines two files; use another checkpoint",
             file=file,
         )
     counts = [len(group["params"]) for group in groups]
     if masters is not None and list(map(len, masters)) != counts:
         raise CheckpointCorruptError(
             f"{file}: the optimizer's groups have {counts} parameters, but "
-            f"{list(map(len, masters))} masters: the file was changed, or put together of two; use "
+            f"{list(map(len, masters))} masters: the file was changed, or combines two files; use "
             "another checkpoint",
             file=file,
         )

@@ -61,8 +61,8 @@ class Vocabulary:
         cut = next((fqn for fqn, count in rows.items() if count < (self.num_rows or 0)), None)
         if cut is not None:
             note = (
-                f"{cut} and its like have {rows[cut]} of {self.num_rows} rows: those behind are "
-                "padding of the layout that saved, zeros where a target needs them"
+                f"{cut} and similar tensors have {rows[cut]} of {self.num_rows} rows: the others "
+                "are padding of the source's layout, and zeros in a target that needs them"
             )
         elif kept is not None and self.num_tokens is None:
             note = (
@@ -88,7 +88,7 @@ def vocabulary_of(arguments: Mapping[str, Any]) -> Vocabulary:
     if step is not None:
         step *= _number(arguments, "tensor_model_parallel_size") or 1
     if size > rows or (step is not None and -(-size // step) * step != rows):
-        why = f"args has vocab_size {size}, which is not what was padded to {rows}"
+        why = f"args has vocab_size {size}, which does not pad to {rows}"
         return Vocabulary(rows, None, why)
     return Vocabulary(rows, size)
 

@@ -107,7 +107,7 @@ class Extras:
             self.items[item] = Item("drop", str(error))
             return
         if "rng" in item and num_ranks > 1:
-            note = f"each of {num_ranks} ranks had its own; in extra is that of the first"
+            note = f"each of {num_ranks} ranks had its own; extra has that of the first"
             self.items[item] = Item("reseed", note)
         else:
             self.items[item] = Item(_REPLICATE, "in extra")

@@ -235,8 +235,8 @@ def _sorted_state(
             shape = list(value.shape) if isinstance(value, TensorRef) else type(value).__name__
             raise UnsupportedVersionError(
                 f"{file}: optimizer state {name!r} of group {index} is {shape}, but the group has "
-                f"{size} flat elements here: it belongs to this cut only and cannot be laid out "
-                "again; use an optimizer whose state is one value per element",
+                f"{size} flat elements here: it fits only this partition and cannot be "
+                "resharded; use an optimizer whose state is one value per element",
                 file=file,
                 slot=name,
             )

@@ -180,7 +180,7 @@ def _add_module(
         if owner is not None and _is_excluded(modules, tree, module, owner):
             # ``named_parameters`` lists a tied one once, so its other name was saved.
             if not ref.num_elements:
-                why = f"saved with exclude_frozen_parameters, as {owner} was, with which it is tied"
+                why = f"not saved (exclude_frozen_parameters), like {owner}, with which it is tied"
                 modules.items[f"module.{name}"] = Item("drop", why)
                 continue
             _add_weight(modules, rank, owner, ref, is_buffer=False)

@@ -447,7 +447,7 @@ class _Optimizer:
             if ref.num_elements != flat.num_elements:
                 raise UnsupportedVersionError(
                     f"{self._file}: optimizer state {slot!r} is {list(ref.shape)} for "
-                    f"{flat.num_elements} flat elements and cannot be laid out again",
+                    f"{flat.num_elements} flat elements and cannot be resharded",
                     file=self._file,
                     slot=slot,
                 )

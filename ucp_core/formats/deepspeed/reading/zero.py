@@ -82,7 +82,7 @@ def _check_total(
     if sum(number for number in held if number is not None) != total:
         raise CheckpointCorruptError(
             f"{stage.where} names parameters of {total} elements in group {index}, {parts[0].file} "
-            f"and its like hold {sum(n for n in held if n is not None)}",
+            f"and the files of other ranks hold {sum(n for n in held if n is not None)}",
             file=stage.where,
         )
 
@@ -91,7 +91,7 @@ def _part(state: RankState, index: int, where: str) -> Partition:
     if index >= len(state.partitions):
         raise CheckpointCorruptError(
             f"{state.partitions[0].file if state.partitions else where} has "
-            f"{len(state.partitions)} groups, {where} names parameters of more",
+            f"{len(state.partitions)} groups, {where} has parameters of more groups",
             file=where,
         )
     return state.partitions[index]

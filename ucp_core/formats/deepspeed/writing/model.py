@@ -177,8 +177,8 @@ def _check_names(
     expert = next((name for name in shapes if _EXPERTS in name), None)
     if expert is not None:
         raise UcpError(
-            f"{expert} is of an expert of DeepSpeed's MoE, which has files of its own that are "
-            "not written: export to another format",
+            f"{expert} is of an expert of DeepSpeed's MoE, which has files of its own that "
+            "cannot be written: export to another format",
             fqn=expert,
         )
     for alias, owner in sorted(ties.items()):

@@ -49,16 +49,15 @@ class Pipeline:
         match = _NAME.fullmatch(name)
         if match is None:
             raise UcpError(
-                f"{name} is no name of a PipelineModule, as 3.mlp.weight is: rename the tensors",
+                f"{name} is not a name of a PipelineModule, such as 3.mlp.weight: rename the "
+                "tensors",
                 fqn=name,
             )
         if match[1] is not None:
             return (int(match[1]),), match[3]
         layers = self._tied.get(match[2])
         if not layers:
-            raise UcpError(
-                f"{name}: tied_layers does not say at which layers {match[2]} stands", fqn=name
-            )
+            raise UcpError(f"{name}: tied_layers does not list the layers of {match[2]}", fqn=name)
         return layers, match[3]
 
     def models(self, model: Model) -> list[Model]:

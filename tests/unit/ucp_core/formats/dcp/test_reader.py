@@ -399,7 +399,7 @@ def test_new_data_under_old_metadata_is_noticed() -> None:
         save.whole("model.b", torch.ones(3))
         write(store, "c", save)
         store.write_atomic("c/.metadata", old, fsync=False)
-        with pytest.raises(CheckpointCorruptError, match=r"distcp.*another save wrote"):
+        with pytest.raises(CheckpointCorruptError, match=r"distcp.*another save overwrote"):
             dcp.read(store, "c")
 
 

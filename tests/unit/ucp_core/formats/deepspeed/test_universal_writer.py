@@ -149,7 +149,7 @@ def test_uneven_parts_are_told_by_their_sizes(cut: Cut) -> None:
     [
         (adam_state({"a/b": (2,)}), {}, "cannot be the name of a folder"),
         (adam_state({"..": (2,)}), {}, "cannot be the name of a folder"),
-        (adam_state({}), {}, "no groups of an optimizer"),
+        (adam_state({}), {}, "no optimizer groups"),
         (adam_state({"a": (2,)}), {"dtype": "int8"}, "give one of"),
         (adam_state({"a": (2, 2)}), {"rules": GRID}, "even cuts"),
         (adam_state({"a": (5, 2)}), {"rules": HALVES}, "even cuts"),

@@ -410,7 +410,7 @@ def test_a_state_that_deepspeed_cannot_hold_is_refused(
         ({"stages": (0, 2), "stage": 3}, "ZeRO stage 0 or 1 only"),
         ({"stages": (1, 2)}, "must ascend from 0"),
         ({"stages": (0, 2, 2)}, "must ascend from 0"),
-        ({"stages": (0,)}, "a is no name of a PipelineModule"),
+        ({"stages": (0,)}, "a is not a name of a PipelineModule"),
     ],
 )
 def test_a_target_that_cannot_be_is_refused(

@@ -250,7 +250,7 @@ def _one_expert_more(tree: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [
-        (_in_another_form, "a form that is not known"),
+        (_in_another_form, "an unknown form"),
         (_as_one_optimizer, "chained optimizers"),
         (_one_expert_more, "is expert 2 of a rank"),
     ],
