@@ -1,4 +1,4 @@
-"""What ucp_core raises on purpose.
+"""The errors of ucp_core.
 
 ::
 
@@ -13,7 +13,7 @@
     + ForeignClassError
     + StorageError
 
-A mistake of the caller in code is an ``AssertionError``; these are about the world and the input.
+They are about the input and the world; a mistake in the caller's code is an ``AssertionError``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 
 
 class UcpError(Exception):
-    """Base of every error that ucp_core raises on purpose.
+    """Base of every error of ucp_core.
 
     Attributes:
-        facts: What was found and where, for programs; the message tells the same to people.
+        facts: What was found and where, for programs; the message says the same to people.
     """
 
     def __init__(self, message: str, **facts: Any) -> None:
@@ -41,38 +41,38 @@ def _rebuild(kind: type[UcpError], message: str, facts: dict[str, Any]) -> UcpEr
 
 
 class CheckpointNotFoundError(UcpError):
-    """There is no committed checkpoint where one was asked for."""
+    """There is no committed checkpoint at this place."""
 
 
 class CheckpointCorruptError(UcpError):
-    """A checkpoint contradicts itself or its files; another version has to be used."""
+    """A checkpoint contradicts itself or its files; use another version."""
 
 
 class ChecksumMismatchError(CheckpointCorruptError):
-    """Bytes were read that are not the bytes that were written."""
+    """The bytes that were read are not those that were written."""
 
 
 class UncoveredRegionError(CheckpointCorruptError):
-    """Part of a tensor is held by nobody, or by two holders that do not say they are replicas."""
+    """Part of a tensor is in no file, or in two that are not declared replicas."""
 
 
 class UnsupportedVersionError(UcpError):
-    """The checkpoint was written in a format that this version cannot read."""
+    """This version cannot read the checkpoint's format."""
 
 
 class PatternError(UcpError):
-    """A pattern does not fit the shards that it is said to describe."""
+    """A pattern does not fit the shards that it describes."""
 
 
 class RulesError(UcpError):
-    """A text of rules says what it cannot mean; ``line`` and ``column`` in its facts count from 1.
+    """Rules are wrong. The message and ``facts["problems"]`` contain every problem.
 
-    Several problems are all in the message, and in ``facts["problems"]``.
+    ``line`` and ``column`` in ``facts`` are those of the first problem and count from 1.
     """
 
 
 class ForeignClassError(UcpError):
-    """A foreign file needs a class, or holds a kind of tensor, that is not known; nothing ran."""
+    """A foreign file needs an unknown class or kind of tensor; none of its code ran."""
 
 
 class StorageError(UcpError):

@@ -1,7 +1,7 @@
-"""Parallel layouts: how many ways each mesh axis splits the work, and which rank sits where.
+"""Parallel layouts: the degree of each mesh axis, and the place of each rank. Pure.
 
-Pure arithmetic. Rank order is row-major over ``AXES``: the last axis varies fastest,
-so ranks that talk most (tp) are neighbours.
+Ranks are numbered row-major over ``AXES``: the last axis varies fastest, so the ranks that
+communicate most (tp) are neighbours.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ParallelLayout:
 
     @property
     def dp(self) -> int:
-        """Return the number of data-parallel ranks, each of which sees its own samples."""
+        """Return the number of data-parallel ranks; each has samples of its own."""
         return self.dp_replicate * self.dp_shard
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -14,11 +14,10 @@ def lazy_door(room: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], 
 
     Args:
         room: The package's ``__name__``.
-        names: Module to the names that the room offers from it. A module of the room that is
-            offered itself stands under the room's own name.
+        names: Module to the names that the room offers from it. If the room offers a whole module,
+            that module is listed under the room's own name.
 
-    A keeper that reads a record ring need not pay 2 s and 200 MB for torch; a command that prints
-    help need not load Ray.
+    So a keeper does not load torch (2 s, 200 MB), and a command that prints help does not load Ray.
     """
     module_of = {name: module for module, offered in names.items() for name in offered}
 

@@ -1,4 +1,4 @@
-"""Which versions belong to a run's history: one rule, for storage and for memory (SPEC.md, 5)."""
+"""Which versions belong to a run's history, in storage and in memory (SPEC.md, 5)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ Lineage: TypeAlias = Sequence[tuple[int, int]]
 def counts(*, step: int, attempt: int, lineage: Lineage) -> bool:
     """Return whether the version of ``(step, attempt)`` is part of the run's history.
 
-    It is unless a later attempt resumed from before it: then the run went another way, and the
-    version was made by processes that were already fenced.
+    It is not if a later attempt resumed from an older step: fenced processes made the version.
 
     Args:
         step: The step after which the state was taken.
-        attempt: Who took it.
+        attempt: The attempt that took it.
         lineage: Of the run.
     """
     return all(resume_step >= step for later, resume_step in lineage if later > attempt)

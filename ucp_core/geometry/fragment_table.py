@@ -1,8 +1,8 @@
-"""Fragments of many tensors as columns of numbers: a row each, made an object when asked for. Pure.
+"""Fragments of many tensors as columns of numbers, which become objects when needed. Pure.
 
 A checkpoint of 1,000 ranks has a million fragments, of which one rank needs a few thousand. Rows
-take a fifth of the memory of objects, and numpy searches, merges and proves a million of them in
-the time in which Python makes ten thousand objects.
+take a fifth of the memory of objects, and numpy handles a million rows in the time in which
+Python makes ten thousand objects.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Numbers = NDArray[np.int64]
-    #: Index of a box, what holds a piece of it, and the elements of the piece; its first byte from
-    #: the fragment's first element, and that behind its last one, others may lie between; where
-    #: the piece is in the memory of the box if its bytes lie alike there, else -1.
+    #: Part of a box in one fragment: index of the box, the fragment, the elements; its half-open
+    #: range of bytes in the fragment, with gaps; its offset in the memory of the box if its bytes
+    #: are contiguous in both, else -1.
     Found = tuple[int, Fragment, Box, int, int, int]
 
 #: Columns of ``Table.places``.
 FILE, OFFSET, NUM_BYTES, CRC, FIRST_BLOCK, NUM_BLOCKS = range(6)
 START, STOP = range(2)
-#: What positions in all tensors side by side are below, with room for sums of two.
+#: Bound of positions if all tensors lie side by side; the sum of two still fits int64.
 _POSITION_MAX = 1 << 61
 
 
@@ -45,10 +45,10 @@ class Slot(NamedTuple):
 
 
 class Slots:
-    """The tensors of one table or of many.
+    """The tensors of one table or of several.
 
     Attributes:
-        every: They, in order.
+        every: The tensors in order.
     """
 
     def __init__(self, slots: Iterable[Slot]) -> None:
@@ -61,7 +61,7 @@ class Slots:
 
     @cached_property
     def is_sorted(self) -> bool:
-        """Return whether they are in order of their keys."""
+        """Return whether the slots are sorted by key."""
         return all(one.key < other.key for one, other in pairwise(self.every))
 
     @cached_property
@@ -76,7 +76,7 @@ class Slots:
 
     @cached_property
     def whole(self) -> Numbers:
-        """Return the box of all of every slot, filled up with dims of extent 1."""
+        """Return the whole box of every slot, padded with dims of extent 1."""
         return bounds_of([Box.full(slot.shape) for slot in self.every], self.ndim)
 
     @cached_property
@@ -86,14 +86,14 @@ class Slots:
 
 
 class _Runs(NamedTuple):
-    """Tensors that were cut into ranges of their memory, as by rows; most are.
+    """Tensors that are cut into ranges of their memory, for example by rows; most are.
 
     Attributes:
-        is_run: By slot. That proves that every element is held once. Slots of which it is not
-            true may be sound, too: tensor parallelism cuts columns.
-        bases: By slot: where it begins if all tensors lie side by side.
-        firsts: By row: where it begins then. Of other slots, all rows are empty.
-        lasts: And behind which element it ends.
+        is_run: By slot: whether it is cut so, which proves that every element is held once. Other
+            slots may be valid too: tensor parallelism cuts columns.
+        bases: By slot: its first position if all tensors lie side by side.
+        firsts: By row: its first position. Rows of other slots are empty.
+        lasts: By row: its end.
     """
 
     is_run: NDArray[np.bool_]
@@ -106,13 +106,12 @@ class Table:
     """Fragments without replicas, strides and copies: those of native checkpoints.
 
     Attributes:
-        slots: The tensors; of one pipeline stage, tables share them.
-        firsts: The fragments of slot ``s`` are rows ``firsts[s]`` to ``firsts[s + 1]``, in order
-            of their boxes.
-        bounds: Of their boxes: ``[row, START or STOP, dim]``. Tensors of fewer dims than others
-            have dims of extent 1 behind their own.
-        places: Where their bytes are, by the columns above.
-        files: The names that the column ``FILE`` counts.
+        slots: The tensors; tables of one pipeline stage share them.
+        firsts: The fragments of slot ``s`` are rows ``firsts[s]`` to ``firsts[s + 1]``, sorted by
+            box.
+        bounds: Bounds of the boxes, ``[row, START or STOP, dim]``, padded with dims of extent 1.
+        places: Where the bytes are, by the columns above.
+        files: Names by the numbers in column ``FILE``.
         blocks: crc32 of all blocks.
     """
 
@@ -139,7 +138,7 @@ class Table:
 
     @cached_property
     def runs(self) -> _Runs:
-        """Return which tensors are cut into ranges, and what rows hold of those."""
+        """Return which tensors are cut into ranges, and the ranges of their rows."""
         slot, whole = self.slot_of, self.slots.whole
         total = whole[:, STOP].prod(axis=1)
         first, last, extent = spans(self.bounds, whole[slot])
@@ -161,10 +160,9 @@ class Table:
         return _Runs(is_run, base, shift + first * is_in_run, shift + last * is_in_run)
 
     def pieces(self, slots: Sequence[int], boxes: Sequence[Box]) -> tuple[list[Found], list[bool]]:
-        """Return where boxes are, each of the slot beside it, and whether all of it is found.
+        """Return where boxes of slots are, and whether each box was found.
 
-        Nothing is, where that cannot be told at once: the tensor is not cut into ranges, or the
-        box reaches out of it.
+        A box is not found if its tensor is not cut into ranges, or if it exceeds the tensor.
         """
         number = np.array(slots, np.int64)
         bounds = bounds_of(boxes, self.slots.ndim)
@@ -175,7 +173,7 @@ class Table:
         start, stop, size = spans(inner, self.bounds[row])
         target, _, _ = spans(inner, bounds[place])
         itemsize = self.slots.itemsizes[number[place]]
-        # What lies side by side in a range of a tensor does so in every box of it.
+        # What is contiguous in a range of a tensor is contiguous in every box of it.
         target = np.where(stop - start == size, target * itemsize, -1)
         numbers = np.stack([start * itemsize, stop * itemsize, target], axis=1)
         found = [
@@ -194,7 +192,7 @@ class Table:
     def _find(
         self, slots: Numbers, boxes: Numbers, wanted: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:
-        """Return the pieces of the wanted boxes: which box, which row, and bounds."""
+        """Return the parts of the wanted boxes in fragments: box, row, and bounds."""
         runs, slots = self.runs, slots[wanted]
         first, last, _ = spans(boxes[wanted], self.slots.whole[slots])
         low = np.searchsorted(runs.lasts, runs.bases[slots] + first, side="right")
@@ -209,7 +207,7 @@ class Table:
         return box[is_met], row[is_met], np.stack([start, stop], axis=1)[is_met]
 
     def near(self, slot: int, box: Box) -> list[Fragment]:
-        """Return the fragments of a tensor that hold any of a box."""
+        """Return the fragments of a tensor that hold any element of a box."""
         ndim = len(box.start)
         rows = np.arange(*self.firsts[slot : slot + 2].tolist())
         bounds = self.bounds[rows, :, :ndim]
@@ -217,7 +215,7 @@ class Table:
         return self.fragments(rows[is_met.all(axis=1)])
 
     def fragments(self, rows: slice | Numbers) -> list[Fragment]:
-        """Return the fragments of rows, which are rows of tensors with the same number of dims."""
+        """Return the fragments of rows."""
         ndims = self.slots.ndims[self.slot_of[rows]].tolist()
         places, bounds = self.places[rows].tolist(), self.bounds[rows].tolist()
         files, blocks = self.files, self.blocks
@@ -243,21 +241,16 @@ class Table:
         return TensorEntry(key=key, dtype=dtype, shape=shape, fragments=fragments)
 
     def prove_coverage(self) -> None:
-        """Do what ``StateMap.prove_coverage`` does.
-
-        Raises:
-            UncoveredRegionError: Names the first tensor, box and files that break it.
-            CheckpointCorruptError: A fragment contradicts its tensor.
-        """
+        """Prove coverage as ``StateMap.prove_coverage`` does, with its errors."""
         for slot in np.flatnonzero(~self.runs.is_run).tolist():
             prove_entry(self.entry(slot))
 
 
 class TableEntries(Mapping[TensorKey, TensorEntry]):
-    """The tensors of a table as a ``StateMap`` has them; each is made when it is asked for.
+    """The tensors of a table as a ``StateMap`` needs them; each is made on demand.
 
     Attributes:
-        table: Where they come from.
+        table: The table.
     """
 
     def __init__(self, table: Table) -> None:
@@ -281,7 +274,7 @@ class TableEntries(Mapping[TensorKey, TensorEntry]):
 
 
 def bounds_of(boxes: Sequence[Box], ndim: int) -> Numbers:
-    """Return the bounds of boxes, filled up to ``ndim`` dims."""
+    """Return the bounds of boxes, padded to ``ndim`` dims."""
     zeros, ones = (0,) * ndim, (1,) * ndim
     sides = chain.from_iterable(
         ((box.start + zeros)[:ndim] + (box.stop + ones)[:ndim]) for box in boxes
@@ -306,7 +299,7 @@ def spans(inner: Numbers, outer: Numbers) -> tuple[Numbers, Numbers, Numbers]:
 
 
 def merged(tables: Sequence[Table]) -> Table:
-    """Return one table of all fragments; its slots are in order of their keys.
+    """Return one table of all fragments, with slots sorted by key.
 
     Raises:
         CheckpointCorruptError: Two tables disagree on the dtype or shape of a tensor.
@@ -331,7 +324,7 @@ def merged(tables: Sequence[Table]) -> Table:
 
 
 def columns_of(bounds: Numbers) -> list[Numbers]:
-    """Return the bounds of boxes as arrays, in the order in which boxes are compared."""
+    """Return the bounds of boxes as columns, in the order in which boxes compare."""
     return [bounds[:, side, dim] for side in (START, STOP) for dim in range(bounds.shape[2])]
 
 
@@ -342,7 +335,7 @@ def box_order(slot: Numbers, bounds: Numbers) -> Numbers:
 
 
 def _merged_slots(tables: Sequence[Table]) -> tuple[Slots, list[Numbers]]:
-    """Return the slots of all tables in order, and where each table's slots are among them."""
+    """Return the slots of all tables, sorted, and the numbers that each table's slots get."""
     first = tables[0].slots
     if first.is_sorted and all(table.slots is first for table in tables):
         return first, [np.arange(len(first.every))] * len(tables)

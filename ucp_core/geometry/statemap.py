@@ -1,6 +1,6 @@
-"""Training state as a map: which boxes of which tensor are where, and the proof of it.
+"""Training state as a map: which boxes of which tensor are where, and proof of coverage. Pure.
 
-Pure. A ``StateMap`` describes a checkpoint, a set of rank records, or what a rank holds.
+A ``StateMap`` describes a checkpoint, a set of rank records, or what a rank holds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ucp_core.geometry.boxes import Box, packed_strides, reach
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-#: Bytes of one element by the names that safetensors uses.
+#: Bytes of one element by safetensors' name of the dtype.
 DTYPE_BYTES = {
     "BOOL": 1,
     "U8": 1,
@@ -37,7 +37,7 @@ DTYPE_BYTES = {
     "F64": 8,
     "C64": 8,
 }
-#: So many ways in which tensors are cut are remembered: a layer has about ten.
+#: Ways of cutting tensors to remember; a layer has about ten.
 _CUTS_KEPT = 64
 
 
@@ -63,14 +63,14 @@ class Fragment(NamedTuple):
     Attributes:
         box: The elements, in coordinates of the whole tensor.
         file: Name in the checkpoint's directory.
-        offset_bytes: Where the first element is in the file.
-        num_bytes: Bytes from there to behind the last element.
-        crc32: Of all its bytes; None where a foreign format has no checksum of this range.
+        offset_bytes: Place of the first element in the file.
+        num_bytes: Bytes from there to the end of the last element.
+        crc32: Of all its bytes; None if a foreign format has no checksum of this range.
         blocks: crc32 of each block of the map's ``block_bytes``; the last block may be shorter.
-            Empty where ``crc32`` is None.
+            Empty if ``crc32`` is None.
         replica: Another fragment without this flag holds the same elements.
-        strides: Bytes between neighbours along each dim; None where the box is C-contiguous.
-        copy: Which of the tensor's independently updated copies it belongs to.
+        strides: Bytes between neighbours along each dim; None if the box is C-contiguous.
+        copy: Number of the independently updated copy of the tensor that it belongs to.
     """
 
     box: Box
@@ -91,7 +91,7 @@ class Fragment(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Bytes of a foreign file that have one checksum of their own: a record of a torch zip."""
+    """Bytes of a foreign file with one checksum, such as a record of a torch zip."""
 
     offset_bytes: int
     num_bytes: int
@@ -104,11 +104,11 @@ class TensorEntry:
 
     Attributes:
         key: Its name and slot.
-        dtype: By safetensors' names.
+        dtype: safetensors' name.
         shape: Of the whole tensor.
         fragments: Where its elements are.
-        copies: Above 1, so many copies were updated independently, each covers the tensor, and
-            its value is their mean.
+        copies: Above 1: number of copies that were updated independently. Each covers the tensor,
+            whose value is their mean.
     """
 
     key: TensorKey
@@ -128,9 +128,9 @@ class StateMap:
     """Tensors by key.
 
     Attributes:
-        entries: What is held.
-        block_bytes: The blocks that the fragments' checksums are for.
-        extents: By file: the ranges of a foreign file that its own format has checksums of.
+        entries: The tensors.
+        block_bytes: Block size of the fragments' checksums.
+        extents: By file: the ranges for which a foreign format has checksums.
     """
 
     entries: Mapping[TensorKey, TensorEntry]
@@ -143,10 +143,10 @@ class StateMap:
         return sum(entry.num_bytes for entry in self.entries.values())
 
     def prove_coverage(self) -> None:
-        """Check that every element of every tensor is held exactly once, replicas aside.
+        """Check that fragments without replicas hold every element of every tensor exactly once.
 
         Raises:
-            UncoveredRegionError: Names the first tensor, box and files that break it.
+            UncoveredRegionError: Names the first tensor, box and files that are wrong.
             CheckpointCorruptError: A fragment contradicts its tensor.
         """
         table = getattr(self.entries, "table", None)
@@ -158,11 +158,10 @@ class StateMap:
 
 
 def prove_entry(entry: TensorEntry) -> None:
-    """Check one tensor as ``StateMap.prove_coverage`` does; each of its copies where it has some.
+    """Check one tensor, and each of its copies, as ``StateMap.prove_coverage`` does.
 
-    Disjoint boxes inside the tensor whose sizes add up to its size cover it, so no element is
-    ever looked at. Cost: n log n for fragments along one dim; less for a tensor that is cut as one
-    before it was, as layers and slots are.
+    Disjoint boxes inside the tensor whose sizes add up to its size cover it. That takes n log n
+    for n fragments along one dim, and less for a tensor that is cut like one before it.
     """
     whole, itemsize = Box.full(entry.shape), DTYPE_BYTES[entry.dtype]
     sizes = _sizes_inside(entry.shape, tuple([fragment.box for fragment in entry.fragments]))
@@ -179,7 +178,7 @@ def prove_entry(entry: TensorEntry) -> None:
 
 @lru_cache(maxsize=_CUTS_KEPT)
 def _sizes_inside(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[int, ...]:
-    """Return the number of elements of every box; -1 for one that cannot be of the tensor."""
+    """Return the number of elements of every box; -1 for a box that does not fit the tensor."""
     whole = Box.full(shape)
 
     def size(box: Box) -> int:
@@ -190,7 +189,7 @@ def _sizes_inside(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[int, 
 
 
 def _check_fragment(entry: TensorEntry, whole: Box, fragment: Fragment) -> None:
-    """Check that a fragment, replica or not, can be one of the tensor."""
+    """Check that a fragment fits the tensor."""
     start, stop = fragment.box
     is_box = len(start) == len(stop) == len(entry.shape) and all(map(le, start, stop))
     if not is_box or not whole.contains(fragment.box):
@@ -247,7 +246,7 @@ def _prove_once(entry: TensorEntry, whole: Box, primary: Sequence[Fragment], of:
 
 @lru_cache(maxsize=_CUTS_KEPT)
 def _overlap(ndim: int, boxes: tuple[Box, ...]) -> tuple[int, int] | None:
-    """Return which two boxes share an element, or None: a sweep along the most cut dim."""
+    """Return two boxes that share an element, or None; sweeps along the most cut dim."""
     filled = [number for number, box in enumerate(boxes) if not box.is_empty]
     if len(filled) <= 1:
         return None
@@ -266,10 +265,10 @@ def _overlap(ndim: int, boxes: tuple[Box, ...]) -> tuple[int, int] | None:
 
 
 def sweep_dim(boxes: Sequence[Box], ndim: int) -> int:
-    """Return the dim along which the fewest boxes lie side by side at any place.
+    """Return the dim along which the fewest boxes overlap at any place.
 
-    The most starts do not tell it: ranges of a flattened tensor begin in any column and yet most
-    of them have all columns.
+    The dim with the most starts would be wrong: ranges of a flattened tensor begin in any column,
+    but most of them have all columns.
     """
 
     def mean(dim: int) -> float:

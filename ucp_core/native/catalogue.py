@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints count: validity under fencing, search, garbage collection."""
+"""Which of a run's checkpoints count: search, validity under fencing, garbage collection."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ucp_core.lineage import Lineage
 
-#: Longer than a reader needs that reads 1 TB at 300 MB/s.
+#: Reading 1 TB at 300 MB/s takes less.
 GRACE_S = 3600.0
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
@@ -47,7 +47,7 @@ class Found:
         step: Its step.
         attempt: The attempt that committed it.
         directory: Its path in the store.
-        checkpoint: The same, opened.
+        checkpoint: The opened checkpoint.
         skipped: ``(name, reason)`` of every newer directory that does not count.
     """
 
@@ -65,16 +65,16 @@ def find_committed(
     lineage: Lineage,
     exclude: frozenset[str] = frozenset(),
 ) -> Found | None:
-    """Return the newest checkpoint that is committed, valid under ``lineage`` and all there.
+    """Return the newest checkpoint that is committed, valid under ``lineage`` and complete.
 
-    Reads the manifest and one listing of each directory down to the first that counts; the bytes
-    of tensors are verified when they are loaded. Nothing is deleted.
+    Reads the manifest and one listing of each directory, newest first, until one counts. Loading
+    verifies the bytes of tensors. Nothing is deleted.
 
     Args:
         store: Where.
-        checkpoints_directory: Holds ``step-00001200`` and its like.
+        checkpoints_directory: Directory of ``step-00001200``, ...
         lineage: See ``ucp_core.lineage``.
-        exclude: Names of directories to skip, because loading them failed.
+        exclude: Names of directories that could not be loaded.
 
     Raises:
         StorageError: The storage refused to show a checkpoint, and no other one counts.
@@ -104,7 +104,7 @@ def find_committed(
             skipped=tuple(skipped),
         )
     if refused is not None:
-        # To begin from scratch because a password expired would throw the run away.
+        # An expired password must not restart the run from nothing.
         raise refused
     return None
 
@@ -112,12 +112,10 @@ def find_committed(
 def unloadable(
     store: Store, checkpoints_directory: str, *, lineage: Lineage
 ) -> tuple[tuple[int, str], ...]:
-    """Return ``(step, reason)`` of what was committed and counts, where none of it can be loaded.
+    """Return ``(step, reason)`` of checkpoints that were committed and count, newest first.
 
-    To be asked where ``find_committed`` finds nothing: to begin anew beside these is not for a
-    program to choose, for somebody may bring one back. What was never committed, or after its
-    attempt was fenced, is none of them. Newest first; the reason is empty where only loading the
-    bytes shows it.
+    Ask when ``find_committed`` finds nothing: a run must not restart beside these, because somebody
+    may repair one. The reason is empty if only loading the bytes shows the damage.
 
     Raises:
         StorageError: The storage refused to show a checkpoint.
@@ -151,8 +149,8 @@ def _open_valid(store: Store, directory: str, lineage: Lineage) -> Checkpoint:
     checkpoint = open_checkpoint(store, directory)
     if counts(step=checkpoint.step, attempt=checkpoint.attempt, lineage=lineage):
         return checkpoint
-    # A fenced process that was slow can replace the manifest of a newer attempt in the instant
-    # between its look and its write. The newer records are still there, and commit again.
+    # A slow fenced process can replace a newer attempt's manifest between its check and its
+    # write. The newer records still exist and commit again.
     for attempt, world_size in _complete_attempts(store, directory):
         step = checkpoint.step
         if (
@@ -209,18 +207,17 @@ def collect_garbage(
 ) -> list[str]:
     """Delete the directories that are older than the ``keep`` newest valid checkpoints.
 
-    Nothing newer is touched: it may be under way. With fewer than ``keep`` valid ones nothing is
-    deleted, so the last committed one never is. Nor is one that a reader holds (``reading``): it
-    is left for the next call. Where the storage has no locks, a checkpoint is first withdrawn, so
-    that nobody opens it any more, and deleted by a call at least ``grace_s`` later; it is not
-    deleted under a reader that takes less.
+    Newer directories may be unfinished and are left. With fewer than ``keep`` valid checkpoints
+    nothing is deleted. A checkpoint that a reader holds (``reading``) is left for the next call.
+    On storages without locks a checkpoint is first withdrawn, so that nobody opens it any more;
+    a call at least ``grace_s`` later deletes it.
 
     Args:
         store: Where.
         checkpoints_directory: See ``find_committed``.
         keep: At least 1.
         lineage: See ``ucp_core.lineage``.
-        grace_s: How long what was withdrawn can still be read.
+        grace_s: How long a withdrawn checkpoint can still be read.
         now_s: The wall clock.
 
     Returns:
@@ -255,10 +252,10 @@ def _collect(store: Store, directory: str, now_s: float, grace_s: float) -> bool
         if held is False:
             return False
         if held is None:
-            # The time comes first: a crash between the two leaves a whole checkpoint.
+            # First the note: a crash after it leaves a whole checkpoint.
             note = json.dumps({"withdrawn_s": now_s}).encode()
             store.write_atomic(withdrawn_path, note, fsync=False)
-        # First the commit, then the data: what is half deleted is not committed.
+        # First the manifest: a half-deleted checkpoint is not committed.
         store.delete(manifest_path)
         if held:
             store.delete(directory)
@@ -277,7 +274,7 @@ class _GoneError(Exception):
 def _locked(store: Store, path: str) -> Iterator[bool | None]:
     with ExitStack() as stack:
         try:
-            # Storages without locks do not look whether the file is there.
+            # Storages without locks do not check that the file exists.
             if not store.exists(path):
                 raise _GoneError
             held = stack.enter_context(store.lock(path, shared=False))

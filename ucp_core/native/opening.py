@@ -24,30 +24,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 MANIFEST_NAME = "manifest.json"
-#: A conversion keeps its journal in this folder of its destination until it commits.
+#: Folder of a destination in which an unfinished conversion keeps its work.
 UNFINISHED_NAME = ".tmp-convert"
-#: The checksums of 10 TB of blocks, with as many fragments, take a quarter of it.
+#: The manifest of 10 TB takes a quarter of it.
 MANIFEST_BYTES_MAX = 1 << 30
 
-#: Scratch of one reading thread: how far a copy reaches whose bytes have to be gathered.
+#: Bound of the bytes that a gathered copy spans: scratch memory of one thread.
 _SPAN_BYTES_MAX = 32 << 20
-#: Of a copy that needs no memory: to plan and begin one takes as long as reading 0.2 MiB, and two
-#: threads' shares of 100 MB differ by less than a tenth.
+#: Bound of a copy that needs no scratch memory. Planning one takes as long as reading 0.2 MiB;
+#: the shares of two threads still balance.
 _DIRECT_BYTES_MAX = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalTensor:
-    """A piece of one logical tensor in this process's memory.
+    """A box of one logical tensor in this process's memory.
 
     Attributes:
         fqn: Fully qualified name of the parameter or buffer.
         slot: ``weight``, or the optimizer's name for its tensor.
         dtype: By safetensors' names: ``F32``, ``BF16``, ...
         shape: Of the whole tensor.
-        box: The part held here; it may be empty.
-        data: The bytes of the part, C-contiguous; writable when loading.
-        replica: Another rank writes these elements, so saving skips them.
+        box: The elements held here; may be empty.
+        data: Their bytes, C-contiguous; writable for loading.
+        replica: Another rank saves these elements, so saving skips them.
     """
 
     fqn: str
@@ -71,12 +71,12 @@ def bytes_of(tensor: LocalTensor) -> memoryview:
 
 
 def parts_of(need: Sequence[LocalTensor]) -> list[Part]:
-    """Return what ``plan`` has to know of tensors that are needed."""
+    """Return the parts that ``plan`` takes for tensors."""
     return [Part(TensorKey(t.fqn, t.slot), t.dtype, tuple(t.shape), t.box) for t in need]
 
 
 def targets_of(need: Sequence[LocalTensor]) -> list[memoryview]:
-    """Return where ``execute`` puts the tensors' bytes."""
+    """Return the memory that ``execute`` fills for tensors."""
     return [memoryview(b"") if tensor.box.is_empty else bytes_of(tensor) for tensor in need]
 
 
@@ -85,8 +85,8 @@ class LoadResult:
     """What ``load`` did.
 
     Attributes:
-        size_bytes: Bytes that were needed and are now in place.
-        read_bytes: Bytes that were read for them, or to verify them.
+        size_bytes: Bytes that were needed.
+        read_bytes: Bytes that were read, also to verify.
         seconds: Time of planning and reading.
     """
 
@@ -97,7 +97,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A committed checkpoint: where it is, and its manifest."""
+    """A committed checkpoint of any format: its place and its manifest."""
 
     store: Store = field(repr=False)
     directory: str
@@ -110,7 +110,7 @@ class Checkpoint:
 
     @property
     def manifest_path(self) -> str:
-        """Return where the manifest is; that of a foreign checkpoint is in memory only."""
+        """Return the path of the manifest; a foreign checkpoint has none."""
         return join(self.directory, MANIFEST_NAME)
 
     @property
@@ -130,7 +130,7 @@ class Checkpoint:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Return the small named values; those of a universal checkpoint are read from files."""
+        """Return the small named values; a universal checkpoint reads them from files."""
         if self.manifest.kind is not Kind.UNIVERSAL:
             return dict(self.manifest.extra)
         return _read_extra(self)
@@ -146,7 +146,7 @@ def open_checkpoint(store: Store, directory: str) -> Checkpoint:
     """
     path = join(directory, MANIFEST_NAME)
     try:
-        # Damage or malice must not take all memory before the first byte is looked at.
+        # A damaged or malicious file must not fill the memory.
         num_bytes = store.size(path)
         if num_bytes > MANIFEST_BYTES_MAX:
             raise CheckpointCorruptError(
@@ -168,11 +168,11 @@ def open_checkpoint(store: Store, directory: str) -> Checkpoint:
 
 @contextmanager
 def reading(checkpoint: Checkpoint) -> Iterator[None]:
-    """Keep ``collect_garbage``, in any process, from deleting ``checkpoint`` meanwhile.
+    """Keep ``collect_garbage``, in any process, from deleting ``checkpoint`` while a block runs.
 
-    ``load``, ``convert`` and ``verify`` do so by themselves; this is for what calls them several
-    times. Local files are held by a lock on the manifest, which dies with the process. Storages
-    without locks are not asked: there the collector leaves the data for a time of grace.
+    ``load``, ``convert`` and ``verify`` do so themselves; use it around several calls. It locks
+    the manifest; the lock dies with the process. On storages without locks the collector leaves
+    the data for a grace time.
 
     Raises:
         CheckpointNotFoundError: It was deleted since it was opened.
@@ -204,26 +204,25 @@ def load(
     with_extents: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> LoadResult:
-    """Fill the data of every tensor in ``need`` from the checkpoint, whatever layout saved it.
+    """Fill the data of every tensor in ``need``, whatever layout saved the checkpoint.
 
-    What has checksums of its own blocks is verified in any case.
+    Every byte that has a checksum of its block is verified.
 
     Args:
         checkpoint: The source.
-        need: Boxes and writable memory; any number, any overlap, replicas too.
-        threads: Readers at most; small loads use one.
-        with_extents: Verify bytes of foreign files too, by reading the records of which any byte
-            is needed in whole first.
-        progress: Called with the size of every read that is done, by any of the readers.
+        need: Boxes and writable memory; they may overlap.
+        threads: Most readers; small loads use one.
+        with_extents: Also verify bytes of foreign files, by reading whole records first.
+        progress: Called with the size of every finished read, from any reader.
 
     Raises:
         UncoveredRegionError: The checkpoint does not hold a box that is needed.
-        ChecksumMismatchError: Damaged bytes; ``need`` is partly filled and must not be used.
+        ChecksumMismatchError: Bytes are damaged; do not use ``need``, which is partly filled.
         CheckpointCorruptError: A tensor has another dtype or shape than needed.
         CheckpointNotFoundError: It was deleted since it was opened.
         StorageError: A file cannot be read.
     """
-    # They need numpy, whose import takes longer than opening a checkpoint.
+    # numpy takes longer to import than opening a checkpoint takes.
     from ucp_core.reading import Source, execute, gap_bytes_max, run_gap_bytes_min
 
     begun = perf_counter()

@@ -1,9 +1,9 @@
-"""Replicas load together: each reads a share of what all need, and gives it to the others.
+"""Replicas load together: each reads a share of what all need, and sends it to the others.
 
 ``n`` ranks that need the same tensors read ``1/n`` of the bytes each (the redundancy-bypassing
-load of the Universal Checkpointing paper). All plan alike without a word, read and verify their
-own share, and pass it on in chunks, so memory stays small. No rank is left waiting for one that
-failed: every chunk says whether its sender could read it.
+load of the Universal Checkpointing paper). All make the same plan without communication, read and
+verify their share, and send it in chunks. Every chunk says whether its sender could read it, so
+no rank waits for one that failed.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-#: Received at a time from all ranks together; more is not faster and takes memory.
+#: Bytes that a rank receives at a time from all ranks together; more is not faster.
 CHUNKS_BYTES = 64 << 20
 _CHUNK_BYTES_MIN = 1 << 20
-#: What precedes a chunk: whether its sender could read it, and its crc32.
+#: Head of a chunk: whether its sender failed, and the crc32.
 _HEAD = Struct("<?3xI")
 _ALIGNMENT_BYTES = 8
 
 
 class Transport(Protocol):
-    """How ranks that load together reach each other.
+    """The ranks that load together.
 
     Attributes:
         rank: This rank, ``0 <= rank < size``.
-        size: Ranks that load together.
+        size: Number of ranks.
     """
 
     rank: int
     size: int
 
     def all_gather(self, mine: memoryview, held: Sequence[memoryview]) -> None:
-        """Fill ``held[r]`` with what rank ``r`` gave as ``mine``, for every rank.
+        """Fill ``held[r]`` with ``mine`` of rank ``r``, for every rank.
 
-        Every rank calls it, in the same order, with buffers of one size. It blocks until all is
-        there, and raises when a rank is lost.
+        Every rank calls it, in the same order, with buffers of one size. It blocks until all
+        have arrived, and raises if a rank is lost.
         """
 
 
@@ -83,9 +83,9 @@ class Share(NamedTuple):
 
 
 def shares(reads: ReadPlan, num_shares: int) -> list[Share]:
-    """Return the plan in disjoint shares of about equal bytes to read; some may be empty.
+    """Return the plan in disjoint shares of about equal bytes; some may be empty.
 
-    Each share is a run of the plan's order, so that neighbours in a file stay together.
+    Each share is contiguous in the plan's order, so neighbours in a file stay together.
     """
     steps: list[Copy | Mean] = [*reads.copies, *reads.means]
     items = [(step, read_bytes_of(step)) for step in steps]
@@ -93,7 +93,7 @@ def shares(reads: ReadPlan, num_shares: int) -> list[Share]:
     found: list[list[Copy | Mean]] = [[] for _ in range(num_shares)]
     done = 0
     for item, num_bytes in items:
-        # By the middle of the item: one that reaches over a mark goes to where most of it is.
+        # By the middle of the item: it goes to the share that has most of it.
         number = (2 * done + num_bytes) * num_shares // (2 * total) if total else 0
         found[min(number, num_shares - 1)].append(item)
         done += num_bytes
@@ -113,24 +113,20 @@ def load_together(
     *,
     threads: int = 2,
 ) -> LoadResult:
-    """Fill the data of every tensor in ``need``, of which each rank reads only a share.
+    """Fill the data of every tensor in ``need``; each rank reads only a share.
 
-    Every rank of the transport calls it with tensors of the same names and boxes. Blocks for the
-    slowest.
+    Every rank of the transport calls it with tensors of the same names and boxes, and waits for
+    the slowest.
 
     Args:
         checkpoint: The source, the same on all ranks.
         need: Boxes and writable memory.
         transport: The ranks that need the same.
-        threads: Readers of this rank at most.
-
-    Returns:
-        What this rank needed, and what it read.
+        threads: Most readers of this rank.
 
     Raises:
-        CheckpointCorruptError: Of this rank's share, or because another rank could not read its
-            own, or needs something else; then all ranks raise, and ``need`` must not be used.
-            ``facts["peer"]`` is that rank, where it is another one.
+        CheckpointCorruptError: A rank cannot read its share, or needs something else. All ranks
+            raise; do not use ``need``. ``facts["peer"]`` is that rank if it is another one.
         StorageError: A file of this rank's share cannot be read; the others raise too.
     """
     if transport.size == 1:
@@ -177,7 +173,7 @@ class _Item(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """What is read, and then passed on, at once."""
+    """What is read, then sent, in one message."""
 
     items: tuple[_Item, ...]
 
@@ -226,7 +222,7 @@ def _chunks(reads: ReadPlan, share: Share, chunk_bytes: int) -> list[_Chunk]:
 
 
 class _Loader:
-    """Reads chunks into this rank's memory, and takes what it shares with others out and in."""
+    """Reads chunks into this rank's memory; packs and unpacks messages."""
 
     def __init__(
         self,
@@ -280,10 +276,10 @@ class _Loader:
 
 
 def _agree(transport: Transport, reads: ReadPlan, failure: UcpError | None) -> None:
-    """Go on only if all ranks could plan, and planned the same.
+    """Check that all ranks made the same plan.
 
     Raises:
-        CheckpointCorruptError: They did not.
+        CheckpointCorruptError: One could not plan, or planned something else.
     """
     steps = [
         (step.fragment.file, step.fragment.offset_bytes, step.start_byte, step.stop_byte)
@@ -314,14 +310,14 @@ class _Messages:
         self.held = [row.data[_HEAD.size :] for row in self._held]
 
     def exchange(self, failed: bool, value: int) -> list[tuple[bool, int]]:  # noqa: FBT001
-        """Give everybody what is in ``mine``; return the head of every rank's message."""
+        """Send ``mine`` to every rank; return the heads of all messages."""
         _HEAD.pack_into(self._mine.data, 0, failed, value)
         self._transport.all_gather(self._mine.data, [row.data for row in self._held])
         return [_HEAD.unpack_from(row.data) for row in self._held]
 
 
 def _rounds(loader: _Loader, work: Sequence[Sequence[_Chunk]], transport: Transport) -> None:
-    """Read this rank's chunks, each while the one before is passed round."""
+    """Read this rank's chunks, each while the one before is exchanged."""
     mine = work[transport.rank]
     messages = _Messages(transport, max((c.num_bytes for w in work for c in w), default=0))
     with ThreadPoolExecutor(1, thread_name_prefix="ucp-ahead") as pool:
@@ -346,7 +342,7 @@ def _rounds(loader: _Loader, work: Sequence[Sequence[_Chunk]], transport: Transp
 def _take(
     loader: _Loader, rank: int, head: tuple[bool, int], chunk: _Chunk | None, held: memoryview
 ) -> None:
-    """Put what another rank read into its place."""
+    """Unpack another rank's message."""
     failed, value = head
     if failed:
         raise CheckpointCorruptError(

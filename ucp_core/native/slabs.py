@@ -1,7 +1,6 @@
-"""Any checkpoint as a stream of slabs: whole tensors in order, in memory that does not grow.
+"""Any checkpoint as a stream of slabs: whole tensors in order, in bounded memory.
 
-While one group of slabs is used, the next is read by another thread into the other of two
-buffers, so reading and writing go on at once.
+While the caller uses one group of slabs, a thread reads the next one into the other of two buffers.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
 
     from ucp_core.reading import ReadPlan
 
-#: Below this, slabs would be smaller than the blocks that are read for them.
+#: With less, slabs would be smaller than the blocks that are read for them.
 MEMORY_BYTES_MIN = 8 * BLOCK_BYTES
-#: Where a piece begins in its buffer: a line of the cache, and aligned for every dtype.
+#: Alignment of a box in its buffer: a line of the cache.
 _ALIGNMENT_BYTES = 64
 
 
@@ -42,7 +41,7 @@ class TensorBox(NamedTuple):
 
 
 class Slab(NamedTuple):
-    """A piece and its bytes, C-contiguous; they are valid until the next slab is asked for."""
+    """A box and its bytes, C-contiguous; they are valid until the next slab is taken."""
 
     piece: TensorBox
     data: memoryview
@@ -90,19 +89,19 @@ def stream_box(
 
 def _slab_bytes(memory_bytes: int) -> int:
     check_memory(memory_bytes)
-    # Two buffers, the scratch of reading, and as much again for what the caller makes of a slab.
+    # Two buffers, the scratch memory of reading, and as much for the caller's output.
     return memory_bytes // 4
 
 
 def _stream(checkpoint: Checkpoint, pieces: Iterable[TensorBox], slab_bytes: int) -> Iterator[Slab]:
     verified: set[tuple[str, Extent]] = set()
     readers = [SlabReader(checkpoint, slab_bytes, verified) for _ in range(2)]
-    # In this order: the lock is given back when nobody reads any more.
+    # In this order: the lock is released when nobody reads any more.
     with reading(checkpoint), ThreadPoolExecutor(1, thread_name_prefix="ucp-ahead") as pool:
         ahead: Future[list[Slab]] | None = None
         for number, group in enumerate(_groups(pieces, slab_bytes)):
             ready = ahead.result() if ahead is not None else []
-            # The buffer that is filled now is the one whose slabs were used up last.
+            # The caller has used up the slabs of the buffer that is filled now.
             ahead = pool.submit(readers[number % 2].read, group)
             yield from ready
         if ahead is not None:
@@ -138,15 +137,15 @@ def _groups(pieces: Iterable[TensorBox], slab_bytes: int) -> Iterator[list[Tenso
 
 
 def aligned(num_bytes: int) -> int:
-    """Return what a piece takes in a buffer."""
+    """Return the size of a box in a buffer."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class SlabReader:
-    """Reads pieces of one checkpoint into memory that it uses again at the next call.
+    """Reads boxes of one checkpoint into memory that the next call reuses.
 
-    A foreign file's record that has one checksum for all its bytes is verified when the first of
-    them is needed, which is once; readers that share ``verified`` do it once together.
+    It verifies a record of a foreign file when the first of its bytes is needed; readers that
+    share ``verified`` verify it once together.
     """
 
     def __init__(
@@ -177,7 +176,6 @@ class SlabReader:
             offsets.append(total)
             total += aligned(piece.num_bytes)
         if total > len(self._buffer):
-            # Not zeroed: every byte is read over.
             self._buffer = np.empty(total, dtype=np.uint8).data
         targets = [
             self._buffer[offset : offset + piece.num_bytes]

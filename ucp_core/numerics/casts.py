@@ -1,7 +1,7 @@
-"""Casts between float dtypes in numpy, which has no bfloat16: to nearest, ties to even.
+"""Casts between float dtypes, bfloat16 included: one rounding, to nearest, ties to even.
 
-NaN stays NaN with its sign and the upper bits of its payload, infinities and zeros keep their
-sign, and what is too large becomes infinite, as IEEE 754 has it. Each cast rounds once.
+As in IEEE 754, NaN stays NaN, infinities and zeros keep their sign, and too large values become
+infinite. ml_dtypes would round float64 twice on the way to bfloat16 and float8.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMPY: dict[str, np.dtype[Any]] = {
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any] | None:
-    """Return numpy's dtype for a name of safetensors, or None where it has none."""
+    """Return numpy's dtype for a name of safetensors, or None if there is none."""
     if dtype in _NUMPY:
         return _NUMPY[dtype]
     if dtype[0] in "IU":
@@ -64,17 +64,17 @@ def _to_bf16(values: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
     # Half of the last place, less one where that place is even: a tie goes up only if it is odd.
     rounded = (bits + (np.uint32(0x7FFF) + (upper & np.uint32(1)))) >> np.uint32(16)
     is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    # A payload in the lower bits alone would become infinity, and rounding could carry over.
+    # Otherwise a payload in the lower bits would become infinity, and rounding could overflow.
     if is_nan.any():
         rounded = np.where(is_nan, upper | np.uint32(0x40), rounded)
     return rounded.astype("<u2")
 
 
 def _odd_f32(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
-    """Return the bits of float32 with what was cut off kept in the last one.
+    """Return the bits of float32, rounded to odd: the last bit is set if anything was cut off.
 
-    A float64 that is rounded to float32 and then to bfloat16 can be rounded up twice; rounded to
-    odd first, the second rounding sees on which side of a tie it lay.
+    Rounding to nearest twice could round up twice; after rounding to odd, the second rounding
+    still knows on which side of a tie the value lay.
     """
     near = values.astype("<f4")
     back = near.astype("<f8")

@@ -1,7 +1,7 @@
-"""Elements of every floating dtype as fp64 and back: what a mean needs, without torch.
+"""Elements of every floating dtype as float64 and back, for means.
 
-Every element is exactly representable in fp64; on the way back it is rounded once, to the
-nearest, ties to even. A mean never exceeds its largest term, so nothing overflows.
+Every element is exact in float64; the way back rounds once, to nearest, ties to even. A mean
+never exceeds its largest term, so nothing overflows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ class _Small(NamedTuple):
     """A format of one byte.
 
     Attributes:
-        significant_bits: Of a normal number, the hidden one counted.
+        significant_bits: Of a normal number, with the hidden bit.
         exponent_min: The smallest number is 2 to this power.
-        num_finite: Codes without a sign that are finite numbers, in their order; what follows
-            is infinity or no number.
+        num_finite: Number of positive codes that are finite, in order; then come infinity or NaN.
     """
 
     significant_bits: int
@@ -35,12 +34,10 @@ _FP8 = {"F8_E4M3": _Small(4, -9, 0x7F), "F8_E5M2": _Small(3, -16, 0x7C)}
 
 
 def decode(dtype: str, data: memoryview) -> NDArray[np.float64]:
-    """Return the elements of ``data``, whose dtype has safetensors' name ``dtype``.
-
-    A complex number is two elements.
+    """Return the elements of ``data`` of dtype ``dtype``; a complex number is two elements.
 
     Raises:
-        CheckpointCorruptError: The dtype is no floating one.
+        CheckpointCorruptError: The dtype is not a floating one.
     """
     if dtype in FLOATS:
         return np.frombuffer(cast(data, dtype, "F64"), np.float64)
@@ -66,7 +63,7 @@ def encode(dtype: str, values: NDArray[np.float64]) -> NDArray[np.uint8]:
     with np.errstate(invalid="ignore"):
         # Dividing by a power of two is exact, so ``rint`` is the only rounding.
         rounded = np.abs(np.where(np.isfinite(values), np.rint(values / units) * units, values))
-    # Infinity is behind the last finite number.
+    # Infinity follows the last finite number.
     codes = np.searchsorted(_fp8_values(dtype)[: small.num_finite], rounded).astype(np.uint8)
     codes[np.isnan(values)] = 0x7F
     codes[np.signbit(values)] |= 0x80

@@ -1,7 +1,7 @@
-"""Which bytes to read to get which boxes: arithmetic only, done before any byte moves.
+"""Which bytes to read to get which boxes. Pure.
 
-``plan`` covers every box that is needed from the fragments that are held, one source per element.
-Counterpart: ``ucp_core.reading.transfer`` executes the plan.
+``plan`` covers every needed box with fragments, each element from one source;
+``ucp_core.reading.transfer`` executes the plan.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
 
     from ucp_core.geometry import Slot, Table
 
-#: Up to this many fragments a look at each is cheaper than a search.
+#: With fewer fragments, a look at each is cheaper than a search.
 _SEARCH_FRAGMENTS_MIN = 16
-#: Bytes between elements up to which one longer read is cheaper: 3 us to read 64 KiB from the
-#: page cache, as long as it takes to plan and begin another read.
+#: Up to this gap, one longer read is cheaper: reading 64 KiB from the page cache takes 3 us, as
+#: long as planning and starting another read.
 GAP_BYTES_MAX = 64 << 10
-#: What tensors that are cut alike have in common, but for whether there are checksums.
+#: The fields of fragments that are equal for tensors that are cut alike.
 _CUT = itemgetter(*map(Fragment._fields.index, ("box", "num_bytes", "replica", "strides")))
-#: Boxes whose copies are kept for tensors that are cut alike.
+#: Boxes whose copies are remembered for tensors that are cut alike.
 _KNOWN_MAX = 256
-#: Of more fragments, to find out whether another tensor is cut alike costs more than to search.
+#: With more fragments, comparing how two tensors are cut takes longer than a search.
 _ALIKE_FRAGMENTS_MAX = 64
-#: A mean is made of so many elements at a time: their sums in fp64 stay in the cache.
+#: Elements of a mean that are computed at a time: their float64 sums stay in the cache.
 _MEAN_ELEMENTS_MAX = 1 << 18
 
-#: What a store takes as a ``ReadRange``; plans know no stores.
+#: A store's ``ReadRange``; plans know no stores.
 _ReadRange: TypeAlias = tuple[int, tuple[memoryview, ...]]
-#: Runs that are handed to a store at once: opening the file costs as much as five of them.
+#: Runs in one call of a store; opening the file takes as long as five of them.
 _RUNS_MAX = 1024
 
 
 class Part(NamedTuple):
-    """A box of a tensor that somebody needs; its bytes go C-contiguously to memory of its own."""
+    """A needed box of a tensor; it has C-contiguous memory of its own."""
 
     key: TensorKey
     dtype: str
@@ -68,14 +68,14 @@ class Copy(NamedTuple):
         part: Index into the plan's parts.
         source: Index into the maps that were given to ``plan``.
         fragment: Where the bytes are.
-        box: The elements, in coordinates of the whole tensor. Where ``target_byte`` is not -1,
-            the bytes may be only a part of it.
-        start_byte: First byte, counted from the fragment's first element.
-        stop_byte: Behind the last byte; other elements may lie between.
-        target_byte: Where the bytes go, counted from the start of the part, if they lie side by
-            side both in the fragment and in the part; -1 if they have to be gathered.
-        run_bytes: What its runs have together that are read one by one to where they belong; -1
-            if all bytes from the first to the last are read.
+        box: The elements, in coordinates of the whole tensor. If ``target_byte`` is not -1, the
+            bytes may be a part of them.
+        start_byte: First byte, from the fragment's first element.
+        stop_byte: End of the last byte; other elements may lie between.
+        target_byte: Offset in the part if the bytes are contiguous in the fragment and in the
+            part; -1 if they have to be gathered.
+        run_bytes: Total size of the runs if they are read one by one; -1 if all bytes from
+            ``start_byte`` to ``stop_byte`` are read.
     """
 
     part: int
@@ -93,8 +93,8 @@ class Mean(NamedTuple):
 
     Attributes:
         part: Index into the plan's parts.
-        box: The elements, in coordinates of the whole tensor; they lie side by side in the part.
-        terms: How to get them from each copy; the box is the only part of each plan.
+        box: The elements, in coordinates of the whole tensor; they are contiguous in the part.
+        terms: A plan for each copy, whose only part is the box.
     """
 
     part: int
@@ -104,14 +104,14 @@ class Mean(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPlan:
-    """What to copy, and what it will cost.
+    """What to copy, and what to read for it.
 
     Attributes:
         parts: What was needed.
         copies: In order of source, file and offset.
         needed_bytes: Size of all parts.
-        read_bytes: What will be read for them, whole blocks counted.
-        means: What has to be read several times and averaged.
+        read_bytes: Bytes to read, with whole blocks.
+        means: What has to be averaged.
     """
 
     parts: tuple[Part, ...]
@@ -121,10 +121,7 @@ class ReadPlan:
     means: tuple[Mean, ...] = ()
 
     def work_lists(self, num_lists: int) -> list[tuple[Copy, ...]]:
-        """Return the copies in at most ``num_lists`` lists of about equal bytes.
-
-        Each list is a run of the plan's order, so that neighbours in a file stay together.
-        """
+        """Return the copies in at most ``num_lists`` lists of about equal bytes, in order."""
         if num_lists == 1:
             return [self.copies] if self.copies else []
         total = sum(map(read_bytes_of, self.copies))
@@ -143,14 +140,14 @@ class ReadPlan:
 
 
 class _Limits(NamedTuple):
-    """What one copy may reach over.
+    """Bounds of one copy.
 
     Attributes:
-        span_bytes: Of a copy whose elements have to be gathered.
-        direct_bytes: Of one whose bytes lie alike in the fragment and in the part.
+        span_bytes: Of a gathered copy.
+        direct_bytes: Of a copy whose bytes are contiguous in fragment and part.
         gap_bytes: Between its elements.
-        block_bytes: The blocks of the checksums.
-        run_gap_bytes: Between runs that are read one by one.
+        block_bytes: Block size of the checksums.
+        run_gap_bytes: Smallest gap between runs that are read one by one.
     """
 
     span_bytes: int
@@ -169,22 +166,20 @@ def plan(
     gap_bytes_max: int = GAP_BYTES_MAX,
     run_gap_bytes_min: int = sys.maxsize,
 ) -> ReadPlan:
-    """Return how to get every part from the maps; an earlier map is preferred box by box.
+    """Return how to get every part from the maps; box by box, an earlier map is preferred.
 
     Args:
         need: What is needed.
-        have: Where to take it from, cheapest first.
-        span_bytes_max: A copy reaches over at most so many bytes of a fragment, unless a single
-            element is larger; it bounds the memory of whoever executes the plan.
-        direct_bytes_max: The same for copies that need no memory, because their bytes lie alike
-            in the fragment and in the part; what is read at a time. Default: the former.
-        gap_bytes_max: Elements that lie further apart are read by copies of their own.
-        run_gap_bytes_min: Runs without checksums that lie at least so far apart are one copy, and
-            read one by one. Default: there are none.
+        have: Sources, cheapest first.
+        span_bytes_max: Most bytes of a fragment that a copy spans; bounds the scratch memory.
+        direct_bytes_max: The same for copies that need no scratch memory. Default: the former.
+        gap_bytes_max: Elements that are further apart get copies of their own.
+        run_gap_bytes_min: Runs without checksums with at least this gap are one copy and are read
+            one by one. Default: none.
 
     Raises:
-        UncoveredRegionError: No map holds a box that is needed.
-        CheckpointCorruptError: A map holds a tensor of another dtype or shape than needed.
+        UncoveredRegionError: No map holds a needed box.
+        CheckpointCorruptError: A map has a tensor with another dtype or shape.
     """
     direct_bytes = direct_bytes_max or span_bytes_max
     limits = [
@@ -197,8 +192,8 @@ def plan(
 class _Planner:
     """Plans against the same maps.
 
-    What is found out about a tensor is kept for its next part, and not longer: a map can make its
-    entries as they are asked for, and those of a large model would not fit.
+    It remembers a tensor's fragments until the next tensor only: a map can make its entries on
+    demand, and those of a large model would not fit.
     """
 
     def __init__(self, have: Sequence[StateMap], limits: Sequence[_Limits]) -> None:
@@ -226,7 +221,7 @@ class _Planner:
     def _from_table(
         self, wanted: Sequence[tuple[int, Part]], table: Table, copies: list[Copy]
     ) -> list[tuple[int, Part]]:
-        """Cover parts as ``_part`` does, all at once; return those that the table has not."""
+        """Cover parts as ``_part`` does, all at once; return those that are not in the table."""
         known: list[tuple[int, Part]] = []
         unknown: list[tuple[int, Part]] = []
         slots: list[int] = []
@@ -255,7 +250,7 @@ class _Planner:
         return unknown
 
     def _like_another(self, number: int, part: Part, copies: list[Copy]) -> bool:
-        """Cover a part as one before it whose tensor is cut alike; return whether it could be."""
+        """Cover a part like an earlier one whose tensor is cut alike; return whether it could."""
         entry = self._have[0].entries.get(part.key) if len(self._have) == 1 else None
         if entry is None or entry.copies > 1 or len(entry.fragments) > _ALIKE_FRAGMENTS_MAX:
             return False
@@ -277,7 +272,7 @@ class _Planner:
         return True
 
     def _part(self, number: int, part: Part, copies: list[Copy], means: list[Mean]) -> None:
-        """Cover the part's box with fragments, each element by the first map that has it."""
+        """Cover the part's box with fragments of the first maps that have them."""
         left = [part.box]
         for source, state_map in enumerate(self._have):
             entry = state_map.entries.get(part.key)
@@ -286,7 +281,7 @@ class _Planner:
             _check_same(part, entry)
             indices = self._index(source, entry)
             if entry.copies > 1:
-                # Every copy covers the tensor, or the map is damaged: nothing is left to others.
+                # Every copy covers the tensor, or the map is damaged.
                 for box in left:
                     means += self._means(number, part._replace(box=box), source, indices)
                 return
@@ -306,7 +301,7 @@ class _Planner:
         left: list[Box],
         copies: list[Copy],
     ) -> list[Box]:
-        """Take what the fragments hold of ``left``; return what they do not hold."""
+        """Cover the boxes ``left`` with fragments; return what they do not hold."""
         for fragment in index.near(part.box):
             rest: list[Box] = []
             for box in left:
@@ -357,7 +352,7 @@ class _Planner:
 
 
 def readable(copy: Copy, block_bytes: int) -> tuple[int, int]:
-    """Return the bytes of the fragment to read for a copy: whole blocks where it has any."""
+    """Return the bytes of the fragment to read for a copy: whole blocks if it has checksums."""
     if copy.fragment.crc32 is None:
         return copy.start_byte, copy.stop_byte
     low = copy.start_byte // block_bytes * block_bytes
@@ -376,7 +371,7 @@ def read_bytes_of(step: Copy | Mean, block_bytes: int = 1) -> int:
 
 
 class _Index:
-    """The fragments of one copy of a tensor, replicas last, by place."""
+    """The fragments of one copy of a tensor by place, replicas last."""
 
     def __init__(self, fragments: Sequence[Fragment], ndim: int) -> None:
         primary = [fragment for fragment in fragments if not fragment.replica]
@@ -390,11 +385,11 @@ class _Index:
         self._primary = primary
 
     def near(self, box: Box) -> Iterator[Fragment]:
-        """Yield every fragment that can meet ``box``, and few others."""
+        """Yield every fragment that can overlap ``box``, and few others."""
         if self._dim < 0:
             yield from self._primary
         else:
-            # None that starts further down reaches the box.
+            # Fragments that start below this cannot reach the box.
             low = bisect_left(self._starts, box.start[self._dim] - self._extent_max + 1)
             high = bisect_left(self._starts, box.stop[self._dim])
             yield from self._primary[low:high]
@@ -440,7 +435,7 @@ def _check_same(part: Part, entry: TensorEntry | Slot) -> None:
 def _copies(
     number: int, part: Part, source: int, fragment: Fragment, box: Box, limits: _Limits
 ) -> Iterator[Copy]:
-    """Yield the copies of one box, cut so that none spans more than ``limits`` allow."""
+    """Yield copies of one box, none beyond ``limits``."""
     itemsize = DTYPE_BYTES[part.dtype]
     strides = fragment.byte_strides(itemsize)
     start_byte, stop_byte = reach(box, fragment.box, strides, itemsize)
@@ -451,11 +446,11 @@ def _copies(
             Copy(number, source, fragment, box, start_byte, stop_byte, low * itemsize), limits
         )
         return
-    # Going along the dim with the longest stride goes through the file in order.
+    # Along the dim with the longest stride, the file is read in order.
     dim = max((d for d, extent in enumerate(shape) if extent > 1), key=lambda d: strides[d])
     size = box.num_elements * itemsize
     if fragment.crc32 is None and _rows_of(fragment, box, part).gap_bytes >= limits.run_gap_bytes:
-        # In pieces that can be shared out.
+        # In pieces that threads can share.
         for piece in box.split(dim, min(-(-size // limits.direct_bytes), shape[dim])):
             low, high = reach(piece, fragment.box, strides, itemsize)
             size = piece.num_elements * itemsize
@@ -465,7 +460,7 @@ def _copies(
     inner = reach(box.with_dim(dim, start, start + 1), fragment.box, strides, itemsize)
     gap_bytes = limits.gap_bytes
     if fragment.crc32 is not None:
-        # A block at either end is read with the elements.
+        # The blocks at both ends are read with the elements.
         gap_bytes += 2 * limits.block_bytes
     if strides[dim] - (inner[1] - inner[0]) > gap_bytes:
         pieces = box.split(dim, shape[dim])
@@ -479,7 +474,7 @@ def _copies(
 
 
 def _direct(copy: Copy, limits: _Limits) -> Iterator[Copy]:
-    """Yield a copy whose bytes lie alike on both sides, cut where it costs nothing."""
+    """Yield a contiguous copy, cut if it is too large."""
     if copy.stop_byte - copy.start_byte <= limits.direct_bytes:
         yield copy
         return
@@ -496,7 +491,7 @@ def _direct(copy: Copy, limits: _Limits) -> Iterator[Copy]:
 
 
 class _Dim(NamedTuple):
-    """A dim along which runs follow one another: strides in bytes, in the file and in memory."""
+    """A dim along which runs follow one another; strides in bytes."""
 
     extent: int
     source: int
@@ -504,11 +499,11 @@ class _Dim(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The runs that the elements of a box make up in a fragment and in a part.
+    """The contiguous runs of a box's elements, in a fragment and in a part.
 
     Attributes:
-        run_bytes: Bytes that lie side by side in both.
-        dims: How the runs follow one another, the outermost first.
+        run_bytes: Size of a run.
+        dims: The dims along which runs follow one another, outermost first.
     """
 
     run_bytes: int
@@ -516,17 +511,17 @@ class _Rows(NamedTuple):
 
     @property
     def gap_bytes(self) -> int:
-        """Return how far apart neighbours in the file are; less than nothing if they interleave."""
+        """Return the smallest gap between runs in the file; negative if they interleave."""
         return min((dim.source for dim in self.dims), default=self.run_bytes) - self.run_bytes
 
     def runs(
         self, source_byte: int, target_byte: int, target: memoryview
     ) -> Iterator[list[_ReadRange]]:
-        """Yield what to read from where in the file, in the order of the dims.
+        """Yield ranges to read, in order of the dims.
 
         Args:
-            source_byte: Where the first run is in the file.
-            target_byte: Where it goes in the part.
+            source_byte: Offset of the first run in the file.
+            target_byte: Its offset in the part.
             target: The part's memory.
         """
         starts, places = [source_byte], [target_byte]
@@ -541,7 +536,7 @@ class _Rows(NamedTuple):
 
 
 def _rows_of(fragment: Fragment, box: Box, part: Part) -> _Rows:
-    """Return the runs of ``box``, which both the fragment and the part hold."""
+    """Return the runs of ``box``, which lies in the fragment and in the part."""
     run_bytes = inner = DTYPE_BYTES[part.dtype]
     strides = fragment.byte_strides(inner)
     dims: list[_Dim] = []
@@ -556,7 +551,7 @@ def _rows_of(fragment: Fragment, box: Box, part: Part) -> _Rows:
 
 
 def runs_of(copy: Copy, part: Part, target: memoryview) -> Iterator[list[_ReadRange]]:
-    """Yield from where in the file to read what, for a copy whose runs are read one by one."""
+    """Yield ranges to read for a copy whose runs are read one by one."""
     low, _ = span(copy.box, part.box)
     rows = _rows_of(copy.fragment, copy.box, part)
     source_byte = copy.fragment.offset_bytes + copy.start_byte

@@ -1,8 +1,8 @@
 """Executes read plans: coalesced reads, bounded memory, threads, every byte verified.
 
-Bytes that lie alike in the file and in memory are read straight into the target and verified
-there; the rest passes through scratch memory. A target may hold unverified bytes while
-``execute`` runs and after it raised, never after it returned.
+Bytes that are contiguous in file and memory are read straight into the target and verified there;
+the rest passes through scratch memory. A target may hold unverified bytes while ``execute`` runs
+and after it raised, never after it returned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ucp_core.numerics import crc32, decode, encode
 from ucp_core.reading.extents import THREAD_BYTES_MIN
 from ucp_core.reading.mapped import DamagedBlockError, mapped_file, take
 from ucp_core.reading.planning import GAP_BYTES_MAX, read_bytes_of, readable, runs_of
-from ucp_core.reading.scratch import LINE_BYTES, Scratch
 from ucp_core.storage import ReadRange, Store, ask_ahead, join
 
 if TYPE_CHECKING:
@@ -32,14 +31,17 @@ if TYPE_CHECKING:
     from ucp_core.geometry import Box
     from ucp_core.reading.planning import Copy, Mean, Part, ReadPlan
 
-#: A gap may be this part of a request: what a store needs large requests for, gaps save.
+#: Gaps up to this part of the store's request size are read too.
 _REQUEST_PER_GAP = 32
-#: Between runs of bytes that are cheaper read one by one. From the page cache a read costs 1 us
-#: and 0.06 to 0.2 us for each KiB, wanted or not: with gaps of 16 KiB, read together takes 1 to 1.7
-#: times as long as one by one (EPYC, Xeon), with 8 KiB up to 1.3 times, with 96 KiB 2.4 (ext4).
+#: With larger gaps, runs of bytes are cheaper to read one by one. From the page cache a read takes
+#: 1 us and 0.06 to 0.2 us for each KiB: with gaps of 16 KiB, reading all bytes takes up to 1.7
+#: times as long.
 _RUN_GAP_BYTES_MIN = 8 << 10
-#: The largest request of a store whose reads do not go over a network.
+#: Largest request size of a store that needs no network.
 _NEAR_REQUEST_BYTES_MAX = 4 << 20
+#: Lines of the cache, and huge pages.
+_LINE_BYTES = 64
+_HUGE_BYTES = 2 << 20
 
 
 class Source(NamedTuple):
@@ -48,7 +50,7 @@ class Source(NamedTuple):
     Attributes:
         store: Their store.
         directory: Their directory in it.
-        block_bytes: The blocks of their checksums.
+        block_bytes: Block size of their checksums.
     """
 
     store: Store
@@ -57,7 +59,7 @@ class Source(NamedTuple):
 
 
 class _Check(NamedTuple):
-    """Bytes that were read, and what they have to be. They begin at a block of the fragment."""
+    """Bytes to verify; they begin at a block of the fragment."""
 
     data: memoryview
     fragment: Fragment
@@ -65,7 +67,7 @@ class _Check(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """Bytes to take from scratch to the target once they are verified."""
+    """Bytes to copy from scratch memory to the target when they are verified."""
 
     copy: Copy
     data: memoryview
@@ -73,23 +75,23 @@ class _Move(NamedTuple):
 
 
 def gap_bytes_max(store: Store) -> int:
-    """Return how far apart two reads may be that are cheaper as one."""
+    """Return the largest gap between two reads that are cheaper as one."""
     return max(GAP_BYTES_MAX, store.request_bytes // _REQUEST_PER_GAP)
 
 
 def run_gap_bytes_min(store: Store) -> int:
-    """Return how far apart runs of bytes must be to be cheaper read one by one."""
+    """Return the smallest gap between runs of bytes that are cheaper to read one by one."""
     is_near = store.request_bytes <= _NEAR_REQUEST_BYTES_MAX
     return _RUN_GAP_BYTES_MIN if is_near else store.request_bytes
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What is read from one file in one call, for the copies of a group."""
+    """What one call reads from one file for a group of copies."""
 
     group: Sequence[Copy]
     source: Source
-    scratch: Scratch
+    scratch: _Scratch
     gap_bytes: int
     ranges: list[tuple[int, list[memoryview]]] = field(default_factory=list)
     checks: list[_Check] = field(default_factory=list)
@@ -98,11 +100,11 @@ class _Batch:
 
     @property
     def path(self) -> str:
-        """Return which file."""
+        """Return the path of the file."""
         return join(self.source.directory, self.group[0].fragment.file)
 
     def read(self, offset_bytes: int, data: memoryview) -> None:
-        """Add ``data`` to be filled from ``offset_bytes``, in one range with its neighbour."""
+        """Fill ``data`` from ``offset_bytes``; near neighbours share a range."""
         gap = offset_bytes - self.stop_byte
         if self.ranges and 0 <= gap <= self.gap_bytes:
             if gap:
@@ -113,7 +115,7 @@ class _Batch:
         self.stop_byte = offset_bytes + len(data)
 
     def add(self, copy: Copy, target: memoryview, block_bytes: int) -> None:
-        """Add the whole blocks that hold the copy: straight to the target where they fit."""
+        """Add the blocks of a copy; those inside the target are read straight into it."""
         fragment = copy.fragment
         low, high = readable(copy, block_bytes)
         if copy.target_byte < 0:
@@ -153,17 +155,16 @@ def execute(
     Args:
         plan: What to copy; its sources are indices into ``sources``.
         sources: Where the bytes are.
-        targets: One for each part: its bytes, writable.
-        threads: At most so many read at once; small plans use fewer.
-        batch_bytes: Copies are read together up to so many bytes. A thread holds that, what one
-            step along the outermost dim of a gathered copy reaches over, and a block at either
-            end, in scratch memory; twice that from a store that is asked ahead, three times a slab
-            in fp64 where there are means.
-        progress: Called with the size of every read that is done, by the thread that did it.
+        targets: Writable memory of every part.
+        threads: Most readers; small plans use fewer.
+        batch_bytes: Copies are read together up to this size. The scratch memory of a thread is a
+            batch, the span of one step of a gathered copy, and two blocks; twice that for a store
+            with ``ahead``, and three slabs in float64 for means.
+        progress: Called with the size of every finished read, by the thread that made it.
 
     Raises:
         ChecksumMismatchError: Names tensor, box, file and byte range.
-        StorageError: A file is missing, shorter than the plan says, or cannot be read.
+        StorageError: A file is missing, too short, or cannot be read.
         CheckpointCorruptError: A mean of a dtype that has none.
     """
     num_lists = max(1, min(threads, plan.read_bytes // THREAD_BYTES_MIN))
@@ -184,7 +185,7 @@ def execute(
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """One thread's way through a plan."""
+    """Executes one thread's share of a plan."""
 
     plan: ReadPlan
     sources: Sequence[Source]
@@ -197,20 +198,20 @@ class _Reader:
         left = [self._by_runs(group) for group in _files(copies) if not self._take(group)]
         size_bytes = sum(copy.stop_byte - copy.start_byte for group in left for copy in group)
         scratch_bytes = min(self.batch_bytes, size_bytes)
-        scratch, asked, spare = Scratch(scratch_bytes), None, None
+        scratch, asked, spare = _Scratch(scratch_bytes), None, None
         for group in chain.from_iterable(_batches(each, self.batch_bytes) for each in left):
             scratch.reset()
             first = group[0]
             if first.stop_byte - first.start_byte <= self.batch_bytes:
                 batch = self._batch(group, scratch)
                 if self._ask(batch):
-                    # It is on its way while the one before is verified.
+                    # The store fetches it while the previous batch is verified.
                     self._finish(asked)
-                    asked, scratch, spare = batch, spare or Scratch(scratch_bytes), scratch
+                    asked, scratch, spare = batch, spare or _Scratch(scratch_bytes), scratch
                 else:
                     self._finish(batch)
                 continue
-            # What is asked for is read in that order.
+            # Reads must follow the order of ``ask_ahead``.
             self._finish(asked)
             asked = None
             if first.target_byte < 0:
@@ -220,7 +221,7 @@ class _Reader:
         self._finish(asked)
 
     def _take(self, group: Sequence[Copy]) -> bool:
-        """Take copies out of a file that is in memory; return whether it is."""
+        """Take copies out of a mapped file; return whether it is mapped."""
         source = self.sources[group[0].source]
         path = join(source.directory, group[0].fragment.file)
         mapped = mapped_file(source.store, path)
@@ -250,7 +251,7 @@ class _Reader:
         return [copy for copy in group if copy.run_bytes < 0]
 
     def means(self, means: Sequence[Mean]) -> None:
-        """Average copies that were updated independently: sums in fp64, rounded once."""
+        """Average copies that were updated independently: sum in float64, round once."""
         for mean in means:
             dtype = self.plan.parts[mean.part].dtype
             term = np.empty(mean.box.num_elements * DTYPE_BYTES[dtype], np.uint8).data
@@ -259,14 +260,14 @@ class _Reader:
                 _Reader(plan, self.sources, [term], self.batch_bytes, self.progress).copies(
                     plan.copies
                 )
-                # Infinities of unequal sign have the mean NaN; that is no news to tell.
+                # Infinities of unequal sign have the mean NaN, without a warning.
                 with np.errstate(invalid="ignore"):
                     total = total + decode(dtype, term)
             value = encode(dtype, np.asarray(total) / len(mean.terms))
             view = view_of(self.plan.parts[mean.part], self.targets[mean.part], mean.box)
             view[...] = value.view(view.dtype).reshape(view.shape)
 
-    def _batch(self, group: Sequence[Copy], scratch: Scratch) -> _Batch:
+    def _batch(self, group: Sequence[Copy], scratch: _Scratch) -> _Batch:
         source = self.sources[group[0].source]
         batch = _Batch(group, source, scratch, gap_bytes_max(source.store))
         for copy in group:
@@ -274,12 +275,12 @@ class _Reader:
         return batch
 
     def _ask(self, batch: _Batch) -> bool:
-        """Have the store fetch what is read next; return whether it is one that has ``ahead``."""
+        """Have the store fetch the next batch; return whether it has ``ahead``."""
         sizes = [(offset, sum(map(len, buffers))) for offset, buffers in batch.ranges]
         return ask_ahead(batch.source.store, batch.path, sizes)
 
     def _finish(self, batch: _Batch | None) -> None:
-        """Read a batch, if there is one; verify it and put it where it belongs."""
+        """Read, verify and place a batch, if there is one."""
         if batch is None:
             return
         path, block_bytes = batch.path, batch.source.block_bytes
@@ -290,12 +291,10 @@ class _Reader:
         for move in batch.moves:
             self._move(move)
 
-    def _fill(self, copy: Copy, scratch: Scratch) -> None:
+    def _fill(self, copy: Copy, scratch: _Scratch) -> None:
         """Read a copy that is larger than a batch straight to its target.
 
-        Without checksums at once, else as much at a time as is still in the cache when it is
-        verified. Nothing is made for a request that can be made once: at 20 GB/s a request of
-        2 MiB takes as long as 100 calls of a function.
+        Without checksums in one read, otherwise in batches that are verified in the cache.
         """
         source, fragment = self.sources[copy.source], copy.fragment
         low, high = _inner(copy, source.block_bytes)
@@ -320,12 +319,11 @@ class _Reader:
             self._read(source, path, [(fragment.offset_bytes + start, (data,))])
             self._verify(_Check(data, fragment, start), source.block_bytes, path, [copy])
 
-    def _stream(self, copy: Copy, scratch: Scratch) -> None:
-        """Gather a copy that is larger than a batch through one that fits the cache.
+    def _stream(self, copy: Copy, scratch: _Scratch) -> None:
+        """Gather a copy that is larger than a batch through scratch memory that fits the cache.
 
-        Goes along the dim with the longest stride; what is read of a step that is not whole yet
-        is kept for the next read, so no block is read twice. A read for each row, of 16 KiB and
-        as far apart, takes as long: a call costs what reading the bytes between rows costs.
+        Goes along the dim with the longest stride. The bytes of an incomplete step are kept for
+        the next read, so no block is read twice.
         """
         source, fragment = self.sources[copy.source], copy.fragment
         path = join(source.directory, fragment.file)
@@ -334,9 +332,9 @@ class _Reader:
         chunk_bytes = max(self.batch_bytes // unit, 1) * unit
         held_low, stop = readable(copy, source.block_bytes)
         held_high = held_low
-        # Bytes keep their place within a line of the cache, so that elements stay aligned.
-        memory = scratch.take(LINE_BYTES + steps.reach_bytes + chunk_bytes)
-        base, first = held_low % LINE_BYTES, 0
+        # Bytes keep their place in a line of the cache, so elements stay aligned.
+        memory = scratch.take(_LINE_BYTES + steps.reach_bytes + chunk_bytes)
+        base, first = held_low % _LINE_BYTES, 0
         while first < steps.num_steps:
             low = base + held_high - held_low
             data = memory[low : low + min(chunk_bytes, stop - held_high)]
@@ -351,10 +349,10 @@ class _Reader:
             keep = steps.start_byte(first)
             if keep >= held_high:
                 held_low = held_high = max(held_high, keep // unit * unit)
-                base = held_low % LINE_BYTES
+                base = held_low % _LINE_BYTES
             else:
                 rest = memory[base + keep - held_low : base + held_high - held_low]
-                base, held_low = keep % LINE_BYTES, keep
+                base, held_low = keep % _LINE_BYTES, keep
                 memory[base : base + len(rest)] = rest
 
     def _read(self, source: Source, path: str, ranges: Sequence[ReadRange]) -> None:
@@ -374,7 +372,7 @@ class _Reader:
             index += 1
 
     def _refuse(self, copy: Copy, index: int, block_bytes: int, path: str) -> NoReturn:
-        """Say that a block of the copy's fragment is damaged."""
+        """Raise the error for a damaged block of the copy's fragment."""
         fragment, key = copy.fragment, self.plan.parts[copy.part].key
         start = fragment.offset_bytes + index * block_bytes
         stop = min(start + block_bytes, fragment.offset_bytes + fragment.num_bytes)
@@ -390,7 +388,7 @@ class _Reader:
         )
 
     def _move(self, move: _Move) -> None:
-        """Take the copy's elements out of verified scratch bytes."""
+        """Copy a copy's elements out of verified scratch memory."""
         copy = move.copy
         if copy.target_byte >= 0:
             low = max(copy.start_byte, move.start_byte)
@@ -411,7 +409,7 @@ class _Reader:
 
 
 def _inner(copy: Copy, block_bytes: int) -> tuple[int, int]:
-    """Return the bytes of the fragment whose blocks the copy needs whole; none if not below."""
+    """Return the range of blocks that lie inside the copy; empty if ``low >= high``."""
     low, high = readable(copy, block_bytes)
     if low != copy.start_byte:
         low += block_bytes
@@ -425,14 +423,14 @@ def view_of(part: Part, target: memoryview, box: Box) -> NDArray[Any]:
     dtype = np.dtype(f"u{DTYPE_BYTES[part.dtype]}")
     whole: NDArray[Any] = np.ndarray(part.box.shape, dtype, buffer=target)
     inner = box.relative_to(part.box)
-    # With an ellipsis it is an array also where it is one element.
+    # The ellipsis makes a single element an array.
     index: Any = (*map(slice, inner.start, inner.stop), ...)
     view: NDArray[Any] = whole[index]
     return view
 
 
 class _Steps:
-    """A gathered copy as steps along the dim whose neighbours lie furthest apart in the file."""
+    """A gathered copy as steps along the dim with the longest stride in the file."""
 
     def __init__(self, copy: Copy, part: Part, target: memoryview) -> None:
         view = view_of(part, target, copy.box)
@@ -455,7 +453,7 @@ class _Steps:
         return min(self.num_steps, behind // self._strides[0] + 1) if behind >= 0 else 0
 
     def move(self, first: int, last: int, data: memoryview, start_byte: int) -> None:
-        """Take steps ``first`` to ``last`` out of bytes that begin at one of the fragment."""
+        """Copy steps ``first`` to ``last`` out of bytes that begin at ``start_byte``."""
         view = self._view[first:last]
         view[...] = np.ndarray(
             view.shape,
@@ -473,7 +471,7 @@ def _files(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
 
 
 def _batches(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:
-    """Yield runs of copies from one file whose bytes fit a batch (one copy always does)."""
+    """Yield copies of one file in groups that fit a batch, or have one copy."""
     group: list[Copy] = []
     num_bytes = 0
     for copy in copies:
@@ -485,3 +483,45 @@ def _batches(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:
         num_bytes += size
     if group:
         yield group
+
+
+class _Scratch:
+    """Memory that a thread reuses for every batch: fresh pages cost 10 times the copy."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._memory = _fresh(size_bytes)
+        self._used_bytes = 0
+        self._unwanted = memoryview(b"")
+
+    def reset(self) -> None:
+        """Reuse all memory; nobody may use what was taken before."""
+        self._used_bytes = 0
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Return memory that is aligned for every dtype; allocate if it does not fit."""
+        low = -(-self._used_bytes // 8) * 8
+        if low + size_bytes > len(self._memory):
+            made = _fresh(size_bytes)
+            if not self._used_bytes:
+                self._memory, self._used_bytes = made, size_bytes
+            return made
+        self._used_bytes = low + size_bytes
+        return self._memory[low : self._used_bytes]
+
+    def unwanted(self, size_bytes: int) -> memoryview:
+        """Return memory for bytes that nobody needs; it is the same every time."""
+        if len(self._unwanted) < size_bytes:
+            self._unwanted = _fresh(size_bytes)
+        return self._unwanted[:size_bytes]
+
+
+def _fresh(size_bytes: int) -> memoryview:
+    """Return uninitialised memory that begins at a huge page, or at a line of the cache if smaller.
+
+    The kernel reads 7 % slower into unaligned memory, and touching 2 MiB the first time is several
+    times as fast with huge pages.
+    """
+    alignment = _HUGE_BYTES if size_bytes >= _HUGE_BYTES else _LINE_BYTES
+    memory = np.empty(size_bytes + alignment, dtype=np.uint8)
+    low = -memory.ctypes.data % alignment
+    return memory.data[low : low + size_bytes]
