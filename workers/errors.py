@@ -5,8 +5,8 @@ WorkerError
 + DataError          data that cannot be read, is too small, or differs between workers
 + StateError         saved state that does not fit the model
 + TaskError          a training script that uses the session wrongly
-+ ArenaError         snapshot memory that cannot be had, or is not what it should be
-+ ParityError        a group that a parity does not fit, or has lost more than it brings back
++ ArenaError         snapshot memory that cannot be allocated, or is invalid
++ ParityError        a parity that does not fit its group, or too much lost to rebuild
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WorkerError(Exception):
     """Base of every error that a worker raises on purpose.
 
     Attributes:
-        facts: What the message says, for machines: path, step, found, expected.
+        facts: The values in the message, for programs: path, step, found, expected.
     """
 
     def __init__(self, message: str, **facts: Any) -> None:
@@ -40,12 +40,12 @@ class WorkerError(Exception):
         self.facts = facts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Ray ships errors; the default would lose the keyword arguments.
+        # Ray pickles errors; the default loses the keyword arguments.
         return (_rebuild, (type(self), str(self), self.facts))
 
 
 class SettingsError(WorkerError):
-    """Settings are refused; ``facts["problems"]`` lists all that is wrong, one line each."""
+    """Settings cannot work; ``facts["problems"]`` lists every problem, one line each."""
 
 
 class DataError(WorkerError):
@@ -57,15 +57,15 @@ class StateError(WorkerError):
 
 
 class TaskError(WorkerError):
-    """A training script uses the session in a way that cannot work."""
+    """A training script uses the session wrongly."""
 
 
 class ArenaError(WorkerError):
-    """Snapshot memory cannot be had, or is not what it should be."""
+    """Snapshot memory cannot be allocated, or is invalid."""
 
 
 class ParityError(WorkerError):
-    """A parity does not fit its group, or more is lost than it brings back."""
+    """A parity does not fit its group, or too much is lost to rebuild it."""
 
 
 def missing_extra(error: ModuleNotFoundError) -> str:

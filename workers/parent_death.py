@@ -30,7 +30,7 @@ def end_with_parent() -> None:
     try:
         process = os.pidfd_open(parent)
     except OSError:
-        # It is gone, or may not be watched.
+        # It has ended, or may not be watched.
         return
     threading.Thread(target=_end_after, args=(process,), name="parent", daemon=True).start()
 

@@ -1,12 +1,11 @@
 """The worker's Ray actor: orders in, outcomes out. Training runs in a thread of its own.
 
-The actor's methods are coroutines on Ray's event loop, so they answer while the training
-thread is stuck in a collective. One thread builds, trains and clears every attempt: torch
-keeps sharding caches per thread, and only the thread that filled them can empty them.
+The actor's methods are coroutines on Ray's event loop, so they answer while the training thread is
+stuck in a collective. One thread runs every attempt from start to end: torch keeps sharding caches
+per thread, and only the thread that filled them can clear them.
 
-Counterpart: ``orchestrator.shell.capacity.workers`` calls what is here, in this order: ``hello``,
-``hold``,
-then per attempt ``enter``, ``attend`` and perhaps ``fence`` or ``yield_at_boundary``.
+``orchestrator.shell.capacity.workers`` calls ``hello``, ``hold``, then for each attempt ``enter``,
+``attend`` and perhaps ``fence`` or ``yield_at_boundary``.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ import ray
 from workers.parent_death import end_with_parent
 from workers.protocol import Assignment, Fenced, Formed, Outcome, Pace, SaveCosts
 
-#: It reserves nothing, because a slot does that; a dead one is replaced and not restarted. Calls
-#: are coroutines, and every controller that dies leaves some of those behind that it held.
+#: The slot reserves resources. A dead worker is replaced, not restarted. Each controller that dies
+#: leaves pending calls behind, so there is room for many.
 OPTIONS = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000}
 
 
@@ -34,10 +33,10 @@ class Worker:
 
     Args:
         worker: Worker id, as ``w0007``.
-        directory: Shared-memory directory for this node's pages and rings.
+        directory: Shared-memory directory for this node's progress records and rings.
         run_url: The run directory.
         settings: ``workers.settings.Settings`` as JSON.
-        on_cpu: Whether it will never be given a GPU.
+        on_cpu: Whether it never gets a GPU.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Worker:
         prepared.result()
 
     async def hello(self) -> dict[str, Any]:
-        """Return who this is: node, pid, and the attempt it is in (0 if none)."""
+        """Return this worker's node, pid, and attempt (0 if none)."""
         return {
             "node": self._node,
             "pid": os.getpid(),
@@ -74,26 +73,26 @@ class Worker:
         }
 
     async def hold(self) -> None:
-        """Never return: the caller learns of this process's end by the call's failure."""
+        """Never return: the call fails when this process ends, which tells the caller."""
         await asyncio.Event().wait()
 
     async def enter(self, assignment: Assignment, gpu_ids: tuple[int, ...]) -> None:
-        """Join an attempt. Twice is once; an attempt that was fenced before is not entered."""
+        """Join an attempt, unless it was joined or fenced before."""
         attempt = assignment.attempt
         if attempt not in self._ordered and not self._runner.is_fenced(attempt):
             self._ordered.add(attempt)
             self._orders.put((assignment, gpu_ids))
 
     async def attend(self, attempt: int) -> Outcome:
-        """Return how this worker left ``attempt``, when it has."""
+        """Return how this worker left ``attempt``, once it has."""
         return await asyncio.wrap_future(self._future(attempt))
 
     async def formed(self, attempt: int) -> Formed | None:
-        """Return what forming ``attempt`` took; None if it has not formed."""
+        """Return how ``attempt`` was formed; None if it is not formed yet."""
         return self._runner.formed(attempt)
 
     async def fence(self, attempt: int) -> None:
-        """Leave ``attempt`` and never enter it again: wakes every collective it waits in."""
+        """Leave ``attempt`` for good: its collectives fail at once."""
         self._runner.fence(attempt)
         if attempt not in self._ordered:
             self._ordered.add(attempt)
@@ -102,15 +101,15 @@ class Worker:
     async def yield_at_boundary(self, attempt: int, durable: bool = True) -> None:  # noqa: FBT001, FBT002
         """Leave ``attempt`` at the next step boundary that all its ranks agree on.
 
-        With ``durable`` the state is in storage then, and else at least in keepers' memory.
+        The state is then in storage if ``durable``, else at least in the keepers' memory.
         """
         self._runner.yield_at_boundary(attempt, durable=durable)
 
     async def keep_pace(self, attempt: int, pace: Pace) -> SaveCosts | None:
-        """Have ``attempt`` save so often, which one of its ranks is to be told.
+        """Set how often ``attempt`` saves; one of its ranks must be told.
 
         Returns:
-            What its steps and saves cost; None if it is not here.
+            What its steps and saves cost; None if the worker is not in ``attempt``.
         """
         return self._runner.keep_pace(attempt, pace)
 
@@ -127,5 +126,5 @@ class Worker:
         while True:
             assignment, gpu_ids = self._orders.get()
             outcome = self._runner.run(assignment, gpu_ids)
-            # It may have ended before anybody asked how.
+            # The attempt may end before ``attend`` is called.
             self._future(assignment.attempt).set_result(outcome)

@@ -1,13 +1,13 @@
-"""What processes that train should find in their environment when they start.
+"""Environment variables that training processes need when they start.
 
-The C library copies past the caches from some size on, which by default is about the size of the
-last cache: blocks of a snapshot never reach it. So every copy first reads what it is about to write
-over, and drives out of the caches what the next step needs. A setting of the library makes it do so
-from blocks of ours on; it reads it when a process starts, so whoever starts Ray has to give it.
+glibc copies past the caches above a size of about the last-level cache. Blocks of a snapshot are
+smaller, so copying one reads the memory that it overwrites, and evicts from the caches what the
+next step needs. A tunable of glibc lowers the size to our blocks. glibc reads it when a process
+starts, so it must be set before Ray starts.
 
-Measured (Xeon, 260 MB of last cache; 50 and 300 MB each of 1 and of 4 workers,
-``tests.benchmarks.bench_snapshot`` and ``bench_snapshot_load``): training waits for a snapshot 0.6
-to 0.8 as long, and loads from the own node's memory take 0.8 to 0.9 of the time.
+Measured (Xeon, 260 MB of last-level cache; 50 and 300 MB for each of 1 and 4 workers,
+``tests.benchmarks.bench_snapshot`` and ``bench_snapshot_load``): training waits 0.6 to 0.8 times as
+long for a snapshot, and loads from the node's own memory take 0.8 to 0.9 of the time.
 """
 
 from __future__ import annotations
@@ -20,19 +20,14 @@ __all__ = ["TUNABLE", "VARIABLE", "copies_past_caches", "tuned"]
 
 VARIABLE: Final = "GLIBC_TUNABLES"
 _NAME: Final = "glibc.cpu.x86_non_temporal_threshold"
-#: Half a block of a snapshot (``workers.snapshot.slot_layout.BLOCK_BYTES``), since the last one
-#: of a
-#: tensor is shorter: of 50 MB a quarter lies in such, and training waits a tenth less than from
-#: whole blocks on. From 64 or 32 KiB on it is the same; a step of the small preset takes as long
-#: either way.
+#: Half a block of a snapshot (``workers.snapshot.slot_layout.BLOCK_BYTES``), because the last block
+#: of a tensor is shorter. A quarter of 50 MB is in such blocks: training waits a tenth less than
+#: with a whole block. 64 and 32 KiB are no better; steps of the small preset take as long.
 TUNABLE: Final = f"{_NAME}=0x20000"
 
 
 def copies_past_caches(environment: Mapping[str, str]) -> bool:
-    """Tell whether somebody has chosen from what size on copies go past the caches.
-
-    True also where nobody can choose: it is a setting of glibc on x86.
-    """
+    """Return whether the tunable is set, or does not exist here: only glibc on x86 has it."""
     if platform.machine() != "x86_64" or platform.libc_ver()[0] != "glibc":
         return True
     return any(
@@ -41,7 +36,7 @@ def copies_past_caches(environment: Mapping[str, str]) -> bool:
 
 
 def tuned(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what to add to ``environment``; a choice made there stays, as do other tunables."""
+    """Return what to add to ``environment``; keeps a value set there and other tunables."""
     if copies_past_caches(environment):
         return {}
     return {VARIABLE: ":".join(filter(None, (environment.get(VARIABLE, ""), TUNABLE)))}

@@ -1,7 +1,7 @@
-"""What a worker process keeps from attempt to attempt, and how it is told to leave one.
+"""Run attempts one after the other in a worker process, and make it leave one.
 
-The training thread calls ``run``; any other thread may call ``fence`` and
-``yield_at_boundary``. A fence is for good: an attempt that was fenced is never entered.
+The training thread calls ``run``; any other thread may call ``fence`` and ``yield_at_boundary``. A
+fence is final: a fenced attempt is never entered.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AttemptRunner:
 
     Args:
         worker: Worker id.
-        directory: Shared-memory directory for the page and the ring.
+        directory: Shared-memory directory for the progress record and the ring.
         run_url: The run directory.
         settings: ``Settings.to_json()``.
         node: Ray node id, hex.
@@ -83,19 +83,19 @@ class AttemptRunner:
         self.attempt = 0
 
     def prepare(self, *, on_cpu: bool) -> None:
-        """Do once what the first attempt would pay for. Raises ``WorkerError`` if that fails.
+        """Do once what would slow down the first attempt. Raises ``WorkerError`` if that fails.
 
-        On a GPU there is no rehearsal: which one it will be is known with the first slot.
+        No warm-up on GPUs: only the first slot says which GPU it is.
         """
         if on_cpu:
             warm_up(self._context.settings, self._ring_path)
-        # What is imported stays: collections after an attempt then look at the attempt only.
+        # Imports stay: garbage collection after an attempt need not look at them.
         gc.collect()
         gc.freeze()
 
     def run(self, assignment: Assignment, gpu_ids: tuple[int, ...]) -> Outcome:
-        """Train in the attempt until it ends for this worker; never raises."""
-        # Takes effect because CUDA was not used in this process yet: torch is imported, no more.
+        """Train in the attempt until this worker leaves it; never raises."""
+        # Takes effect because this process has imported torch, but not used CUDA yet.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
         self.attempt = assignment.attempt
         self._progress.assign(assignment.attempt, assignment.rank)
@@ -127,13 +127,13 @@ class AttemptRunner:
         return outcome
 
     def formed(self, attempt: int) -> Formed | None:
-        """Return what forming ``attempt`` took; None if it has not formed."""
+        """Return how ``attempt`` was formed; None if it is not formed yet."""
         return self._formed.get(attempt)
 
     def fence(self, attempt: int) -> None:
-        """Make ``attempt`` end here: its collectives fail at once, its writes are not committed.
+        """End ``attempt`` here: its collectives fail at once, its writes are not committed.
 
-        But for one: the state that it leaves with goes into memory before it says that it left.
+        One exception: it takes a final snapshot in memory before it reports that it left.
         """
         with self._lock:
             self._fenced.add(attempt)
@@ -147,17 +147,17 @@ class AttemptRunner:
         """Ask the training thread to leave ``attempt`` at the next boundary all ranks agree on.
 
         Args:
-            attempt: Which.
-            durable: Whether the state is to be in storage then. Asked for once, it stays so.
+            attempt: The attempt.
+            durable: Whether the state must be in storage then; cannot be taken back.
         """
         with self._lock:
             if durable:
-                # First: whoever sees the wish must see how.
+                # Before the request: a reader of the request must see this.
                 self._durably.add(attempt)
             self._yielding.add(attempt)
 
     def keep_pace(self, attempt: int, pace: Pace) -> SaveCosts | None:
-        """Have ``attempt`` save so often; return what its steps and saves cost, if it is here."""
+        """Set how often ``attempt`` saves; return its costs, or None if it does not run here."""
         self._paces = {attempt: pace}
         costs = self._costs.get(attempt)
         return costs() if costs is not None else None

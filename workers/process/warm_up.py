@@ -1,8 +1,8 @@
-"""One tiny attempt alone, before a worker calls itself ready.
+"""Warm-up: one tiny attempt alone, before a worker reports that it is ready.
 
-The first attempt of a process costs what no later one does: modules that torch imports on
-first use, the data's tokens, caches of kernels and of sharding. A standby that has rehearsed
-joins as fast as a survivor comes back (0.4 s of CPU less, measured on the small preset).
+The first attempt of a process is slower than later ones: torch imports modules on first use,
+tokens are loaded, caches of kernels and sharding are filled. After the warm-up a standby joins as
+fast as a survivor (0.4 s of CPU less, small preset).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from workers.protocol import Assignment, Completed, Raised, WorkerPhase
 from workers.settings import ModelSettings, Settings
 from workers.train import WorkerContext, run_attempt
 
-#: No attempt of a run has this number.
+#: The number of no attempt of a run.
 WARM_UP_ATTEMPT = 0
 
 
 class _NoProgress:
-    """A rehearsal is nobody's progress."""
+    """A progress record that stores nothing."""
 
     def assign(self, attempt: int, rank: int) -> None:
         """Store nothing."""
@@ -46,9 +46,10 @@ class _NoProgress:
 
 
 def warm_up(settings: Settings, ring_path: Path) -> None:
-    """Train one step of a tiny model in this process and leave nothing but warm caches.
+    """Train one step of a tiny model in this process; only warm caches remain.
 
-    Raises ``WorkerError`` if it fails: a worker that cannot train alone cannot train at all.
+    Raises:
+        WorkerError: It failed, so this worker cannot train.
     """
     train = replace(
         settings.train, steps=1, warmup_steps=0, global_batch=settings.train.micro_batch
@@ -66,10 +67,10 @@ def warm_up(settings: Settings, ring_path: Path) -> None:
         lineage=((WARM_UP_ATTEMPT, 0),),
     )
     context = WorkerContext(
-        worker="rehearsal",
+        worker="warm-up",
         settings=small,
         store=MemoryStore(),
-        directory="rehearsal",
+        directory="warm-up",
         progress=_NoProgress(),
         ring_path=str(ring_path),
         yield_requested=lambda _: False,
@@ -78,4 +79,4 @@ def warm_up(settings: Settings, ring_path: Path) -> None:
     outcome = run_attempt(assignment, context)
     if not isinstance(outcome, Completed):
         detail = outcome.traceback if isinstance(outcome, Raised) else repr(outcome)
-        raise WorkerError(f"this worker cannot train alone, so it cannot train: {detail}")
+        raise WorkerError(f"the warm-up failed, so this worker cannot train: {detail}")

@@ -1,8 +1,8 @@
-"""Notices that a model keeps state in its buffers, which no checkpoint holds.
+"""Detect a model that keeps state in its buffers, which no checkpoint holds.
 
-When a run resumes, buffers are as the model's builder makes them. So a counter, running
-statistics, or the vectors of ``spectral_norm`` would begin anew without a word, and until then
-every worker has its own. Caches belong into buffers that are not persistent: they are let be.
+After a resume, buffers have the values of the model's builder. A counter, running statistics, or
+the vectors of ``spectral_norm`` would silently restart, and differ between workers before that.
+Buffers that are not persistent may change: they are for caches.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["PersistentBuffers"]
 
 
 class PersistentBuffers:
-    """The buffers of a model that are in its ``state_dict``, as they are now.
+    """The buffers of a model that are in its ``state_dict``, as they were at the start.
 
-    Whether they have changed is told from version counters, addresses and identities: nothing is
-    read, so it costs about a microsecond for each and does not wait for a device. Writes through
-    ``.data`` leave no such trace; for these the first check compares the bytes.
+    Changes are detected by version counters, addresses and identities: this takes about a
+    microsecond per buffer and waits for no device. Writes through ``.data`` are not counted; the
+    first check compares the bytes to find them.
 
     Args:
-        model: Filled, and not used yet.
+        model: The model, filled and not used yet.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,19 +42,19 @@ class PersistentBuffers:
         }
 
     def check(self, step: int) -> None:
-        """Do nothing if all are as they were.
+        """Do nothing if no buffer has changed.
 
         Args:
-            step: The step that was applied last.
+            step: The last step that was applied.
 
         Raises:
-            TaskError: One has changed, or there is a new one.
+            TaskError: A buffer has changed, or there is a new one.
         """
         if self._first:
             first, self._first = self._first, {}
             for fqn, value in first.items():
                 held = self._held[fqn]
-                # Another tensor is looked at below.
+                # The check below handles another tensor.
                 if held.now() is held.tensor and not _same_bytes(value, held.tensor):
                     raise self._refusal(held, step)
         if self._count() == self._num_buffers and all(map(_is_as_before, self._held.values())):
@@ -83,7 +83,7 @@ class PersistentBuffers:
 
     def _refusal(self, held: _Held, step: int) -> TaskError:
         kinds = type(self._modules[held.module]).__mro__
-        # FSDP2 puts a class of its own before the model's.
+        # FSDP2 derives a class of its own from the module's class.
         kind = next(kind for kind in kinds if not issubclass(kind, FSDPModule)).__name__
         where = f"module {held.module} ({kind})" if held.module else f"the model ({kind})"
         return TaskError(
@@ -99,14 +99,14 @@ class PersistentBuffers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """A buffer as it was.
+    """A buffer at the start.
 
     Attributes:
         module: Name of its module.
-        key: Its name there.
-        buffers: All buffers of the module, as they are now.
-        tensor: What it was; None if it was registered without a value.
-        mark: Of ``tensor``; another one after a write.
+        key: Its name in the module.
+        buffers: The module's live dictionary of buffers.
+        tensor: Its tensor; None if it was registered without a value.
+        mark: Version and address of ``tensor``, which a write changes.
     """
 
     module: str
@@ -129,7 +129,7 @@ def _is_as_before(held: _Held) -> bool:
 
 
 def _is_equal(before: _Held, now: Tensor | None) -> bool:
-    """Return whether ``now`` is another tensor with the same value: one that was only moved."""
+    """Return whether ``now`` is another tensor with the same value, such as a moved one."""
     was = before.tensor
     if was is None or now is None or was is now or _mark(was) != before.mark:
         return False
@@ -139,7 +139,7 @@ def _is_equal(before: _Held, now: Tensor | None) -> bool:
 def _mark(tensor: Tensor | None) -> tuple[int, int]:
     if tensor is None:
         return (0, 0)
-    # Neither has every tensor: torch raises where it has not.
+    # torch raises for tensors that lack one of these.
     version = -1 if tensor.is_inference() else tensor._version  # noqa: SLF001
     return (version, tensor.data_ptr() if _is_plain(tensor) else 0)
 
@@ -149,7 +149,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _same_bytes(before: Tensor, now: Tensor | None) -> bool:
-    """Return whether both are the same to the bit; a NaN equals itself here."""
+    """Return whether both have the same bits; a NaN equals itself."""
     if now is None or before.shape != now.shape or before.dtype != now.dtype:
         return False
     first, second = (one.reshape(-1).view(torch.uint8) for one in (before, now.detach()))

@@ -1,8 +1,8 @@
 """The training state of this rank as named local tensors, for saving and loading.
 
-Weights are float32 masters; every tensor that the optimizer keeps per parameter is a slot of
-that parameter under the optimizer's own name (``exp_avg``); its scalars (``step``) are small
-named values. Nothing here communicates.
+Weights are float32 masters. Each tensor that the optimizer keeps for a parameter is a slot of the
+parameter, under the optimizer's own name (``exp_avg``). Its scalars (``step``) are small named
+values. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _DTYPES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}
-#: Tensors begin at multiples of this in the host buffer; a cache line.
+#: Tensors in the host buffer start at multiples of a cache line.
 _ALIGN_BYTES: Final = 64
 
 
@@ -41,10 +41,10 @@ class StateEntry:
 
     Attributes:
         fqn: Name of the parameter.
-        slot: "weight" or the optimizer's name.
-        shape: Of the whole tensor.
-        box: This rank's part.
-        tensor: The part itself, on the training device.
+        slot: "weight", or the optimizer's name for it.
+        shape: Shape of the whole tensor.
+        box: The elements of this rank.
+        tensor: These elements, on the training device.
     """
 
     fqn: str
@@ -54,7 +54,7 @@ class StateEntry:
     tensor: Tensor
 
     def rows(self, box: Box) -> StateEntry:
-        """Return those rows of the entry that ``box`` has, in the same memory."""
+        """Return the rows of the entry within ``box``, in the same memory."""
         if box == self.box:
             return self
         first = box.start[0] - self.box.start[0]
@@ -63,7 +63,7 @@ class StateEntry:
     def local_tensor(self, host: Tensor | None) -> LocalTensor:
         """Return the entry with its bytes in ``host``, contiguous and on the CPU.
 
-        Without ``host`` it only says what the entry is.
+        Without ``host`` the result has no bytes.
         """
         return LocalTensor(
             fqn=self.fqn,
@@ -76,10 +76,10 @@ class StateEntry:
 
 
 def local_parameters(shards: Sequence[LocalShard]) -> dict[str, nn.Parameter]:
-    """Return a plain parameter for every shard, over the same memory, for the optimizer.
+    """Return a plain parameter over the memory of each shard, for the optimizer.
 
-    Optimizers that see plain tensors skip DTensor's dispatch, which costs more than the update
-    of a small parameter, and keep no mesh alive.
+    With plain tensors an optimizer skips DTensor's dispatch, which takes longer than the update of
+    a small parameter, and keeps no mesh alive.
     """
     return {shard.fqn: nn.Parameter(shard.local) for shard in shards}
 
@@ -92,8 +92,8 @@ def state_of(
     """Return weights and optimizer slots, sorted by name and slot.
 
     Raises:
-        StateError: The optimizer keeps something that is neither a scalar nor shaped like its
-            parameter, or of a type that is not saved.
+        StateError: The optimizer keeps a value that is neither a scalar nor a tensor of its
+            parameter's shape, or a tensor of a type that is not saved.
     """
     entries: list[StateEntry] = []
     for shard in shards:
@@ -128,9 +128,9 @@ def set_scalars(
     optimizer: torch.optim.Optimizer,
     values: Mapping[str, Any],
 ) -> None:
-    """Put back what ``TrainingState.scalars`` returned, into numbers that the optimizer has.
+    """Set the optimizer's scalars to what ``TrainingState.scalars`` returned.
 
-    It keeps nothing of a parameter that is frozen or not its own: there nothing is put.
+    Skips parameters without optimizer state: frozen ones, and those of no group.
     """
     for fqn, parameter in parameters.items():
         state = optimizer.state.get(parameter, {})
@@ -146,16 +146,16 @@ def set_scalars(
 
 
 class TrainingState:
-    """The state as it is from step to step: values change, the tensors that hold them do not.
+    """The training state of this rank. Steps change the values, but not the tensors.
 
-    Looking all of it up takes as long as copying a few megabytes, so it is done once; before
-    each use it is made sure that the optimizer still holds the same tensors.
+    Collecting the tensors takes as long as copying a few megabytes. So they are collected once,
+    and again only if the optimizer holds other tensors.
 
     Args:
-        shards: This rank's part of every parameter.
-        parameters: What the optimizer updates, by name.
+        shards: This rank's shard of every parameter.
+        parameters: The parameters of the optimizer, by name.
         optimizer: The optimizer.
-        sharing: Who else holds the same parts.
+        replica_share: This rank's share of the state among its replicas.
     """
 
     def __init__(
@@ -163,10 +163,10 @@ class TrainingState:
         shards: Sequence[LocalShard],
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        sharing: ReplicaShare,
+        replica_share: ReplicaShare,
     ) -> None:
         self._shards, self._parameters, self._optimizer = shards, parameters, optimizer
-        self._sharing = sharing
+        self._share = replica_share
         self._entries: list[StateEntry] | None = None
         self._saved: list[StateEntry] = []
         self._guarded: tuple[tuple[int, list[StateEntry]], ...] = ()
@@ -175,10 +175,10 @@ class TrainingState:
         self._names = {id(parameter): fqn for fqn, parameter in parameters.items()}
 
     def entries(self) -> list[StateEntry]:
-        """Return all tensors, for loading; the very list of the last call if they are the same.
+        """Return all tensors, for loading; the same list as long as they are the same tensors.
 
         Raises:
-            StateError: The optimizer keeps what cannot be saved in parts.
+            StateError: The optimizer keeps a value that cannot be saved in shards.
         """
         if self._entries is None or not all(map(self._is_as_before, self._held)):
             self._entries = state_of(self._shards, self._parameters, self._optimizer)
@@ -187,33 +187,33 @@ class TrainingState:
         return self._entries
 
     def saved(self) -> list[StateEntry]:
-        """Return what this rank saves of ``entries``; again the very list of the last call.
+        """Return this rank's share of ``entries``, which it saves; likewise the same list.
 
         Raises:
-            StateError: The optimizer keeps what cannot be saved in parts.
+            StateError: The optimizer keeps a value that cannot be saved in shards.
         """
         entries = self.entries()
-        if self._sharing.num_shares == 1:
+        if self._share.num_shares == 1:
             return entries
-        # A view stays where it is when the tensor that it was taken of moves.
+        # If a tensor moves, views of it still point to the old memory.
         addresses = [entry.tensor.data_ptr() for entry in entries]
         if addresses != self._addresses:
             parts = [(entry.box, entry.tensor.element_size()) for entry in entries]
             shares = [
                 [entries[number].rows(box) for number, box in share]
-                for share in cut(parts, self._sharing.num_shares)
+                for share in cut(parts, self._share.num_shares)
             ]
-            self._saved = shares[self._sharing.share]
-            self._guarded = tuple((rank, shares[share]) for rank, share in self._sharing.guarded)
+            self._saved = shares[self._share.share]
+            self._guarded = tuple((rank, shares[share]) for rank, share in self._share.guarded)
             self._addresses = addresses
         return self._saved
 
     def guarded(self) -> tuple[tuple[int, list[StateEntry]], ...]:
-        """Return what this rank saves for others, by rank; it belongs to the last ``saved``."""
+        """Return the shares of other ranks that this rank saves, by rank; call ``saved`` first."""
         return self._guarded
 
     def scalars(self) -> dict[str, Any]:
-        """Return the optimizer's numbers: one for all parameters, or by name where they differ.
+        """Return the optimizer's scalars: one for all parameters, or by name if they differ.
 
         Call ``entries`` first.
         """
@@ -253,7 +253,7 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """What the optimizer keeps for one parameter."""
+    """The optimizer state of one parameter."""
 
     fqn: str
     parameter: nn.Parameter
@@ -262,13 +262,13 @@ class _Held:
 
 
 class HostBuffer:
-    """One block of host memory that takes copies of a state; kept from attempt to attempt."""
+    """A block of host memory for copies of a state; kept from attempt to attempt."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def views(self, entries: Sequence[StateEntry]) -> list[Tensor]:
-        """Return a view of the block for every entry; what was there before is lost."""
+        """Return a view of the block for every entry; overwrites earlier views."""
         places: list[tuple[int, int]] = []
         end = 0
         for entry in entries:
@@ -284,7 +284,7 @@ class HostBuffer:
         ]
 
     def capture(self, entries: Sequence[StateEntry]) -> list[LocalTensor]:
-        """Return a copy of what this rank saves, taken now."""
+        """Return a copy of ``entries``."""
         mine = [entry for entry in entries if entry.tensor.numel()]
         views = self.views(mine)
         if mine:
@@ -300,7 +300,7 @@ def _is_scalar(value: Any) -> bool:
 
 def _memory(tensor: Tensor) -> memoryview:
     flat = tensor.detach().contiguous().reshape(-1)
-    # A view: what is loaded into it has to arrive in the tensor.
+    # Loading writes into this memory, so it must be the tensor's.
     assert not flat.numel() or flat.data_ptr() == tensor.data_ptr(), "tensor is not contiguous"
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)

@@ -1,10 +1,9 @@
-"""Which of torch's optimizers cannot update parameters in parts; they are known by their class.
+"""Refuse those of torch's optimizers that cannot update shards; they are known by class.
 
-An optimizer here is given this worker's part of every parameter. One that treats every element
-alike does the same with parts as with the whole; one that looks at a matrix as a whole goes on
-without a word and takes another step on every number of workers. What it keeps says nothing of
-that: Muon's momentum has the shape of its parameter. Where it does say something, of whatever
-class the optimizer is, ``workers.state.entries`` refuses it.
+An optimizer gets this worker's shard of every parameter. If it treats every element alike, shards
+give the same result as whole parameters. If it uses whole matrices, its steps silently depend on
+the number of workers, and its state need not show it: Muon's momentum has its parameter's shape.
+``workers.state.entries`` refuses optimizers of any class whose state cannot be saved in shards.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from workers.errors import StateError
 
 __all__ = ["refuse_unfit"]
 
-#: Of no use here however many workers there are (torch 2.13).
+#: Refused for any number of workers (torch 2.13).
 _NEVER: Final[Mapping[type[torch.optim.Optimizer], str]] = {
     torch.optim.Adafactor: "scales by sums over whole rows, columns and parameters, and keeps the "
     "sums, which cannot be saved in parts",
@@ -30,14 +29,14 @@ _NEVER: Final[Mapping[type[torch.optim.Optimizer], str]] = {
 
 
 def refuse_unfit(optimizer: torch.optim.Optimizer, layout: ParallelLayout) -> None:
-    """Raise if ``optimizer`` would update parts of parameters in another way than the whole.
+    """Raise if ``optimizer`` would update shards in another way than whole parameters.
 
     Args:
-        optimizer: Over the parts of one worker.
-        layout: Over how many workers the parameters are spread.
+        optimizer: The optimizer over one worker's shards.
+        layout: The layout of the attempt.
 
     Raises:
-        StateError: It is of a class that is known not to fit, or of one derived from it.
+        StateError: Its class, or a base class of it, is known not to fit.
     """
     reason = next((why for kind, why in _NEVER.items() if isinstance(optimizer, kind)), None)
     advice = "use one that treats every element alike, as AdamW or SGD"

@@ -1,10 +1,10 @@
-"""What each of the ranks that hold the same state saves of it: disjoint shares of equal size.
+"""Replica shares: ranks that hold the same state save disjoint shares of equal size. Pure.
 
-Pure. Data-parallel replicas hold the same elements, so n of them save 1/n each, and together every
-element once. All cut alike without a word, because they cut the same boxes in the same order.
+Each of n data-parallel replicas saves 1/n of the state. They compute the same shares without
+communication, because they cut the same boxes in the same order.
 
-Source: the sharded parallel saving of REFT (arXiv 2310.12670), by rows of every tensor instead of
-by ranges of one flat buffer.
+Source: sharded parallel saving of REFT (arXiv 2310.12670), by rows of every tensor instead of
+ranges of one flat buffer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["ReplicaShare", "cut", "replicas_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaShare:
-    """A rank's place among the ranks that hold the same boxes as it does.
+    """The share of the state that a rank saves among the replicas that hold the same state.
 
     Attributes:
-        num_shares: How many they are.
-        share: Which share of the state this rank saves, ``0 <= share < num_shares``.
-        guarded: Of the ranks whose shares it saves too: rank and share.
+        num_shares: Number of replicas.
+        share: The share that this rank saves, ``0 <= share < num_shares``.
+        guarded: ``(rank, share)`` of other replicas whose shares this rank saves, too.
     """
 
     num_shares: int = 1
@@ -35,12 +35,12 @@ class ReplicaShare:
 
     @classmethod
     def of(cls, layout: ParallelLayout, rank: int, guards: Sequence[int] = ()) -> ReplicaShare:
-        """Return the place of ``rank`` in ``layout``.
+        """Return the share of ``rank``.
 
         Args:
-            layout: Of the attempt.
-            rank: Whose place.
-            guards: Of the ranks that hold the same, those whose shares it saves too.
+            layout: Layout of the attempt.
+            rank: The rank.
+            guards: Replicas whose shares this rank saves, too.
         """
         ranks = replicas_of(layout, rank)
         guarded = tuple((other, ranks.index(other)) for other in guards)
@@ -48,7 +48,7 @@ class ReplicaShare:
 
 
 def replicas_of(layout: ParallelLayout, rank: int) -> tuple[int, ...]:
-    """Return the ranks that hold the same state as ``rank``, itself too, by place of share."""
+    """Return the ranks that hold the same state as ``rank``, with itself, in order of shares."""
     place = layout.coordinates(rank)
     first = layout.rank({**place, "dp_replicate": 0})
     step = layout.rank({**place, "dp_replicate": 1}) - first if layout.dp_replicate > 1 else 1
@@ -56,15 +56,15 @@ def replicas_of(layout: ParallelLayout, rank: int) -> tuple[int, ...]:
 
 
 def cut(parts: Sequence[tuple[Box, int]], num_shares: int) -> list[list[tuple[int, Box]]]:
-    """Return the shares of a state: of each, the boxes that it has, with the number of the part.
+    """Return the shares of a state: for each, ``(number of the part, box)`` of what it has.
 
-    A part is cut into runs of rows, as equal as can be; who gets a row more is who has least so
-    far. So two shares differ by one row of one part at most, the largest that there is. A part of
-    fewer rows than shares is in some of them only, and a 0-d part in one.
+    Each part is cut into runs of rows of nearly equal length; the smallest shares so far get one
+    row more. So two shares differ by at most one row, of the part with the largest rows. A part
+    with fewer rows than shares is in some shares only, a 0-d part in one.
 
     Args:
-        parts: The box of every part, and the bytes of one of its elements.
-        num_shares: How many.
+        parts: The box of each part, and the bytes of one of its elements.
+        num_shares: Number of shares.
     """
     shares: list[list[tuple[int, Box]]] = [[] for _ in range(num_shares)]
     sizes = [0] * num_shares
@@ -86,7 +86,7 @@ def cut(parts: Sequence[tuple[Box, int]], num_shares: int) -> list[list[tuple[in
 
 
 def _rows(box: Box, low: int, high: int) -> Box:
-    """Return the rows ``[low, high)`` of a box, counted from its start."""
+    """Return rows ``[low, high)`` of a box, counted from its start."""
     if not box.start:
         return box
     return box.with_dim(0, box.start[0] + low, box.start[0] + high)

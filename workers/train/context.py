@@ -1,4 +1,4 @@
-"""What ``run_attempt`` is given besides its assignment: the process around the training."""
+"""The worker that an attempt runs in: what ``run_attempt`` needs besides its assignment."""
 
 from __future__ import annotations
 
@@ -15,43 +15,25 @@ __all__ = ["Progress", "WorkerContext"]
 
 
 class Progress(Protocol):
-    """The writing end of a progress page, ``workers.records.progress.ProgressRecord``."""
+    """The writing end of a progress record, ``workers.records.ProgressRecord``."""
 
     def assign(self, attempt: int, rank: int) -> None:
-        """Store that the worker enters ``attempt`` as ``rank``."""
+        """Record that the worker enters ``attempt`` as ``rank``."""
 
     def enter(self, phase: WorkerPhase) -> None:
-        """Store that the worker comes into ``phase`` now."""
+        """Record that the worker enters ``phase`` now."""
 
     def resumed(self, step: int) -> None:
-        """Store that the state after ``step`` was loaded."""
+        """Record that the state after ``step`` was loaded."""
 
     def micro_batch(self, num_done: int) -> None:
-        """Store how many micro-batches of the step under way are done."""
+        """Record how many micro-batches of the current step are done."""
 
     def moved(self, num_bytes: int) -> None:
-        """Store that so much more was read or written. Called from several threads."""
+        """Record that ``num_bytes`` more were read or written. Any thread may call it."""
 
     def completed(self, step: int, step_s: float, loss: float) -> None:
-        """Store that ``step`` is completed."""
-
-
-def _nothing(_formed: Formed) -> None:
-    """Do nothing."""
-
-
-def _no_pace(_attempt: int) -> Pace:
-    """Return no change."""
-    return Pace()
-
-
-def _no_costs(_attempt: int, _costs: Callable[[], SaveCosts]) -> None:
-    """Do nothing."""
-
-
-def _always(_attempt: int) -> bool:
-    """Return True."""
-    return True
+        """Record that ``step`` is completed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,22 +43,21 @@ class WorkerContext:
     Attributes:
         worker: Worker id, as ``w0007``.
         settings: What to train.
-        store: Where the run directory is.
+        store: The store of the run directory.
         directory: Its path in the store.
-        page: Where the worker says how far it is.
-        ring_path: Where its collectives are recorded.
-        yield_requested: Whether the worker is to leave an attempt at the next step boundary.
-        fenced: Whether an attempt may write no more. Asked from several threads.
-        yield_durable: Whether the state that it leaves with must be in storage, because memory
-            may go.
+        progress: The worker's progress record.
+        ring_path: File of the record ring of its collectives.
+        yield_requested: Returns whether to leave an attempt at the next step boundary.
+        fenced: Returns whether an attempt was fenced. Any thread may call it.
+        yield_durable: Returns whether the state must be in storage when the worker leaves.
         node: Ray node id, hex; tells which memory is near.
-        keeper_directory: Where the keeper of the node has its door; None if there is none.
-        same_weights: Whether a checkpoint is refused that holds weights which the model lacks.
-        on_formed: Called once per attempt, by the training thread, when the groups stand, the
+        keeper_directory: Directory of the keeper's descriptor server; None if there is no keeper.
+        same_weights: Whether to refuse a checkpoint with weights that the model lacks.
+        on_formed: Called once per attempt, by the training thread, when the groups are formed, the
             model is built and its state is loaded.
-        pace: Returns how often to save in an attempt, as far as somebody said so.
-        on_costs: Called at the begin of an attempt with what returns the costs of its steps and
-            saves so far, from any thread.
+        pace: Returns how often to save in an attempt.
+        on_costs: Called at the start of an attempt with a function that returns the costs of its
+            steps and saves so far; any thread may call that.
     """
 
     worker: str
@@ -87,10 +68,10 @@ class WorkerContext:
     ring_path: str
     yield_requested: Callable[[int], bool]
     fenced: Callable[[int], bool]
-    yield_durable: Callable[[int], bool] = _always
+    yield_durable: Callable[[int], bool] = lambda _attempt: True
     node: str = ""
     keeper_directory: Path | None = None
     same_weights: bool = False
-    on_formed: Callable[[Formed], None] = _nothing
-    pace: Callable[[int], Pace] = _no_pace
-    on_costs: Callable[[int, Callable[[], SaveCosts]], None] = _no_costs
+    on_formed: Callable[[Formed], None] = lambda _formed: None
+    pace: Callable[[int], Pace] = lambda _attempt: Pace()
+    on_costs: Callable[[int, Callable[[], SaveCosts]], None] = lambda _attempt, _costs: None

@@ -1,4 +1,4 @@
-"""The built-in training: the reference decoder on text. Written on the session like any script."""
+"""The built-in training: the reference decoder on text, written like any training script."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def train_language_model(session: Session) -> None:
 
 
 def adamw(parameters: Mapping[str, nn.Parameter], train: TrainSettings) -> torch.optim.Optimizer:
-    """Return AdamW that decays matrices only; the learning rate is set before every step."""
+    """Return AdamW that decays matrices only; each step sets the learning rate."""
     matrices = [parameter for parameter in parameters.values() if parameter.dim() > 1]
     vectors = [parameter for parameter in parameters.values() if parameter.dim() <= 1]
     return torch.optim.AdamW(

@@ -1,8 +1,8 @@
-"""One attempt of one worker, from forming its groups to having left them.
+"""One attempt of one worker, from forming its groups to leaving them.
 
-``run_attempt`` is the whole of it. It always returns an outcome, and when it returns nothing of
-the attempt is left in the process: no group, no model, no thread. A collective's exception
-travels through the training script's own loop, so whatever a script holds is let go of too.
+``run_attempt`` always returns an outcome, and leaves nothing of the attempt in the process: no
+group, no model, no thread. A collective's exception passes through the training script's own loop,
+so the script releases its objects, too.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ __all__ = ["WorkerContext", "run_attempt"]
 
 log = logging.getLogger(__name__)
 
-#: Frames of these are left out above the user's own.
+#: Tracebacks omit frames of these files above the user's first frame.
 _OURS: Final = str(Path(__file__).parents[1])
-#: The built-in training counts as a user's.
+#: The built-in training counts as the user's code.
 _BUILT_IN: Final = str(Path(__file__).with_name("lm.py"))
 
 
 class _Process:
-    """What outlives an attempt."""
+    """What the process keeps from attempt to attempt."""
 
     buffer = HostBuffer()
     memory: SnapshotMemory | None = None
@@ -64,12 +64,12 @@ def run_attempt(
 ) -> Outcome:
     """Train in ``assignment`` until this worker leaves it; return how it left.
 
-    Blocks. Always call it from the same thread: DTensor keeps a cache per thread, which is
-    emptied on the way out.
+    Blocks. Always call it from the same thread: DTensor keeps a cache per thread, which must be
+    cleared afterwards.
 
     Args:
-        assignment: Which attempt, as which rank.
-        context: The worker around it.
+        assignment: The attempt, and this worker's rank in it.
+        context: The worker.
         task: What to train; None for the settings' script, or the built-in training.
     """
     context.progress.enter(WorkerPhase.FORMING)
@@ -84,7 +84,7 @@ def run_attempt(
 
 
 class _Attempt:
-    """Holds the session, so that it can be closed whatever happened."""
+    """Holds the session, to close it whatever happens."""
 
     def __init__(self, assignment: Assignment, context: WorkerContext) -> None:
         self._assignment = assignment
@@ -102,7 +102,7 @@ class _Attempt:
             step = self._assignment.resume_step
             return Unloadable(attempt=attempt, step=step, found=signal.found)
         except KeyboardInterrupt:
-            # Who trains alone wants to stop; the thread of a worker hears of none.
+            # Ctrl-C of a script that runs alone; a worker's training thread gets none.
             raise
         except BaseException as error:  # noqa: BLE001  the edge: it becomes an outcome
             outcome = self._outcome_of(error)
@@ -151,10 +151,10 @@ class _Attempt:
         )
 
     def _take_final(self) -> None:
-        """Leave the state as it is in memory: what all ranks still have need not be lost."""
+        """Take a final snapshot: no step is lost if all ranks do."""
         if self._session is not None:
             if self._session.device.type == "cuda":
-                # Whatever the device waits for from peers would hold the copy up.
+                # A device that waits for peers would block the copy.
                 try:
                     collectives.abort(self._assignment.attempt)
                 except Exception as error:  # noqa: BLE001  a device that failed, for one
@@ -164,18 +164,18 @@ class _Attempt:
     def _close(self) -> None:
         session, self._session = self._session, None
         if session is not None and not session.close():
-            # A write that cannot be interrupted still reads from there: leave it to it.
+            # A write still reads these buffers and cannot be interrupted: leave them to it.
             _Process.buffer = HostBuffer()
             if _Process.memory is not None:
                 _Process.memory = _Process.memory.successor()
-        # Keepers are asked next what they hold; one that was restarted knows of nothing, and one
-        # that is being restarted is waited for.
+        # Keepers are asked next what they hold. A restarted keeper must be told of this memory,
+        # and one that is being restarted is waited for.
         if _Process.memory is not None and not _Process.memory.tell():
             _Process.hand_over = HandOver(_Process.memory)
 
 
 def _memory(context: WorkerContext) -> SnapshotMemory | None:
-    """Return the process's memory at the keeper of its node."""
+    """Return this process's memory at the keeper of its node."""
     if context.keeper_directory is None:
         return None
     if _Process.memory is None:
@@ -191,7 +191,7 @@ def _task(settings: Settings) -> Task:
 
 
 def _is_of_groups(error: BaseException) -> bool:
-    """Return whether a collective failed under the training, perhaps wrapped on its way."""
+    """Return whether a failed collective caused ``error``."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -205,7 +205,7 @@ def _is_of_groups(error: BaseException) -> bool:
 def _user_traceback(error: BaseException) -> str:
     """Return the traceback from the user's first frame on.
 
-    An error in our words says all itself: shown is at most what the user's code did to cause it.
+    Our own errors need no frames of ours: return the message, or the user's code that caused it.
     """
     first, cause = _user_frame(error), error.__cause__
     if first is None and isinstance(error, WorkerError | UcpError):

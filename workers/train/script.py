@@ -19,7 +19,7 @@ _reading = threading.local()
 
 
 class _Handed(BaseException):
-    """Ends the script at its call of ``run``; what follows there is not for every attempt."""
+    """Ends the script at its call of ``run``."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -27,13 +27,13 @@ class _Handed(BaseException):
 
 
 def load_task(path: str, arguments: Sequence[str] = ()) -> Task:
-    """Return the function that the script at ``path`` gives to ``everstep.run``.
+    """Return the function that the script at ``path`` passes to ``everstep.run``.
 
-    The script runs as ``__main__`` up to that call, once per process; its directory becomes
-    importable and ``sys.argv`` is its path and ``arguments``, as with ``python path arguments``.
+    The script runs as ``__main__`` up to that call, once per process, as ``python path arguments``
+    would run it: its directory is importable, ``sys.argv`` is its path and ``arguments``.
 
     Raises:
-        TaskError: There is no such file, or it never calls ``run``, or it exits before.
+        TaskError: There is no such file, or it exits or ends before it calls ``run``.
     """
     file = Path(path)
     try:
@@ -45,11 +45,11 @@ def load_task(path: str, arguments: Sequence[str] = ()) -> Task:
     directory = str(file.resolve().parent)
     if directory not in sys.path:
         sys.path.insert(0, directory)
-    # What is there are the arguments of the process around it, which no script knows.
+    # These were the arguments of the worker process.
     sys.argv[:] = [str(file), *arguments]
     _reading.active = True
     try:
-        # As Python would run it: what this module imports from the future is not the script's.
+        # The script does not inherit this module's ``from __future__`` imports.
         code = compile(source, str(file), "exec", dont_inherit=True)
         exec(code, module.__dict__)  # noqa: S102  the user's script
     except _Handed as handed:
@@ -58,7 +58,7 @@ def load_task(path: str, arguments: Sequence[str] = ()) -> Task:
         given = " ".join(arguments) or "none"
         raise TaskError(
             f"script: {path} exited with {left.code!r} before it called everstep.run(train); "
-            f"what it printed is in the worker's log; its arguments (run.arguments): {given}",
+            f"its output is in logs/ of the run directory; its arguments (run.arguments): {given}",
             path=path,
         ) from left
     finally:
@@ -70,6 +70,6 @@ def load_task(path: str, arguments: Sequence[str] = ()) -> Task:
 
 
 def hand_over(task: Task) -> None:
-    """Give ``task`` to ``load_task`` if that is what runs the script; else do nothing."""
+    """Pass ``task`` to ``load_task`` if that runs the script; else do nothing."""
     if getattr(_reading, "active", False):
         raise _Handed(task)

@@ -1,7 +1,7 @@
 """A training script's view of one attempt: model, optimizer, steps.
 
-``everstep`` documents how a script uses it; the built-in training (``workers.train.lm``) is
-written on it too, so there is one path. One session lives in one thread for one attempt.
+``everstep`` documents the contract. The built-in training (``workers.train.lm``) uses the session,
+too. A session belongs to one thread and one attempt.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Session:
     """One attempt, as a training script sees it. Made by ``workers.train.loop``.
 
     Attributes:
-        settings: What the run was asked to do.
-        device: Where to compute.
+        settings: The run's settings.
+        device: The device to compute on.
         rank: This worker's rank.
-        world_size: Workers in the attempt.
-        step: Last completed step; where the attempt resumes from before its first.
+        world_size: Number of workers in the attempt.
+        step: Last completed step; before the first, the step that the attempt resumes from.
     """
 
     def __init__(
@@ -111,14 +111,13 @@ class Session:
         )
 
     def model(self, build: Callable[[], nn.Module], initialise: Initialise | None = None) -> Any:
-        """Return the model that ``build`` makes, spread over the workers, not yet filled.
+        """Return the model that ``build`` makes, sharded over the workers, without values.
 
         Args:
             build: Makes the whole model; called on the meta device, where it needs no memory.
-            initialise: Returns the whole initial value of one parameter from its name and
-                shape, the same on every worker. Without it ``build`` is called once more on
-                the CPU, seeded, and its values are taken, as a plain script would have them;
-                then the whole model has to fit into memory for a moment.
+            initialise: Returns the whole initial value of a parameter from its name and shape,
+                the same on every worker. Without it ``build`` is called again on the CPU, with a
+                seed, and its values are used; then the whole model must fit into memory briefly.
 
         Raises:
             TaskError: The model cannot be sharded.
@@ -149,13 +148,12 @@ class Session:
         """Return the optimizer that ``make`` builds, after loading the state of both.
 
         Args:
-            make: Builds a torch optimizer over the parameters it is given by name. They are
-                this worker's shards; an optimizer must treat every element alike, as SGD and
-                Adam do.
+            make: Builds a torch optimizer over parameters given by name. They are this worker's
+                shards, so the optimizer must treat every element alike, as SGD and Adam do.
 
         Raises:
             TaskError: There is no model yet.
-            StateError: The optimizer cannot work on shards, or keeps what cannot be saved so.
+            StateError: The optimizer cannot work on shards, or its state cannot be saved.
         """
         if self._model is None:
             raise TaskError("call session.model before session.optimizer")
@@ -172,7 +170,7 @@ class Session:
             mesh=self._mesh,
             device=self.device,
             keeps_gathered=self._keeps_gathered,
-            state=TrainingState(self._shards, parameters, optimizer, self._sharing()),
+            state=TrainingState(self._shards, parameters, optimizer, self._replica_share()),
         )
         began_s = time.monotonic()
         restored = self._load(self._sharded)
@@ -189,13 +187,13 @@ class Session:
         return optimizer
 
     def steps(self, num_samples: int, *, data_digest: str = "") -> Iterator[Step]:
-        """Yield the steps that are left, one at a time; call ``apply`` on each.
+        """Yield the remaining steps, one at a time; call ``apply`` on each.
 
-        Between two steps the session saves, reports, and leaves if it is asked to.
+        Between two steps the session saves, reports, and leaves if it was asked to.
 
         Args:
             num_samples: Samples of the training data; every sample is an index below this.
-            data_digest: Tells data apart; workers whose digests differ refuse to start.
+            data_digest: Identifies the data; workers with different digests refuse to start.
 
         Raises:
             DataError: Workers, or this run and its checkpoint, have different data.
@@ -220,9 +218,9 @@ class Session:
             self.step, self._loss = step.number, step.loss
             step_s, begun_s = time.perf_counter() - begun_s, time.perf_counter()
             if step.number > first_step:
-                self._allow_for(step_s)
+                self._extend_timeout(step_s)
             reached = {"order_position": step.order_range[1], "loss": step.loss}
-            # What is waited for once in an attempt tells nothing of the step behind it.
+            # The wait for protection happens once, so it does not count as time of the next step.
             begun_s += self._boundary.completed(step, step_s, sharded, {**cursor, **reached})
             self._context.progress.enter(WorkerPhase.SCRIPT)
 
@@ -248,13 +246,13 @@ class Session:
     def evaluate(
         self, loss_of: Callable[[NDArray[Any]], tuple[Tensor, int]], num_samples: int
     ) -> float:
-        """Return the mean loss per token over samples ``0 .. num_samples - 1``, to every worker.
+        """Return the mean loss per token over samples ``0 .. num_samples - 1``, on every worker.
 
-        Every worker calls it alike. The result does not depend on their number.
+        Every worker calls it. The result does not depend on their number.
 
         Args:
             loss_of: Returns the mean loss over a micro-batch, and its number of tokens.
-            num_samples: Of the held-out data, at least 1; rounded down to whole micro-batches.
+            num_samples: Held-out samples, at least 1; rounded down to whole micro-batches.
 
         Raises:
             TaskError: ``num_samples`` is less than 1.
@@ -265,7 +263,7 @@ class Session:
         progress.enter(WorkerPhase.SCRIPT)
         num_done = 0
 
-        def told(samples: NDArray[Any]) -> tuple[Tensor, int]:
+        def counted(samples: NDArray[Any]) -> tuple[Tensor, int]:
             nonlocal num_done
             num_done += 1
             progress.micro_batch(num_done)
@@ -275,7 +273,7 @@ class Session:
         num_micro_batches = num_samples // samples_each
         sharded.model.eval()
         loss = mean_over_samples(
-            told,
+            counted,
             quota=self._quota(num_micro_batches),
             num_micro_batches=num_micro_batches,
             samples_each=samples_each,
@@ -288,7 +286,7 @@ class Session:
         return loss
 
     def finish(self) -> None:
-        """Write down how the run ended. Every worker calls it, once its script is through.
+        """Write the run's result. Every worker calls it when its script has ended.
 
         Raises:
             TaskError: The script ended before the last step.
@@ -304,21 +302,21 @@ class Session:
         )
 
     def take_final(self) -> None:
-        """Leave what this worker has of its last step in memory, if that may be. Never fails."""
+        """Leave a final snapshot of the last step in memory if possible. Never fails."""
         self._boundary.take_final()
 
     def close(self) -> bool:
-        """Let go of the model and end writing; return whether all memory is free again."""
+        """Release the model and end writing; return whether all memory is free again."""
         self._model = self._build = self._initialise = self._sharded = None
         self._shards = ()
         is_closed, is_written = self._boundary.close(), self._storage.close()
         if is_closed and not is_written:
-            # Nobody takes snapshots there any more: it goes once the write is over.
+            # The write still reads the memory of snapshots, which is freed after it.
             self._boundary.leave_memory()
         return is_closed and is_written
 
-    def _allow_for(self, step_s: float) -> None:
-        """Have collectives wait for longer than it takes to find out who hangs."""
+    def _extend_timeout(self, step_s: float) -> None:
+        """Make collectives wait for longer than it takes to find a hung rank."""
         timeout_s = self.settings.parallel.timeout_s(step_s)
         if timeout_s > self._timeout_s:
             self._timeout_s = timeout_s
@@ -329,7 +327,7 @@ class Session:
             raise TaskError("call session.model and session.optimizer first")
         return self._sharded
 
-    def _sharing(self) -> ReplicaShare:
+    def _replica_share(self) -> ReplicaShare:
         assignment = self._assignment
         return ReplicaShare.of(assignment.layout, assignment.rank, assignment.saved_too)
 
@@ -342,7 +340,7 @@ class Session:
         )
 
     def _load(self, sharded: ShardedModel) -> Restored:
-        """Put state into place; return what was loaded, and where from."""
+        """Load the state, or initialise it; return what was loaded."""
 
         def to_fill() -> Sequence[StateEntry]:
             sharded.prime()
@@ -359,7 +357,7 @@ class Session:
         self.step, self._restored = restored.step, restored.extra
         if restored.step:
             for fqn in restored.without_state & sharded.parameters.keys():
-                # Made up by ``prime``; without it the optimizer has what it had.
+                # ``prime`` made this state, and the version has none.
                 sharded.optimizer.state.pop(sharded.parameters[fqn], None)
             set_scalars(sharded.parameters, sharded.optimizer, restored.extra["optimizer"])
             self._loss = restored.extra.get("loss", math.nan)
@@ -377,7 +375,7 @@ class Session:
         buffers = dict(sharded.model.named_buffers())
         values: dict[str, Tensor] = {}
         if buffers or (is_new and self._initialise is None):
-            # Kept apart, so that a script's own random numbers do not shift.
+            # The script's own random numbers must not change.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.settings.train.seed)
                 whole = self._build()
@@ -394,7 +392,7 @@ class Session:
                 shard.local.copy_(value[tuple(slice(start, stop) for start, stop in bounds)])
 
     def _agree_on_data(self, order: DataOrder, digest: str) -> dict[str, Any]:
-        """Return what a checkpoint says about the data; raise if workers have different ones."""
+        """Return what a checkpoint records about the data; raise if workers have different data."""
         cursor = {
             "data_digest": digest,
             "num_samples": order.num_samples,
@@ -407,7 +405,7 @@ class Session:
                 raise DataError(
                     f"{name} is {value} but the checkpoint of step {self.step} was made with "
                     f"{before}; samples would be lost or seen twice. Resume with the same data "
-                    "and batch, or begin a new run",
+                    "and batch, or start a new run",
                     found=value,
                     expected=before,
                 )
@@ -425,7 +423,7 @@ class Session:
 
 
 def _check(model: nn.Module) -> None:
-    """Raise ``TaskError`` if ``model`` keeps state that would differ between workers."""
+    """Raise ``TaskError`` if ``model`` keeps state that differs between workers."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:  # noqa: SLF001
             raise TaskError(

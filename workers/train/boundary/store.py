@@ -1,9 +1,8 @@
-"""Checkpoints and metrics leave in the background, in order, and never after the fence.
+"""Write checkpoints and metrics in the background, in order, and never after the fence.
 
-The training thread copies the state into host memory and goes on; one thread per attempt writes.
-Where a keeper holds snapshots only few states come this way: the keeper stores the others.
-Lines of metrics go the same way before the state that they tell of, so a committed step always
-has its line.
+The training thread copies the state into host memory and continues; one thread per attempt writes.
+If a keeper has the snapshots, it stores most states instead. The metrics of a step are written
+before its state, so every committed step has its line.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from workers.snapshot import source_of
 
 __all__ = ["CHECKPOINTS", "SavedState", "StorageWriter", "append_json"]
 
-#: How often a wait looks whether the attempt was fenced.
+#: How often a wait checks whether the attempt was fenced.
 _LOOK_S: Final = 0.02
-#: A fenced thread that is in the middle of a write gets this long to notice.
+#: How long closing waits for a write that was under way at the fence.
 _CLOSE_S_MAX: Final = 5.0
 
 log = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """A state on its way to storage; see ``ucp_core.native.save_rank``."""
+    """A state to write; see ``ucp_core.native.save_rank``."""
 
     step: int
     tensors: Sequence[LocalTensor]
@@ -56,12 +55,12 @@ class StorageWriter:
     """Writes for one rank of one attempt. The training thread calls it and closes it.
 
     Args:
-        store: Where the run directory is.
+        store: The store of the run directory.
         directory: Its path.
-        assignment: Attempt, rank and layout that the checkpoints are saved under.
-        settings: How often, how many, how safe.
-        fenced: Whether the attempt may write no more.
-        moved: Called with the size of what was written.
+        assignment: Attempt, rank and layout of the checkpoints.
+        settings: Settings of checkpoints.
+        fenced: Returns whether the attempt was fenced.
+        moved: Called with the size of each write.
     """
 
     def __init__(
@@ -75,9 +74,9 @@ class StorageWriter:
         moved: Callable[[int], None],
     ) -> None:
         self._store = _FencedStore(store, fenced, assignment.attempt, moved)
-        self._told = _FencedStore(store, self._is_mute, assignment.attempt, moved)
-        self._told_until_s = float("-inf")
-        self._untold: deque[tuple[str, Mapping[str, Any]]] = deque()
+        self._line_store = _FencedStore(store, self._is_closed_to_lines, assignment.attempt, moved)
+        self._late_until_s = float("-inf")
+        self._lines: deque[tuple[str, Mapping[str, Any]]] = deque()
         self._directory = directory
         self._assignment = assignment
         self._settings = settings
@@ -86,31 +85,31 @@ class StorageWriter:
         self._idle = threading.Event()
         self._idle.set()
         self._error: Exception | None = None
-        self._whole: set[str] = set()
+        self._ends_line: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="storing", daemon=True)
         self._thread.start()
 
     def append(self, path: str, line: Mapping[str, Any]) -> None:
-        """Add a JSON line to a file of the run directory, behind what was asked for before."""
+        """Append a JSON line to a file of the run directory, in the background and in order."""
         self._tasks.put(lambda: self._append(join(self._directory, path), line))
 
     def wait_appended(self, timeout_s: float) -> None:
-        """Return when what was to be added so far is written, or after ``timeout_s``."""
-        if not self._is_mute():
-            told = threading.Event()
-            self._tasks.put(told.set)
-            told.wait(timeout_s)
+        """Return when all lines so far are written, or after ``timeout_s``."""
+        if not self._is_closed_to_lines():
+            written = threading.Event()
+            self._tasks.put(written.set)
+            written.wait(timeout_s)
 
     def append_late(self, until_s: float) -> None:
-        """Add lines until then, though the attempt be fenced: those of steps that may yet count.
+        """Write lines until ``until_s`` even after the fence, because their steps may count.
 
-        Call it before the rank says that it has left; also what was held back is written.
+        Call it before the rank reports that it has left. Writes the lines held back, too.
         """
-        self._told_until_s = until_s
-        self._tasks.put(self._tell)
+        self._late_until_s = until_s
+        self._tasks.put(self._try_lines)
 
     def save(self, state: SavedState) -> None:
-        """Write ``state``; its tensors are left alone until ``wait_idle`` returns."""
+        """Write ``state``. Do not change its tensors before ``wait_idle`` returns."""
         self._idle.clear()
         self._tasks.put(lambda: self._save(state))
 
@@ -159,11 +158,11 @@ class StorageWriter:
             time.sleep(_LOOK_S / 4)
 
     def close(self) -> bool:
-        """End the thread; return whether it has let go of the tensors it was given.
+        """End the thread; return whether it has released the tensors that it was given.
 
-        What is queued is still written, unless the attempt is fenced.
+        What is queued is written first, unless the attempt is fenced.
         """
-        self._tasks.put(self._tell)
+        self._tasks.put(self._try_lines)
         self._tasks.put(None)
         self._thread.join(_CLOSE_S_MAX)
         return not self._thread.is_alive()
@@ -172,7 +171,7 @@ class StorageWriter:
         try:
             return open_checkpoint(self._store, directory).attempt == self._assignment.attempt
         except (CheckpointNotFoundError, CheckpointCorruptError):
-            # What an older attempt left may be damaged; the commit puts a sound one in its place.
+            # An older attempt may have left a damaged one, which the commit replaces.
             return False
 
     def _run(self) -> None:
@@ -185,37 +184,37 @@ class StorageWriter:
                 self._error = error
                 self._idle.set()
 
-    def _is_mute(self) -> bool:
-        return self._fenced() and time.monotonic() > self._told_until_s
+    def _is_closed_to_lines(self) -> bool:
+        return self._fenced() and time.monotonic() > self._late_until_s
 
     def _append(self, path: str, line: Mapping[str, Any]) -> None:
-        self._untold.append((path, line))
-        self._tell()
+        self._lines.append((path, line))
+        self._try_lines()
 
-    def _tell(self) -> None:
-        """Write the lines that are not written yet; what cannot be is tried with the next one."""
+    def _try_lines(self) -> None:
+        """Write the lines not written yet; if storage refuses, retry with the next line."""
         try:
-            self._tell_all()
+            self._write_lines()
         except StorageError as error:
-            log.warning("line_untold", extra={"line": self._untold[0], "error": str(error)})
+            log.warning("line_not_written", extra={"line": self._lines[0], "error": str(error)})
 
-    def _tell_all(self) -> None:
-        while self._untold and not self._is_mute():
-            path, line = self._untold[0]
-            if path not in self._whole:
-                _end_line(self._told, path)
-            # A storage that is full may take half a line.
-            self._whole.discard(path)
-            append_json(self._told, path, line)
-            self._whole.add(path)
-            self._untold.popleft()
+    def _write_lines(self) -> None:
+        while self._lines and not self._is_closed_to_lines():
+            path, line = self._lines[0]
+            if path not in self._ends_line:
+                _end_line(self._line_store, path)
+            # Full storage may take half a line.
+            self._ends_line.discard(path)
+            append_json(self._line_store, path, line)
+            self._ends_line.add(path)
+            self._lines.popleft()
 
     def _save(self, state: SavedState) -> None:
         if self._fenced():
             return
         assignment = self._assignment
         checkpoints = join(self._directory, CHECKPOINTS)
-        self._tell_all()
+        self._write_lines()
         save_rank(
             self._store,
             join(checkpoints, checkpoint_name(state.step)),
@@ -229,7 +228,7 @@ class StorageWriter:
             source=source_of(assignment),
             fsync=self._settings.fsync,
         )
-        # A write that fails is known before anybody waits no longer: see ``_run``.
+        # If the write failed, ``_run`` sets the error before it sets idle.
         self._idle.set()
         if assignment.rank == 0 and self._settings.keep:
             try:
@@ -240,17 +239,17 @@ class StorageWriter:
                     lineage=assignment.lineage,
                 )
             except UcpError as error:
-                # What was written is committed all the same; the next one tries again.
+                # The checkpoint is committed all the same; the next one retries.
                 log.warning("not_collected", extra={"reason": str(error)})
 
 
 def append_json(store: Store, path: str, line: Mapping[str, Any]) -> None:
-    """Add one JSON line to the file at ``path``."""
+    """Append a JSON line to the file at ``path``."""
     store.append(path, (json.dumps(line) + "\n").encode())
 
 
 def _end_line(store: Store, path: str) -> None:
-    """End the last line of the file, if there is one and whoever wrote it died within it."""
+    """End the last line of the file if its writer died in the middle of it."""
     size_bytes = store.size(path) if store.exists(path) else 0
     if size_bytes and store.read_range(path, size_bytes - 1, 1) != b"\n":
         store.append(path, b"\n")
@@ -261,7 +260,7 @@ class _WriteRefused(Exception):  # noqa: N818  not an error: the fence did what 
 
 
 class _FencedStore:
-    """A store that changes nothing once the attempt is fenced; reading goes on."""
+    """A store that refuses to write once the attempt is fenced, and still reads."""
 
     def __init__(
         self,
@@ -284,32 +283,32 @@ class _FencedStore:
         self.lock = store.lock
 
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
-        """Do as the store does."""
+        """Forward to the store."""
         self._store.read_ranges(path, ranges)
 
     def write_atomic(
         self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
     ) -> bool:
-        """Do as the store does."""
+        """Forward to the store."""
         self._check()
         return self._store.write_atomic(path, data, fsync=fsync, exclusive=exclusive)
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
-        """Do as the store does; stops between two chunks."""
+        """Forward; stop between two chunks after the fence."""
         return self._store.write_file(path, self._while_allowed(chunks), fsync=fsync)
 
     def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
-        """Do as the store does."""
+        """Forward to the store."""
         self._check()
         self._store.append(path, data, fsync=fsync)
 
     def delete(self, path: str) -> None:
-        """Do as the store does."""
+        """Forward to the store."""
         self._check()
         self._store.delete(path)
 
     def makedirs(self, path: str) -> None:
-        """Do as the store does."""
+        """Forward to the store."""
         self._check()
         self._store.makedirs(path)
 
