@@ -25,10 +25,16 @@ import torch.distributed as dist
 
 from tests.benchmarks.common import percentile
 from tests.support.ranks import Place, running
-from workers.collectives import collectives
+from workers import collectives
 from workers.protocol import WorkerPhase
-from workers.records import FINISHED, ProgressRecord, RecordRing
-from workers.records.progress import observe
+from workers.records import (
+    FINISHED,
+    ProgressRecord,
+    RecordRing,
+    RingReader,
+    read_progress,
+    report_on,
+)
 
 NUM_CALLS = 100
 
@@ -76,7 +82,8 @@ def measure_stores(directory: Path) -> dict[str, float]:
 
     def look() -> None:
         now_ns = time.monotonic_ns()
-        observe("w0", directory / "w0.progress", directory / "w0.ring", now_ns=now_ns)
+        groups = RingReader(directory / "w0.ring").attempt(now_ns=now_ns)
+        report_on("w0", read_progress(directory / "w0.progress"), groups, now_ns=now_ns)
 
     found = {
         "recorder_us": _best_us(record, 20_000),

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.support.ranks import Place, running, until
 from workers import collectives
 from workers.collectives import AbortedError, CollectiveError
-from workers.records.ring import read_ring
+from workers.records.ring import RingReader
 
 #: An abort takes a few milliseconds on an idle machine; the bound allows for a busy one, and is far
 #: below the timeout of what is aborted.
@@ -127,7 +127,9 @@ def _play(place: Place, attempt: int, operation: Callable[[int], None], size: in
         thread.join()
     else:
         until(
-            lambda: any(group.waiting_s > 1.0 for group in read_ring(place.ring_path)),
+            lambda: any(
+                group.waiting_s > 1.0 for group in RingReader(place.ring_path).attempt()[1]
+            ),
             f"waiting in {operation.__name__} for longer than those need who only are late",
         )
     aborted_s = time.monotonic()

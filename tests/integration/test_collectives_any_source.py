@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.support.ranks import Place, running, until
 from workers import collectives
 from workers.collectives import AbortedError
-from workers.records.ring import read_ring
+from workers.records.ring import RingReader
 
 NUM_RANKS = 3
 #: An abort takes milliseconds; far below the timeout of what is aborted.
@@ -44,11 +44,14 @@ def receive(place: Place) -> Any:
     thread.start()
     try:
         until(
-            lambda: any(group.waiting_s > 0 for group in read_ring(place.ring_path)),
+            lambda: any(group.waiting_s > 0 for group in RingReader(place.ring_path).attempt()[1]),
             "the wait is recorded",
             limit_s=ABORT_S_MAX,
         )
-        waits = [(group.group, group.ranks, group.op) for group in read_ring(place.ring_path)]
+        waits = [
+            (group.group, group.ranks, group.op)
+            for group in RingReader(place.ring_path).attempt()[1]
+        ]
         collectives.abort(1)
         thread.join(ABORT_S_MAX)
     finally:

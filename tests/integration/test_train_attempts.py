@@ -26,7 +26,7 @@ from tests.support.snapshots import eventually
 from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Completed, Fenced, PeerLost, Raised, Unloadable, Yielded
-from workers.records.ring import read_attempt
+from workers.records.ring import RingReader
 from workers.settings import (
     DataSettings,
     Settings,
@@ -178,7 +178,7 @@ def test_who_found_damage_tells_it_though_the_attempt_ends_before_all_have_loade
 
 
 def _has_called(ring: Path, *, attempt: int) -> bool:
-    found, groups = read_attempt(ring)
+    found, groups = RingReader(ring).attempt()
     return found == attempt and any(group.entered_seq for group in groups)
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests.support.forking import forking
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
-from workers.collectives import collectives
+from workers import collectives
 from workers.protocol import Assignment, Formed, MemoryPart, Outcome, Pace
 from workers.records import ProgressRecord
 from workers.settings import Settings

@@ -15,10 +15,9 @@ from torch.distributed.fsdp import fully_shard
 
 from orchestrator.detection import Detector, Limits, Verdict, judge, limits_from, observe
 from tests.support.ranks import Place, Ranks, until
-from workers.collectives import collectives
+from workers import collectives
 from workers.protocol import NodeReport, WorkerPhase
-from workers.records import ProgressRecord, read_progress
-from workers.records.progress import observe as observe_worker
+from workers.records import ProgressRecord, RingReader, read_progress, report_on
 
 NUM_RANKS = 4
 WORKERS = tuple(f"w{rank}" for rank in range(NUM_RANKS))
@@ -82,7 +81,12 @@ class Watch:
             node="n0",
             seq=self._seq,
             workers=tuple(
-                observe_worker(worker, place.progress_path, place.ring_path, now_ns=now_ns)
+                report_on(
+                    worker,
+                    read_progress(place.progress_path),
+                    RingReader(place.ring_path).attempt(now_ns=now_ns),
+                    now_ns=now_ns,
+                )
                 for worker, place in zip(WORKERS, self._ranks.places, strict=True)
                 if place.progress_path.exists()
             ),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ucp_core.storage import open_store
-from workers.collectives import collectives
+from workers import collectives
 from workers.keeper import progress_path, ring_path
 from workers.process.output import OutputLog, log_of
 from workers.process.warm_up import warm_up

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from workers.protocol import GroupState, WorkerPhase, WorkerReport
-from workers.records.ring import map_draft, read_attempt
+from workers.records.ring import map_draft
 
 #: Period of the beat.
 BEAT_S: Final = 0.1
@@ -244,25 +244,6 @@ def read_progress(path: str | os.PathLike[str]) -> ProgressView | None:
     """Return what the record at ``path`` says; None if there is none."""
     reader = open_progress(path)
     return None if reader is None else reader.view()
-
-
-def observe(
-    worker: str,
-    progress_path: str | os.PathLike[str],
-    ring_path: str | os.PathLike[str],
-    *,
-    now_ns: int,
-) -> WorkerReport:
-    """Return what can be seen of ``worker`` from outside its process.
-
-    Args:
-        worker: Worker id for the report.
-        progress_path: Its progress page; a missing one is reported as a process that is gone.
-        ring_path: Its record ring; records of another attempt than the page's are left out.
-        now_ns: The machine's monotonic clock, which ages count to.
-    """
-    view = read_progress(progress_path)
-    return report_on(worker, view, read_attempt(ring_path, now_ns=now_ns), now_ns=now_ns)
 
 
 def report_on(

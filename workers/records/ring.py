@@ -259,27 +259,6 @@ class RecordRing:
         )
 
 
-def read_ring(path: str | os.PathLike[str], *, now_ns: int | None = None) -> tuple[GroupState, ...]:
-    """Return the state of every group in which a collective was called.
-
-    Works while the writer runs, is stopped, or is gone. Empty if there is no ring, or if the writer
-    has left the attempt.
-
-    Args:
-        path: The ring's file.
-        now_ns: Monotonic time that ``waiting_s`` counts to; by default now.
-    """
-    return read_attempt(path, now_ns=now_ns)[1]
-
-
-def read_attempt(
-    path: str | os.PathLike[str], *, now_ns: int | None = None
-) -> tuple[int, tuple[GroupState, ...]]:
-    """Return the ring's attempt, 0 if there is no ring, and what ``read_ring`` returns."""
-    with _mapped(path) as memory:
-        return _attempt_in(memory, time.monotonic_ns() if now_ns is None else now_ns)
-
-
 class RingReader:
     """The reading end, kept open across attempts: mapping a ring costs more than reading it.
 
@@ -292,8 +271,15 @@ class RingReader:
         self._memory: mmap.mmap | None = None
         self._file = _NO_FILE
 
-    def attempt(self, *, now_ns: int) -> tuple[int, tuple[GroupState, ...]]:
-        """Return what ``read_attempt`` does."""
+    def attempt(self, *, now_ns: int | None = None) -> tuple[int, tuple[GroupState, ...]]:
+        """Return the ring's attempt and its groups in which a collective was called.
+
+        Works while the writer runs, is stopped, or is gone. ``(0, ())`` without a ring; no groups
+        once the writer has left the attempt.
+
+        Args:
+            now_ns: Monotonic time that ``waiting_s`` counts to; by default now.
+        """
         try:
             found = os.stat(self._path)  # noqa: PTH116  a Path would cost as much again
         except FileNotFoundError:
@@ -304,7 +290,7 @@ class RingReader:
             if self._memory is not None:
                 self._memory.close()
             self._memory, self._file = _map(self._path)
-        return _attempt_in(self._memory, now_ns)
+        return _attempt_in(self._memory, time.monotonic_ns() if now_ns is None else now_ns)
 
 
 def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:

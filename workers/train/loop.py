@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ucp_core.errors import UcpError
-from workers.collectives import collectives
+from workers import collectives
 from workers.errors import WorkerError
 from workers.memory import HandOver, SnapshotMemory
 from workers.parallel import build_mesh

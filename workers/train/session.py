@@ -17,7 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from workers.collectives import collectives
+from workers import collectives
 from workers.data import DataOrder
 from workers.errors import DataError, TaskError
 from workers.parallel import LocalShard, Mesh, drop_gathered, local_shards, materialize, shard_model

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.collectives import collectives
+from workers import collectives
 
 __all__ = ["Signals", "all_agree", "on_host"]
 

@@ -13,14 +13,25 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import until
-from workers.protocol import WorkerPhase
-from workers.records import ProgressRecord, RecordRing, process_state, read_progress
-from workers.records.progress import observe
+from workers.protocol import WorkerPhase, WorkerReport
+from workers.records import (
+    ProgressRecord,
+    RecordRing,
+    RingReader,
+    process_state,
+    read_progress,
+    report_on,
+)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "w0.progress"
+
+
+def _observe(worker: str, page: Path, ring: Path, *, now_ns: int) -> WorkerReport:
+    view = read_progress(page)
+    return report_on(worker, view, RingReader(ring).attempt(now_ns=now_ns), now_ns=now_ns)
 
 
 def test_what_is_stored_is_read(path: Path) -> None:
@@ -82,7 +93,7 @@ def test_no_page_and_a_foreign_page_read_as_none(path: Path) -> None:
 CHILD = """
 import sys, time
 from workers.records.progress import ProgressRecord
-from workers.protocol import WorkerPhase
+from workers.protocol import WorkerPhase, WorkerReport
 page = ProgressRecord.create(sys.argv[1], worker="w0")
 page.assign(3, 1)
 page.enter(WorkerPhase.FORWARD)
@@ -96,14 +107,14 @@ def test_a_stopped_and_a_dead_process_are_still_read(path: Path, tmp_path: Path)
     ring_path = tmp_path / "w0.ring"
 
     def state() -> tuple[str, int, WorkerPhase]:
-        report = observe("w0", path, ring_path, now_ns=time.monotonic_ns())
+        report = _observe("w0", path, ring_path, now_ns=time.monotonic_ns())
         return report.os_state, report.attempt, report.phase
 
     try:
         until(lambda: state()[2] is WorkerPhase.FORWARD, "the forward phase")
         os.kill(child.pid, signal.SIGSTOP)
         until(lambda: state() == ("T", 3, WorkerPhase.FORWARD), "the stop")
-        report = observe("w0", path, ring_path, now_ns=time.monotonic_ns() + 5_000_000_000)
+        report = _observe("w0", path, ring_path, now_ns=time.monotonic_ns() + 5_000_000_000)
         assert report.beat_age_s > 5.0
     finally:
         child.kill()
@@ -135,7 +146,7 @@ def test_a_process_that_only_waits_for_a_processor_is_seen_to_run(path: Path) ->
             page.seek(72)
             page.write(beater.to_bytes(8, "little"))
         later_ns = time.monotonic_ns() + 5_000_000_000
-        return observe("w0", path, path, now_ns=later_ns).os_state
+        return _observe("w0", path, path, now_ns=later_ns).os_state
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -155,7 +166,7 @@ def test_another_process_of_the_same_pid_is_not_taken_for_the_worker(path: Path)
     page[24:32] = (started_ticks + 1).to_bytes(8, "little")
     path.write_bytes(page)
 
-    assert observe("w0", path, path, now_ns=time.monotonic_ns()).os_state == "X"
+    assert _observe("w0", path, path, now_ns=time.monotonic_ns()).os_state == "X"
 
 
 def test_a_ring_of_another_attempt_is_left_out(path: Path, tmp_path: Path) -> None:
@@ -167,9 +178,9 @@ def test_a_ring_of_another_attempt_is_left_out(path: Path, tmp_path: Path) -> No
     ring = RecordRing(ring_path, attempt=3, num_ranks=2)
     ring.enter(ring.group("world", (0, 1)), "all_reduce", 8)
 
-    assert observe("w0", path, ring_path, now_ns=time.monotonic_ns()).groups == ()
+    assert _observe("w0", path, ring_path, now_ns=time.monotonic_ns()).groups == ()
     page.assign(3, 0)
-    assert len(observe("w0", path, ring_path, now_ns=time.monotonic_ns()).groups) == 1
+    assert len(_observe("w0", path, ring_path, now_ns=time.monotonic_ns()).groups) == 1
 
 
 def test_an_observer_does_not_import_torch() -> None:

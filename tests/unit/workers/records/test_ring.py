@@ -11,7 +11,7 @@ import pytest
 
 from workers.protocol import GroupState
 from workers.records import ABORTED, FINISHED, RecordRing, RingReader
-from workers.records.ring import NUM_GROUPS_MAX, NUM_RECORDS, read_attempt, read_records, read_ring
+from workers.records.ring import NUM_GROUPS_MAX, NUM_RECORDS, read_records
 
 WORLD = (0, 1, 2, 3)
 
@@ -31,7 +31,7 @@ def test_a_collective_that_is_waited_for_shows_how_long(path: Path) -> None:
     ring.wait(world, second)
     entered_ns = read_records(path)[-1].enter_ns
 
-    assert read_ring(path, now_ns=entered_ns + 2_500_000_000) == (
+    assert RingReader(path).attempt(now_ns=entered_ns + 2_500_000_000)[1] == (
         GroupState(
             group="world",
             ranks=WORLD,
@@ -42,7 +42,7 @@ def test_a_collective_that_is_waited_for_shows_how_long(path: Path) -> None:
             waiting_s=2.5,
         ),
     )
-    assert read_attempt(path)[0] == 3
+    assert RingReader(path).attempt()[0] == 3
 
 
 def test_one_started_ahead_is_not_waiting(path: Path) -> None:
@@ -50,7 +50,7 @@ def test_one_started_ahead_is_not_waiting(path: Path) -> None:
     ring = RecordRing(path, attempt=3, num_ranks=4)
     ring.enter(ring.group("world", WORLD), "all_gather", 64)
 
-    assert read_ring(path)[0].waiting_s == 0.0
+    assert RingReader(path).attempt()[1][0].waiting_s == 0.0
 
 
 def test_waiting_for_a_later_one_than_the_oldest(path: Path) -> None:
@@ -61,7 +61,7 @@ def test_waiting_for_a_later_one_than_the_oldest(path: Path) -> None:
     later, _ = ring.enter(world, "reduce_scatter", 64)
     ring.wait(world, later)
 
-    (state,) = read_ring(path)
+    (state,) = RingReader(path).attempt()[1]
 
     assert (state.entered_seq, state.finished_seq) == (2, 1)
     assert state.waiting_s > 0.0
@@ -75,7 +75,7 @@ def test_a_finished_one_settles_the_earlier_ones(path: Path) -> None:
     later, number = ring.enter(world, "reduce_scatter", 64)
     ring.leave(world, later, number, FINISHED)
 
-    assert read_ring(path)[0].finished_seq == 2
+    assert RingReader(path).attempt()[1][0].finished_seq == 2
     assert ring.num_in_flight() == 0
 
 
@@ -85,11 +85,17 @@ def test_on_a_device_the_oldest_in_flight_is_waited_for(path: Path) -> None:
     world = ring.group("world", WORLD)
     first, number = ring.enter(world, "all_reduce", 64, on_device=True)
     ring.enter(world, "all_reduce", 64, on_device=True)
-    assert (read_ring(path)[0].finished_seq, read_ring(path)[0].waiting_s > 0) == (0, True)
+    assert (
+        RingReader(path).attempt()[1][0].finished_seq,
+        RingReader(path).attempt()[1][0].waiting_s > 0,
+    ) == (0, True)
 
     ring.leave(world, first, number, FINISHED)
 
-    assert (read_ring(path)[0].finished_seq, read_ring(path)[0].waiting_s > 0) == (1, True)
+    assert (
+        RingReader(path).attempt()[1][0].finished_seq,
+        RingReader(path).attempt()[1][0].waiting_s > 0,
+    ) == (1, True)
 
 
 def test_a_half_written_state_leaves_the_last_whole_one(path: Path) -> None:
@@ -98,7 +104,7 @@ def test_a_half_written_state_leaves_the_last_whole_one(path: Path) -> None:
     world = ring.group("world", WORLD)
     for _ in range(3):
         seq, number = ring.enter(world, "all_reduce", 64)
-    before = read_ring(path)
+    before = RingReader(path).attempt()[1]
     ring.leave(world, seq, number, FINISHED)
     # The fourth store is in the first copy: its head is new, its tail is not yet.
     with path.open("r+b") as file:
@@ -107,7 +113,7 @@ def test_a_half_written_state_leaves_the_last_whole_one(path: Path) -> None:
         file.seek(128 + 56)
         file.write(struct.pack("<Q", 2))
 
-    assert read_ring(path) == before
+    assert RingReader(path).attempt()[1] == before
 
 
 def test_a_reader_never_sees_a_torn_state(path: Path) -> None:
@@ -128,7 +134,7 @@ def test_a_reader_never_sees_a_torn_state(path: Path) -> None:
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        states = [read_ring(path)[0] for _ in range(2000)]
+        states = [RingReader(path).attempt()[1][0] for _ in range(2000)]
     finally:
         stop.set()
         writer.join()
@@ -142,21 +148,21 @@ def test_leaving_hides_the_groups_and_a_new_attempt_replaces_them(path: Path) ->
     old = RecordRing(path, attempt=3, num_ranks=4)
     old.enter(old.group("world", WORLD), "all_reduce", 64)
     old.close()
-    assert read_attempt(path) == (3, ())
+    assert RingReader(path).attempt() == (3, ())
 
     RecordRing(path, attempt=4, num_ranks=2)
     old.enter(0, "all_reduce", 64)
 
-    assert read_attempt(path) == (4, ())
+    assert RingReader(path).attempt() == (4, ())
 
 
 def test_no_file_and_a_foreign_file_have_no_groups(path: Path) -> None:
     """A keeper looks before the worker has formed anything."""
-    assert read_attempt(path) == (0, ())
+    assert RingReader(path).attempt() == (0, ())
     path.write_bytes(b"")
-    assert read_attempt(path) == (0, ())
+    assert RingReader(path).attempt() == (0, ())
     path.write_bytes(os.urandom(4096))
-    assert read_attempt(path) == (0, ())
+    assert RingReader(path).attempt() == (0, ())
 
 
 def test_open_reader_follows_the_path_from_file_to_file(path: Path) -> None:
@@ -174,7 +180,7 @@ def test_open_reader_follows_the_path_from_file_to_file(path: Path) -> None:
         for _ in range(attempt):
             ring.enter(world, "all_reduce", 64)
         seen.append(reader.attempt(now_ns=0))
-        assert seen[-1] == read_attempt(path, now_ns=0)
+        assert seen[-1] == RingReader(path).attempt(now_ns=0)
     ring.enter(world, "all_reduce", 64)
     seen.append(reader.attempt(now_ns=0))
     path.unlink()
@@ -213,7 +219,7 @@ def test_a_second_group_of_the_same_name_is_told_apart(path: Path) -> None:
     for _ in range(2):
         ring.enter(ring.group("tp[0,1]", (0, 1)), "all_reduce", 8)
 
-    assert [state.group for state in read_ring(path)] == ["tp[0,1]", "tp[0,1]#2"]
+    assert [state.group for state in RingReader(path).attempt()[1]] == ["tp[0,1]", "tp[0,1]#2"]
 
 
 def test_more_groups_than_fit_are_not_recorded_but_work(path: Path) -> None:
@@ -226,7 +232,7 @@ def test_more_groups_than_fit_are_not_recorded_but_work(path: Path) -> None:
         ring.leave(group, seq, number, FINISHED)
 
     assert group == -1
-    assert len(read_ring(path)) == NUM_GROUPS_MAX
+    assert len(RingReader(path).attempt()[1]) == NUM_GROUPS_MAX
 
 
 def test_a_name_that_is_cut_within_a_letter_is_read(path: Path) -> None:
@@ -234,6 +240,6 @@ def test_a_name_that_is_cut_within_a_letter_is_read(path: Path) -> None:
     ring = RecordRing(path, attempt=1, num_ranks=4)
     ring.enter(ring.group("x" + "\u00e4" * 60, WORLD), "all_reduce", 4)
 
-    (state,) = read_ring(path)
+    (state,) = RingReader(path).attempt()[1]
 
     assert state.group.startswith("x\u00e4\u00e4")
