@@ -21,8 +21,8 @@ _NOBODY: Final = 1
 def end_with_parent() -> None:
     """Kill this process as soon as its parent has ended; call it early.
 
-    A parent's ports are closed by then, so whoever asks finds the reason. Without ``pidfd_open`` it
-    is left to Ray.
+    A parent's ports are closed by then, so others can see the cause. Without ``pidfd_open`` it is
+    left to Ray.
     """
     parent = os.getppid()
     if parent <= _NOBODY or not hasattr(os, "pidfd_open"):

@@ -178,5 +178,5 @@ def test_what_does_not_fit_is_refused_and_not_cut() -> None:
         parity.add([p, q], 0, bytes(64))
     with pytest.raises(ParityError, match="take parity_bytes"):
         parity.add([np.zeros(60, np.uint8)], 0, bytes(60))
-    with pytest.raises(ParityError, match="begins at -1"):
+    with pytest.raises(ParityError, match="begin at -1"):
         parity.add([p], 0, bytes(1), -1)

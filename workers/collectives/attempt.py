@@ -163,11 +163,9 @@ class Attempt:
 
 
 class Leftovers:
-    """What is left of a group that the transport may still use.
+    """What is left of a group (if ``of`` one) that the transport may still use.
 
-    Args:
-        held: The last references to it, except for the group's own.
-        of: The group, if there is one.
+    ``held`` are the last references to it, except for the group's own.
     """
 
     def __init__(self, held: list[Any], *, of: _Group | None = None) -> None:

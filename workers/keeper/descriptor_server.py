@@ -123,9 +123,6 @@ class DescriptorServer:
             # A refused reservation of it no longer matters.
             self._on_refused(owner_of(name), "")
             return []
-        if do == "drop":
-            self._slots.drop(name)
-            return []
         raise ArenaError(f"unknown request {do!r}")
 
     def _reserve(self, name: str, body_bytes: int, attempt: int) -> None:

@@ -46,13 +46,6 @@ _NUM_MAX: Final = 32
 class NodeMemory:
     """What a keeper runs beside its watch when snapshots are taken.
 
-    Args:
-        node: Ray node id.
-        host: Address of this node that its peers reach.
-        directory: Directory of the node's progress records and rings, and of the descriptor socket.
-        run_url: The run directory.
-        settings: The settings of the training.
-
     Attributes:
         secret: What peers and loaders have to prove that they know.
 
@@ -148,11 +141,7 @@ class NodeMemory:
         return self._persister.flush(attempt, step)
 
     def tend(self, living: Collection[str]) -> None:
-        """Free memory that nothing needs any more.
-
-        Args:
-            living: Workers of this node whose process is there.
-        """
+        """Free memory that nothing needs any more, given the living workers of the node."""
         # The descriptor server's threads add to it meanwhile.
         for owner in list(self._refused):
             if owner.rpartition("/")[2] not in living:
@@ -240,14 +229,10 @@ def _parity(name: str, arena: Arena, held: Held) -> HeldParity | None:
 
 
 def budget_bytes(directory: Path, node_memory_mib: int) -> int:
-    """Return how much memory a node's snapshots may take.
+    """Return how much memory a node's snapshots may take; 0 MiB asks for the default.
 
-    By default half of what the node had available when its first keeper started: a later keeper
-    would count existing snapshots as used memory.
-
-    Args:
-        directory: Where the answer is kept for a restarted keeper.
-        node_memory_mib: The user's setting; 0 for the default.
+    By default half of what the node had available when its first keeper started. It is kept in
+    ``directory``: a later keeper would count existing snapshots as used memory.
     """
     if node_memory_mib:
         return node_memory_mib << 20

@@ -47,13 +47,8 @@ log = logging.getLogger(__name__)
 class Persister:
     """Stores the pinned slots of a node in a thread of its own until ``close``.
 
-    Args:
-        slots: The node's arenas.
-        store: Store of the run directory.
-        directory: Path of the run directory.
-        settings: How many checkpoints to keep, and whether to fsync.
-        on_problem: Called with a subject and its problem, "" for none; from any thread.
-        pauses_s: Pauses between the tries to store a version.
+    ``on_problem`` is called with a subject and its problem, "" for none, from any thread;
+    ``pauses_s`` are the pauses between the tries to store a version.
     """
 
     def __init__(

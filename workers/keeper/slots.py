@@ -36,9 +36,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 def available_bytes(meminfo: Path = _MEMINFO, cgroups: Path = _CGROUPS) -> int:
     """Return how much memory can be taken now without paging or killing.
 
-    Args:
-        meminfo: The kernel's file about the machine.
-        cgroups: The kernel's folder about this container, whose limit may be lower; version 1 or 2.
+    The machine may have more than the container is allowed (cgroups of version 1 or 2).
     """
     found = [_meminfo_bytes(meminfo)]
     for directory, limit, usage, idle in (

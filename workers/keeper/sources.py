@@ -81,10 +81,7 @@ class MemorySources:
         self.taken_bytes: Counter[str] = Counter()
 
     def load(self, fill: Callable[[Checkpoint], _T]) -> _T:
-        """Return what ``fill`` makes of the version.
-
-        Args:
-            fill: Loads from a checkpoint; called again if a holder fails.
+        """Return what ``fill`` makes of the version; call it again if a holder fails.
 
         Raises:
             UcpError: No holder of some part is left, or the parts do not belong together.
@@ -196,12 +193,12 @@ class MemorySources:
             UcpError: No holder, or every holder, is at fault.
         """
         every = [*chosen.parts.values(), *chosen.parities, *chosen.members]
-        culprits = _places(part for part in every if part.is_lost)
+        failed = _places(part for part in every if part.is_lost)
         part = _behind(chosen, checkpoint, error)
-        if not culprits and part is not None and part.place is not None:
-            culprits = [part.place]
-        if culprits:
-            self._give_up_on(culprits, error)
+        if not failed and part is not None and part.place is not None:
+            failed = [part.place]
+        if failed:
+            self._give_up_on(failed, error)
         elif chosen.parities and (part is not None or isinstance(error, ParityError)):
             self._reject_parities(chosen, error)
         else:

@@ -75,8 +75,8 @@ def clear(directory: Path) -> None:
 
 
 def _is_in_use(directory: Path) -> bool:
-    pages = {path.stem for path in directory.glob("*" + PROGRESS_SUFFIX)}
-    return bool(pages - dead_workers(directory)) or any(
+    paths = {path.stem for path in directory.glob("*" + PROGRESS_SUFFIX)}
+    return bool(paths - dead_workers(directory)) or any(
         path.is_socket() and _is_bound(path) for path in directory.iterdir()
     )
 
@@ -102,10 +102,7 @@ def ring_path(directory: Path, worker: str) -> Path:
 class NodeWatch:
     """The trainers of one node, found by their progress records in ``directory``.
 
-    Args:
-        node: Ray node id.
-        directory: Directory of one run's progress records and rings on the node.
-        forget_s: How long dead workers are reported on.
+    The dead are reported on for ``forget_s``.
     """
 
     def __init__(self, *, node: str, directory: Path, forget_s: float = FORGET_S) -> None:
@@ -116,7 +113,7 @@ class NodeWatch:
         self._places: list[tuple[int, WorkerPhase, int, int]] = []
         self._moved_s = time.monotonic()
         self._scanned_s = float("-inf")
-        self._pages: list[Path] = []
+        self._paths: list[Path] = []
         self._changed_ns = -1
         self._changed_s = self._listed_s = float("-inf")
         self._readers: dict[str, ProgressReader] = {}
@@ -132,7 +129,7 @@ class NodeWatch:
         """
         milestones: dict[str, tuple[int, bool, bool]] = {}
         places: list[tuple[int, WorkerPhase, int, int]] = []
-        self._open_new_pages()
+        self._open_new_records()
         for worker, reader in self._readers.items():
             view = reader.view()
             if view is not None:
@@ -153,15 +150,15 @@ class NodeWatch:
         stepping = [stepped for attempt, _, stepped in self._milestones.values() if attempt]
         return bool(stepping) and all(stepping) and self.still_s() < STILL_S
 
-    def _open_new_pages(self) -> None:
+    def _open_new_records(self) -> None:
         """Look for new workers. A worker id is used once, so its record stays open."""
         now_s = time.monotonic()
         if now_s - self._scanned_s < SCAN_S:
             return
         self._scanned_s = now_s
-        self._list_pages()
+        self._list_records()
 
-    def _list_pages(self) -> None:
+    def _list_records(self) -> None:
         """Open new progress records, if the directory may have changed."""
         now_s = time.monotonic()
         try:
@@ -172,14 +169,14 @@ class NodeWatch:
             self._changed_ns, self._changed_s = changed_ns, now_s
         elif self._listed_s - self._changed_s >= SETTLED_S:
             return
-        pages = sorted(self._directory.glob("*" + PROGRESS_SUFFIX))
-        for path in pages:
+        paths = sorted(self._directory.glob("*" + PROGRESS_SUFFIX))
+        for path in paths:
             reader = None if path.stem in self._readers else open_progress(path)
             if reader is not None:
                 self._readers[path.stem] = reader
                 self._rings[path.stem] = RingReader(path.with_suffix(RING_SUFFIX))
         # Last: if a file could not be opened, the next look tries again.
-        self._pages, self._listed_s = pages, now_s
+        self._paths, self._listed_s = paths, now_s
 
     def kill(self, worker: str) -> None:
         """Send SIGKILL to ``worker``, unless its process id belongs to another process by now."""
@@ -191,9 +188,9 @@ class NodeWatch:
     def report(self) -> NodeReport:
         """Return the state of every trainer of the node, those that died lately included."""
         self._seq += 1
-        self._list_pages()
+        self._list_records()
         now_ns = time.monotonic_ns()
-        workers = tuple(self._report_on(path.stem, now_ns) for path in self._pages)
+        workers = tuple(self._report_on(path.stem, now_ns) for path in self._paths)
         self._forget({row.worker for row in workers if row.pid and row.os_state in GONE})
         return NodeReport(node=self._node, seq=self._seq, workers=workers)
 
@@ -207,8 +204,8 @@ class NodeWatch:
                 self._rings.pop(worker, None)
                 ring_path(self._directory, worker).unlink(missing_ok=True)
                 with contextlib.suppress(FileNotFoundError):
-                    page = progress_path(self._directory, worker)
-                    os.truncate(page.rename(page.with_suffix(GONE_SUFFIX)), 0)
+                    path = progress_path(self._directory, worker)
+                    os.truncate(path.rename(path.with_suffix(GONE_SUFFIX)), 0)
 
     def _report_on(self, worker: str, now_ns: int) -> WorkerReport:
         view = self._view(worker)

@@ -3,38 +3,37 @@
 from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
+from workers.memory.arena import NUM_SLOTS, Arena
+from workers.memory.credits import PATIENCE_S, Credits
+from workers.memory.descriptors import (
+    ANSWER_S,
+    PACKET_BYTES,
+    Lease,
+    adopt,
+    descriptor_socket,
+    leave_arena,
+    notice_socket,
+    notify,
+    open_arena,
+    reserve,
+)
+from workers.memory.retention import (
+    HeldArena,
+    copy_name,
+    counts,
+    guard_name,
+    in_use,
+    is_copy,
+    is_guard,
+    is_parity,
+    owner_of,
+    reapable,
+    replica_parity_name,
+    split_name,
+)
 
 if TYPE_CHECKING:
-    from workers.memory.arena import NUM_SLOTS, Arena
-    from workers.memory.credits import PATIENCE_S, Credits
     from workers.memory.cuda import CopyStream, CudaStream, Mark, is_recording_graph
-    from workers.memory.descriptors import (
-        ANSWER_S,
-        PACKET_BYTES,
-        Lease,
-        adopt,
-        descriptor_socket,
-        drop,
-        leave_arena,
-        notice_socket,
-        notify,
-        open_arena,
-        reserve,
-    )
-    from workers.memory.retention import (
-        HeldArena,
-        copy_name,
-        counts,
-        guard_name,
-        in_use,
-        is_copy,
-        is_guard,
-        is_parity,
-        owner_of,
-        reapable,
-        replica_parity_name,
-        split_name,
-    )
     from workers.memory.slot_store import ArenaStore
     from workers.memory.versions import (
         LocalPart,
@@ -69,7 +68,6 @@ __all__ = [
     "copy_name",
     "counts",
     "descriptor_socket",
-    "drop",
     "guard_name",
     "in_use",
     "is_copy",
@@ -89,39 +87,11 @@ __all__ = [
     "split_name",
 ]
 
+# numpy and torch only where they are needed.
 __getattr__ = lazy_door(
     __name__,
     {
-        "workers.memory.arena": ("Arena", "NUM_SLOTS"),
-        "workers.memory.credits": ("Credits", "PATIENCE_S"),
-        "workers.memory.cuda": ("CudaStream", "CopyStream", "Mark", "is_recording_graph"),
-        "workers.memory.descriptors": (
-            "ANSWER_S",
-            "Lease",
-            "PACKET_BYTES",
-            "adopt",
-            "descriptor_socket",
-            "drop",
-            "leave_arena",
-            "notice_socket",
-            "notify",
-            "open_arena",
-            "reserve",
-        ),
-        "workers.memory.retention": (
-            "HeldArena",
-            "copy_name",
-            "counts",
-            "guard_name",
-            "in_use",
-            "is_copy",
-            "is_guard",
-            "is_parity",
-            "owner_of",
-            "reapable",
-            "replica_parity_name",
-            "split_name",
-        ),
+        "workers.memory.cuda": ("CopyStream", "CudaStream", "Mark", "is_recording_graph"),
         "workers.memory.slot_store": ("ArenaStore",),
         "workers.memory.versions": (
             "LocalPart",

@@ -29,12 +29,7 @@ _AGAIN_S: Final = 0.002
 
 
 class Credits:
-    """The credits of one node, as one rank uses them.
-
-    Args:
-        directory: Directory of the node's keeper.
-        num: How many there are; None for as many as suit this machine.
-    """
+    """The credits of one node, as one rank uses them; by default as many as suit the machine."""
 
     def __init__(self, directory: Path, num: int | None = None) -> None:
         self._folder = directory / _FOLDER

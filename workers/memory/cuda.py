@@ -47,11 +47,7 @@ class CopyStream(Protocol):
 
 
 class CudaStream:
-    """A CUDA stream of its own.
-
-    Args:
-        device: Device of the sources.
-    """
+    """A CUDA stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -8,7 +8,6 @@ hands. Only processes of the same user on the same machine can connect, and noth
     {"do": "open", "arena": "w0007.0"}                                         ->  {"ok": {}}  + fd
     {"do": "adopt", "arena": "w0007.0"}  + fd                                  ->  {"ok": {}}
     {"do": "leave", "arena": "replica0/w0007.0"}                               ->  {"ok": {}}
-    {"do": "drop", "arena": "w0007.0"}                                         ->  {"ok": {}}
     a request that the keeper cannot serve                  ->  {"refused": "why, what to do"}
 
 A datagram socket beside it takes notices, which are never answered:
@@ -39,7 +38,6 @@ __all__ = [
     "Lease",
     "adopt",
     "descriptor_socket",
-    "drop",
     "leave_arena",
     "notice_socket",
     "notify",
@@ -69,9 +67,6 @@ class Lease:
     """A trainer's arenas at its keeper: hands them over again after the keeper was restarted.
 
     Not safe to use from several threads at once.
-
-    Args:
-        path: The keeper's descriptor socket.
     """
 
     def __init__(self, path: Path) -> None:
@@ -158,15 +153,6 @@ def leave_arena(path: Path, arena_name: str) -> None:
         ArenaError: The keeper is not there.
     """
     _ask(path, {"do": "leave", "arena": arena_name})
-
-
-def drop(path: Path, arena_name: str) -> None:
-    """Have the keeper free an arena.
-
-    Raises:
-        ArenaError: The keeper is not there.
-    """
-    _ask(path, {"do": "drop", "arena": arena_name})
 
 
 def notify(path: Path, arena_name: str) -> bool:

@@ -47,10 +47,8 @@ class SnapshotMemory:
     def beside(self, names: Sequence[str]) -> list[SnapshotMemory]:
         """Return further memory, for what this worker saves for other ranks.
 
-        Memory under other names is given up: the keeper has it while its versions may be needed.
-
-        Args:
-            names: Names, made by ``workers.memory.retention``.
+        Memory under other names (``workers.memory.retention``) is given up: the keeper has it while
+        its versions may be needed.
         """
         for name, memory in self._beside.items():
             if name not in names:

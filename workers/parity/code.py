@@ -68,11 +68,11 @@ def add(parity: Parities, index: int, data: Buffer, offset_bytes: int = 0) -> No
     end = offset_bytes + len(source)
     _check_member(targets, size, index, end)
     if offset_bytes < 0:
-        raise ParityError(f"member {index}: a piece begins at {offset_bytes}", index=index)
+        raise ParityError(f"member {index}: its bytes begin at {offset_bytes}", index=index)
     for start, stop in _blocks(offset_bytes, end, size):
         low, high = max(start, offset_bytes), min(stop, end)
-        piece = source[low - offset_bytes : high - offset_bytes]
-        _fold(targets, start, stop, index, piece, low)
+        chunk = source[low - offset_bytes : high - offset_bytes]
+        _fold(targets, start, stop, index, chunk, low)
 
 
 def rebuild(
@@ -120,8 +120,8 @@ def rebuild(
             _fold(syndromes, 0, stop - start, index, source[start:stop], 0)
         solved = _solve(syndromes, sorted(missing), scratch[-1][: stop - start])
         for index, block in solved.items():
-            piece = outputs[index][start:stop]
-            piece[:] = block[: len(piece)]
+            chunk = outputs[index][start:stop]
+            chunk[:] = block[: len(chunk)]
 
 
 def _solve(syndromes: dict[int, _Array], missing: list[int], spare: _Array) -> dict[int, _Array]:
@@ -150,26 +150,26 @@ def _product(block: _Array, exponent: int, target: _Array) -> _Array:
 
 
 def _fold(
-    targets: Mapping[int, _Array], start: int, stop: int, index: int, piece: _Array, low: int
+    targets: Mapping[int, _Array], start: int, stop: int, index: int, chunk: _Array, low: int
 ) -> None:
-    """Add the bytes ``piece`` at ``low`` of member ``index`` to one block of the parities."""
-    if not len(piece):
+    """Add the bytes ``chunk`` at ``low`` of member ``index`` to one block of the parities."""
+    if not len(chunk):
         return
     if P in targets:
-        target = targets[P][low : low + len(piece)]
-        target ^= piece
+        target = targets[P][low : low + len(chunk)]
+        target ^= chunk
     if Q in targets:
-        _times(targets[Q][start:stop], index, piece, low - start)
+        _times(targets[Q][start:stop], index, chunk, low - start)
 
 
-def _times(block: _Array, exponent: int, piece: _Array, offset: int) -> None:
-    """Add A**exponent times a block, which is zero outside of ``piece``, to ``block``."""
+def _times(block: _Array, exponent: int, chunk: _Array, offset: int) -> None:
+    """Add A**exponent times a block, which is zero outside of ``chunk``, to ``block``."""
     packet = len(block) // _PACKETS
     for column in range(offset // packet, _PACKETS):
-        low, high = max(offset, column * packet), min(offset + len(piece), (column + 1) * packet)
+        low, high = max(offset, column * packet), min(offset + len(chunk), (column + 1) * packet)
         if low >= high:
             return
-        source = piece[low - offset : high - offset]
+        source = chunk[low - offset : high - offset]
         for row in _ROWS[exponent][column]:
             shift = (row - column) * packet
             target = block[low + shift : high + shift]

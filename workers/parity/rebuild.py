@@ -55,7 +55,7 @@ def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> 
     Args:
         record: What to make.
         parts: The members of the record by place, without the node's own.
-        body: Body of the slot, writable; see ``slot_bytes``.
+        body: Body of the slot, ``slot_bytes`` long.
 
     Returns:
         Data bytes and record bytes, to finish the slot with.
@@ -69,18 +69,18 @@ def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> 
     blocks = [target[which * size : (which + 1) * size] for which in range(record.num_parities)]
     for block in blocks:
         block[:] = 0
-    pieces = [
-        (which, piece, place)
+    data_blocks = [
+        (which, data_block, place)
         for which, stripe in enumerate(stripes.parities_of(record.place))
-        for piece, place in _data_blocks(record, stripe)
+        for data_block, place in _data_blocks(record, stripe)
     ]
     for turn in range(0, size, _TURN_BYTES):
-        for which, piece, place in pieces:
-            stop = min(piece.start + turn + _TURN_BYTES, piece.stop)
-            for low in range(piece.start + turn, stop, _WINDOW_BYTES):
+        for which, data_block, place in data_blocks:
+            stop = min(data_block.start + turn + _TURN_BYTES, data_block.stop)
+            for low in range(data_block.start + turn, stop, _WINDOW_BYTES):
                 window = memoryview(scratch)[: min(_WINDOW_BYTES, stop - low)]
                 parts[place].fill(low, [window])
-                add({which: blocks[which]}, piece.index, window, low - piece.start)
+                add({which: blocks[which]}, data_block.index, window, low - data_block.start)
     data_bytes = record.num_parities * size
     packed = record.to_bytes()
     body[data_bytes : data_bytes + len(packed)] = packed
@@ -90,9 +90,9 @@ def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> 
 def _data_blocks(record: ParityRecord, stripe: int) -> Iterator[tuple[DataBlock, int]]:
     """Yield the non-empty data blocks of a stripe, with the places of their members."""
     for place, length in enumerate(record.lengths):
-        for piece in record.stripes.blocks(place, length):
-            if piece.stripe == stripe:
-                yield piece, place
+        for data_block in record.stripes.blocks(place, length):
+            if data_block.stripe == stripe:
+                yield data_block, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +152,7 @@ class _Plan:
 
 
 class Group:
-    """What is left of a version of one group, and how the rest is computed.
-
-    Args:
-        parities: The remaining slots of parities, at least one.
-        parts: The remaining parts of this version; those of other groups are ignored.
+    """The remaining parities (at least one) and parts of a version of one group.
 
     Raises:
         ParityError: A record is damaged, or contradicts another one or a part.
@@ -224,12 +220,14 @@ class Group:
         size = self.record.stripes.block_bytes
         present: dict[int, _Range] = {}
         missing: dict[int, int] = {}
-        for piece, place in _data_blocks(self.record, stripe):
+        for data_block, place in _data_blocks(self.record, stripe):
             if place in self._present:
-                where = _Range(self._present[place], piece.start, piece.stop - piece.start)
-                present[piece.index] = where
+                where = _Range(
+                    self._present[place], data_block.start, data_block.stop - data_block.start
+                )
+                present[data_block.index] = where
             else:
-                missing[piece.index] = piece.stop - piece.start
+                missing[data_block.index] = data_block.stop - data_block.start
         left = {
             which: _Range(self._parities[place], which * size, size)
             for which, place in enumerate(self.record.stripes.holders(stripe))
@@ -260,7 +258,7 @@ class ParityPart:
         assert member is not None, f"place {place} has no part"
         self._held = _held(record, member)
         self._record = own_record
-        self._pieces = list(record.stripes.blocks(place, record.lengths[place]))
+        self._blocks = list(record.stripes.blocks(place, record.lengths[place]))
         self._block_bytes = record.stripes.block_bytes
         self._plans = plans
 
@@ -277,23 +275,23 @@ class ParityPart:
             raise StorageError(
                 f"the part of rank {self._held.rank} ends before byte {end}", rank=self._held.rank
             )
-        for piece in self._pieces:
-            start, stop = max(piece.start, offset_bytes), min(piece.stop, end)
-            for found in self._read(piece, start - piece.start, stop - piece.start):
+        for data_block in self._blocks:
+            start, stop = max(data_block.start, offset_bytes), min(data_block.stop, end)
+            for found in self._read(data_block, start - data_block.start, stop - data_block.start):
                 left = _pour(found, left)
         if self._record is not None and left:
             data_bytes = self._held.data_bytes
             start = max(offset_bytes, data_bytes) - data_bytes
             _pour(self._record.read(start, end - data_bytes), left)
 
-    def _read(self, piece: DataBlock, start: int, stop: int) -> Iterator[_Array]:
+    def _read(self, data_block: DataBlock, start: int, stop: int) -> Iterator[_Array]:
         """Yield the bytes ``start`` to ``stop`` of a block, in order."""
-        plan = self._plans[piece.stripe]
+        plan = self._plans[data_block.stripe]
         grain = plan.grain_bytes
         while start < stop:
             low = start // grain * grain
             high = min(low + _WINDOW_BYTES, -(-stop // grain) * grain, self._block_bytes)
-            found = plan.rebuild(piece.index, low, high)[start - low : stop - low]
+            found = plan.rebuild(data_block.index, low, high)[start - low : stop - low]
             yield found
             start += len(found)
 
@@ -309,10 +307,6 @@ def _is_whole(record: _Range) -> bool:
 def lost_parts(parities: Sequence[Part], parts: Sequence[Part]) -> list[ParityPart]:
     """Return the parts of a version that no memory holds, of all groups of the parities.
 
-    Args:
-        parities: All slots of parities of the version that were found.
-        parts: All parts of it that were found.
-
     Raises:
         ParityError: A record is damaged or contradicts a part, or a group has lost too much.
         StorageError: A parity is not there any more.
@@ -326,14 +320,10 @@ def lost_parts(parities: Sequence[Part], parts: Sequence[Part]) -> list[ParityPa
 def damaged(parities: Sequence[_P], members: Sequence[_P]) -> list[_P]:
     """Return the parities or parts of a version that are proven to be damaged.
 
-    For a part that was computed wrongly. Parity does not tell which source is wrong, but every part
-    has checksums: parts are read and verified, and a parity is suspected if the computation
-    succeeds without it. Reads everything several times; finds nothing if several parities are
-    damaged.
-
-    Args:
-        parities: The parities that parts were computed from.
-        members: The parts that they were computed with.
+    For a part that was computed wrongly from ``parities`` and ``members``. Parity does not tell
+    which source is wrong, but every part has checksums: parts are read and verified, and a parity
+    is suspected if the computation succeeds without it. Reads everything several times; finds
+    nothing if several parities are damaged.
 
     Raises:
         StorageError: A source is not there any more.

@@ -110,11 +110,7 @@ def slot_bytes(lengths: Sequence[int], *, num_parities: int) -> int:
 
 
 def write_draft(record: ParityRecord, body: memoryview) -> tuple[int, int]:
-    """Write the record of a parity that was made from a replica, at the end of its slot.
-
-    Args:
-        record: A draft.
-        body: Body of the slot: ``slot_bytes`` and room for all members' records.
+    """Write a draft at the end of a slot with room for all members' records.
 
     Returns:
         Data bytes and record bytes, to finish the slot with.
@@ -126,15 +122,10 @@ def write_draft(record: ParityRecord, body: memoryview) -> tuple[int, int]:
 
 
 def complete_draft(made: Part, parts: Mapping[int, Part], body: memoryview) -> None:
-    """Add the records of all members to a parity that was made from a replica.
+    """Add the records of all members, by place, to a parity that was made from a replica.
 
     Does nothing if they are there. Nobody else writes there until the slot is begun again, and then
     this version does not count.
-
-    Args:
-        made: The slot as ``write_draft`` left it.
-        parts: The members by place.
-        body: Body of the slot.
 
     Raises:
         ParityError: It has other members, or no room for their records.

@@ -55,12 +55,8 @@ def partners(groups: Groups, domains: Mapping[str, str], copies: int) -> dict[st
     """Return, for each node, the others of its group that keep copies of its data.
 
     The next ones in the group, so that each node keeps as many copies as are kept of it. But a node
-    of a domain without a copy comes first, even if it then keeps more than its share.
-
-    Args:
-        groups: Nodes in their order.
-        domains: The domain of every node.
-        copies: How many are wanted; a smaller group has as many as other nodes.
+    of a domain without a copy comes first, even if it then keeps more than its share. A small group
+    has fewer copies than asked for.
     """
     num_kept: Counter[str] = Counter()
     found: dict[str, tuple[str, ...]] = {}

@@ -141,12 +141,8 @@ class Placement:
 def place(nodes: Sequence[Node], rank_bytes: int, rules: PlacementRules) -> Placement:
     """Return how snapshots are to be protected.
 
-    The tolerance is lowered if it cannot be met; the reason says so.
-
-    Args:
-        nodes: All nodes of the run.
-        rank_bytes: The largest rank's part of a version; 0 if not known yet.
-        rules: What is asked for.
+    The tolerance is lowered if it cannot be met; the reason says so. ``rank_bytes`` is the size of
+    the largest rank's part of a version, 0 if not known yet.
     """
     known = {node.name: node for node in sorted(nodes, key=lambda node: node.name)}
     sizes = {"size_min": rules.tolerance + 1, "size_max": rules.group_max}

@@ -114,10 +114,10 @@ class ProgressRecord:
         draft, memory = map_draft(path, _PAGE_BYTES)
         _, started_ticks = process_state(os.getpid())
         _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, os.getpid(), started_ticks, worker.encode())
-        page = cls(memory)
+        record = cls(memory)
         draft.replace(path)
-        threading.Thread(target=page._beat, daemon=True, name="beat").start()
-        return page
+        threading.Thread(target=record._beat, daemon=True, name="beat").start()
+        return record
 
     def close(self) -> None:
         """Stop the beat. The record stays readable."""
@@ -190,11 +190,7 @@ class ProgressRecord:
 
 
 class ProgressReader:
-    """The reading end, kept open; a look takes microseconds.
-
-    Args:
-        memory: The mapped record; see ``open_progress``.
-    """
+    """The reading end, kept open (``open_progress``); a look takes microseconds."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -256,7 +252,7 @@ def report_on(
     """Return what is seen of ``worker`` from outside its process.
 
     Args:
-        worker: Worker id for the report.
+        worker: Worker id.
         view: Its progress record; None is reported as a process that is gone.
         ring: Attempt and groups in its record ring; ignored if of another attempt.
         now_ns: The machine's monotonic clock, which ages count to.
@@ -298,9 +294,7 @@ def _is_starved(view: ProgressView) -> bool:
 def process_state(pid: int, *, thread: int = 0) -> tuple[str, int]:
     """Return the kernel's state letter and start time in ticks; ("X", 0) if gone.
 
-    Args:
-        pid: The process.
-        thread: A thread of it, to return the state of that.
+    With ``thread``, those of that thread of the process.
     """
     place = f"/proc/{pid}/task/{thread}/stat" if thread else f"/proc/{pid}/stat"
     try:

@@ -127,10 +127,7 @@ class _GroupWriter:
 class RecordRing:
     """The writing end, thread-safe. One per attempt; replaces what was at ``path`` atomically.
 
-    Args:
-        path: File to create, in memory-backed storage such as ``/dev/shm``.
-        attempt: The attempt.
-        num_ranks: World size; bounds the room for the groups' members.
+    ``path`` is in memory-backed storage; ``num_ranks`` bounds the room for the groups' members.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, attempt: int, num_ranks: int) -> None:
@@ -260,11 +257,7 @@ class RecordRing:
 
 
 class RingReader:
-    """The reading end, kept open across attempts: mapping a ring costs more than reading it.
-
-    Args:
-        path: The ring's file; need not be there.
-    """
+    """The reading end, kept open across attempts: mapping a ring costs more than reading it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -399,7 +392,7 @@ def _read_group(memory: mmap.mmap, index: int, now_ns: int) -> GroupState | None
         group=name[:length].decode(errors="replace"),
         ranks=struct.unpack_from(f"<{count}I", memory, _ints_offset(first)),
         entered_seq=entered,
-        # Whoever waits for a number has use for the earlier ones' results only afterwards.
+        # A rank that waits for a collective uses the earlier ones' results only afterwards.
         finished_seq=max(finished, waited - 1),
         op=OPS[op],
         size_bytes=size_bytes,

@@ -72,10 +72,7 @@ def into_buckets(
 ) -> list[tuple[TensorRange, ...]]:
     """Divide tensors into buckets, in order; tensors are divided only at blocks.
 
-    Args:
-        sizes_bytes: Size of each tensor.
-        bucket_bytes: The most of a bucket; a multiple of ``block_bytes``.
-        block_bytes: Unit of the checksums.
+    ``bucket_bytes`` is a multiple of ``block_bytes``, the unit of the checksums.
     """
     buckets: list[tuple[TensorRange, ...]] = []
     bucket: list[TensorRange] = []
@@ -102,10 +99,8 @@ def bucket_releases(num_buckets: int, gaps_s: Sequence[float], bucket_s: float) 
     pass), so using the gaps of the step before also staggers the stages. Buckets that do not fit
     are spread over the first half of the step.
 
-    Args:
-        num_buckets: Buckets of the snapshot.
-        gaps_s: How long the device was idle behind each mark; a snapshot begins at the first.
-        bucket_s: How long a bucket takes to leave.
+    ``gaps_s`` is how long the device was idle behind each mark, from the begin of a snapshot on;
+    ``bucket_s`` is how long a bucket takes to leave.
     """
     fits = [int(gap_s / bucket_s) for gap_s in gaps_s]
     num_in_gaps = min(num_buckets, sum(fits))
@@ -135,12 +130,8 @@ class _Told(NamedTuple):
 class DeviceCopy:
     """Copies of a state off its device, one at a time.
 
-    The training thread calls ``begin``, ``passed`` and ``hold_update``, another one ``run``.
-
-    Args:
-        node: Credits of the node.
-        block_bytes: Unit of the checksums.
-        stream: How to copy; by default a CUDA stream if something is on a device, else at once.
+    The training thread calls ``begin``, ``passed`` and ``hold_update``, another one ``run``. By
+    default the copies go over a CUDA stream if something is on a device, else at once.
     """
 
     def __init__(self, node: Credits, block_bytes: int, stream: CopyStream | None = None) -> None:
@@ -217,8 +208,7 @@ class DeviceCopy:
     def passed(self, *, ends: bool) -> None:
         """Note where, in the device's work, a pass of a step begins or ends; from any thread.
 
-        Args:
-            ends: A pass ends: the device is idle from there until the next one begins.
+        From an end the device is idle until the next pass begins.
         """
         with self._lock:
             self._num_told += 1

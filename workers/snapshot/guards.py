@@ -33,14 +33,10 @@ log = logging.getLogger(__name__)
 
 
 class Guards:
-    """The shares of other ranks that one rank saves in one attempt.
+    """The shares of other ranks, named by the assignment, that one rank saves in one attempt.
 
     Only ``takes`` and ``capture`` are quick. The training thread calls these, and never while
     another call runs.
-
-    Args:
-        memory: Memory of this worker.
-        assignment: Says whose shares they are.
     """
 
     def __init__(self, memory: SnapshotMemory, assignment: Assignment) -> None:
@@ -77,9 +73,7 @@ class Guards:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Copy all shares; return (targets, sources) of what is to be copied off a device.
 
-        Args:
-            step: The step after which.
-            kept: Attempt and step of the newest version that all ranks have; it is not overwritten.
+        ``kept`` is attempt and step of the newest version that all ranks have: not overwritten.
         """
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -105,9 +99,8 @@ class Guards:
     def complete(self, state: Captured, *, check: Callable[[], None]) -> None:
         """Write the records of what was captured.
 
-        Args:
-            state: What was captured.
-            check: Called before each share is completed; if it raises, the share stays incomplete.
+        ``check`` is called before each share is completed; if it raises, the share stays
+        incomplete.
         """
         for share in self._shares:
             if share.arena is None or share.slot < 0:

@@ -111,12 +111,7 @@ class ReplicaParity:
     def capture(
         self, step: int, kept: tuple[int, int] | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Compute the parity; return (targets, sources) of what is to be copied off a device.
-
-        Args:
-            step: The step after which.
-            kept: Attempt and step of the newest version that all ranks have; it is not overwritten.
-        """
+        """Compute the parity; return (targets, sources) of what is to be copied off a device."""
         self._slot = -1
         if self._arena is None or self._draft is None:
             return [], []
@@ -147,12 +142,7 @@ class ReplicaParity:
         return [], []
 
     def complete(self, state: Captured, *, check: Callable[[], None]) -> None:
-        """Write the draft record; the keeper completes it.
-
-        Args:
-            state: What was captured.
-            check: Called before the slot is completed; if it raises, the slot stays incomplete.
-        """
+        """Write the draft record; the keeper completes it. ``check`` as for ``Guards``."""
         if self._arena is None or self._slot < 0 or self._arena.held(self._slot) is not None:
             return
         assert self._draft is not None
@@ -237,11 +227,8 @@ def folds(
 ) -> list[tuple[_Run, list[Any]]]:
     """Return the byte ranges of a stripe's parity, each with the views to XOR for it.
 
-    Args:
-        stripes: Of the members' data.
-        stripe: The stripe.
-        members: By place, all data of each member in order, as flat arrays or tensors of bytes.
-        window_bytes: The most of a range.
+    ``members`` has all data of each member, by place and in order, as flat arrays or tensors of
+    bytes; a range has at most ``window_bytes``.
     """
     size = stripes.block_bytes
     blocks = [_block(stripes, stripe, place, members[place]) for place in sorted(members)]
@@ -267,12 +254,12 @@ def _block(
     """Return the bytes of a member in its block of a stripe, and where they lie in the block."""
     length = sum(map(len, data))
     runs: list[tuple[_Run, Any]] = []
-    for piece in stripes.blocks(place, length):
+    for data_block in stripes.blocks(place, length):
         end = 0
-        for each in data if piece.stripe == stripe else ():
+        for each in data if data_block.stripe == stripe else ():
             start, end = end, end + len(each)
-            low, high = max(start, piece.start), min(end, piece.stop)
+            low, high = max(start, data_block.start), min(end, data_block.stop)
             if low < high:
-                where = (low - piece.start, high - piece.start)
+                where = (low - data_block.start, high - data_block.start)
                 runs.append((where, each[low - start : high - start]))
     return runs

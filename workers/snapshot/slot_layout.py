@@ -129,12 +129,7 @@ class SlotLayout:
 
 
 class HostTensors:
-    """The bytes of tensors that are copied again and again.
-
-    Args:
-        tensors: Of any dtype, on any device.
-        block_bytes: Unit of the checksums.
-    """
+    """The bytes of tensors, of any dtype on any device, that are copied again and again."""
 
     def __init__(self, tensors: Sequence[Tensor], *, block_bytes: int) -> None:
         self._tensors = tensors

@@ -161,12 +161,8 @@ class SnapshotWriter:
     def capture(self, state: Captured, *, kept_step: int = -1) -> bool:
         """Copy the state into a slot; return whether that was possible.
 
-        The previous snapshot must be complete: see ``is_behind`` and ``wait``.
-
-        Args:
-            state: What to copy.
-            kept_step: Step of this attempt that every rank and its peers have; it is not
-                overwritten.
+        The previous snapshot must be complete: see ``is_behind`` and ``wait``. Every rank and its
+        peers have the snapshot of ``kept_step``: it is not overwritten.
         """
         assert self._idle.is_set(), "one snapshot at a time"
         self._captured = None
@@ -198,11 +194,7 @@ class SnapshotWriter:
         self._captured = _Copied(slot, state, begun_s, blocks or [])
 
     def complete(self, *, pin: bool) -> None:
-        """Complete the captured snapshot in the background.
-
-        Args:
-            pin: Whether the keeper is to store it.
-        """
+        """Complete the captured snapshot in the background; ``pin`` it to have it stored."""
         assert self._captured is not None, "nothing was captured"
         copied = self._captured
         self._put(lambda: self._complete(copied, pin=pin))
@@ -247,10 +239,7 @@ class SnapshotWriter:
         """Take a snapshot of the state that this rank leaves with, although it may be fenced.
 
         Call it before the rank says that it has left: until then the attempt is not over.
-
-        Args:
-            state: The state after the last step.
-            fallback: Says which slot can be spared.
+        ``fallback`` says which slot can be spared.
 
         Returns:
             Whether it is complete; otherwise nothing that counted before is lost.

@@ -58,10 +58,6 @@ class _Range(NamedTuple):
 class WireClient:
     """Reads from one peer's keeper. Thread-safe: each thread has its own connection.
 
-    Args:
-        address: Where the peer's ``WireServer`` listens.
-        secret: The secret of that keeper.
-
     Attributes:
         num_connections: Connections made so far by all threads. The peer forgets with each closed
             one what it was told over it.
@@ -88,15 +84,8 @@ class WireClient:
     ) -> None:
         """Fill ``targets``, one after the other, from ``offset_bytes`` of the slot's body on.
 
-        A broken connection is made again, and the read continues where it broke off.
-
-        Args:
-            arena: Name of the peer's arena.
-            held: The version in it.
-            offset_bytes: Where to begin.
-            targets: Writable buffers.
-            is_unchecked: Whether the caller verifies the bytes end to end, so that chunks need no
-                crc32.
+        A broken connection is made again, and the read continues where it broke off. Chunks carry
+        no crc32 if ``is_unchecked``: the caller then verifies the bytes end to end.
 
         Raises:
             StorageError: The peer refuses (then ``facts["refused"]``), cannot be reached, or sends
@@ -134,12 +123,6 @@ class WireClient:
 
         The peer then sends one range while this thread works on another. Only a hint: a thread that
         reads something else gets a new connection, and errors show when it reads.
-
-        Args:
-            arena: Name of the peer's arena.
-            held: The version in it.
-            ranges: ``(offset_bytes, size_bytes)`` in the slot's body.
-            is_unchecked: As for ``read``.
         """
         asked = self._asked
         some = [each for each in ranges if each[1]]
@@ -325,11 +308,7 @@ class WireClient:
 class RemotePart:
     """One rank's part of a version in a peer's memory; see ``workers.memory.versions.Part``.
 
-    Args:
-        client: Client of the peer.
-        arena: Name of its arena.
-        held: The version in it.
-        is_unchecked: Whether a load verifies all bytes against the part's record.
+    ``is_unchecked`` if a load verifies all bytes against the part's record.
     """
 
     def __init__(

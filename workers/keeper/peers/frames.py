@@ -134,14 +134,10 @@ def send(
     stall_s: float = 0.0,
     moved: Callable[[], object] = lambda: None,
 ) -> None:
-    """Send all of ``data``.
+    """Send all of ``data`` over a connection with ``limit_waits``.
 
-    Args:
-        connection: See ``limit_waits``.
-        data: The bytes.
-        flags: Flags of ``socket.send``.
-        stall_s: How long the peer may take nothing, if longer than the limit.
-        moved: Called whenever some bytes went out.
+    The peer may take nothing for ``stall_s``, if that is longer than the limit. ``moved`` is called
+    whenever some bytes went out.
 
     Raises:
         OSError: The connection broke, or the peer takes nothing for too long.
@@ -286,10 +282,10 @@ def behind(views: Sequence[memoryview], size_bytes: int) -> list[memoryview]:
     """Return ``views`` without their first ``size_bytes``."""
     left: list[memoryview] = []
     for view in views:
-        cut = min(size_bytes, len(view))
-        size_bytes -= cut
-        if cut < len(view):
-            left.append(view[cut:])
+        taken = min(size_bytes, len(view))
+        size_bytes -= taken
+        if taken < len(view):
+            left.append(view[taken:])
     return left
 
 
@@ -308,11 +304,7 @@ class Refused(Exception):  # noqa: N818  an answer, not a failure
 
 
 class RateLimit:
-    """A token bucket of one second's worth; whoever overdraws it sleeps.
-
-    Args:
-        bytes_per_s: 0 is no limit.
-    """
+    """A token bucket of one second's worth, unlimited at 0; whoever overdraws it sleeps."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s

@@ -41,15 +41,7 @@ def wanted(parts: Sequence[Held], lineage: Lineage) -> Held | None:
 
 
 class Mirror(Replication):
-    """Copies the newest versions of one peer's ranks in its own thread until ``stop``.
-
-    Args:
-        slots: Takes the copies, under ``copy_name``; its lineage says which versions count.
-        peer: The peer.
-        secret: Secret of the peer's keeper.
-        on_problem: See ``Replication``.
-        niceness: See ``Replication``.
-    """
+    """Copies the newest versions of one peer's ranks, under ``copy_name``, until ``stop``."""
 
     def __init__(
         self,

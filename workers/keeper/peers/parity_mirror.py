@@ -38,10 +38,7 @@ _PREFIX: Final = "parity"
 def parity_name(row: int, attempt: int, number: int = 0) -> str:
     """Return the name of the arena with a node's parities of a row.
 
-    Args:
-        row: Row of the group.
-        attempt: Attempt of the group.
-        number: How many arenas of the row became too small before.
+    ``number`` counts the arenas of the row that became too small before.
     """
     return f"{_PREFIX}/{row}{f'-{number}' if number else ''}.{attempt}"
 
@@ -60,14 +57,7 @@ _Versions = Mapping[int, Mapping[int, _Found]]
 
 
 class ParityMirror(Replication):
-    """Keeps this node's parities of a group in its own thread until ``stop``.
-
-    Args:
-        slots: Takes the parities, under ``parity_name``.
-        group: The group.
-        on_problem: See ``Replication``.
-        niceness: See ``Replication``.
-    """
+    """Keeps this node's parities of a group, under ``parity_name``, until ``stop``."""
 
     def __init__(
         self,
@@ -143,7 +133,7 @@ class ParityMirror(Replication):
                 if row < len(place.ranks)
             }
             there = {index: each for index, each in found.items() if each is not None}
-            # Some have written over it, and so there is a newer one.
+            # Some ranks have overwritten it: there is a newer version.
             make = self._complete_row if self._group.over_replicas else self._make_row
             if len(there) < len(found) or not make(row, step, there):
                 return False
@@ -168,11 +158,11 @@ class ParityMirror(Replication):
             raise ArenaError(f"the parity of rank {rank} is of no use: {error}") from error
         except StorageError as error:
             if error.facts.get("refused", True):
-                # Written over: the next listing has what is there now.
+                # Overwritten: the next listing has what is there now.
                 return False
             raise
         except ValueError:
-            # An arena was let go of under our hands.
+            # An arena was freed meanwhile.
             return False
         return True
 
@@ -215,18 +205,18 @@ class ParityMirror(Replication):
         }
         try:
             slot = arena.choose(self._slots.lineage, kept=self._kept)
-            # No rank's: whoever takes it for one must find that there is none.
+            # Not a rank: a reader that takes it for one must find none.
             rank = -1 - group.place
             arena.begin(slot, attempt=group.attempt, step=step, rank=rank, world_size=world_size)
             data_bytes, record_bytes = write(record, parts, arena.body(slot))
             arena.finish(slot, data_bytes=data_bytes, record_bytes=record_bytes)
         except StorageError as error:
             if error.facts["refused"]:
-                # Written over: the next listing has what is there now.
+                # Overwritten: the next listing has what is there now.
                 return False
             raise
         except ValueError:
-            # The arena was let go of under our hands.
+            # The arena was freed meanwhile.
             return False
         return True
 

@@ -27,13 +27,13 @@ _REPEAT_S: Final = 30.0
 
 
 class Replication(ABC):
-    """What the mirrors have in common. The thread starts with ``_start``.
+    """What the mirrors have in common: a thread that starts with ``_start``.
 
     Args:
         what: What is done for the peers; a report appends "fails".
-        clients: Clients of the peers.
+        clients: Of the peers.
         on_problem: Called from the thread with a line for each problem, every 30 s while it lasts.
-        niceness: Niceness of the thread.
+        niceness: Of the thread.
     """
 
     def __init__(

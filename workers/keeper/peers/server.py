@@ -96,10 +96,10 @@ class WireServer:
 
     Args:
         slots: The node's arenas.
-        host: Address to listen on: of the data network, not any.
-        secret: Secret of this keeper.
+        host: Address on the data network, not any.
+        secret: Of this keeper.
         bytes_per_s: Limit over all connections; 0 is none.
-        niceness: Niceness of the sending threads.
+        niceness: Of the sending threads.
     """
 
     def __init__(

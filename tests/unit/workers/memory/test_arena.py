@@ -26,7 +26,6 @@ from workers.memory import (
     Lease,
     adopt,
     descriptor_socket,
-    drop,
     notify,
     open_arena,
     reserve,
@@ -42,11 +41,16 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[Path]:
+def held() -> NodeSlots:
+    return NodeSlots(budget_bytes=1 << 20)
+
+
+@pytest.fixture
+def served(tmp_path: Path, held: NodeSlots) -> Iterator[Path]:
     path = descriptor_socket(tmp_path)
-    served = DescriptorServer(path, NodeSlots(budget_bytes=1 << 20))
+    server = DescriptorServer(path, held)
     yield path
-    served.close()
+    server.close()
 
 
 def _write(arena: Arena, step: int, data: bytes, *, attempt: int = 1) -> int:
@@ -193,15 +197,15 @@ time.sleep(60)
 """
 
 
-def test_what_a_trainer_wrote_survives_its_kill(door: Path) -> None:
+def test_what_a_trainer_wrote_survives_its_kill(served: Path) -> None:
     """That is what the keeper is for; and the version that the kill cut short is not there."""
-    command = [sys.executable, "-c", _TRAINER, str(door)]
+    command = [sys.executable, "-c", _TRAINER, str(served)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "written\n"
         os.kill(trainer.pid, signal.SIGKILL)
 
-    arena = open_arena(door, "w0001.0")
+    arena = open_arena(served, "w0001.0")
     (held,) = arena.versions()
     assert (held.attempt, held.step, held.rank, held.world_size) == (3, 12, 1, 2)
     assert bytes(arena.body(held.slot)[: held.data_bytes]) == b"state"
@@ -234,11 +238,11 @@ def test_a_lease_asks_the_same_keeper_once(tmp_path: Path) -> None:
     """It is looked at with every snapshot."""
     path = descriptor_socket(tmp_path)
     slots = NodeSlots(budget_bytes=1 << 20)
-    door = DescriptorServer(path, slots)
+    server = DescriptorServer(path, slots)
     mine = reserve(path, "w0001.0", body_bytes=4096, attempt=1)
     lease = Lease(path)
     assert lease.ensure("w0001.0", mine)
-    door.close()
+    server.close()
 
     assert lease.ensure("w0001.0", mine), "nobody was asked"
     path.unlink()
@@ -251,13 +255,13 @@ def test_an_arena_that_is_handed_over_again_is_the_same(tmp_path: Path) -> None:
     """Readers are in the middle of it."""
     path = descriptor_socket(tmp_path)
     slots = NodeSlots(budget_bytes=1 << 20)
-    door = DescriptorServer(path, slots)
+    server = DescriptorServer(path, slots)
     mine = reserve(path, "w0001.0", body_bytes=4096, attempt=1)
     before = slots.arena("w0001.0")
     adopt(path, "w0001.0", mine)
 
     assert slots.arena("w0001.0") is before
-    door.close()
+    server.close()
     mine.close()
     slots.drop("w0001.0")
 
@@ -265,13 +269,13 @@ def test_an_arena_that_is_handed_over_again_is_the_same(tmp_path: Path) -> None:
 def test_an_attempt_that_is_over_gets_no_memory(tmp_path: Path) -> None:
     """Nothing of attempt n is accepted after attempt n + 1 began."""
     slots = NodeSlots(budget_bytes=1 << 20)
-    door = DescriptorServer(descriptor_socket(tmp_path), slots)
+    server = DescriptorServer(descriptor_socket(tmp_path), slots)
     slots.fence(3, [(1, 0), (2, 0), (3, 5)])
 
     with pytest.raises(ArenaError, match="attempt 2 is over, attempt 3 has begun"):
         reserve(descriptor_socket(tmp_path), "w0001.1", body_bytes=4096, attempt=2)
     reserve(descriptor_socket(tmp_path), "w0001.1", body_bytes=4096, attempt=3).close()
-    door.close()
+    server.close()
     slots.drop("w0001.1")
 
 
@@ -280,13 +284,13 @@ def test_a_notice_wakes_who_waits_and_one_without_a_keeper_is_nothing(tmp_path: 
     path = descriptor_socket(tmp_path)
     notify(path, "w0001.1")
     slots = NodeSlots(budget_bytes=1 << 20)
-    door = DescriptorServer(path, slots)
+    server = DescriptorServer(path, slots)
     news = slots.wait_news(-1, 0.0)
     for _ in range(2000):
         notify(path, "w0001.1")
 
     assert slots.wait_news(news, 20.0) > news
-    door.close()
+    server.close()
     notify(path, "w0001.1")
 
 
@@ -307,25 +311,27 @@ def test_waiting_for_pins_is_not_disturbed_by_other_news() -> None:
 
 
 def test_a_guest_that_is_stopped_keeps_nobody_waiting(
-    door: Path, monkeypatch: pytest.MonkeyPatch
+    served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process can be stopped between its first and its second word."""
     monkeypatch.setattr(descriptor_server, "ANSWER_S", 60.0)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-        silent.connect(str(door))
+        silent.connect(str(served))
         start_s = time.monotonic()
-        reserve(door, "w0001.1", body_bytes=4096, attempt=1).close()
+        reserve(served, "w0001.1", body_bytes=4096, attempt=1).close()
 
         assert time.monotonic() - start_s < 60.0
 
 
-def test_memory_beyond_the_budget_is_refused_with_the_numbers(door: Path) -> None:
+def test_memory_beyond_the_budget_is_refused_with_the_numbers(
+    served: Path, held: NodeSlots
+) -> None:
     """Up front, by name: not by the kernel in the middle of the night."""
-    reserve(door, "w0001.0", body_bytes=200_000, attempt=1).close()
+    reserve(served, "w0001.0", body_bytes=200_000, attempt=1).close()
     with pytest.raises(ArenaError, match=r"w0002.0 need 600000 bytes .* of the node's 1048576"):
-        reserve(door, "w0002.0", body_bytes=200_000, attempt=1)
-    drop(door, "w0001.0")
-    reserve(door, "w0002.0", body_bytes=200_000, attempt=1).close()
+        reserve(served, "w0002.0", body_bytes=200_000, attempt=1)
+    held.drop("w0001.0")
+    reserve(served, "w0002.0", body_bytes=200_000, attempt=1).close()
 
 
 def test_memory_that_could_not_be_made_is_not_taken_for_used() -> None:
@@ -342,11 +348,11 @@ def test_memory_that_could_not_be_made_is_not_taken_for_used() -> None:
     slots.drop("w0.1")
 
 
-def test_a_worker_that_asks_again_gets_the_same_memory(door: Path) -> None:
+def test_a_worker_that_asks_again_gets_the_same_memory(served: Path) -> None:
     """A new attempt in the same process must find what the last one left."""
-    first = reserve(door, "w0001.0", body_bytes=4096, attempt=1)
+    first = reserve(served, "w0001.0", body_bytes=4096, attempt=1)
     _write(first, 1, b"one")
-    second = reserve(door, "w0001.0", body_bytes=4096, attempt=1)
+    second = reserve(served, "w0001.0", body_bytes=4096, attempt=1)
 
     assert [held.step for held in second.versions()] == [1]
     first.close()
@@ -354,21 +360,21 @@ def test_a_worker_that_asks_again_gets_the_same_memory(door: Path) -> None:
 
 
 def test_whoever_speaks_nonsense_at_the_door_is_refused_and_the_next_is_served(
-    door: Path,
+    served: Path,
 ) -> None:
     """One bad process must not take the node's snapshots with it."""
     with pytest.raises(ArenaError, match=r"no snapshot of w0009\.0"):
-        open_arena(door, "w0009.0")
+        open_arena(served, "w0009.0")
     with pytest.raises(ArenaError, match="does not answer"):
-        open_arena(door.with_name("nobody"), "w0001.0")
-    reserve(door, "w0001.0", body_bytes=4096, attempt=1).close()
+        open_arena(served.with_name("nobody"), "w0001.0")
+    reserve(served, "w0001.0", body_bytes=4096, attempt=1).close()
 
 
 def test_memory_that_the_node_has_not_is_refused_whatever_the_budget_says(tmp_path: Path) -> None:
     """The kernel would not refuse it: it would kill somebody later."""
     refused: dict[str, str] = {}
     slots = NodeSlots(budget_bytes=1 << 40, available=lambda: 80 << 20)
-    door = DescriptorServer(descriptor_socket(tmp_path), slots, refused.__setitem__)
+    server = DescriptorServer(descriptor_socket(tmp_path), slots, refused.__setitem__)
 
     with pytest.raises(ArenaError, match="the node has 16777216 left"):
         reserve(descriptor_socket(tmp_path), "w0001.1", body_bytes=10 << 20, attempt=1)
@@ -377,7 +383,7 @@ def test_memory_that_the_node_has_not_is_refused_whatever_the_budget_says(tmp_pa
     assert refused == {"w0001": ""}
     with pytest.raises(ArenaError, match="reserve the next generation"):
         reserve(descriptor_socket(tmp_path), "w0001.2", body_bytes=2 << 20, attempt=1)
-    door.close()
+    server.close()
     slots.drop("w0001.2")
 
 
