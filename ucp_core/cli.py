@@ -11,19 +11,10 @@ from typing import Annotated
 
 import typer
 
-from ucp_core.commands import EXIT_CHECKPOINT, EXIT_STORAGE, convert, inspect, tools
+from ucp_core.commands import EXIT_CHECKPOINT, EXIT_STORAGE, app
 from ucp_core.errors import StorageError, UcpError
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="Look into checkpoints, convert them and verify them. "
-    "Exit codes: 0 success, 1 missing or damaged checkpoint, 2 wrong usage, 3 storage refused.",
-)
-for module in (inspect, convert, tools):
-    module.register(app)
+__all__ = ["app", "main"]
 
 
 def _version(*, wanted: bool) -> None:

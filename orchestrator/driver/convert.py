@@ -133,7 +133,7 @@ def convert_command(  # noqa: PLR0913 - options of a command
         CapacityError: There is no cluster.
         UcpError: See ``convert_on_cluster``.
     """
-    from ucp_core.commands import memory_size, open_any, progress
+    from ucp_core.commands import conversion_facts, memory_size, open_any, progress
 
     memory_bytes = memory_size(memory)
     checkpoint = open_any(source, rules=rules, rename=rename, tag=tag)
@@ -155,16 +155,7 @@ def convert_command(  # noqa: PLR0913 - options of a command
             hosted.shutdown()
         else:
             ray.shutdown()
-    return {
-        "checkpoint": destination,
-        "step": result.checkpoint.step,
-        "tensors": len(result.checkpoint.state_map.entries),
-        "bytes": result.size_bytes,
-        "read_bytes": result.read_bytes,
-        "written_bytes": result.written_bytes,
-        "resumed_bytes": result.resumed_bytes,
-        "seconds": round(result.seconds, 3),
-    }
+    return conversion_facts(result, destination)
 
 
 def _connect(address: str) -> None:

@@ -1,4 +1,4 @@
-"""What the commands of ``ucp`` share: options, opening a source, progress, output."""
+"""What the commands of ``ucp`` share: the app, options, opening a source, progress, output."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 
 EXIT_CHECKPOINT = 1
 EXIT_STORAGE = 3
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Look into checkpoints, convert them and verify them. "
+    "Exit codes: 0 success, 1 missing or damaged checkpoint, 2 wrong usage, 3 storage refused.",
+)
+
 #: How often a bar moves.
 _REFRESH_S = 0.1
 

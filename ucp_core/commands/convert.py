@@ -13,6 +13,7 @@ from ucp_core.commands.console import (
     RulesFile,
     Source,
     Tag,
+    app,
     memory_size,
     open_any,
     print_facts,
@@ -24,21 +25,14 @@ from ucp_core.numerics import format_bytes
 from ucp_core.storage import open_store
 
 if TYPE_CHECKING:
+    from ucp_core.conversion import ConvertResult
     from ucp_core.layout import ParallelLayout
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to ``app``."""
-    app.command(
-        "convert",
-        epilog="Example: ucp convert runs/demo/checkpoints/step-00001200 exported --memory 512MiB",
-    )(convert_command)
-    app.command(
-        "plan",
-        epilog="Example: ucp plan global_step1000 --layout dp_shard=4,tp=2 --rules model.yaml",
-    )(plan_command)
-
-
+@app.command(
+    "convert",
+    epilog="Example: ucp convert runs/demo/checkpoints/step-00001200 exported --memory 512MiB",
+)
 def convert_command(  # noqa: PLR0913 - options of a command
     source: Source,
     destination: Annotated[str, typer.Argument(help="Directory or URL; new or empty.")],
@@ -73,20 +67,7 @@ def convert_command(  # noqa: PLR0913 - options of a command
             resume=resume,
             fsync=fsync,
         )
-    manifest = result.checkpoint.manifest
-    facts: dict[str, Any] = {
-        "checkpoint": destination,
-        "format": str(manifest.kind),
-        "step": manifest.step,
-        "tensors": len(manifest.state_map.entries),
-        "bytes": result.size_bytes,
-        "read_bytes": result.read_bytes,
-        "written_bytes": result.written_bytes,
-        "resumed_bytes": result.resumed_bytes,
-        "seconds": round(result.seconds, 3),
-        "processes": result.processes,
-        "threads": result.threads,
-    }
+    facts = conversion_facts(result, destination)
     if as_json:
         print_json(facts)
         return
@@ -99,6 +80,27 @@ def convert_command(  # noqa: PLR0913 - options of a command
         typer.echo(f"{format_bytes(result.resumed_bytes)} were done by an interrupted conversion")
 
 
+def conversion_facts(result: ConvertResult, destination: str) -> dict[str, Any]:
+    """Return what a conversion did, for programs."""
+    manifest = result.checkpoint.manifest
+    return {
+        "checkpoint": destination,
+        "format": str(manifest.kind),
+        "step": manifest.step,
+        "tensors": len(manifest.state_map.entries),
+        "bytes": result.size_bytes,
+        "read_bytes": result.read_bytes,
+        "written_bytes": result.written_bytes,
+        "resumed_bytes": result.resumed_bytes,
+        "seconds": round(result.seconds, 3),
+        "processes": result.processes,
+        "threads": result.threads,
+    }
+
+
+@app.command(
+    "plan", epilog="Example: ucp plan global_step1000 --layout dp_shard=4,tp=2 --rules model.yaml"
+)
 def plan_command(
     source: Source,
     *,

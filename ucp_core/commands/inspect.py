@@ -13,6 +13,7 @@ from ucp_core.commands.console import (
     RulesFile,
     Source,
     Tag,
+    app,
     open_any,
     print_facts,
     print_json,
@@ -25,17 +26,7 @@ if TYPE_CHECKING:
     from ucp_core.native import Checkpoint
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to ``app``."""
-    app.command(
-        "inspect",
-        epilog="Example: ucp inspect runs/demo/checkpoints/step-00001200 --tensors",
-    )(inspect_command)
-    app.command("verify", epilog="Example: ucp verify runs/demo/checkpoints/step-00001200")(
-        verify_command
-    )
-
-
+@app.command("inspect", epilog="Example: ucp inspect runs/demo/checkpoints/step-00001200 --tensors")
 def inspect_command(
     checkpoint: Source,
     *,
@@ -71,6 +62,7 @@ def inspect_command(
             typer.echo(f"{name}: {policy}, {note}")
 
 
+@app.command("verify", epilog="Example: ucp verify runs/demo/checkpoints/step-00001200")
 def verify_command(
     checkpoint: Source,
     rules: RulesFile = None,

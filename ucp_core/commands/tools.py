@@ -1,8 +1,7 @@
-"""Commands of ``ucp`` that take any source: compare two, write another format, look at a tensor."""
+"""``ucp diff`` compares, ``ucp export`` writes another format, ``ucp extract`` shows a tensor."""
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +14,7 @@ from ucp_core.commands.console import (
     RulesFile,
     Source,
     Tag,
+    app,
     memory_size,
     names_of,
     open_all,
@@ -34,35 +34,21 @@ if TYPE_CHECKING:
     from ucp_core.inspection import DiffReport, TensorDiff
     from ucp_core.native import Checkpoint
 
-#: Rows of a table for people; programs get everything.
+#: Lines of each kind for people; programs get everything.
 _ROWS_MAX = 50
 _VALUE_CHARS_MAX = 60
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to ``app``."""
-    app.command("diff", epilog="Example: ucp diff step-00001200 exported --only 'layers[.]0[.]'")(
-        diff_command
-    )
-    app.command(
-        "export",
-        epilog="Example: ucp export step-00001200 hf --format huggingface --dtype bf16",
-    )(export_command)
-    app.command(
-        "extract",
-        epilog="Example: ucp extract step-00001200 lm_head.weight --box 0:4,2:8 --out head.npy",
-    )(extract_command)
-
-
+@app.command("diff", epilog="Example: ucp diff step-00001200 exported --only 'layers[.]0[.]'")
 def diff_command(  # noqa: PLR0913 - options of a command
     first: Source,
     second: Source,
     *,
     only: Annotated[
-        str | None, typer.Option(help="Only tensors whose name this expression is found in.")
+        str | None, typer.Option(help="Only tensors in whose name this expression matches.")
     ] = None,
     slots: Annotated[
-        str | None, typer.Option(help="Only these slots, as in weight,exp_avg.")
+        str | None, typer.Option(help="Only these slots, such as weight,exp_avg.")
     ] = None,
     absolute: Annotated[float, typer.Option(help="Allow |a-b| up to this ...")] = 0.0,
     relative: Annotated[float, typer.Option(help="... plus this times |b|.")] = 0.0,
@@ -70,7 +56,7 @@ def diff_command(  # noqa: PLR0913 - options of a command
         bool, typer.Option("--cast", help="Compare floats of two dtypes as the coarser one.")
     ] = False,
     read_all: Annotated[
-        bool, typer.Option("--read-all", help="Read also what checksums say is equal.")
+        bool, typer.Option("--read-all", help="Read also what checksums prove equal.")
     ] = False,
     memory: Memory = "256MiB",
     threads: Annotated[int, typer.Option(min=1, help="Readers at most.")] = 2,
@@ -80,8 +66,8 @@ def diff_command(  # noqa: PLR0913 - options of a command
 ) -> None:
     """Compare two checkpoints of any formats, tensor by tensor; exit code 1 if they differ.
 
-    Rules and renamings apply to both; names of one are enough for a renaming. Small values are
-    compared too, unless --only or --slots ask for some tensors.
+    Rules and renamings apply to both; each must match a name of one of them. Small values are
+    compared too, unless --only or --slots select tensors.
     """
     from ucp_core.inspection import Tolerance, diff
 
@@ -112,22 +98,8 @@ def _names(text: str | None) -> frozenset[str] | None:
 
 
 def _show(report: DiffReport) -> None:
-    rows = [(row.fqn, row.slot, _told(row)) for row in report.tensors[:_ROWS_MAX]]
-    if rows and sys.stdout.isatty():
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("tensor", "slot", "difference"):
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            table.add_row(*map(Text, row))
-        Console().print(table)
-    else:
-        for fqn, slot, told in rows:
-            typer.echo(f"{fqn} ({slot}): {told}")
+    for row in report.tensors[:_ROWS_MAX]:
+        typer.echo(f"{row.fqn} ({row.slot}): {_told(row)}")
     for value in report.values[:_ROWS_MAX]:
         missing = f"only in {value.only_in}: " if value.only_in else ""
         both = [value.in_b] if value.only_in == "b" else [value.in_a]
@@ -163,7 +135,7 @@ def _told(row: TensorDiff) -> str:
 
 
 def _cut(value: Any) -> str:
-    """Return a value as text that leaves the line readable: states of generators have 5 KB."""
+    """Return a value as a short text: the state of a generator has 5 KB."""
     text = repr(value)
     return text if len(text) <= _VALUE_CHARS_MAX else f"{text[:_VALUE_CHARS_MAX]}..."
 
@@ -174,7 +146,7 @@ def _short(value: Any) -> str:
 
 _To = Annotated[str, typer.Option("--format", help="universal, huggingface, dcp, deepspeed, ...")]
 _Dtype = Annotated[str | None, typer.Option(help="Floats become fp32, fp16 or bf16.")]
-_ShardSize = Annotated[str | None, typer.Option(help="huggingface: cut files here; default 5GB.")]
+_ShardSize = Annotated[str | None, typer.Option(help="huggingface: largest file; default 5GB.")]
 _KeepTied = Annotated[
     bool, typer.Option("--keep-tied", help="huggingface: write tied tensors twice.")
 ]
@@ -194,11 +166,11 @@ _SubGroup = Annotated[
     int | None, typer.Option(help="deepspeed: sub_group_size of stage 3, if not the default.")
 ]
 _Stages = Annotated[
-    str | None, typer.Option(help="deepspeed: first layer of each pipeline stage, as in 0,12.")
+    str | None, typer.Option(help="deepspeed: first layer of each pipeline stage, such as 0,12.")
 ]
 _Tied = Annotated[
     list[str] | None,
-    typer.Option(help="deepspeed: layers of a pipeline's tied module, as in embed=0,23."),
+    typer.Option(help="deepspeed: layers of a pipeline's tied module, such as embed=0,23."),
 ]
 _TargetRules = Annotated[
     str | None, typer.Option(help="deepspeed: file of rules for tensor-parallel ranks.")
@@ -217,6 +189,9 @@ _FLAGS = {
 }
 
 
+@app.command(
+    "export", epilog="Example: ucp export step-00001200 hf --format huggingface --dtype bf16"
+)
 def export_command(  # noqa: PLR0913 - options of a command
     source: Source,
     destination: Annotated[
@@ -244,10 +219,10 @@ def export_command(  # noqa: PLR0913 - options of a command
     tag: Tag = None,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint of any format in another one, for the framework that reads it.
+    """Write a checkpoint in the format of another framework.
 
     Formats: universal, huggingface, dcp (torch.distributed.checkpoint), deepspeed,
-    deepspeed-universal. Options of one format are refused with the others.
+    deepspeed-universal. An option of one format is refused with another.
     """
     from ucp_core.formats import FORMATS, export
 
@@ -298,7 +273,7 @@ def _refuse_options(to: str, given: Iterable[str]) -> None:
 def _numbers(text: str, option: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() for part in parts):
-        raise typer.BadParameter(f"{text!r} is no list of layers as 0,12 is", param_hint=option)
+        raise typer.BadParameter(f"{text!r} is no list of layers such as 0,12", param_hint=option)
     return tuple(int(part) for part in parts)
 
 
@@ -325,6 +300,10 @@ def _show_export(opened: Checkpoint, destination: str, to: str, *, as_json: bool
         typer.echo(f"warning: {warning}")
 
 
+@app.command(
+    "extract",
+    epilog="Example: ucp extract step-00001200 lm_head.weight --box 0:4,2:8 --out head.npy",
+)
 def extract_command(  # noqa: PLR0913 - options of a command
     source: Source,
     tensor: Annotated[str, typer.Argument(help="Name of a tensor.")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -365,8 +366,7 @@ def differing_replicas(
     files = tuple(sorted(_file_ends(state_map)))
     source = replace(checkpoint, manifest=manifest)
     job = _job(source, files, checkpoint.store, 4 * GENERAL_BYTES_MAX, workers=1)
-    worker = Worker(job)
-    try:
+    with closing(Worker(job)) as worker:
         for number, target in enumerate(job.targets):
             for entry, low in target.tensors:
                 try:
@@ -374,5 +374,3 @@ def differing_replicas(
                         pass
                 except CheckpointCorruptError as error:
                     yield entry.key, error
-    finally:
-        worker.close()

@@ -10,10 +10,11 @@ import os
 import signal
 import threading
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from ucp_core.conversion.work_items import Job, Result, Worker, WorkItem
+from ucp_core.conversion.work_items import Job, Result, Worker
 from ucp_core.errors import UcpError
 
 if TYPE_CHECKING:
@@ -27,32 +28,22 @@ _BATCHES_EACH = 2
 class Batch(Protocol):
     """Items that one worker does together, on any machine; a batch can be pickled."""
 
-    @property
-    def items(self) -> tuple[WorkItem, ...]:
-        """Return the items."""
-
     def do(self, worker: Worker) -> list[Result]:
         """Do the items."""
 
 
 def do_batch(job: Job, batch: Batch) -> list[Result]:
     """Do one batch, as a task on any machine does."""
-    worker = Worker(job)
-    try:
+    with closing(Worker(job)) as worker:
         return batch.do(worker)
-    finally:
-        worker.close()
 
 
 def run_here(job: Job, batches: Sequence[Batch], take: Callable[[Result], None]) -> None:
     """Do all batches in this thread."""
-    worker = Worker(job)
-    try:
+    with closing(Worker(job)) as worker:
         for batch in batches:
             for result in batch.do(worker):
                 take(result)
-    finally:
-        worker.close()
 
 
 def run_threads(

@@ -1,6 +1,6 @@
-"""Elements of two pieces beside each other: how many differ, by how much, and where first.
+"""Compares the elements of two boxes: how many differ, by how much, and which is the first.
 
-Equal bits are equal, whatever they mean: NaN equals itself, and -0.0 differs from 0.0.
+Equality is that of bits: NaN equals itself, and -0.0 differs from 0.0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ucp_core.geometry import DTYPE_BYTES
 from ucp_core.numerics import FLOATS, cast, decode, numpy_dtype
 
-#: Elements that are looked at one by one at a time; bounds the memory for it.
+#: Elements compared at a time; bounds the memory.
 _CHUNK_ELEMENTS = 1 << 17
 _EIGHT = 8
 
@@ -26,16 +26,15 @@ class Tolerance(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """What differs in one piece or tensor.
+    """How two boxes or tensors differ.
 
     Attributes:
         num_different: Elements that differ.
-        num_nan: Of those, elements of which one or both are not a number.
-        max_abs: Largest difference of the others; None where there is none.
-        max_ulp: The same, counted in numbers of the dtype between the two; None for dtypes that
-            are no floats.
+        num_nan: Of those, elements that are not a number on either side.
+        max_abs: Largest difference of the others; None if there are none.
+        max_ulp: The same, counted in numbers of the dtype between the two; None unless floats.
         first: Flat position of the first element that differs.
-        values: That element in either.
+        values: That element on both sides.
     """
 
     num_different: int
@@ -46,7 +45,7 @@ class Difference(NamedTuple):
     values: tuple[Any, Any]
 
     def joined(self, other: Difference) -> Difference:
-        """Return both as one; ``other`` lies behind and counts from the same origin."""
+        """Return both as one; ``other`` comes later and counts from the same origin."""
         return Difference(
             self.num_different + other.num_different,
             self.num_nan + other.num_nan,
@@ -62,10 +61,9 @@ def _larger(one: Any, two: Any) -> Any:
 
 
 def common_dtype(one: str, two: str) -> str | None:
-    """Return the dtype in which both can be compared after casting, or None if there is none.
+    """Return the dtype to cast both to for a comparison, or None if there is none.
 
-    The coarser one, because what it cannot hold was lost on one side; float32 holds both floats
-    of 2 bytes.
+    It is the coarser one: one side has lost what that cannot hold. For F16 and BF16 it is F32.
     """
     if one == two:
         return one
@@ -79,13 +77,13 @@ def common_dtype(one: str, two: str) -> str | None:
 def compare(
     one: memoryview, two: memoryview, dtypes: tuple[str, str], tolerance: Tolerance
 ) -> Difference | None:
-    """Return how two pieces of as many elements differ, or None if they do not.
+    """Return how two boxes of the same shape differ, or None if they do not.
 
     Args:
         one: Bytes of the first.
         two: Bytes of the second.
-        dtypes: Of either; different ones are cast to ``common_dtype``.
-        tolerance: What does not count.
+        dtypes: Of both; different ones are cast to ``common_dtype``.
+        tolerance: Differences to ignore.
     """
     if dtypes[0] == dtypes[1] and _equal(one, two):
         return None
@@ -148,7 +146,7 @@ def _compare(
 
 
 def _values(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any] | None:
-    """Return the elements as numbers, or None for a dtype whose bits are all that is known."""
+    """Return the elements as numbers, or None for a dtype of which only the bits are known."""
     if dtype == "C64":
         return bits.view("<c8")
     if dtype[0] in "BF" and dtype != "BOOL":
@@ -163,7 +161,7 @@ def _gap(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if x.dtype == np.bool_:
         return np.ones(len(x), np.uint8)
     if x.dtype.kind in "iu":
-        # The distance of two signed numbers can be beyond what they hold, not beyond unsigned.
+        # The distance of two signed numbers fits into an unsigned one of the same size.
         unsigned = np.dtype(f"u{x.dtype.itemsize}")
         low, high = np.minimum(x, y).view(unsigned), np.maximum(x, y).view(unsigned)
         distance: npt.NDArray[Any] = high - low
@@ -176,11 +174,11 @@ def _gap(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _counts(
     x: npt.NDArray[Any], y: npt.NDArray[Any], gap: npt.NDArray[Any], tolerance: Tolerance
 ) -> npt.NDArray[np.bool_]:
-    """Return which differences are beyond the tolerance; two that are not numbers are equal."""
+    """Return which differences exceed the tolerance; NaN and NaN are equal."""
     with np.errstate(invalid="ignore", over="ignore"):
         size = np.abs(y) if y.dtype.kind == "c" else np.abs(y.astype(np.float64))
         distance = gap.astype(np.float64)
-        # A bound relative to infinity would allow everything.
+        # A tolerance relative to infinity would allow everything.
         beyond = ~(distance <= tolerance.absolute + tolerance.relative * size) | np.isinf(distance)
     both_nan: npt.NDArray[np.bool_] = np.isnan(x) & np.isnan(y)
     counts: npt.NDArray[np.bool_] = beyond & ~both_nan
@@ -188,14 +186,14 @@ def _counts(
 
 
 def _ulps(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return how many steps lie between two floats, by their bits in the order of their values."""
+    """Return how many numbers of the dtype lie between two floats."""
     x, y = _ordered(a), _ordered(b)
     steps: npt.NDArray[Any] = np.maximum(x, y) - np.minimum(x, y)
     return steps
 
 
 def _ordered(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return unsigned numbers in the order of the floats; both zeros are the same one."""
+    """Map floats to unsigned numbers of the same order; both zeros become one."""
     sign = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
     ordered: npt.NDArray[Any] = np.where(bits & sign, sign - (bits ^ sign), bits + sign)
     return ordered

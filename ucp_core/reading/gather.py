@@ -1,8 +1,8 @@
-"""Which bytes of which fragments a flat range of a tensor consists of. Pure.
+"""Finds the bytes of fragments that make up a flat range of a tensor. Pure.
 
-The elements of a box, in the order of the whole tensor, are in the order of the box's own memory:
-so any flat range of a tensor takes one run of bytes from each C-contiguous fragment, however the
-tensor is cut, and ranges that follow one another read a file once.
+The elements of a box have the same order in the whole tensor and in the box's own memory. So a flat
+range takes one run of bytes from each C-contiguous fragment, however the tensor is cut, and
+consecutive ranges read each byte of a file once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Run(NamedTuple):
 
     Attributes:
         fragment: Where they are.
-        first: The first, counted in the fragment.
-        num_elements: So many, side by side in the fragment.
-        target: Where the first goes, counted from the start of the range; -1 if others lie
-            between them there.
+        first: The first element, counted in the fragment.
+        num_elements: How many, side by side in the fragment.
+        target: Place of the first, counted from the start of the range; -1 if the elements do
+            not lie side by side there.
     """
 
     fragment: Fragment
@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 
 def is_plain(entry: TensorEntry) -> bool:
-    """Return whether flat ranges of the tensor are made of runs: no strides, no averages."""
+    """Return whether flat ranges of the tensor consist of runs: no strides, no averages."""
     itemsize = DTYPE_BYTES[entry.dtype]
     return entry.copies == 1 and all(
         fragment.strides is None or is_packed(fragment.box.shape, fragment.strides, itemsize)
@@ -54,11 +54,11 @@ class Holders:
         self._replicas = _Sorted(entry.shape, [f for f in entry.fragments if f.replica])
 
     def runs(self, start: int, stop: int) -> list[Run]:
-        """Return what the elements ``[start, stop)`` consist of, replicas aside."""
+        """Return the runs of the elements ``[start, stop)``, without replicas."""
         return self._primary.runs(start, stop)
 
     def replica_runs(self, start: int, stop: int) -> list[Run]:
-        """Return where else these elements are."""
+        """Return the runs of these elements in replicas."""
         return self._replicas.runs(start, stop)
 
 
@@ -77,7 +77,7 @@ class _Sorted:
             position(fragment.box, shape, size - 1)
             for fragment, size in zip(self._fragments, self._sizes, strict=True)
         ]
-        # No fragment before index i ends behind ``_reach[i]``: what to search from the left.
+        # Up to index i no fragment ends behind ``_reach[i]``.
         self._reach = list(accumulate(self._lasts, max))
 
     def runs(self, start: int, stop: int) -> list[Run]:
@@ -133,10 +133,10 @@ def position(box: Box, shape: Sequence[int], number: int) -> int:
 
 
 def scattered(run: Run, shape: Sequence[int], start: int) -> Iterator[tuple[int, Box, int]]:
-    """Yield the boxes that an interleaved run consists of, in order.
+    """Yield ``(place, box, target)`` for every box of an interleaved run, in order.
 
-    Each with where it begins in the run, in coordinates of the whole tensor, and with where its
-    first element goes, counted from position ``start`` of the tensor.
+    ``place`` is where the box begins in the run, ``box`` is in coordinates of the whole tensor, and
+    ``target`` is where its first element goes, counted from position ``start`` of the tensor.
     """
     box = run.fragment.box
     done = 0
