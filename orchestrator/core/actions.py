@@ -45,6 +45,29 @@ class KillWorker:
 
 
 @value
+class StartKeeper:
+    """Have a keeper on ``node``, or find the one that is there; answered by ``KeeperReady``."""
+
+    node: str
+
+
+@value
+class RestartKeeper:
+    """End the process of a keeper, so that Ray starts it again; its memory outlives it."""
+
+    node: str
+    reason: str
+
+
+@value
+class GiveUpNode:
+    """Take ``node`` for lost; it is taken in again as a new one if it is there all the same."""
+
+    node: str
+    reason: str
+
+
+@value
 class FenceAttempt:
     """Abort ``attempt`` in ``workers``; each answers by ``WorkerLeft`` or ``WorkerExited``.
 
@@ -177,6 +200,9 @@ Action: TypeAlias = (
     | ReleaseSlot
     | StartWorker
     | KillWorker
+    | StartKeeper
+    | RestartKeeper
+    | GiveUpNode
     | FenceAttempt
     | YieldAttempt
     | ReadCommitted

@@ -101,6 +101,32 @@ class NodeDraining:
 
 
 @value
+class KeeperReady:
+    """The keeper of a node answers, at first or again."""
+
+    at_s: float
+    node: str
+
+
+@value
+class KeeperDied:
+    """The keeper of a node that lives has ended; Ray starts it again there."""
+
+    at_s: float
+    node: str
+    detail: str
+
+
+@value
+class KeeperSilent:
+    """The keeper of a node takes calls and has not answered for ``silent_s``."""
+
+    at_s: float
+    node: str
+    silent_s: float
+
+
+@value
 class SlotGranted:
     """The reservation ``slot`` was placed on ``node``: one worker can run there."""
 
@@ -310,6 +336,9 @@ Event: TypeAlias = (
     | NodeJoined
     | NodeLost
     | NodeDraining
+    | KeeperReady
+    | KeeperDied
+    | KeeperSilent
     | SlotGranted
     | WorkerReady
     | WorkerExited

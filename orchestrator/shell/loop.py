@@ -120,11 +120,11 @@ class Run:
             names=self._names,
             resources=self._config.worker_resources(),
             rack_label=self._config.cluster.rack_label,
-            boot=boot,
+            boot={**boot, "controller": self._controller},
             at_s=at_s,
             post=post,
             on_keeper=self._on_keeper,
-            is_known=self._has_node,
+            bounds=self._rules.bounds,
         )
         snapshot = self._config.snapshot
         self._snapshots = Snapshots(
@@ -181,7 +181,7 @@ class Run:
             await self._capacity.release_all()
             await asyncio.to_thread(self._crew.end_strays)
         self._spawn(self._furnish(page))
-        self._spawn(self._nodes.watch_forever(self._controller))
+        self._spawn(self._nodes.watch_forever())
         self._spawn(self._capacity.poll_forever())
         self._spawn(self._cadence.ask_forever(lambda: self._state))
         while not self._over.is_set():
@@ -223,10 +223,6 @@ class Run:
 
     def _post(self, event: Event) -> None:
         self._inbox.put_nowait(event)
-
-    def _has_node(self, name: str) -> bool:
-        """Return whether a node of that name is there, as far as the run knows."""
-        return any(node.alive and node.name == name for node in self._state.fleet.nodes.values())
 
     def _granted(self, slot: int, node: str) -> None:
         self._post(SlotGranted(at_s=self._clock.at_s(), slot=slot, node=node))
@@ -283,6 +279,9 @@ class Run:
             act.ReleaseSlot: lambda a: self._spawn(capacity.release(a.slot)),
             act.StartWorker: lambda a: crew.start(a.worker, a.node),
             act.KillWorker: lambda a: crew.kill(a.worker),
+            act.StartKeeper: lambda a: self._nodes.start_keeper(a.node),
+            act.RestartKeeper: lambda a: self._nodes.restart_keeper(a.node),
+            act.GiveUpNode: lambda a: self._nodes.give_up(a.node),
             act.FenceAttempt: self._fence,
             act.YieldAttempt: lambda a: crew.yield_at_boundary(
                 a.attempt, a.workers, durable=a.durable

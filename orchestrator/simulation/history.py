@@ -64,6 +64,8 @@ _BOUNDS = Bounds(
     survey_s=1.0,
     drain_lead_s=0.7,
     backoff_s=0.2,
+    keeper_silent_s=1.5,
+    keeper_return_s=2.0,
 )
 _GROWTH = GrowthRules(interval_s_min=0.3, gather_s=0.15, pause_guess_s=0.1)
 #: Budgets beyond what any seed injects: here every fault must be survived.

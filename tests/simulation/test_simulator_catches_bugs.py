@@ -231,6 +231,9 @@ BUGS = {
     "leaves open how to protect snapshots": Bug(
         machine._HANDLERS, ev.MemoryMeasured, _never_look, ("L3",), single=faults.lose_node
     ),
+    "lets a keeper be silent": Bug(
+        machine._HANDLERS, ev.KeeperSilent, _never_look, ("L2",), single=faults.stop_keeper
+    ),
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }
 

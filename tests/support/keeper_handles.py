@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from orchestrator.core import Bounds
 from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.nodes import Nodes, NodeView
 from orchestrator.shell.memory.snapshots import Answer, Snapshots
@@ -87,7 +88,7 @@ def with_keepers(
             at_s=lambda: 0.0,
             post=lambda _: None,
             on_keeper=lambda _: None,
-            is_known=lambda _: True,
+            bounds=Bounds(),
         )
         nodes._met.set()
         handles = Handles(nodes)

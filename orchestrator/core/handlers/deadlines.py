@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.events import FaultInjected, StopRequested, Ticked
-from orchestrator.core.handlers import demand, fleet, formation, recovery, survey
+from orchestrator.core.handlers import demand, fleet, fleet_events, formation, recovery, survey
 from orchestrator.core.handlers.ending import finish
 from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.transition import Transition
@@ -64,6 +64,11 @@ def _look_at_nodes(transition: Transition) -> None:
     run, now_s = transition.run, transition.now_s
     forgiven = False
     for number, node in list(run.fleet.nodes.items()):
+        if node.keeper_by_s <= now_s:
+            fleet_events.give_up_node(transition, number)
+            continue
+        if node.keeper_by_s != inf:
+            transition.wake_by(node.keeper_by_s)
         if node.retry_s and node.retry_s <= now_s:
             fleet.put_node(transition, number, node._replace(retry_s=0.0))
         elif node.retry_s:

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from orchestrator.core.actions import KillWorker, ReleaseSlot
+from math import inf
+
+from orchestrator.core.actions import (
+    GiveUpNode,
+    KillWorker,
+    ReleaseSlot,
+    RestartKeeper,
+    StartKeeper,
+)
 from orchestrator.core.events import (
+    KeeperDied,
+    KeeperReady,
+    KeeperSilent,
     NodeDraining,
     NodeJoined,
     NodeLost,
@@ -27,12 +38,53 @@ def node_joined(transition: Transition, event: NodeJoined) -> None:
         demand.release_surplus(transition)
         # Slots that are still pending may have been asked for anywhere but here.
         demand.renew_pending(transition)
+    # Also where the run knows it already: a restarted controller has met no keeper yet.
+    transition.actions.append(StartKeeper(node=event.node))
+
+
+def keeper_ready(transition: Transition, event: KeeperReady) -> None:
+    """Note that a keeper is back."""
+    _expect_keeper(transition, event.node, inf)
+
+
+def keeper_died(transition: Transition, event: KeeperDied) -> None:
+    """Wait for a keeper: where its node lives, training need not stop for it."""
+    by_s = transition.now_s + transition.rules.bounds.keeper_return_s
+    _expect_keeper(transition, event.node, by_s)
+    transition.wake_by(by_s)
+
+
+def keeper_silent(transition: Transition, event: KeeperSilent) -> None:
+    """Have a keeper started again that is stopped or stuck."""
+    nodes = transition.run.fleet
+    number = nodes.node_ids.get(event.node)
+    if number is not None and nodes.nodes[number].alive:
+        reason = f"silent for {event.silent_s:g} s"
+        transition.actions.append(RestartKeeper(node=event.node, reason=reason))
+
+
+def _expect_keeper(transition: Transition, name: str, by_s: float) -> None:
+    run = transition.run
+    number = run.fleet.node_ids.get(name)
+    if number is not None and run.fleet.nodes[number].alive:
+        # No count of the fleet depends on it.
+        node = run.fleet.nodes[number]._replace(keeper_by_s=by_s)
+        run.fleet.nodes = run.fleet.nodes.set(number, node)
+
+
+def give_up_node(transition: Transition, number: int) -> None:
+    """Take a node for lost whose keeper does not come back: it is of no use."""
+    node = transition.run.fleet.nodes[number]
+    bound_s = transition.rules.bounds.keeper_return_s
+    reason = f"its keeper was not back after {bound_s:g} s"
+    transition.actions.append(GiveUpNode(node=node.name, reason=reason))
+    lose_node(transition, number, reason)
 
 
 def node_lost(transition: Transition, event: NodeLost) -> None:
     """Take everything on the node for gone."""
     number = transition.run.fleet.node_ids.get(event.node)
-    if number is not None:
+    if number is not None and transition.run.fleet.nodes[number].alive:
         lose_node(transition, number, event.cause)
 
 
@@ -52,9 +104,8 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
     for slot in node.slots:
         demand.release_slot(transition, slot)
     preempted = run.fleet.nodes[number].draining
-    fleet.put_node(
-        transition, number, run.fleet.nodes[number]._replace(alive=False, budget_bytes=0)
-    )
+    node = run.fleet.nodes[number]._replace(alive=False, keeper_by_s=inf, budget_bytes=0)
+    fleet.put_node(transition, number, node)
     recovery.memory_shrank(transition)
     kind = "preemption" if preempted else "node_loss"
     if members:

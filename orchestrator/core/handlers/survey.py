@@ -86,6 +86,12 @@ def surveyed(transition: Transition, event: WorkersSurveyed) -> None:
     run.surveying_until_s = inf
     _reconcile_slots(transition, event)
     dead, left = _reconcile_workers(transition, event)
+    for number, node in list(run.fleet.nodes.items()):
+        if node.keeper_by_s != inf:
+            # Nobody was there to hear that it is back.
+            by_s = transition.now_s + transition.rules.bounds.keeper_return_s
+            run.fleet.nodes = run.fleet.nodes.set(number, node._replace(keeper_by_s=by_s))
+            transition.wake_by(by_s)
     # Starts that were ordered may have been lost: look at every node again.
     run.fleet.short = tuple(range(len(run.fleet.node_ids)))
     if run.phase in ACTIVE:

@@ -66,6 +66,7 @@ class Node(NamedTuple):
         retry_s: No new process here before then.
         num_failed_starts: In a row.
         rack: What it fails together with; "" if nothing is known.
+        keeper_by_s: Its keeper died and must be back by then; infinity if it did not die.
         budget_bytes: What snapshots may take of its memory; 0 if its keeper has not said it.
     """
 
@@ -80,6 +81,7 @@ class Node(NamedTuple):
     retry_s: float = 0.0
     num_failed_starts: int = 0
     rack: str = ""
+    keeper_by_s: float = inf
     budget_bytes: int = 0
 
     @property

@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.shell.capacity.nodes import KEEPER_SILENT_S, Nodes, NodeView
+    from orchestrator.shell.capacity.nodes import Nodes, NodeView
     from orchestrator.shell.capacity.rendezvous import Rendezvous, preload
     from orchestrator.shell.capacity.slots import Capacity
     from orchestrator.shell.capacity.workers import Crew
 
 __all__ = [
-    "KEEPER_SILENT_S",
     "Capacity",
     "Crew",
     "NodeView",
@@ -23,7 +22,7 @@ __all__ = [
 __getattr__ = lazy_door(
     __name__,
     {
-        "orchestrator.shell.capacity.nodes": ("KEEPER_SILENT_S", "NodeView", "Nodes"),
+        "orchestrator.shell.capacity.nodes": ("NodeView", "Nodes"),
         "orchestrator.shell.capacity.rendezvous": ("Rendezvous", "preload"),
         "orchestrator.shell.capacity.slots": ("Capacity",),
         "orchestrator.shell.capacity.workers": ("Crew",),

@@ -18,25 +18,28 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.core import Event, NodeDraining, NodeJoined, NodeLost
+from orchestrator.core import (
+    Bounds,
+    Event,
+    KeeperDied,
+    KeeperReady,
+    KeeperSilent,
+    NodeDraining,
+    NodeJoined,
+    NodeLost,
+)
 from orchestrator.shell.names import RunNames
 from workers.keeper import OPTIONS, Keeper
 
 #: The node table and drain notices are read this often, 2.6 ms of processor time a read. Lost
 #: nodes are found by their connections; a new one and a notice of 30 s can wait this long.
 POLL_S = 2.0
-#: A keeper that does not come back within this went with its node, or its node is of no use:
-#: restarting a keeper alone took 0.7 to 1.1 s, and 12 s with twenty processes to a core.
-KEEPER_RETURN_S = 30.0
+#: A keeper that is being started again is called this often.
 KEEPER_RETRY_S = 0.1
 #: A keeper that lives answers a new controller in 1 to 50 ms.
 MEET_S = 2.0
-#: How often a keeper is asked whether it is there, and for how long it may say nothing. Ray takes
-#: one that a signal has stopped, or that is stuck, for alive: its trainers would go on for hours
-#: without anything that they do being copied or stored. Among 28 busy processes on two cores one
-#: answered in 2 s.
+#: How often a keeper is asked whether it is there.
 KEEPER_ASK_S = 5.0
-KEEPER_SILENT_S = 15.0
 #: To remove its files takes a keeper milliseconds; one that stands still must not hold up the end.
 CLEAR_S = 5.0
 #: A node that was declared lost and is there all the same is taken in again after this.
@@ -99,7 +102,7 @@ def view_of(row: Mapping[str, Any], rack_label: str) -> NodeView:
 
 
 class Nodes:
-    """Watches the cluster's nodes and keeps a keeper on each that can hold workers.
+    """Watches the cluster's nodes and their keepers.
 
     Args:
         names: The run's names.
@@ -109,7 +112,7 @@ class Nodes:
         at_s: The run's clock.
         post: Where events go.
         on_keeper: Called with the node when a keeper is there, at first or again.
-        is_known: Whether the run takes a node for alive.
+        bounds: Of the run's waits; those of keepers count.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class Nodes:
         at_s: Callable[[], float],
         post: Callable[[Event], None],
         on_keeper: Callable[[str], None],
-        is_known: Callable[[str], bool],
+        bounds: Bounds,
     ) -> None:
         self._names = names
         self._resources = resources
@@ -131,7 +134,8 @@ class Nodes:
         self._at_s = at_s
         self._post = post
         self._on_keeper = on_keeper
-        self._is_known = is_known
+        self._buried: set[str] = set()
+        self._bounds = bounds
         self._draining: set[str] = set()
         self._looks: set[asyncio.Task[Any]] = set()
         self.views: dict[str, NodeView] = {}
@@ -148,12 +152,12 @@ class Nodes:
         """Return whether ``node`` was given notice. Ray forgets when the node dies; we do not."""
         return node in self._draining
 
-    async def watch_forever(self, controller: Any) -> None:
+    async def watch_forever(self) -> None:
         """Report joins, losses and notices until cancelled."""
         while True:
             table, notices = await asyncio.to_thread(_read_cluster)
             for row in table:
-                self._compare(row, controller)
+                self._compare(row)
             for node, deadline_ms in notices.items():
                 self._notice(node, deadline_ms)
             if not self._met.is_set():
@@ -169,7 +173,14 @@ class Nodes:
         self._met.set()
 
     def lost(self, node: str, cause: str) -> None:
-        """Declare ``node`` lost, once."""
+        """Report ``node`` as lost, once."""
+        view = self.views.get(node)
+        if view is not None and not view.lost.is_set():
+            self.give_up(node)
+            self._post(NodeLost(at_s=self._at_s(), node=node, cause=cause))
+
+    def give_up(self, node: str) -> None:
+        """Take ``node`` for lost."""
         view = self.views.get(node)
         if view is None or view.lost.is_set():
             return
@@ -177,7 +188,6 @@ class Nodes:
         view.lost.set()
         for task in view.tasks:
             task.cancel()
-        self._post(NodeLost(at_s=self._at_s(), node=node, cause=cause))
 
     def silent(self, node: str, cause: str) -> None:
         """Declare ``node`` lost because nothing was heard of it, unless it is known why."""
@@ -201,7 +211,7 @@ class Nodes:
     async def kill_worker(self, node: str, worker: str) -> None:
         """Have the keeper of ``node`` SIGKILL ``worker``; returns when it is done, or cannot be."""
         view = self.views.get(node)
-        if view is not None and not view.lost.is_set():
+        if view is not None and view.keeper is not None and not view.lost.is_set():
             with contextlib.suppress(RayError, TimeoutError):
                 await asyncio.wait_for(_kill(view.keeper, worker), PROBE_S)
 
@@ -210,17 +220,26 @@ class Nodes:
         for view in self.views.values():
             for task in view.tasks:
                 task.cancel()
+            if view.keeper is None:
+                view.keeper = self._find_keeper(view.node)
         there = [view for view in self.views.values() if not view.lost.is_set()]
         await asyncio.gather(*(_clear(view.keeper) for view in there if view.keeper is not None))
         for view in self.views.values():
             if view.keeper is not None:
                 ray.kill(view.keeper, no_restart=True)
 
-    def _compare(self, row: dict[str, Any], controller: Any) -> None:
+    def _find_keeper(self, node: str) -> Any:
+        """Return a keeper that an earlier controller started; None if there is none."""
+        with contextlib.suppress(ValueError):
+            return ray.get_actor(self._names.keeper(node), namespace=self._names.namespace)
+        return None
+
+    def _compare(self, row: dict[str, Any]) -> None:
         node = row["NodeID"]
         if not row["Alive"]:
-            if node not in self.views and self._is_known(node):
-                # It went while no controller looked.
+            if node not in self.views and node not in self._buried:
+                # It may have gone while no controller looked.
+                self._buried.add(node)
                 self._post(NodeLost(at_s=self._at_s(), node=node, cause="Ray declared it dead"))
             self.lost(node, "Ray declared it dead")
             return
@@ -232,6 +251,14 @@ class Nodes:
         view = self.views[node] = view_of(row, self.rack_label)
         # Of one that is back the notice is told again: it was forgotten with the node.
         self._draining.discard(node)
+        view.tasks.append(asyncio.get_running_loop().create_task(self._listen(view)))
+        self._post(NodeJoined(at_s=self._at_s(), node=node, rack=view.rack))
+
+    def start_keeper(self, node: str) -> None:
+        """Have a keeper on ``node``, or meet the one that is there."""
+        view = self.views.get(node)
+        if view is None or view.lost.is_set() or view.keeper is not None:
+            return
         view.keeper = (
             ray.remote(Keeper)
             .options(
@@ -242,14 +269,18 @@ class Nodes:
                 get_if_exists=True,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
-            .remote(
-                directory=self._names.shared_directory(node), controller=controller, **self._boot
-            )
+            .remote(directory=self._names.shared_directory(node), **self._boot)
         )
         loop = asyncio.get_running_loop()
-        cares = (self._accompany(view), self._listen(view), _revive(view))
-        view.tasks += [loop.create_task(care) for care in cares]
-        self._post(NodeJoined(at_s=self._at_s(), node=node, rack=view.rack))
+        view.tasks += [
+            loop.create_task(care) for care in (self._accompany(view), self._ask_often(view))
+        ]
+
+    def restart_keeper(self, node: str) -> None:
+        """End the keeper's process: Ray asks it to end, or has its raylet kill it."""
+        view = self.views.get(node)
+        if view is not None and view.keeper is not None and not view.lost.is_set():
+            ray.kill(view.keeper, no_restart=False)
 
     def _fits(self, total: dict[str, float]) -> bool:
         return all(total.get(name, 0.0) >= need for name, need in self._resources.items())
@@ -303,13 +334,22 @@ class Nodes:
         while True:
             try:
                 hello = await view.keeper.hello.remote()
-                view.raylet_pid, view.keeper_pid = hello["raylet_pid"], hello["pid"]
-                # After a restart it listens elsewhere, and asks for another secret.
-                view.host, view.port = hello["host"], hello["port"]
-                view.secret = hello["secret"]
-                view.is_returning = False
-                view.greeted.set()
-                self._on_keeper(view.node)
+            except ActorUnavailableError:
+                # What is sent to a process that is only just starting fails like that.
+                await asyncio.sleep(KEEPER_RETRY_S)
+                continue
+            except RayError as error:
+                self.lost(view.node, f"its keeper is unreachable: {type(error).__name__}")
+                return
+            view.raylet_pid, view.keeper_pid = hello["raylet_pid"], hello["pid"]
+            # After a restart it listens elsewhere, and asks for another secret.
+            view.host, view.port = hello["host"], hello["port"]
+            view.secret = hello["secret"]
+            view.is_returning = False
+            view.greeted.set()
+            self._post(KeeperReady(at_s=self._at_s(), node=view.node))
+            self._on_keeper(view.node)
+            try:
                 await view.keeper.hold.remote()
             except RayError as error:
                 # Until it is back nobody asks it, nor is told of it.
@@ -317,9 +357,10 @@ class Nodes:
                 # Where the raylet answers the machine lives: training need not stop for this.
                 # Whoever asks before that is known had better wait.
                 view.is_returning = True
+                detail = type(error).__name__
+                self._post(KeeperDied(at_s=self._at_s(), node=view.node, detail=detail))
                 view.is_returning = await _accepts(view.raylet_address)
-                if await self.is_gone(view.node) or not await _is_back(view.keeper):
-                    self.lost(view.node, f"its keeper is unreachable: {type(error).__name__}")
+                if await self.is_gone(view.node):
                     return
 
     async def _listen(self, view: NodeView) -> None:
@@ -333,26 +374,25 @@ class Nodes:
                 return
             await asyncio.sleep(RECALL_S)
 
+    async def _ask_often(self, view: NodeView) -> None:
+        """Report a keeper that takes calls and says nothing: Ray takes it for alive."""
+        while True:
+            is_there = view.greeted.is_set() and not view.is_returning
+            bound_s = self._bounds.keeper_silent_s if is_there else self._bounds.keeper_return_s
+            try:
+                async with asyncio.timeout(bound_s):
+                    await view.keeper.hello.remote()
+            except TimeoutError:
+                self._post(KeeperSilent(at_s=self._at_s(), node=view.node, silent_s=bound_s))
+            except RayError:
+                # The held call has failed as well.
+                pass
+            await asyncio.sleep(KEEPER_ASK_S)
+
     async def _look_again(self, view: NodeView) -> None:
         """Forget that a node was lost if it is there after all: it is then found as a new one."""
         if await _accepts(view.raylet_address):
             self.views.pop(view.node, None)
-
-
-async def _revive(view: NodeView) -> None:
-    """Have a keeper that says nothing ended, and so started again: its memory outlives it."""
-    while True:
-        is_there = view.greeted.is_set() and not view.is_returning
-        try:
-            async with asyncio.timeout(KEEPER_SILENT_S if is_there else KEEPER_RETURN_S):
-                await view.keeper.hello.remote()
-        except TimeoutError:
-            # Ray asks it to end, and has its raylet kill it when that is not heard.
-            ray.kill(view.keeper, no_restart=False)
-        except RayError:
-            # The held call has failed as well.
-            pass
-        await asyncio.sleep(KEEPER_ASK_S)
 
 
 async def hung_up(address: tuple[str, int]) -> None:
@@ -364,22 +404,6 @@ async def hung_up(address: tuple[str, int]) -> None:
                 pass
         finally:
             writer.close()
-
-
-async def _is_back(keeper: Any) -> bool:
-    """Return whether a keeper whose process ended was restarted by its node in time."""
-    try:
-        async with asyncio.timeout(KEEPER_RETURN_S):
-            while True:
-                try:
-                    await keeper.hello.remote()
-                except ActorUnavailableError:
-                    # What is sent to a process that is only just starting fails like that.
-                    await asyncio.sleep(KEEPER_RETRY_S)
-                else:
-                    return True
-    except (RayError, TimeoutError):
-        return False
 
 
 async def _accepts(address: tuple[str, int]) -> bool:

@@ -365,7 +365,8 @@ class Snapshots:
         return list(self._reports.values())
 
     def _views(self) -> list[NodeView]:
-        return [view for view in self._nodes.views.values() if not view.lost.is_set()]
+        views = self._nodes.views.values()
+        return [view for view in views if view.keeper is not None and not view.lost.is_set()]
 
 
 def _parity_group(order: OrderKeepers, node: str, peers: Mapping[str, Peer]) -> ParityGroup | None:

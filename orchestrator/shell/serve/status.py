@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrator.config import RunConfig
 from orchestrator.detection import Limits, as_seconds
-from orchestrator.shell.capacity import KEEPER_SILENT_S, NodeView
+from orchestrator.shell.capacity import NodeView
 from workers.protocol import WorkerReport
 
 
@@ -77,7 +77,6 @@ def bounds_document(config: RunConfig, limits: Limits) -> dict[str, float]:
         **config.rules().bounds.as_seconds(),
         "collective": config.parallel.collective_timeout_s,
         "controller_stopped": config.controller_stopped_s,
-        "keeper_silent": KEEPER_SILENT_S,
     }
     return {name: round(bounds_s[name], 3) for name in sorted(bounds_s, key=bounds_s.__getitem__)}
 

@@ -24,7 +24,7 @@ from workers.placement import Preference
 from workers.protocol import Source, stored_source
 
 if TYPE_CHECKING:
-    from orchestrator.simulation.world import SimCluster
+    from orchestrator.simulation.world import SimCluster, SimNode
 
 #: What so many attempts could not read is not to be tried again.
 _UNREAD_MAX = 2
@@ -246,6 +246,17 @@ class Monitor:
         # Its report may be late, though it is ready or has left: only the bound decides.
         fenced = action.reason.startswith(("did not leave", "killed before")) and overdue
         require(fenced, "S5", f"healthy {action.worker}: {action.reason}")
+
+    def restarting(self, node: SimNode, now_s: float) -> None:
+        """Check that only a keeper is restarted that says nothing."""
+        is_silent = node.keeper_back_s > now_s or not node.alive or node.cut_off
+        require(is_silent, "S5", f"the keeper of {node.name} answers and is restarted")
+
+    def giving_up(self, node: SimNode, now_s: float) -> None:
+        """Check that a node is only given up when its keeper does not come back."""
+        is_away = node.keeper_back_s > now_s or not node.alive or node.cut_off
+        require(is_away, "S5", f"healthy node {node.name} is given up")
+        self.faulty.update(node.workers)
 
     def requesting(self, cluster: SimCluster, action: RequestSlot) -> None:
         """Check that no healthy node is avoided."""

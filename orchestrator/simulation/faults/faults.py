@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 from orchestrator.core import events as ev
+from orchestrator.simulation.checkers import require
 from orchestrator.simulation.world import SimCluster, SimNode, SimWorker
 from workers.protocol import held_source, stored_source
+
+#: A silent keeper is not to be reported more often than that.
+_TOLD_MAX = 3
 
 
 def _pick_worker(cluster: SimCluster) -> SimWorker | None:
@@ -101,6 +106,7 @@ def heal_node(cluster: SimCluster, node: SimNode) -> None:
     _forget_slots(cluster, node)
     cluster.memory.lose_node(node.name)
     node.cut_off = False
+    node.keeper_back_s = min(node.keeper_back_s, cluster.now_s)
     cluster.post(ev.NodeJoined, node=node.name, rack=node.rack)
     cluster.place()
 
@@ -171,18 +177,30 @@ def _strike_soon(cluster: SimCluster) -> None:
 
 
 def kill_keeper(cluster: SimCluster) -> None:
-    """A keeper's process dies; living workers hand their arenas to the next one."""
+    """A keeper's process dies; now and then it does not come back."""
     node = _pick_node(cluster)
     if node is not None:
-        away_s = 0.3 + 0.7 * cluster.rng.random()
-        node.keeper_back_s = cluster.now_s + away_s
+        cluster.keeper_dies(node, returns=cluster.chance(0.9))
+
+
+def stop_keeper(cluster: SimCluster) -> None:
+    """A keeper hangs: it holds what it holds, and answers nobody until it is started again."""
+    node = _pick_node(cluster)
+    if node is not None and node.keeper_back_s <= cluster.now_s:
+        node.keeper_back_s = inf
         cluster.monitor.is_state_gone = True
-        cluster.memory.lose_keeper(node)
-        cluster.at(away_s, _return_keeper, cluster)
+        cluster.at(cluster.rules.bounds.keeper_silent_s, _miss_keeper, cluster, node, 0)
 
 
-def _return_keeper(cluster: SimCluster) -> None:
-    cluster.memory.grew_s = cluster.now_s
+def _miss_keeper(cluster: SimCluster, node: SimNode, num_told: int) -> None:
+    """The controller asks keepers itself, as long as one says nothing."""
+    if node.alive and node.keeper_back_s == inf:
+        silent_s = cluster.rules.bounds.keeper_silent_s
+        is_heard = cluster.controller_up and not node.cut_off and cluster.monitor.outcome is None
+        require(num_told < _TOLD_MAX, "L2", f"the keeper of {node.name} is left silent")
+        if is_heard:
+            cluster.find(ev.KeeperSilent, node=node.name, silent_s=silent_s)
+        cluster.at(silent_s, _miss_keeper, cluster, node, num_told + is_heard)
 
 
 def kill_controller(cluster: SimCluster) -> None:
@@ -236,5 +254,6 @@ FAULTS: tuple[Fault, ...] = (
     damage,
     flip_bits,
     kill_keeper,
+    stop_keeper,
     kill_controller,
 )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import count
+from math import inf
 from random import Random
 from typing import Any
 
@@ -25,6 +26,8 @@ from orchestrator.simulation.world.saving import Tiers, farewell, save_step
 from orchestrator.simulation.world.storage import Storage
 from workers.protocol import Pace, Source
 
+#: A node that was given up is taken in again after this.
+_RETURN_S = 0.5
 #: Longer than trainers take to write: what they leave behind is committed by then.
 _COMMIT_S = 0.6 * STEP_S
 #: A controller that was restarted looks that often for reservations that nobody knows.
@@ -68,6 +71,9 @@ class SimCluster:
             act.ReleaseSlot: self._release_slot,
             act.StartWorker: self._start_worker,
             act.KillWorker: self._kill_worker,
+            act.StartKeeper: self._start_keeper,
+            act.RestartKeeper: self._restart_keeper,
+            act.GiveUpNode: self._give_up_node,
             act.FenceAttempt: self._fence_attempt,
             act.YieldAttempt: self._yield_attempt,
             act.ReadCommitted: self._read_committed,
@@ -272,6 +278,47 @@ class SimCluster:
             detail=how,
             **found,
         )
+
+    def _start_keeper(self, action: act.StartKeeper) -> None:
+        node = self.nodes[action.node]
+        if node.alive and not node.cut_off:
+            node.has_keeper = True
+            if self.now_s >= node.keeper_back_s:
+                self.find(ev.KeeperReady, node=node.name)
+
+    def _restart_keeper(self, action: act.RestartKeeper) -> None:
+        node = self.nodes[action.node]
+        self.monitor.restarting(node, self.now_s)
+        if node.alive and not node.cut_off:
+            self.keeper_dies(node)
+
+    def _give_up_node(self, action: act.GiveUpNode) -> None:
+        node = self.nodes[action.node]
+        self.monitor.giving_up(node, self.now_s)
+        # It is there all the same, and its keeper is started anew.
+        self.at(_RETURN_S, self._is_found_again, node)
+
+    def _is_found_again(self, node: SimNode) -> None:
+        if node.alive and not node.cut_off:
+            node.keeper_back_s = self.now_s
+            self.memory.grew_s = self.now_s
+            self.post(ev.NodeJoined, node=node.name, rack=node.rack)
+
+    def keeper_dies(self, node: SimNode, *, returns: bool = True) -> None:
+        """End a keeper's process; living workers hand their arenas to the next one."""
+        away_s = 0.3 + 0.7 * self.rng.random() if returns else inf
+        node.keeper_back_s = self.now_s + away_s
+        self.monitor.is_state_gone = True
+        self.memory.lose_keeper(node)
+        if not node.cut_off:
+            self.find(ev.KeeperDied, node=node.name, detail="")
+        if returns:
+            self.at(away_s, self._keeper_is_back, node)
+
+    def _keeper_is_back(self, node: SimNode) -> None:
+        self.memory.grew_s = self.now_s
+        if node.alive and not node.cut_off:
+            self.find(ev.KeeperReady, node=node.name)
 
     def _fence_attempt(self, action: act.FenceAttempt) -> None:
         for name in action.workers:

@@ -170,7 +170,7 @@ class Memory:
 
 def serves(node: SimNode, now_s: float) -> bool:
     """Return whether the node has a keeper."""
-    return node.alive and now_s >= node.keeper_back_s
+    return node.alive and node.has_keeper and now_s >= node.keeper_back_s
 
 
 def answers(node: SimNode, now_s: float) -> bool:

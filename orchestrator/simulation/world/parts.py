@@ -21,6 +21,7 @@ class SimNode:
         "alive",
         "cut_off",
         "draining_until_s",
+        "has_keeper",
         "keeper_back_s",
         "name",
         "rack",
@@ -37,6 +38,7 @@ class SimNode:
         # Cut off: declared lost while its processes train on, as in a network partition.
         self.cut_off = False
         self.draining_until_s: float | None = None
+        self.has_keeper = False
         # Its keeper died and is not back before then.
         self.keeper_back_s = 0.0
         self.slots: set[int] = set()
