@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any
 
+from orchestrator.core import Incident, layout_text
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
 from ucp_core.storage import Store, join, open_store
 
@@ -29,19 +30,6 @@ CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
 #: Written by rank 0 when it completes the last step (``workers.train``).
 RESULT = "result.json"
-
-#: Phases of a recovery in order: name, and the instant at which it ends.
-PHASES = (
-    ("detect", "t_detect_s"),
-    ("fence", "t_fence_s"),
-    ("decide", "t_decide_s"),
-    ("re-form", "t_reform_s"),
-    ("load", "t_load_s"),
-    ("first step", "t_first_step_s"),
-)
-
-#: Kinds of incident that are planned (``orchestrator.core.actions.ReportIncident``).
-PLANNED = frozenset({"growth", "drain", "stop", "controller_restart", "resume"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,88 +59,6 @@ class StepRecord:
     step_s: float
     num_workers: int
     layout: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
-    """One interruption of training and its repair.
-
-    Instants are on the journal's clock (``at_s``). They are None if the run did not get that far or
-    does not know: ``t_fault_s`` is known only for injected faults.
-
-    Attributes:
-        number: Counts from 1.
-        kind: Such as ``crash``, ``node_loss``, ``hang``; ``growth`` and ``drain`` are planned.
-        guilty: The workers that were proven to have caused it; empty if undecided or planned.
-        evidence: The proof, in one line.
-        instants: By field name, ``t_fault_s`` to ``t_first_step_s``.
-        lost_steps: Completed steps that had to be redone.
-        layout_before: For people.
-        layout_after: For people.
-        sources: Bytes loaded, by source.
-        skipped: A line for each source that could not be loaded.
-    """
-
-    number: int
-    kind: str
-    guilty: tuple[str, ...]
-    evidence: str
-    instants: Mapping[str, float | None]
-    lost_steps: int
-    layout_before: str
-    layout_after: str
-    sources: Mapping[str, int]
-    skipped: tuple[str, ...] = ()
-
-    @property
-    def who(self) -> str:
-        """Return the faulty workers for people, "undecided" if nothing was proven."""
-        # Damaged data is nobody's fault either.
-        is_blameless = self.kind in PLANNED or self.kind == "unloadable"
-        nobody = "\N{EN DASH}" if is_blameless else "undecided"
-        return ", ".join(self.guilty) or nobody
-
-    @property
-    def begin_s(self) -> float | None:
-        """Return the instant of the fault; of its detection if the fault's is not known."""
-        fault_s = self.instants.get("t_fault_s")
-        return fault_s if fault_s is not None else self.instants.get("t_detect_s")
-
-    @property
-    def end_s(self) -> float | None:
-        """Return the instant at which the first new step was complete."""
-        return self.instants.get("t_first_step_s")
-
-    @property
-    def detect_s(self) -> float | None:
-        """Return how long detection took; None if the instant of the fault is not known."""
-        fault_s, detected_s = self.instants.get("t_fault_s"), self.instants.get("t_detect_s")
-        return None if fault_s is None or detected_s is None else max(0.0, detected_s - fault_s)
-
-    @property
-    def recovery_s(self) -> float | None:
-        """Return the time from ``begin_s`` to the first new step, None before that."""
-        if self.begin_s is None or self.end_s is None:
-            return None
-        return max(0.0, self.end_s - self.begin_s)
-
-    @property
-    def phases_s(self) -> dict[str, float]:
-        """Return the duration of each phase that was reached, in order.
-
-        A planned change fences nobody: its members finish a step ("yield").
-        """
-        durations: dict[str, float] = {}
-        before_s = self.instants.get("t_fault_s")
-        for name, end in PHASES:
-            end_s = self.instants.get(end)
-            if end_s is None:
-                continue
-            if before_s is not None:
-                planned = name == "fence" and self.kind in PLANNED
-                durations["yield" if planned else name] = max(0.0, end_s - before_s)
-            before_s = end_s
-        return durations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,41 +183,11 @@ def _incidents(store: Store, directory: str) -> list[Incident]:
     for name in store.list(directory):
         document = _object(_text(store, join(directory, name, "incident.json")))
         if document:
-            incidents.append(_incident(len(incidents) + 1, document))
+            incidents.append(Incident.from_json(document, number=len(incidents) + 1))
     return incidents
-
-
-def _incident(number: int, document: Mapping[str, Any]) -> Incident:
-    fields = ("t_fault_s", *(end for _, end in PHASES))
-    instants = {name: _float(document.get(name)) for name in fields}
-    evidence = document.get("evidence", "")
-    return Incident(
-        number=int(document.get("number", number)),
-        kind=str(document.get("kind", "unknown")),
-        guilty=tuple(str(who) for who in document.get("guilty", ())),
-        evidence=evidence if isinstance(evidence, str) else json.dumps(evidence),
-        instants=instants,
-        lost_steps=int(document.get("lost_steps") or 0),
-        layout_before=layout_text(document.get("layout_before")),
-        layout_after=layout_text(document.get("layout_after")),
-        sources={str(k): int(v) for k, v in (document.get("sources") or {}).items()},
-        skipped=tuple(str(line) for line in document.get("skipped") or ()),
-    )
 
 
 def _number(document: Mapping[str, Any], name: str) -> float:
     """Return a number that is null if it was nan, which JSON does not have."""
     value = document.get(name)
     return nan if value is None else float(value)
-
-
-def _float(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-def layout_text(layout: Any) -> str:
-    """Return a layout for people; it is stored as text or as degrees by axis."""
-    if isinstance(layout, Mapping):
-        used = [f"{axis}={degree}" for axis, degree in layout.items() if degree != 1]
-        return " x ".join(used) or "1 worker"
-    return str(layout or "")

@@ -56,8 +56,8 @@ def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
     gathered at one time, the activations that the backward pass reads, and the logits. Leaves out
     the process itself, fragmentation, and the buffers of collectives.
     """
-    choice = choose(num_workers, LayoutRules(dp_replicate=config.parallel.dp_replicate))
-    assert choice is not None, f"{num_workers} workers make no layout"
+    layout = choose(num_workers, LayoutRules(dp_replicate=config.parallel.dp_replicate))
+    assert layout is not None, f"{num_workers} workers make no layout"
     shape = model_shape(config.model)
     compute_bytes = 2 if config.train.precision == "bf16" else 4
     parameters = num_parameters(shape)
@@ -67,10 +67,10 @@ def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
         # The embeddings stay gathered; one block is computed and one is prefetched.
         gathered = parameters - block * max(shape.num_layers - 2, 0)
     tokens = config.train.micro_batch * config.data.sequence_length
-    shard_bytes = math.ceil(parameters * STATE_BYTES / choice.layout.dp_shard)
+    shard_bytes = math.ceil(parameters * STATE_BYTES / layout.dp_shard)
     return (
         shard_bytes
-        + (gathered * compute_bytes if choice.layout.dp_shard > 1 else 0)
+        + (gathered * compute_bytes if layout.dp_shard > 1 else 0)
         + tokens * _activations_per_token(shape) * compute_bytes
     )
 

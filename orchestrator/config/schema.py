@@ -28,6 +28,7 @@ from orchestrator.config.sources import (
     parse,
 )
 from orchestrator.core import Bounds, RunRules
+from orchestrator.detection import PATIENCE
 from orchestrator.errors import ConfigError
 from orchestrator.policies import BudgetRules, CadenceRules, LayoutRules, RedundancyRules, usable
 from ucp_core.errors import UcpError
@@ -54,8 +55,6 @@ __all__ = ["Problem", "RunConfig", "demo_config", "load"]
 #: whose value is missing or wrong. They are reported elsewhere, so it must ignore them.
 Look: TypeAlias = Callable[["RunConfig", Collection[str]], Sequence[Problem]]
 
-#: By default a step may take this many times the observed p99 of all steps.
-PATIENCE = 3.0
 #: With that patience. A controller that a signal has stopped is ended after this. Training does not
 #: need it meanwhile, and a debugger may stop it for a moment; a slow one is never ended.
 _CONTROLLER_STOPPED_S = 10.0

@@ -42,9 +42,11 @@ from orchestrator.core.events import (
 )
 from orchestrator.core.handlers import adopted, reopening
 from orchestrator.core.log import (
+    PHASES,
     Basis,
     Bookmark,
     Folded,
+    Incident,
     Place,
     RunStats,
     behind,
@@ -53,6 +55,7 @@ from orchestrator.core.log import (
     encode,
     fold,
     fold_on,
+    layout_text,
     openings,
     turn_records,
     verify,
@@ -71,6 +74,7 @@ from orchestrator.core.state import (
 
 __all__ = [
     "ACTIVE",
+    "PHASES",
     "TERMINAL",
     "UNKNOWN_ATTEMPT",
     "Action",
@@ -86,6 +90,7 @@ __all__ = [
     "FinishRun",
     "Folded",
     "HangFound",
+    "Incident",
     "KeeperDied",
     "KeeperReady",
     "KeeperSilent",
@@ -128,6 +133,7 @@ __all__ = [
     "events",
     "fold",
     "fold_on",
+    "layout_text",
     "machine",
     "next_deadline_s",
     "openings",

@@ -155,10 +155,10 @@ def plan_recovery(facts: LossFacts, lose: Sequence[str]) -> RecoveryPlan:
     lost_nodes, lost_workers = _resolve(facts, lose)
     usable = _usable(facts, lost_nodes, lost_workers)
     num_left = min(sum(usable.values()), facts.max_workers)
-    choice = layout_policy.choose(num_left, facts.layout)
-    num_after = choice.layout.world_size if choice is not None else 0
+    layout = layout_policy.choose(num_left, facts.layout)
+    num_after = layout.world_size if layout is not None else 0
     if num_after < facts.min_workers:
-        choice, num_after = None, 0
+        layout, num_after = None, 0
     survivors = (without(version, lost_nodes.__contains__) for version in facts.held)
     held = next((version for version in survivors if version is not None), None)
     stored = facts.stored
@@ -183,7 +183,7 @@ def plan_recovery(facts: LossFacts, lose: Sequence[str]) -> RecoveryPlan:
         bytes_by_source=_sums(parts),
         workers_before=facts.num_members,
         workers_after=num_after,
-        layout_after=str(choice.layout) if choice is not None else "",
+        layout_after=str(layout) if layout is not None else "",
     )
 
 

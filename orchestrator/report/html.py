@@ -17,8 +17,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from orchestrator.core import PHASES, Incident
 from orchestrator.report.charts import Band, Series, chart
-from orchestrator.run_directory import PHASES, Incident, RunRecord, StepRecord, read_run
+from orchestrator.run_directory import RunRecord, StepRecord, read_run
 from ucp_core.numerics import format_bytes
 from ucp_core.storage import join, open_store
 

@@ -19,7 +19,7 @@ from orchestrator.core import (
     encode,
 )
 from orchestrator.core.log.codec import codec
-from orchestrator.core.log.stats import IncidentStats
+from orchestrator.core.log.incident import Incident
 from orchestrator.core.state import (
     Attempt,
     Cause,
@@ -69,7 +69,7 @@ for _kind in (
     Cause,
     Fault,
     UserError,
-    IncidentStats,
+    Incident,
     RunStats,
 ):
     st.register_type_strategy(_kind, _filled(_kind))

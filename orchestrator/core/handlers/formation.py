@@ -80,11 +80,11 @@ def _start(transition: Transition) -> None:
     """Start the next attempt on the best of what is there."""
     run = transition.run
     candidates = _candidates(transition)
-    choice = layout_policy.choose(len(candidates), transition.rules.layout)
-    assert choice is not None, (
+    layout = layout_policy.choose(len(candidates), transition.rules.layout)
+    assert layout is not None, (
         f"{len(candidates)} workers, {run.fleet.num_usable} were counted usable"
     )
-    members = candidates[: len(candidates) - choice.num_idle]
+    members = candidates[: layout.world_size]
     resume_step, resume_attempt = run.committed
     number = run.attempt.number + 1
     placed = _bind(transition, members)
@@ -95,10 +95,10 @@ def _start(transition: Transition) -> None:
     run.unread_before = quarantine.still_bad(unread, run.lineage)
     run.attempt = Attempt(
         number=number,
-        layout=choice.layout,
+        layout=layout,
         members=tuple(members),
         nodes=nodes,
-        plan=protection.plan(transition, nodes, choice.layout),
+        plan=protection.plan(transition, nodes, layout),
         num_inside=len(members),
         num_unformed=len(members),
         step=resume_step,
@@ -112,7 +112,7 @@ def _start(transition: Transition) -> None:
         StartAttempt(
             attempt=run.attempt.number,
             members=placed,
-            layout=choice.layout,
+            layout=layout,
             resume_step=resume_step,
             resume_attempt=resume_attempt,
             lineage=run.lineage,

@@ -15,73 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from orchestrator.core.log.incident import Incident
 from ucp_core.layout import ParallelLayout
 
 #: Reports of steps, about one a second, whose durations are kept for the case that the steps are
 #: redone: three hours or more, and no resume reaches further.
 _DURATIONS_KEPT = 10_000
-
-
-@dataclass(slots=True, kw_only=True)
-class IncidentStats:
-    """One loss of service, or planned change, and what it took to go on.
-
-    Instants are on the journal's clock; None where the run did not get that far or it is not
-    known (``t_fault_s``: only for faults that we injected).
-
-    Attributes:
-        kind: As ``ReportIncident.incident``.
-        guilty: Workers proven to have caused it.
-        evidence: One line for people.
-        attempt: The attempt that it ended.
-        lost_steps: Completed steps that had to be redone, as this module's docstring has it.
-        layout_before: Layout of that attempt.
-        layout_after: Layout of the next one, "" if there was none.
-        t_fault_s: When the fault was injected.
-        t_detect_s: When it was found, or the change was begun.
-        t_fence_s: When the last member was out.
-        t_decide_s: When the next attempt was started.
-        t_reform_s: When its mesh and model stood.
-        t_load_s: When its state was loaded.
-        t_first_step_s: When its first step was complete.
-        sources: Bytes loaded, by kind of source.
-        skipped: A line for each source that could not be loaded from.
-    """
-
-    kind: str
-    guilty: tuple[str, ...] = ()
-    evidence: str = ""
-    attempt: int = 0
-    lost_steps: int = 0
-    layout_before: str = ""
-    layout_after: str = ""
-    t_fault_s: float | None = None
-    t_detect_s: float | None = None
-    t_fence_s: float | None = None
-    t_decide_s: float | None = None
-    t_reform_s: float | None = None
-    t_load_s: float | None = None
-    t_first_step_s: float | None = None
-    sources: dict[str, int] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
-
-    @property
-    def recovery_s(self) -> float | None:
-        """Return the time from the fault (detection if unknown) to the first new step."""
-        begin_s = self.t_detect_s if self.t_fault_s is None else self.t_fault_s
-        if begin_s is None or self.t_first_step_s is None:
-            return None
-        return self.t_first_step_s - begin_s
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields under the names that the run directory uses."""
-        document = {name: getattr(self, name) for name in self.__slots__}
-        return {
-            **document,
-            "guilty": list(self.guilty),
-            "sources": dict(self.sources),
-            "skipped": list(self.skipped),
-        }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,7 +47,7 @@ class RunStats:
     step: int = 0
     layout: str = ""
     num_workers: int = 0
-    incidents: list[IncidentStats] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
     loaded: dict[str, int] = field(default_factory=dict)
     passed_over: tuple[str, ...] = ()
     lost_steps: int = 0
@@ -177,7 +116,7 @@ class RunStats:
             "incidents": [incident.to_json() for incident in self.incidents],
         }
 
-    def is_open(self, incident: IncidentStats) -> bool:
+    def is_open(self, incident: Incident) -> bool:
         """Return whether more may yet become known of ``incident``."""
         return any(incident is one for one in self._open_incidents())
 
@@ -186,7 +125,7 @@ class RunStats:
         """Return how many incidents, from the first on, nothing more may become known of."""
         return min(self._open, default=len(self.incidents))
 
-    def _open_incidents(self) -> list[IncidentStats]:
+    def _open_incidents(self) -> list[Incident]:
         return [self.incidents[index] for index in self._open]
 
     def _settle(self) -> None:
@@ -206,7 +145,7 @@ class RunStats:
     def _controller_started(self, record: Mapping[str, Any], at_s: float) -> None:
         if record["life"] > 1 and not self.outcome:
             self._begin_incident(
-                IncidentStats(
+                Incident(
                     kind="controller_restart",
                     evidence=f"life {record['life']} of the controller began",
                     attempt=self.attempt,
@@ -223,7 +162,7 @@ class RunStats:
         self._injected_s.clear()
         self._enter("recovering", at_s)
         self._begin_incident(
-            IncidentStats(
+            Incident(
                 kind="resume",
                 evidence=record["why"],
                 attempt=record["attempt"],
@@ -233,7 +172,7 @@ class RunStats:
             )
         )
 
-    def _begin_incident(self, incident: IncidentStats) -> None:
+    def _begin_incident(self, incident: Incident) -> None:
         detected_s = incident.t_detect_s
         for index, injected_s in enumerate(self._injected_s):
             if detected_s is None or injected_s <= detected_s:
@@ -242,13 +181,14 @@ class RunStats:
                 break
         self._open.append(len(self.incidents))
         self.incidents.append(incident)
+        incident.number = len(self.incidents)
 
     def _incident_reported(self, record: Mapping[str, Any], _at_s: float) -> None:
         kind = record["incident"]
         last = self.incidents[self._open[-1]] if self._open else None
         if last is None or kind != "controller_restart" or last.kind != kind:
             self._begin_incident(
-                IncidentStats(kind=kind, layout_before=self.layout, t_detect_s=record["found_s"])
+                Incident(kind=kind, layout_before=self.layout, t_detect_s=record["found_s"])
             )
             last = self.incidents[-1]
         last.guilty = tuple(record["guilty"])

@@ -1,8 +1,4 @@
-"""Which layout the workers that are left should take.
-
-Pure arithmetic. The machine asks at every formation; the answer says why, because an elastic
-system whose choices cannot be read is not trusted.
-"""
+"""Which layout the workers that are left take. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -22,32 +18,14 @@ class LayoutRules:
     dp_replicate: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutChoice:
-    """A layout, and why it was taken. ``num_idle`` workers of those offered stay standbys."""
-
-    layout: ParallelLayout
-    num_idle: int
-    reason: str
-
-
-def choose(num_workers: int, rules: LayoutRules) -> LayoutChoice | None:
+def choose(num_workers: int, rules: LayoutRules) -> ParallelLayout | None:
     """Return the layout that uses the most of ``num_workers``; None if they are too few for any.
 
     Every degree of sharding is legal (quotas of micro-batches may be uneven), so only the fixed
-    axes can leave a worker out.
+    axes can leave a worker out. Those stay standbys.
     """
-    dp_shard, num_idle = divmod(num_workers, rules.dp_replicate)
-    if dp_shard == 0:
-        return None
-    layout = ParallelLayout(dp_replicate=rules.dp_replicate, dp_shard=dp_shard)
-    reason = f"all {num_workers} workers"
-    if num_idle:
-        reason = (
-            f"{layout.world_size} of {num_workers} workers: dp_replicate={rules.dp_replicate} "
-            f"takes multiples of {rules.dp_replicate}"
-        )
-    return LayoutChoice(layout=layout, num_idle=num_idle, reason=reason)
+    dp_shard = num_workers // rules.dp_replicate
+    return ParallelLayout(dp_replicate=rules.dp_replicate, dp_shard=dp_shard) if dp_shard else None
 
 
 def usable(num_workers: int, rules: LayoutRules) -> int:

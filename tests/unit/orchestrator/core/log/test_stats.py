@@ -51,6 +51,7 @@ def test_an_incident_has_every_phase_on_the_clock() -> None:
     (incident,) = _stats((*START, *CRASH)).incidents
 
     assert incident.to_json() == {
+        "number": 1,
         "kind": "crash",
         "guilty": ["w0002"],
         "evidence": "SIGKILL",

@@ -1,0 +1,156 @@
+"""One interruption of training, or planned change, and its repair."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Phases of a recovery in order: name, and the instant at which it ends.
+PHASES = (
+    ("detect", "t_detect_s"),
+    ("fence", "t_fence_s"),
+    ("decide", "t_decide_s"),
+    ("re-form", "t_reform_s"),
+    ("load", "t_load_s"),
+    ("first step", "t_first_step_s"),
+)
+#: Kinds of incident that are planned (``orchestrator.core.actions.ReportIncident``).
+PLANNED = frozenset({"growth", "drain", "stop", "controller_restart", "resume"})
+
+
+@dataclass(slots=True, kw_only=True)
+class Incident:
+    """One loss of service, or planned change, and what it took to go on.
+
+    Instants are on the journal's clock (``at_s``). They are None if the run did not get that far
+    or does not know: ``t_fault_s`` is known only for injected faults.
+
+    Attributes:
+        number: Counts from 1.
+        kind: As ``ReportIncident.incident``, such as ``crash`` or ``growth``.
+        guilty: The workers that were proven to have caused it; empty if undecided or planned.
+        evidence: The proof, in one line.
+        attempt: The attempt that it ended.
+        lost_steps: Completed steps that had to be redone (``orchestrator.core.log.stats``).
+        layout_before: Layout of that attempt, for people.
+        layout_after: Layout of the next one, "" if there was none.
+        t_fault_s: When the fault was injected.
+        t_detect_s: When it was found, or the change was begun.
+        t_fence_s: When the last member was out.
+        t_decide_s: When the next attempt was started.
+        t_reform_s: When its mesh and model stood.
+        t_load_s: When its state was loaded.
+        t_first_step_s: When its first step was complete.
+        sources: Bytes loaded, by kind of source.
+        skipped: A line for each source that could not be loaded from.
+    """
+
+    number: int = 0
+    kind: str
+    guilty: tuple[str, ...] = ()
+    evidence: str = ""
+    attempt: int = 0
+    lost_steps: int = 0
+    layout_before: str = ""
+    layout_after: str = ""
+    t_fault_s: float | None = None
+    t_detect_s: float | None = None
+    t_fence_s: float | None = None
+    t_decide_s: float | None = None
+    t_reform_s: float | None = None
+    t_load_s: float | None = None
+    t_first_step_s: float | None = None
+    sources: dict[str, int] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def who(self) -> str:
+        """Return the faulty workers for people, "undecided" if nothing was proven."""
+        # Damaged data is nobody's fault either.
+        is_blameless = self.kind in PLANNED or self.kind == "unloadable"
+        nobody = "\N{EN DASH}" if is_blameless else "undecided"
+        return ", ".join(self.guilty) or nobody
+
+    @property
+    def begin_s(self) -> float | None:
+        """Return the instant of the fault; of its detection if the fault's is not known."""
+        return self.t_detect_s if self.t_fault_s is None else self.t_fault_s
+
+    @property
+    def end_s(self) -> float | None:
+        """Return the instant at which the first new step was complete."""
+        return self.t_first_step_s
+
+    @property
+    def detect_s(self) -> float | None:
+        """Return how long detection took; None if the instant of the fault is not known."""
+        if self.t_fault_s is None or self.t_detect_s is None:
+            return None
+        return max(0.0, self.t_detect_s - self.t_fault_s)
+
+    @property
+    def recovery_s(self) -> float | None:
+        """Return the time from ``begin_s`` to the first new step, None before that."""
+        if self.begin_s is None or self.end_s is None:
+            return None
+        return max(0.0, self.end_s - self.begin_s)
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """Return the duration of each phase that was reached, in order.
+
+        A planned change fences nobody: its members finish a step ("yield").
+        """
+        durations: dict[str, float] = {}
+        before_s = self.t_fault_s
+        for name, end in PHASES:
+            end_s: float | None = getattr(self, end)
+            if end_s is None:
+                continue
+            if before_s is not None:
+                planned = name == "fence" and self.kind in PLANNED
+                durations["yield" if planned else name] = max(0.0, end_s - before_s)
+            before_s = end_s
+        return durations
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``incident.json`` holds."""
+        document = {name: getattr(self, name) for name in self.__slots__}
+        return {**document, "guilty": list(self.guilty), "skipped": list(self.skipped)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], *, number: int) -> Incident:
+        """Return the incident of a document; what it lacks has its default.
+
+        Args:
+            document: As ``to_json`` returns it, perhaps of another version.
+            number: Its number, if it does not say one.
+        """
+        evidence = document.get("evidence", "")
+        instants = {
+            name: None if document.get(name) is None else float(document[name])
+            for name in ("t_fault_s", *(end for _, end in PHASES))
+        }
+        return cls(
+            number=int(document.get("number") or number),
+            kind=str(document.get("kind", "unknown")),
+            guilty=tuple(str(who) for who in document.get("guilty", ())),
+            evidence=evidence if isinstance(evidence, str) else json.dumps(evidence),
+            attempt=int(document.get("attempt") or 0),
+            lost_steps=int(document.get("lost_steps") or 0),
+            layout_before=layout_text(document.get("layout_before")),
+            layout_after=layout_text(document.get("layout_after")),
+            sources={str(k): int(v) for k, v in (document.get("sources") or {}).items()},
+            skipped=tuple(str(line) for line in document.get("skipped") or ()),
+            **instants,
+        )
+
+
+def layout_text(layout: Any) -> str:
+    """Return a layout for people; it is stored as text or as degrees by axis."""
+    if isinstance(layout, Mapping):
+        used = [f"{axis}={degree}" for axis, degree in layout.items() if degree != 1]
+        return " x ".join(used) or "1 worker"
+    return str(layout or "")
