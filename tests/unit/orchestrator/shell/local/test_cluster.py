@@ -1,0 +1,80 @@
+"""Which clusters of simulated nodes the registry knows."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from orchestrator.driver import print_runs
+from orchestrator.driver.listing import list_runs
+from orchestrator.shell import LocalEntry, local_clusters
+
+_WAITING = "import signal; signal.pause()"
+
+
+@pytest.fixture
+def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalEntry]:
+    """A cluster in a registry of the test's own, whose processes live."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    host = subprocess.Popen([sys.executable, "-c", _WAITING], start_new_session=True)
+    made = LocalEntry(
+        address="127.0.0.1:1", host_pid=host.pid, starter_pid=7, run_directory="/runs/a"
+    )
+    folder = tmp_path / "everstep-cluster-x"
+    folder.mkdir()
+    (folder / "cluster.json").write_text(json.dumps(asdict(made)))
+    yield made
+    host.kill()
+    host.wait()
+
+
+def test_a_cluster_whose_host_answers_is_known_as_it_is(entry: LocalEntry, tmp_path: Path) -> None:
+    """The command that started it ends it."""
+    with socket.socket(socket.AF_UNIX) as control:
+        control.bind(str(tmp_path / "everstep-cluster-x/control"))
+        control.listen()
+
+        assert local_clusters() == [entry]
+
+
+def test_a_cluster_that_outlived_its_host_is_listed_with_the_way_to_end_it(
+    entry: LocalEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that was killed leaves Ray's daemons, which hold memory until the next reboot."""
+    monkeypatch.setattr("orchestrator.driver.listing.find_gcs_addresses", set)
+    (run,) = list_runs(None)
+
+    assert run["directory"] == "/runs/a"
+    assert f"kill -KILL -- -{entry.host_pid}" in run["note"]
+
+
+def test_a_cluster_of_which_nothing_is_left_is_forgotten(entry: LocalEntry, tmp_path: Path) -> None:
+    """Its process id will be that of something else some day."""
+    os.kill(entry.host_pid, signal.SIGKILL)
+    os.waitpid(entry.host_pid, 0)
+
+    assert local_clusters() == []
+    assert not (tmp_path / "everstep-cluster-x").exists()
+
+
+def test_what_is_not_known_of_a_run_is_a_dash(entry: LocalEntry) -> None:
+    """A run whose controller does not answer has a row like the others."""
+    output = io.StringIO()
+    row = {"directory": None, "phase": "no run", "step": None, "workers": None, "standbys": None}
+    print_runs([{**row, "since": None, "address": entry.address, "note": ""}], Console(file=output))
+
+    assert output.getvalue().splitlines()[1].split() == [
+        "-", "no", "run", "-", "-", "-", "127.0.0.1:1",
+    ]  # fmt: skip
