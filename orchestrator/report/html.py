@@ -77,7 +77,7 @@ def write_report(run_dir_url: str, *, compare: str | None = None) -> str:
     """Write ``report.html`` into the run directory and return where it is.
 
     Args:
-        run_dir_url: Run directory, a path or an fsspec URL. The run may still go on.
+        run_dir_url: Run directory, a path or an fsspec URL. The run may be under way.
         compare: Run directory of the undisturbed run, to draw both curves and to compare ends.
 
     Raises:

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 #: The journal grows by so much, or by the size of the compacted one if that is more, before it is
 #: compacted again. These are about 1500 records, which are folded in 40 ms.
 SPACING_BYTES = 256 << 10
-#: A run in which always something is going on waits until the journal has grown by this multiple.
+#: A run that is never quiet waits until the journal has grown by this multiple.
 PATIENCE = 8
 
 
@@ -127,7 +127,7 @@ def deciding_files() -> list[Path]:
 
 
 class CompactionFile:
-    """Compacts the journal when it has grown enough and nothing is going on.
+    """Compacts the journal when it has grown enough and the run is quiet.
 
     Args:
         store: Where the run directory is.

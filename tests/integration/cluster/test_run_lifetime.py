@@ -21,6 +21,7 @@ from orchestrator.shell import LocalEntry, RunNames, local_clusters, run_id
 
 pytestmark = pytest.mark.timeout(600)
 
+TESTS = Path(__file__).parents[2]
 EVERSTEP = (sys.executable, "-c", "from orchestrator.cli.main import main; main()")
 ACT_S_MAX = 240.0
 
@@ -241,3 +242,27 @@ def test_a_detached_run_is_ended_by_force_with_its_cluster(command: Command) -> 
 
     assert forced.returncode == 0, forced.stderr
     assert command.clusters() == []
+
+
+def test_what_a_script_prints_reaches_the_terminal_and_the_logs(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Prints were in Ray's own log folder only, which is gone with the cluster."""
+    config = make_config(
+        run__script=TESTS / "support/train_script.py",
+        train__steps=20,
+        workers__max=1,
+        workers__standby_per_node=0,
+        cluster__local_nodes=1,
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(config.to_yaml())
+
+    done = everstep("run", str(path))
+    logs = everstep("logs", config.run.directory)
+
+    assert done.returncode == 0, done.stderr
+    assert logs.stdout.startswith("loss 0.")
+    assert logs.stdout in done.stdout
+    machine = json.loads(everstep("logs", config.run.directory, "--json").stdout)
+    assert machine == {"attempt": 1, "rank": 0, "text": logs.stdout.strip()}
