@@ -47,7 +47,7 @@ def interrupts(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
         handle(last)
 
     before = {number: signal.getsignal(number) for number in _ENDING}
-    # Ray's own handler of SIGTERM prints a stack; Python's default would clean up nothing.
+    # Python's default for SIGTERM and SIGHUP would clean up nothing.
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, on_signal)

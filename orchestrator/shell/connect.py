@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 
 import ray
 from ray._private import worker as ray_worker
@@ -26,12 +28,15 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
     # Ray 2.60 prints a raylet's lines about dead workers to our stdout whatever log_to_driver says.
     # --json must stay clean, and a run's incidents say the same.
     ray_worker.print_to_stdstream = _drop
+    handler = signal.getsignal(signal.SIGTERM)
     ray.init(
         address=address,
         namespace=namespace,
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray has set its own, which ends the process
 
 
 def why_silent(address: str, *, timeout_s: float = ANSWER_S) -> str:
