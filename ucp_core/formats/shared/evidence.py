@@ -14,7 +14,7 @@ from ucp_core.storage import Store, join
 from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 #: Elements to compare at either end; parameters that agree in these count as equal.
 _SAMPLE = 32
@@ -54,9 +54,14 @@ def match_masters(
     """
     names: list[str | None] = []
     for master in masters:
-        fitting = (n for n, ref in params if n not in taken and ref.shape == master.shape)
-        by_name = dict(params)
-        name = _first(store, directory, master, 0, fitting, by_name)
+        fitting = (
+            name
+            for name, ref in params
+            if name not in taken
+            and ref.shape == master.shape
+            and is_master_of(store, directory, master, 0, ref)
+        )
+        name = next(fitting, None)
         names.append(name)
         if name is not None:
             taken.add(name)
@@ -85,19 +90,6 @@ def interchangeable(
         if group_of.get(name) != group_of.get(other):
             return other, name
     return None
-
-
-def _first(
-    store: Store,
-    directory: str,
-    masters: TensorRef,
-    start: int,
-    names: Iterable[str],
-    params: dict[str, TensorRef],
-) -> str | None:
-    return next(
-        (n for n in names if is_master_of(store, directory, masters, start, params[n])), None
-    )
 
 
 def _read(store: Store, directory: str, ref: TensorRef, first: int, count: int) -> bytes:
