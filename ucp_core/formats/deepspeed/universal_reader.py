@@ -26,8 +26,16 @@ from ucp_core.formats.deepspeed.reading import (
     resolve_ties,
 )
 from ucp_core.formats.deepspeed.recognition import ZERO, Folder, sort_names
-from ucp_core.formats.shared import THREADS_MAX, Groups, Scalars, Shards, json_value, number
-from ucp_core.geometry import Box, Extent, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.formats.shared import (
+    THREADS_MAX,
+    Groups,
+    Scalars,
+    Shards,
+    json_value,
+    number,
+    whole_tensor,
+)
+from ucp_core.geometry import Extent, StateMap, TensorEntry, TensorKey
 from ucp_core.language import extract, place, plain, union
 from ucp_core.manifest import Item, Kind, Manifest
 from ucp_core.native import Checkpoint
@@ -228,17 +236,7 @@ def _add_slot(found: _Folder, name: str, slot: str, local: tuple[int, ...] | Non
         found.scalars.add(key, value._replace(shape=(), strides=()))
         return
     shape = _shape(found, file, value, tree, local)
-    fragment = Fragment(
-        box=Box.full(shape),
-        file=file,
-        offset_bytes=value.offset_bytes,
-        num_bytes=value.num_bytes,
-        crc32=None,
-        blocks=(),
-        strides=value.byte_strides,
-    )
-    fragments = () if 0 in shape else (fragment,)
-    found.entries[key] = TensorEntry(key=key, dtype=value.dtype, shape=shape, fragments=fragments)
+    found.entries[key] = whole_tensor(key, value, shape)
 
 
 def _put_parts_together(found: _Folder, name: str, layouts: TensorParallelLayouts) -> None:
@@ -331,15 +329,12 @@ def _groups(found: _Folder) -> list[dict[str, Any]]:
 
 def _check_steps(found: _Folder, names: list[list[str]]) -> None:
     """Raise if parameters of one group are of different steps."""
-    store = found.scalars.overlay(found.store)
 
     def step_of(name: str) -> float | None:
         entry = found.scalars.entries.get(TensorKey(name, _STEP))
         if entry is None:
             return None
-        fragment = entry.fragments[0]
-        ref = TensorRef(entry.dtype, (), (), fragment.file, fragment.offset_bytes, None)
-        return number(store, found.directory, ref)
+        return _number(found, entry)
 
     for group in names:
         with ThreadPoolExecutor(THREADS_MAX) as pool:
@@ -355,6 +350,13 @@ def _check_steps(found: _Folder, names: list[list[str]]) -> None:
                     fqn=name,
                     steps=(step, known[0][1]),
                 )
+
+
+def _number(found: _Folder, entry: TensorEntry) -> float | None:
+    """Return the value of a 0-d tensor."""
+    fragment = entry.fragments[0]
+    ref = TensorRef(entry.dtype, (), (), fragment.file, fragment.offset_bytes, None)
+    return number(found.scalars.overlay(found.store), found.directory, ref)
 
 
 def _add_step(found: _Folder, inner: Mapping[str, Any]) -> None:
@@ -402,10 +404,7 @@ def _step(found: _Folder, folder: Folder) -> int:
             return step
     entry = next((e for e in found.scalars.entries.values() if e.key.slot == _STEP), None)
     if entry is not None:
-        fragment = entry.fragments[0]
-        ref = TensorRef(entry.dtype, (), (), fragment.file, fragment.offset_bytes, None)
-        store = found.scalars.overlay(found.store)
-        value = number(store, found.directory, ref)
+        value = _number(found, entry)
         if value is not None:
             return int(value)
     match = _STEP_IN_TAG.fullmatch(folder.tag)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import CheckpointCorruptError
-from ucp_core.formats.shared import Files
-from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.formats.shared import Files, whole_tensor
+from ucp_core.geometry import StateMap, TensorEntry, TensorKey
 from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def state_map(
             if owner != fqn:
                 ties[fqn] = owner
                 continue
-            entries[TensorKey(fqn, "weight")] = _entry(fqn, ref)
+            key = TensorKey(fqn, "weight")
+            entries[key] = whole_tensor(key, ref)
     missing = sorted(set(listed) - {key.fqn for key in entries} - set(ties))
     if missing:
         path = files.path(listed[missing[0]])
@@ -79,18 +80,3 @@ def state_map(
         )
     extents = {name: extents for name, extents in files.extents.items() if extents}
     return StateMap(entries=entries, block_bytes=block_bytes, extents=extents), ties
-
-
-def _entry(fqn: str, ref: TensorRef) -> TensorEntry:
-    fragment = Fragment(
-        Box.full(ref.shape),
-        ref.file,
-        ref.offset_bytes,
-        ref.num_bytes,
-        None,
-        (),
-        strides=ref.byte_strides,
-    )
-    fragments = (fragment,) if ref.num_elements else ()
-    key = TensorKey(fqn, "weight")
-    return TensorEntry(key=key, dtype=ref.dtype, shape=ref.shape, fragments=fragments)

@@ -34,6 +34,7 @@ from ucp_core.formats.shared.values import (
     json_value,
     number,
     refusing_nonsense,
+    whole_tensor,
 )
 from ucp_core.formats.shared.vocabulary import Vocabulary, tells_padding, vocabulary_of
 
@@ -67,4 +68,5 @@ __all__ = [
     "tells_padding",
     "unclear",
     "vocabulary_of",
+    "whole_tensor",
 ]

@@ -101,6 +101,24 @@ def json_value(value: Any, store: Store, directory: str) -> Any:
     return as_json(value, tensor=tensor)
 
 
+def whole_tensor(
+    key: TensorKey, ref: TensorRef, shape: tuple[int, ...] | None = None
+) -> TensorEntry:
+    """Return the entry of a tensor that one file holds whole; ``shape`` is that of a flat one."""
+    shape = ref.shape if shape is None else shape
+    fragment = Fragment(
+        Box.full(shape),
+        ref.file,
+        ref.offset_bytes,
+        ref.num_bytes,
+        None,
+        (),
+        strides=ref.byte_strides,
+    )
+    fragments = () if 0 in shape else (fragment,)
+    return TensorEntry(key=key, dtype=ref.dtype, shape=shape, fragments=fragments)
+
+
 class Scalars:
     """Tensors of one element, whose bytes are in a torch file or in memory."""
 
@@ -117,18 +135,13 @@ class Scalars:
         """
         if key in self.entries:
             return
-        if isinstance(value, TensorRef):
-            dtype, file, offset_bytes = value.dtype, value.file, value.offset_bytes
-            shape, num_bytes = value.shape, value.num_bytes
-        else:
+        if not isinstance(value, TensorRef):
             dtype, data = _packed(key, value)
-            file, shape, num_bytes = INLINE_NAME, (), len(data)
             if data not in self._offsets:
                 self._offsets[data] = len(self._data)
                 self._data += data
-            offset_bytes = self._offsets[data]
-        fragment = Fragment(Box.full(shape), file, offset_bytes, num_bytes, None, ())
-        self.entries[key] = TensorEntry(key=key, dtype=dtype, shape=shape, fragments=(fragment,))
+            value = TensorRef(dtype, (), (), INLINE_NAME, self._offsets[data], None)
+        self.entries[key] = whole_tensor(key, value)
 
     def overlay(self, store: Store) -> Store:
         """Return a store that also reads the values in memory."""
