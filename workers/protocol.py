@@ -1,8 +1,7 @@
-"""What a worker or keeper tells the orchestrator, and what it is told.
+"""The messages between workers, keepers and the orchestrator.
 
-Pure values: every message names the attempt that it belongs to, so that whoever reads it
-can drop what a later attempt has overtaken. Counterparts: ``workers.process.actor`` and
-``workers.keeper`` on one side, ``orchestrator.shell`` on the other.
+Pure values. Every message names its attempt, so that a reader can drop messages of older attempts.
+``workers.process`` and ``workers.keeper`` are on one side, ``orchestrator.shell`` on the other.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import TypeAlias
 
 from ucp_core.layout import ParallelLayout
 
-#: What a state is loaded from: ``(step, attempt, node, arena, slot, sequence)`` of a slot in the
-#: memory of a node; node and arena are "" for the version of that step in storage.
+#: A source of a state: ``(step, attempt, node, arena, slot, sequence)`` of a slot in the memory of
+#: a node; node and arena are "" for the version in storage.
 Source: TypeAlias = tuple[int, int, str, str, int, int]
 
 
@@ -23,14 +22,14 @@ class Held:
     """A complete version of one rank in a slot of an arena.
 
     Attributes:
-        slot: Which.
-        sequence: Counts the writes to the slot; a reader compares it before and after.
+        slot: The slot.
+        sequence: Number of writes to the slot; a reader compares it before and after.
         attempt: The attempt that wrote it.
         step: The step after which the state was taken.
         rank: The rank in that attempt.
-        world_size: The number of its ranks.
-        data_bytes: Length of the data, which begins the slot's body.
-        record_bytes: Length of the record, which follows.
+        world_size: The number of ranks in that attempt.
+        data_bytes: Length of the data, at the start of the slot's body.
+        record_bytes: Length of the record, which follows the data.
     """
 
     slot: int
@@ -45,11 +44,11 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPart:
-    """A version of one rank in a keeper's memory: the rank's own node's, or a copy on another.
+    """A version of one rank in a keeper's memory, on the rank's node or copied to another.
 
     Attributes:
         arena: Name of the arena on its node.
-        held: What is in one of its slots.
+        held: The version in one of its slots.
     """
 
     arena: str
@@ -58,12 +57,12 @@ class HeldPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A part that went into a parity.
+    """A rank's version that a parity was computed from.
 
     Attributes:
-        rank: Whose.
-        data_bytes: Of its data.
-        record_bytes: Of its record, which follows.
+        rank: The rank.
+        data_bytes: Length of its data.
+        record_bytes: Length of its record, which follows the data.
     """
 
     rank: int
@@ -72,7 +71,7 @@ class Member:
 
     @property
     def size_bytes(self) -> int:
-        """Return how much of its slot went in."""
+        """Return the length of data and record."""
         return self.data_bytes + self.record_bytes
 
 
@@ -82,10 +81,10 @@ class HeldParity:
 
     Attributes:
         arena: Name of the arena on its node.
-        held: What is in one of its slots; its rank is below 0, no rank's.
-        num_parities: 1 or 2: how many places of the group may be lost.
-        place: Of the node in the group.
-        members: What went in, by place in the group; None where a node had no part.
+        held: The parities in one of its slots; the rank is below 0.
+        num_parities: 1 or 2: the number of nodes that may be lost.
+        place: The node's place in the group.
+        members: The versions it was computed from, by place; None for a node without one.
     """
 
     arena: str
@@ -97,15 +96,15 @@ class HeldParity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """What a keeper holds in memory, and where a peer can read it.
+    """What a keeper holds in memory, and the address where peers read it.
 
     Attributes:
         node: Ray node id, hex.
-        host: Where the keeper serves bytes to its peers.
+        host: Host of the keeper's server for peers.
         port: Its port.
         parts: All complete versions in its arenas.
         parities: All complete parities in its arenas.
-        budget_bytes: What all its arenas together may take; 0 if it keeps no snapshots.
+        budget_bytes: Limit of all its arenas together; 0 if it keeps no snapshots.
     """
 
     node: str
@@ -118,11 +117,11 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """Where one rank's part of the version to load can be read, or parities of some.
+    """The place of one rank's part of the version to load, or of parities.
 
     Attributes:
-        held: What ``Inventory`` says of it; of parities the rank is below 0.
-        secret: What this keeper asks for before it serves anybody.
+        held: The entry of the keeper's ``Inventory``; the rank is below 0 for parities.
+        secret: The secret that the keeper asks for.
     """
 
     node: str
@@ -135,10 +134,10 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A keeper as another keeper reaches it.
+    """The address of a keeper for other keepers.
 
     Attributes:
-        secret: What it asks for before it serves anybody; made by it, told by its ``hello``.
+        secret: The secret that it asks for; the keeper makes it, and its ``hello`` returns it.
     """
 
     node: str
@@ -149,10 +148,10 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlace:
-    """A node of a group.
+    """A node of a parity group.
 
     Attributes:
-        peer: Its keeper; None for the node that this is told.
+        peer: Its keeper; None for the node that receives this message.
         ranks: Its ranks in the attempt, in order.
     """
 
@@ -162,14 +161,14 @@ class GroupPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityGroup:
-    """Whom a node protects together with itself.
+    """The nodes that protect each other by parity.
 
     Attributes:
-        attempt: Whose versions; a later attempt is another order.
-        num_parities: 1 or 2: how many of the nodes may be lost.
-        places: All nodes, in an order that they agree on; one of them is this one.
-        over_replicas: Whether ranks make the parities from their own replicas: the keepers then
-            only put the members' records to them.
+        attempt: The attempt whose versions they protect.
+        num_parities: 1 or 2: the number of nodes that may be lost.
+        places: All nodes of the group, this one included, in the same order on each.
+        over_replicas: Whether ranks compute the parities from their replicas; the keepers then
+            only add the members' records.
     """
 
     attempt: int
@@ -179,7 +178,7 @@ class ParityGroup:
 
     @property
     def place(self) -> int:
-        """Return this node's."""
+        """Return the place of this node."""
         return [place.peer for place in self.places].index(None)
 
     @property
@@ -189,7 +188,7 @@ class ParityGroup:
 
 
 def held_source(node: str, arena: str, held: Held) -> Source:
-    """Return what is held in a slot of an arena on a node as a source."""
+    """Return a slot of an arena on a node as a source."""
     return (held.step, held.attempt, node, arena, held.slot, held.sequence)
 
 
@@ -200,15 +199,15 @@ def stored_source(step: int, attempt: int) -> Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperOrder:
-    """What a keeper is told at the start of every attempt; it goes on with it until the next.
+    """What a keeper does in an attempt; sent to it at the start of every attempt.
 
     Attributes:
-        attempt: From now on nothing of an older attempt is written into this keeper's memory.
-        lineage: ``(attempt, resume_step)`` of every attempt up to this one, oldest first: says
-            which held versions are dead.
-        copies_of: Keepers whose ranks' newest versions are to be copied into this one's memory.
-        parity: The group that this one is to keep parities of; None if it is to keep none.
-        bad: ``(arena, slot, sequence)`` of what could not be loaded: it is held no longer.
+        attempt: The attempt. The keeper's memory accepts nothing of older ones from now on.
+        lineage: ``(attempt, resume_step)`` of every attempt up to this one, oldest first: tells
+            which versions no longer count.
+        copies_of: Keepers whose ranks' newest versions it copies into its memory.
+        parity: The group whose parities it keeps; None for no parities.
+        bad: ``(arena, slot, sequence)`` of versions that could not be loaded: it drops them.
     """
 
     attempt: int
@@ -226,17 +225,17 @@ class Assignment:
         attempt: Fencing token; larger than any the worker has seen.
         rank: This worker's rank in the attempt.
         layout: Degrees of the mesh.
-        store_host: Where the attempt's rendezvous store listens (never a member's process).
+        store_host: Host of the attempt's rendezvous store, outside all workers.
         store_port: Its port.
-        resume_step: The committed step to load; 0 means initialise from the seed.
+        resume_step: The committed step to load; 0 to initialise from the seed.
         resume_attempt: The attempt that committed ``resume_step``; 0 with ``resume_step`` 0.
         lineage: ``(attempt, resume_step)`` of every attempt up to this one, oldest first.
-        memory: Every place in keepers' memory where a part of that version is held, or parities
-            of it; empty if it is to be loaded from storage.
-        guards: Ranks on other nodes that hold the same state as this one, and whose share of it
-            this one saves beside its own; None where keepers protect each other's snapshots.
-        parity: By place in a group, ranks on different nodes that hold the same state: this one,
-            which is among them, keeps a parity of the others' shares; () if it keeps none.
+        memory: All parts and parities of that version in keepers' memory; empty to load from
+            storage.
+        guards: Replicas on other nodes whose shares of the state this rank saves beside its own;
+            None if keepers protect each other's snapshots.
+        parity: Replicas on different nodes, this rank included, by place in their group; this
+            rank keeps a parity of the others' shares. () for no parity.
     """
 
     attempt: int
@@ -253,7 +252,7 @@ class Assignment:
 
     @property
     def saved_too(self) -> tuple[int, ...]:
-        """Return the ranks whose shares this one saves in some way, beside its own."""
+        """Return the ranks whose shares this rank saves beside its own, as copies or parity."""
         return self.guards or tuple(rank for rank in self.parity if rank != self.rank)
 
 
@@ -275,7 +274,7 @@ class Yielded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fenced:
-    """The worker left because the orchestrator aborted the attempt; it will write nothing more."""
+    """The worker left because the orchestrator fenced the attempt; it writes nothing more."""
 
     attempt: int
     step: int
@@ -283,7 +282,7 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLost:
-    """A collective failed under the worker. A hint that somebody died, never a proof of who."""
+    """A collective of the worker failed: a hint that a peer died, no proof which one."""
 
     attempt: int
     step: int
@@ -295,9 +294,9 @@ class Raised:
     """The training code raised.
 
     Attributes:
-        step: The step that was under way (the last completed one plus 1).
+        step: The step in which it raised: the last completed one plus 1.
         error: Type and message in one line.
-        traceback: The user's frames first, as printed to the user.
+        traceback: The traceback to print, from the user's first frame on.
     """
 
     attempt: int
@@ -308,13 +307,13 @@ class Raised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundBad:
-    """What a worker found out about sources when it loaded from them.
+    """Bad sources that a worker found while loading.
 
     Attributes:
-        damaged: Those whose bytes are not the bytes that were written.
-        unread: Those that could not be read, or contradict others: nothing is proven.
-        misfits: How the model or its optimizer differs from those that made the version.
-        reasons: A line each, and more, for people.
+        damaged: Sources whose bytes are not those that were written.
+        unread: Sources that could not be read or contradict others; they may be sound.
+        misfits: How the model or optimizer differs from those that made the version.
+        reasons: One line or more for each of these, for people.
     """
 
     damaged: tuple[Source, ...] = ()
@@ -328,9 +327,9 @@ class Unloadable:
     """A rank could not load the version to resume from, so all ranks left the attempt.
 
     Attributes:
-        attempt: Which.
-        step: Of that version.
-        found: What this rank found; nothing, if it was another one.
+        attempt: The attempt.
+        step: The step of that version.
+        found: What this rank found bad; empty if another rank failed.
     """
 
     attempt: int
@@ -340,13 +339,13 @@ class Unloadable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formed:
-    """The worker's groups and model stand and its state is in place.
+    """The worker formed its groups, built the model and loaded its state.
 
     Attributes:
-        attempt: Which.
-        load_s: How long loading took, of what it took to form.
+        attempt: The attempt.
+        load_s: The part of forming that was loading.
         sources: ``(kind of source, bytes)`` that were loaded.
-        found: What was found bad meanwhile; other holders had the same.
+        found: Bad sources that other sources replaced.
     """
 
     attempt: int
@@ -360,10 +359,9 @@ Outcome: TypeAlias = Completed | Yielded | Fenced | PeerLost | Raised | Unloadab
 
 
 class WorkerPhase(StrEnum):
-    """Where a worker is; ordered as a worker goes through them.
+    """The phase of a worker, in order.
 
-    SCRIPT is between two steps, and in an evaluation: what the training script does there is its
-    own, and may take as long as it likes.
+    SCRIPT is between two steps, and during an evaluation: the training script may take any time.
     """
 
     IDLE = "idle"
@@ -380,17 +378,17 @@ class WorkerPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupState:
-    """What the record ring says of one process group of a rank.
+    """The state of one process group of a rank, from the record ring.
 
     Attributes:
-        group: Name of the group, equal on all its members (mesh axis and coordinates, or "world").
+        group: Name of the group, equal on all members (mesh axis and coordinates, or "world").
         ranks: Global ranks of the members, in group order.
         entered_seq: Number of collectives that this rank has called in the group.
-        finished_seq: Number of those whose result it has seen.
+        finished_seq: Number of those that have finished for it.
         op: Name of the last one entered, "" if none.
         size_bytes: Its payload.
-        waiting_s: How long ago the collective ``finished_seq + 1`` was called, if this rank waits
-            for it; 0.0 if it waits for none, also with one in flight that was started ahead.
+        waiting_s: Time since the call of collective ``finished_seq + 1``, if this rank waits for
+            it; 0.0 if it waits for none, even if one started ahead is in flight.
     """
 
     group: str
@@ -404,21 +402,21 @@ class GroupState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """What a keeper saw of one worker process on its node, from outside that process.
+    """The state of one worker process, seen by its node's keeper from outside the process.
 
     Attributes:
         worker: Worker id, as ``w0007``.
         pid: Process id on the node.
         os_state: The kernel's letter for the process: R, S, D run; T stopped; Z zombie; X gone.
-            R also where it is silent because the thread that beats waits for a processor.
+            R also if its heartbeat thread waits for a processor.
         attempt: Attempt that the worker is in, 0 if none.
-        rank: Its rank there, -1 if none.
-        phase: Where it is.
+        rank: Its rank in the attempt, -1 if none.
+        phase: Its phase.
         step: Last step that it completed.
-        micro_batch: Micro-batches done in the step under way.
-        moved_bytes: Read and written in this attempt, while it loads, saves or leaves.
-        phase_s: How long it has been in ``phase``.
-        beat_age_s: Age of the last sign of life of the process's own beat thread.
+        micro_batch: Micro-batches done in the current step.
+        moved_bytes: Bytes read and written in this attempt while it loads, saves or leaves.
+        phase_s: Time in ``phase``.
+        beat_age_s: Age of the last heartbeat of the process.
         step_s: Duration of the last completed step; 0.0 before the first.
         loss: Loss of the last completed step, ``nan`` before the first.
         groups: State of its process groups, from the record ring.
@@ -442,16 +440,16 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """One keeper's view of its node. Sent at a fixed period and at once when something changed.
+    """One keeper's view of its node; sent periodically, and at once after a change.
 
     Attributes:
         node: Ray node id, hex.
-        seq: Counts up by 1 per keeper life; a gap means lost reports.
-        workers: One entry per worker process that registered on the node.
+        seq: Counts the reports of this keeper process; a gap means lost reports.
+        workers: One entry per worker process on the node.
         inventory: What the keeper holds in memory; None if it keeps no snapshots.
         stored_step: The newest step that this keeper saw committed to storage; 0 if none.
-        problems: One line for each thing that protects less than was asked for: no memory, a
-            full or silent store, a peer that cannot be reached.
+        problems: One line per problem that reduces protection: no memory, a full or silent
+            store, a peer that cannot be reached.
     """
 
     node: str
@@ -464,11 +462,11 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How often an attempt is to save from now on.
+    """How often an attempt saves from now on.
 
     Attributes:
-        snapshot_steps: Steps between two snapshots; 0 leaves it as it is.
-        checkpoint_steps: Steps between two versions in storage; likewise.
+        snapshot_steps: Steps between two snapshots; 0 for no change.
+        checkpoint_steps: Steps between two versions in storage; 0 for no change.
     """
 
     snapshot_steps: int = 0
@@ -477,15 +475,15 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCosts:
-    """What steps and saves took of late on one rank; medians, 0.0 where nothing was seen.
+    """Recent costs of steps and saves on one rank; medians, 0.0 if not measured.
 
     Attributes:
-        step_s: A step, without what was saved before it.
-        snapshot_stall_s: What a snapshot takes from training.
-        snapshot_busy_s: From its begin until it is complete and copied, as seen between steps.
-        checkpoint_stall_s: What a checkpoint takes from training.
-        checkpoint_busy_s: From its begin until it is in storage, as seen between steps.
-        pace: The intervals kept now.
+        step_s: Time of a step, without the save before it.
+        snapshot_stall_s: Time that training waits for a snapshot.
+        snapshot_busy_s: Time until a snapshot is complete and copied, seen between steps.
+        checkpoint_stall_s: Time that training waits for a checkpoint.
+        checkpoint_busy_s: Time until a checkpoint is in storage, seen between steps.
+        pace: The current intervals.
     """
 
     step_s: float

@@ -1,7 +1,7 @@
-"""What a worker is told about the training: model, data, optimizer, checkpoints, sharding.
+"""The settings of a training: model, data, optimizer, checkpoints, snapshots, sharding.
 
 Frozen values without torch, so that the orchestrator can build and check them anywhere.
-``problems`` finds everything that is wrong at once.
+``problems`` returns every problem at once.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ CHECKPOINTS: Final = "checkpoints"
 
 SCHEDULES: Final = ("cosine", "linear", "constant")
 PRECISIONS: Final = ("fp32", "bf16")
-#: An interval that follows from measured costs and failures.
+#: An interval chosen from measured costs and failures.
 AUTO: Final = "auto"
-#: What it is before anything was measured.
+#: The intervals before anything was measured.
 _SNAPSHOT_STEPS, _CHECKPOINT_STEPS = 1, 10
 MECHANISMS: Final = ("auto", "copy", "parity")
 TOLERANCE_MAX: Final = 2
@@ -52,14 +52,14 @@ class ModelSettings:
     """Which decoder to train.
 
     Attributes:
-        preset: A name of ``workers.models.shape.PRESETS``.
-        vocab_size: In place of the preset's; None keeps it. So for all below.
+        preset: A name in ``workers.models.PRESETS``. The others override it unless None.
+        vocab_size: Number of token ids.
         dim: Width.
-        num_layers: Blocks.
+        num_layers: Number of blocks.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
-        ffn_dim: Width of the feed-forward part.
-        tied: Whether embedding and output layer are one.
+        ffn_dim: Width of the feed-forward layers.
+        tied: Whether the embedding is the output layer, too.
     """
 
     preset: str = "small"
@@ -74,18 +74,18 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """Where the text comes from and how it is cut into samples.
+    """The text to train on, and how it is cut into samples.
 
     Attributes:
         source: "stdlib" for the Python standard library's own source files, or a glob of text
             or ``.jsonl`` files, local or as a URL.
-        tokenizer: A Hugging Face ``tokenizer.json``; "" reads bytes.
-        text_field: Which field of a JSON line is the text.
+        tokenizer: A Hugging Face ``tokenizer.json``; "" for bytes.
+        text_field: The field of a JSON line that holds the text.
         sequence_length: Tokens that a sample predicts.
-        seed: Order of the samples.
-        validation_share: Part of the files (or lines, if there is one file) held out.
-        validation_samples: At most so many held-out samples are looked at, the same each time.
-        cache_directory: Where tokens are kept between processes of a node; "" for the
+        seed: Seed of the order of samples.
+        validation_share: Share of the documents that is held out.
+        validation_samples: Maximum number of held-out samples in a validation, always the same.
+        cache_directory: Directory for tokens, shared by the processes of a node; "" for the
             machine's temporary directory.
     """
 
@@ -101,25 +101,25 @@ class DataSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """The optimization, the same whatever the number of workers.
+    """The optimization, the same for any number of workers.
 
     Attributes:
         steps: Optimizer steps of the whole run.
         global_batch: Samples per step over all workers.
         micro_batch: Samples per forward pass; divides ``global_batch``.
         lr: Peak learning rate.
-        warmup_steps: Steps of linear increase up to ``lr``; None is 20, or all of a shorter run.
-        schedule: What follows the warm-up: "cosine", "linear" or "constant".
-        lr_min_ratio: Learning rate of the last step as a part of ``lr``.
-        weight_decay: AdamW's, on matrices; vectors (norms) are not decayed.
-        betas: AdamW's decay rates.
-        eps: AdamW's.
-        clip_norm: Largest gradient norm; 0 does not clip.
+        warmup_steps: Steps of linear increase to ``lr``; None for 20, or all of a shorter run.
+        schedule: The learning rate after the warm-up: "cosine", "linear" or "constant".
+        lr_min_ratio: Learning rate of the last step divided by ``lr``.
+        weight_decay: AdamW's weight decay of matrices; vectors (norms) have none.
+        betas: AdamW's betas.
+        eps: AdamW's epsilon.
+        clip_norm: Maximum gradient norm; 0 for no clipping.
         precision: "fp32", or "bf16" to compute in bfloat16 with fp32 masters.
-        seed: Initial weights and dropout.
-        deterministic: Sum gradients in one order whatever the number of workers, so that the
-            weights are the same to the bit.
-        validation_every: Steps between two validations; 0 validates at the end only.
+        seed: Seed of initial weights and dropout.
+        deterministic: Sum gradients in one order for any number of workers, so that the weights
+            are bit-identical.
+        validation_every: Steps between two validations; 0 to validate at the end only.
     """
 
     steps: int = 200
@@ -140,14 +140,14 @@ class TrainSettings:
 
     @property
     def num_warmup_steps(self) -> int:
-        """Return for how many steps the learning rate rises."""
+        """Return the number of warm-up steps."""
         if self.warmup_steps is None:
             return min(_WARMUP_STEPS, self.steps)
         return self.warmup_steps
 
     @property
     def num_micro_batches(self) -> int:
-        """Return how many micro-batches a step has over all workers."""
+        """Return the number of micro-batches of a step over all workers."""
         return self.global_batch // self.micro_batch
 
 
@@ -156,15 +156,14 @@ class CheckpointSettings:
     """How often state goes to storage.
 
     Attributes:
-        every_steps: Steps between two checkpoints; "auto" begins with 10 and goes on with what
-            costs least by the measured cost of a checkpoint and the failures seen, at most 10
-            minutes of work. The last step is always saved, and so is the newest when a run ends
-            early; between them snapshots in memory are resumed from.
-        keep: Committed checkpoints that are kept; 0 keeps all.
-        fsync: Whether files are forced to the disk before the commit. Without it a checkpoint
-            outlives its process but perhaps not its machine. With it, on a local file system,
-            files of checkpoints that are not kept any more are written over, not deleted.
-        threads: Readers per worker while loading.
+        every_steps: Steps between two checkpoints. "auto" starts with 10, then uses the interval
+            with the least cost, given measured checkpoint times and failures, up to 10 minutes of
+            work. The last step is always saved, and the newest one if a run ends early. Recovery
+            uses newer snapshots in memory.
+        keep: Number of committed checkpoints to keep; 0 keeps all.
+        fsync: Whether to force files to disk before the commit. Without it a checkpoint survives
+            its process, but perhaps not its machine.
+        threads: Threads per worker that read while loading.
     """
 
     every_steps: int | str = _CHECKPOINT_STEPS
@@ -174,7 +173,7 @@ class CheckpointSettings:
 
     @property
     def first_every(self) -> int:
-        """Return the interval that an attempt begins with."""
+        """Return the interval at the start of an attempt."""
         return self.every_steps if isinstance(self.every_steps, int) else _CHECKPOINT_STEPS
 
 
@@ -183,19 +182,18 @@ class SnapshotSettings:
     """How often state goes to the memory of the node's keeper, and how it is protected there.
 
     Attributes:
-        every_steps: Steps between two snapshots; 0 takes none, and only storage is left; "auto"
-            begins with 1 and takes fewer where they would cost more than 2 % of step time.
-        node_memory_mib: Most that the snapshots of a node may take, its copies of other nodes'
-            included; 0 is half of what the node has available when its keeper starts.
-        send_mib_per_s: Most that the keeper of a node sends to other nodes, copies and what is
-            recovered from it; 0 is no limit.
-        tolerance: How many nodes may be lost at once with the newest snapshots still complete in
-            memory: 0, 1 or 2 of each group of at most 8, where there are as many others.
-        mechanism: How: "copy" keeps each snapshot on as many other nodes, and sends nothing where
-            data-parallel replicas there have the same state; "parity" keeps of a group of k nodes
-            1/(k-1) of a snapshot on each, or twice 1/(k-2), and sends no data for the former where
-            they are replicas; "auto" takes copies while the memory for snapshots allows, else
-            parity.
+        every_steps: Steps between two snapshots; 0 for none, so that only storage is left. "auto"
+            starts with 1 and takes fewer if they would cost more than 2 % of step time.
+        node_memory_mib: Limit for all snapshots on a node, copies of other nodes' included; 0 for
+            half of the memory available when the node's keeper starts.
+        send_mib_per_s: Limit for what a node's keeper sends to other nodes, for copies and
+            recovery; 0 for no limit.
+        tolerance: How many nodes of each group of at most 8 may be lost at once while the newest
+            snapshots stay complete in memory: 0, 1 or 2, if there are as many other nodes.
+        mechanism: "copy" keeps each snapshot on ``tolerance`` other nodes; it sends nothing if
+            data-parallel replicas there have the same state. "parity" keeps 1/(k-1) of a snapshot
+            on each of k nodes, or twice 1/(k-2) for a tolerance of 2; the former sends no data
+            between replicas. "auto" uses copies if memory allows, else parity.
     """
 
     every_steps: int | str = _SNAPSHOT_STEPS
@@ -206,48 +204,53 @@ class SnapshotSettings:
 
     @property
     def first_every(self) -> int:
-        """Return the interval that an attempt begins with; 0 if there are no snapshots."""
+        """Return the interval at the start of an attempt; 0 if there are no snapshots."""
         return self.every_steps if isinstance(self.every_steps, int) else _SNAPSHOT_STEPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSettings:
-    """How the model is spread; the degrees themselves come with each attempt.
+    """How the model is sharded; the degrees of parallelism come with each attempt.
 
     Attributes:
         reshard_after_forward: Whether a block's gathered parameters are dropped after its
-            forward and backward pass: less memory, more gathers. Models up to 64 MiB are kept
-            gathered in any case.
-        collective_timeout_s: A collective fails by itself after this; after ten times as long
-            until all ranks have loaded, and while a version is committed. A backstop: faults are
-            found and attempts aborted much sooner. Raise it where one rank alone does something
-            for longer between two steps: it is taken to hang just before.
+            forward and backward pass: less memory, more gathers. Models of up to 64 MiB stay
+            gathered.
+        collective_timeout_s: Time after which a collective fails; ten times as long while ranks
+            load or commit a version. A backstop: faults are usually found much sooner. Raise it
+            if one rank does longer work between two steps, or that rank is judged to hang.
     """
 
     reshard_after_forward: bool = True
     collective_timeout_s: float = 60.0
 
     def timeout_s(self, step_s: float) -> float:
-        """Return when collectives fail where a step takes ``step_s``: after it is known who hangs.
+        """Return the timeout of collectives if a step takes ``step_s``.
 
-        That is known after ten slow steps (``orchestrator.detection``).
+        It is longer than ``orchestrator.detection`` needs to find a hung rank: ten slow steps.
         """
         return max(self.collective_timeout_s, _STEPS_WAITED * step_s)
 
     @property
     def patient_timeout_s(self) -> float:
-        """Return the bound of waits in which ranks read or write: one may have far more to."""
+        """Return the timeout while ranks load or save, which takes some of them longer."""
         return 10 * self.collective_timeout_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything a worker is told about the training.
+    """All settings of a training.
 
     Attributes:
+        model: The built-in model.
+        data: The text of the built-in training, and the order of samples.
+        train: The optimization.
+        checkpoint: State in storage.
+        snapshot: State in memory.
+        parallel: Sharding.
         script: A training script that calls ``everstep.run``; "" trains the built-in
             language model.
-        arguments: Of that script, as its ``sys.argv[1:]``.
+        arguments: The script's ``sys.argv[1:]``.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -268,10 +271,10 @@ class Settings:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Settings:
-        """Return what ``to_json`` wrote; a missing name takes its default.
+        """Return the settings of ``to_json``; missing names have their defaults.
 
         Raises:
-            SettingsError: Names that do not exist, all of them.
+            SettingsError: There are unknown names; lists all of them.
         """
         unknown: list[str] = []
         settings = _read(cls, document, "", unknown)
@@ -281,7 +284,7 @@ class Settings:
 
 
 def model_shape(settings: ModelSettings) -> ModelShape:
-    """Return the sizes of the model that ``settings`` ask for."""
+    """Return the shape of the model in ``settings``."""
     names = [name.name for name in fields(settings) if name.name != "preset"]
     given = {name: getattr(settings, name) for name in names}
     return resolve(
@@ -290,12 +293,12 @@ def model_shape(settings: ModelSettings) -> ModelShape:
 
 
 def problems(settings: Settings) -> list[str]:
-    """Return everything that is wrong with ``settings``, one line each, path first."""
+    """Return every problem of ``settings``, one line each, path first."""
     return [
         *_model_problems(settings),
         *_data_problems(settings.data),
         *_train_problems(settings.train),
-        *_rest_problems(settings),
+        *_save_problems(settings),
     ]
 
 
@@ -323,14 +326,14 @@ def _model_problems(settings: Settings) -> list[str]:
     found = [f"model.{problem}" for problem in shape_problems(shape)]
     if not settings.data.tokenizer and shape.vocab_size < BYTE_VOCAB_SIZE:
         found.append(
-            f"model.vocab_size: {shape.vocab_size} is too few for bytes, which need "
-            f"{BYTE_VOCAB_SIZE}; raise it or name a data.tokenizer"
+            f"model.vocab_size: {shape.vocab_size} is too small for bytes, which need "
+            f"{BYTE_VOCAB_SIZE}; raise it or set data.tokenizer"
         )
     return found
 
 
 def _data_problems(data: DataSettings) -> list[str]:
-    found = [] if data.source else ["data.source: is empty; 'stdlib' or a glob of files"]
+    found = [] if data.source else ["data.source: is empty; set 'stdlib' or a glob of files"]
     found += _at_least("data", data, sequence_length=2, validation_samples=1, seed=0)
     if not 0 < data.validation_share < 1:
         found.append(
@@ -367,20 +370,18 @@ def _train_problems(train: TrainSettings) -> list[str]:
     return found + [f"train.{text}" for right, text in checks if not right]
 
 
-def _rest_problems(settings: Settings) -> list[str]:
+def _save_problems(settings: Settings) -> list[str]:
     found = _interval("checkpoint", settings.checkpoint.every_steps, least=1)
     found += _at_least("checkpoint", settings.checkpoint, keep=0, threads=1)
     if settings.checkpoint.keep == 1:
         found.append(
-            "checkpoint.keep: 1 leaves nothing to fall back to if the newest is damaged; 2 or more"
+            "checkpoint.keep: 1 leaves no older checkpoint if the newest is damaged; use 2 or more"
         )
     snapshot = settings.snapshot
     found += _interval("snapshot", snapshot.every_steps, least=0)
     found += _at_least("snapshot", snapshot, node_memory_mib=0, send_mib_per_s=0, tolerance=0)
     if snapshot.tolerance > TOLERANCE_MAX:
-        found.append(
-            f"snapshot.tolerance: {snapshot.tolerance} is more than {TOLERANCE_MAX}, the most"
-        )
+        found.append(f"snapshot.tolerance: {snapshot.tolerance} must be at most {TOLERANCE_MAX}")
     right, text = _one_of("mechanism", snapshot.mechanism, MECHANISMS)
     found += [] if right else [f"snapshot.{text}"]
     timeout_s = settings.parallel.collective_timeout_s

@@ -1,4 +1,4 @@
-"""Text to samples, and the order of the samples. ``order`` is arithmetic and imports no torch."""
+"""From text to samples, and the order of samples. ``order`` imports no torch."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,7 @@
 """Tokens on disk, cut into samples: two splits, memory-mapped, the same on every worker.
 
-Tokenizing happens once per node: the result is a file under the cache directory, named by all
-that it depends on, and mapped by every process. Within a process it is opened once, so that a
-new attempt costs nothing.
+Text is tokenized once per node. The cache directory has a file for it, named by a hash of all that
+the tokens depend on; every process maps the file, and opens it once for all attempts.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ __all__ = ["Split", "Texts", "open_texts"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """One row of tokens, cut into samples that overlap by one token.
+    """A sequence of tokens, cut into samples that overlap by one token.
 
     Attributes:
-        tokens: All of it, on disk.
-        sequence_length: Tokens that a sample predicts; it holds one more.
+        tokens: All tokens, on disk.
+        sequence_length: Tokens that a sample predicts; the sample has one more.
     """
 
     tokens: NDArray[np.uint16] | NDArray[np.uint32]
@@ -43,7 +42,7 @@ class Split:
 
     @property
     def num_samples(self) -> int:
-        """Return how many whole samples there are."""
+        """Return the number of whole samples."""
         return max(0, len(self.tokens) - 1) // self.sequence_length
 
     def batch(self, samples: Iterable[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -59,10 +58,10 @@ class Texts:
     """A source, tokenized.
 
     Attributes:
-        train: What is trained on.
-        held_out: What is only looked at; from other documents than ``train``.
+        train: The split to train on.
+        held_out: The split for validation, from other documents.
         vocab_size: Token ids are below this.
-        digest: Hash over the tokens of both splits: equal on workers with equal data.
+        digest: Hash over the tokens of both splits; equal on workers with equal data.
     """
 
     train: Split
@@ -73,10 +72,10 @@ class Texts:
 
 @functools.lru_cache(maxsize=4)
 def open_texts(settings: DataSettings) -> Texts:
-    """Return the samples that ``settings`` mean; the second call in a process is free.
+    """Return the samples of ``settings``; cached within a process.
 
     Raises:
-        DataError: There is nothing to read, it cannot be read, or it is too little.
+        DataError: There is no text, it cannot be read, or it is too short.
     """
     tokenizer = open_tokenizer(settings.tokenizer)
     source = find_source(settings)
@@ -101,7 +100,7 @@ def open_texts(settings: DataSettings) -> Texts:
 
 
 def _cache_directory(settings: DataSettings, source: Source, tokenizer: Tokenizer) -> Path:
-    """Return a directory whose name changes with anything that the tokens depend on."""
+    """Return a directory named by a hash of all that the tokens depend on."""
     depends = {
         **asdict(settings),
         "tokenizer": tokenizer.name,
@@ -127,7 +126,7 @@ def _stamp(source: Source, path: str) -> list[int]:
 def _tokenize(
     settings: DataSettings, source: Source, tokenizer: Tokenizer, directory: Path
 ) -> None:
-    """Write both splits and, last, the index; several processes may do it at once."""
+    """Write both splits, then the index; several processes may do it at the same time."""
     parts: dict[str, list[NDArray[np.uint32]]] = {"train": [], "held_out": []}
     end = np.array([tokenizer.end], np.uint32)
     for document in source.documents():
@@ -141,12 +140,12 @@ def _tokenize(
             tokens = np.concatenate(arrays or [end[:0]]).astype(dtype)
             digest.update(f"{name} {len(tokens)} {tokenizer.name} ".encode())
             digest.update(tokens.tobytes())
-            draft = directory / f"{name}.{os.getpid()}.draft.npy"
-            np.save(draft, tokens)
-            draft.replace(directory / f"{name}.npy")
-        draft = directory / f"index.{os.getpid()}.draft"
-        draft.write_text(json.dumps({"digest": digest.hexdigest()}))
-        draft.replace(directory / "index.json")
+            temporary = directory / f"{name}.{os.getpid()}.temporary.npy"
+            np.save(temporary, tokens)
+            temporary.replace(directory / f"{name}.npy")
+        temporary = directory / f"index.{os.getpid()}.temporary"
+        temporary.write_text(json.dumps({"digest": digest.hexdigest()}))
+        temporary.replace(directory / "index.json")
     except OSError as error:
         raise DataError(
             f"data.cache_directory: {directory} cannot be written: {error}", path=str(directory)

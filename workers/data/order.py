@@ -1,13 +1,13 @@
 """The data order: which samples a step sees, as a pure function of (seed, step).
 
-The order is an endless row of positions. Position ``p`` lies in epoch ``p // num_samples``, and
-every epoch is a permutation of all samples of its own, so a step may begin in one epoch and end
-in the next. Step ``s``, counted from 1, takes ``global_batch`` positions from
-``(s - 1) * global_batch`` on. Nothing depends on the number of workers.
+The order is an endless sequence of positions. Position ``p`` is in epoch ``p // num_samples``, and
+each epoch is its own permutation of all samples; a step may span two epochs. Step ``s``, counted
+from 1, takes ``global_batch`` positions starting at ``(s - 1) * global_batch``. Nothing depends on
+the number of workers.
 
 A permutation is a keyed Feistel network on the smallest even number of bits that holds
-``num_samples``, walked until it lands inside (Black and Rogaway 2002, "Ciphers with arbitrary
-finite domains"): constant memory, at most 4 walks expected.
+``num_samples``, repeated until the value is in range (Black and Rogaway 2002, "Ciphers with
+arbitrary finite domains"): constant memory, at most 4 rounds expected.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class DataOrder:
     """The order of ``num_samples`` samples under ``seed``, cut into steps.
 
     Attributes:
-        seed: Another seed, another order.
-        num_samples: Samples there are, at least 1; a sample is an index below this.
+        seed: Selects the order.
+        num_samples: Number of samples, at least 1; a sample is an index below this.
         global_batch: Samples per step, at least 1; may exceed ``num_samples``.
     """
 
@@ -88,7 +88,7 @@ def _scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _mix(seed: int, epoch: int, number: int) -> int:
-    """Return 64 bits that depend on all three."""
+    """Return 64 bits that depend on all three arguments."""
     state = np.array([seed & _MASK], dtype=np.uint64)
     for part in (epoch, number):
         state = _scramble(state * np.uint64(0x9E3779B97F4A7C15) + np.uint64(part + 1))

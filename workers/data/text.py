@@ -1,7 +1,7 @@
 """Documents of a source: the standard library's own files, or text and JSON lines by glob.
 
-What every worker of a run must agree on is decided here: which documents there are, in which
-order, and which of them are held out.
+This decides what all workers of a run must agree on: the documents, their order, and which of them
+are held out.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from workers.settings import STDLIB, DataSettings
 
 __all__ = ["Document", "Source", "find_source"]
 
-#: Parts of the standard library that are not alike on every machine, or are other people's.
-_LEFT_OUT: Final = frozenset(
+#: Folders below the standard library that differ between machines or belong to other packages.
+_EXCLUDED: Final = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "__pycache__", "ensurepip", "idlelib"}
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One text. ``name`` is its place in the source, the same on every machine."""
+    """One text. ``name`` is its path in the source, the same on every machine."""
 
     name: str
     text: bytes
@@ -39,13 +39,13 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where documents are read from.
+    """The files to read documents from.
 
     Attributes:
-        described: For people: the setting and how many files it means.
-        files: ``(name, path)`` of every file, sorted; ``name`` does not say where it lies.
+        described: The setting and the number of files, for people.
+        files: ``(name, path)`` of every file, sorted; ``name`` is relative to the source.
         is_remote: Whether the paths are URLs.
-        text_field: Which field of a JSON line is the text.
+        text_field: The field of a JSON line that holds the text.
     """
 
     described: str
@@ -57,7 +57,7 @@ class Source:
         """Yield every document; a file of JSON lines holds one per line.
 
         Raises:
-            DataError: A file cannot be read, or a line of it is not what it should be.
+            DataError: A file cannot be read, or one of its lines is malformed.
         """
         for name, path in self.files:
             content = self._read(path)
@@ -84,7 +84,7 @@ class Source:
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
                     f"data.source: {path} line {number} is not a JSON object with the field "
-                    f"{self.text_field!r}; set data.text_field or mend the line",
+                    f"{self.text_field!r}; set data.text_field or fix the line",
                     path=path,
                     line=number,
                 ) from error
@@ -99,10 +99,10 @@ class Source:
 
 
 def find_source(settings: DataSettings) -> Source:
-    """Return the files that ``settings.source`` means.
+    """Return the files of ``settings.source``.
 
     Raises:
-        DataError: There are none, or the place cannot be listed.
+        DataError: No file matches, or the directory cannot be listed.
     """
     source = settings.source
     if source == STDLIB:
@@ -138,8 +138,8 @@ def is_held_out(name: str, *, share: float, seed: int) -> bool:
 
 def _walk(root: str) -> Iterator[str]:
     for directory, names, files in os.walk(root):
-        # In place, so that what is left out is not even listed.
-        names[:] = [name for name in names if name not in _LEFT_OUT]
+        # In place: ``os.walk`` does not enter what is removed.
+        names[:] = [name for name in names if name not in _EXCLUDED]
         yield from (f"{directory}/{name}" for name in files if name.endswith(".py"))
 
 

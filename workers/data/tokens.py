@@ -17,18 +17,18 @@ from workers.models import BYTE_VOCAB_SIZE
 
 __all__ = ["END_OF_TEXT_NAMES", "Tokenizer", "byte_tokenizer", "open_tokenizer"]
 
-#: Id behind each document when text is read as bytes.
+#: Id after each document when text is read as bytes.
 BYTE_END: Final = 256
-#: What tokenizer files call the end of a document, tried in this order.
+#: Names for the end of a document in tokenizer files, tried in this order.
 END_OF_TEXT_NAMES: Final = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
-    """A way to cut text.
+    """A tokenizer.
 
     Attributes:
-        name: Tells tokenizers apart; the same on every machine for the same file.
+        name: Identifies the tokenizer; the same on every machine for the same file.
         vocab_size: Ids are below this.
         end: Id that ends a document.
         encode: UTF-8 text to ids.

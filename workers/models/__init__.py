@@ -1,4 +1,4 @@
-"""The reference decoder language model. ``shape`` is arithmetic and imports no torch."""
+"""The reference decoder language model. ``shape`` imports no torch."""
 
 from typing import TYPE_CHECKING
 

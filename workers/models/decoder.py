@@ -1,4 +1,4 @@
-"""The reference decoder: RoPE, grouped-query attention, RMSNorm, SwiGLU, tied or not.
+"""The reference decoder: RoPE, grouped-query attention, RMSNorm, SwiGLU, optionally tied.
 
 Shape letters: B sequences, T positions, D ``dim``, H heads, K key/value heads, E ``head_dim``,
 F ``ffn_dim``, V ``vocab_size``.
@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: the gate decides how much of each hidden value passes."""
+    """SwiGLU: the gate scales each hidden value."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -88,13 +88,13 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model. ``layers`` are what FSDP wraps one by one."""
+    """A decoder-only language model. Each of ``layers`` is an FSDP unit."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocab_size, shape.dim)
-        # By name and not by position, so that a part of the layers keeps its names.
+        # Names, not positions: a subset of the layers keeps its names.
         self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
         self.norm = nn.RMSNorm(shape.dim, eps=NORM_EPS)
         self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
@@ -102,7 +102,7 @@ class Decoder(nn.Module):
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     def tie(self) -> None:
-        """Make the output layer the embedding, if so asked; again after every ``to_empty``."""
+        """Make the output layer the embedding if tied; call it after every ``to_empty``."""
         if self.shape.tied:
             self.head.weight = self.embedding.weight
 
@@ -146,10 +146,10 @@ def mean_loss(
 def initial_value(fqn: str, size: tuple[int, ...], *, seed: int, num_layers: int) -> Tensor:
     """Return the whole initial value of one parameter, float32 on the CPU.
 
-    Each parameter has a generator of its own, keyed by seed and name, so the value does not
-    depend on the layout or on which other parameters this rank holds. Norms begin at 1; matrices
-    are normal with standard deviation 0.02, those that write to the residual stream scaled down
-    by ``sqrt(2 * num_layers)`` (GPT-2, section 2.3).
+    Each parameter has its own generator, keyed by seed and name. So the value does not depend on
+    the layout or on the other parameters of this rank. Norms are 1; matrices are normal with
+    standard deviation 0.02, divided by ``sqrt(2 * num_layers)`` for those that write to the
+    residual stream (GPT-2, section 2.3).
     """
     if len(size) == 1:
         return torch.ones(size)

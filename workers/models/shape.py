@@ -1,7 +1,6 @@
 """Sizes of the reference decoder: presets and exact parameter counts.
 
-Pure arithmetic. ``workers.models.decoder`` builds what is described here; a test compares the
-counts with the modules.
+Pure arithmetic. ``workers.models.decoder`` builds the modules; a test compares the counts.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 __all__ = ["PRESETS", "ModelShape", "num_parameters", "parameter_shapes", "shape_problems"]
 
-#: Bytes 0 to 255, the end of a document, and room up to a multiple of 8.
+#: Bytes 0 to 255 and the end of a document, rounded up to a multiple of 8.
 BYTE_VOCAB_SIZE = 264
 
 
@@ -61,8 +60,8 @@ def _shape(*sizes: int, tied: bool, rope_theta: float = 10_000.0) -> ModelShape:
     )
 
 
-#: From a model that two CPU cores train in a minute to the published Llama 3 shapes (1b, 3b and
-#: 8b are those of Llama 3.2 and 3.1; 125m has the width, depth and vocabulary of GPT-2 small).
+#: Two CPU cores train the smallest in a minute. 125m has the width, depth and vocabulary of GPT-2
+#: small; 1b and 3b are the shapes of Llama 3.2, 8b that of Llama 3.1.
 PRESETS: Mapping[str, ModelShape] = MappingProxyType(
     {
         "tiny": _shape(BYTE_VOCAB_SIZE, 64, 2, 4, 2, 160, tied=True),
@@ -78,7 +77,7 @@ PRESETS: Mapping[str, ModelShape] = MappingProxyType(
 
 
 def shape_problems(shape: ModelShape) -> list[str]:
-    """Return what is impossible about ``shape``, one line per problem, path first."""
+    """Return every problem of ``shape``, one line each, path first."""
     problems = [
         f"{field.name}: {getattr(shape, field.name)} must be at least 1"
         for field in fields(shape)
@@ -101,7 +100,7 @@ def shape_problems(shape: ModelShape) -> list[str]:
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter by fully qualified name; a tied output has none."""
+    """Return the shape of every parameter by fully qualified name; a tied output is left out."""
     dim, kv_dim = shape.dim, shape.num_kv_heads * shape.head_dim
     block = {
         "attention_norm.weight": (dim,),
@@ -124,7 +123,7 @@ def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(shape: ModelShape) -> int:
-    """Return the number of trained values; a tied output layer counts once."""
+    """Return the number of trained elements; a tied output layer counts once."""
     dim, kv_dim = shape.dim, shape.num_kv_heads * shape.head_dim
     block = 2 * dim * dim + 2 * kv_dim * dim + 3 * shape.ffn_dim * dim + 2 * dim
     embeddings = shape.vocab_size * dim * (1 if shape.tied else 2)
@@ -132,7 +131,7 @@ def num_parameters(shape: ModelShape) -> int:
 
 
 def resolve(preset: str, overrides: Mapping[str, Any]) -> ModelShape:
-    """Return the preset with ``overrides`` in place; ``KeyError`` if there is no such preset."""
+    """Return the preset with ``overrides``; ``KeyError`` if there is no such preset."""
     base = PRESETS[preset]
     values = {field.name: getattr(base, field.name) for field in fields(base)}
     return ModelShape(**{**values, **overrides})
